@@ -1,0 +1,49 @@
+# Every target does everything it needs, from nothing.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.ready
+PROTOC := .venv-protos
+
+.PHONY: help setup demo test chaos check bench protos clean
+.DEFAULT_GOAL := help
+
+help: ## say what can be made
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP) ## virtual environment with everything, in .venv
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "== setting up $(VENV) (torch, gRPC, ...: two to four minutes the first time)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Ganger needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "no venv module: apt-get install python3-venv" >&2; exit 1; }
+	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev --group examples
+	@touch $@
+
+demo: $(STAMP) ## real jobs: placed as gangs, paused, moved, re-pinned; the proof is printed and in build/demo.json
+	@$(BIN)/ganger demo --report build/demo.json
+
+test: $(STAMP) ## every test but the long ones (at most 15 minutes on 2 cores)
+	@$(BIN)/python -m pytest -q -m "not chaos"
+
+chaos: $(STAMP) ## the whole matrix of kills (at most an hour)
+	@$(BIN)/python -m pytest -q -m chaos
+
+check: $(STAMP) ## lint, types, import contracts, generated code
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+bench: $(STAMP) ## every benchmark, one JSON object each, samples in build/bench
+	@for name in $$($(BIN)/ganger bench --list); do $(BIN)/ganger bench $$name --json || exit 1; done
+
+# Generated with the oldest tools whose code the declared floors can load: newer code on an older runtime fails at import.
+protos: ## generate the wire code from protos/ into client/ganger
+	@test -x $(PROTOC)/bin/python || { $(PYTHON) -m venv $(PROTOC) && $(PROTOC)/bin/pip install --quiet grpcio-tools==1.76.0 'mypy-protobuf==4.0.0' 'setuptools<81'; }
+	@PATH=$(PROTOC)/bin:$$PATH $(PROTOC)/bin/python -m grpc_tools.protoc -I protos --python_out=client --grpc_python_out=client \
+		--mypy_out=quiet:client --mypy_grpc_out=quiet:client $$(find protos -name '*.proto' | sort)
+
+clean: ## remove what was built
+	@rm -rf $(VENV) $(PROTOC) build dist

@@ -1,0 +1,25 @@
+"""Ganger: gangs of GPUs, set to work whole, paused between two mini-batches, moved without losing a step.
+
+This module runs in users' training scripts too, so it imports nothing until it is asked for a name.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+_HOMES = {
+    # in a training script
+    "attach": "ganger.training",
+    # towards a cluster
+    "Client": "ganger.client",
+    "Job": "ganger.job",
+}
+
+__all__ = ["Client", "Job", "attach"]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ganger' has no attribute {name!r}")
+    return getattr(import_module(home), name)

@@ -1,0 +1,74 @@
+"""Why something cannot be: the one vocabulary of refusals.
+
+A *blocker* stands in the way until the cluster changes, a *race* may go away at the next try, a *mistake* is the caller's
+and will never work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Kind(Enum):
+    BLOCKER = "blocker"
+    RACE = "race"
+    MISTAKE = "mistake"
+
+
+class Reason(Enum):
+    """The value is the kind followed by one sentence for the documentation."""
+
+    GPUS = (Kind.BLOCKER, "not enough free devices")
+    CORES = (Kind.BLOCKER, "not enough free cores beside the devices")
+    MEMORY = (Kind.BLOCKER, "not enough free host memory")
+    LOCALITY = (Kind.BLOCKER, "free devices lie further apart than the job accepts")
+    DEVICE_TYPE = (Kind.BLOCKER, "no node with this device type is available")
+    NODE_UNAVAILABLE = (Kind.BLOCKER, "the node takes no gangs: unknown, cordoned, draining or lost")
+    PROTECTED = (Kind.BLOCKER, "the pieces are kept for a job that goes first")
+    RESERVED = (Kind.BLOCKER, "the pieces are reserved for a large gang")
+    QUOTA = (Kind.BLOCKER, "the user's share is used up")
+    STORAGE_NOT_SHARED = (Kind.BLOCKER, "the checkpoint lies on storage the node does not see")
+    CANNOT_SWITCH_USER = (Kind.BLOCKER, "the daemon cannot become the job's user")
+
+    STALE_REVISION = (Kind.RACE, "the job has changed since the request was computed")
+    OUT_OF_TURN = (Kind.RACE, "the turn has expired or belongs to another")
+    NODE_GONE = (Kind.RACE, "the node left the view")
+
+    GANG_IMPOSSIBLE = (Kind.MISTAKE, "no cluster of this make could ever hold the gang")
+    CLAIM_MISMATCH = (Kind.MISTAKE, "the claims do not add up to the job's tasks")
+    NOT_SUPPORTED = (Kind.MISTAKE, "not built yet")
+    WRONG_STATE = (Kind.MISTAKE, "the job's state does not allow it")
+    LEVEL_UNAVAILABLE = (Kind.MISTAKE, "the job cannot be suspended at this level")
+
+    @property
+    def kind(self) -> Kind:
+        return self.value[0]
+
+    @property
+    def meaning(self) -> str:
+        return self.value[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One reason with its figures: `Refusal(Reason.GPUS, {"needed": 8, "largest_free": 4}, node="n1")`."""
+
+    reason: Reason
+    figures: Mapping[str, int] = field(default_factory=dict)
+    node: str = ""
+    job: str = ""
+    detail: str = ""
+
+    @property
+    def message(self) -> str:
+        """One sentence for a person: the meaning, the detail, the figures, the node and job it is about."""
+        parts = [self.detail or self.reason.meaning]
+        if self.figures:
+            parts.append(" ".join(f"{name}={value}" for name, value in sorted(self.figures.items())))
+        if self.node:
+            parts.append(f"on {self.node}")
+        if self.job:
+            parts.append(f"because of {self.job}")
+        return ", ".join(parts)

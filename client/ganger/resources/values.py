@@ -1,0 +1,127 @@
+"""The words of the resource abstraction, as frozen values: what servers are, what jobs ask for, what gangs hold.
+
+Everything here is immutable and ordered by name where order matters. Cores are thousandths of a physical core
+(`millicores`), memory is bytes, devices are bits of an integer mask (bit i: device i).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+
+class Level(IntEnum):
+    """The best path between two devices; of a gang, its worst pair. Smaller is closer."""
+
+    NVLINK = 1
+    SWITCH = 2
+    SOCKET = 3
+    NODE = 4
+    RACK = 5
+    FABRIC = 6
+    CLUSTER = 7
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGroup:
+    """Devices that reach each other at `level` or better."""
+
+    level: Level
+    device_mask: int
+
+
+@dataclass(frozen=True, slots=True)
+class Socket:
+    millicores: int
+    device_mask: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigurationSet:
+    """Servers of identical hardware. Few and immutable."""
+
+    name: str
+    device_type: str = ""
+    devices: int = 0
+    device_memory_bytes: int = 0
+    groups: tuple[DeviceGroup, ...] = ()
+    sockets: tuple[Socket, ...] = (Socket(0, 0),)
+    memory_bytes: int = 0
+    dimensions: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    """One node as the view shows it."""
+
+    node: str
+    configuration_set: str
+    free_mask: int
+    free_millicores: tuple[int, ...]
+    free_memory_bytes: int
+    version: int = 0
+    available: bool = True
+    rack: str = ""
+    fabric: str = ""
+    socket_jobs: tuple[int, ...] = ()
+    group_jobs: tuple[int, ...] = ()
+    device_rows: tuple[int, ...] = ()
+    affinity: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TaskShape:
+    """One task. Zero millicores or memory means: a share of the node in proportion to its devices."""
+
+    gpus: int = 1
+    millicores: int = 0
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    name: str
+    tasks: int
+    shape: TaskShape
+
+
+@dataclass(frozen=True, slots=True)
+class Locality:
+    """What a job tolerates: `widest` at once, `wish` if it comes within `patience_seconds`."""
+
+    widest: Level = Level.CLUSTER
+    wish: Level | None = None
+    patience_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a gang holds, or asks for, on one node. `tasks[r]` tasks of role r; ranks run role by role, then claim by
+    claim."""
+
+    node: str
+    device_mask: int
+    millicores: tuple[int, ...]
+    memory_bytes: int
+    arena_bytes: int = 0
+    tasks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GangShape:
+    """All that placement needs to know of a job: its roles and what it tolerates."""
+
+    roles: tuple[Role, ...]
+    device_type: str = ""
+    locality: Locality = Locality()
+    nodes: int = 0
+    arena_bytes_per_device: int = 0
+
+    @property
+    def gpus(self) -> int:
+        return sum(role.tasks * role.shape.gpus for role in self.roles)
+
+    @property
+    def tasks(self) -> int:
+        return sum(role.tasks for role in self.roles)
