@@ -1,0 +1,296 @@
+"""The state image: what a shard on storage and an arena in memory hold, as bytes. This half knows no tensors.
+
+A 64-byte preamble, a JSON header, 64-byte aligned data, and a trailer with one digest per chunk of the data. An image is
+written front to back and its total size stands in the preamble, so every prefix is final and can be streamed while the
+rest is still being filled. All numbers are little-endian. No pickle anywhere: an image may come from another user.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+
+try:
+    from xxhash import xxh3_64 as _xxh3_64
+except ImportError:  # the user's environment need not have it
+    _xxh3_64 = None
+
+MAGIC = b"GANGERST"
+VERSION = 1
+ALIGNMENT = 64
+PREAMBLE = struct.Struct("<8sIIQQQQQQ")
+PREAMBLE_BYTES = PREAMBLE.size
+CHUNK_BYTES = 16 << 20
+# An image says how large its parts are before anything is allocated; these bound what is believed.
+MAX_HEADER_BYTES = 1 << 30
+MAX_CHUNK_BYTES = 1 << 30
+
+XXH3 = 1
+CRC32 = 2
+
+
+class ImageError(Exception):
+    """The bytes are not a usable state image. `reason`: MAGIC, VERSION, TRUNCATED, HEADER or DIGEST."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Preamble:
+    digest_kind: int
+    header_bytes: int
+    total_bytes: int
+    data_offset: int
+    trailer_offset: int
+    header_digest: int
+    chunk_bytes: int
+
+    @property
+    def data_bytes(self) -> int:
+        return self.trailer_offset - self.data_offset
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.data_bytes // self.chunk_bytes)
+
+    @property
+    def trailer_bytes(self) -> int:
+        return 8 * (self.chunks + 1)
+
+    def pack(self) -> bytes:
+        return PREAMBLE.pack(
+            MAGIC,
+            VERSION,
+            self.digest_kind,
+            self.header_bytes,
+            self.total_bytes,
+            self.data_offset,
+            self.trailer_offset,
+            self.header_digest,
+            self.chunk_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a verified image is. `digest` is 16 hexadecimal digits and stands for all of its data."""
+
+    step: int
+    samples: int
+    rank: int
+    world: int
+    total_bytes: int
+    digest: str
+
+
+def aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def preferred_digest() -> int:
+    """The fastest digest this interpreter can compute."""
+    return CRC32 if _xxh3_64 is None else XXH3
+
+
+class Digest:
+    """A running digest of one kind. Raises ImageError (DIGEST) where the kind cannot be computed here."""
+
+    def __init__(self, kind: int) -> None:
+        if kind == XXH3 and _xxh3_64 is None:
+            raise ImageError("DIGEST", "the image was hashed with xxh3; install xxhash in this environment to read it")
+        if kind not in (XXH3, CRC32):
+            raise ImageError("DIGEST", f"unknown digest kind {kind}; write the image with this version of ganger")
+        self._state: Any = _xxh3_64() if kind == XXH3 else None
+        self._crc = 0
+
+    def update(self, data: Any) -> None:
+        if self._state is not None:
+            self._state.update(data)
+        else:
+            self._crc = zlib.crc32(data, self._crc)
+
+    def value(self) -> int:
+        return int(self._state.intdigest()) if self._state is not None else self._crc
+
+
+def digest_of(kind: int, data: Any) -> int:
+    digest = Digest(kind)
+    digest.update(data)
+    return digest.value()
+
+
+class ChunkDigests:
+    """Digests of consecutive chunks of a byte stream that is fed in pieces of any size."""
+
+    def __init__(self, kind: int, chunk_bytes: int) -> None:
+        self._kind = kind
+        self._chunk_bytes = chunk_bytes
+        self._digest = Digest(kind)
+        self._inside = 0
+        self._values: List[int] = []
+
+    def update(self, data: Any) -> None:
+        view = memoryview(data).cast("B")
+        position = 0
+        while position < len(view):
+            piece = view[position : position + self._chunk_bytes - self._inside]
+            self._digest.update(piece)
+            self._inside += len(piece)
+            position += len(piece)
+            if self._inside == self._chunk_bytes:
+                self._close()
+
+    def _close(self) -> None:
+        self._values.append(self._digest.value())
+        self._digest = Digest(self._kind)
+        self._inside = 0
+
+    def trailer(self) -> bytes:
+        """The digests of all chunks and the digest of those."""
+        if self._inside:
+            self._close()
+        words = struct.pack(f"<{len(self._values)}Q", *self._values)
+        return words + struct.pack("<Q", digest_of(self._kind, words))
+
+
+def lay_out(header: Dict[str, Any], data_bytes: int, digest_kind: int) -> Tuple[Preamble, bytes]:
+    """The preamble and the encoded header of an image with `data_bytes` of data (a multiple of 64)."""
+    encoded = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+    if len(encoded) > MAX_HEADER_BYTES:
+        raise ImageError("HEADER", f"the state has {len(encoded)} bytes beside its tensors; at most {MAX_HEADER_BYTES}")
+    data_offset = aligned(PREAMBLE_BYTES + len(encoded))
+    chunks = -(-data_bytes // CHUNK_BYTES)
+    preamble = Preamble(
+        digest_kind=digest_kind,
+        header_bytes=len(encoded),
+        total_bytes=data_offset + data_bytes + 8 * (chunks + 1),
+        data_offset=data_offset,
+        trailer_offset=data_offset + data_bytes,
+        header_digest=digest_of(digest_kind, encoded),
+        chunk_bytes=CHUNK_BYTES,
+    )
+    return preamble, encoded
+
+
+def parse_preamble(data: Any) -> Preamble:
+    """Read and check the first 64 bytes. Raises ImageError: MAGIC, VERSION, TRUNCATED, HEADER."""
+    if len(data) < PREAMBLE_BYTES:
+        raise ImageError("TRUNCATED", f"a state image has at least {PREAMBLE_BYTES} bytes, this one {len(data)}")
+    magic, version, kind, header, total, data_at, trailer_at, header_digest, chunk = PREAMBLE.unpack(
+        bytes(data[:PREAMBLE_BYTES])
+    )
+    if magic != MAGIC:
+        raise ImageError("MAGIC", f"not a state image: it begins with {magic!r}, not {MAGIC!r}")
+    if version != VERSION:
+        raise ImageError("VERSION", f"state image of version {version}; this ganger reads version {VERSION}")
+    preamble = Preamble(kind, header, total, data_at, trailer_at, header_digest, chunk)
+    consistent = (
+        0 < chunk <= MAX_CHUNK_BYTES
+        and header <= MAX_HEADER_BYTES
+        and data_at == aligned(PREAMBLE_BYTES + header)
+        and trailer_at >= data_at
+        and total == trailer_at + preamble.trailer_bytes
+    )
+    if not consistent:
+        raise ImageError("HEADER", "the sizes in the image's preamble contradict each other: it was overwritten")
+    return preamble
+
+
+def parse_header(preamble: Preamble, encoded: Any) -> Dict[str, Any]:
+    """Decode the JSON header. Raises ImageError: TRUNCATED, HEADER, DIGEST."""
+    if len(encoded) != preamble.header_bytes:
+        raise ImageError("TRUNCATED", f"the header has {preamble.header_bytes} bytes, {len(encoded)} are there")
+    if digest_of(preamble.digest_kind, encoded) != preamble.header_digest:
+        raise ImageError("DIGEST", "the image's header does not match its digest")
+    try:
+        header = json.loads(bytes(encoded))
+    except ValueError as error:
+        raise ImageError("HEADER", f"the image's header is not JSON: {error}") from error
+    if not isinstance(header, dict) or not isinstance(header.get("tensors"), list) or "tree" not in header:
+        raise ImageError("HEADER", "the image's header lacks its tensor table or its tree")
+    for number, entry in enumerate(header["tensors"]):
+        try:
+            offset, size = entry["offset"], entry["bytes"]
+            inside = 0 <= offset and 0 <= size and offset + size <= preamble.data_bytes
+        except (TypeError, KeyError) as error:
+            raise ImageError("HEADER", f"entry {number} of the image's tensor table is malformed") from error
+        if not inside:
+            raise ImageError("HEADER", f"entry {number} of the image's tensor table points outside its data")
+    return header
+
+
+Source = Union[str, "os.PathLike[str]", int]
+
+
+def read_header(source: Source) -> Dict[str, Any]:
+    """The header of an image in a file (path or descriptor). Raises ImageError, OSError."""
+    return _with_descriptor(source, lambda fd: _preamble_and_header(fd)[1])
+
+
+def verify(source: Source) -> Summary:
+    """Read the whole image and check every digest. Raises ImageError, OSError."""
+    return _with_descriptor(source, _verify)
+
+
+def _with_descriptor(source: Source, action: Callable[[int], Any]) -> Any:
+    if isinstance(source, int):
+        return action(source)
+    descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return action(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _preamble_and_header(descriptor: int) -> Tuple[Preamble, Dict[str, Any]]:
+    preamble = parse_preamble(os.pread(descriptor, PREAMBLE_BYTES, 0))
+    return preamble, parse_header(preamble, _read_exactly(descriptor, preamble.header_bytes, PREAMBLE_BYTES))
+
+
+def _verify(descriptor: int) -> Summary:
+    preamble, header = _preamble_and_header(descriptor)
+    digests = ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
+    for offset in range(preamble.data_offset, preamble.trailer_offset, preamble.chunk_bytes):
+        size = min(preamble.chunk_bytes, preamble.trailer_offset - offset)
+        digests.update(_read_exactly(descriptor, size, offset))
+    found = _read_exactly(descriptor, preamble.trailer_bytes, preamble.trailer_offset)
+    check_trailer(digests.trailer(), found)
+    return summary(preamble, header, found)
+
+
+def summary(preamble: Preamble, header: Dict[str, Any], trailer: bytes) -> Summary:
+    return Summary(
+        step=int(header.get("step", 0)),
+        samples=int(header.get("samples", 0)),
+        rank=int(header.get("rank", 0)),
+        world=int(header.get("world", 1)),
+        total_bytes=preamble.total_bytes,
+        digest=f"{struct.unpack('<Q', trailer[-8:])[0]:016x}",
+    )
+
+
+def check_trailer(computed: bytes, found: bytes) -> None:
+    """Raise ImageError (DIGEST), naming the first chunk that differs."""
+    if computed == found:
+        return
+    bad: Optional[int] = next((i for i in range(0, len(found), 8) if found[i : i + 8] != computed[i : i + 8]), None)
+    where = "its last" if bad is None or bad == len(found) - 8 else f"chunk {bad // 8} of its"
+    raise ImageError("DIGEST", f"the image is damaged: {where} digest does not match the data")
+
+
+def _read_exactly(descriptor: int, size: int, offset: int) -> bytes:
+    parts: List[bytes] = []
+    while size:
+        part = os.pread(descriptor, size, offset)
+        if not part:
+            raise ImageError("TRUNCATED", f"the image ends at byte {offset}, {size} bytes too early")
+        parts.append(part)
+        size -= len(part)
+        offset += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
