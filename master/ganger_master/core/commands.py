@@ -1,0 +1,240 @@
+"""What callers ask of the master. A command says who asks and what; `decide` answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ganger.resources.reasons import Refusal
+from ganger_master.core.model import (
+    Capabilities,
+    Checkpoint,
+    Claim,
+    ConfigurationSet,
+    JobSpec,
+    ObservedPhase,
+    Outcome,
+    SuspendLevel,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitJob:
+    """`uid` is made by the shell; `request_id` makes the call idempotent for 24 h."""
+
+    spec: JobSpec
+    uid: str
+    user: str = ""
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelJob:
+    number: int
+    reason: str = ""
+    user: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SuspendJob:
+    """NONE takes the level that frees most without leaving memory."""
+
+    number: int
+    level: SuspendLevel = SuspendLevel.NONE
+    user: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeJob:
+    number: int
+    user: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveJob:
+    """Without `nodes` the placement chooses others than the present ones."""
+
+    number: int
+    nodes: tuple[str, ...] = ()
+    user: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RetuneJob:
+    """Millicores per task; `repin` asks for other cores of the same number."""
+
+    number: int
+    millicores: int = 0
+    repin: bool = False
+    user: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeJob:
+    number: int
+    gpus: int
+    user: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestGang:
+    """Candidates are tuples of claims in order of preference; none: the scheduler passes, for `blockers`."""
+
+    number: int
+    revision: int
+    candidates: tuple[tuple[Claim, ...], ...]
+    turn: int = 0
+    mode: str = "EXCLUSIVE"
+    blockers: tuple[Refusal, ...] = ()
+    scheduler: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseGang:
+    number: int
+    epoch: int
+    scheduler: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change of a plan: kind START, MOVE, SUSPEND, RESUME, CORES, RESIZE or ROW."""
+
+    number: int
+    revision: int
+    kind: str
+    claims: tuple[Claim, ...] = ()
+    level: SuspendLevel = SuspendLevel.NONE
+    together: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProposePlan:
+    changes: tuple[Change, ...]
+    reason: str = ""
+    proposer: str = "planner"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    node: str
+    machine_uuid: str
+    configuration_set: ConfigurationSet
+    boot_id: str = ""
+    rack: str = ""
+    fabric: str = ""
+    peer_address: str = ""
+    stream_address: str = ""
+    capabilities: Mapping[str, str] = field(default_factory=dict)
+    version: str = ""
+    storage_token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedGang:
+    """A node's part of a gang as its daemon sees it."""
+
+    job: int
+    uid: str
+    epoch: int
+    phase: ObservedPhase
+    master_sequence: int = 0
+    level: SuspendLevel = SuspendLevel.NONE
+    stop_sequence: int = 0
+    stop_step: int = 0
+    pids: tuple[int, ...] = ()
+    outcome: Outcome = Outcome()
+    checkpoint: Checkpoint | None = None
+    peak_device_bytes: int = 0
+    capabilities: Capabilities = Capabilities()
+    arena_bytes: int = 0
+    threads: int = 0
+    repin_done: int = 0
+    trouble: str = ""
+    cores: tuple[str, ...] = ()
+    device_mask: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Observe:
+    """The complete observed set of a node. Sent for every call that says `changed`; others are `NodeAnswered`."""
+
+    node: str
+    session: str
+    observation: int
+    desired_version: int
+    gangs: tuple[ObservedGang, ...] = ()
+    device_faults: Mapping[int, str] = field(default_factory=dict)
+    storage_proved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The shell is about to answer a Reconcile: from this instant the lost-node time counts. Not durable."""
+
+    node: str
+    session: str
+    desired_version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DrainNode:
+    node: str
+    reason: str
+    user: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CordonNode:
+    node: str
+    reason: str
+    user: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class UncordonNode:
+    node: str
+    user: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DeclareLost:
+    node: str
+    user: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimTurns:
+    """A turn stream opened or closed: it claims these jobs, or is a default host when it claims none."""
+
+    scheduler: str
+    jobs: tuple[int, ...] = ()
+    connected: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; the shell sends it when the last `WakeAt` says so."""
+
+
+type Command = (
+    SubmitJob
+    | CancelJob
+    | SuspendJob
+    | ResumeJob
+    | MoveJob
+    | RetuneJob
+    | ResizeJob
+    | RequestGang
+    | ReleaseGang
+    | ProposePlan
+    | OpenSession
+    | Observe
+    | Answer
+    | DrainNode
+    | CordonNode
+    | UncordonNode
+    | DeclareLost
+    | ClaimTurns
+    | Tick
+)

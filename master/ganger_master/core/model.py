@@ -1,0 +1,437 @@
+"""What the master knows, as frozen elements of plain values: jobs, gangs, nodes, counters.
+
+Times are Unix seconds, memory is bytes, cores are millicores, node and job names are bare ("n1", number 7): the wire's
+"nodes/n1" and "jobs/7" are the rpc layer's business. `msgspec.json` encodes and decodes every element without hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+
+from ganger.resources.values import Claim, ConfigurationSet, GangShape, Level, Locality, NodeRow, Role
+
+__all__ = [
+    "Agent",
+    "Capabilities",
+    "Checkpoint",
+    "Claim",
+    "ConfigurationSet",
+    "Counters",
+    "Element",
+    "Failure",
+    "Gang",
+    "GangPhase",
+    "GangRole",
+    "Intent",
+    "Job",
+    "JobSpec",
+    "JobState",
+    "Level",
+    "Locality",
+    "Node",
+    "NodeState",
+    "NodeRow",
+    "ObservedPhase",
+    "Outcome",
+    "OutcomeKind",
+    "Piece",
+    "Restore",
+    "Role",
+    "Stray",
+    "SuspendLevel",
+]
+
+
+class JobState(StrEnum):
+    """PENDING waits for a gang, HOLDING has one, SUSPENDED was asked for by a user; the others are final."""
+
+    PENDING = "PENDING"
+    HOLDING = "HOLDING"
+    SUSPENDED = "SUSPENDED"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+
+
+class GangPhase(StrEnum):
+    """Phase of a gang as users see it."""
+
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    PARKED = "PARKED"
+    MOVING = "MOVING"
+    RESIZING = "RESIZING"
+    STOPPING = "STOPPING"
+
+
+class GangRole(StrEnum):
+    """Which of a job's gangs this one is. At most one ACTIVE and one DESTINATION; only the ACTIVE one may step."""
+
+    ACTIVE = "ACTIVE"
+    # Being prepared; becomes ACTIVE by the commit of the move.
+    DESTINATION = "DESTINATION"
+    # The parked copy a move came from, kept until the new gang has stepped.
+    SOURCE = "SOURCE"
+    # Over: stopped wherever it still is, then forgotten.
+    LEAVING = "LEAVING"
+
+
+class Intent(StrEnum):
+    RUN = "RUN"
+    PREPARE = "PREPARE"
+    PARK = "PARK"
+    HAND_OVER = "HAND_OVER"
+    STOP = "STOP"
+
+
+class SuspendLevel(IntEnum):
+    """Higher levels keep less."""
+
+    NONE = 0
+    PAUSE = 1
+    OFFLOAD = 2
+    CHECKPOINT = 3
+
+
+class ObservedPhase(StrEnum):
+    """Phase of one node's part of a gang, as its daemon reports it; NONE before the first report."""
+
+    NONE = "NONE"
+    STARTING = "STARTING"
+    PREPARED = "PREPARED"
+    READY = "READY"
+    RUNNING = "RUNNING"
+    STOPPING = "STOPPING"
+    PARKED = "PARKED"
+    ENDED = "ENDED"
+
+
+class OutcomeKind(StrEnum):
+    NONE = "NONE"
+    DONE = "DONE"
+    YIELDED = "YIELDED"
+    FAILED = "FAILED"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
+    STOPPED = "STOPPED"
+    UNKNOWN = "UNKNOWN"
+    LAUNCH_FAILED = "LAUNCH_FAILED"
+    FENCED = "FENCED"
+    ESCALATED = "ESCALATED"
+
+
+class NodeState(StrEnum):
+    UNKNOWN = "UNKNOWN"
+    READY = "READY"
+    CORDONED = "CORDONED"
+    DRAINING = "DRAINING"
+    LOST = "LOST"
+
+
+class Agent(StrEnum):
+    AUTOMATIC = "AUTOMATIC"
+    NONE = "NONE"
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """What a user asked for; `ganger.v1.JobSpec` as plain values. Zero and empty mean what they mean on the wire."""
+
+    command: tuple[str, ...]
+    roles: tuple[Role, ...]
+    display_name: str = ""
+    working_directory: str = "/"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    device_type: str = ""
+    locality: Locality = Locality()
+    nodes: int = 0
+    priority: int = 0
+    time_limit_seconds: float | None = None
+    gpu_memory_bytes: int = 0
+    max_failures: int = 0
+    scheduler: str = ""
+    preemptible: bool = True
+    gpus_min: int = 0
+    gpus_max: int = 0
+    # Zero takes the cluster's default, negative none.
+    checkpoint_interval_seconds: float = 0.0
+    labels: Mapping[str, str] = field(default_factory=dict)
+    agent: Agent = Agent.AUTOMATIC
+
+    @property
+    def gpus(self) -> int:
+        return sum(role.tasks * role.shape.gpus for role in self.roles)
+
+    @property
+    def tasks(self) -> int:
+        return sum(role.tasks for role in self.roles)
+
+    def shape(self, arena_bytes_per_device: int = 0) -> GangShape:
+        return GangShape(self.roles, self.device_type, self.locality, self.nodes, arena_bytes_per_device)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Which levels the job offers; `missing` says why not, by level name. Nothing is known before `known`."""
+
+    pause: bool = False
+    offload: bool = False
+    checkpoint: bool = False
+    missing: Mapping[str, str] = field(default_factory=dict)
+    known: bool = False
+
+    def offers(self, level: SuspendLevel) -> bool:
+        match level:
+            case SuspendLevel.PAUSE:
+                return self.pause
+            case SuspendLevel.OFFLOAD:
+                return self.offload
+            case SuspendLevel.CHECKPOINT:
+                return self.checkpoint
+            case SuspendLevel.NONE:
+                return False
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    step: int
+    epoch: int
+    path: str
+    size_bytes: int = 0
+    create_time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a FAILED job failed: EXIT, OUT_OF_MEMORY, TIME_LIMIT, LAUNCH_FAILED, NO_CHECKPOINT, ESCALATED."""
+
+    reason: str
+    message: str = ""
+    exit_code: int = 0
+    rank: int = 0
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    number: int
+    uid: str
+    user: str
+    spec: JobSpec
+    create_time: float
+    request_id: str = ""
+    state: JobState = JobState.PENDING
+    revision: int = 1
+    # Since when it waits, for policies and estimates; zero when it does not.
+    pending_since: float = 0.0
+    # First step of the first attempt; zero before.
+    start_time: float = 0.0
+    end_time: float = 0.0
+    # Running time of former stretches, and since when the present one lasts (zero: not running).
+    run_seconds: float = 0.0
+    running_since: float = 0.0
+    # The gang that may step, and the destination of a move in progress; zero for none.
+    epoch: int = 0
+    next_epoch: int = 0
+    failures: int = 0
+    preemptions: int = 0
+    # Moves given up since the last successful one: bounds how often a drain tries again.
+    moves_aborted: int = 0
+    checkpoint: Checkpoint | None = None
+    capabilities: Capabilities = Capabilities()
+    peak_device_bytes: int = 0
+    # What a user's suspend aims at, and where it rests (NONE until it does).
+    suspend_wanted: SuspendLevel = SuspendLevel.NONE
+    suspended_level: SuspendLevel = SuspendLevel.NONE
+    # Why the job is to end once its gangs are gone; None while it is not.
+    ending: JobState | None = None
+    failure: Failure | None = None
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"jobs/{self.number}"
+
+    @property
+    def arena_bytes_per_device(self) -> int:
+        """What OFFLOAD needs in host memory: the peak of a device plus a tenth; zero while no peak is known."""
+        peak = max(self.peak_device_bytes, self.spec.gpu_memory_bytes)
+        return peak + peak // 10
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    kind: OutcomeKind = OutcomeKind.NONE
+    exit_code: int = 0
+    rank: int = 0
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A gang's part on one node: what it holds there and what was last seen of it."""
+
+    # The placement, unchanged while the gang lives (RETUNE changes its millicores).
+    claim: Claim
+    # What the view counts as held now; None once free.
+    held: Claim | None
+    phase: ObservedPhase = ObservedPhase.NONE
+    level: SuspendLevel = SuspendLevel.NONE
+    # Highest order the daemon obeyed or obeys.
+    master_sequence: int = 0
+    stop_sequence: int = 0
+    stop_step: int = 0
+    outcome: Outcome = Outcome()
+    trouble: str = ""
+    # By local rank order.
+    pids: tuple[int, ...] = ()
+    cores: tuple[str, ...] = ()
+    threads: int = 0
+    repin_done: int = 0
+    arena_bytes: int = 0
+    # Desired version of the node with which the gang was first wanted there: only then absence means something.
+    wanted_from: int = 0
+    # Nothing of it is left on the node, or the node is lost and counts as such for the job.
+    gone: bool = False
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Where the first step starts from: a checkpoint's path, or the arenas of a parked epoch. `step` is the lowest that
+    is acceptable."""
+
+    checkpoint_path: str = ""
+    parked_epoch: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Gang:
+    """One attempt on one placement. The first piece's node holds rank 0 and leads."""
+
+    epoch: int
+    job: int
+    role: GangRole
+    phase: GangPhase
+    pieces: tuple[Piece, ...]
+    level: Level
+    create_time: float
+    intent: Intent = Intent.RUN
+    park_level: SuspendLevel = SuspendLevel.NONE
+    # Rises with every change of what is wanted.
+    master_sequence: int = 1
+    # The master_sequence at which the present stop began; zero when running is wanted.
+    stop_sequence: int = 0
+    # Where every rank stopped, once all are parked.
+    stop_step: int = 0
+    restore: Restore = Restore()
+    threads: int = 1
+    checkpoint_request: int = 0
+    repin_request: int = 0
+    checkpoint_first: bool = False
+    # Its first step was seen; since when the phase stands.
+    stepped: bool = False
+    since: float = 0.0
+    # Parked by the planner: the job stays HOLDING.
+    parked_by_plan: bool = False
+    # It was told to stop: its ending is not the job's.
+    stop_reason: str = ""
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        return tuple(piece.claim for piece in self.pieces)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(piece.claim.node for piece in self.pieces)
+
+    @property
+    def is_gone(self) -> bool:
+        return all(piece.gone for piece in self.pieces)
+
+    def piece(self, node: str) -> Piece | None:
+        return next((piece for piece in self.pieces if piece.claim.node == node), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """A gang seen on a node that the master does not want there. `quarantined` ones (unknown job, epoch from the future)
+    are left alone and hold their devices until they go; others are older epochs and are stopped."""
+
+    job: int
+    uid: str
+    epoch: int
+    device_mask: int
+    master_sequence: int
+    quarantined: bool
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    name: str
+    machine_uuid: str
+    configuration_set: str
+    rack: str = ""
+    fabric: str = ""
+    peer_address: str = ""
+    stream_address: str = ""
+    capabilities: Mapping[str, str] = field(default_factory=dict)
+    version: str = ""
+    boot_id: str = ""
+    session: str = ""
+    # The present session has sent its complete observed set.
+    heard: bool = False
+    # Lost until it opens a session again.
+    lost: bool = False
+    cordoned: bool = False
+    draining: bool = False
+    state_reason: str = ""
+    device_faults: Mapping[int, str] = field(default_factory=dict)
+    storage_proved: bool = False
+    # Raised when what is wanted on the node changes.
+    desired_version: int = 0
+    # Of the newest report that was applied.
+    observation: int = 0
+    applied_version: int = 0
+    strays: tuple[Stray, ...] = ()
+    # Ended gangs in the newest report whose outcome is kept: the daemon may forget them.
+    acknowledged: tuple[int, ...] = ()
+    create_time: float = 0.0
+
+    @property
+    def state(self) -> NodeState:
+        if self.lost:
+            return NodeState.LOST
+        if not self.heard:
+            return NodeState.UNKNOWN
+        if self.draining:
+            return NodeState.DRAINING
+        return NodeState.CORDONED if self.cordoned else NodeState.READY
+
+    @property
+    def takes_gangs(self) -> bool:
+        return self.state is NodeState.READY
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What is never given twice. Epochs are unique in the cluster, so they name a gang alone."""
+
+    next_job: int = 1
+    next_epoch: int = 1
+    next_event: int = 1
+    next_session: int = 1
+    view_version: int = 0
+    approved: int = 0
+    rejected: int = 0
+    storage_token: str = ""
+
+
+type Element = Job | Gang | Node | ConfigurationSet | Counters
