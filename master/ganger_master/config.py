@@ -1,0 +1,165 @@
+"""What a master is told: defaults, overridden by a TOML file, then by GANGER_MASTER_* variables, then by flags.
+
+Parsed and validated once, all errors reported together, and passed down explicitly.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Final
+
+PREFIX: Final = "GANGER_MASTER_"
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)?")
+_SECONDS: Final = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_PORT_HIGHEST: Final = 65535
+# A Unix socket's path must fit into sockaddr_un.
+_SOCKET_PATH_LONGEST: Final = 107
+_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1", "[::1]")
+
+
+class ConfigError(ValueError):
+    """One line per thing that is wrong with the configuration."""
+
+    def __init__(self, problems: tuple[str, ...]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """`lost_after_seconds` None means never: no job restarts elsewhere without an operator's word."""
+
+    state_dir: Path
+    listen: str = "127.0.0.1:0"
+    database_url: str = ""
+    storage: Path | None = None
+    lost_after_seconds: float | None = 600.0
+    policy: str = "fifo"
+    # Default interval between checkpoints to storage; zero never.
+    checkpoint_interval_seconds: float = 1800.0
+    # Sessions of two machines with one name are refused while the first answered this recently.
+    session_alive_seconds: float = 10.0
+    events_kept_seconds: float = 30 * 86400.0
+    finished_jobs_kept_seconds: float = 30 * 86400.0
+    scheduler_host: bool = True
+    log_level: str = "info"
+
+    @property
+    def url(self) -> str:
+        return self.database_url or f"sqlite:///{self.state_dir / 'ganger.db'}"
+
+    @property
+    def storage_path(self) -> Path:
+        return self.storage if self.storage is not None else self.state_dir / "storage"
+
+
+def parse_duration(text: str) -> float | None:
+    """Seconds of `90`, `10m`, `1.5h`; None for `never`. ValueError otherwise."""
+    if text == "never":
+        return None
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no duration: write 30s, 10m, 2h, 1d or never")
+    return float(match[1]) * _SECONDS[match[2] or ""]
+
+
+def check_listen(listen: str) -> str:
+    """What is wrong with an address to listen on; empty when nothing is."""
+    if listen.startswith("unix:"):
+        path = listen.removeprefix("unix:")
+        if not path.startswith("/"):
+            return f"listen {listen!r}: the path of a Unix socket must be absolute"
+        if len(path.encode()) > _SOCKET_PATH_LONGEST:
+            return f"listen {listen!r}: the path has more than {_SOCKET_PATH_LONGEST} bytes; use a shorter directory"
+        return ""
+    host, colon, port = listen.rpartition(":")
+    if not colon or not port.isdigit() or int(port) > _PORT_HIGHEST:
+        return f"listen {listen!r}: write unix:/PATH or 127.0.0.1:PORT"
+    if host not in _LOOPBACK:
+        return f"listen {listen!r}: without certificates only a Unix socket or a loopback address may be served"
+    return ""
+
+
+def load(
+    flags: Mapping[str, str | bool | None],
+    environment: Mapping[str, str],
+    file_text: str = "",
+    file_name: str = "config",
+) -> Config:
+    """The configuration; raises ConfigError with everything that is wrong. Flags that are None were not given."""
+    problems: list[str] = []
+    raw: dict[str, object] = {}
+    try:
+        raw.update(tomllib.loads(file_text))
+    except tomllib.TOMLDecodeError as error:
+        problems.append(f"{file_name}: {error}")
+    for name in (field.removesuffix("_seconds") for field in sorted(_NAMES)):
+        if (text := environment.get(PREFIX + name.upper())) is not None:
+            raw[name] = text
+    raw.update({name: value for name, value in flags.items() if value is not None})
+
+    values: dict[str, object] = {}
+    for given, value in raw.items():
+        name = given if given in _NAMES or f"{given}_seconds" not in _NAMES else f"{given}_seconds"
+        try:
+            values[name] = _parse_one(name, value)
+        except ValueError as error:
+            problems.append(str(error))
+    if "state_dir" not in values and not any(problem.startswith("state_dir") for problem in problems):
+        problems.append("state_dir: say where the master keeps its state (--state-dir DIR)")
+    if problems:
+        raise ConfigError(tuple(problems))
+    return Config(**values)  # type: ignore[arg-type]
+
+
+def _parse_one(name: str, value: object) -> object:
+    if name in ("state_dir", "storage"):
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"{name}: must be a path")
+        return Path(value).expanduser().absolute()
+    if name == "listen":
+        problem = check_listen(str(value))
+        if problem:
+            raise ValueError(problem)
+        return str(value)
+    if name.endswith("_seconds"):
+        return _duration_of(name, value)
+    if name == "scheduler_host":
+        return _truth_of(name, value)
+    if name == "log_level":
+        if value not in ("debug", "info", "warning", "error"):
+            raise ValueError(f"log_level {value!r}: one of debug, info, warning, error")
+        return value
+    if name in ("database_url", "policy"):
+        if not isinstance(value, str):
+            raise ValueError(f"{name}: must be text")
+        return value
+    raise ValueError(f"{name}: no such setting; known are {', '.join(sorted(_NAMES))}")
+
+
+def _duration_of(name: str, value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"{name}: {value!r} is no duration")
+    try:
+        seconds = parse_duration(str(value))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if seconds is None and name != "lost_after_seconds":
+        raise ValueError(f"{name}: never is not possible here")
+    return seconds
+
+
+def _truth_of(name: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if value in ("true", "yes", "1", "false", "no", "0"):
+        return value in ("true", "yes", "1")
+    raise ValueError(f"{name}: {value!r} is neither true nor false")
+
+
+_NAMES: Final = frozenset(field.name for field in fields(Config))

@@ -1,0 +1,106 @@
+"""What the master's writer asks of a store, and in which ways a store may fail.
+
+A store keeps *elements*, each one row of a state table (the truth), and the *history* of what happened. It promises
+that a batch is durable and whole when `commit` returns, and that nothing of it is there when `commit` raises. It does
+not know what elements mean: `codec` turns the core's values into rows and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+Cell = int | float | str | None
+
+
+class Problem(Enum):
+    """How a store fails; the value says what an operator can do."""
+
+    LOCKED = "another program holds it: stop that program"
+    FULL = "the disk is full: free some space; nothing accepted was lost"
+    NEWER = "a newer ganger wrote it: start that version, or restore the backup made before its upgrade"
+    UNREADABLE = "it cannot be read or written: check its path, its permissions and its disk"
+    FENCED = "another master has taken it over: this one must stop"
+    DAMAGED = "it holds what no ganger writes: restore a backup"
+
+
+class StoreError(Exception):
+    """A store that did not do what was asked; nothing of the batch was kept."""
+
+    def __init__(self, problem: Problem, detail: str) -> None:
+        super().__init__(f"{detail}; {problem.value}")
+        self.problem = problem
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Inserts or replaces one element. `columns` are those of its table besides `key`, always the same ones in the
+    same order for one table."""
+
+    table: str
+    key: str
+    columns: Mapping[str, Cell]
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    table: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryEntry:
+    """One thing that happened. Sequences are unique and rise; time is Unix seconds."""
+
+    sequence: int
+    time: float
+    subject: str
+    kind: str
+    cause: str
+    message: str = ""
+    figures: str = "{}"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one commit makes durable, as one. Of changes to one key the last stands; `changes` holds one per key."""
+
+    changes: Sequence[Put | Remove] = ()
+    history: Sequence[HistoryEntry] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.changes and not self.history
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRow:
+    table: str
+    key: str
+    columns: Mapping[str, Cell] = field(default_factory=dict)
+
+
+class Store(Protocol):
+    """Called from one thread at a time, except `history`, which may run beside the others."""
+
+    def open(self) -> None:
+        """Brings the schema up to date and takes the store over from any former master. Raises StoreError."""
+
+    def load(self) -> Iterator[StoredRow]:
+        """Every element, table by table in the order of `tables.STATE`, in no order within one. Raises StoreError."""
+
+    def commit(self, batch: Batch) -> None:
+        """Durable and whole when it returns; nothing kept when it raises StoreError."""
+
+    def history(self, subject: str, after_sequence: int, limit: int) -> Sequence[HistoryEntry]:
+        """Oldest first; subject "" means all. Raises StoreError."""
+
+    def oldest_sequence(self) -> int:
+        """Sequence of the oldest entry of history still kept, zero if there is none."""
+
+    def compact(self, before_time: float, limit: int) -> int:
+        """Forgets at most `limit` entries of history older than a time; returns how many went."""
+
+    def close(self) -> None: ...

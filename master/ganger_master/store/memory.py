@@ -1,0 +1,50 @@
+"""The store in plain memory: the contract without a database, for the simulator and for tests."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+from ganger_master.store.contract import Batch, HistoryEntry, Put, Remove, StoredRow
+from ganger_master.store.tables import STATE
+
+
+class MemoryStore:
+    """See `contract.Store`. What was committed stays for as long as the object lives, across `close` and `open`."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, dict[str, StoredRow]] = {name: {} for name in STATE}
+        self._history: list[HistoryEntry] = []
+
+    def open(self) -> None:
+        return None
+
+    def load(self) -> Iterator[StoredRow]:
+        for rows in self._rows.values():
+            yield from list(rows.values())
+
+    def commit(self, batch: Batch) -> None:
+        for change in batch.changes:
+            match change:
+                case Put(table, key, columns):
+                    self._rows[table][key] = StoredRow(table, key, dict(columns))
+                case Remove(table, key):
+                    self._rows[table].pop(key, None)
+        self._history.extend(batch.history)
+
+    def history(self, subject: str, after_sequence: int, limit: int) -> Sequence[HistoryEntry]:
+        start = bisect_right(self._history, after_sequence, key=lambda entry: entry.sequence)
+        found = (entry for entry in self._history[start:] if not subject or entry.subject == subject)
+        return [entry for entry, _ in zip(found, range(limit), strict=False)]
+
+    def oldest_sequence(self) -> int:
+        return self._history[0].sequence if self._history else 0
+
+    def compact(self, before_time: float, limit: int) -> int:
+        old = [entry.sequence for entry in self._history[:limit] if entry.time < before_time]
+        gone = bisect_right(self._history, old[-1], key=lambda entry: entry.sequence) if old else 0
+        del self._history[:gone]
+        return gone
+
+    def close(self) -> None:
+        return None

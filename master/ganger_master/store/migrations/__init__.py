@@ -1,0 +1,1 @@
+"""Alembic's scripts, run by `ganger_master.store.migrate`."""

@@ -1,0 +1,289 @@
+"""The store on a SQL database: SQLite in WAL mode with synchronous=FULL by default, any SQLAlchemy URL otherwise.
+
+A commit is one transaction. Statements are built by SQLAlchemy once per table and then run as the driver's own text,
+because at small batches building them costs more than the disk does.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from sqlalchemy import Connection, Engine, Table, bindparam, create_engine, delete, event, func, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.pool import NullPool
+from sqlalchemy.sql import Executable
+
+from ganger_master.store import migrate
+from ganger_master.store.contract import Batch, Cell, HistoryEntry, Problem, Put, Remove, StoredRow, StoreError
+from ganger_master.store.tables import STATE, events, writer
+
+_HISTORY_COLUMNS: Final = tuple(column.name for column in events.columns)
+# Rows of one statement; keeps the driver's memory and the time of one lock bounded.
+_ROWS_PER_STATEMENT: Final = 5_000
+_ROWS_PER_FETCH: Final = 1_000
+_BUSY_MILLISECONDS: Final = 5_000
+
+
+class SqlStore:
+    """See `contract.Store`. `url` is a SQLAlchemy URL; a SQLite file is made with mode 0600."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._engine = _engine_for(url)
+        self._connection: Connection | None = None
+        self._generation = 0
+        self._statements: dict[tuple[str, str], _Statement] = {}
+
+    def open(self) -> None:
+        with _explained(self._url):
+            _create_file(self._url)
+            migrate.upgrade(self._engine)
+            self._connection = self._engine.connect()
+            with self._connection.begin():
+                self._generation = _take_over(self._connection)
+
+    def load(self) -> Iterator[StoredRow]:
+        with _explained(self._url), self._engine.connect() as connection:
+            for table in STATE.values():
+                names = tuple(column.name for column in table.columns if column.name != "key")
+                rows = connection.execution_options(yield_per=_ROWS_PER_FETCH).execute(
+                    select(table.c.key, *(table.c[name] for name in names))
+                )
+                for row in rows:
+                    yield StoredRow(table.name, row[0], dict(zip(names, row[1:], strict=True)))
+
+    def commit(self, batch: Batch) -> None:
+        if batch.is_empty:
+            return
+        with _explained(self._url):
+            connection = self._open_connection()
+            try:
+                with connection.begin():
+                    self._check_generation(connection)
+                    self._write(connection, batch)
+            except DBAPIError as error:
+                if error.connection_invalidated:
+                    self._connection = None
+                raise
+
+    def history(self, subject: str, after_sequence: int, limit: int) -> Sequence[HistoryEntry]:
+        query = (
+            select(*events.columns).where(events.c.sequence > after_sequence).order_by(events.c.sequence).limit(limit)
+        )
+        if subject:
+            query = query.where(events.c.subject == subject)
+        with _explained(self._url), self._engine.connect() as connection:
+            return [HistoryEntry(*row) for row in connection.execute(query)]
+
+    def oldest_sequence(self) -> int:
+        with _explained(self._url), self._engine.connect() as connection:
+            return connection.execute(select(func.min(events.c.sequence))).scalar() or 0
+
+    def compact(self, before_time: float, limit: int) -> int:
+        # History is forgotten from its old end only, so what is left has no holes.
+        with _explained(self._url):
+            connection = self._open_connection()
+            with connection.begin():
+                self._check_generation(connection)
+                oldest = select(events.c.sequence, events.c.time).order_by(events.c.sequence).limit(limit)
+                last = max((row.sequence for row in connection.execute(oldest) if row.time < before_time), default=None)
+                if last is None:
+                    return 0
+                return connection.execute(delete(events).where(events.c.sequence <= last)).rowcount
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        self._engine.dispose()
+
+    def _open_connection(self) -> Connection:
+        if self._connection is None:
+            self._connection = self._engine.connect()
+        return self._connection
+
+    def _check_generation(self, connection: Connection) -> None:
+        statement = self._statement("fence", "writer")
+        if statement.run(connection, [{"generation": self._generation}]) != 1:
+            raise StoreError(Problem.FENCED, f"{_shown(self._url)} has a newer master")
+
+    def _write(self, connection: Connection, batch: Batch) -> None:
+        puts: dict[str, list[Mapping[str, Cell]]] = {}
+        removes: dict[str, list[Mapping[str, Cell]]] = {}
+        for change in batch.changes:
+            match change:
+                case Put(table, key, columns):
+                    puts.setdefault(table, []).append({"key": key, **columns})
+                case Remove(table, key):
+                    removes.setdefault(table, []).append({"key": key})
+        for table, rows in removes.items():
+            self._run(connection, "remove", table, rows)
+        for table, rows in puts.items():
+            self._run(connection, "put", table, rows)
+        if batch.history:
+            rows = [{name: getattr(entry, name) for name in _HISTORY_COLUMNS} for entry in batch.history]
+            self._run(connection, "append", events.name, rows)
+
+    def _run(self, connection: Connection, verb: str, table: str, rows: Sequence[Mapping[str, Cell]]) -> None:
+        if verb == "put" and connection.dialect.name not in _UPSERTS:
+            self._run(connection, "remove", table, [{"key": row["key"]} for row in rows])
+            verb = "append"
+        statement = self._statement(verb, table)
+        for start in range(0, len(rows), _ROWS_PER_STATEMENT):
+            statement.run(connection, rows[start : start + _ROWS_PER_STATEMENT])
+
+    def _statement(self, verb: str, table: str) -> _Statement:
+        found = self._statements.get((verb, table))
+        if found is None:
+            found = _Statement.of(_built(verb, table, self._engine.dialect.name), self._engine)
+            self._statements[verb, table] = found
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Statement:
+    """A statement as the driver's text, with the order of its parameters if the driver numbers them."""
+
+    text: str
+    order: tuple[str, ...] | None
+
+    @classmethod
+    def of(cls, statement: Executable, engine: Engine) -> _Statement:
+        compiled = statement.compile(dialect=engine.dialect)  # type: ignore[attr-defined]
+        order = tuple(compiled.positiontup) if compiled.positional else None
+        return cls(str(compiled), order)
+
+    def run(self, connection: Connection, rows: Sequence[Mapping[str, Cell]]) -> int:
+        parameters: Any
+        if self.order is None:
+            parameters = [dict(row) for row in rows]
+        else:
+            parameters = [tuple(row[name] for name in self.order) for row in rows]
+        return connection.exec_driver_sql(self.text, parameters if len(parameters) > 1 else parameters[0]).rowcount
+
+
+_UPSERTS: Final = ("sqlite", "postgresql")
+
+
+def _built(verb: str, table_name: str, dialect: str) -> Executable:
+    if verb == "fence":
+        # Changing nothing would do, but an update also takes the row's lock where locks are rows'.
+        return update(writer).where(writer.c.generation == bindparam("generation")).values(id=writer.c.id)
+    table = events if table_name == events.name else STATE[table_name]
+    names = [column.name for column in table.columns]
+    if verb == "remove":
+        return delete(table).where(table.c.key == bindparam("key"))
+    values = {name: bindparam(name, type_=table.c[name].type) for name in names}
+    if verb == "append":
+        return insert(table).values(values)
+    return _upsert(table, values, dialect)
+
+
+def _upsert(table: Table, values: Mapping[str, Any], dialect: str) -> Executable:
+    others = [name for name in values if name != "key"]
+    if dialect == "postgresql":
+        into_postgresql = postgresql.insert(table).values(values)
+        return into_postgresql.on_conflict_do_update(
+            index_elements=["key"], set_={name: into_postgresql.excluded[name] for name in others}
+        )
+    into_sqlite = sqlite.insert(table).values(values)
+    return into_sqlite.on_conflict_do_update(
+        index_elements=["key"], set_={name: into_sqlite.excluded[name] for name in others}
+    )
+
+
+def _take_over(connection: Connection) -> int:
+    """Raises the generation, so that a former master's commits are refused from now on."""
+    if connection.execute(update(writer).values(generation=writer.c.generation + 1)).rowcount == 0:
+        connection.execute(insert(writer).values(id=1, generation=1))
+    return int(connection.execute(select(writer.c.generation)).scalar_one())
+
+
+def _engine_for(url: str) -> Engine:
+    try:
+        parsed = make_url(url)
+        if parsed.get_backend_name() != "sqlite":
+            return create_engine(parsed, pool_pre_ping=True)
+        # One file handle per use: a pool would keep handles of a file that was replaced.
+        engine = create_engine(parsed, poolclass=NullPool, connect_args={"timeout": _BUSY_MILLISECONDS / 1000})
+    except (ArgumentError, NoSuchModuleError, ImportError) as error:
+        raise StoreError(Problem.UNREADABLE, f"database URL {_shown(url)} cannot be used: {error}") from error
+
+    @event.listens_for(engine, "connect")
+    def prepare(connection: sqlite3.Connection, _record: object) -> None:
+        # Transactions are begun by the listener below, the driver would begin them too late.
+        connection.isolation_level = None
+        for pragma in (
+            f"busy_timeout={_BUSY_MILLISECONDS}",
+            "journal_mode=WAL",
+            "synchronous=FULL",
+            "foreign_keys=ON",
+            "temp_store=MEMORY",
+            "journal_size_limit=67108864",
+        ):
+            connection.execute(f"PRAGMA {pragma}").close()
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN")
+
+    return engine
+
+
+def _create_file(url: str) -> None:
+    """Environments of jobs are in there, so the file belongs to its owner alone from its first byte on."""
+    parsed = make_url(url)
+    if parsed.get_backend_name() == "sqlite" and parsed.database and parsed.database != ":memory:":
+        path = Path(parsed.database)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
+
+class _explained:  # noqa: N801 - reads as a phrase: with _explained(url)
+    """Turns what drivers raise into a StoreError that says what to do."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        match error:
+            case StoreError() | None:
+                return
+            case SQLAlchemyError() | sqlite3.Error() | OSError():
+                raise StoreError(_problem_of(error), f"database {_shown(self._url)}: {_cause_of(error)}") from error
+
+
+def _problem_of(error: BaseException) -> Problem:
+    text = str(error).lower()
+    if "locked" in text or "busy" in text:
+        return Problem.LOCKED
+    if "full" in text or "no space left" in text:
+        return Problem.FULL
+    if "not a database" in text or "malformed" in text:
+        return Problem.DAMAGED
+    return Problem.UNREADABLE
+
+
+def _cause_of(error: BaseException) -> str:
+    if isinstance(error, DBAPIError) and error.orig is not None:
+        return str(error.orig).strip()
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return str(error).strip()
+
+
+def _shown(url: str) -> str:
+    try:
+        return make_url(url).render_as_string(hide_password=True)
+    except ArgumentError:
+        return "(unreadable)"

@@ -1,0 +1,96 @@
+"""The tables: state, which is the truth, and history, which is kept for a while.
+
+Every state table has `key`, real columns for what people query, and where there is more `body`, the element as JSON.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sqlalchemy import BigInteger, Column, Double, Index, Integer, MetaData, String, Table, Text
+
+metadata = MetaData(
+    naming_convention={
+        "pk": "pk_%(table_name)s",
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    }
+)
+
+_KEY_LENGTH: Final = 255
+
+# One row: which master may write. A commit under an older generation is refused.
+writer = Table(
+    "writer", metadata, Column("id", Integer, primary_key=True), Column("generation", BigInteger, nullable=False)
+)
+
+counters = Table(
+    "counters",
+    metadata,
+    Column("key", String(_KEY_LENGTH), primary_key=True),
+    Column("value", BigInteger, nullable=False),
+)
+
+configuration_sets = Table(
+    "configuration_sets",
+    metadata,
+    Column("key", String(_KEY_LENGTH), primary_key=True),
+    Column("body", Text, nullable=False),
+)
+
+nodes = Table(
+    "nodes",
+    metadata,
+    Column("key", String(_KEY_LENGTH), primary_key=True),
+    Column("configuration_set", String(63), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("body", Text, nullable=False),
+)
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("key", String(_KEY_LENGTH), primary_key=True),
+    Column("number", BigInteger, nullable=False, unique=True),
+    Column("uid", String(36), nullable=False, unique=True),
+    Column("user", String(_KEY_LENGTH), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("revision", BigInteger, nullable=False),
+    Column("create_time", Double, nullable=False),
+    Column("end_time", Double),
+    Column("body", Text, nullable=False),
+    Index(None, "state", "number"),
+)
+
+# Never changes after submission, and is by far the largest part of a job.
+job_specs = Table(
+    "job_specs",
+    metadata,
+    Column("key", String(_KEY_LENGTH), primary_key=True),
+    Column("body", Text, nullable=False),
+)
+
+requests = Table(
+    "requests",
+    metadata,
+    Column("key", String(_KEY_LENGTH), primary_key=True),
+    Column("job", String(_KEY_LENGTH), nullable=False),
+    Column("digest", String(64), nullable=False),
+    Column("time", Double, nullable=False),
+)
+
+events = Table(
+    "events",
+    metadata,
+    Column("sequence", BigInteger, primary_key=True, autoincrement=False),
+    Column("time", Double, nullable=False),
+    Column("subject", String(_KEY_LENGTH), nullable=False),
+    Column("kind", String(63), nullable=False),
+    Column("cause", String(_KEY_LENGTH), nullable=False),
+    Column("message", Text, nullable=False),
+    Column("figures", Text, nullable=False),
+    Index(None, "subject", "sequence"),
+)
+
+# In the order in which they are loaded: an element only names elements of tables before its own.
+STATE: Final = {table.name: table for table in (counters, configuration_sets, nodes, job_specs, jobs, requests)}

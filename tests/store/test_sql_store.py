@@ -1,0 +1,119 @@
+"""What only a database can get wrong: schemas of other versions, locks, full disks, foreign files."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from ganger_master.store import migrate
+from ganger_master.store.contract import Batch, Problem, Put, StoreError
+from ganger_master.store.sql import SqlStore
+from ganger_master.store.tables import metadata
+from sqlalchemy import create_engine, inspect
+
+
+def url_of(path: Path) -> str:
+    return f"sqlite:///{path}"
+
+
+def test_schema_equals_the_sum_of_all_migrations(tmp_path: Path) -> None:
+    engine = create_engine(url_of(tmp_path / "ganger.db"))
+    migrate.upgrade(engine)
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
+        assert compare_metadata(context, metadata) == []
+    engine.dispose()
+
+
+def test_migrations_go_down_and_up_again(tmp_path: Path) -> None:
+    engine = create_engine(url_of(tmp_path / "ganger.db"))
+    migrate.upgrade(engine)
+    migrate.downgrade(engine, "base")
+    assert set(inspect(engine).get_table_names()) <= {"alembic_version"}
+    migrate.upgrade(engine)
+    migrate.upgrade(engine)
+    assert set(metadata.tables) <= set(inspect(engine).get_table_names())
+    engine.dispose()
+
+
+def test_database_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
+    store = SqlStore(url_of(tmp_path / "state" / "ganger.db"))
+    store.open()
+    store.commit(Batch([Put("counters", "a", {"value": 1})]))
+    store.close()
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "state").iterdir())
+
+
+def test_database_of_a_newer_ganger_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "ganger.db"
+    store = SqlStore(url_of(path))
+    store.open()
+    store.close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    connection.close()
+    with pytest.raises(StoreError, match="schema 9999") as refused:
+        SqlStore(url_of(path)).open()
+    assert refused.value.problem is Problem.NEWER
+
+
+def test_file_that_is_no_database_is_named_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "ganger.db"
+    path.write_bytes(b"something else entirely, " * 100)
+    with pytest.raises(StoreError) as refused:
+        SqlStore(url_of(path)).open()
+    assert refused.value.problem is Problem.DAMAGED
+    assert path.read_bytes().startswith(b"something else")
+
+
+def test_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError) as refused:
+        SqlStore(url_of(tmp_path / "file" / "ganger.db")).open()
+    assert refused.value.problem is Problem.UNREADABLE
+    assert str(tmp_path) in str(refused.value)
+
+
+def test_unknown_database_url_is_an_error_without_its_password() -> None:
+    with pytest.raises(StoreError) as refused:
+        SqlStore("nosuchdatabase://user:secret@host/name")
+    assert "secret" not in str(refused.value)
+
+
+def test_locked_database_refuses_the_batch_and_takes_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ganger_master.store.sql._BUSY_MILLISECONDS", 20)
+    path = tmp_path / "ganger.db"
+    store = SqlStore(url_of(path))
+    store.open()
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreError) as refused:
+        store.commit(Batch([Put("counters", "a", {"value": 1})]))
+    assert refused.value.problem is Problem.LOCKED
+    other.execute("ROLLBACK")
+    other.close()
+    store.commit(Batch([Put("counters", "a", {"value": 2})]))
+    assert [row.columns for row in store.load()] == [{"value": 2}]
+    store.close()
+
+
+def test_full_disk_refuses_the_batch_keeps_the_rest_and_recovers(tmp_path: Path) -> None:
+    path = tmp_path / "ganger.db"
+    store = SqlStore(url_of(path))
+    store.open()
+    store.commit(Batch([Put("counters", "kept", {"value": 1})]))
+    connection = store._open_connection()  # the page limit of SQLite stands in for a full disk
+    pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
+    connection.exec_driver_sql(f"PRAGMA max_page_count={pages}")
+    connection.commit()
+    with pytest.raises(StoreError) as refused:
+        store.commit(Batch([Put("job_specs", "jobs/1", {"body": "x" * 1_000_000})]))
+    assert refused.value.problem is Problem.FULL
+    connection.exec_driver_sql("PRAGMA max_page_count=1000000")
+    connection.commit()
+    store.commit(Batch([Put("job_specs", "jobs/1", {"body": "x" * 1_000_000})]))
+    assert {row.key for row in store.load()} == {"kept", "jobs/1"}
+    store.close()

@@ -1,0 +1,173 @@
+"""Every store keeps the same promises."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy
+from ganger_master.store.contract import Batch, HistoryEntry, Problem, Put, Remove, Store, StoreError
+from ganger_master.store.memory import MemoryStore
+from ganger_master.store.sql import SqlStore
+
+POSTGRESQL = "GANGER_TEST_POSTGRESQL"
+
+Opener = Callable[[], Store]
+
+
+@pytest.fixture(params=["memory", "sqlite", "postgresql"])
+def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
+    """Opens the store anew, as a restarted master does."""
+    opened: list[Store] = []
+    if request.param == "memory":
+        memory = MemoryStore()
+
+        def make() -> Store:
+            return memory
+    elif request.param == "sqlite":
+
+        def make() -> Store:
+            return SqlStore(f"sqlite:///{tmp_path / 'ganger.db'}")
+    else:
+        url = os.environ.get(POSTGRESQL)
+        if not url:
+            pytest.skip(f"{POSTGRESQL} names no database")
+        schema = f"test_{uuid.uuid4().hex}"
+        admin = sqlalchemy.create_engine(url)
+        with admin.begin() as connection:
+            connection.execute(sqlalchemy.schema.CreateSchema(schema))
+        separator = "&" if "?" in url else "?"
+
+        def make() -> Store:
+            return SqlStore(f"{url}{separator}options=-csearch_path%3D{schema}")
+
+    def open_one() -> Store:
+        store = make()
+        opened.append(store)
+        store.open()
+        return store
+
+    yield open_one
+    for store in opened:
+        store.close()
+    if request.param == "postgresql":
+        _drop(admin, schema)
+
+
+def _drop(admin: sqlalchemy.Engine, schema: str) -> None:
+    with admin.begin() as connection:
+        connection.execute(sqlalchemy.schema.DropSchema(schema, cascade=True))
+    admin.dispose()
+
+
+def counter(key: str, value: int) -> Put:
+    return Put("counters", key, {"value": value})
+
+
+def job(number: int, state: str = "PENDING", revision: int = 1, end_time: float | None = None) -> Put:
+    columns = {
+        "number": number,
+        "uid": f"uid-{number}",
+        "user": "u",
+        "state": state,
+        "revision": revision,
+        "create_time": 1.5,
+        "end_time": end_time,
+        "body": '{"ä": "☃"}',
+    }
+    return Put("jobs", f"jobs/{number}", columns)
+
+
+def happened(sequence: int, subject: str = "jobs/1", time: float | None = None) -> HistoryEntry:
+    return HistoryEntry(sequence, float(sequence) if time is None else time, subject, "job_submitted", "user:u")
+
+
+def contents(store: Store) -> dict[tuple[str, str], dict[str, object]]:
+    return {(row.table, row.key): dict(row.columns) for row in store.load()}
+
+
+def test_new_store_is_empty(reopen: Opener) -> None:
+    store = reopen()
+    assert contents(store) == {}
+    assert store.history("", 0, 10) == []
+    assert store.oldest_sequence() == 0
+
+
+def test_committed_batch_is_there_after_reopening_value_for_value(reopen: Opener) -> None:
+    store = reopen()
+    store.commit(Batch([counter("next_job", 2**62), job(1), job(2, end_time=0.25)], [happened(1)]))
+    store.close()
+    again = reopen()
+    found = contents(again)
+    assert found["counters", "next_job"] == {"value": 2**62}
+    assert found["jobs", "jobs/1"] == dict(job(1).columns)
+    assert found["jobs", "jobs/2"] == dict(job(2, end_time=0.25).columns)
+    assert list(again.history("", 0, 10)) == [happened(1)]
+
+
+def test_put_replaces_and_remove_takes_away(reopen: Opener) -> None:
+    store = reopen()
+    store.commit(Batch([job(1), job(2)]))
+    store.commit(Batch([job(1, "HOLDING", 2), Remove("jobs", "jobs/2"), Remove("jobs", "jobs/9")]))
+    assert contents(store) == {("jobs", "jobs/1"): dict(job(1, "HOLDING", 2).columns)}
+
+
+def test_empty_batch_changes_nothing(reopen: Opener) -> None:
+    store = reopen()
+    store.commit(Batch())
+    assert contents(store) == {}
+
+
+def test_large_batch_is_kept_whole(reopen: Opener) -> None:
+    store = reopen()
+    store.commit(Batch([job(n) for n in range(12_000)], [happened(n) for n in range(1, 12_001)]))
+    assert len(contents(store)) == 12_000
+    assert len(store.history("", 0, 20_000)) == 12_000
+
+
+def test_history_is_read_in_order_by_subject_and_page(reopen: Opener) -> None:
+    store = reopen()
+    store.commit(Batch(history=[happened(n, f"jobs/{n % 2}") for n in range(1, 9)]))
+    assert [e.sequence for e in store.history("", 2, 3)] == [3, 4, 5]
+    assert [e.sequence for e in store.history("jobs/1", 1, 2)] == [3, 5]
+    assert store.history("jobs/7", 0, 9) == []
+
+
+def test_compaction_forgets_the_old_end_of_history_in_bounded_steps(reopen: Opener) -> None:
+    store = reopen()
+    store.commit(Batch([job(1)], [happened(n) for n in range(1, 11)]))
+    assert store.compact(before_time=6.0, limit=2) == 2
+    assert store.oldest_sequence() == 3
+    assert store.compact(before_time=6.0, limit=100) == 3
+    assert store.compact(before_time=6.0, limit=100) == 0
+    assert [e.sequence for e in store.history("", 0, 100)] == [6, 7, 8, 9, 10]
+    assert ("jobs", "jobs/1") in contents(store)
+
+
+def test_batch_that_fails_in_the_middle_leaves_nothing(reopen: Opener) -> None:
+    store = reopen()
+    if isinstance(store, MemoryStore):
+        pytest.skip("memory does not fail")
+    store.commit(Batch([job(1)], [happened(1)]))
+    with pytest.raises(StoreError):
+        # The history's sequence is taken, which only shows after the jobs were written.
+        store.commit(Batch([job(1, "HOLDING", 2), job(2)], [happened(1)]))
+    assert contents(store) == {("jobs", "jobs/1"): dict(job(1).columns)}
+    store.commit(Batch([job(2)], [happened(2)]))
+    assert len(contents(store)) == 2
+
+
+def test_former_master_is_fenced_off(reopen: Opener) -> None:
+    former = reopen()
+    if isinstance(former, MemoryStore):
+        pytest.skip("memory has one master")
+    former.commit(Batch([counter("a", 1)]))
+    newer = reopen()
+    with pytest.raises(StoreError) as refused:
+        former.commit(Batch([counter("a", 2)]))
+    assert refused.value.problem is Problem.FENCED
+    assert contents(newer) == {("counters", "a"): {"value": 1}}
+    newer.commit(Batch([counter("a", 3)]))
