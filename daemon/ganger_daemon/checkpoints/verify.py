@@ -1,0 +1,81 @@
+"""Whether a checkpoint on storage can be trusted, and which older one is taken when it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ganger.injob import image
+
+from .layout import MANIFEST, complete, parse_final, read_manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    path: Path
+    step: int
+    world: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    path: Path
+    why: str
+
+
+def describe_shard(path: Path) -> tuple[int, str]:
+    """(bytes, "algorithm:hex") of a shard, every byte of it read and checked. Raises image.ImageError or OSError."""
+    with open(path, "rb") as file:
+        preamble = image.parse_preamble(file.read(64))
+    summary = image.verify(str(path))
+    return summary.bytes, f"{'xxh3_64' if preamble.digest_kind == 1 else 'crc32'}:{summary.digest}"
+
+
+def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Verified | Unreadable:
+    """Checks manifest, sizes and digests; only the shards of `ranks` are read where that is given."""
+    try:
+        fields = read_manifest(directory)
+        step, world = int(fields["step"]), int(fields["world"])
+        files = {int(entry["rank"]): entry for entry in fields["files"]}
+        if sorted(files) != list(range(world)):
+            return Unreadable(directory, f"{MANIFEST} lists {len(files)} of {world} shards")
+        size = 0
+        for rank, entry in sorted(files.items()):
+            shard = directory / Path(str(entry["file"])).name
+            actual = shard.stat().st_size
+            size += actual
+            if actual != int(entry["bytes"]):
+                return Unreadable(directory, f"{shard.name} has {actual} bytes, {MANIFEST} says {entry['bytes']}")
+            if ranks is not None and rank not in ranks:
+                continue
+            _, digest = describe_shard(shard)
+            if digest != str(entry["digest"]):
+                return Unreadable(directory, f"{shard.name} has digest {digest}, {MANIFEST} says {entry['digest']}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Unreadable(directory, f"{type(error).__name__}: {error}")
+    except image.ImageError as error:
+        return Unreadable(directory, str(error))
+    return Verified(directory, step, world, size)
+
+
+def choose(
+    wanted: Path, lowest_step: int, ranks: tuple[int, ...] | None = None
+) -> tuple[Verified | None, tuple[Unreadable, ...]]:
+    """The wanted checkpoint, or the newest readable one before it that is not below `lowest_step`; and what was unreadable."""
+    broken: list[Unreadable] = []
+    first = verify(wanted, ranks)
+    if isinstance(first, Verified):
+        return (first if first.step >= lowest_step else None), ()
+    broken.append(first)
+    limit = parse_final(wanted.name)
+    for name in reversed(complete(wanted.parent)):
+        if limit is not None and name >= limit:
+            continue
+        if name.step < lowest_step:
+            break
+        found = verify(wanted.parent / str(name), ranks)
+        if isinstance(found, Verified):
+            return found, tuple(broken)
+        broken.append(found)
+    return None, tuple(broken)

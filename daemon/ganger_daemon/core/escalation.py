@@ -1,0 +1,63 @@
+"""When a job that does not obey is dealt with more firmly: the ladder from an order to the kill of its group.
+
+An order gets `patience` (30 s, or twice its measured iteration if that is longer); then SIGUSR2, so that the agent dumps
+its stacks; at the deadline SIGTERM to the main processes; after the grace the kill. Phases without boundaries (evaluation,
+compilation, replay) move the clock: time spent there does not count, up to a bound. STOP begins at SIGTERM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+PATIENCE_SECONDS = 30.0
+DEADLINE_SECONDS = 60.0
+# Evaluation or compilation extends a deadline by at most this: an endless evaluation cannot hold a device.
+EXTENSION_SECONDS = 600.0
+
+
+class Rung(IntEnum):
+    NONE = 0
+    DUMP = 1
+    TERMINATE = 2
+    KILL = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """One order's climb. Times are seconds; `extended` is time spent in phases without boundaries."""
+
+    ordered_at: float
+    patience: float
+    deadline: float
+    grace: float
+    rung: Rung = Rung.NONE
+    extended: float = 0.0
+    terminated_at: float | None = None
+
+
+def begin(now: float, iteration_seconds: float, grace: float, deadline: float = DEADLINE_SECONDS) -> Ladder:
+    patience = max(min(PATIENCE_SECONDS, deadline), 2.0 * iteration_seconds)
+    return Ladder(now, patience, max(deadline, 2.0 * patience), grace)
+
+
+def begin_stop(now: float, grace: float) -> Ladder:
+    """The ladder of a STOP: SIGTERM is the first thing that happens."""
+    return Ladder(now, 0.0, 0.0, grace, Rung.TERMINATE, terminated_at=now)
+
+
+def extend(ladder: Ladder, seconds: float) -> Ladder:
+    """Time spent in a phase without boundaries, within the bound."""
+    return replace(ladder, extended=min(EXTENSION_SECONDS, ladder.extended + max(0.0, seconds)))
+
+
+def climb(ladder: Ladder, now: float) -> Ladder:
+    """The ladder with the highest rung due at `now`, one rung a call; the same ladder when nothing is due."""
+    waited = now - ladder.ordered_at - ladder.extended
+    if ladder.rung is Rung.NONE and waited >= ladder.patience:
+        return replace(ladder, rung=Rung.DUMP)
+    if ladder.rung is Rung.DUMP and waited >= ladder.deadline:
+        return replace(ladder, rung=Rung.TERMINATE, terminated_at=now)
+    if ladder.rung is Rung.TERMINATE and ladder.terminated_at is not None and now - ladder.terminated_at >= ladder.grace:
+        return replace(ladder, rung=Rung.KILL)
+    return ladder

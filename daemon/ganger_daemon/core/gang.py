@@ -1,0 +1,262 @@
+"""One gang's local part: from what its pages and exits say, the phase to report and what is left to do.
+
+Pure and level-triggered: `judge` may be called any number of times with the same facts. It trusts numbers of the job only
+so far as they agree with each other: a level counts as reached when every local rank reports it for this very order and at
+one step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from .orders import Intent, Level, Outcome, OutcomeKind, Phase, Wanted
+
+EXIT_YIELDED = 75
+EXIT_FENCED = 76
+EXIT_NO_STATE = 77
+SIGKILL = 9
+SIGTERM = 15
+
+# A script without an agent never says hello; after this long its processes count as running.
+HELLO_SECONDS = 10.0
+
+
+class RankState(IntEnum):
+    """Word.STATE of the page."""
+
+    INIT = 0
+    RUNNING = 1
+    WAITING = 2
+    PAUSED = 3
+    OFFLOADED = 4
+    HANDED_OVER = 5
+    SAVING = 6
+    RESTORING = 7
+    READY = 8
+    EXITING = 9
+
+
+class RankPhase(IntEnum):
+    """Word.PHASE of the page."""
+
+    START = 0
+    TRAINING = 1
+    EVALUATION = 2
+    COMPILATION = 3
+    REPLAY = 4
+    DONE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a rank ended. `known` is false when nobody recorded it."""
+
+    code: int = 0
+    signal: int = 0
+    known: bool = True
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One local rank: numbers from its page, and its exit once it is gone."""
+
+    rank: int
+    state: int = 0
+    phase: int = 0
+    step: int = 0
+    ack_sequence: int = 0
+    ack_step: int = 0
+    reached_sequence: int = 0
+    reached_step: int = 0
+    first_step: bool = False  # a boundary passed since the present RUN order
+    hello: bool = False
+    opaque: bool = False
+    exit: Exit | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gang:
+    """The facts `judge` decides from. Times are seconds of one monotonic clock."""
+
+    wanted: Wanted
+    ranks: tuple[Rank, ...] = ()
+    launched: bool = False
+    launched_at: float = 0.0
+    launch_failure: str = ""
+    # What the gang's agent can do; None until a rank said hello.
+    memory_freed: bool = False  # device memory seen free since this stop
+    published_step: int | None = None  # a checkpoint of this stop is on storage (or handed to the leader, on a member)
+    escalated: bool = False  # killed because it ignored an order
+    out_of_memory: bool = False
+    stop_signalled: bool = False  # SIGTERM sent for INTENT_STOP or after a rank's failure
+    stop_began: bool = False  # a STOP is what we carry out
+
+
+class Todo(IntEnum):
+    """What the shell does next; the order of the values is the order of doing."""
+
+    LAUNCH = 1
+    VERIFY_MEMORY = 2  # look whether the device memory of the offloaded ranks is free
+    TERMINATE = 3  # SIGTERM to main processes, kill after grace
+    REAP = 4  # every process gone: settle the outcome, free cgroup and cores
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    phase: Phase
+    level: Level = Level.NONE
+    stop_step: int = 0
+    outcome: Outcome | None = None
+    todo: tuple[Todo, ...] = ()
+
+
+def judge(gang: Gang, now: float) -> Judgement:
+    """The phase to report and what to do, from the facts alone."""
+    if gang.launch_failure:
+        return Judgement(Phase.ENDED, outcome=Outcome(OutcomeKind.LAUNCH_FAILED, message=gang.launch_failure), todo=(Todo.REAP,))
+    if not gang.launched:
+        return _before_launch(gang)
+    if gang.ranks and all(rank.exit is not None for rank in gang.ranks):
+        return _after_exit(gang)
+    if gang.wanted.intent is Intent.STOP:
+        return _stopping(gang)
+    if _first_failure(gang) is not None:
+        # the others would wait for it in a collective: the gang stops whole
+        todo = () if gang.stop_signalled else (Todo.TERMINATE,)
+        return Judgement(Phase.STOPPING, todo=todo)
+    if gang.wanted.intent in (Intent.PARK, Intent.HAND_OVER):
+        return _parking(gang)
+    if gang.wanted.intent is Intent.PREPARE:
+        return Judgement(_prepare_phase(gang))
+    return Judgement(_run_phase(gang, now))
+
+
+def _before_launch(gang: Gang) -> Judgement:
+    if gang.wanted.intent in (Intent.RUN, Intent.PREPARE):
+        return Judgement(Phase.STARTING, todo=(Todo.LAUNCH,))
+    kind = OutcomeKind.STOPPED if gang.wanted.intent is Intent.STOP else OutcomeKind.UNKNOWN
+    return Judgement(Phase.ENDED, outcome=Outcome(kind, message="never launched here"), todo=(Todo.REAP,))
+
+
+def _after_exit(gang: Gang) -> Judgement:
+    outcome = settle(gang)
+    if outcome.kind is OutcomeKind.YIELDED and gang.wanted.intent is Intent.PARK and gang.published_step is not None:
+        return Judgement(Phase.PARKED, Level.CHECKPOINT, gang.published_step, outcome, (Todo.REAP,))
+    if outcome.kind is OutcomeKind.YIELDED and gang.wanted.intent is Intent.PARK:
+        return Judgement(Phase.STOPPING, todo=(Todo.REAP,))
+    return Judgement(Phase.ENDED, outcome=outcome, stop_step=gang.published_step or 0, todo=(Todo.REAP,))
+
+
+def _stopping(gang: Gang) -> Judgement:
+    if gang.wanted.checkpoint_first and not gang.stop_signalled and _controllable(gang):
+        return Judgement(Phase.STOPPING)  # the page orders CHECKPOINT; ranks leave by themselves, or the ladder ends it
+    return Judgement(Phase.STOPPING, todo=() if gang.stop_signalled else (Todo.TERMINATE,))
+
+
+def _parking(gang: Gang) -> Judgement:
+    step = reached_step(gang)
+    if step is None:
+        return Judgement(Phase.STOPPING)
+    if gang.wanted.intent is Intent.HAND_OVER:
+        return Judgement(Phase.PARKED, Level.OFFLOAD, step)
+    if gang.wanted.level is Level.OFFLOAD:
+        if not gang.memory_freed:
+            return Judgement(Phase.STOPPING, todo=(Todo.VERIFY_MEMORY,))
+        return Judgement(Phase.PARKED, Level.OFFLOAD, step)
+    if gang.wanted.level is Level.PAUSE:
+        return Judgement(Phase.PARKED, Level.PAUSE, step)
+    return Judgement(Phase.STOPPING)  # CHECKPOINT is reached by leaving
+
+
+def _prepare_phase(gang: Gang) -> Phase:
+    live = [rank for rank in gang.ranks if rank.exit is None]
+    if all(rank.state == RankState.READY for rank in live):
+        return Phase.READY
+    if all(rank.hello for rank in live):
+        return Phase.PREPARED
+    return Phase.STARTING
+
+
+def _run_phase(gang: Gang, now: float) -> Phase:
+    live = [rank for rank in gang.ranks if rank.exit is None]
+    if all(rank.first_step or rank.phase == RankPhase.DONE for rank in live):
+        return Phase.RUNNING
+    if gang.wanted.moves_in:
+        return Phase.READY if all(rank.state == RankState.READY for rank in live) else Phase.STARTING
+    silent = now - gang.launched_at >= HELLO_SECONDS
+    if all(rank.first_step or rank.opaque or (silent and not rank.hello) for rank in live):
+        return Phase.RUNNING
+    return Phase.STARTING
+
+
+def reached_step(gang: Gang) -> int | None:
+    """The step at which all live local ranks rest for the present order, or None while one does not."""
+    resting = {
+        Intent.HAND_OVER: (RankState.HANDED_OVER,),
+        Intent.PARK: {
+            Level.PAUSE: (RankState.PAUSED, RankState.OFFLOADED, RankState.HANDED_OVER),
+            Level.OFFLOAD: (RankState.OFFLOADED,),
+        }.get(gang.wanted.level, ()),
+    }.get(gang.wanted.intent, ())
+    live = [rank for rank in gang.ranks if rank.exit is None]
+    steps = {
+        rank.reached_step
+        for rank in live
+        if rank.state in resting and rank.reached_sequence >= gang.wanted.order.master_sequence
+    }
+    everyone = all(
+        rank.state in resting and rank.reached_sequence >= gang.wanted.order.master_sequence for rank in live
+    )
+    return steps.pop() if everyone and len(steps) == 1 else None
+
+
+def _controllable(gang: Gang) -> bool:
+    return any(rank.hello and not rank.opaque for rank in gang.ranks)
+
+
+def _first_failure(gang: Gang) -> Rank | None:
+    failed = [rank for rank in gang.ranks if rank.exit is not None and not _is_good(rank.exit)]
+    return min(failed, key=lambda rank: (rank.exit.at if rank.exit else 0.0, rank.rank), default=None)
+
+
+def _is_good(ending: Exit) -> bool:
+    return ending.known and ending.signal == 0 and ending.code in (0, EXIT_YIELDED)
+
+
+def settle(gang: Gang) -> Outcome:
+    """How the local part ended, once every process is gone. The rank that failed first names the outcome."""
+    if gang.escalated:
+        return Outcome(OutcomeKind.ESCALATED, -SIGKILL, message="did not obey an order within its deadline and was killed")
+    failed = _first_failure(gang)
+    if failed is None:
+        yielded = [rank for rank in gang.ranks if rank.exit is not None and rank.exit.code == EXIT_YIELDED]
+        if yielded:
+            return Outcome(OutcomeKind.YIELDED, EXIT_YIELDED, yielded[0].rank)
+        return Outcome(OutcomeKind.DONE)
+    ending = failed.exit
+    assert ending is not None, "a failed rank has an exit"
+    code = -ending.signal if ending.signal else ending.code
+    if gang.out_of_memory and ending.signal == SIGKILL:
+        return Outcome(OutcomeKind.OUT_OF_MEMORY, code, failed.rank, "killed: it used more host memory than its claim")
+    if gang.wanted.intent is Intent.STOP and gang.stop_signalled:
+        return Outcome(OutcomeKind.STOPPED, code, failed.rank)
+    if not ending.known:
+        return Outcome(OutcomeKind.UNKNOWN, 0, failed.rank, f"rank {failed.rank} is gone and nobody recorded its exit")
+    if ending.code == EXIT_FENCED and not ending.signal:
+        return Outcome(OutcomeKind.FENCED, code, failed.rank, "its epoch was over")
+    if ending.code == EXIT_NO_STATE and not ending.signal:
+        return Outcome(OutcomeKind.FAILED, code, failed.rank, f"rank {failed.rank} could not restore its state")
+    how = f"was killed by signal {ending.signal}" if ending.signal else f"exited with code {ending.code}"
+    return Outcome(OutcomeKind.FAILED, code, failed.rank, f"rank {failed.rank} {how}")
+
+
+def restarted(gang: Gang, wanted: Wanted) -> Gang:
+    """The facts under a newer order: what was found true of the last stop has to be found again."""
+    same_stop = wanted.stop_sequence == gang.wanted.stop_sequence and wanted.stop_sequence != 0
+    return replace(
+        gang,
+        wanted=wanted,
+        memory_freed=gang.memory_freed and same_stop and wanted.level is Level.OFFLOAD,
+    )

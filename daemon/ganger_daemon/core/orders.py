@@ -1,0 +1,81 @@
+"""Which of two orders is obeyed, and what an order says: the daemon's own words for what `agent.proto` carries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class OrderKey:
+    """Rank of an order, compared field by field; the highest seen is obeyed."""
+
+    epoch: int = 0
+    master_sequence: int = 0
+    set_epoch: int = 0
+    local_sequence: int = 0
+
+
+class Intent(IntEnum):
+    RUN = 1
+    PREPARE = 2
+    PARK = 3
+    HAND_OVER = 4
+    STOP = 5
+
+
+class Level(IntEnum):
+    """How much a parked gang gives up; NONE with intents that do not park."""
+
+    NONE = 0
+    PAUSE = 1
+    OFFLOAD = 2
+    CHECKPOINT = 3
+
+
+class Phase(IntEnum):
+    STARTING = 1
+    PREPARED = 2
+    READY = 3
+    RUNNING = 4
+    STOPPING = 5
+    PARKED = 6
+    ENDED = 7
+
+
+class OutcomeKind(IntEnum):
+    DONE = 1
+    YIELDED = 2
+    FAILED = 3
+    OUT_OF_MEMORY = 4
+    STOPPED = 5
+    UNKNOWN = 6
+    LAUNCH_FAILED = 7
+    FENCED = 8
+    ESCALATED = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    kind: OutcomeKind
+    exit_code: int = 0
+    rank: int = 0
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is wanted of one gang here, as far as deciding needs it."""
+
+    job_uid: str
+    order: OrderKey
+    intent: Intent
+    level: Level = Level.NONE
+    stop_sequence: int = 0
+    grace_seconds: float = 10.0
+    checkpoint_first: bool = False
+    moves_in: bool = False  # its state comes from an older epoch's arenas
+
+    @property
+    def epoch(self) -> int:
+        return self.order.epoch

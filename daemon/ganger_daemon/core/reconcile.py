@@ -1,0 +1,136 @@
+"""Decides what to do about the difference between what the master wants here and what is here.
+
+Level-triggered and idempotent: applying the actions and deciding again gives nothing. Nothing is ever killed on doubt: a
+gang nobody mentions is stopped only when its epoch is provably over or this session's master wanted it before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from .orders import Intent, OrderKey, Wanted
+
+GangId = tuple[str, int]
+"""(job uid, epoch)."""
+
+
+class Absence(Enum):
+    """Why an unmentioned gang may be stopped."""
+
+    OLDER_EPOCH = "the master knows a newer epoch of this job"
+    NO_LONGER_WANTED = "an earlier desired set of this session wanted it"
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """One gang as it is here: the highest order obeyed, and whether all its processes are gone."""
+
+    job_uid: str
+    order: OrderKey
+    ended: bool = False
+    # Already being stopped because nobody wants it.
+    stopping: bool = False
+
+    @property
+    def gang(self) -> GangId:
+        return (self.job_uid, self.order.epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    gangs: Mapping[GangId, Here] = field(default_factory=dict)
+    # Epochs that ended here and were forgotten, the highest by job: they never start again.
+    finished: Mapping[str, int] = field(default_factory=dict)
+    # Gangs that a desired set of this session has wanted.
+    wanted_before: frozenset[GangId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Begin a gang of which there is nothing here."""
+
+    wanted: Wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Obey:
+    """A newer order for a gang that is here."""
+
+    wanted: Wanted
+
+
+@dataclass(frozen=True, slots=True)
+class StopAbsent:
+    gang: GangId
+    why: Absence
+
+
+@dataclass(frozen=True, slots=True)
+class ReportGone:
+    """Wanted, but nothing of it is here and it must not start: say so, so that the master can decide."""
+
+    wanted: Wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The outcome is durable at the master: remove what is left."""
+
+    gang: GangId
+
+
+Action = Start | Obey | StopAbsent | ReportGone | Forget
+
+
+def reconcile(desired: Iterable[Wanted], observed: Observed, acknowledged: frozenset[int] = frozenset()) -> tuple[Action, ...]:
+    """Actions that bring what is here to what is wanted; stops before starts, for a start may need what a stop frees."""
+    newest = _newest_order_of_each(desired)
+    stops: list[Action] = []
+    starts: list[Action] = []
+    for gang in sorted(observed.gangs):
+        here = observed.gangs[gang]
+        wanted = newest.get(gang)
+        if wanted is not None:
+            if wanted.order > here.order:
+                (stops if wanted.intent is Intent.STOP else starts).append(Obey(wanted))
+            elif here.ended and wanted.intent is Intent.STOP and gang[1] in acknowledged:
+                stops.append(Forget(gang))
+            continue
+        if here.ended:
+            if gang[1] in acknowledged:
+                stops.append(Forget(gang))
+            continue
+        why = None if here.stopping else _absence(gang, newest, observed.wanted_before)
+        if why is not None:
+            stops.append(StopAbsent(gang, why))
+    for gang in sorted(newest):
+        if gang in observed.gangs:
+            continue
+        wanted = newest[gang]
+        over = gang[1] <= observed.finished.get(gang[0], 0)
+        if over or wanted.intent not in (Intent.RUN, Intent.PREPARE):
+            starts.append(ReportGone(wanted))
+        else:
+            starts.append(Start(wanted))
+    return (*stops, *starts)
+
+
+def _newest_order_of_each(desired: Iterable[Wanted]) -> dict[GangId, Wanted]:
+    newest: dict[GangId, Wanted] = {}
+    for wanted in desired:
+        gang = (wanted.job_uid, wanted.epoch)
+        known = newest.get(gang)
+        if known is None or wanted.order > known.order:
+            newest[gang] = wanted
+    return newest
+
+
+def _absence(gang: GangId, newest: Mapping[GangId, Wanted], wanted_before: frozenset[GangId]) -> Absence | None:
+    uid, epoch = gang
+    if any(other == uid and newer > epoch for other, newer in newest):
+        return Absence.OLDER_EPOCH
+    if gang in wanted_before:
+        return Absence.NO_LONGER_WANTED
+    return None

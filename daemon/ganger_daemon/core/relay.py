@@ -1,0 +1,56 @@
+"""What two daemons of one gang tell each other while a stop is undecided, and how what is heard is merged.
+
+A point never goes back: a step only rises, and an ack for a stop, once heard, stays. An ack is never shown without the step
+it belongs to, because a point carries both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    rank: int
+    step: int = 0
+    ack_sequence: int = 0
+    ack_step: int = 0
+    done: bool = False
+
+
+def merge(known: Point, heard: Point) -> Point:
+    """The newer truth of one rank. Sequences of stops rise, so the ack of the higher one is the present one."""
+    assert known.rank == heard.rank, "points of different ranks never merge"
+    ack = max((known.ack_sequence, known.ack_step), (heard.ack_sequence, heard.ack_step))
+    return Point(known.rank, max(known.step, heard.step, ack[1]), ack[0], ack[1], known.done or heard.done)
+
+
+def merge_all(known: Mapping[int, Point], heard: Iterable[Point], own: frozenset[int]) -> dict[int, Point]:
+    """`known` with what was heard of ranks elsewhere; nobody tells us about our own ranks."""
+    merged = dict(known)
+    for point in heard:
+        if point.rank in own or point.rank not in merged:
+            continue
+        merged[point.rank] = merge(merged[point.rank], point)
+    return merged
+
+
+def news(known: Mapping[int, Point], sent: Mapping[int, Point]) -> tuple[Point, ...]:
+    """Points that differ from what the other side was last sent, by rank."""
+    return tuple(known[rank] for rank in sorted(known) if sent.get(rank) != known[rank])
+
+
+def decided(points: Mapping[int, Point], stop_sequence: int) -> int | None:
+    """K of a stop once every rank has acked, else None. A world of one stops at its ack."""
+    acks = []
+    for point in points.values():
+        if point.ack_sequence == stop_sequence:
+            acks.append(point.ack_step)
+        elif point.done:
+            acks.append(point.step)
+        else:
+            return None
+    if not acks:
+        return None
+    return acks[0] if len(acks) == 1 else max(acks) + 1
