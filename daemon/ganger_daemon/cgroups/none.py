@@ -1,0 +1,202 @@
+"""No control groups: what signals, affinity masks and niceness can do.
+
+The processes of a group are those the daemon tracks, all in their sessions, and all their descendants. There is no
+memory limit, and new threads inherit the mask of the thread that makes them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ganger_daemon.cgroups import files
+from ganger_daemon.cgroups.contract import Variant, checked
+
+NICENESS = 5
+"""Without cpu shares this keeps the daemon and its host answering."""
+SWEEPS = 3
+"""A thread made during a sweep may have the old mask; the next sweep finds it."""
+
+
+@dataclass(slots=True)
+class _Group:
+    tracked: dict[int, int] = field(default_factory=dict)  # pid -> start time in ticks
+    cpus: tuple[int, ...] = ()
+
+
+class NoCgroups:
+    def __init__(self, reason: str = "not asked for") -> None:
+        self._reason = reason
+        self._groups: dict[str, _Group] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def variant(self) -> Variant:
+        return Variant.NONE
+
+    @property
+    def capabilities(self) -> Mapping[str, str]:
+        return {
+            "cgroup": f"none: {self._reason}",
+            "cpuset": "affinity",
+            "memory": f"none: {self._reason}",
+            "freeze": "signals",
+            "kill": "signals",
+            "cpu_usage": "processes",
+        }
+
+    def create(self, group: str) -> None:
+        with self._lock:
+            self._groups.setdefault(checked(group), _Group())
+
+    def join_files(self, group: str) -> tuple[str, ...]:
+        checked(group)
+        return ()
+
+    def set_cpus(self, group: str, cpus: Collection[int]) -> tuple[int, ...]:
+        wanted = tuple(sorted(set(cpus) & set(range(os.cpu_count() or 1))))
+        known = self._known(group)
+        if known is None or not wanted:
+            return ()
+        known.cpus = wanted
+        taken = True
+        for _ in range(SWEEPS):
+            taken = files.set_affinity(self.pids(group), wanted) and taken
+        return wanted if taken else ()
+
+    def set_memory_limit(self, group: str, memory_bytes: int) -> bool:
+        return False
+
+    def track(self, group: str, pid: int) -> None:
+        self.create(group)
+        start = _start_ticks(pid)
+        if start is None:
+            return
+        known = self._groups[group]
+        known.tracked[pid] = start
+        try:
+            os.setpriority(os.PRIO_PROCESS, pid, max(NICENESS, os.getpriority(os.PRIO_PROCESS, pid)))
+        except OSError:
+            pass
+        if known.cpus:
+            files.set_affinity((pid,), known.cpus)
+
+    def pids(self, group: str) -> tuple[int, ...]:
+        known = self._known(group)
+        if known is None or not known.tracked:
+            return ()
+        processes = _processes()
+        own = os.getsid(0)
+        # a pid is the tracked process only with its start time
+        members = {pid for pid, start in known.tracked.items() if pid in processes and processes[pid].start == start}
+        sessions = {pid for pid in known.tracked if pid != own and (pid in members or pid not in processes)}
+        grew = True
+        while grew:
+            found = {
+                pid
+                for pid, process in processes.items()
+                if process.parent in members
+                or (process.session in sessions and process.start >= known.tracked[process.session])
+            }
+            grew = not found <= members
+            members |= found
+        return tuple(sorted(pid for pid in members if not processes[pid].dead))
+
+    def freeze(self, group: str, timeout_seconds: float = 5.0) -> bool:
+        def stop() -> None:
+            files.signal_all(self.pids(group), signal.SIGSTOP)
+
+        stop()
+        # again: a process that was forking leaves a child that has not been told
+        return files.wait_until(lambda: self.frozen(group), timeout_seconds, stop)
+
+    def thaw(self, group: str, timeout_seconds: float = 5.0) -> bool:
+        files.signal_all(self.pids(group), signal.SIGCONT)
+        return files.wait_until(lambda: not any(_state(pid) == "T" for pid in self.pids(group)), timeout_seconds)
+
+    def frozen(self, group: str) -> bool:
+        pids = self.pids(group)
+        return bool(pids) and all(_state(pid) in ("T", "Z", "") for pid in pids)
+
+    def kill(self, group: str) -> None:
+        # stopped first, nobody forks between the look and the signal
+        files.signal_all(self.pids(group), signal.SIGSTOP)
+        for _ in range(SWEEPS):
+            pids = self.pids(group)
+            if not pids:
+                return
+            files.signal_all(pids, signal.SIGKILL)
+
+    def oom_kills(self, group: str) -> int:
+        return 0
+
+    def cpu_seconds(self, group: str) -> float:
+        ticks = os.sysconf("SC_CLK_TCK")
+        return sum(_cpu_ticks(pid) for pid in self.pids(group)) / ticks
+
+    def memory_bytes(self, group: str) -> int:
+        page = os.sysconf("SC_PAGE_SIZE")
+        return sum(_resident_pages(pid) for pid in self.pids(group)) * page
+
+    def destroy(self, group: str, timeout_seconds: float = 5.0) -> bool:
+        if not files.wait_until(lambda: not self.pids(group), timeout_seconds):
+            return False
+        with self._lock:
+            self._groups.pop(checked(group), None)
+        return True
+
+    def groups(self) -> tuple[str, ...]:
+        with self._lock:
+            return tuple(sorted(self._groups))
+
+    def tidy(self) -> None:
+        """Nothing was made."""
+
+    def _known(self, group: str) -> _Group | None:
+        with self._lock:
+            return self._groups.get(checked(group))
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    parent: int
+    session: int
+    start: int
+    dead: bool
+
+
+def _processes() -> dict[int, _Process]:
+    found: dict[int, _Process] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (fields := _stat(int(name))):
+            found[int(name)] = _Process(int(fields[1]), int(fields[3]), int(fields[19]), fields[0] in ("Z", "X"))
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on (the name before it may hold anything)."""
+    return files.read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+
+
+def _state(pid: int) -> str:
+    fields = _stat(pid)
+    return fields[0] if fields else ""
+
+
+def _start_ticks(pid: int) -> int | None:
+    fields = _stat(pid)
+    return int(fields[19]) if fields else None
+
+
+def _cpu_ticks(pid: int) -> int:
+    fields = _stat(pid)
+    return int(fields[11]) + int(fields[12]) if fields else 0
+
+
+def _resident_pages(pid: int) -> int:
+    fields = _stat(pid)
+    return int(fields[21]) if fields else 0

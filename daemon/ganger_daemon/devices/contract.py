@@ -1,0 +1,95 @@
+"""What the daemon asks of the devices of its node, whatever they are.
+
+`nvml` (real GPUs), `virtual` (declared, for machines without any), `recorded` (a server as it was written down, with
+scripted faults) and `none` keep this contract; one conformance suite holds for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from ganger.resources.values import ConfigurationSet
+
+from ganger_daemon.cores import CoreMap
+
+UNREADABLE = -1
+"""Used memory of a device that does not answer."""
+MAX_DEVICES = 64
+
+
+class HealthKind(Enum):
+    XID = "xid"
+    ECC = "ecc"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class HealthEvent:
+    """Something happened to a device. `fatal`: nothing may start on it, and what ran on it is not to be trusted."""
+
+    device: int
+    kind: HealthKind
+    code: int
+    fatal: bool
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device. `cpus`: the CPUs near it, empty when unknown. `numa_node` is -1 when unknown."""
+
+    index: int
+    uuid: str
+    name: str
+    pci_bus_id: str
+    memory_bytes: int
+    cpus: frozenset[int] = field(default_factory=frozenset)
+    numa_node: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What a node is. Does not change while the daemon runs."""
+
+    configuration_set: ConfigurationSet
+    devices: tuple[Device, ...]
+    core_map: CoreMap
+    driver: str = ""
+
+    def near(self, device_mask: int) -> frozenset[int]:
+        """The CPUs near the devices of a mask."""
+        return frozenset().union(*(device.cpus for device in self.devices if device_mask >> device.index & 1))
+
+
+class Devices(Protocol):
+    """The devices of one node. No call blocks for long, none raises for a device that failed: it is in `faults`."""
+
+    @property
+    def capabilities(self) -> Mapping[str, str]: ...
+
+    def discover(self) -> Inventory: ...
+
+    def used_memory(self) -> tuple[int, ...]:
+        """Bytes in use now by device index; UNREADABLE for a device that does not answer."""
+
+    def attach(self, pid: int, device_mask: int, baseline_bytes: int | None = None) -> None:
+        """A rank said hello. Virtual devices count what it uses from here on; the value a daemon had noted
+        (`baseline`) is given again after its restart."""
+
+    def baseline(self, pid: int) -> int | None: ...
+
+    def detach(self, pid: int) -> None: ...
+
+    def environment(self, device_mask: int) -> dict[str, str]:
+        """What a rank needs in its environment to see these devices and no others."""
+
+    def take_events(self) -> tuple[HealthEvent, ...]:
+        """What happened since the last call."""
+
+    def faults(self) -> dict[int, str]:
+        """Devices out of service, by index, and why."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,329 @@
+"""Real GPUs, through NVML (the `pynvml` module of nvidia-ml-py).
+
+Devices are known by UUID. A thread waits for XID and ECC events; a device that stops answering is lost. Two defects of
+the library are guarded: some of its constants are tuples of one (NVML_P2P_CAPS_INDEX_READ), and asking for the process
+utilisation of an idle device raises an error whose text is "success".
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from ganger_daemon.cores import CoreMap
+from ganger_daemon.devices import machine
+from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Device, HealthEvent, Inventory
+from ganger_daemon.devices.server import (
+    Server,
+    ecc_event,
+    inventory_of,
+    lost_event,
+    odd_devices,
+    visible_devices,
+    xid_event,
+)
+
+log = logging.getLogger(__name__)
+
+WAIT_MILLISECONDS = 1000
+"""How long the health thread waits at a time; close() takes at most about this long."""
+MAX_EVENTS = 1024
+"""Events nobody has taken: beyond this the oldest go (the faults stay)."""
+CPU_WORDS = 64
+"""Words of 64 CPUs asked for: 4,096 CPUs."""
+
+
+class NoDriverError(Exception):
+    """There is no NVIDIA driver here, or it does not answer. The text says which."""
+
+
+class NvmlDevices:
+    """The GPUs of this machine. Raises NoDriverError when there are none to ask."""
+
+    def __init__(
+        self,
+        name: str = "",
+        memory_bytes: int = 0,
+        housekeeping: int | None = None,
+        library: ModuleType | Any | None = None,
+        core_map: CoreMap | None = None,
+        wait_milliseconds: int = WAIT_MILLISECONDS,
+    ) -> None:
+        self._nvml: Any = library if library is not None else _load()
+        self._wait_milliseconds = wait_milliseconds
+        self._open()
+        try:
+            self._handles: list[Any] = self._list_handles()
+            server = self._read_server()
+            self._inventory = inventory_of(
+                server,
+                core_map if core_map is not None else machine.read_cores(housekeeping),
+                memory_bytes or machine.read_memory_bytes(),
+                name,
+            )
+            self._faults = odd_devices(server)
+        except BaseException:
+            self._nvml.nvmlShutdown()
+            raise
+        self._events: list[HealthEvent] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._health = "events"
+        self._ecc = [self._ecc_errors(i) for i in range(len(self._handles))]
+        self._watcher = threading.Thread(target=self._watch, name="device-health", daemon=True)
+        self._watcher.start()
+
+    @property
+    def capabilities(self) -> Mapping[str, str]:
+        return {
+            "devices": "nvml",
+            "driver": self._inventory.driver,
+            "device_health": self._health,
+            "shared_cores": "false",
+        }
+
+    def discover(self) -> Inventory:
+        return self._inventory
+
+    def used_memory(self) -> tuple[int, ...]:
+        return tuple(self._used_memory(i) for i in range(len(self._handles)))
+
+    def attach(self, pid: int, device_mask: int, baseline_bytes: int | None = None) -> None:
+        """The driver itself counts."""
+
+    def baseline(self, pid: int) -> int | None:
+        return None
+
+    def detach(self, pid: int) -> None:
+        """The driver itself counts."""
+
+    def environment(self, device_mask: int) -> dict[str, str]:
+        return visible_devices(self._inventory, device_mask)
+
+    def take_events(self) -> tuple[HealthEvent, ...]:
+        with self._lock:
+            taken, self._events = tuple(self._events), []
+        return taken
+
+    def faults(self) -> dict[int, str]:
+        with self._lock:
+            return dict(self._faults)
+
+    def close(self) -> None:
+        if not self._stop.is_set():
+            self._stop.set()
+            self._watcher.join(timeout=self._wait_milliseconds / 1000 + 5)
+            self._ask(self._nvml.nvmlShutdown)
+
+    def process_utilisation(self, device: int, since_microseconds: int = 0) -> dict[int, int]:
+        """Percent of the device's compute each process used since then, by pid; empty when idle or unknown."""
+        try:
+            samples = self._nvml.nvmlDeviceGetProcessUtilization(self._handles[device], since_microseconds)
+        except self._nvml.NVMLError:
+            # includes the one that says "success" and the one that says "not found": both mean idle
+            return {}
+        return {int(sample.pid): int(sample.smUtil) for sample in samples}
+
+    # reading the server
+
+    def _open(self) -> None:
+        try:
+            self._nvml.nvmlInit()
+        except self._nvml.NVMLError as error:
+            raise NoDriverError(f"the NVIDIA driver does not answer: {error}") from error
+
+    def _list_handles(self) -> list[Any]:
+        try:
+            count = min(int(self._nvml.nvmlDeviceGetCount()), MAX_DEVICES)
+            handles = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+        except self._nvml.NVMLError as error:
+            raise NoDriverError(f"the NVIDIA driver cannot list its devices: {error}") from error
+        if not handles:
+            raise NoDriverError("the NVIDIA driver knows of no device")
+        return handles
+
+    def _read_server(self) -> Server:
+        nvml, handles = self._nvml, self._handles
+        devices = tuple(self._read_device(i, handle) for i, handle in enumerate(handles))
+        pairs = [(a, b) for a in range(len(handles)) for b in range(a + 1, len(handles))]
+        ancestors = {
+            (a, b): _int(self._ask(nvml.nvmlDeviceGetTopologyCommonAncestor, handles[a], handles[b]), 50)
+            for a, b in pairs
+        }
+        # no PCI path to speak of does not exclude NVLink, so every pair is asked
+        nvlink_index = _plain(getattr(nvml, "NVML_P2P_CAPS_INDEX_NVLINK", 2))
+        works = _plain(getattr(nvml, "NVML_P2P_STATUS_OK", 0))
+        nvlink = frozenset(
+            (a, b)
+            for a, b in pairs
+            if self._ask(nvml.nvmlDeviceGetP2PStatus, handles[a], handles[b], nvlink_index) == works
+        )
+        unfit: dict[int, str] = {}
+        for i, handle in enumerate(handles):
+            mode = self._ask(nvml.nvmlDeviceGetMigMode, handle)
+            if devices[i].memory_bytes == 0:
+                unfit[i] = "did not answer at the start"
+            elif mode is not None and int(mode[0]) == 1:
+                unfit[i] = "is cut into MIG slices; turn MIG mode off to let gangs use it"
+        return Server(_text(self._ask(nvml.nvmlSystemGetDriverVersion)), devices, ancestors, nvlink, unfit)
+
+    def _read_device(self, index: int, handle: Any) -> Device:
+        nvml = self._nvml
+        pci = self._ask(nvml.nvmlDeviceGetPciInfo, handle)
+        bus_id = _text(getattr(pci, "busId", "")) if pci is not None else ""
+        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+        return Device(
+            index=index,
+            uuid=_text(self._ask(nvml.nvmlDeviceGetUUID, handle)) or f"unknown-{index}",
+            name=_text(self._ask(nvml.nvmlDeviceGetName, handle)),
+            pci_bus_id=bus_id,
+            memory_bytes=int(memory.total) if memory is not None else 0,
+            cpus=self._near(handle, bus_id),
+            numa_node=_int(
+                self._ask(getattr(nvml, "nvmlDeviceGetNumaNodeId", None), handle), machine.numa_node_of(bus_id)
+            ),
+        )
+
+    def _near(self, handle: Any, bus_id: str) -> frozenset[int]:
+        words = self._ask(
+            getattr(self._nvml, "nvmlDeviceGetCpuAffinityWithinScope", None),
+            handle,
+            CPU_WORDS,
+            getattr(self._nvml, "NVML_AFFINITY_SCOPE_NODE", 0),
+        ) or self._ask(self._nvml.nvmlDeviceGetCpuAffinity, handle, CPU_WORDS)
+        found = frozenset(
+            64 * i + bit for i, word in enumerate(words or ()) for bit in range(64) if int(word) >> bit & 1
+        )
+        return found or machine.cpus_near(bus_id)
+
+    def _ask(self, call: Callable[..., Any] | None, *arguments: Any) -> Any:
+        """The answer, or None where this driver, library or device has none."""
+        if call is None:
+            return None
+        try:
+            return call(*arguments)
+        except self._nvml.NVMLError:
+            return None
+
+    # health
+
+    def _used_memory(self, index: int) -> int:
+        try:
+            return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handles[index]).used)
+        except self._nvml.NVMLError as error:
+            if _code(error) == self._nvml.NVML_ERROR_GPU_IS_LOST:
+                self._note(lost_event(index))
+            return UNREADABLE
+
+    def _watch(self) -> None:
+        events = self._register()
+        while not self._stop.is_set():
+            if events is None:
+                self._stop.wait(self._wait_milliseconds / 1000)
+            else:
+                self._wait_for(events)
+            for index in range(len(self._handles)):
+                self._used_memory(index)
+                self._look_at_ecc(index)
+        if events is not None:
+            self._ask(self._nvml.nvmlEventSetFree, events)
+
+    def _register(self) -> Any:
+        nvml = self._nvml
+        wanted = nvml.nvmlEventTypeXidCriticalError | nvml.nvmlEventTypeDoubleBitEccError
+        try:
+            events = nvml.nvmlEventSetCreate()
+        except nvml.NVMLError as error:
+            self._health = f"polled: {error}"
+            return None
+        registered = 0
+        for handle in self._handles:
+            supported = self._ask(nvml.nvmlDeviceGetSupportedEventTypes, handle)
+            kinds = wanted & (int(supported) if supported is not None else wanted)
+            if kinds:
+                try:
+                    nvml.nvmlDeviceRegisterEvents(handle, kinds, events)
+                    registered += 1
+                except nvml.NVMLError as error:
+                    log.warning("device cannot report events", extra={"cause": str(error)})
+        if not registered:
+            self._health = "polled: no device reports events"
+            self._ask(nvml.nvmlEventSetFree, events)
+            return None
+        return events
+
+    def _wait_for(self, events: Any) -> None:
+        nvml = self._nvml
+        try:
+            data = nvml.nvmlEventSetWait_v2(events, self._wait_milliseconds)
+        except nvml.NVMLError as error:
+            if _code(error) != nvml.NVML_ERROR_TIMEOUT:
+                # a lost device makes the wait fail at once: do not spin
+                self._stop.wait(self._wait_milliseconds / 1000)
+            return
+        index = self._index_of(data.device)
+        if index is None:
+            return
+        if int(data.eventType) & nvml.nvmlEventTypeXidCriticalError:
+            self._note(xid_event(index, int(data.eventData)))
+        elif int(data.eventType) & nvml.nvmlEventTypeDoubleBitEccError:
+            self._note(ecc_event(index, max(1, self._ecc_errors(index))))
+
+    def _index_of(self, handle: Any) -> int | None:
+        uuid = _text(self._ask(self._nvml.nvmlDeviceGetUUID, handle))
+        return next((device.index for device in self._inventory.devices if device.uuid == uuid), None)
+
+    def _look_at_ecc(self, index: int) -> None:
+        now = self._ecc_errors(index)
+        if now > self._ecc[index]:
+            self._ecc[index] = now
+            self._note(ecc_event(index, now))
+
+    def _ecc_errors(self, index: int) -> int:
+        nvml = self._nvml
+        return _int(
+            self._ask(
+                nvml.nvmlDeviceGetTotalEccErrors,
+                self._handles[index],
+                nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+                nvml.NVML_VOLATILE_ECC,
+            ),
+            0,
+        )
+
+    def _note(self, event: HealthEvent) -> None:
+        with self._lock:
+            if event.fatal:
+                if self._faults.get(event.device) == event.message:
+                    return
+                self._faults.setdefault(event.device, event.message)
+            self._events.append(event)
+            del self._events[:-MAX_EVENTS]
+
+
+def _load() -> Any:
+    try:
+        return importlib.import_module("pynvml")
+    except ImportError as error:
+        raise NoDriverError("the nvidia-ml-py package is not installed") from error
+
+
+def _plain(value: Any) -> Any:
+    return value[0] if isinstance(value, tuple) else value
+
+
+def _code(error: Exception) -> int:
+    return int(getattr(error, "value", -1))
+
+
+def _int(value: Any, otherwise: int) -> int:
+    return otherwise if value is None else int(value)
+
+
+def _text(value: Any) -> str:
+    """Older versions of the library answer bytes."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")

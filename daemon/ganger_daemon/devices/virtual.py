@@ -1,0 +1,194 @@
+"""Devices that are declared, for machines that have none.
+
+The memory of a virtual device is the anonymous memory of the processes on it above what they used at their hello: a
+job that offloads its tensors into an arena (shared memory) so frees "device" memory, and that can be checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ganger.resources.values import ConfigurationSet, Level, Socket
+
+from ganger_daemon.cores import CoreMap, declared_cores
+from ganger_daemon.devices.contract import MAX_DEVICES, Device, HealthEvent, Inventory
+from ganger_daemon.devices.machine import read_memory_bytes, usable_cpus
+from ganger_daemon.devices.topology import groups_of, named
+
+DEVICE_TYPE = "virtual"
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualSpec:
+    """What to declare. `topology` is SOCKETSxDEVICES ("2x2") or SOCKETSxSWITCHESxDEVICES ("2x2x4"), empty for one
+    socket. Zero cores or memory: what the machine has, at least one core per socket."""
+
+    gpus: int = 4
+    topology: str = ""
+    cores: int = 0
+    memory_bytes: int = 0
+    gpu_memory_bytes: int = 4 * 2**30
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    device_mask: int
+    baseline_bytes: int
+
+
+class VirtualDevices:
+    """The declared devices of one node. `node` makes their UUIDs its own."""
+
+    def __init__(
+        self,
+        spec: VirtualSpec,
+        node: str = "",
+        housekeeping: int | None = None,
+        anonymous_bytes: Callable[[int], int | None] | None = None,
+    ) -> None:
+        self._inventory = virtual_inventory(
+            spec, node, usable_cpus(), spec.memory_bytes or read_memory_bytes(), housekeeping
+        )
+        self._anonymous_bytes = anonymous_bytes or anonymous_bytes_of
+        self._processes: dict[int, _Process] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def capabilities(self) -> Mapping[str, str]:
+        return {"devices": "virtual", "shared_cores": str(self._inventory.core_map.shared).lower()}
+
+    def discover(self) -> Inventory:
+        return self._inventory
+
+    def used_memory(self) -> tuple[int, ...]:
+        used = [0] * len(self._inventory.devices)
+        with self._lock:
+            processes = list(self._processes.items())
+        for pid, process in processes:
+            now = self._anonymous_bytes(pid)
+            if now is None:
+                self.detach(pid)
+                continue
+            bits = [i for i in range(len(used)) if process.device_mask >> i & 1]
+            for i in bits:
+                used[i] += max(0, now - process.baseline_bytes) // len(bits)
+        return tuple(used)
+
+    def attach(self, pid: int, device_mask: int, baseline_bytes: int | None = None) -> None:
+        mask = device_mask & ((1 << len(self._inventory.devices)) - 1)
+        now = self._anonymous_bytes(pid)
+        if mask and now is not None:
+            with self._lock:
+                self._processes[pid] = _Process(mask, now if baseline_bytes is None else baseline_bytes)
+
+    def baseline(self, pid: int) -> int | None:
+        with self._lock:
+            process = self._processes.get(pid)
+        return process.baseline_bytes if process else None
+
+    def detach(self, pid: int) -> None:
+        with self._lock:
+            self._processes.pop(pid, None)
+
+    def environment(self, device_mask: int) -> dict[str, str]:
+        indices = [str(device.index) for device in self._inventory.devices if device_mask >> device.index & 1]
+        return {"CUDA_VISIBLE_DEVICES": "", "GANGER_DEVICES": ",".join(indices)}
+
+    def take_events(self) -> tuple[HealthEvent, ...]:
+        return ()
+
+    def faults(self) -> dict[int, str]:
+        return {}
+
+    def close(self) -> None:
+        with self._lock:
+            self._processes.clear()
+
+
+def parse_topology(text: str, gpus: int) -> tuple[int, int, int]:
+    """(sockets, switches per socket or 0, devices per innermost group). Raises ValueError saying what was expected."""
+    try:
+        parts = [int(part) for part in text.lower().split("x")] if text else [1, gpus]
+    except ValueError:
+        parts = []
+    if len(parts) == 1:
+        parts = [1, *parts]
+    if len(parts) not in (2, 3) or min(parts) < (0 if gpus == 0 else 1) or parts[0] < 1:
+        raise ValueError(f"topology {text!r} is not SOCKETSxDEVICES or SOCKETSxSWITCHESxDEVICES, for example 2x2")
+    sockets, switches, devices = (parts[0], 0, parts[1]) if len(parts) == 2 else (parts[0], parts[1], parts[2])
+    described = sockets * max(1, switches) * devices
+    if described != gpus:
+        raise ValueError(f"topology {text!r} has {described} devices but {gpus} are declared; make them agree")
+    return sockets, switches, devices
+
+
+def virtual_inventory(
+    spec: VirtualSpec, node: str, cpus: tuple[int, ...], memory_bytes: int, housekeeping: int | None = None
+) -> Inventory:
+    """The node that a declaration describes. Raises ValueError for one that cannot be."""
+    if not 0 <= spec.gpus <= MAX_DEVICES:
+        raise ValueError(f"{spec.gpus} devices cannot be declared; a node has 0 to {MAX_DEVICES}")
+    sockets, switches, per_group = parse_topology(spec.topology, spec.gpus)
+    core_map = declared_cores(spec.cores or max(len(cpus), sockets), sockets, cpus, housekeeping)
+    per_socket = spec.gpus // sockets
+    devices = tuple(
+        Device(
+            index=i,
+            uuid=_uuid(node, i),
+            name="virtual device",
+            pci_bus_id=f"0000:{i + 1:02x}:00.0",
+            memory_bytes=spec.gpu_memory_bytes,
+            cpus=frozenset(cpu for core in core_map.sockets[i // per_socket] for cpu in core.cpus),
+            numa_node=i // per_socket,
+        )
+        for i in range(spec.gpus)
+    )
+    levels = {
+        (a, b): Level.SWITCH
+        if switches and a // per_group == b // per_group
+        else Level.SOCKET
+        if a // per_socket == b // per_socket
+        else Level.NODE
+        for a in range(spec.gpus)
+        for b in range(a + 1, spec.gpus)
+    }
+    found = ConfigurationSet(
+        "",
+        device_type=DEVICE_TYPE if spec.gpus else "",
+        devices=spec.gpus,
+        device_memory_bytes=spec.gpu_memory_bytes if spec.gpus else 0,
+        groups=groups_of(levels, spec.gpus),
+        sockets=_sockets(core_map, spec.gpus),
+        memory_bytes=memory_bytes,
+    )
+    return Inventory(named(found, spec.name), devices, core_map, driver="virtual")
+
+
+def anonymous_bytes_of(pid: int) -> int | None:
+    """Anonymous memory of a process, None when it is gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    for line in status.splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return None  # a zombie has no memory
+
+
+def _sockets(core_map: CoreMap, gpus: int) -> tuple[Socket, ...]:
+    per_socket = gpus // len(core_map.sockets)
+    full = (1 << per_socket) - 1
+    return tuple(
+        Socket(millicores, full << (socket * per_socket)) for socket, millicores in enumerate(core_map.millicores())
+    )
+
+
+def _uuid(node: str, index: int) -> str:
+    digest = hashlib.sha256(f"{node}/{index}".encode()).hexdigest()
+    return f"GPU-{digest[:8]}-{digest[8:12]}-{digest[12:16]}-{digest[16:20]}-{digest[20:32]}"
