@@ -1,0 +1,79 @@
+"""Where a gang stops: the rule by which every rank finds the same step, from what all ranks have published.
+
+A step is the number of boundaries a rank has passed. A rank that sees a stop acknowledges its step; it may then run on,
+but never past the limit below, so that it cannot pass the step all will agree on. Pure: points in, decision out.
+
+Why it is safe: a rank that has not acknowledged will do so at its published step or later, so the final stop step
+max(acks) + 1 is never below any limit computed on the way. Why it is live: the limit follows the slowest rank that has
+not acknowledged, so that rank always finds its partners in the collective operations before its next boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Point(NamedTuple):
+    """What one rank has published about one agreement; ``ack`` is None until it has acknowledged this one.
+
+    ``done``: the rank has left its training loop, and ``step`` is its last one.
+    """
+
+    step: int
+    ack: int | None
+    done: bool = False
+
+
+class Decision(NamedTuple):
+    """What an acknowledged rank may do: begin steps while its own is below ``limit``; stop exactly at ``stop_step``.
+
+    ``stop_step`` is None while undecided, and ``limit`` equals it once decided. ``finished``: training ends before that
+    step, so nobody stops and every rank may run to its end; ``limit`` then says nothing.
+    """
+
+    limit: int
+    stop_step: int | None
+    finished: bool
+
+
+def decide(points: Sequence[Point], rank: int) -> Decision:
+    """Apply the rule for ``rank``, which must have acknowledged (or be done)."""
+    own = _acknowledged(points[rank])
+    if own is None:
+        raise ValueError(f"rank {rank} has not acknowledged: acknowledge before asking how far it may run")
+    step = stop_step(points)
+    if step is not None:
+        return Decision(step, step, _ends_before(points, step))
+    slowest_open = max(point.step for point in points if _acknowledged(point) is None)
+    # A rank that is done has run past every limit of its time, so the stop lies past the end for everybody.
+    return Decision(max(own, slowest_open) + 1, None, any(point.done for point in points))
+
+
+def stop_step(points: Sequence[Point]) -> int | None:
+    """Return the step all ranks stop at, or None while one of them has neither acknowledged nor ended."""
+    acks = []
+    for point in points:
+        ack = _acknowledged(point)
+        if ack is None:
+            return None
+        acks.append(ack)
+    # Alone, a rank is bound to nobody in the next step, so it stops where it stands.
+    return acks[0] if len(acks) == 1 else max(acks) + 1
+
+
+def has_ended(points: Sequence[Point]) -> bool:
+    """Say whether training ends before the stop: the order is over without anybody stopping."""
+    step = stop_step(points)
+    return step is not None and _ends_before(points, step)
+
+
+def _ends_before(points: Sequence[Point], step: int) -> bool:
+    # A rank that stopped at `step` and was told to run on may be done right there: that one did stop.
+    return any(point.done and (point.ack is None or point.step < step) for point in points)
+
+
+def _acknowledged(point: Point) -> int | None:
+    if point.ack is not None:
+        return point.ack
+    return point.step if point.done else None

@@ -1,0 +1,286 @@
+"""The job's side of its control page: a boundary that costs a fraction of a microsecond, and obedience when ordered.
+
+Knows nothing of frameworks: what it means to offload or to save is given as `Handlers`. Outside Ganger there is no
+control (`Control.from_environment` returns None) and nothing is done.
+
+Environment: GANGER_PAGE (control page of this rank), GANGER_JOB_DIR (this epoch's directory), GANGER_SOCKET,
+GANGER_RESTORE (path of a JSON file, see `RestoreOrder`), GANGER_ARENA_FD (descriptor of the arena).
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import fcntl
+import json
+import os
+import signal
+import sys
+import time
+import weakref
+from typing import Any, Callable, NamedTuple
+
+from ganger.injob import exitcode
+from ganger.injob.jobsocket import JobSocket
+from ganger.injob.obedience import FIRST_LOOK, Handlers, Obedience, StopRequest
+from ganger.injob.page import PAGE_BYTES, Error, Page, PageError, Phase, State, Word, now_ns
+from ganger.injob.pages import GangPages
+
+__all__ = ["Control", "Handlers", "RestoreOrder", "StopRequest"]
+
+
+class RestoreOrder(NamedTuple):
+    """Where the first step starts from: a checkpoint directory (``path``), or the arena (``size`` bytes, 0 if unknown).
+
+    A state older than ``step`` is not to be accepted.
+    """
+
+    kind: str
+    path: str
+    step: int
+    size: int
+
+
+class Control:
+    """One rank's connection to its daemon. Not thread-safe: all calls come from the thread that trains.
+
+    ``boundary()`` says that one more mini-batch is done; it obeys what is ordered, so it may take as long as a suspend
+    lasts, and it may end the process (EXIT_YIELDED, EXIT_FENCED).
+    """
+
+    boundary: Callable[[], None]
+
+    def __init__(self, page: Page, *, job_dir: str = "", socket_path: str = "", arena_fd: int | None = None) -> None:
+        identity = page.identity()
+        self.page = page
+        self.epoch = identity.epoch
+        self.rank = identity.rank
+        self.world = identity.world
+        self.local_rank = identity.local_rank
+        self.job_dir = job_dir
+        self.arena_fd = arena_fd
+        self.restore: RestoreOrder | None = None
+        self._socket = JobSocket(socket_path)
+        self._obedience = Obedience(
+            page, GangPages(os.path.dirname(page.path), self.world, [page]), job_dir, self._socket, self.error
+        )
+        self.boundary, self._set_step, self._get_step, self._detach = _make_boundary(page.words, self._obedience.attend)
+        self._started = False
+        _live.add(self)
+
+    @classmethod
+    def from_environment(cls) -> Control | None:
+        """Return the control of this process, or None outside Ganger.
+
+        Raises PageMismatchError for a daemon of another version, PageError for an environment that makes no sense.
+        """
+        path = os.environ.get("GANGER_PAGE", "")
+        if not path:
+            return None
+        try:
+            page = Page.open(path)
+        except OSError as error:
+            raise PageError(f"GANGER_PAGE names {path}, which cannot be opened: {error.strerror}") from error
+        control = cls(
+            page,
+            job_dir=os.environ.get("GANGER_JOB_DIR", ""),
+            socket_path=os.environ.get("GANGER_SOCKET", ""),
+            arena_fd=_arena_fd(),
+        )
+        control.restore = _read_restore(os.environ.get("GANGER_RESTORE", ""))
+        return control
+
+    @property
+    def handlers(self) -> Handlers:
+        return self._obedience.handlers
+
+    @handlers.setter
+    def handlers(self, handlers: Handlers) -> None:
+        self._obedience.handlers = handlers
+
+    @property
+    def step(self) -> int:
+        """Boundaries passed, those before a restore included."""
+        return self._get_step()
+
+    def claim(self) -> bool:
+        """Take the page for this process; False if another one has it. The first process whose optimizer steps wins."""
+        descriptor = os.open(self.page.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if self.page.get(Word.LOCK) == 0:
+                self.page.set(Word.LOCK, os.getpid())
+            return self.page.get(Word.LOCK) == os.getpid()
+        finally:
+            os.close(descriptor)
+
+    def hello(self, capabilities: int, **facts: Any) -> None:
+        """Say what this job can do (see `Capability`); ``facts`` go to the daemon's log. SIGUSR2 prints stacks."""
+        self.page.set(Word.CAPABILITIES, capabilities)
+        now = now_ns()
+        if self.page.get(Word.HELLO_TIME) == 0:
+            self.page.set(Word.HELLO_TIME, now)
+        message = {"event": "hello", "rank": self.rank, "epoch": self.epoch, "pid": os.getpid()}
+        message.update(capabilities=capabilities, python=sys.version.split()[0], **facts)
+        self._socket.hello(message, now)
+        try:
+            faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
+        except (AttributeError, ValueError, OSError, RuntimeError):
+            pass  # no stderr to print to: the stacks are a help, not a need
+
+    def start(self, step: int = 0) -> None:
+        """End of attach: ``step`` boundaries are behind us (restored ones). Returns when the rank may step.
+
+        Obeys as a boundary does: waits for RUN with everything ready (State.READY), acknowledges a stop with ``step``.
+        """
+        self.page.set(Word.RESTORED_STEP, step)
+        self._set_step(step)
+        self._obedience.begin(step)
+        if not self._started:
+            self._started = True
+            atexit.register(self._at_exit)
+
+    def safe_point(self) -> None:
+        """Look at what needs no agreement, in the middle of something long: the fence, the cores, the socket."""
+        self._obedience.look(now_ns())
+
+    def phase(self, phase: int) -> None:
+        """Say what the rank does between boundaries (see `Phase`); the next boundary says TRAINING again."""
+        self.page.set(Word.PHASE, phase)
+        self._set_step(self.step)
+
+    def finish(self) -> None:
+        """The training loop is left: from now on this rank counts as stopped at its last step."""
+        self.phase(Phase.DONE)
+
+    def error(self, error: int, message: str) -> None:
+        """Report what went wrong (see `Error`): in the page, in rank-K.error.json, and to the daemon."""
+        reason = next((name for name, value in vars(Error).items() if value == error), "UNKNOWN")
+        if self.job_dir:
+            path = os.path.join(self.job_dir, f"rank-{self.rank}.error.json")
+            try:
+                with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+                    json.dump({"reason": reason, "message": message[:4000]}, file)
+                os.replace(f"{path}.tmp", path)
+            except OSError as problem:
+                print(f"ganger: cannot write {path}: {problem.strerror}", file=sys.stderr)
+        self.page.set(Word.ERROR, error)
+        self._socket.send({"event": "error", "rank": self.rank, "reason": reason, "message": message[:4000]}, now_ns())
+
+    def note(self, message: str, **facts: Any) -> None:
+        """Tell the daemon something for its log."""
+        self._socket.send({"event": "note", "rank": self.rank, "message": message, **facts}, now_ns())
+
+    def checkpoint_durable(self, seq: int, step: int) -> None:
+        """The shard asked for by ``seq`` (`StopRequest.seq`) is on storage and synced."""
+        self.page.set(Word.CHECKPOINT_STEP, step)
+        self.page.set(Word.CHECKPOINT_DONE, seq)
+        self._socket.send({"event": "checkpoint", "rank": self.rank, "seq": seq, "step": step}, now_ns())
+
+    def close(self) -> None:
+        """Let go of the page and the socket (tests, and a process that turns out not to be the one that trains)."""
+        self._detach()
+        self._socket.close()
+        self._obedience.pages.close()
+        if self._started:
+            atexit.unregister(self._at_exit)
+        _live.discard(self)
+        self.page.close()
+
+    def _at_exit(self) -> None:
+        # A rank that fails has not finished: the others must not believe that training ended here.
+        if not exitcode.has_failed() and self.step > 0:
+            self.finish()
+        self.page.set(Word.STATE, State.EXITING)
+        self._socket.close()
+
+    def _forget_in_child(self) -> None:
+        self._detach()
+        self._socket.close()
+        self._obedience.detach()
+        atexit.unregister(self._at_exit)
+
+
+def _make_boundary(
+    words: memoryview, attend: Callable[[int, int], tuple[int, int]]
+) -> tuple[Callable[[], None], Callable[[int], None], Callable[[], int], Callable[[], None]]:
+    """Build the hot path as a closure over plain variables: no attribute lookups, one load, two stores, one clock.
+
+    Only ORDER_SEQ is looked at each time. Lease, fence, cores, checkpoint requests are looked at once ``look_at`` has
+    passed (1 ms after the last look): at every boundary of steps worth the name, for nearly nothing in shorter ones.
+    """
+    order_seq, step_word, time_word = Word.ORDER_SEQ, Word.STEP, Word.STEP_TIME
+    clock, boottime = time.clock_gettime_ns, time.CLOCK_BOOTTIME
+    step = 0
+    seen = FIRST_LOOK
+    look_at = 0
+
+    def boundary() -> None:
+        nonlocal step, seen, look_at
+        step += 1
+        now = clock(boottime)
+        if words[order_seq] != seen or now >= look_at:
+            seen, look_at = attend(step, now)
+            return
+        words[step_word] = step
+        words[time_word] = now
+
+    def set_step(value: int) -> None:
+        nonlocal step, seen
+        step = value
+        seen = FIRST_LOOK
+
+    def get_step() -> int:
+        return step
+
+    def detach() -> None:
+        # A process forked from this one shares the page; what it does there must reach nobody.
+        nonlocal words, attend
+        words = memoryview(bytearray(PAGE_BYTES)).cast("Q")
+        attend = _never_attend
+
+    return boundary, set_step, get_step, detach
+
+
+def _never_attend(step: int, now: int) -> tuple[int, int]:
+    return 0, 1 << 62
+
+
+_live: weakref.WeakSet[Control] = weakref.WeakSet()
+
+
+def _forget_all_in_child() -> None:
+    for control in list(_live):
+        control._forget_in_child()
+    _live.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all_in_child)
+
+
+def _arena_fd() -> int | None:
+    text = os.environ.get("GANGER_ARENA_FD", "")
+    if not text:
+        return None
+    try:
+        descriptor = int(text)
+        os.fstat(descriptor)
+    except (ValueError, OSError) as error:
+        raise PageError(f"GANGER_ARENA_FD is {text!r}, which is no open descriptor of this process") from error
+    return descriptor
+
+
+def _read_restore(path: str) -> RestoreOrder | None:
+    if not path:
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            content: dict[str, Any] = json.load(file)
+        kind = str(content["kind"])
+        step, size = int(content.get("step", 0)), int(content.get("size", 0))
+        directory = str(content["path"]) if kind == "checkpoint" else ""
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PageError(f"GANGER_RESTORE names {path}, which cannot be read: {error!r}") from error
+    if kind not in ("checkpoint", "arena"):
+        raise PageError(f"{path} asks to restore from {kind!r}: this Ganger knows checkpoint and arena")
+    return RestoreOrder(kind, directory, step, size)

@@ -1,0 +1,384 @@
+"""What a rank does at a boundary when there is more to do than to count: the slow path behind `Control.boundary`.
+
+It acknowledges stops, runs on as far as the rule of `boundary` allows, holds at the agreed step at whatever level is
+ordered, and goes on when told. It never decides alone on partial knowledge: while in doubt it waits, and looks again.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+import traceback
+from typing import Any, Callable, NamedTuple, NoReturn
+
+from ganger.injob import exitcode
+from ganger.injob.boundary import Decision, decide
+from ganger.injob.jobsocket import JobSocket
+from ganger.injob.page import (
+    CHECKPOINT_BIT,
+    EXIT_FENCED,
+    EXIT_YIELDED,
+    Error,
+    Level,
+    Order,
+    Page,
+    PageOrder,
+    Phase,
+    State,
+    Word,
+    now_ns,
+)
+from ganger.injob.pages import GangPages
+
+# No order has this number, so the hot path comes here at its next boundary whatever the page says.
+FIRST_LOOK = -1
+
+_LOOK_EVERY_NS = 1_000_000
+_SHORTEST_SLEEP = 20e-6
+_LONGEST_SLEEP = 1e-3
+# Parked for long: nobody is in a hurry, and 1,000 wake-ups a second of every parked rank would be felt.
+_PARKED_SLEEP = 5e-3
+_PARKED_AFTER = 5.0
+
+
+class StopRequest(NamedTuple):
+    """What a handler is asked to do at a boundary.
+
+    ``details`` is the content of the order's file; ``offloaded``: the state is in the arena and not on the device;
+    ``exiting``: the process ends when the handler returns, so its work must be durable by then.
+    """
+
+    seq: int
+    step: int
+    level: int
+    details: dict[str, Any]
+    offloaded: bool
+    exiting: bool
+
+
+class Handlers(NamedTuple):
+    """What a framework can do; None where it cannot. Each is called in the training thread, at a boundary.
+
+    on_stop(step): let the device finish. on_offload: state to the arena, free device memory; returns the bytes freed.
+    on_restore: bring it back. on_checkpoint: write this rank's shard. on_hand_over: state into the arena.
+    on_retune(threads, workers): 0 leaves a number as it is.
+    """
+
+    on_stop: Callable[[int], None] | None = None
+    on_offload: Callable[[StopRequest], int] | None = None
+    on_restore: Callable[[StopRequest | None], None] | None = None
+    on_checkpoint: Callable[[StopRequest], None] | None = None
+    on_hand_over: Callable[[StopRequest], None] | None = None
+    on_retune: Callable[[int, int], None] | None = None
+
+
+class Obedience:
+    """The orders of one page, obeyed. ``report(error, message)`` is told of handlers that fail."""
+
+    def __init__(
+        self, page: Page, pages: GangPages, job_dir: str, socket: JobSocket, report: Callable[[int, str], None]
+    ) -> None:
+        self.handlers = Handlers()
+        self.pages = pages
+        self._page = page
+        self._words = page.words
+        self._rank = page.get(Word.RANK)
+        self._job_dir = job_dir
+        self._socket = socket
+        self._report = report
+        self._order = page.read_order()
+        self._agreed: tuple[int, Decision] = (0, Decision(0, None, False))
+        self._checkpoint_handled = 0
+        self._attempted = 0  # ORDER_SEQ last carried out or failed at
+        self._held = False  # stopped at a boundary since the last RUN
+        self._offloaded = False
+        self._fresh = True  # no boundary passed since the last start or resume
+
+    def attend(self, step: int, now: int) -> tuple[int, int]:
+        """Pass boundary ``step``; return the ORDER_SEQ to be surprised at and the time of the next look."""
+        words = self._words
+        if words[Word.PHASE] != Phase.TRAINING:
+            words[Word.PHASE] = Phase.TRAINING
+        if self._fresh:
+            self._fresh = False
+            words[Word.FIRST_STEP_TIME] = now
+            if words[Word.STATE] != State.RUNNING:
+                words[Word.STATE] = State.RUNNING
+        return self._pass(step, now)
+
+    def begin(self, step: int) -> None:
+        """Stand at ``step`` before the first boundary: like a boundary, but no step was made."""
+        self._fresh = True
+        self._pass(step, 0)
+
+    def look(self, now: int) -> None:
+        """See to what needs no agreement."""
+        if self._page.fenced:
+            self._leave(EXIT_FENCED)
+        self._retune()
+        self._socket.tend(now)
+
+    def detach(self) -> None:
+        """Forget the page, in a process forked from the one that trains."""
+        self.handlers = Handlers()
+
+    def _pass(self, step: int, now: int) -> tuple[int, int]:
+        words = self._words
+        published = False
+        sleeping = _Sleep()
+        while True:
+            self.look(now_ns() if published else now)
+            order = self._read_order()
+            agreement = self._agreement(order)
+            # The ack goes before the step: whoever reads this step must find the ack that belongs before it.
+            if agreement and words[Word.ACK_SEQ] != agreement:
+                self._page.publish_ack(agreement, step)
+            if not published:
+                published = True
+                words[Word.STEP] = step
+                if now:
+                    words[Word.STEP_TIME] = now
+            if agreement:
+                decision = self._decide(agreement)
+                if decision.finished:
+                    if self._is_able(order) and self._may_step(order):
+                        return order.seq, now_ns() + _LOOK_EVERY_NS
+                elif decision.stop_step is not None and step >= decision.stop_step:
+                    assert step == decision.stop_step, f"step {step} lies beyond the agreed stop {decision.stop_step}"
+                    if agreement & CHECKPOINT_BIT:
+                        self._save_and_go_on(agreement, step)
+                        sleeping = _Sleep()
+                        continue
+                    if order.seq != self._attempted:
+                        self._hold(order, step)
+                        sleeping = _Sleep()
+                        continue
+                elif step < decision.limit and self._is_able(order) and self._may_step(order):
+                    return FIRST_LOOK, 0
+            elif order.order == Order.WAIT:
+                self._wait_ready(order)
+            elif self._is_able(order):
+                # Running needs no agreement, so the order is obeyed as soon as the state is in place.
+                if order.seq and words[Word.REACHED_SEQ] != order.seq:
+                    words[Word.REACHED_SEQ] = order.seq
+                if not self._may_step(order):
+                    sleeping.sleep()
+                    continue
+                return FIRST_LOOK if self._fresh else order.seq, now_ns() + _LOOK_EVERY_NS
+            if not self._held and words[Word.STATE] == State.RUNNING:
+                words[Word.STATE] = State.WAITING
+            sleeping.sleep()
+
+    def _read_order(self) -> PageOrder:
+        order = self._page.read_order()
+        if order.seq:  # else its writer died in the middle of one: the last whole one stands
+            self._order = order
+        return self._order
+
+    def _agreement(self, order: PageOrder) -> int:
+        """Return the number of the agreement this rank takes part in now; 0 for none."""
+        requested = self._words[Word.CHECKPOINT_SEQ]
+        if order.order == Order.STOP:
+            # Whoever obeys the stop first would miss the request, so nobody serves it any more.
+            self._checkpoint_handled = requested
+            return order.stop_seq
+        if order.order == Order.RUN and requested != self._checkpoint_handled and not self._held:
+            return requested
+        return 0
+
+    def _decide(self, agreement: int) -> Decision:
+        if self._agreed[0] == agreement:
+            # Once known it stands: ranks that were told to run on may have overwritten their acks since.
+            return self._agreed[1]
+        points = self.pages.points(agreement)
+        if points is None:
+            own = self._words[Word.ACK_STEP]
+            return Decision(own + 1, None, False)
+        decision = decide(points, self._rank)
+        if decision.stop_step is not None or decision.finished:
+            self._agreed = (agreement, decision)
+        return decision
+
+    def _may_step(self, order: PageOrder) -> bool:
+        lease = self._words[Word.LEASE_UNTIL]
+        if lease and now_ns() > lease:
+            return False
+        if self._words[Word.STATE] != State.RUNNING:
+            self._words[Word.STATE] = State.RUNNING
+        return True
+
+    def _is_able(self, order: PageOrder) -> bool:
+        """Leave a held stop, for a RUN or for a newer stop further on; False if the state cannot be brought back."""
+        if not self._held:
+            return True
+        if self._offloaded:
+            if order.seq == self._attempted:
+                return False
+            self._attempted = order.seq
+            if not self._bring_back():
+                return False
+        self._held = False
+        self._fresh = True
+        self._words[Word.FIRST_STEP_TIME] = 0
+        self._words[Word.STATE] = State.RUNNING
+        return True
+
+    def _bring_back(self) -> bool:
+        self._words[Word.STATE] = State.RESTORING
+
+        def restore() -> None:
+            if self.handlers.on_restore is None:
+                raise RuntimeError("nobody knows how to restore what was offloaded")
+            self.handlers.on_restore(None)
+
+        if not self._try(restore, Error.STATE_UNREADABLE):
+            self._words[Word.STATE] = State.OFFLOADED
+            return False
+        self._offloaded = False
+        return True
+
+    def _wait_ready(self, order: PageOrder) -> None:
+        if self._words[Word.REACHED_SEQ] != order.seq:
+            self._words[Word.REACHED_STEP] = self._words[Word.STEP]
+            if not self._held:
+                self._words[Word.STATE] = State.READY
+            self._words[Word.REACHED_SEQ] = order.seq
+
+    def _hold(self, order: PageOrder, step: int) -> None:
+        """Stand at the agreed step at the level of the order."""
+        self._attempted = order.seq
+        if not self._held:
+            self._held = True
+            self._settle(step)
+        if not self._enter(order, step):
+            self._words[Word.STATE] = State.OFFLOADED if self._offloaded else State.PAUSED
+            return
+        self._words[Word.REACHED_STEP] = step
+        self._words[Word.REACHED_SEQ] = order.seq
+        self._socket.send(
+            {"event": "reached", "rank": self._rank, "seq": order.seq, "step": step, "level": order.level}, now_ns()
+        )
+        if order.level == Level.CHECKPOINT:
+            self._leave(EXIT_YIELDED)
+
+    def _enter(self, order: PageOrder, step: int) -> bool:
+        words, handlers = self._words, self.handlers
+        exiting = order.level == Level.CHECKPOINT
+        request = StopRequest(order.seq, step, order.level, self._details(str(order.seq)), self._offloaded, exiting)
+        if order.level == Level.PAUSE:
+            if self._offloaded and not self._bring_back():
+                return False
+            words[Word.STATE] = State.PAUSED
+            return True
+        words[Word.STATE] = State.SAVING
+        if order.level == Level.OFFLOAD:
+            if not self._offloaded:
+                if handlers.on_offload is None:
+                    return self._refuse(order)
+                freed = []
+                offload = handlers.on_offload
+                if not self._try(lambda: freed.append(offload(request)), Error.STATE_UNSAVEABLE):
+                    return False
+                self._offloaded = True
+                words[Word.OFFLOADED_BYTES] = freed[0]
+            words[Word.STATE] = State.OFFLOADED
+            return True
+        if order.level == Level.HAND_OVER:
+            hand_over = handlers.on_hand_over
+            if hand_over is None:
+                return self._refuse(order)
+            if not self._try(lambda: hand_over(request), Error.STATE_UNSAVEABLE):
+                return False
+            words[Word.STATE] = State.HANDED_OVER
+            return True
+        save = handlers.on_checkpoint
+        if save is None or order.level != Level.CHECKPOINT:
+            return self._refuse(order)
+        if not self._try(lambda: save(request), Error.STATE_UNSAVEABLE):
+            return False
+        words[Word.CHECKPOINT_STEP] = step
+        words[Word.STATE] = State.EXITING
+        return True
+
+    def _save_and_go_on(self, agreement: int, step: int) -> None:
+        """Serve a checkpoint request at the agreed step; whatever happens, training goes on."""
+        self._checkpoint_handled = agreement
+        save = self.handlers.on_checkpoint
+        if save is None:
+            self._report(Error.STATE_UNSAVEABLE, "this job cannot be saved: no handler for checkpoints")
+            return
+        self._settle(step)
+        self._words[Word.STATE] = State.SAVING
+        details = self._details(f"checkpoint-{agreement & ~CHECKPOINT_BIT}")
+        request = StopRequest(agreement, step, Level.CHECKPOINT, details, False, False)
+        self._try(lambda: save(request), Error.STATE_UNSAVEABLE)
+        self._words[Word.STATE] = State.RUNNING
+
+    def _retune(self) -> None:
+        words = self._words
+        wanted = words[Word.RETUNE_SEQ]
+        if wanted == words[Word.RETUNE_DONE]:
+            return
+        threads, workers = words[Word.THREADS], words[Word.WORKERS]
+        if words[Word.RETUNE_SEQ] != wanted:
+            return  # being written; the next look sees it whole
+        retune = self.handlers.on_retune
+        # A retune that fails is answered too, with the old number of threads: asking again would not help.
+        if retune is None or self._try(lambda: retune(threads, workers), Error.NONE):
+            words[Word.THREADS_APPLIED] = threads
+        words[Word.RETUNE_DONE] = wanted
+
+    def _settle(self, step: int) -> None:
+        on_stop = self.handlers.on_stop
+        if on_stop is not None:
+            self._try(lambda: on_stop(step), Error.STATE_UNSAVEABLE)
+
+    def _refuse(self, order: PageOrder) -> bool:
+        self._report(Error.STATE_UNSAVEABLE, f"this job cannot stop at level {order.level}: it can only pause")
+        return False
+
+    def _try(self, action: Callable[[], None], error: int) -> bool:
+        """Run a handler; a failure is reported and False is returned, so that the daemon decides what is next."""
+        try:
+            action()
+        except Exception as problem:  # whatever a framework raises, the rank has to stay where it is and say so
+            if isinstance(problem, OSError) and error == Error.STATE_UNSAVEABLE:
+                full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
+                error = Error.STORAGE_FULL if full else Error.STORAGE_FAILED
+            error = getattr(problem, "ganger_error", error)
+            self._report(error, "".join(traceback.format_exception(type(problem), problem, problem.__traceback__)))
+            return False
+        return True
+
+    def _details(self, name: str) -> dict[str, Any]:
+        """Read the file of an order; most have none."""
+        try:
+            with open(os.path.join(self._job_dir, "orders", f"{name}.json"), encoding="utf-8") as file:
+                content = json.load(file)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as problem:
+            self._report(Error.STORAGE_FAILED, f"the details of order {name} cannot be read: {problem}")
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def _leave(self, code: int) -> NoReturn:
+        self._words[Word.STATE] = State.EXITING
+        self._words[Word.EXIT_CODE] = code + 1
+        self._socket.close()
+        exitcode.leave_now(code)
+
+
+class _Sleep:
+    """Waits longer each time: 20 us at first, so that an agreement costs microseconds, 1 ms soon, 5 ms when parked."""
+
+    def __init__(self) -> None:
+        self._delay = _SHORTEST_SLEEP
+        self._began = time.monotonic()
+
+    def sleep(self) -> None:
+        time.sleep(self._delay)
+        limit = _PARKED_SLEEP if time.monotonic() - self._began > _PARKED_AFTER else _LONGEST_SLEEP
+        self._delay = min(self._delay * 1.5, limit)
