@@ -1,0 +1,256 @@
+"""Messages of ganger.v1 and the values of `ganger.resources` they carry, both ways.
+
+Nodes are bare ids ("n1") in values and names ("nodes/n1") on the wire; jobs are names ("jobs/7") in both. Every
+function named X_from_wire is the inverse of X_to_wire. Messages are trusted to be well-formed protobuf, not to be sensible:
+a value that cannot exist (a level nobody knows) raises RequestInvalid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ganger.resources.reasons import Reason, Refusal
+from ganger.resources.values import (
+    Claim,
+    ConfigurationSet,
+    DeviceGroup,
+    GangShape,
+    Level,
+    Locality,
+    NodeRow,
+    Role,
+    Socket,
+    TaskShape,
+)
+from ganger.v1 import job_pb2, node_pb2, resources_pb2
+from ganger.wire import names, times
+from ganger.wire.errors import RequestInvalid
+
+# Peak device bytes plus a tenth: what a rank's state may take in host memory.
+_ARENA_NUMERATOR, _ARENA_DENOMINATOR = 11, 10
+
+
+def level_to_wire(level: Level | None) -> resources_pb2.Level.ValueType:
+    """Unspecified for None."""
+    return _LEVELS_TO_WIRE[level]
+
+
+def level_from_wire(level: int) -> Level | None:
+    """None for unspecified."""
+    if level == resources_pb2.LEVEL_UNSPECIFIED:
+        return None
+    try:
+        return Level(level)
+    except ValueError as error:
+        raise RequestInvalid(f"level {level} is unknown here: the sender is newer than this program") from error
+
+
+def configuration_set_to_wire(value: ConfigurationSet) -> resources_pb2.ConfigurationSet:
+    return resources_pb2.ConfigurationSet(
+        name=value.name,
+        device_type=value.device_type,
+        devices=value.devices,
+        device_memory_bytes=value.device_memory_bytes,
+        groups=[
+            resources_pb2.DeviceGroup(level=level_to_wire(group.level), device_mask=group.device_mask)
+            for group in value.groups
+        ],
+        sockets=[
+            resources_pb2.Socket(millicores=socket.millicores, device_mask=socket.device_mask)
+            for socket in value.sockets
+        ],
+        memory_bytes=value.memory_bytes,
+        dimensions=dict(value.dimensions),
+    )
+
+
+def configuration_set_from_wire(message: resources_pb2.ConfigurationSet) -> ConfigurationSet:
+    return ConfigurationSet(
+        name=message.name,
+        device_type=message.device_type,
+        devices=message.devices,
+        device_memory_bytes=message.device_memory_bytes,
+        groups=tuple(
+            DeviceGroup(level_from_wire(group.level) or Level.CLUSTER, group.device_mask) for group in message.groups
+        ),
+        sockets=tuple(Socket(socket.millicores, socket.device_mask) for socket in message.sockets),
+        memory_bytes=message.memory_bytes,
+        dimensions=dict(message.dimensions),
+    )
+
+
+def node_row_to_wire(value: NodeRow) -> node_pb2.NodeRow:
+    return node_pb2.NodeRow(
+        node=names.node_name(value.node),
+        configuration_set=value.configuration_set,
+        free_mask=value.free_mask,
+        free_millicores=value.free_millicores,
+        free_memory_bytes=value.free_memory_bytes,
+        version=value.version,
+        available=value.available,
+        rack=value.rack,
+        fabric=value.fabric,
+        socket_jobs=value.socket_jobs,
+        group_jobs=value.group_jobs,
+        device_rows=value.device_rows,
+        affinity=value.affinity,
+    )
+
+
+def node_row_from_wire(message: node_pb2.NodeRow) -> NodeRow:
+    return NodeRow(
+        node=names.parse_node_name(message.node),
+        configuration_set=message.configuration_set,
+        free_mask=message.free_mask,
+        free_millicores=tuple(message.free_millicores),
+        free_memory_bytes=message.free_memory_bytes,
+        version=message.version,
+        available=message.available,
+        rack=message.rack,
+        fabric=message.fabric,
+        socket_jobs=tuple(message.socket_jobs),
+        group_jobs=tuple(message.group_jobs),
+        device_rows=tuple(message.device_rows),
+        affinity=message.affinity,
+    )
+
+
+def task_shape_to_wire(value: TaskShape) -> resources_pb2.TaskShape:
+    return resources_pb2.TaskShape(gpus=value.gpus, millicores=value.millicores, memory_bytes=value.memory_bytes)
+
+
+def task_shape_from_wire(message: resources_pb2.TaskShape) -> TaskShape:
+    return TaskShape(gpus=message.gpus, millicores=message.millicores, memory_bytes=message.memory_bytes)
+
+
+def role_to_wire(value: Role) -> resources_pb2.Role:
+    return resources_pb2.Role(name=value.name, tasks=value.tasks, shape=task_shape_to_wire(value.shape))
+
+
+def role_from_wire(message: resources_pb2.Role) -> Role:
+    return Role(message.name, message.tasks, task_shape_from_wire(message.shape))
+
+
+def locality_to_wire(value: Locality) -> resources_pb2.Locality:
+    return resources_pb2.Locality(
+        widest=level_to_wire(value.widest),
+        wish=level_to_wire(value.wish),
+        patience=times.duration(value.patience_seconds) if value.patience_seconds else None,
+    )
+
+
+def locality_from_wire(message: resources_pb2.Locality) -> Locality:
+    return Locality(
+        widest=level_from_wire(message.widest) or Level.CLUSTER,
+        wish=level_from_wire(message.wish),
+        patience_seconds=times.seconds(message.patience),
+    )
+
+
+def claim_to_wire(value: Claim) -> resources_pb2.Claim:
+    return resources_pb2.Claim(
+        node=names.node_name(value.node),
+        device_mask=value.device_mask,
+        millicores=value.millicores,
+        memory_bytes=value.memory_bytes,
+        arena_bytes=value.arena_bytes,
+        tasks=value.tasks,
+    )
+
+
+def claim_from_wire(message: resources_pb2.Claim) -> Claim:
+    return Claim(
+        node=names.parse_node_name(message.node),
+        device_mask=message.device_mask,
+        millicores=tuple(message.millicores),
+        memory_bytes=message.memory_bytes,
+        arena_bytes=message.arena_bytes,
+        tasks=tuple(message.tasks),
+    )
+
+
+def claims_to_wire(values: Iterable[Claim]) -> list[resources_pb2.Claim]:
+    return [claim_to_wire(value) for value in values]
+
+
+def claims_from_wire(messages: Iterable[resources_pb2.Claim]) -> tuple[Claim, ...]:
+    return tuple(claim_from_wire(message) for message in messages)
+
+
+def arena_bytes_for(gpu_memory_bytes: int) -> int:
+    """Host bytes to reserve per device so that its state fits at OFFLOAD: its peak and a tenth."""
+    return -(-gpu_memory_bytes * _ARENA_NUMERATOR // _ARENA_DENOMINATOR)
+
+
+def gang_shape_from_wire(spec: job_pb2.JobSpec, arena_bytes_per_device: int | None = None) -> GangShape:
+    """What placement needs to know of a job. The arena, unless given, follows from the spec's gpu_memory_bytes."""
+    return GangShape(
+        roles=tuple(role_from_wire(role) for role in spec.roles),
+        device_type=spec.device_type,
+        locality=locality_from_wire(spec.locality),
+        nodes=spec.nodes,
+        arena_bytes_per_device=(
+            arena_bytes_for(spec.gpu_memory_bytes) if arena_bytes_per_device is None else arena_bytes_per_device
+        ),
+    )
+
+
+def gang_shape_to_wire(shape: GangShape) -> job_pb2.JobSpec:
+    """A spec with just the fields that have a part in placement. The arena is not among them: it is a measurement."""
+    return job_pb2.JobSpec(
+        roles=[role_to_wire(role) for role in shape.roles],
+        device_type=shape.device_type,
+        locality=locality_to_wire(shape.locality),
+        nodes=shape.nodes,
+    )
+
+
+def refusal_to_wire(value: Refusal) -> resources_pb2.Refusal:
+    return resources_pb2.Refusal(
+        reason=value.reason.name,
+        message=value.message,
+        figures=dict(value.figures),
+        node=names.node_name(value.node) if value.node else "",
+        job=value.job,
+    )
+
+
+def refusal_from_wire(message: resources_pb2.Refusal) -> Refusal:
+    """Raises RequestInvalid for a reason this program does not know."""
+    try:
+        reason = Reason[message.reason]
+    except KeyError as error:
+        raise RequestInvalid(
+            f"reason {message.reason!r} is unknown here: the sender is newer than this program"
+        ) from error
+    plain = Refusal(
+        reason,
+        dict(message.figures),
+        node=names.parse_node_name(message.node) if message.node else "",
+        job=message.job,
+    )
+    # The wire carries the whole sentence; its tail is made of the other fields, so the detail is what precedes it.
+    tail = plain.message.removeprefix(reason.meaning)
+    detail = message.message.removesuffix(tail)
+    return plain if detail == reason.meaning else replace(plain, detail=detail)
+
+
+def refusals_to_wire(values: Iterable[Refusal]) -> list[resources_pb2.Refusal]:
+    return [refusal_to_wire(value) for value in values]
+
+
+def refusals_from_wire(messages: Iterable[resources_pb2.Refusal]) -> tuple[Refusal, ...]:
+    return tuple(refusal_from_wire(message) for message in messages)
+
+
+_LEVELS_TO_WIRE: dict[Level | None, resources_pb2.Level.ValueType] = {
+    None: resources_pb2.LEVEL_UNSPECIFIED,
+    Level.NVLINK: resources_pb2.LEVEL_NVLINK,
+    Level.SWITCH: resources_pb2.LEVEL_SWITCH,
+    Level.SOCKET: resources_pb2.LEVEL_SOCKET,
+    Level.NODE: resources_pb2.LEVEL_NODE,
+    Level.RACK: resources_pb2.LEVEL_RACK,
+    Level.FABRIC: resources_pb2.LEVEL_FABRIC,
+    Level.CLUSTER: resources_pb2.LEVEL_CLUSTER,
+}

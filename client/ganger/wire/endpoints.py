@@ -1,0 +1,214 @@
+"""Where a server listens and what opens its door: addresses, start-up tokens, and the file that tells clients.
+
+An address is "unix:PATH" or "HOST:PORT". A server that starts writes STATE_DIR/endpoint.json {"address", "token_file"};
+clients on the same machine read it. Until there are certificates a server listens on this machine only.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import secrets
+import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+ENDPOINT_FILE = "endpoint.json"
+TOKEN_FILE = "token"
+MASTER_VARIABLE = "GANGER_MASTER"
+TOKEN_VARIABLE = "GANGER_TOKEN"
+# sockaddr_un holds 108 bytes, the last one a NUL.
+_MAX_SOCKET_PATH_BYTES = 107
+
+
+class EndpointError(Exception):
+    """An address or token that cannot be used; the message says what to do. `found` is False if there just is none."""
+
+    def __init__(self, message: str, *, found: bool = True) -> None:
+        super().__init__(message)
+        self.found = found
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    address: str
+    token: str = ""
+
+    def __repr__(self) -> str:
+        return f"Endpoint({self.address!r}, token={'set' if self.token else 'none'})"
+
+
+def default_state_directory() -> Path:
+    """Where `ganger up` keeps its cluster unless told otherwise."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "ganger" / "cluster"
+
+
+def find_endpoint(master: str | None = None) -> Endpoint:
+    """The master to talk to: `master` (an address or a directory that holds endpoint.json), else $GANGER_MASTER, else
+    the default state directory. For a bare address the token is $GANGER_TOKEN, or that of an endpoint.json beside the
+    socket or in the default state directory that names the same address. Raises EndpointError."""
+    wanted = master or os.environ.get(MASTER_VARIABLE) or ""
+    if not wanted:
+        directory = default_state_directory()
+        if not (directory / ENDPOINT_FILE).exists():
+            raise EndpointError(
+                "no cluster is known here: start one with `ganger up`, or name its master with --master or"
+                f" ${MASTER_VARIABLE}",
+                found=False,
+            )
+        return read_endpoint(directory)
+    if not is_address(wanted):
+        path = Path(wanted).expanduser()
+        return read_endpoint(path.parent if path.name == ENDPOINT_FILE else path)
+    check_address(wanted)
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        beside = [Path(wanted.removeprefix("unix:")).parent] if wanted.startswith("unix:") else []
+        for directory in [*beside, default_state_directory()]:
+            if (directory / ENDPOINT_FILE).exists():
+                known = read_endpoint(directory)
+                if known.address == wanted:
+                    token = known.token
+                    break
+    return Endpoint(wanted, token)
+
+
+def read_endpoint(directory: Path) -> Endpoint:
+    """The endpoint a server wrote into its state directory. Raises EndpointError."""
+    path = directory / ENDPOINT_FILE
+    try:
+        content = json.loads(path.read_text())
+        address, token_file = content["address"], content.get("token_file")
+        if not isinstance(address, str) or not isinstance(token_file, str | None):
+            raise ValueError("address and token_file must be strings")
+    except FileNotFoundError as error:
+        raise EndpointError(
+            f"no master has written {path}: is it running, and is this its --state-dir?", found=False
+        ) from error
+    except OSError as error:
+        raise EndpointError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise EndpointError(f"{path} is not an endpoint file ({error}): restart the master to write it anew") from error
+    check_address(address)
+    return Endpoint(address, read_token(directory / token_file) if token_file else "")
+
+
+def write_endpoint(directory: Path, address: str, token_file: Path | None) -> None:
+    """Tells clients on this machine where the server of `directory` listens. Atomic."""
+    content = {"address": address, "token_file": str(token_file) if token_file else None}
+    _write_private(directory / ENDPOINT_FILE, json.dumps(content, indent=1) + "\n")
+
+
+def remove_endpoint(directory: Path) -> None:
+    (directory / ENDPOINT_FILE).unlink(missing_ok=True)
+
+
+def ensure_token(directory: Path) -> tuple[str, Path]:
+    """The start-up token of the server of `directory`, made on first use, and its file (mode 0600)."""
+    path = directory / TOKEN_FILE
+    if path.exists():
+        return read_token(path), path
+    token = secrets.token_urlsafe(32)
+    _write_private(path, token + "\n")
+    return token, path
+
+
+def read_token(path: Path) -> str:
+    """Raises EndpointError, also if others could have read it."""
+    try:
+        with path.open() as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            token = file.read(1_024).strip()
+    except PermissionError as error:
+        raise EndpointError(f"may not read the token {path}: the cluster belongs to another user") from error
+    except OSError as error:
+        raise EndpointError(f"cannot read the token {path}: {error.strerror}") from error
+    if mode & 0o077:
+        raise EndpointError(
+            f"the token {path} can be read by others (mode {mode:04o}): chmod 600 it, or delete it and restart"
+        )
+    if not token:
+        raise EndpointError(f"the token {path} is empty: delete it and restart the master")
+    return token
+
+
+def is_address(text: str) -> bool:
+    """True for "unix:PATH" and "HOST:PORT", False for what must be a directory."""
+    if text.startswith("unix:"):
+        return True
+    host, colon, port = text.rpartition(":")
+    return bool(colon and host) and port.isdigit() and "/" not in text
+
+
+def check_address(address: str) -> None:
+    """Raises EndpointError unless `address` can be dialled."""
+    if address.startswith("unix:"):
+        path = address.removeprefix("unix:")
+        if not path:
+            raise EndpointError("the address unix: names no path: give unix:/path/of/socket")
+        if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
+            raise EndpointError(
+                f"the socket path {path} is {len(os.fsencode(path))} bytes, the system allows {_MAX_SOCKET_PATH_BYTES}:"
+                " choose a shorter directory, or listen on 127.0.0.1:PORT"
+            )
+    elif not is_address(address) or int(address.rpartition(":")[2]) > 65_535:
+        raise EndpointError(f"{address!r} is not an address: give HOST:PORT or unix:PATH")
+
+
+def check_listen_address(address: str, *, has_certificates: bool = False) -> None:
+    """Raises EndpointError for addresses other machines could reach, unless there are certificates."""
+    check_address(address)
+    if not address.startswith("unix:") and not has_certificates and not is_loopback(address):
+        raise EndpointError(
+            f"refuse to listen on {address} without certificates: others on the network could take over jobs;"
+            " listen on 127.0.0.1:PORT or unix:PATH"
+        )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach "HOST:PORT". Names other than localhost are not looked up: not loopback."""
+    host = address.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def prepare_socket(address: str) -> None:
+    """Makes way for listening on "unix:PATH": makes the directory (0700) and removes the socket a dead server left.
+    Raises EndpointError if a living one listens there or a file that is no socket lies there. Leaves TCP alone."""
+    if not address.startswith("unix:"):
+        return
+    path = Path(address.removeprefix("unix:"))
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise EndpointError(f"{path} exists and is not a socket: remove it or listen elsewhere")
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+            return
+        except OSError as error:
+            raise EndpointError(f"cannot tell whether {path} is in use: {error}") from error
+    raise EndpointError(f"{address} is in use by another server: stop it or listen elsewhere")
+
+
+def _write_private(path: Path, text: str) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,58 @@
+"""Resource names: "jobs/{n}" and "nodes/{node}", parsed, formatted and checked in one place."""
+
+from __future__ import annotations
+
+import re
+
+from ganger.wire.errors import NameInvalid
+
+NODE_ID = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+_JOB_NUMBER = re.compile(r"[1-9][0-9]{0,17}")
+
+
+def job_name(number: int) -> str:
+    """The name of job `number`: "jobs/7"."""
+    assert number >= 1, f"job numbers start at 1, not {number}"
+    return f"jobs/{number}"
+
+
+def parse_job_name(name: str) -> int:
+    """The number in "jobs/7". Raises NameInvalid."""
+    prefix, _, number = name.partition("/")
+    if prefix != "jobs" or not _JOB_NUMBER.fullmatch(number):
+        raise NameInvalid(f'{name[:80]!r} is not a job name: give "jobs/NUMBER", for example jobs/7', name=name)
+    return int(number)
+
+
+def job_name_from_text(text: str) -> str:
+    """What a person types, "7" or "jobs/7", as a name. Raises NameInvalid."""
+    return job_name(parse_job_name(text if "/" in text else f"jobs/{text}"))
+
+
+def node_name(node: str) -> str:
+    """The name of the node with the id `node`: "nodes/n1"; a name stays what it is."""
+    return node if node.startswith("nodes/") else f"nodes/{node}"
+
+
+def parse_node_name(name: str) -> str:
+    """The id in "nodes/n1". Raises NameInvalid."""
+    prefix, _, node = name.partition("/")
+    if prefix != "nodes" or not is_node_id(node):
+        raise NameInvalid(
+            f'{name[:80]!r} is not a node name: give "nodes/NODE", for example nodes/{_example(node)}', name=name
+        )
+    return node
+
+
+def node_name_from_text(text: str) -> str:
+    """What a person types, "n1" or "nodes/n1", as a name. Raises NameInvalid."""
+    return node_name(parse_node_name(node_name(text)))
+
+
+def is_node_id(node: str) -> bool:
+    """Letters, digits, dots, dashes and underscores, at most 63, starting and ending with a letter or digit."""
+    return NODE_ID.fullmatch(node) is not None
+
+
+def _example(node: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", node).strip(".-")[:40] or "n1"

@@ -1,0 +1,203 @@
+"""What every server does alike: options, binding, the token check, and errors onto the wire.
+
+Handlers raise `ApiError`; anything else they raise is our bug and reaches the caller as INTERNAL with an id that is in
+the log beside the traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import inspect
+import logging
+import os
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from ganger.wire.channels import MAX_MESSAGE_BYTES, TOKEN_KEY
+from ganger.wire.endpoints import EndpointError, check_listen_address, prepare_socket
+from ganger.wire.errors import ApiError, Internal, TokenInvalid, to_trailing_metadata
+
+log = logging.getLogger(__name__)
+
+# Health answers to anyone who can connect: a probe has no token.
+_OPEN_SERVICES = ("/grpc.health.v1.Health/",)
+
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # Two servers on one port would share the calls at random.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_concurrent_streams", 10_000),
+    # Beyond these, calls are refused rather than queued without end.
+    ("grpc.server.max_pending_requests", 10_000),
+    ("grpc.server.max_pending_requests_hard_limit", 20_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+def make_server(token: str = "", options: Sequence[tuple[str, int]] = ()) -> grpc.aio.Server:
+    """A grpc.aio server with our options and interceptors; `token` is what callers must bring, "" lets everybody in.
+    A later option of the same name wins."""
+    interceptors: list[grpc.aio.ServerInterceptor[Any, Any]] = [ErrorInterceptor()]
+    if token:
+        interceptors.append(TokenInterceptor(token))
+    return grpc.aio.server(interceptors=interceptors, options=list(dict((*SERVER_OPTIONS, *options)).items()))
+
+
+def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> str:
+    """Makes `server` listen on "unix:PATH" or "HOST:PORT" and returns the address, with the port chosen for port 0.
+    Raises EndpointError for an address in use, and without certificates for one that other machines could reach."""
+    check_listen_address(address, has_certificates=credentials is not None)
+    prepare_socket(address)
+    # The socket must never exist with more rights than these, not even until a chmod.
+    mask = os.umask(0o177) if address.startswith("unix:") else None
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise EndpointError(f"cannot listen on {address}: in use or not permitted; choose another address") from error
+    finally:
+        if mask is not None:
+            os.umask(mask)
+    if address.startswith("unix:"):
+        return address
+    if port == 0:
+        raise EndpointError(f"cannot listen on {address}: in use or not permitted; choose another address")
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+class _WrappingInterceptor(grpc.aio.ServerInterceptor[Any, Any]):
+    """Wraps each method's handler once and remembers it: nothing is built per call."""
+
+    def __init__(self) -> None:
+        self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        known = self._wrapped.get(handler_call_details.method)
+        if known is not None:
+            return known
+        handler = await continuation(handler_call_details)
+        # None: no such method. Not remembered, or a caller could fill our memory with names.
+        if handler is None:
+            return handler
+        wrapped = self._wrap(handler_call_details.method, handler)
+        self._wrapped[handler_call_details.method] = wrapped
+        return wrapped
+
+    def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+        raise NotImplementedError
+
+
+class ErrorInterceptor(_WrappingInterceptor):
+    """Turns what handlers raise into google.rpc.Status."""
+
+    def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+        behaviour = _behaviour(handler)
+
+        async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            try:
+                return await behaviour(request, context)
+            except Exception as error:
+                return await _abort(context, method, error)
+
+        async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            try:
+                async for response in behaviour(request, context):
+                    yield response
+            except Exception as error:
+                await _abort(context, method, error)
+
+        return _rebuilt(handler, stream if inspect.isasyncgenfunction(behaviour) else answer)
+
+
+class TokenInterceptor(_WrappingInterceptor):
+    """Lets only callers in that bring `authorization: Bearer TOKEN`."""
+
+    def __init__(self, token: str) -> None:
+        super().__init__()
+        self._expected = f"Bearer {token}".encode()
+
+    def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+        if method.startswith(_OPEN_SERVICES):
+            return handler
+        behaviour = _behaviour(handler)
+
+        async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            self._check(context)
+            return await behaviour(request, context)
+
+        async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            self._check(context)
+            async for response in behaviour(request, context):
+                yield response
+
+        return _rebuilt(handler, stream if inspect.isasyncgenfunction(behaviour) else answer)
+
+    def _check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        for key, value in context.invocation_metadata() or ():
+            if key == TOKEN_KEY:
+                brought = value if isinstance(value, bytes) else value.encode()
+                if hmac.compare_digest(brought, self._expected):
+                    return
+                raise TokenInvalid("the token is not this server's: use the one its endpoint.json names")
+        raise TokenInvalid("no token came with the call: use the endpoint.json of the server's state directory")
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], method: str, error: Exception) -> None:
+    # Raised by context.abort: the handler has answered already.
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if not isinstance(error, ApiError):
+        number = uuid.uuid4().hex[:12]
+        log.error("request failed", extra={"method": method, "error_id": number}, exc_info=error)
+        error = Internal(f"internal error {number}: the server's log has the details", id=number)
+    await context.abort(error.code, error.message[:1_000], to_trailing_metadata(error))
+
+
+def _behaviour(handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[..., Any]:
+    behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    assert behaviour is not None, "a handler without a function"
+    # grpc.aio also runs plain functions, in threads; our interceptors would not see what they raise.
+    if not (inspect.iscoroutinefunction(behaviour) or inspect.isasyncgenfunction(behaviour)):
+        return _in_thread(behaviour, handler)
+    return behaviour
+
+
+def _in_thread(behaviour: Callable[..., Any], handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[..., Any]:
+    assert not handler.request_streaming, "streams must be async here"
+    assert not handler.response_streaming, "streams must be async here"
+
+    async def run(request: Any, context: Any) -> Any:
+        return await asyncio.to_thread(behaviour, request, context)
+
+    return run
+
+
+def _rebuilt(
+    handler: grpc.RpcMethodHandler[Any, Any], behaviour: Callable[..., Any]
+) -> grpc.RpcMethodHandler[Any, Any]:
+    makers: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler[Any, Any]]] = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    make = makers[bool(handler.request_streaming), bool(handler.response_streaming)]
+    return make(
+        behaviour,
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )

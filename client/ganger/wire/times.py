@@ -1,0 +1,37 @@
+"""Seconds and the wire's times. Inside the programs a duration is float seconds, an instant is float Unix seconds."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+_NANOS = 1_000_000_000
+
+
+def duration(seconds: float) -> Duration:
+    """Seconds, negative ones too, as a Duration, rounded to nanoseconds."""
+    nanos = round(seconds * _NANOS)
+    sign = -1 if nanos < 0 else 1
+    whole, rest = divmod(abs(nanos), _NANOS)
+    return Duration(seconds=sign * whole, nanos=sign * rest)
+
+
+def seconds(value: Duration) -> float:
+    return value.seconds + value.nanos / _NANOS
+
+
+def timestamp(unix_seconds: float) -> Timestamp:
+    """Unix seconds as a Timestamp, rounded to nanoseconds."""
+    whole, rest = divmod(round(unix_seconds * _NANOS), _NANOS)
+    return Timestamp(seconds=whole, nanos=rest)
+
+
+def unix_seconds(value: Timestamp) -> float:
+    return value.seconds + value.nanos / _NANOS
+
+
+def local_datetime(value: Timestamp) -> datetime:
+    """The instant in the machine's time zone, for people."""
+    return datetime.fromtimestamp(unix_seconds(value), tz=UTC).astimezone()
