@@ -1,6 +1,6 @@
 """The state image: what a shard on storage and an arena in memory hold, as bytes. This half knows no tensors.
 
-A 64-byte preamble, a JSON header, 64-byte aligned data, and a trailer with one digest per chunk of the data. An image is
+A 64-byte preamble, a JSON header, 64-byte aligned data, and a trailer with one digest per chunk of the data. It is
 written front to back and its total size stands in the preamble, so every prefix is final and can be streamed while the
 rest is still being filled. All numbers are little-endian. No pickle anywhere: an image may come from another user.
 """
@@ -12,7 +12,7 @@ import os
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Union
 
 try:
     from xxhash import xxh3_64 as _xxh3_64
@@ -133,7 +133,7 @@ class ChunkDigests:
         self._chunk_bytes = chunk_bytes
         self._digest = Digest(kind)
         self._inside = 0
-        self._values: List[int] = []
+        self._values: list[int] = []
 
     def update(self, data: Any) -> None:
         view = memoryview(data).cast("B")
@@ -159,7 +159,7 @@ class ChunkDigests:
         return words + struct.pack("<Q", digest_of(self._kind, words))
 
 
-def lay_out(header: Dict[str, Any], data_bytes: int, digest_kind: int) -> Tuple[Preamble, bytes]:
+def lay_out(header: dict[str, Any], data_bytes: int, digest_kind: int) -> tuple[Preamble, bytes]:
     """The preamble and the encoded header of an image with `data_bytes` of data (a multiple of 64)."""
     encoded = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
     if len(encoded) > MAX_HEADER_BYTES:
@@ -202,7 +202,7 @@ def parse_preamble(data: Any) -> Preamble:
     return preamble
 
 
-def parse_header(preamble: Preamble, encoded: Any) -> Dict[str, Any]:
+def parse_header(preamble: Preamble, encoded: Any) -> dict[str, Any]:
     """Decode the JSON header. Raises ImageError: TRUNCATED, HEADER, DIGEST."""
     if len(encoded) != preamble.header_bytes:
         raise ImageError("TRUNCATED", f"the header has {preamble.header_bytes} bytes, {len(encoded)} are there")
@@ -217,7 +217,7 @@ def parse_header(preamble: Preamble, encoded: Any) -> Dict[str, Any]:
     for number, entry in enumerate(header["tensors"]):
         try:
             offset, size = entry["offset"], entry["bytes"]
-            inside = 0 <= offset and 0 <= size and offset + size <= preamble.data_bytes
+            inside = offset >= 0 and size >= 0 and offset + size <= preamble.data_bytes
         except (TypeError, KeyError) as error:
             raise ImageError("HEADER", f"entry {number} of the image's tensor table is malformed") from error
         if not inside:
@@ -228,7 +228,7 @@ def parse_header(preamble: Preamble, encoded: Any) -> Dict[str, Any]:
 Source = Union[str, "os.PathLike[str]", int]
 
 
-def read_header(source: Source) -> Dict[str, Any]:
+def read_header(source: Source) -> dict[str, Any]:
     """The header of an image in a file (path or descriptor). Raises ImageError, OSError."""
     return _with_descriptor(source, lambda fd: _preamble_and_header(fd)[1])
 
@@ -248,7 +248,7 @@ def _with_descriptor(source: Source, action: Callable[[int], Any]) -> Any:
         os.close(descriptor)
 
 
-def _preamble_and_header(descriptor: int) -> Tuple[Preamble, Dict[str, Any]]:
+def _preamble_and_header(descriptor: int) -> tuple[Preamble, dict[str, Any]]:
     preamble = parse_preamble(os.pread(descriptor, PREAMBLE_BYTES, 0))
     return preamble, parse_header(preamble, _read_exactly(descriptor, preamble.header_bytes, PREAMBLE_BYTES))
 
@@ -264,7 +264,7 @@ def _verify(descriptor: int) -> Summary:
     return summary(preamble, header, found)
 
 
-def summary(preamble: Preamble, header: Dict[str, Any], trailer: bytes) -> Summary:
+def summary(preamble: Preamble, header: dict[str, Any], trailer: bytes) -> Summary:
     return Summary(
         step=int(header.get("step", 0)),
         samples=int(header.get("samples", 0)),
@@ -279,13 +279,13 @@ def check_trailer(computed: bytes, found: bytes) -> None:
     """Raise ImageError (DIGEST), naming the first chunk that differs."""
     if computed == found:
         return
-    bad: Optional[int] = next((i for i in range(0, len(found), 8) if found[i : i + 8] != computed[i : i + 8]), None)
+    bad: int | None = next((i for i in range(0, len(found), 8) if found[i : i + 8] != computed[i : i + 8]), None)
     where = "its last" if bad is None or bad == len(found) - 8 else f"chunk {bad // 8} of its"
     raise ImageError("DIGEST", f"the image is damaged: {where} digest does not match the data")
 
 
 def _read_exactly(descriptor: int, size: int, offset: int) -> bytes:
-    parts: List[bytes] = []
+    parts: list[bytes] = []
     while size:
         part = os.pread(descriptor, size, offset)
         if not part:

@@ -1,0 +1,221 @@
+"""State trees as tagged JSON, with tensors taken out into a table.
+
+Plain JSON values stand for themselves; everything else is an object with the key "$": tensors, tuples, dictionaries
+whose keys are not strings, bytes, numpy values, ... Nothing in a tree can make the reader run code.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import sys
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import torch
+
+TAG = "$"
+MAX_DEPTH = 200
+
+
+class StateNotSupportedError(Exception):
+    """A value in the state has no portable form. The message says where it sits."""
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A tensor of the image, by its place in the tensor table."""
+
+    index: int
+
+
+class TensorTable:
+    """Collects the distinct tensors of a state. A view that occurs twice (tied weights) is kept once."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._known: dict[tuple[Any, ...], int] = {}
+
+    def add(self, tensor: torch.Tensor) -> int:
+        tensor = tensor.detach()
+        key = _view_key(tensor)
+        index = self._known.get(key)
+        if index is None:
+            index = self._known[key] = len(self.tensors)
+            self.tensors.append(tensor)
+        return index
+
+
+def _view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.numel() == 0:
+        # empty storages share the null address
+        return (id(tensor), tensor.dtype, tuple(tensor.shape))
+    return (str(tensor.device), tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+
+
+# Code is rebuilt by the script: schedulers keep bound methods and lambdas among their numbers.
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
+
+
+def encode(value: Any, table: TensorTable, where: str = "state", depth: int = 0) -> Any:
+    """`value` as tagged JSON; tensors go into `table`. Raises StateNotSupportedError."""
+    if depth > MAX_DEPTH:
+        raise StateNotSupportedError(f"{where}: nested more than {MAX_DEPTH} deep")
+    if value is None or type(value) in (bool, str):
+        return value
+    if type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {TAG: "float", "v": repr(value)}
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, table, where)
+    simple = _encode_simple(value, table)
+    if simple is not None:
+        return simple
+    if isinstance(value, dict):
+        return _encode_dict(value, table, where, depth)
+    for kind, name in _SEQUENCES:
+        if type(value) is kind or (kind is tuple and isinstance(value, tuple)):
+            items = [encode(item, table, f"{where}[{n}]", depth + 1) for n, item in enumerate(_listed(value))]
+            return items if kind is list else {TAG: name, "v": items}
+    raise StateNotSupportedError(
+        f"{where}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved; give the object "
+        "state_dict() and load_state_dict() of numbers, strings, lists, dictionaries and tensors"
+    )
+
+
+_SEQUENCES: tuple[tuple[type, str], ...] = (
+    (list, "list"),
+    (torch.Size, "size"),
+    (tuple, "tuple"),
+    (set, "set"),
+    (frozenset, "frozenset"),
+    (deque, "deque"),
+)
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value)
+
+
+def _encode_tensor(value: torch.Tensor, table: TensorTable, where: str) -> Any:
+    if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
+        raise StateNotSupportedError(f"{where}: only dense tensors can be saved, this one is {value.layout}")
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) and hasattr(value, "to_local"):
+        raise StateNotSupportedError(f"{where}: sharded tensors ({type(value).__name__}) are not supported yet")
+    return {TAG: "tensor", "i": table.add(value)}
+
+
+def _encode_simple(value: Any, table: TensorTable) -> Any:
+    if isinstance(value, (bytes, bytearray)):
+        return {TAG: "bytes", "v": base64.b64encode(bytes(value)).decode()}
+    if isinstance(value, complex):
+        return {TAG: "complex", "v": [repr(value.real), repr(value.imag)]}
+    if isinstance(value, torch.dtype):
+        return {TAG: "dtype", "v": str(value)[len("torch.") :]}
+    if isinstance(value, torch.device):
+        return {TAG: "device", "v": str(value)}
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and not value.dtype.hasobject:
+        data = bytearray(numpy.ascontiguousarray(value).tobytes())
+        if isinstance(value, numpy.generic):
+            return {TAG: "numpy scalar", "dtype": value.dtype.str, "v": base64.b64encode(data).decode()}
+        raw = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        return {TAG: "ndarray", "dtype": value.dtype.str, "shape": list(value.shape), "i": table.add(raw)}
+    return None
+
+
+def _encode_dict(value: dict[Any, Any], table: TensorTable, where: str, depth: int) -> Any:
+    kept = {key: item for key, item in value.items() if not isinstance(item, _CODE)}
+    if type(value) is dict and all(type(key) is str and key != TAG for key in kept):
+        return {key: encode(item, table, f"{where}.{key}", depth + 1) for key, item in kept.items()}
+    kind = next((name for known, name in _MAPPINGS if isinstance(value, known)), "dict")
+    pairs = [
+        [encode(key, table, f"{where} key", depth + 1), encode(item, table, f"{where}[{key!r}]", depth + 1)]
+        for key, item in kept.items()
+    ]
+    return {TAG: kind, "v": pairs}
+
+
+_MAPPINGS = ((OrderedDict, "ordered"), (Counter, "counter"), (defaultdict, "dict"))
+
+
+def decode(encoded: Any, tensor: Callable[[int], Any]) -> Any:
+    """The inverse of `encode`; `tensor(i)` gives entry i of the table. Raises ValueError on what encode never makes."""
+    if isinstance(encoded, list):
+        return [decode(item, tensor) for item in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    if TAG not in encoded:
+        return {key: decode(item, tensor) for key, item in encoded.items()}
+    tag = encoded[TAG]
+    decoder = _DECODERS.get(tag) if isinstance(tag, str) else None
+    if decoder is None:
+        raise ValueError(f"unknown tag {tag!r} in the state tree; it was written by a newer ganger")
+    try:
+        return decoder(encoded, tensor)
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"malformed {tag} in the state tree: {error!r}") from error
+
+
+def references(encoded: Any) -> Any:
+    """`encoded` decoded with a TensorRef in the place of every tensor (numpy arrays too)."""
+    return decode(encoded, TensorRef)
+
+
+def _items(encoded: dict[str, Any], tensor: Callable[[int], Any]) -> list[Any]:
+    return [decode(item, tensor) for item in encoded["v"]]
+
+
+def _pairs(encoded: dict[str, Any], tensor: Callable[[int], Any]) -> list[tuple[Any, Any]]:
+    return [(decode(key, tensor), decode(item, tensor)) for key, item in encoded["v"]]
+
+
+def _dtype(encoded: dict[str, Any], _: Callable[[int], Any]) -> torch.dtype:
+    return dtype_named(encoded["v"])
+
+
+def dtype_named(name: Any) -> torch.dtype:
+    """Raises ValueError for a name that is not a tensor type of this torch."""
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"this torch ({torch.__version__}) has no dtype {name!r}")
+    return found
+
+
+def _numpy_array(encoded: dict[str, Any], tensor: Callable[[int], Any]) -> Any:
+    raw = tensor(encoded["i"])
+    if isinstance(raw, TensorRef):
+        return raw
+    import numpy
+
+    data = bytes(raw.contiguous().tolist()) if raw.numel() < 64 else raw.numpy().tobytes()
+    return numpy.frombuffer(data, dtype=numpy.dtype(encoded["dtype"])).reshape(encoded["shape"]).copy()
+
+
+def _numpy_scalar(encoded: dict[str, Any], _: Callable[[int], Any]) -> Any:
+    import numpy
+
+    return numpy.frombuffer(base64.b64decode(encoded["v"]), dtype=numpy.dtype(encoded["dtype"]))[0]
+
+
+_DECODERS: dict[str, Callable[[dict[str, Any], Callable[[int], Any]], Any]] = {
+    "tensor": lambda e, t: t(e["i"]),
+    "float": lambda e, t: float(e["v"]),
+    "bytes": lambda e, t: base64.b64decode(e["v"]),
+    "complex": lambda e, t: complex(float(e["v"][0]), float(e["v"][1])),
+    "dtype": _dtype,
+    "device": lambda e, t: torch.device(e["v"]),
+    "ndarray": _numpy_array,
+    "numpy scalar": _numpy_scalar,
+    "size": lambda e, t: torch.Size(_items(e, t)),
+    "tuple": lambda e, t: tuple(_items(e, t)),
+    "set": lambda e, t: set(_items(e, t)),
+    "frozenset": lambda e, t: frozenset(_items(e, t)),
+    "deque": lambda e, t: deque(_items(e, t)),
+    "dict": lambda e, t: dict(_pairs(e, t)),
+    "ordered": lambda e, t: OrderedDict(_pairs(e, t)),
+    "counter": lambda e, t: Counter(dict(_pairs(e, t))),
+}

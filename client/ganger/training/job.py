@@ -1,0 +1,254 @@
+"""The five-line form: `attach`, a data loader, the epochs, and one call per step.
+
+Outside Ganger everything here still works and nothing is controlled: a script runs alone with the same numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any, Callable
+
+import torch
+
+from ganger.injob.control import Control
+from ganger.injob.page import Capability, Phase, Word
+from ganger.training import agent
+from ganger.training.loader import ElasticLoader
+from ganger.training.offload import StateKeeper
+from ganger.training.progress import Progress
+from ganger.training.randomness import restore_random
+from ganger.training.state import Restored, Training, apply_object
+
+FIVE_LINE = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT | Capability.FIVE_LINE
+
+
+def attach(
+    model: Any = None, optimizer: Any = None, scheduler: Any = None, scaler: Any = None, *, seed: int = 0
+) -> TrainingJob:
+    """Register what is trained and restore it if a state is assigned to this job. Call it before the training loop.
+
+    Each argument may be one object, a list or a dictionary of them; names must be the same in every run. `seed` decides
+    the order of samples in this job's loaders. Ends the process with EXIT_NO_STATE if an assigned state is unreadable.
+    """
+    agent.stand_down()
+    training = Training(
+        models=_named(model, "model"),
+        optimizers=_named(optimizer, "optimizer"),
+        schedulers=_named(scheduler, "scheduler"),
+        scalers=_named(scaler, "scaler"),
+    )
+    control = Control.from_environment()
+    if control is not None and not control.claim():
+        # a helper process of a script: the one that trains has the page
+        control.close()
+        control = None
+    job = TrainingJob(training, control, seed)
+    if control is not None:
+        job._start(control)
+    return job
+
+
+def _named(given: Any, kind: str) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if isinstance(given, dict):
+        return {str(name): item for name, item in given.items()}
+    if isinstance(given, (list, tuple)):
+        return {f"{kind}{number}": item for number, item in enumerate(given)}
+    return {kind: given}
+
+
+class TrainingJob:
+    """One rank of a training job. Make it with `attach`."""
+
+    def __init__(self, training: Training, control: Control | None, seed: int) -> None:
+        self._training = training
+        self._control = control
+        self._seed = seed
+        self._keeper: StateKeeper | None = None
+        self._progress: Progress | None = None
+        self._loaders: list[ElasticLoader] = []
+        self._epoch = 0
+        self._steps = 0
+        self._samples = 0
+        self._held = 0
+        self._restored: Restored | None = None
+        self._resize_callbacks: list[Callable[[int, int], None]] = []
+
+    def _start(self, control: Control) -> None:
+        control.hello(FIVE_LINE, torch=str(torch.__version__))
+        keeper = StateKeeper(control, lambda: self._training, self._position, gradients=False)
+        keeper.before_saving = self._drop_gradients
+        self._keeper = keeper
+        control.handlers = keeper.handlers()
+        self._progress = Progress(control.page, self._training, keeper)
+        restored = keeper.restore_at_start()
+        if restored is not None:
+            self._restored = restored
+            self._steps = restored.step
+            self._epoch = restored.position["epoch"]
+            self._samples = restored.position["samples"]
+        control.start(self._steps)
+
+    # -- what a script may ask
+
+    @property
+    def managed(self) -> bool:
+        """Whether this process is controlled by Ganger."""
+        return self._control is not None
+
+    @property
+    def step_count(self) -> int:
+        """Steps done, those before a restart included."""
+        return self._steps
+
+    @property
+    def rank(self) -> int:
+        return _rank_and_world(self._control)[0]
+
+    @property
+    def world(self) -> int:
+        return _rank_and_world(self._control)[1]
+
+    # -- what a script calls
+
+    def dataloader(
+        self,
+        dataset: Any,
+        *,
+        global_batch: int,
+        shuffle: bool = False,
+        num_workers: int = 0,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> ElasticLoader:
+        """A loader of this rank's share of `dataset` that goes on where training was.
+
+        `global_batch` samples over all ranks form one step, whatever their number. Call it in the same order in every
+        run. `options` go to torch's DataLoader. Position counts the batches the loop has taken, not those prefetched.
+        """
+        rank, world = _rank_and_world(self._control)
+        number = len(self._loaders)
+        loader = ElasticLoader(
+            dataset,
+            global_batch=global_batch,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            rank=rank,
+            world=world,
+            seed=self._seed,
+            number=number,
+            num_workers=num_workers,
+            options=options,
+            events=self,
+        )
+        self._loaders.append(loader)
+        if self._restored is not None and number < len(self._restored.position["loaders"]):
+            loader.go_to(self._restored.position["loaders"][number])
+        return loader
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """0 .. count-1, without the epochs that a restored state has behind it."""
+        if self._restored is not None and not any(part["active"] for part in self._restored.position["loaders"]):
+            self._set_random()
+        for epoch in range(self._epoch, count):
+            self._epoch = epoch
+            if self._control is not None:
+                self._control.page.set(Word.TRAINING_EPOCH, epoch)
+            yield epoch
+        if self._control is not None:
+            self._control.finish()
+
+    def step(self, loss: Any = None) -> None:
+        """Say that one optimizer step and all that belongs to it are done: the boundary.
+
+        Here a job may be paused, parked, saved or ended (exit code 75). Gradients are dead here: they may be dropped.
+        """
+        self._steps += 1
+        progress = self._progress
+        if progress is None:
+            return
+        progress.publish(self._samples, loss)
+        if not self._held:
+            assert self._control is not None
+            self._control.boundary()
+
+    def register(self, name: str, item: Any) -> Any:
+        """Make `item` part of the state: a tensor, a torch.Generator, or anything with state_dict/load_state_dict.
+
+        Restores it at once if there is a saved state of that name. Returns `item`.
+        """
+        if not isinstance(item, (torch.Tensor, torch.Generator)) and not hasattr(item, "load_state_dict"):
+            raise TypeError(
+                f"cannot register {name}: a {type(item).__name__} has no state_dict() and load_state_dict()"
+            )
+        if name in self._training.objects:
+            raise ValueError(f"{name!r} is registered already; choose another name")
+        self._training.objects[name] = item
+        if self._restored is not None and name in self._restored.unclaimed:
+            apply_object(item, self._restored.unclaimed.pop(name))
+        return item
+
+    @contextlib.contextmanager
+    def no_suspend(self) -> Iterator[None]:
+        """Inside, steps are counted but are no boundaries. Every rank must enter and leave at the same step."""
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+
+    def safe_point(self) -> None:
+        """Call it now and then in something long without steps (evaluation): the job is seen to be alive."""
+        if self._control is not None:
+            self._control.phase(Phase.EVALUATION)
+            self._control.safe_point()
+
+    def on_resize(self, callback: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        """Decorator: call `callback(old_world, new_world)` when training goes on with another number of ranks."""
+        self._resize_callbacks.append(callback)
+        if self._restored is not None and self._restored.world != self.world:
+            callback(self._restored.world, self.world)
+        return callback
+
+    # -- told by the loaders
+
+    def took_batch(self, samples: int, waited_nanoseconds: int) -> None:
+        self._samples += samples
+        if self._progress is not None:
+            self._progress.data_wait_nanoseconds += waited_nanoseconds
+
+    def resumed_pass(self) -> None:
+        """The loader that was being read at the boundary is about to go on."""
+        self._set_random()
+
+    def worker_hint(self) -> int | None:
+        return None if self._keeper is None else self._keeper.workers
+
+    # -- inside
+
+    def _set_random(self) -> None:
+        # not in attach: what the script draws before its loop (splits, weights) must come out as in the first run
+        if self._restored is not None:
+            restore_random(self._restored.random)
+
+    def _position(self) -> dict[str, Any]:
+        return {
+            "epoch": self._epoch,
+            "samples": self._samples,
+            "loaders": [loader.position() for loader in self._loaders],
+        }
+
+    def _drop_gradients(self) -> None:
+        for optimizer in self._training.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+
+
+def _rank_and_world(control: Control | None) -> tuple[int, int]:
+    if control is not None:
+        return control.rank, control.world
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,0 +1,316 @@
+"""The complete state of a training run: what is captured at a boundary and put back, in place, before the next step.
+
+Parameters keep their identity; tensors are read straight into the memory the script already has. What the script builds
+(code, shapes, wiring) is not saved, only what training changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ganger.training import codec
+from ganger.training.codec import StateNotSupportedError, TensorRef, TensorTable
+from ganger.training.image import ImagePlan, OpenImage, plan_image, read_tensors
+from ganger.training.randomness import capture_random
+
+
+class StateMismatchError(Exception):
+    """The saved state does not fit what the script has built."""
+
+
+@dataclass
+class Training:
+    """Everything of a script that a checkpoint must hold, by name."""
+
+    models: dict[str, torch.nn.Module] = field(default_factory=dict)
+    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
+    schedulers: dict[str, Any] = field(default_factory=dict)
+    scalers: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """`tree` is tagged JSON over `tensors`; the first `live` of them belong to the script, the others are copies."""
+
+    tree: Any
+    tensors: tuple[torch.Tensor, ...]
+    live: int
+
+    def plan(self, *, step: int, samples: int, rank: int, world: int) -> ImagePlan:
+        return plan_image(self.tree, self.tensors, step=step, samples=samples, rank=rank, world=world)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `restore` leaves to its caller: when to set the generators, where to go on, objects not registered yet."""
+
+    step: int
+    world: int
+    position: dict[str, Any]
+    random: dict[str, Any]
+    unclaimed: dict[str, Any]
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The script's own module inside DistributedDataParallel, DataParallel and torch.compile."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
+            inner = getattr(model, "module", None)
+        if not isinstance(inner, torch.nn.Module):
+            return model
+        model = inner
+
+
+def capture(training: Training, position: dict[str, Any], *, gradients: bool) -> Captured:
+    """Raises StateNotSupportedError, naming the value that has no portable form.
+
+    With `gradients`, those that are not None are part of the state: an unmodified script may still add to them.
+    """
+    table = TensorTable()
+    tree: dict[str, Any] = {
+        "models": {
+            name: _encode_model(unwrapped(model), table, name, gradients) for name, model in training.models.items()
+        },
+        "optimizers": {
+            name: _encode_optimizer(optimizer, table, name) for name, optimizer in training.optimizers.items()
+        },
+        "objects": {name: _encode_object(item, table, name) for name, item in training.objects.items()},
+    }
+    live = len(table.tensors)
+    tree["schedulers"] = {
+        name: codec.encode(item.state_dict(), table, f"scheduler {name}") for name, item in training.schedulers.items()
+    }
+    tree["scalers"] = {
+        name: codec.encode(item.state_dict(), table, f"scaler {name}") for name, item in training.scalers.items()
+    }
+    tree["random"] = codec.encode(capture_random(), table, "random")
+    tree["position"] = codec.encode(position, table, "position")
+    return Captured(tree, tuple(table.tensors), live)
+
+
+def restore(training: Training, image: OpenImage) -> Restored:
+    """Put the image's state into the script's objects. The random generators are left alone.
+
+    Raises StateMismatchError, ImageError, OSError. After an error the objects hold a mixture: the process must end.
+    """
+    try:
+        saved = codec.references(image.tree)
+        destinations = dict(_destinations(training, saved, image))
+        tensors = read_tensors(image, destinations, lambda kind: _device(training, kind))
+        state = codec.decode(image.tree, tensors.__getitem__)
+        _apply(training, state)
+        unclaimed = {name: item for name, item in state["objects"].items() if name not in training.objects}
+        return Restored(image.step, int(image.header["world"]), state["position"], state["random"], unclaimed)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
+        raise StateMismatchError(f"the saved state does not fit this script: {error}") from error
+
+
+# -- models
+
+
+def _own_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
+    """Parameters and buffers, persistent or not, under every name they have."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                yield (f"{prefix}.{name}" if prefix else name), module, name, tensor
+
+
+def _encode_model(model: torch.nn.Module, table: TensorTable, name: str, gradients: bool) -> Any:
+    tensors, grads = {}, {}
+    for path, _, _, tensor in _own_tensors(model):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise StateNotSupportedError(f"{name}.{path}: not initialized yet; run one batch through the model first")
+        tensors[path] = codec.encode(tensor, table, f"{name}.{path}")
+        if gradients and tensor.grad is not None:
+            grads[path] = codec.encode(tensor.grad, table, f"{name}.{path}.grad")
+    extra = {
+        path: codec.encode(module.get_extra_state(), table, f"{name}.{path} extra state")
+        for path, module in model.named_modules()
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state
+    }
+    return {"tensors": tensors, "gradients": grads if gradients else None, "extra": extra}
+
+
+def _model_destinations(
+    model: torch.nn.Module, saved: dict[str, Any], image: OpenImage, name: str
+) -> Iterator[tuple[int, torch.Tensor]]:
+    own = {path: tensor for path, _, _, tensor in _own_tensors(model)}
+    if own.keys() != saved["tensors"].keys():
+        odd = sorted(own.keys() ^ saved["tensors"].keys())
+        raise StateMismatchError(f"model {name}: {', '.join(odd[:5])} is only in one of the script and the saved state")
+    for path, reference in saved["tensors"].items():
+        tensor = own[path]
+        if torch.nn.parameter.is_lazy(tensor):
+            lazy: Any = tensor
+            lazy.materialize(tuple(image.header["tensors"][reference.index]["shape"]))
+        yield reference.index, tensor
+
+
+def _apply_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
+    for path, module, leaf, tensor in _own_tensors(model):
+        value = saved["tensors"][path]
+        if value.data_ptr() != tensor.data_ptr():
+            # tied when saved, apart now: both get the value
+            with torch.no_grad():
+                getattr(module, leaf).copy_(value)
+        if isinstance(tensor, torch.nn.Parameter) and saved["gradients"] is not None:
+            gradient = saved["gradients"].get(path)
+            tensor.grad = None if gradient is None else gradient.to(tensor.device)
+    modules = dict(model.named_modules())
+    for path, extra in saved["extra"].items():
+        modules[path].set_extra_state(extra)
+
+
+# -- optimizers
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _has_own_format(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+
+
+def _encode_optimizer(optimizer: torch.optim.Optimizer, table: TensorTable, name: str) -> Any:
+    if _has_own_format(optimizer):
+        return {"own": codec.encode(optimizer.state_dict(), table, f"optimizer {name}")}
+    numbers = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer))}
+    groups = [
+        codec.encode({key: item for key, item in group.items() if key != "params"}, table, f"optimizer {name} group")
+        for group in optimizer.param_groups
+    ]
+    state = []
+    for key, value in optimizer.state.items():
+        number = numbers.get(id(key)) if isinstance(key, torch.Tensor) else codec.encode([key], table, "key")
+        if number is not None:
+            state.append([number, codec.encode(value, table, f"optimizer {name} state of parameter {number}")])
+    return {"groups": groups, "sizes": [len(group["params"]) for group in optimizer.param_groups], "state": state}
+
+
+def _optimizer_destinations(
+    optimizer: torch.optim.Optimizer, saved: dict[str, Any], image: OpenImage, name: str
+) -> Iterator[tuple[int, torch.Tensor]]:
+    if "own" in saved:
+        return
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes != saved["sizes"]:
+        raise StateMismatchError(f"optimizer {name}: groups of {sizes} parameters, saved with {saved['sizes']}")
+    parameters = _parameters(optimizer)
+    for number, values in saved["state"]:
+        present = optimizer.state.get(parameters[number]) if isinstance(number, int) else None
+        if not isinstance(present, dict) or not isinstance(values, dict):
+            continue
+        for key, reference in values.items():
+            tensor = present.get(key)
+            if isinstance(reference, TensorRef) and isinstance(tensor, torch.Tensor):
+                entry = image.header["tensors"][reference.index]
+                same = list(tensor.shape) == entry["shape"] and str(tensor.dtype) == f"torch.{entry['dtype']}"
+                if same and tensor.device.type == entry.get("device", "cpu"):
+                    yield reference.index, tensor
+
+
+def _apply_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    if "own" in saved:
+        optimizer.load_state_dict(saved["own"])
+        return
+    parameters = _parameters(optimizer)
+    # not load_state_dict: it casts state to the parameter's type and so would lose bits
+    optimizer.state.clear()
+    for number, values in saved["state"]:
+        if isinstance(number, int):
+            optimizer.state[parameters[number]] = _moved_beside(values, parameters[number])
+        else:
+            optimizer.state[number[0]] = values
+    for group, options in zip(optimizer.param_groups, saved["groups"]):
+        for key, value in options.items():
+            present = group.get(key)
+            if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
+                present.copy_(value)
+            else:
+                group[key] = value
+
+
+def _moved_beside(values: Any, parameter: torch.Tensor) -> Any:
+    """State that was on an accelerator goes to its parameter's; state kept on the CPU stays there."""
+    if not isinstance(values, dict):
+        return values
+    return {
+        key: value.to(parameter.device)
+        if isinstance(value, torch.Tensor) and value.device.type == parameter.device.type
+        else value
+        for key, value in values.items()
+    }
+
+
+# -- everything else
+
+
+def _encode_object(item: Any, table: TensorTable, name: str) -> Any:
+    if isinstance(item, torch.Generator):
+        return codec.encode(item.get_state(), table, name)
+    if isinstance(item, torch.Tensor):
+        return codec.encode(item, table, name)
+    return codec.encode(item.state_dict(), table, f"object {name}")
+
+
+def apply_object(item: Any, saved: Any) -> None:
+    """Put the saved state into a registered object."""
+    if isinstance(item, torch.Generator):
+        item.set_state(saved.cpu())
+    elif isinstance(item, torch.Tensor):
+        if saved.data_ptr() != item.data_ptr():
+            with torch.no_grad():
+                item.copy_(saved)
+    else:
+        item.load_state_dict(saved)
+
+
+def _destinations(training: Training, saved: dict[str, Any], image: OpenImage) -> Iterator[tuple[int, torch.Tensor]]:
+    for kind, present in (
+        ("models", training.models),
+        ("optimizers", training.optimizers),
+        ("schedulers", training.schedulers),
+        ("scalers", training.scalers),
+    ):
+        names: dict[str, Any] = saved[kind]
+        if names.keys() != present.keys():
+            raise StateMismatchError(f"{kind}: the script has {sorted(present)}, the saved state {sorted(names)}")
+    for name, model in training.models.items():
+        yield from _model_destinations(unwrapped(model), saved["models"][name], image, name)
+    for name, optimizer in training.optimizers.items():
+        yield from _optimizer_destinations(optimizer, saved["optimizers"][name], image, name)
+    for name, item in training.objects.items():
+        if isinstance(item, torch.Tensor) and name in saved["objects"]:
+            yield saved["objects"][name].index, item
+
+
+def _apply(training: Training, state: dict[str, Any]) -> None:
+    for name, model in training.models.items():
+        _apply_model(unwrapped(model), state["models"][name])
+    for name, optimizer in training.optimizers.items():
+        _apply_optimizer(optimizer, state["optimizers"][name])
+    for name, scheduler in training.schedulers.items():
+        scheduler.load_state_dict(state["schedulers"][name])
+    for name, scaler in training.scalers.items():
+        if state["scalers"][name]:
+            scaler.load_state_dict(state["scalers"][name])
+    for name, item in training.objects.items():
+        if name in state["objects"]:
+            apply_object(item, state["objects"][name])
+
+
+def _device(training: Training, kind: str) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    found: torch.Tensor | None = next(
+        (p for model in training.models.values() for p in model.parameters() if p.device.type == kind), None
+    )
+    return torch.device(kind) if found is None else found.device

@@ -1,0 +1,110 @@
+"""Train a small convolutional network on scikit-learn's handwritten digits. Plain PyTorch."""
+
+import argparse
+import hashlib
+import random
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=0, help="end after so many steps; 0: all epochs")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--width", type=int, default=16, help="channels of the first layer")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=0, help="data loader processes")
+    parser.add_argument("--losses", help="append one line per step: step, loss as a hexadecimal float")
+    parser.add_argument("--weights", help="write the SHA-256 of the final weights")
+    return parser.parse_args()
+
+
+def make_network(width):
+    return nn.Sequential(
+        nn.Conv2d(1, width, 3, padding=1),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
+        nn.BatchNorm2d(2 * width),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.25),
+        nn.Linear(2 * width * 4, 10),
+    )
+
+
+def load_data():
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(digits.target)
+    return TensorDataset(images[:1500], labels[:1500]), TensorDataset(images[1500:], labels[1500:])
+
+
+def accuracy(network, loader, device):
+    network.eval()
+    right = total = 0
+    with torch.no_grad():
+        for images, labels in loader:
+            right += (network(images.to(device)).argmax(1).cpu() == labels).sum().item()
+            total += len(labels)
+    network.train()
+    return right / total
+
+
+def digest(network):
+    sha = hashlib.sha256()
+    for name, tensor in network.state_dict().items():
+        sha.update(name.encode())
+        sha.update(tensor.cpu().contiguous().numpy().tobytes())
+    return sha.hexdigest()
+
+
+def main():
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    random.seed(arguments.seed)
+    np.random.seed(arguments.seed)
+    torch.manual_seed(arguments.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    train, test = load_data()
+    loader = DataLoader(train, batch_size=arguments.batch, shuffle=True, num_workers=arguments.workers)
+    test_loader = DataLoader(test, batch_size=256)
+    network = make_network(arguments.width).to(device)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
+    steps = arguments.steps or arguments.epochs * len(loader)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+    criterion = nn.CrossEntropyLoss()
+
+    for epoch in range(arguments.epochs):
+        for images, labels in loader:
+            loss = criterion(network(images.to(device)), labels.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            if arguments.losses:
+                with open(arguments.losses, "a") as file:
+                    file.write(f"{schedule.last_epoch} {loss.item().hex()}\n")
+            if schedule.last_epoch >= steps:
+                break
+        print(
+            f"epoch {epoch}: loss {loss.item():.4f}, accuracy {accuracy(network, test_loader, device):.3f}", flush=True
+        )
+        if schedule.last_epoch >= steps:
+            break
+    if arguments.weights:
+        with open(arguments.weights, "w") as file:
+            file.write(digest(network) + "\n")
+
+
+if __name__ == "__main__":
+    main()
