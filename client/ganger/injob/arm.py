@@ -1,0 +1,30 @@
+"""Getting ready before the user's first line: called once per interpreter, by the launcher's child or sitecustomize."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from ganger.injob import exitcode
+from ganger.injob.page import Page, PageError, Word
+
+
+def arm() -> None:
+    """Watch how this rank ends, and let the agent wait for a training loop. Never fails the user's program.
+
+    Does nothing outside Ganger. In processes a rank starts (GANGER_PAGE is inherited) the agent waits too: the process
+    whose optimizer steps may be one of them.
+    """
+    path = os.environ.get("GANGER_PAGE", "")
+    if not path:
+        return
+    try:
+        page = Page.open(path)
+        if page.get(Word.PID) == os.getpid():
+            exitcode.watch(page)
+        else:
+            page.close()
+        importlib.import_module("ganger.training.agent").install()
+    except (OSError, PageError, ImportError) as problem:
+        print(f"ganger: this process runs without control: {problem}", file=sys.stderr)

@@ -1,0 +1,53 @@
+"""``python -m ganger.injob.launcher --socket PATH``: one launcher, run by the interpreter of the jobs it starts."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import socket
+import sys
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="ganger.injob.launcher", description=__doc__)
+    parser.add_argument("--socket", required=True, help="Unix socket to serve, in a directory only its user may enter")
+    parser.add_argument("--idle-seconds", type=float, default=300.0, help="end after so long without child or caller")
+    parser.add_argument("--no-preload", action="store_true", help="import nothing ahead of time; start all by exec")
+    arguments = parser.parse_args()
+    path = os.path.abspath(arguments.socket)
+
+    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(f"ganger launcher: another one serves {path}", file=sys.stderr)
+        raise SystemExit(0) from None
+    # What a child may keep: everything open so far but the lock.
+    if os.path.exists(path):
+        os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    os.umask(0o077)
+    listener.bind(path)
+    # From here on callers can connect; they are answered when the imports are done.
+    listener.listen(64)
+
+    from ganger.injob.launcher import zygote
+    from ganger.injob.launcher.server import ChildTask, Server
+
+    preloaded = [] if arguments.no_preload else zygote.preload()
+    may_fork = not arguments.no_preload and zygote.is_fork_safe()
+    server = Server(path, listener, lock, preloaded, may_fork, arguments.idle_seconds)
+    try:
+        server.serve()
+    except ChildTask as task:
+        # In a child: the launcher's frames are gone before the user's begin.
+        run = task.run
+    else:
+        return
+    del server, listener
+    run()
+
+
+if __name__ == "__main__":
+    main()

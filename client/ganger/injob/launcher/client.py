@@ -1,0 +1,246 @@
+"""The daemon's side of a launcher: start one, talk to it, hear of exits. Blocking; for threads."""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ganger.injob.launcher.exits import Exit
+
+
+class LauncherError(Exception):
+    """The launcher refused, or cannot be reached (reason UNREACHABLE, TIMEOUT); ``reason`` is stable."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Forked(NamedTuple):
+    pid: int
+    start_ticks: int
+
+
+def start_launcher(
+    python: str,
+    socket_path: str,
+    *,
+    inject: str,
+    env: Mapping[str, str],
+    log: str,
+    idle_seconds: float = 300.0,
+    preload: bool = True,
+    user: int | None = None,
+    group: int | None = None,
+    timeout: float = 60.0,
+) -> None:
+    """Start a launcher that outlives this process, unless one serves ``socket_path`` already; return when it answers.
+
+    ``env`` is the user's environment (see `launch.startup_variables` for what must agree with that of the ranks).
+    Raises LauncherError(NOT_STARTED) with the end of ``log``.
+    """
+    if _answers(socket_path, timeout):
+        return
+    environment = {key: value for key, value in env.items() if not key.startswith("GANGER_")}
+    parts = [part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if part and part != inject]
+    environment.update(
+        PYTHONPATH=os.pathsep.join([inject, *map(os.path.abspath, parts)]),
+        OMP_WAIT_POLICY="passive",
+        # Asking whether there is a GPU must not initialise CUDA: no child could use it any more.
+        PYTORCH_NVML_BASED_CUDA_CHECK="1",
+        # OpenBLAS starts its threads when it is imported; a launcher has one thread.
+        OPENBLAS_NUM_THREADS="1",
+    )
+    command = [python, "-m", "ganger.injob.launcher", "--socket", socket_path, "--idle-seconds", str(idle_seconds)]
+    if not preload:
+        command.append("--no-preload")
+    identity: dict[str, Any] = {} if user is None else {"user": user, "group": group, "extra_groups": []}
+    with open(log, "ab") as output:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            # A directory that holds nothing but `ganger`: -m puts it on the path.
+            cwd=inject,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            **identity,
+        )
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if _answers(socket_path, deadline - time.monotonic()):
+            _forget(process)
+            return
+        if process.poll() not in (None, 0):
+            break
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    raise LauncherError("NOT_STARTED", f"{python} runs no launcher: {_tail(log)}")
+
+
+class Launcher:
+    """One connection. Calls are answered in order of arrival; any thread may call. Use as a context or close()."""
+
+    def __init__(self, socket_path: str, timeout: float = 30.0) -> None:
+        self._lock = threading.Lock()
+        self._received = b""
+        self._descriptors: list[int] = []
+        self._number = 0
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._connection.settimeout(timeout)
+        try:
+            self._connection.connect(socket_path)
+        except OSError as error:
+            self._connection.close()
+            raise LauncherError("UNREACHABLE", f"no launcher at {socket_path}: {error}") from error
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def info(self) -> dict[str, Any]:
+        """Return pid, start_ticks, python, version, torch (imported), fork_safe."""
+        return self._call("info")
+
+    def fork(self, launch: Mapping[str, Any]) -> Forked:
+        """Start a rank; returns once it is settled (cgroup, log, page) and about to run the user's program."""
+        answer = self._call("fork", launch=dict(launch))
+        return Forked(answer["pid"], answer["start_ticks"])
+
+    def prepare(self, launch: Mapping[str, Any]) -> Forked:
+        """Start a rank ahead of its state: as fork, and its arena's memory is made resident meanwhile."""
+        return self.fork({**launch, "touch_arena": True})
+
+    def store(self, directory: str, host: str) -> Forked:
+        """Start (or find) the rendezvous store of an epoch; rendezvous.json appears in ``directory``."""
+        answer = self._call("store", directory=directory, host=host)
+        return Forked(answer["pid"], answer["start_ticks"])
+
+    def arena(self, name: str, size: int = 0) -> int:
+        """Return a descriptor of an arena, the caller's to close; made if there is none and ``size`` is given."""
+        with self._lock:
+            self._exchange("arena", name=name, bytes=size)
+            return self._descriptors.pop()
+
+    def drop_arena(self, name: str) -> None:
+        self._call("drop_arena", name=name)
+
+    def publish(self, temporary: str, final: str, manifest: Mapping[str, Any]) -> None:
+        """Make a checkpoint exist (see `publish.publish`); durable when this returns."""
+        self._call("publish", temporary=temporary, final=final, manifest=dict(manifest))
+
+    def list(self) -> list[dict[str, Any]]:
+        """Return its children: name, kind (rank, store, helper), pid, start_ticks, adopted."""
+        children: list[dict[str, Any]] = self._call("list")["children"]
+        return children
+
+    def kill(self, pid: int, start_ticks: int, signal: int) -> bool:
+        """Signal a child; False if it is gone already. Never hits another process that has the pid now."""
+        return bool(self._call("kill", pid=pid, start_ticks=start_ticks, signal=signal)["sent"])
+
+    def adopt(
+        self, name: str, pid: int, start_ticks: int, *, page: str, exit_path: str, arena_name: str | None = None
+    ) -> bool:
+        """Look after a rank another launcher started; False if it has ended (its exit record is written then)."""
+        arena = None if arena_name is None else {"name": arena_name}
+        answer = self._call(
+            "adopt", name=name, pid=pid, start_ticks=start_ticks, page=page, exit_path=exit_path, arena=arena
+        )
+        return bool(answer["alive"])
+
+    def stop(self) -> None:
+        """End the launcher; LauncherError(BUSY) while it has ranks."""
+        self._call("stop")
+
+    def exits(self) -> Iterator[Exit | None]:
+        """Yield ends as they are recorded, None whenever the timeout passes quietly. Takes over this connection.
+
+        Raises LauncherError(UNREACHABLE) when the launcher is gone.
+        """
+        self._call("watch")
+        while True:
+            try:
+                message = self._read()
+            except LauncherError as error:
+                if error.reason != "TIMEOUT":
+                    raise
+                yield None
+                continue
+            yield Exit(**message["exit"])
+
+    def _call(self, operation: str, **fields: Any) -> dict[str, Any]:
+        with self._lock:
+            return self._exchange(operation, **fields)
+
+    def _exchange(self, operation: str, **fields: Any) -> dict[str, Any]:
+        self._number += 1
+        data = json.dumps({"id": self._number, "op": operation, **fields}).encode() + b"\n"
+        try:
+            self._connection.sendall(data)
+        except OSError as error:
+            raise LauncherError("UNREACHABLE", f"the launcher is gone: {error}") from error
+        while True:
+            answer = self._read()
+            if answer.get("id") == self._number:
+                break
+        if answer.get("error"):
+            raise LauncherError(answer["error"]["reason"], answer["error"]["message"])
+        return answer
+
+    def _read(self) -> dict[str, Any]:
+        while b"\n" not in self._received:
+            space = socket.CMSG_SPACE(4)
+            try:
+                data, rights, _, _ = self._connection.recvmsg(1 << 16, space, socket.MSG_CMSG_CLOEXEC)
+            except TimeoutError as error:
+                raise LauncherError("TIMEOUT", "the launcher does not answer in time") from error
+            except OSError as error:
+                raise LauncherError("UNREACHABLE", f"the launcher is gone: {error}") from error
+            if not data:
+                raise LauncherError("UNREACHABLE", "the launcher is gone")
+            for _, kind, content in rights:
+                if kind == socket.SCM_RIGHTS:
+                    numbers = array.array("i")
+                    numbers.frombytes(content[: len(content) - len(content) % numbers.itemsize])
+                    self._descriptors.extend(numbers)
+            self._received += data
+        line, _, self._received = self._received.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+
+def _answers(socket_path: str, timeout: float) -> bool:
+    try:
+        with Launcher(socket_path, max(timeout, 0.1)) as launcher:
+            launcher.info()
+    except LauncherError:
+        return False
+    return True
+
+
+def _forget(process: subprocess.Popen[bytes]) -> None:
+    """Leave a process to itself: reap it in the background when it ends, without a warning when we end first."""
+    threading.Thread(target=process.wait, name="launcher-reaper", daemon=True).start()
+
+
+def _tail(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 2000))
+            return file.read().decode(errors="replace").strip() or "it said nothing"
+    except OSError as error:
+        return str(error)

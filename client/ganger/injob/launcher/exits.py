@@ -1,0 +1,90 @@
+"""How a process ended, and that nobody forgets it: the durable exit record, and who a pid is."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any, NamedTuple
+
+from ganger.injob.page import Page, PageError
+
+
+class Exit(NamedTuple):
+    """One end. ``code`` is None when nobody knows it, and 128 + ``signal`` after a deadly signal.
+
+    ``source`` says who knew: wait, page, launch (it never ran), unknown.
+    """
+
+    name: str
+    pid: int
+    start_ticks: int
+    code: int | None
+    signal: int | None
+    time: float
+    source: str
+    message: str = ""
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return when a process started, in kernel clock ticks; None if there is none. A zombie counts as gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b") ")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def from_wait(name: str, pid: int, ticks: int, result: Any) -> Exit:
+    """Turn a waitid() result into an Exit."""
+    if result.si_code == os.CLD_EXITED:
+        return Exit(name, pid, ticks, result.si_status, None, time.time(), "wait")
+    return Exit(name, pid, ticks, 128 + result.si_status, result.si_status, time.time(), "wait")
+
+
+def from_page(name: str, pid: int, ticks: int, page_path: str) -> Exit:
+    """Ask the page of a rank that was not our child: it knows unless the rank was killed."""
+    code = None
+    if page_path:
+        try:
+            page = Page.open(page_path, writable=False)
+        except (OSError, PageError):
+            pass
+        else:
+            if page.identity().pid == pid:
+                code = page.progress().exit_code
+            page.close()
+    return Exit(name, pid, ticks, code, None, time.time(), "unknown" if code is None else "page")
+
+
+def record(path: str, end: Exit) -> None:
+    """Write the exit record: it is there whole or not at all, and survives a power cut. Raises OSError."""
+    content = {key: value for key, value in end._asdict().items() if key != "name" and value != ""}
+    write_durably(path, json.dumps(content).encode() + b"\n")
+
+
+def write_durably(path: str, data: bytes, mode: int = 0o600) -> None:
+    """Replace a file by one with this content, synced, the directory too."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
+    except OSError:
+        os.unlink(temporary)
+        raise
+    finally:
+        os.close(descriptor)
+    os.replace(temporary, path)
+    sync_directory(os.path.dirname(path))
+
+
+def sync_directory(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

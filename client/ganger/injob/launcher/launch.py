@@ -1,0 +1,150 @@
+"""What a launcher is told about one process: read from JSON, checked whole, every mistake named."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+# Variables an interpreter or a library reads once, when it starts: a forked child could not honour a different value.
+_STARTUP_PREFIXES = ("PYTHON", "LD_", "MALLOC_", "TORCH_", "PYTORCH_", "KMP_", "GOMP_", "OMP_", "MKL_", "OPENBLAS_")
+_STARTUP_NAMES = ("LANG", "LC_ALL", "LC_CTYPE")
+# Of those, the ones that are set again in the child, or by the launcher itself.
+_NOT_STARTUP = (
+    "PYTHONPATH",
+    "PYTHONUNBUFFERED",
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "OPENBLAS_NUM_THREADS",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+)
+
+
+class LaunchError(Exception):
+    """A launch that cannot be carried out; ``reason`` is stable, the message is for people."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Launch(NamedTuple):
+    """One rank. Paths are absolute; ``cgroup_procs`` are files its pid is written to; ``arena_bytes`` 0 means none.
+
+    ``cores`` None leaves the affinity alone, ``uid``/``gid``/``groups`` None the identity; ``threads`` 0 the number.
+    """
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str
+    log: str
+    page: str
+    exit_path: str
+    cgroup_procs: Sequence[str]
+    cores: Sequence[int] | None
+    uid: int | None
+    gid: int | None
+    groups: Sequence[int] | None
+    rlimits: Mapping[str, Sequence[int]]
+    umask: int | None
+    threads: int
+    arena_name: str
+    arena_bytes: int
+    touch_arena: bool
+
+
+class PythonCommand(NamedTuple):
+    """A command line that is Python and nothing special: ``module`` or ``script``, its arguments, and -u."""
+
+    script: str
+    module: str
+    arguments: Sequence[str]
+    unbuffered: bool
+
+
+def parse_launch(content: Mapping[str, Any]) -> Launch:
+    """Read a launch; raises LaunchError(INVALID_LAUNCH) that names every field that is wrong."""
+    wrong = []
+
+    def take(field: str, kinds: Any, default: Any = None, check: Any = None) -> Any:
+        value = content.get(field, default)
+        if value is None and default is None and field in _OPTIONAL:
+            return None
+        if not isinstance(value, kinds) or isinstance(value, bool) != (kinds is bool) or (check and not check(value)):
+            wrong.append(f"{field}={value!r}")
+            return default
+        return value
+
+    arena = take("arena", dict) or {}
+    launch = Launch(
+        name=take("name", str, check=bool),
+        argv=take("argv", list, check=lambda argv: argv and all(isinstance(part, str) for part in argv)),
+        env=take("env", dict, check=lambda env: all(isinstance(part, str) for pair in env.items() for part in pair)),
+        cwd=take("cwd", str, check=os.path.isabs),
+        log=take("log", str, check=os.path.isabs),
+        page=take("page", str, "", check=lambda path: not path or os.path.isabs(path)),
+        exit_path=take("exit_path", str, check=os.path.isabs),
+        cgroup_procs=take("cgroup_procs", list, [], check=lambda paths: all(map(os.path.isabs, paths))),
+        cores=take("cores", list, check=lambda cores: cores and all(isinstance(core, int) for core in cores)),
+        uid=take("uid", int),
+        gid=take("gid", int),
+        groups=take("groups", list),
+        rlimits=take("rlimits", dict, {}),
+        umask=take("umask", int),
+        threads=take("threads", int, 0, check=lambda threads: threads >= 0),
+        arena_name=str(arena.get("name") or content.get("name", "")),
+        arena_bytes=int(arena.get("bytes", 0)),
+        touch_arena=take("touch_arena", bool, False),
+    )
+    if wrong:
+        raise LaunchError("INVALID_LAUNCH", "launch has fields that cannot be used: " + ", ".join(wrong))
+    return launch
+
+
+_OPTIONAL = frozenset({"cores", "uid", "gid", "groups", "umask", "arena"})
+
+
+def python_command(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> PythonCommand | None:
+    """Recognise ``python [-u] script ...`` and ``python [-u] -m module ...`` for this very interpreter.
+
+    None for everything else, and when ``env`` asks for what only a fresh interpreter can give: it must be executed.
+    """
+    if not _is_this_python(argv[0], env, cwd):
+        return None
+    if startup_variables(env) != startup_variables(os.environ):
+        return None
+    rest = list(argv[1:])
+    unbuffered = bool(env.get("PYTHONUNBUFFERED"))
+    while rest and rest[0] == "-u":
+        unbuffered = True
+        rest.pop(0)
+    if rest and rest[0] == "-m" and len(rest) > 1:
+        return PythonCommand("", rest[1], rest[2:], unbuffered)
+    if rest and not rest[0].startswith("-"):
+        return PythonCommand(rest[0], "", rest[1:], unbuffered)
+    return None
+
+
+def startup_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the part of an environment a launcher has to be started with: ranks that differ in it need another one."""
+    return {
+        key: value
+        for key, value in env.items()
+        if (key.startswith(_STARTUP_PREFIXES) or key in _STARTUP_NAMES) and key not in _NOT_STARTUP
+    }
+
+
+def _is_this_python(program: str, env: Mapping[str, str], cwd: str) -> bool:
+    if os.sep in program:
+        found: str | None = os.path.join(cwd, program)
+    else:
+        found = shutil.which(program, path=env.get("PATH", os.defpath))
+    if found is None or not sys.executable:
+        return False
+    # The same directory too: interpreters of different virtual environments are links to one file.
+    own = os.path.abspath(sys.executable)
+    same_place = os.path.dirname(os.path.abspath(found)) == os.path.dirname(own)
+    return same_place and os.path.realpath(found) == os.path.realpath(own)

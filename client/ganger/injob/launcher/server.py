@@ -1,0 +1,423 @@
+"""The launcher's loop: one thread, one selector over callers, children and what children have to say.
+
+Every end of a rank is recorded durably before anybody is told. But for that record nothing in the loop waits for a disk
+or a child: what may take long (publishing, touching memory) is done by forked helpers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Callable, NoReturn
+
+from ganger.injob.launcher import child
+from ganger.injob.launcher.children import Child, make_arena, recover_arena
+from ganger.injob.launcher.exits import Exit, from_page, from_wait, record, start_ticks
+from ganger.injob.launcher.launch import Launch, LaunchError, parse_launch
+from ganger.injob.launcher.publish import publish
+from ganger.injob.launcher.store import serve_store
+
+_REQUEST_LIMIT = 4 << 20  # bytes of one request: an environment and an argument vector fit many times over
+_RETRY_RECORD_SECONDS = 1.0
+
+
+class ChildTask(BaseException):
+    """Raised in a forked child to leave the loop; ``run`` is what the child is for."""
+
+    def __init__(self, run: Callable[[], NoReturn]) -> None:
+        super().__init__()
+        self.run = run
+
+
+class _Caller:
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.received = b""
+        self.watching = False
+
+
+class Server:
+    """See the module. ``may_fork``: scripts of this interpreter run in forked children; otherwise all are executed."""
+
+    def __init__(
+        self,
+        path: str,
+        listener: socket.socket,
+        lock: int,
+        preloaded: list[str],
+        may_fork: bool,
+        idle_seconds: float,
+    ) -> None:
+        self._path = path
+        self._listener = listener
+        self._lock = lock
+        self._preloaded = preloaded
+        self._may_fork = may_fork
+        self._idle_seconds = idle_seconds
+        self._selector = selectors.DefaultSelector()
+        self._callers: dict[int, _Caller] = {}
+        self._children: dict[int, Child] = {}
+        self._arenas: dict[str, int] = {}
+        self._unrecorded: list[tuple[str, Exit]] = []
+        self._stopping = False
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def serve(self) -> None:
+        """Serve until idle for long enough. Raises ChildTask in forked children."""
+        busy_at = time.monotonic()
+        while not self._stopping:
+            for key, _ in self._selector.select(timeout=_RETRY_RECORD_SECONDS if self._unrecorded else 10.0):
+                key.data()
+            self._record_again()
+            if self._children or self._callers or self._unrecorded:
+                busy_at = time.monotonic()
+            elif time.monotonic() - busy_at >= self._idle_seconds:
+                break
+        os.unlink(self._path)
+
+    # Callers.
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid not in (0, os.getuid()):
+            connection.close()
+            return
+        connection.setblocking(False)
+        caller = _Caller(connection)
+        self._callers[connection.fileno()] = caller
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive(caller))
+
+    def _receive(self, caller: _Caller) -> None:
+        try:
+            data = caller.connection.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        caller.received += data
+        if not data or len(caller.received) > _REQUEST_LIMIT:
+            self._hang_up(caller)
+            return
+        while b"\n" in caller.received:
+            line, _, caller.received = caller.received.partition(b"\n")
+            self._answer(caller, line)
+
+    def _answer(self, caller: _Caller, line: bytes) -> None:
+        number: Any = None
+        try:
+            request = json.loads(line)
+            number = request.get("id")
+            operation = _OPERATIONS.get(request.get("op"))
+            if operation is None:
+                raise LaunchError("UNKNOWN_OPERATION", f"this launcher does not know {request.get('op')!r}")
+            operation(self, caller, number, request)
+        except LaunchError as error:
+            self._reply(caller, number, error={"reason": error.reason, "message": str(error)})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self._reply(caller, number, error={"reason": "INVALID_REQUEST", "message": f"cannot be read: {error!r}"})
+        except OSError as error:
+            self._reply(caller, number, error={"reason": "SYSTEM", "message": str(error)})
+
+    def _reply(self, caller: _Caller | None, number: Any, descriptor: int | None = None, **content: Any) -> None:
+        if caller is None or caller.connection.fileno() < 0:
+            return
+        data = json.dumps({"id": number, **content}).encode() + b"\n"
+        rights = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))]
+        try:
+            sent = caller.connection.sendmsg([data], rights)
+        except OSError:
+            sent = 0
+        if sent != len(data):
+            self._hang_up(caller)  # it does not read its answers
+
+    def _hang_up(self, caller: _Caller) -> None:
+        descriptor = caller.connection.fileno()
+        if descriptor >= 0:
+            self._selector.unregister(caller.connection)
+            del self._callers[descriptor]
+            caller.connection.close()
+
+    # Operations.
+
+    def _info(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
+        self._reply(
+            caller,
+            number,
+            pid=os.getpid(),
+            start_ticks=start_ticks(os.getpid()),
+            python=sys.executable,
+            version=sys.version.split()[0],
+            torch="torch" in self._preloaded,
+            fork_safe=self._may_fork,
+        )
+
+    def _fork(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
+        launch = parse_launch(request["launch"])
+        if any(other.name == launch.name and other.kind == "rank" for other in self._children.values()):
+            raise LaunchError("ALREADY_RUNNING", f"{launch.name} runs already")
+        arena = self._arena_for(launch)
+        if arena is not None and launch.touch_arena:
+            self._helper(f"{launch.name}/touch", None, None, lambda: _touch(launch, arena))
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        pid = os.fork()
+        if pid == 0:
+            self._become_child(keep=[write_end, *([] if arena is None else [arena])])
+            raise ChildTask(lambda: _run_rank(launch, self._may_fork, arena, write_end))
+        os.close(write_end)
+        new = self._add(Child(launch.name, "rank", pid, page=launch.page, exit_path=launch.exit_path))
+        # The child closes its end when it is settled (exec closes it too), or says what went wrong.
+        self._selector.register(read_end, selectors.EVENT_READ, lambda: self._settled(caller, number, new, read_end))
+
+    def _settled(self, caller: _Caller, number: Any, new: Child, read_end: int) -> None:
+        said = os.read(read_end, 1 << 16)
+        self._selector.unregister(read_end)
+        os.close(read_end)
+        if said:
+            new.launch_error = json.loads(said)
+            self._reply(caller, number, error=new.launch_error)
+        else:
+            self._reply(caller, number, pid=new.pid, start_ticks=new.start_ticks)
+
+    def _arena_for(self, launch: Launch) -> int | None:
+        if not launch.arena_bytes:
+            return None
+        self._arenas[launch.arena_name] = make_arena(
+            self._arenas.get(launch.arena_name), launch.arena_name, launch.arena_bytes
+        )
+        return self._arenas[launch.arena_name]
+
+    def _arena(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
+        name, size = str(request["name"]), int(request.get("bytes", 0))
+        if size:
+            self._arenas[name] = make_arena(self._arenas.get(name), name, size)
+        elif name not in self._arenas:
+            raise LaunchError("NO_ARENA", f"there is no arena {name}")
+        descriptor = self._arenas[name]
+        self._reply(caller, number, descriptor, bytes=os.fstat(descriptor).st_size)
+
+    def _drop_arena(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
+        descriptor = self._arenas.pop(str(request["name"]), None)
+        if descriptor is not None:
+            os.close(descriptor)
+        self._reply(caller, number)
+
+    def _store(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
+        directory, host = str(request["directory"]), str(request["host"])
+        if "torch.distributed" not in self._preloaded and self._preloaded:
+            raise LaunchError("NO_TORCH", f"{sys.executable} has no torch, so it can serve no rendezvous store")
+        for other in self._children.values():
+            if other.kind == "store" and other.name == directory:
+                self._reply(caller, number, pid=other.pid, start_ticks=other.start_ticks)
+                return
+        pid = os.fork()
+        if pid == 0:
+            self._become_child(keep=[])
+            raise ChildTask(lambda: _run_store(directory, host))
+        new = self._add(Child(directory, "store", pid))
+        self._reply(caller, number, pid=new.pid, start_ticks=new.start_ticks)
+
+    def _publish(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
+        temporary, final, manifest = str(request["temporary"]), str(request["final"]), dict(request["manifest"])
+        self._helper(f"publish {final}", caller, number, lambda: publish(temporary, final, manifest))
+
+    def _list(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
+        children = [
+            {"name": one.name, "kind": one.kind, "pid": one.pid, "start_ticks": one.start_ticks, "adopted": one.adopted}
+            for one in self._children.values()
+        ]
+        self._reply(caller, number, children=children)
+
+    def _kill(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
+        pid, ticks, number_of_signal = int(request["pid"]), int(request["start_ticks"]), int(request["signal"])
+        for one in self._children.values():
+            if one.pid == pid and one.start_ticks == ticks:
+                signal.pidfd_send_signal(one.pidfd, number_of_signal)
+                self._reply(caller, number, sent=True)
+                return
+        self._reply(caller, number, sent=False)
+
+    def _adopt(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
+        """Take over a rank whose launcher is gone; if it is gone too, record its end now."""
+        name, pid, ticks = str(request["name"]), int(request["pid"]), int(request["start_ticks"])
+        page, exit_path = str(request.get("page", "")), str(request["exit_path"])
+        if any(one.pid == pid and one.start_ticks == ticks for one in self._children.values()):
+            self._reply(caller, number, alive=True)
+            return
+        try:
+            pidfd = os.pidfd_open(pid)
+        except (ProcessLookupError, OSError):
+            pidfd = -1
+        # Looked at through the open pidfd, so that the pid cannot change hands in between.
+        if pidfd < 0 or start_ticks(pid) != ticks:
+            if pidfd >= 0:
+                os.close(pidfd)
+            if not os.path.exists(exit_path):
+                self._ended(exit_path, from_page(name, pid, ticks, page))
+            self._reply(caller, number, alive=False)
+            return
+        arena = request.get("arena")
+        if arena and arena["name"] not in self._arenas:
+            found = recover_arena(pid, arena["name"])
+            if found is not None:
+                self._arenas[arena["name"]] = found
+        self._add(Child(name, "rank", pid, page, exit_path, adopted=True, ticks=ticks, pidfd=pidfd))
+        self._reply(caller, number, alive=True)
+
+    def _watch(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
+        caller.watching = True
+        self._reply(caller, number)
+
+    def _stop(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
+        busy = [one.name for one in self._children.values() if one.kind == "rank"]
+        if busy:
+            raise LaunchError("BUSY", f"still the parent of {', '.join(busy[:8])}")
+        self._stopping = True
+        self._reply(caller, number)
+
+    # Children.
+
+    def _add(self, new: Child) -> Child:
+        self._children[new.pidfd] = new
+        self._selector.register(new.pidfd, selectors.EVENT_READ, lambda: self._gone(new))
+        return new
+
+    def _helper(self, name: str, caller: _Caller | None, number: Any, work: Callable[[], None]) -> None:
+        """Do ``work`` in a forked child and answer with how it went."""
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        pid = os.fork()
+        if pid == 0:
+            self._become_child(keep=[write_end, *self._arenas.values()])
+            raise ChildTask(lambda: _run_helper(work, write_end))
+        os.close(write_end)
+        self._add(Child(name, "helper", pid))
+
+        def said() -> None:
+            data = os.read(read_end, 1 << 16)
+            self._selector.unregister(read_end)
+            os.close(read_end)
+            answer = json.loads(data) if data else {"reason": "HELPER_DIED", "message": f"{name} was killed"}
+            if answer:
+                self._reply(caller, number, error=answer)
+            else:
+                self._reply(caller, number)
+
+        self._selector.register(read_end, selectors.EVENT_READ, said)
+
+    def _gone(self, one: Child) -> None:
+        result = None
+        if not one.adopted:
+            result = os.waitid(os.P_PIDFD, one.pidfd, os.WEXITED | os.WNOHANG)
+            if result is None:
+                return
+        self._selector.unregister(one.pidfd)
+        del self._children[one.pidfd]
+        os.close(one.pidfd)
+        if one.kind != "rank":
+            return
+        arena = self._arenas.pop(one.name, None)
+        if arena is not None:
+            os.close(arena)  # nobody fills it any more; a daemon that still streams from it has its own descriptor
+        if result is None:
+            end = from_page(one.name, one.pid, one.start_ticks, one.page)
+        else:
+            end = from_wait(one.name, one.pid, one.start_ticks, result)
+        if one.launch_error:
+            end = end._replace(source="launch", message=one.launch_error["message"])
+        self._ended(one.exit_path, end)
+
+    def _ended(self, exit_path: str, end: Exit) -> None:
+        try:
+            record(exit_path, end)
+        except OSError as error:
+            print(f"ganger launcher: cannot record the end of {end.name}: {error}", file=sys.stderr)
+            if os.path.isdir(os.path.dirname(exit_path)):
+                self._unrecorded.append((exit_path, end))
+        for caller in list(self._callers.values()):
+            if caller.watching:
+                self._reply(caller, None, exit=end._asdict())
+
+    def _record_again(self) -> None:
+        waiting, self._unrecorded = self._unrecorded, []
+        for exit_path, end in waiting:
+            try:
+                record(exit_path, end)
+            except OSError:
+                if os.path.isdir(os.path.dirname(exit_path)):
+                    self._unrecorded.append((exit_path, end))
+
+    def _become_child(self, keep: list[int]) -> None:
+        """In a forked child: close what is the launcher's, through its objects, so that no number is closed twice."""
+        registered = [key.fileobj for key in self._selector.get_map().values()]
+        self._selector.close()
+        for thing in registered:
+            if isinstance(thing, int):
+                if thing not in keep:
+                    os.close(thing)
+            elif isinstance(thing, socket.socket):
+                thing.close()
+        for descriptor in (self._lock, *self._arenas.values()):
+            if descriptor not in keep:
+                os.close(descriptor)
+
+
+_OPERATIONS: dict[Any, Callable[[Server, _Caller, Any, Mapping[str, Any]], None]] = {
+    "info": Server._info,
+    "fork": Server._fork,
+    "arena": Server._arena,
+    "drop_arena": Server._drop_arena,
+    "store": Server._store,
+    "publish": Server._publish,
+    "list": Server._list,
+    "kill": Server._kill,
+    "adopt": Server._adopt,
+    "watch": Server._watch,
+    "stop": Server._stop,
+}
+
+
+def _run_rank(launch: Launch, may_fork: bool, arena: int | None, write_end: int) -> NoReturn:
+    try:
+        child.settle(launch)
+        child.run(launch, may_fork, arena, lambda: os.close(write_end))
+    except LaunchError as error:
+        os.write(write_end, json.dumps({"reason": error.reason, "message": str(error)}).encode())
+        os._exit(127)
+
+
+def _run_store(directory: str, host: str) -> NoReturn:
+    os.setsid()
+    try:
+        serve_store(directory, host)
+    except BaseException as error:
+        print(f"ganger launcher: no rendezvous store in {directory}: {error!r}", file=sys.stderr)
+        os._exit(1)
+
+
+def _run_helper(work: Callable[[], None], write_end: int) -> NoReturn:
+    answer: dict[str, str] = {}
+    try:
+        work()
+    except LaunchError as error:
+        answer = {"reason": error.reason, "message": str(error)}
+    except BaseException as error:
+        answer = {"reason": "SYSTEM", "message": str(error) or repr(error)}
+    os.write(write_end, json.dumps(answer).encode())
+    os._exit(1 if answer else 0)
+
+
+def _touch(launch: Launch, arena: int) -> None:
+    """Make the kernel give the arena its pages now, charged to the rank's cgroup."""
+    child.enter_cgroups(launch.cgroup_procs)
+    os.posix_fallocate(arena, 0, launch.arena_bytes)

@@ -1,0 +1,40 @@
+"""The rendezvous store of one epoch: a process that is nothing but torch's TCPStore server."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import sys
+import time
+from typing import NoReturn
+
+from ganger.injob.launcher.exits import start_ticks, write_durably
+
+_LOOK_EVERY_SECONDS = 2.0
+
+
+def serve_store(directory: str, host: str) -> NoReturn:
+    """Serve in this (forked) process until the directory is gone; writes rendezvous.json there once it listens.
+
+    Listens on ``host`` only, at a port of the kernel's choice. Nobody needs to stop it: it ends when the
+    epoch's directory is removed.
+    """
+    distributed = importlib.import_module("torch.distributed")
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((host, 0))
+    listener.listen(1024)
+    port = listener.getsockname()[1]
+    # torch alone would listen on every address of the machine.
+    store = distributed.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    path = os.path.join(directory, "rendezvous.json")
+    content = {"host": host, "port": port, "pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
+    write_durably(path, json.dumps(content).encode())
+    while os.path.exists(path):
+        time.sleep(_LOOK_EVERY_SECONDS)
+    del store
+    sys.stderr.flush()
+    os._exit(0)
