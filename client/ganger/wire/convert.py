@@ -1,8 +1,8 @@
 """Messages of ganger.v1 and the values of `ganger.resources` they carry, both ways.
 
 Nodes are bare ids ("n1") in values and names ("nodes/n1") on the wire; jobs are names ("jobs/7") in both. Every
-function named X_from_wire is the inverse of X_to_wire. Messages are trusted to be well-formed protobuf, not to be sensible:
-a value that cannot exist (a level nobody knows) raises RequestInvalid.
+function named X_from_wire is the inverse of X_to_wire. Messages are trusted to be well-formed protobuf, not to be
+sensible: a value that cannot exist (a level nobody knows) raises RequestInvalid.
 """
 
 from __future__ import annotations

@@ -1,0 +1,267 @@
+"""The SDK's door to a cluster: one blocking, typed method per call of the API, each with a deadline.
+
+    with ganger.Client() as client:
+        job = client.submit(["python", "train.py"], gpus=2)
+        job.wait()
+
+Errors are `ganger.wire.errors.ApiError`. Long streams (watching, following logs) survive a restart of the master.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar, cast
+
+import grpc
+
+from ganger.job import FINISHED, Job, suspend_level
+from ganger.v1 import job_pb2, job_service_pb2, node_pb2
+from ganger.v1.job_service_pb2_grpc import JobServiceStub
+from ganger.v1.node_pb2_grpc import NodeServiceStub
+from ganger.wire.channels import MAX_MESSAGE_BYTES, open_channel
+from ganger.wire.endpoints import Endpoint, EndpointError, find_endpoint
+from ganger.wire.errors import ApiError, DeadlineExceeded, MessageTooLarge, NotReady, Unreachable, from_rpc_error
+from ganger.wire.names import job_name_from_text, node_name_from_text
+
+Answer = TypeVar("Answer")
+
+_RECONNECT_SECONDS = 0.5
+
+
+class Client:
+    """Talks to one master: `master` is an address or a directory holding endpoint.json (default: $GANGER_MASTER, else
+    the cluster of `ganger up`). `patience_seconds` is how long streams try to find a master that went away.
+    Thread-safe. Raises EndpointError if no master can be named."""
+
+    def __init__(self, master: str | Endpoint | None = None, *, patience_seconds: float = 60.0) -> None:
+        self.endpoint = master if isinstance(master, Endpoint) else find_endpoint(master)
+        self._patience_seconds = patience_seconds
+        self._channel = open_channel(self.endpoint)
+        self._jobs = JobServiceStub(self._channel)
+        self._nodes = NodeServiceStub(self._channel)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    # jobs
+
+    def submit(
+        self, command: Sequence[str] | str | None = None, *, request_id: str | None = None, **options: Any
+    ) -> Job:
+        """Submits a job; when this returns, it is durable. `options` are the keys of a job file (gpus=2, memory="16G",
+        time="2h", environment={...}, ...). Raises SpecInvalid, GangImpossible, ..."""
+        # Loaded here: most clients only look, and a spec's parser is not small.
+        from ganger.spec import make_spec
+
+        description = {**options, "command": command} if command is not None else options
+        return self.submit_spec(make_spec(description), request_id=request_id)
+
+    def submit_spec(self, spec: job_pb2.JobSpec, *, request_id: str | None = None) -> Job:
+        """Submits a ready-made spec. Give the same `request_id` (a UUID) to repeat a submission safely."""
+        request = job_service_pb2.CreateJobRequest(spec=spec, request_id=request_id or str(uuid.uuid4()))
+        # gRPC would say so too, in words for its developers and only after serialising.
+        if request.ByteSize() > MAX_MESSAGE_BYTES:
+            raise MessageTooLarge(
+                f"the submission is {request.ByteSize()} bytes, a message holds {MAX_MESSAGE_BYTES}:"
+                " put large environment values and arguments into files"
+            )
+        return Job(self, self._call(self._jobs.CreateJob, request))
+
+    def job(self, job: str | int) -> Job:
+        """A handle on an existing job: 7, "7" or "jobs/7". Raises JobNotFound."""
+        return Job(self, self.get_job(job))
+
+    def get_job(self, job: str | int) -> job_pb2.Job:
+        return self._call(self._jobs.GetJob, job_service_pb2.GetJobRequest(name=_job(job)))
+
+    def list_jobs(
+        self, states: Iterable[job_pb2.Job.State.ValueType] = (), user: str = "", limit: int | None = None
+    ) -> Iterator[job_pb2.Job]:
+        """Newest first; pages are fetched as they are needed."""
+        request = job_service_pb2.ListJobsRequest(page_size=min(limit or 1_000, 1_000), states=states, user=user)
+        given = 0
+        while True:
+            page = self._call(self._jobs.ListJobs, request)
+            for job in page.jobs:
+                yield job
+                given += 1
+                if given == limit:
+                    return
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    def watch_job(self, job: str | int) -> Iterator[job_pb2.Job]:
+        """The job now and at each change, until it has finished."""
+        name, latest = _job(job), 0
+
+        def open_stream() -> Iterator[job_pb2.Job]:
+            request = job_service_pb2.WatchJobRequest(name=name, after_revision=latest)
+            return cast(Iterator[job_pb2.Job], self._jobs.WatchJob(request))
+
+        for message in self._lasting(open_stream, lambda: self.get_job(name).state in FINISHED):
+            latest = 0 if message is None else message.revision
+            if message is None:
+                # The stream may have ended just before the last change: ask once more.
+                message = self.get_job(name)
+            yield message
+            if message.state in FINISHED:
+                return
+
+    def cancel_job(self, job: str | int, reason: str = "") -> job_pb2.Job:
+        request = job_service_pb2.CancelJobRequest(name=_job(job), reason=reason)
+        return self._call(self._jobs.CancelJob, request)
+
+    def suspend_job(self, job: str | int, level: str | None = None) -> job_pb2.Job:
+        """`level`: "pause", "offload", "checkpoint"; None leaves the choice to the master. Answers when the order is
+        durable."""
+        request = job_service_pb2.SuspendJobRequest(name=_job(job), level=suspend_level(level))
+        return self._call(self._jobs.SuspendJob, request)
+
+    def resume_job(self, job: str | int) -> job_pb2.Job:
+        return self._call(self._jobs.ResumeJob, job_service_pb2.ResumeJobRequest(name=_job(job)))
+
+    def move_job(self, job: str | int, nodes: Iterable[str] = ()) -> job_pb2.Job:
+        """To `nodes`, or to others than the present ones. Answers when the move is durable, not when it is done."""
+        request = job_service_pb2.MoveJobRequest(name=_job(job), nodes=[node_name_from_text(node) for node in nodes])
+        return self._call(self._jobs.MoveJob, request)
+
+    def retune_job(self, job: str | int, cores_per_task: float) -> job_pb2.Job:
+        """Changes the cores of each task, live. Thread counts follow, so results may differ in their last bits."""
+        request = job_service_pb2.RetuneJobRequest(name=_job(job), millicores=round(cores_per_task * 1_000))
+        return self._call(self._jobs.RetuneJob, request)
+
+    def repin_job(self, job: str | int) -> job_pb2.Job:
+        """Moves the job to other cores of the same number, live. Changes no bit of its results."""
+        return self._call(self._jobs.RetuneJob, job_service_pb2.RetuneJobRequest(name=_job(job), repin=True))
+
+    def explain_job(self, job: str | int) -> job_service_pb2.Explanation:
+        return self._call(self._jobs.ExplainJob, job_service_pb2.ExplainJobRequest(name=_job(job)))
+
+    def read_log(
+        self, job: str | int, rank: int = 0, offset: int = 0, *, follow: bool = False
+    ) -> Iterator[job_service_pb2.LogChunk]:
+        """One rank's log from a byte offset (negative: from the end), across suspends, moves and restarts. With
+        `follow`, until the job has ended."""
+        name, position = _job(job), offset
+
+        def open_stream() -> Iterator[job_service_pb2.LogChunk]:
+            request = job_service_pb2.ReadLogRequest(name=name, rank=rank, offset=position, follow=follow)
+            return cast(Iterator[job_service_pb2.LogChunk], self._jobs.ReadLog(request))
+
+        if not follow:
+            yield from self._stream(open_stream)
+            return
+        for chunk in self._lasting(open_stream, lambda: self.get_job(name).state in FINISHED):
+            if chunk is None:
+                return
+            position = chunk.offset + len(chunk.data)
+            yield chunk
+
+    def list_events(self, subject: str = "", after: int = 0, limit: int | None = None) -> Iterator[job_pb2.Event]:
+        """History, oldest first. `subject`: "jobs/7", "nodes/n1" or "" for all."""
+        given = 0
+        while True:
+            request = job_service_pb2.ListEventsRequest(
+                subject=subject, after_sequence=after, page_size=min(limit or 1_000, 1_000)
+            )
+            page = self._call(self._jobs.ListEvents, request)
+            for event in page.events:
+                yield event
+                given += 1
+                if given == limit:
+                    return
+            if not page.events or page.next_sequence <= after:
+                return
+            after = page.next_sequence
+
+    # nodes
+
+    def list_nodes(self) -> node_pb2.ListNodesResponse:
+        return self._call(self._nodes.ListNodes, node_pb2.ListNodesRequest())
+
+    def get_node(self, node: str) -> node_pb2.Node:
+        return self._call(self._nodes.GetNode, node_pb2.GetNodeRequest(name=node_name_from_text(node)))
+
+    def drain_node(self, node: str, reason: str) -> node_pb2.Node:
+        request = node_pb2.DrainNodeRequest(name=node_name_from_text(node), reason=reason)
+        return self._call(self._nodes.DrainNode, request)
+
+    def cordon_node(self, node: str, reason: str) -> node_pb2.Node:
+        request = node_pb2.CordonNodeRequest(name=node_name_from_text(node), reason=reason)
+        return self._call(self._nodes.CordonNode, request)
+
+    def uncordon_node(self, node: str) -> node_pb2.Node:
+        return self._call(self._nodes.UncordonNode, node_pb2.UncordonNodeRequest(name=node_name_from_text(node)))
+
+    def declare_node_lost(self, node: str) -> node_pb2.Node:
+        """Vouches that the node is down: its jobs restart elsewhere at once."""
+        request = node_pb2.DeclareNodeLostRequest(name=node_name_from_text(node))
+        return self._call(self._nodes.DeclareNodeLost, request)
+
+    def get_cluster(self) -> node_pb2.Cluster:
+        return self._call(self._nodes.GetCluster, node_pb2.GetClusterRequest())
+
+    # how calls are made
+
+    def _call(self, method: Callable[[Any], Answer], request: object) -> Answer:
+        try:
+            return method(request)
+        except grpc.RpcError as error:
+            raise self._explained(from_rpc_error(error)) from error
+
+    def _stream(self, open_stream: Callable[[], Iterator[Answer]]) -> Iterator[Answer]:
+        stream = open_stream()
+        try:
+            yield from stream
+        except grpc.RpcError as error:
+            raise self._explained(from_rpc_error(error)) from error
+        finally:
+            cancel = getattr(stream, "cancel", None)
+            if cancel is not None:
+                cancel()
+
+    def _lasting(
+        self, open_stream: Callable[[], Iterator[Answer]], is_over: Callable[[], bool]
+    ) -> Iterator[Answer | None]:
+        """What the stream brings, reopened when it ends or the master goes away; None once it ended for good."""
+        deadline: float | None = None
+        while True:
+            try:
+                for message in self._stream(open_stream):
+                    deadline = None
+                    yield message
+                if is_over():
+                    yield None
+                    return
+            except (Unreachable, NotReady, DeadlineExceeded):
+                now = time.monotonic()
+                deadline = deadline or now + self._patience_seconds
+                if now >= deadline:
+                    raise
+            time.sleep(_RECONNECT_SECONDS)
+
+    def _explained(self, error: ApiError) -> ApiError:
+        if isinstance(error, Unreachable):
+            message = f"no master answers at {self.endpoint.address} ({error.message})"
+            return Unreachable(f"{message}: is it running? `ganger up` starts one on this machine")
+        if isinstance(error, DeadlineExceeded):
+            return DeadlineExceeded(f"the master at {self.endpoint.address} did not answer in time: try again")
+        if isinstance(error, MessageTooLarge) and "larger than max" in error.message:
+            return MessageTooLarge(f"the message is larger than {MAX_MESSAGE_BYTES} bytes: ask for or send less")
+        return error
+
+
+def _job(job: str | int) -> str:
+    return job_name_from_text(str(job))
+
+
+__all__ = ["Client", "EndpointError"]

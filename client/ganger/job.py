@@ -1,0 +1,139 @@
+"""A handle on one job: ask how it fares, wait for it, read its logs, suspend, resume, move and cancel it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from ganger.v1 import job_pb2
+
+if TYPE_CHECKING:
+    from ganger.client import Client
+
+FINISHED = frozenset({job_pb2.Job.STATE_SUCCEEDED, job_pb2.Job.STATE_FAILED, job_pb2.Job.STATE_CANCELLED})
+LEVELS = ("pause", "offload", "checkpoint")
+
+
+class JobState(StrEnum):
+    """The states of a job; see the glossary in docs/cli.md."""
+
+    PENDING = "PENDING"
+    HOLDING = "HOLDING"
+    SUSPENDED = "SUSPENDED"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def is_finished(self) -> bool:
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+
+
+class JobFailedError(Exception):
+    """The job ended, but not well. `message` is the job as last seen (`ganger.v1.Job`)."""
+
+    def __init__(self, message: job_pb2.Job) -> None:
+        reason = f": {message.failure.reason}, {message.failure.message}" if message.HasField("failure") else ""
+        super().__init__(f"{message.name} ended {state_of(message)}{reason}")
+        self.message = message
+
+
+class Job:
+    """What a submission returns. Properties ask the master; `message` is the job as last seen."""
+
+    def __init__(self, client: Client, message: job_pb2.Job) -> None:
+        self._client = client
+        self.message = message
+
+    def __repr__(self) -> str:
+        return f"Job({self.name!r}, {state_of(self.message)})"
+
+    @property
+    def name(self) -> str:
+        """ "jobs/7"."""
+        return self.message.name
+
+    @property
+    def id(self) -> int:
+        return int(self.name.rpartition("/")[2])
+
+    @property
+    def state(self) -> JobState:
+        return state_of(self.refresh())
+
+    @property
+    def progress(self) -> job_pb2.Progress:
+        """Step, rates and loss as last reported."""
+        return self.refresh().progress
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Ids of the nodes its gang holds pieces of."""
+        return tuple(claim.node.removeprefix("nodes/") for claim in self.refresh().gang.claims)
+
+    def refresh(self) -> job_pb2.Job:
+        self.message = self._client.get_job(self.name)
+        return self.message
+
+    def wait(self, timeout_seconds: float | None = None, *, check: bool = True) -> JobState:
+        """Waits until the job has ended. Raises JobFailedError if it did not succeed (unless `check` is False), and
+        TimeoutError."""
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        state = self.state
+        # Polled rather than watched when there is a deadline: a stream cannot be left half-way without a thread.
+        pause = 0.05
+        while not state.is_finished:
+            if deadline is None:
+                for message in self._client.watch_job(self.name):
+                    self.message = message
+                state = state_of(self.message)
+                continue
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise TimeoutError(f"{self.name} is still {state} after {timeout_seconds:g} s")
+            time.sleep(min(pause, remaining))
+            pause = min(pause * 1.5, 1.0)
+            state = self.state
+        if check and state is not JobState.SUCCEEDED:
+            raise JobFailedError(self.message)
+        return state
+
+    def logs(self, rank: int = 0, offset: int = 0, *, follow: bool = False) -> Iterator[bytes]:
+        """Chunks of one rank's output, stdout and stderr, from a byte offset (negative: from the end)."""
+        for chunk in self._client.read_log(self.name, rank, offset, follow=follow):
+            yield chunk.data
+
+    def cancel(self, reason: str = "") -> None:
+        self.message = self._client.cancel_job(self.name, reason)
+
+    def suspend(self, level: str | None = None) -> None:
+        """Orders a stop at the next mini-batch boundary, at "pause", "offload" or "checkpoint"."""
+        self.message = self._client.suspend_job(self.name, level)
+
+    def resume(self) -> None:
+        self.message = self._client.resume_job(self.name)
+
+    def move(self, nodes: Iterable[str] = ()) -> None:
+        """Orders a move, losing no step, to `nodes` or to others than the present ones."""
+        self.message = self._client.move_job(self.name, nodes)
+
+    def retune(self, cores_per_task: float) -> None:
+        self.message = self._client.retune_job(self.name, cores_per_task)
+
+    def repin(self) -> None:
+        self.message = self._client.repin_job(self.name)
+
+
+def state_of(message: job_pb2.Job) -> JobState:
+    return JobState(job_pb2.Job.State.Name(message.state).removeprefix("STATE_"))
+
+
+def suspend_level(level: str | None) -> job_pb2.SuspendLevel.ValueType:
+    """Raises ValueError for what is no level."""
+    if level is None:
+        return job_pb2.SUSPEND_LEVEL_UNSPECIFIED
+    if level.lower() not in LEVELS:
+        raise ValueError(f"{level!r} is not a suspend level; there are {', '.join(LEVELS)}")
+    return job_pb2.SuspendLevel.Value(f"SUSPEND_LEVEL_{level.upper()}")

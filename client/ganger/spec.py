@@ -1,0 +1,422 @@
+"""A job as people describe it, by flags, a YAML or TOML file, or keyword arguments, as the JobSpec of the wire.
+
+All that is wrong is found at once, each with its path ("roles[0].tasks", or "--gpus" if it came from a flag). What only
+the master can know (whether the gang could ever fit) is not judged here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ganger.resources.values import Level
+from ganger.units import parse_cores, parse_duration, parse_memory
+from ganger.v1.job_pb2 import JobSpec
+from ganger.v1.resources_pb2 import Locality, Role, TaskShape
+from ganger.wire import times
+from ganger.wire.convert import level_to_wire
+from ganger.wire.errors import SpecInvalid, Violation
+
+Value = TypeVar("Value")
+
+KEYS = frozenset(
+    [
+        "name",
+        "command",
+        "directory",
+        "environment",
+        "gpus",
+        "gpus_per_task",
+        "tasks",
+        "roles",
+        "gpu_type",
+        "nodes",
+        "cpus_per_gpu",
+        "cpus_per_task",
+        "memory",
+        "gpu_memory",
+        "locality",
+        "tolerance",
+        "patience",
+        "priority",
+        "time",
+        "max_failures",
+        "scheduler",
+        "preemptible",
+        "checkpoint_every",
+        "labels",
+        "agent",
+    ]
+)
+_ROLE_KEYS = frozenset({"name", "tasks", "gpus", "cpus", "memory"})
+_DEFAULT_PATIENCE_SECONDS = 600.0
+_MAX_TASKS = 10_000
+_MAX_COMMAND_BYTES = 64 * 1024
+_MAX_ENVIRONMENT_BYTES = 256 * 1024
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SCHEDULER = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+# What a training script needs of the submitting shell. Neither secrets nor thread counts: those the scheduler sets.
+_CAPTURED = frozenset(
+    [
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "LANG",
+        "LANGUAGE",
+        "TZ",
+        "TMPDIR",
+        "VIRTUAL_ENV",
+        "CONDA_PREFIX",
+        "CONDA_DEFAULT_ENV",
+        "PYTHONPATH",
+        "PYTHONHOME",
+        "PYTHONUNBUFFERED",
+        "PYTHONHASHSEED",
+        "LD_LIBRARY_PATH",
+        "LD_PRELOAD",
+        "CUDA_HOME",
+        "CUDA_PATH",
+        "XDG_CACHE_HOME",
+        "XDG_DATA_HOME",
+        "TORCH_HOME",
+        "HF_HOME",
+        "HF_HUB_OFFLINE",
+        "HF_DATASETS_OFFLINE",
+        "TRANSFORMERS_OFFLINE",
+    ]
+)
+_CAPTURED_PREFIXES = ("LC_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_")
+
+
+def load_job_file(path: Path) -> dict[str, Any]:
+    """The description in a .yaml, .yml or .toml file. A relative `directory` in it is relative to the file.
+    Raises SpecInvalid."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecInvalid(f"cannot read the job file {path}: {getattr(error, 'strerror', None) or error}") from error
+    if path.suffix == ".toml":
+        description = _parse_toml(path, text)
+    elif path.suffix in (".yaml", ".yml"):
+        description = _parse_yaml(path, text)
+    else:
+        raise SpecInvalid(f"the job file {path} must end in .yaml, .yml or .toml")
+    if not isinstance(description, dict) or not all(isinstance(key, str) for key in description):
+        raise SpecInvalid(f"the job file {path} must be a mapping, for example `command: [python, train.py]`")
+    directory = description.get("directory", ".")
+    if isinstance(directory, str):
+        description["directory"] = str((path.resolve().parent / directory).resolve())
+    return description
+
+
+def captured_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What of the submitting shell's environment goes with a job: an allow-list."""
+    return {name: value for name, value in environ.items() if name in _CAPTURED or name.startswith(_CAPTURED_PREFIXES)}
+
+
+def make_spec(
+    description: Mapping[str, Any],
+    environ: Mapping[str, str] | None = None,
+    origins: Mapping[str, str] | None = None,
+) -> JobSpec:
+    """The JobSpec of a description (see docs/cli.md for its keys). `origins` names what to call a key in errors instead
+    of the key itself. Raises SpecInvalid with every violation."""
+    reader = _Reader(description, origins or {})
+    no_variables: dict[str, str] = {}
+    for key in sorted(set(description) - KEYS):
+        reader.complain(key, f"there is no such key; there are {', '.join(sorted(KEYS))}")
+    spec = JobSpec(
+        display_name=reader.read("name", _name, ""),
+        command=reader.read("command", _command, [], required="say what to run"),
+        working_directory=reader.read("directory", _directory, os.getcwd()),
+        environment=captured_environment(os.environ if environ is None else environ)
+        | reader.read("environment", _environment, no_variables),
+        roles=_roles(reader),
+        device_type=reader.read("gpu_type", _text, ""),
+        locality=_locality(reader),
+        nodes=reader.read("nodes", _whole(0, _MAX_TASKS), 0),
+        priority=reader.read("priority", _whole(-1_000, 1_000), 0),
+        gpu_memory_bytes=reader.read("gpu_memory", parse_memory, 0),
+        max_failures=reader.read("max_failures", _whole(0, 1_000), 0),
+        scheduler=reader.read("scheduler", _scheduler, ""),
+        labels=reader.read("labels", _labels, {}),
+        agent=reader.read("agent", _agent, JobSpec.AGENT_AUTOMATIC),
+    )
+    preemptible = reader.read("preemptible", _truth, None)
+    if preemptible is not None:
+        spec.preemptible = preemptible
+    time_limit = reader.read("time", _positive_duration, None)
+    if time_limit is not None:
+        spec.time_limit.CopyFrom(times.duration(time_limit))
+    every = reader.read("checkpoint_every", _checkpoint_interval, None)
+    if every is not None:
+        spec.checkpoint_interval.CopyFrom(times.duration(every))
+    if reader.violations:
+        raise SpecInvalid("the job cannot be submitted as described", violations=reader.violations)
+    return spec
+
+
+class _Reader:
+    """Reads keys of one mapping and collects what is wrong with them."""
+
+    def __init__(self, description: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+        self.violations: list[Violation] = []
+        self._description = description
+        self._origins = origins
+
+    def has(self, key: str) -> bool:
+        return self._description.get(key) is not None
+
+    def complain(self, key: str, description: str) -> None:
+        self.violations.append(Violation(self._origins.get(key, key), description))
+
+    def read(self, key: str, parse: Callable[[Any], Value], default: Value, required: str = "") -> Value:
+        value = self._description.get(key)
+        if value is None:
+            if required:
+                self.complain(key, f"missing: {required}")
+            return default
+        try:
+            return parse(value)
+        except ValueError as error:
+            self.complain(key, str(error))
+            return default
+
+
+def _roles(reader: _Reader) -> list[Role]:
+    if reader.has("roles"):
+        for key in ("gpus", "gpus_per_task", "tasks", "cpus_per_gpu", "cpus_per_task", "memory"):
+            if reader.has(key):
+                reader.complain(key, "does not go with roles: each role has its own")
+        return _listed_roles(reader)
+    # Read first and whole, so that one mistake does not hide another.
+    gpus = reader.read("gpus", _whole(0, 65_536), -1)
+    per_task = reader.read("gpus_per_task", _whole(1, 64), 0)
+    tasks = reader.read("tasks", _whole(1, _MAX_TASKS), 0)
+    per_gpu = reader.read("cpus_per_gpu", _cores_or_auto, 0)
+    per_cpu_task = reader.read("cpus_per_task", _cores_or_auto, 0)
+    memory = reader.read("memory", parse_memory, 0)
+    if gpus < 0:
+        gpus = (tasks or 1) * (per_task or 1)
+    shape_gpus = 0
+    if gpus == 0:
+        if per_task:
+            reader.complain("gpus_per_task", "does not go with 0 GPUs")
+        if per_gpu:
+            reader.complain(
+                "cpus_per_gpu", "does not go with 0 GPUs: give the cores of a task instead (--cpus-per-task)"
+            )
+        tasks = tasks or 1
+    else:
+        shape_gpus = per_task or (gpus // tasks if tasks and gpus % tasks == 0 else 1)
+        if gpus % shape_gpus:
+            reader.complain("gpus_per_task", f"{gpus} GPUs cannot be shared out by {shape_gpus} to a task")
+        elif tasks and tasks != gpus // shape_gpus:
+            reader.complain(
+                "tasks", f"{gpus} GPUs, {shape_gpus} to a task, make {gpus // shape_gpus} tasks, not {tasks}"
+            )
+        tasks = max(1, gpus // shape_gpus)
+    if per_gpu and per_cpu_task:
+        reader.complain("cpus_per_task", "does not go with the cores per GPU: give one of them")
+    if tasks > _MAX_TASKS:
+        reader.complain("gpus", f"{tasks} tasks are more than {_MAX_TASKS}")
+        tasks = _MAX_TASKS
+    millicores = per_cpu_task or per_gpu * shape_gpus
+    if gpus == 0 and not millicores:
+        # Without devices there is no share to go by: a core each.
+        millicores = 1_000
+    shape = TaskShape(gpus=shape_gpus, millicores=millicores, memory_bytes=memory)
+    return [Role(name="worker", tasks=tasks, shape=shape)]
+
+
+def _listed_roles(reader: _Reader) -> list[Role]:
+    nothing: Sequence[Any] = ()
+    listed = reader.read("roles", _sequence, nothing)
+    if not listed:
+        reader.complain("roles", "must list at least one role")
+    roles: list[Role] = []
+    seen: set[str] = set()
+    for index, description in enumerate(listed[:100]):
+        path = f"roles[{index}]"
+        if not isinstance(description, Mapping):
+            reader.complain(path, "must be a mapping of name, tasks, gpus, cpus, memory")
+            continue
+        one = _Reader(description, {str(key): f"{path}.{key}" for key in (*description, *_ROLE_KEYS)})
+        for key in sorted(str(key) for key in set(description) - _ROLE_KEYS):
+            one.complain(key, f"there is no such key; there are {', '.join(sorted(_ROLE_KEYS))}")
+        name = one.read(
+            "name", _text, "worker" if len(listed) == 1 else "", required="" if len(listed) == 1 else "name it"
+        )
+        gpus = one.read("gpus", _whole(0, 64), 0)
+        shape = TaskShape(
+            gpus=gpus,
+            millicores=one.read("cpus", _cores_or_auto, 0 if gpus else 1_000),
+            memory_bytes=one.read("memory", parse_memory, 0),
+        )
+        roles.append(Role(name=name, tasks=one.read("tasks", _whole(1, _MAX_TASKS), 1), shape=shape))
+        if name and name in seen:
+            one.complain("name", f"{name!r} is taken by an earlier role")
+        seen.add(name)
+        reader.violations += one.violations
+    if sum(role.tasks for role in roles) > _MAX_TASKS:
+        reader.complain("roles", f"more than {_MAX_TASKS} tasks in all")
+    return roles
+
+
+def _locality(reader: _Reader) -> Locality:
+    wish = reader.read("locality", _level, None)
+    widest = reader.read("tolerance", _level, None)
+    patience = reader.read("patience", parse_duration, None)
+    if wish is not None and widest is not None and wish > widest:
+        reader.complain("locality", f"{wish.name.lower()} is wider than the tolerance {widest.name.lower()}")
+    if patience is not None and (wish is None or widest is None):
+        reader.complain("patience", "goes with both a locality and a wider tolerance")
+    if wish is not None and widest is None:
+        # A wish without a tolerance is a demand.
+        return Locality(widest=level_to_wire(wish))
+    locality = Locality(widest=level_to_wire(widest), wish=level_to_wire(wish))
+    if wish is not None:
+        locality.patience.CopyFrom(times.duration(_DEFAULT_PATIENCE_SECONDS if patience is None else patience))
+    return locality
+
+
+def _level(value: object) -> Level:
+    try:
+        return Level[str(value).upper()]
+    except KeyError:
+        names = ", ".join(level.name.lower() for level in Level)
+        raise ValueError(f"{value!r} is not a level; there are {names}") from None
+
+
+def _name(value: object) -> str:
+    name = _text(value)
+    if len(name) > 63 or not name.isprintable():
+        raise ValueError(f"must be at most 63 printable characters, not {len(name)}")
+    return name
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        raise ValueError(f"must be a text, not {value!r}")
+    return str(value)
+
+
+def _command(value: object) -> list[str]:
+    if isinstance(value, str):
+        try:
+            command = shlex.split(value)
+        except ValueError as error:
+            raise ValueError(f"{value!r} cannot be split into words ({error}): write it as a list") from None
+    else:
+        command = [_text(word) for word in _sequence(value)]
+    if not command or not command[0]:
+        raise ValueError("must name a program to run")
+    if any("\0" in word for word in command):
+        raise ValueError("no word may contain a NUL character")
+    if len(command) > 1_000 or sum(len(os.fsencode(word)) for word in command) > _MAX_COMMAND_BYTES:
+        raise ValueError(f"must be at most 1,000 words and {_MAX_COMMAND_BYTES} bytes: put the rest into a file")
+    return command
+
+
+def _directory(value: object) -> str:
+    path = Path(_text(value)).expanduser().absolute()
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a directory here")
+    return str(path)
+
+
+def _environment(value: object) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise ValueError("must be a mapping of names to texts")
+    for name in value:
+        if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
+            raise ValueError(f"{name!r} is not the name of an environment variable")
+        if name.startswith("GANGER_"):
+            raise ValueError(f"{name} is Ganger's own: names starting with GANGER_ are set by it")
+    variables = {str(name): _text(text) for name, text in value.items()}
+    if sum(len(name) + len(text) for name, text in variables.items()) > _MAX_ENVIRONMENT_BYTES:
+        raise ValueError(f"must be at most {_MAX_ENVIRONMENT_BYTES} bytes in all")
+    return variables
+
+
+def _labels(value: object) -> dict[str, str]:
+    if not isinstance(value, Mapping) or len(value) > 100:
+        raise ValueError("must be a mapping of at most 100 names to texts")
+    return {_name(name): _name(text) for name, text in value.items()}
+
+
+def _whole(smallest: int, largest: int) -> Callable[[object], int]:
+    def parse(value: object) -> int:
+        text = str(value).strip()
+        number = int(text) if not isinstance(value, bool) and re.fullmatch(r"[+-]?\d{1,18}", text) else None
+        if number is None or not smallest <= number <= largest:
+            raise ValueError(f"must be a whole number from {smallest} to {largest}, not {value!r}")
+        return number
+
+    return parse
+
+
+def _cores_or_auto(value: Any) -> int:
+    """Millicores; zero for "auto": a share of the node, tuned by measurement."""
+    return 0 if value == "auto" else parse_cores(value)
+
+
+def _positive_duration(value: Any) -> float:
+    seconds = parse_duration(value)
+    if seconds <= 0:
+        raise ValueError("must be longer than nothing")
+    return seconds
+
+
+def _checkpoint_interval(value: Any) -> float:
+    return -1.0 if value in ("never", False) else _positive_duration(value)
+
+
+def _scheduler(value: object) -> str:
+    if not _SCHEDULER.fullmatch(_text(value)):
+        raise ValueError(f"{value!r} is not module:Class")
+    return _text(value)
+
+
+def _truth(value: object) -> bool | None:
+    if not isinstance(value, bool):
+        raise ValueError(f"must be true or false, not {value!r}")
+    return value
+
+
+def _agent(value: object) -> JobSpec.Agent.ValueType:
+    agents = {"automatic": JobSpec.AGENT_AUTOMATIC, "none": JobSpec.AGENT_NONE}
+    if value not in agents:
+        raise ValueError(f"must be automatic or none, not {value!r}")
+    return agents[str(value)]
+
+
+def _sequence(value: object) -> Sequence[Any]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"must be a list, not {value!r}")
+    return value
+
+
+def _parse_toml(path: Path, text: str) -> Any:
+    import tomllib
+
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SpecInvalid(f"the job file {path} is not TOML: {error}") from error
+
+
+def _parse_yaml(path: Path, text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SpecInvalid(f"the job file {path} is not YAML: {' '.join(str(error).split())}") from error

@@ -1,0 +1,81 @@
+"""What people write for amounts, "16G", "2h30m", "1.5" cores, as numbers, and numbers as what people read."""
+
+from __future__ import annotations
+
+import re
+
+_BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_DECIMAL_BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)", re.IGNORECASE)
+_SECONDS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1, "ms": 0.001}
+_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|d|h|m|s)")
+_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{2})(?::(\d{2}))?")
+
+
+def parse_memory(text: str | int) -> int:
+    """Bytes of "512M", "16G", "16GiB" (powers of 1024), "16GB" (powers of 1000) or a number. Raises ValueError."""
+    match = _MEMORY.fullmatch(str(text).strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not an amount of memory: write for example 512M or 16G")
+    number, prefix, suffix = float(match[1]), match[2].upper(), match[3].upper()
+    factor = _DECIMAL_BYTES[f"{prefix}B"] if prefix and suffix == "B" else _BYTES[prefix]
+    return round(number * factor)
+
+
+def parse_duration(text: str | int | float) -> float:
+    """Seconds of "2h30m", "90s", "1d", "1-12:00:00", "12:30:00", or a plain number of seconds. Raises ValueError."""
+    if isinstance(text, int | float):
+        return float(text)
+    plain = text.strip().lower()
+    if re.fullmatch(r"\d+(\.\d+)?", plain):
+        return float(plain)
+    if clock := _CLOCK.fullmatch(plain):
+        days, first, second, third = (int(part) if part else 0 for part in clock.groups())
+        # As in Slurm: two fields are minutes:seconds, after days hours:minutes.
+        if clock[4] is not None or clock[1] is not None:
+            return days * 86_400 + first * 3_600 + second * 60 + third
+        return first * 60 + second
+    parts = _DURATION_PART.findall(plain)
+    if not parts or re.sub(r"\s", "", _DURATION_PART.sub("", plain)):
+        raise ValueError(f"{text!r} is not a duration: write for example 90s, 2h30m or 1d")
+    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+
+
+def parse_cores(text: str | int | float) -> int:
+    """Millicores of a number of cores, "2" or "0.5". Raises ValueError."""
+    try:
+        cores = float(text)
+    except ValueError:
+        cores = -1.0
+    if not 0.001 <= cores <= 65_536:
+        raise ValueError(f"{text!r} is not a number of cores: write for example 2 or 0.5")
+    return round(cores * 1_000)
+
+
+def format_memory(count: int) -> str:
+    """ "16G", "1.5G", "512M"."""
+    for prefix in ("T", "G", "M", "K"):
+        if count >= _BYTES[prefix]:
+            return f"{count / _BYTES[prefix]:.1f}".removesuffix(".0") + prefix
+    return str(count)
+
+
+def format_duration(seconds: float) -> str:
+    """The two largest units: "2h 30m", "45s", "3d 4h"; "0.3s" below ten seconds."""
+    if seconds < 0:
+        return f"-{format_duration(-seconds)}"
+    if seconds < 10:
+        return f"{seconds:.1f}".removesuffix(".0") + "s"
+    rest = round(seconds)
+    parts = []
+    for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1)):
+        amount, rest = divmod(rest, size)
+        if amount:
+            parts.append(f"{amount}{unit}")
+        elif parts:
+            break
+    return " ".join(parts[:2])
+
+
+def format_cores(millicores: int) -> str:
+    return f"{millicores / 1_000:g}"
