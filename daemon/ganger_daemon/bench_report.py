@@ -1,0 +1,83 @@
+"""What a benchmark prints: figures with units in their names, limits they must keep, and the machine they are of."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+SAMPLES = Path("build/bench")
+
+
+class Report:
+    """Collects figures; `result` is the object that is printed. A figure whose limit is not kept makes it not ok."""
+
+    def __init__(self, name: str, directory: Path = SAMPLES) -> None:
+        self.name = name
+        self._figures: dict[str, float] = {}
+        self._limits: dict[str, float] = {}
+        self._kept: dict[str, bool] = {}
+        directory.mkdir(parents=True, exist_ok=True)
+        self._samples = (directory / f"{name}.jsonl").open("w")
+
+    def say(self, text: str) -> None:
+        print(f"{self.name}: {text}", file=sys.stderr, flush=True)
+
+    def figure(self, name: str, value: float) -> None:
+        self._figures[name] = round(value, 6)
+
+    def at_most(self, name: str, value: float, limit: float) -> None:
+        self._judge(name, value, limit, value <= limit)
+
+    def at_least(self, name: str, value: float, limit: float) -> None:
+        self._judge(name, value, limit, value >= limit)
+
+    def samples(self, of: Iterable[Mapping[str, object]]) -> None:
+        """Raw samples, one object a line, from which the figures can be computed again."""
+        for sample in of:
+            self._samples.write(json.dumps(sample) + "\n")
+
+    def result(self) -> dict[str, object]:
+        self._samples.close()
+        return {
+            "name": self.name,
+            "ok": all(self._kept.values()),
+            "figures": self._figures,
+            "limits": self._limits,
+            "missed": sorted(name for name, kept in self._kept.items() if not kept),
+            "machine": machine(),
+        }
+
+    def _judge(self, name: str, value: float, limit: float, kept: bool) -> None:
+        self._figures[name] = round(value, 6)
+        self._limits[name] = round(limit, 6)
+        self._kept[name] = kept
+
+
+def machine() -> dict[str, object]:
+    model = next((line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")), "")
+    return {
+        "cpus": len(os.sched_getaffinity(0)),
+        "cpu": model or platform.machine(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least that share of the values does not exceed."""
+    if not values:
+        raise ValueError("there are no samples")
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1))]
+
+
+def _cpuinfo() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
