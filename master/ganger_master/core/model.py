@@ -242,6 +242,10 @@ class Job:
     preemptions: int = 0
     # Moves given up since the last successful one: bounds how often a drain tries again.
     moves_aborted: int = 0
+    # Failed starts since the last step.
+    launch_failures: int = 0
+    # The newest epoch a committed move left behind: it and older ones never step again.
+    moved_from: int = 0
     checkpoint: Checkpoint | None = None
     capabilities: Capabilities = Capabilities()
     peak_device_bytes: int = 0
@@ -294,6 +298,7 @@ class Piece:
     threads: int = 0
     repin_done: int = 0
     arena_bytes: int = 0
+    capabilities: Capabilities = Capabilities()
     # Desired version of the node with which the gang was first wanted there: only then absence means something.
     wanted_from: int = 0
     # Nothing of it is left on the node, or the node is lost and counts as such for the job.

@@ -1,0 +1,109 @@
+"""What `decide` answers: values, refusals among them. Reasons are those in the comments of the protos."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from ganger.resources.reasons import Refusal
+from ganger.resources.values import NodeRow
+
+# gRPC status code by reason.
+CODES: Final[Mapping[str, str]] = {
+    "SPEC_INVALID": "INVALID_ARGUMENT",
+    "REQUEST_INVALID": "INVALID_ARGUMENT",
+    "PLAN_INVALID": "INVALID_ARGUMENT",
+    "REASON_MISSING": "INVALID_ARGUMENT",
+    "NAME_INVALID": "INVALID_ARGUMENT",
+    "CONFIGURATION_SET_MISMATCH": "INVALID_ARGUMENT",
+    "GANG_IMPOSSIBLE": "FAILED_PRECONDITION",
+    "JOB_FINISHED": "FAILED_PRECONDITION",
+    "JOB_BUSY": "FAILED_PRECONDITION",
+    "LEVEL_UNAVAILABLE": "FAILED_PRECONDITION",
+    "NOT_RUNNING": "FAILED_PRECONDITION",
+    "MOVE_REFUSED": "FAILED_PRECONDITION",
+    "CORES_REFUSED": "FAILED_PRECONDITION",
+    "NODE_ALIVE": "FAILED_PRECONDITION",
+    "NODE_NAME_TAKEN": "FAILED_PRECONDITION",
+    "STORAGE_MISMATCH": "FAILED_PRECONDITION",
+    "REQUEST_REUSED": "ALREADY_EXISTS",
+    "QUEUE_FULL": "RESOURCE_EXHAUSTED",
+    "JOB_NOT_FOUND": "NOT_FOUND",
+    "NODE_NOT_FOUND": "NOT_FOUND",
+    "SESSION_SUPERSEDED": "ABORTED",
+    "REVISION_CONFLICT": "ABORTED",
+    "NOT_SUPPORTED": "UNIMPLEMENTED",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Nothing happened. `violations` are (path in the request, what is wrong) pairs."""
+
+    reason: str
+    message: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    violations: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def code(self) -> str:
+        return CODES[self.reason]
+
+
+@dataclass(frozen=True, slots=True)
+class JobAnswer:
+    """The job as it is after the command: `state.jobs[number]`."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAnswer:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Approved:
+    number: int
+    epoch: int
+    revision: int
+    view_version: int
+    candidate: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    number: int
+    refusals: tuple[Refusal, ...]
+    rows: tuple[NodeRow, ...]
+    view_version: int
+    turn_kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeAnswer:
+    number: int
+    approved: bool
+    revision: int
+    refusals: tuple[Refusal, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAnswer:
+    verdicts: tuple[ChangeAnswer, ...]
+    view_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionAnswer:
+    node: str
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """It is done; there is nothing to say."""
+
+
+type Answer = Refused | JobAnswer | NodeAnswer | Approved | Rejected | PlanAnswer | SessionAnswer | Done

@@ -1,0 +1,192 @@
+"""Events to state: the only door. Deterministic, without clock or IO; every consequence is drawn before it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final
+
+from ganger_master.core import attempts, events, observation, orders, queue
+from ganger_master.core.effects import Effect
+from ganger_master.core.events import Event
+from ganger_master.core.model import Failure, Job, JobState, Node
+from ganger_master.core.settle import settle
+from ganger_master.core.state import State
+
+
+def apply(state: State, event: Event) -> list[Effect]:
+    """Mutates the state and returns what the shell owes once the changes are durable."""
+    _HANDLERS[type(event)](state, event)
+    return settle(state, event.time, event.cause)
+
+
+def _job_submitted(state: State, event: events.JobSubmitted) -> None:
+    job = Job(
+        number=event.number,
+        uid=event.uid,
+        user=event.user,
+        spec=event.spec,
+        create_time=event.time,
+        request_id=event.request_id,
+        pending_since=event.time,
+    )
+    state.put_counters(replace(state.counters, next_job=max(state.counters.next_job, event.number + 1)))
+    state.put_job(job)
+    state.history(event.time, job.name, "job_submitted", event.cause, gpus=job.spec.gpus, tasks=job.spec.tasks)
+
+
+def _job_cancelled(state: State, event: events.JobCancelled) -> None:
+    job = state.jobs[event.number]
+    state.history(event.time, job.name, "cancel_ordered", event.cause, event.reason)
+    attempts.end(state, event.number, JobState.CANCELLED, event.time, event.reason or "cancelled")
+
+
+def _job_suspended(state: State, event: events.JobSuspended) -> None:
+    attempts.suspend(state, event.number, event.level, event.time, event.cause, event.by_plan)
+
+
+def _job_resumed(state: State, event: events.JobResumed) -> None:
+    attempts.resume(state, event.number, event.time, event.cause)
+
+
+def _gang_approved(state: State, event: events.GangApproved) -> None:
+    queue.note_approved(state, event.number)
+    attempts.start(state, event.number, event.claims, event.level, event.time, event.cause)
+    state.put_counters(replace(state.counters, approved=state.counters.approved + 1))
+
+
+def _gang_refused(state: State, event: events.GangRefused) -> None:
+    queue.note_refused(state, event)
+
+
+def _gang_released(state: State, event: events.GangReleased) -> None:
+    attempts.end(
+        state, event.number, JobState.PENDING, event.time, "released by its scheduler", checkpoint_first=True
+    )
+
+
+def _move_begun(state: State, event: events.MoveBegun) -> None:
+    attempts.begin_move(state, event.number, event.claims, event.level, event.time, event.cause)
+
+
+def _cores_changed(state: State, event: events.CoresChanged) -> None:
+    job = state.jobs[event.number]
+    gang = state.gangs[job.epoch]
+    state.put_gang(orders.retune(gang, event.claims, event.repin))
+    state.put_job(replace(job, revision=job.revision + 1))
+    cores = sum(sum(claim.millicores) for claim in event.claims)
+    state.history(event.time, job.name, "cores_changed", event.cause, millicores=cores, repin=int(event.repin))
+
+
+def _session_opened(state: State, event: events.SessionOpened) -> None:
+    request = event.request
+    old = state.nodes.get(request.node)
+    if request.configuration_set.name not in state.configuration_sets:
+        state.put_configuration_set(request.configuration_set)
+    base = old or Node(
+        request.node, request.machine_uuid, request.configuration_set.name, create_time=event.time
+    )
+    node = replace(
+        base,
+        machine_uuid=request.machine_uuid,
+        configuration_set=request.configuration_set.name,
+        rack=request.rack,
+        fabric=request.fabric,
+        peer_address=request.peer_address,
+        stream_address=request.stream_address,
+        capabilities=dict(sorted(request.capabilities.items())),
+        version=request.version,
+        boot_id=request.boot_id,
+        session=event.session,
+        heard=False,
+        lost=False,
+        observation=0,
+        applied_version=0,
+        storage_proved=bool(request.storage_token) and request.storage_token == state.counters.storage_token,
+    )
+    if not node.draining and not node.cordoned:
+        node = replace(node, state_reason="")
+    state.put_counters(replace(state.counters, next_session=state.counters.next_session + 1))
+    state.put_node(node)
+    state.note_answer(node.name, event.time)
+    state.history(event.time, f"nodes/{node.name}", "session_opened", event.cause, peer=node.peer_address)
+
+
+def _node_observed(state: State, event: events.NodeObserved) -> None:
+    observation.observe(state, event.report, event.time, event.cause)
+
+
+def _node_answered(state: State, event: events.NodeAnswered) -> None:
+    state.note_answer(event.node, event.time)
+
+
+def _node_marked(state: State, event: events.NodeMarked) -> None:
+    node = state.nodes[event.node]
+    drain, cordon = event.mark == "DRAIN", event.mark in ("DRAIN", "CORDON")
+    state.put_node(replace(node, draining=drain, cordoned=cordon, state_reason=event.reason))
+    state.history(event.time, f"nodes/{node.name}", f"node_{_MARKED[event.mark]}", event.cause, event.reason)
+
+
+_MARKED: Final = {"DRAIN": "draining", "CORDON": "cordoned", "UNCORDON": "uncordoned"}
+
+
+def _node_lost(state: State, event: events.NodeLost) -> None:
+    observation.lose(state, event.node, event.time, event.cause, event.reason)
+
+
+def _turns_claimed(state: State, event: events.TurnsClaimed) -> None:
+    queue.note_stream(state, event.claim, event.time)
+
+
+def _time_passed(state: State, event: events.TimePassed) -> None:
+    now = event.time
+    for number in list(state.running_limited):
+        job = state.jobs[number]
+        limit = job.spec.time_limit_seconds
+        if limit is not None and job.running_since and job.run_seconds + now - job.running_since >= limit:
+            failure = Failure("TIME_LIMIT", f"ran for its time limit of {limit:g} s", epoch=job.epoch)
+            attempts.end(
+                state, number, JobState.FAILED, now, failure.message, failure, checkpoint_first=True
+            )
+    for number in list(state.moving):
+        since = state.gangs[state.jobs[number].next_epoch].since
+        if now >= since + state.settings.move_deadline_seconds:
+            attempts.give_up_move(state, number, now, event.cause)
+    for name in state.take_lost(now):
+        observation.lose(state, name, now, event.cause, "it has not called for longer than lost_after")
+    queue.expire(state, now)
+    _forget_finished(state, now)
+
+
+def _forget_finished(state: State, now: float) -> None:
+    """Keeps a bounded number of finished jobs; younger ones stay as long as their request id must be known."""
+    excess = len(state.jobs) - len(state.live) - state.settings.finished_jobs_limit
+    if excess <= 0:
+        return
+    for number in list(state.jobs):
+        job = state.jobs[number]
+        if excess <= 0 or now - job.create_time < state.settings.request_kept_seconds:
+            break
+        if job.state.is_final and number not in state.gangs_of:
+            state.forget_job(number)
+            excess -= 1
+
+
+_HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
+    events.JobSubmitted: _job_submitted,
+    events.JobCancelled: _job_cancelled,
+    events.JobSuspended: _job_suspended,
+    events.JobResumed: _job_resumed,
+    events.GangApproved: _gang_approved,
+    events.GangRefused: _gang_refused,
+    events.GangReleased: _gang_released,
+    events.MoveBegun: _move_begun,
+    events.CoresChanged: _cores_changed,
+    events.SessionOpened: _session_opened,
+    events.NodeObserved: _node_observed,
+    events.NodeAnswered: _node_answered,
+    events.NodeMarked: _node_marked,
+    events.NodeLost: _node_lost,
+    events.TurnsClaimed: _turns_claimed,
+    events.TimePassed: _time_passed,
+}

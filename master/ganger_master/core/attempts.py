@@ -1,0 +1,432 @@
+"""How the attempts of one job go on: start, rest, move, fail, end. Level-triggered: `review` looks at what is there.
+
+Whatever happened, `review` draws the consequences for one job until nothing follows any more; asked twice it does
+nothing the second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ganger_master.core import orders
+from ganger_master.core.lifecycle import Act, Seen, act_of, bad_outcome, seen_of
+from ganger_master.core.model import (
+    Claim,
+    Failure,
+    Gang,
+    GangPhase,
+    GangRole,
+    Intent,
+    Job,
+    JobState,
+    Level,
+    Outcome,
+    OutcomeKind,
+    Restore,
+    SuspendLevel,
+)
+from ganger_master.core.state import State
+
+# More consequences than gangs and orders one job can have mean a rule that feeds itself.
+_ROUNDS_LIMIT = 64
+
+
+def review(state: State, number: int, now: float, cause: str) -> None:
+    """Draws every consequence for a job."""
+    for _ in range(_ROUNDS_LIMIT):
+        if not _review_once(state, number, now, cause):
+            return
+    raise AssertionError(f"jobs/{number} does not come to rest")
+
+
+def start(state: State, number: int, claims: Sequence[Claim], level: Level, now: float, cause: str) -> int:
+    """A PENDING job got a gang: in place from its parked pieces, by a move from them, or afresh. Its epoch."""
+    job = state.jobs[number]
+    parked = state.gangs.get(job.epoch)
+    job = replace(job, state=JobState.HOLDING, revision=job.revision + 1, pending_since=0.0)
+    if parked is None:
+        epoch = state.take_epoch()
+        state.put_gang(orders.new_gang(epoch, number, claims, level, now, GangRole.ACTIVE, _restore(job)))
+        state.put_job(replace(job, epoch=epoch))
+    elif orders.same_place(parked.claims, claims) and not _is_superseded(state, parked):
+        epoch = parked.epoch
+        state.put_gang(orders.run(orders.holding(parked, claims), now))
+        state.put_job(job)
+    else:
+        state.put_job(job)
+        epoch = _begin_move(state, job, parked, claims, level, now)
+    state.history(now, job.name, "gang_approved", cause, epoch=epoch, nodes=" ".join(c.node for c in claims))
+    return epoch
+
+
+def begin_move(state: State, number: int, claims: Sequence[Claim], level: Level, now: float, cause: str) -> int:
+    """A running job is to go on elsewhere; the source runs until the destination is prepared."""
+    job = replace(state.jobs[number], revision=state.jobs[number].revision + 1)
+    source = state.gangs[job.epoch]
+    state.put_gang(replace(source, phase=GangPhase.MOVING))
+    epoch = _begin_move(state, job, source, claims, level, now)
+    state.history(now, job.name, "move_begun", cause, epoch=epoch, nodes=" ".join(c.node for c in claims))
+    return epoch
+
+
+def suspend(state: State, number: int, level: SuspendLevel, now: float, cause: str, by_plan: bool) -> None:
+    """Stops at a boundary, at this level; a PENDING job just rests where it is."""
+    job = state.jobs[number]
+    gang = state.gangs.get(job.epoch)
+    if job.ending is JobState.PENDING:
+        # Its attempt is ending anyhow: it will rest instead of waiting again.
+        state.put_job(replace(job, state=JobState.SUSPENDED, ending=JobState.SUSPENDED, suspend_wanted=level))
+        return
+    if not by_plan:
+        job = replace(job, state=JobState.SUSPENDED, suspend_wanted=level, suspended_level=SuspendLevel.NONE)
+    job = replace(_clock_stopped(job, now), revision=job.revision + 1, pending_since=0.0)
+    if gang is None:
+        state.put_job(replace(job, suspend_wanted=SuspendLevel.CHECKPOINT, suspended_level=SuspendLevel.CHECKPOINT))
+    elif gang.phase is GangPhase.PARKED and gang.park_level >= level:
+        state.put_job(replace(job, suspend_wanted=gang.park_level, suspended_level=gang.park_level))
+    else:
+        state.put_gang(orders.park(gang, level, now, by_plan))
+        state.put_job(job)
+    state.history(now, job.name, "suspend_ordered", cause, level=level.name)
+
+
+def resume(state: State, number: int, now: float, cause: str) -> None:
+    """Runs at once if it still holds its devices, else waits for a gang."""
+    job = state.jobs[number]
+    gang = state.gangs.get(job.epoch)
+    if job.ending is JobState.SUSPENDED:
+        # On its way to storage: it waits again once it is there.
+        state.put_job(replace(job, state=JobState.HOLDING, ending=JobState.PENDING))
+        return
+    job = replace(
+        job, revision=job.revision + 1, suspend_wanted=SuspendLevel.NONE, suspended_level=SuspendLevel.NONE
+    )
+    if gang is not None and orders.holds_devices(gang):
+        if _is_superseded(state, gang):
+            _go_back(state, job, gang, now, cause)
+        else:
+            state.put_gang(orders.run(gang, now))
+            state.put_job(replace(job, state=JobState.HOLDING))
+    else:
+        state.put_job(replace(job, state=JobState.PENDING, pending_since=now))
+    state.history(now, job.name, "resume_ordered", cause)
+
+
+def end(
+    state: State,
+    number: int,
+    becomes: JobState,
+    now: float,
+    reason: str,
+    failure: Failure | None = None,
+    checkpoint_first: bool = False,
+) -> None:
+    """Stops every gang of the job; once all are gone it becomes that. A final end stands against any other."""
+    job = state.jobs[number]
+    if job.ending is not None and job.ending.is_final:
+        return
+    for gang in state.gangs_of_job(number):
+        state.put_gang(orders.stop(gang, reason, now, checkpoint_first))
+    job = replace(_clock_stopped(job, now), ending=becomes, failure=failure, reason=reason, next_epoch=0)
+    state.put_job(replace(job, revision=job.revision + 1, pending_since=0.0))
+
+
+def give_up_move(state: State, number: int, now: float, cause: str) -> None:
+    """The destination took too long."""
+    job = state.jobs[number]
+    _abort(state, job, state.gangs[job.next_epoch], now, cause, "the destination was not ready in time")
+
+
+def can_hand_over(job: Job) -> bool:
+    """Whether its state can be captured at all, to be carried elsewhere."""
+    return job.capabilities.offload or job.capabilities.checkpoint
+
+
+# -- consequences ------------------------------------------------------------------------------------------------------
+
+
+def _review_once(state: State, number: int, now: float, cause: str) -> bool:
+    job = state.jobs.get(number)
+    if job is None:
+        return False
+    gangs = state.gangs_of_job(number)
+    for gang in gangs:
+        if act_of(gang) is Act.FORGET and all(piece.held is None for piece in gang.pieces):
+            _forget(state, job, gang)
+            return True
+    if job.ending is not None:
+        if all(gang.is_gone or gang.role is GangRole.SOURCE for gang in gangs):
+            _complete(state, job, gangs, now, cause)
+            return True
+        return False
+    for gang in gangs:
+        if gang.role is not GangRole.LEAVING and _follow(state, job, gang, now, cause):
+            return True
+    return False
+
+
+def _follow(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool:
+    """Carries out what the table says of one gang; False when nothing changed."""
+    act = act_of(gang)
+    if gang.role is GangRole.SOURCE:
+        # Committed elsewhere: its loss costs nothing unless the new gang fails too.
+        if act in (Act.FAIL, Act.SUCCEED):
+            state.put_gang(orders.stop(gang, "source lost", now))
+            return True
+        return False
+    match act:
+        case Act.STEPPED:
+            return gang.role is GangRole.ACTIVE and _stepped(state, job, gang, now, cause)
+        case Act.HAND_OVER:
+            return _let_hand_over(state, job)
+        case Act.COMMIT:
+            return _commit(state, job, now, cause)
+        case Act.ABORT:
+            _abort(state, job, gang, now, cause)
+            return True
+        case Act.REST:
+            return _rest(state, job, gang, now, cause)
+        case Act.SUCCEED:
+            state.history(now, job.name, "gang_done", cause, epoch=gang.epoch)
+            end(state, job.number, JobState.SUCCEEDED, now, "every rank has finished")
+            return True
+        case Act.FAIL:
+            _fail(state, job, gang, now, cause)
+            return True
+        case _:
+            return False
+
+
+def _stepped(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool:
+    if gang.phase is GangPhase.STARTING:
+        state.put_gang(replace(gang, phase=GangPhase.RUNNING, stepped=True, since=now))
+        state.history(now, job.name, "gang_running", cause, epoch=gang.epoch)
+        state.put_job(
+            replace(
+                job,
+                start_time=job.start_time or now,
+                running_since=job.running_since or now,
+                launch_failures=0,
+                moves_aborted=0,
+            )
+        )
+        return True
+    return _reap_sources(state, job, now)
+
+
+def _reap_sources(state: State, job: Job, now: float) -> bool:
+    """The new gang has the state and used it: the copies it came from may go."""
+    sources = [other for other in state.gangs_of_job(job.number) if other.role is GangRole.SOURCE]
+    for source in sources:
+        state.put_gang(orders.stop(source, "moved away", now))
+    return bool(sources)
+
+
+def _let_hand_over(state: State, job: Job) -> bool:
+    source = state.gangs[job.epoch]
+    if source.intent is not Intent.RUN:
+        return False
+    state.put_gang(orders.hand_over(source))
+    return True
+
+
+def _commit(state: State, job: Job, now: float, cause: str) -> bool:
+    """Both sides are ready at the same boundary: from here on only the new epoch may step."""
+    source, destination = state.gangs.get(job.epoch), state.gangs.get(job.next_epoch)
+    if source is None or destination is None or seen_of(destination) is not Seen.READY:
+        return False
+    if seen_of(source) is not Seen.PARKED or source.intent not in (Intent.HAND_OVER, Intent.PARK):
+        return False
+    step = source.pieces[0].stop_step
+    if any(piece.stop_step not in (0, step) for piece in destination.pieces):
+        return False
+    state.put_gang(replace(source, role=GangRole.SOURCE, phase=GangPhase.PARKED, stop_step=step))
+    state.put_gang(orders.run(destination, now))
+    state.put_job(
+        replace(
+            _clock_stopped(job, now),
+            epoch=destination.epoch,
+            next_epoch=0,
+            moved_from=source.epoch,
+            revision=job.revision + 1,
+        )
+    )
+    state.history(now, job.name, "move_committed", cause, epoch=destination.epoch, source=source.epoch, step=step)
+    return True
+
+
+def _abort(state: State, job: Job, gang: Gang, now: float, cause: str, why: str = "") -> None:
+    """Before the commit: the destination goes, the source runs on, or stays parked while its job waits again."""
+    source, destination = state.gangs[job.epoch], state.gangs[job.next_epoch]
+    trouble = why or next((piece.trouble for piece in gang.pieces if piece.trouble), "") or bad_outcome(gang).message
+    state.put_gang(orders.stop(destination, f"move given up: {trouble}", now))
+    job = replace(job, next_epoch=0, moves_aborted=job.moves_aborted + 1, revision=job.revision + 1)
+    if source.intent in (Intent.RUN, Intent.HAND_OVER) and not _is_superseded(state, source):
+        phase = GangPhase.RUNNING if source.stepped else GangPhase.STARTING
+        state.put_gang(replace(source, phase=phase) if source.intent is Intent.RUN else orders.run(source, now))
+        state.put_job(job)
+    elif job.moves_aborted > state.settings.moves_aborted_allowed and job.checkpoint is not None:
+        # The parked copy cannot be brought back anywhere: better to lose steps than to try for ever.
+        state.put_job(job)
+        _requeue(state, job, now, f"parked copy could not be used: {trouble}")
+    else:
+        state.put_job(replace(job, state=JobState.PENDING, pending_since=now))
+    state.history(now, job.name, "move_aborted", cause, trouble, epoch=destination.epoch)
+
+
+def _rest(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool:
+    if gang.phase is GangPhase.PARKED:
+        # At rest already; a destination prepared from it may be ready by now.
+        return _commit(state, job, now, cause)
+    _reap_sources(state, job, now)
+    level = gang.park_level
+    step = max(piece.stop_step for piece in gang.pieces)
+    if level is SuspendLevel.CHECKPOINT:
+        by_user = job.state is JobState.SUSPENDED
+        if not by_user:
+            state.put_job(replace(job, preemptions=job.preemptions + 1))
+        end(state, job.number, JobState.SUSPENDED if by_user else JobState.PENDING, now, "rests on storage")
+    else:
+        state.put_gang(orders.rested(gang, now))
+        if job.state is JobState.SUSPENDED:
+            state.put_job(replace(job, suspended_level=level, revision=job.revision + 1))
+    state.history(now, job.name, "gang_parked", cause, epoch=gang.epoch, level=level.name, step=step)
+    return True
+
+
+def _fail(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
+    """The attempt has failed. Who is to blame decides which budget pays; the job goes on from its last checkpoint."""
+    outcome = bad_outcome(gang)
+    state.history(
+        now, job.name, "attempt_failed", cause, outcome.message, epoch=gang.epoch, kind=outcome.kind,
+        exit_code=outcome.exit_code, rank=outcome.rank,
+    )  # fmt: skip
+    failure = _failure_of(gang, outcome)
+    if _is_users(outcome):
+        job = replace(job, failures=job.failures + 1)
+        state.put_job(job)
+        if job.failures > job.spec.max_failures:
+            end(state, job.number, JobState.FAILED, now, failure.message, failure)
+            return
+    else:
+        launches = job.launch_failures + (outcome.kind is OutcomeKind.LAUNCH_FAILED)
+        job = replace(job, preemptions=job.preemptions + 1, launch_failures=launches)
+        state.put_job(job)
+        if launches > state.settings.launch_failures_allowed:
+            end(state, job.number, JobState.FAILED, now, failure.message, failure)
+            return
+    _requeue(state, job, now, failure.message)
+
+
+def _requeue(state: State, job: Job, now: float, reason: str) -> None:
+    """All gangs but a parked source go; then the job waits again, or rests if its user wanted that."""
+    sources = [gang for gang in state.gangs_of_job(job.number) if _is_usable_source(gang)]
+    becomes = JobState.SUSPENDED if job.state is JobState.SUSPENDED else JobState.PENDING
+    end(state, job.number, becomes, now, reason)
+    for source in sources:
+        state.put_gang(source)
+
+
+def _is_usable_source(gang: Gang) -> bool:
+    return gang.role is GangRole.SOURCE and gang.phase is GangPhase.PARKED and seen_of(gang) is Seen.PARKED
+
+
+def _complete(state: State, job: Job, gangs: Sequence[Gang], now: float, cause: str) -> None:
+    """Every gang that could step is gone: the job becomes what was decided."""
+    becomes = job.ending
+    assert becomes is not None
+    source = next((gang for gang in gangs if gang.role is GangRole.SOURCE), None)
+    if source is not None and (becomes.is_final or not _is_usable_source(source)):
+        state.put_gang(orders.stop(source, "not needed any more", now))
+        return
+    job = replace(
+        job,
+        ending=None,
+        state=becomes,
+        epoch=source.epoch if source else 0,
+        next_epoch=0,
+        revision=job.revision + 1,
+    )
+    if source is not None:
+        state.put_gang(replace(source, role=GangRole.ACTIVE))
+    if becomes.is_final:
+        _finish(state, job, now, cause)
+    elif becomes is JobState.SUSPENDED:
+        _rest_after_failure(state, job, source, now)
+    elif source is not None and orders.holds_devices(source):
+        state.put_job(job)
+        _go_back(state, job, state.gangs[source.epoch], now, cause)
+    else:
+        state.put_job(replace(job, pending_since=now))
+        state.history(now, job.name, "job_pending", cause, job.reason)
+
+
+def _rest_after_failure(state: State, job: Job, source: Gang | None, now: float) -> None:
+    """The user wants it to rest: on the parked copy a failed move left, else on storage."""
+    level = SuspendLevel.CHECKPOINT if source is None else SuspendLevel.OFFLOAD
+    if source is not None:
+        state.put_gang(orders.park(state.gangs[source.epoch], level, now, by_plan=False))
+    rests = SuspendLevel.NONE if source is not None else level
+    state.put_job(replace(job, suspended_level=rests, suspend_wanted=level))
+
+
+def _finish(state: State, job: Job, now: float, cause: str) -> None:
+    state.put_job(replace(job, end_time=now, epoch=0, capabilities=job.capabilities))
+    figures = {"failure": job.failure.reason} if job.failure else {}
+    state.history(now, job.name, f"job_{job.state.value.lower()}", cause, job.reason, **figures)
+
+
+def _go_back(state: State, job: Job, source: Gang, now: float, cause: str) -> None:
+    """A move failed after its commit and its destination is dead: the parked source runs again, as a newer epoch."""
+    job = replace(job, state=JobState.HOLDING)
+    state.put_gang(orders.holding_nothing(source))
+    source = state.gangs[source.epoch]
+    epoch = _begin_move(state, job, source, source.claims, source.level, now)
+    state.history(now, job.name, "move_back", cause, epoch=epoch, source=source.epoch)
+
+
+def _begin_move(
+    state: State, job: Job, source: Gang, claims: Sequence[Claim], level: Level, now: float
+) -> int:
+    epoch = state.take_epoch()
+    restore = Restore(parked_epoch=source.epoch, step=source.stop_step)
+    state.put_gang(orders.new_gang(epoch, job.number, claims, level, now, GangRole.DESTINATION, restore))
+    state.put_job(replace(job, next_epoch=epoch))
+    return epoch
+
+
+def _forget(state: State, job: Job, gang: Gang) -> None:
+    state.forget_gang(gang.epoch)
+    if job.epoch == gang.epoch and job.ending is None:
+        state.put_job(replace(job, epoch=0))
+
+
+def _is_superseded(state: State, gang: Gang) -> bool:
+    """A newer epoch of the job was committed after it: it may be read, never run."""
+    return state.jobs[gang.job].moved_from >= gang.epoch
+
+
+def _restore(job: Job) -> Restore:
+    if job.checkpoint is None:
+        return Restore()
+    return Restore(checkpoint_path=job.checkpoint.path, step=job.checkpoint.step)
+
+
+def _clock_stopped(job: Job, now: float) -> Job:
+    if not job.running_since:
+        return job
+    return replace(job, run_seconds=job.run_seconds + max(0.0, now - job.running_since), running_since=0.0)
+
+
+def _is_users(outcome: Outcome) -> bool:
+    if outcome.kind is OutcomeKind.LAUNCH_FAILED:
+        # A command that cannot be executed has an exit code; a node that cannot launch has none.
+        return outcome.exit_code != 0
+    return outcome.kind in (OutcomeKind.FAILED, OutcomeKind.OUT_OF_MEMORY)
+
+
+def _failure_of(gang: Gang, outcome: Outcome) -> Failure:
+    reason = "EXIT" if outcome.kind is OutcomeKind.FAILED else outcome.kind.value
+    message = outcome.message or f"rank {outcome.rank} ended with exit code {outcome.exit_code}"
+    return Failure(reason, message, outcome.exit_code, outcome.rank, gang.epoch)

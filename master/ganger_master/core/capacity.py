@@ -1,0 +1,180 @@
+"""Where a job could go: the one fit function, the approver and the placement, asked with what the state knows.
+
+Adds to them what only the state knows: quotas, shared storage, users a daemon can become, who goes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ganger.placement.candidates import candidates
+from ganger.resources.fit import fit, gang_level
+from ganger.resources.reasons import Reason, Refusal
+from ganger_master.approval.protected import Protected, protect
+from ganger_master.approval.reservations import Reservation, Wanting, begins, reserve
+from ganger_master.approval.verdicts import Approved, Rejected, approve
+from ganger_master.core import orders
+from ganger_master.core.model import Claim, Job, Level, Node
+from ganger_master.core.state import State
+
+# Blockers that only a change of the cluster's free pieces removes: their jobs are kept room for.
+WAITS_FOR_PIECES = frozenset({Reason.GPUS, Reason.CORES, Reason.MEMORY, Reason.LOCALITY, Reason.NODE_UNAVAILABLE})
+
+
+def judge(
+    state: State, job: Job, wanted: Sequence[tuple[Claim, ...]], rank: int, now: float
+) -> Approved | Rejected:
+    """The first candidate that fits, or why the last one does not. `rank` 0: out of turn."""
+    refusals = rules(state, job)
+    if refusals:
+        return Rejected(refusals, ())
+    allowed = [claims for claims in wanted if not node_rules(state, job, claims)]
+    if not allowed:
+        return Rejected(node_rules(state, job, wanted[-1]), ())
+    verdict = approve(
+        state.view,
+        job.spec.shape(job.arena_bytes_per_device),
+        allowed,
+        rank=rank,
+        job=job.name,
+        protected=protected_from(state, job, now),
+        holding=holding_of(state, job, allowed[0]),
+    )
+    if isinstance(verdict, Approved):
+        return Approved(list(wanted).index(allowed[verdict.candidate]), verdict.claims, verdict.level)
+    return verdict
+
+
+def judge_change(
+    state: State, job: Job, claims: tuple[Claim, ...], holding: Sequence[Claim] = (), retune: bool = False
+) -> tuple[Refusal, ...]:
+    """Why these claims cannot be, for a move or other cores; empty if they can."""
+    refusals = node_rules(state, job, claims)
+    if refusals:
+        return refusals
+    return fit(
+        state.view, job.spec.shape(job.arena_bytes_per_device), claims, holding=tuple(holding), retune=retune
+    )
+
+
+def level_of(state: State, claims: Sequence[Claim]) -> Level:
+    return gang_level(state.view, tuple(claims))
+
+
+def find_place(
+    state: State, job: Job, avoid: frozenset[str], within: frozenset[str] | None = None
+) -> tuple[tuple[Claim, ...], Level] | None:
+    """A place for a job on other nodes than those to avoid, and on none but `within`; None if there is none now."""
+    shape = job.spec.shape(job.arena_bytes_per_device)
+    shut = set(avoid)
+    if within is not None:
+        shut.update(name for name in state.nodes if name not in within)
+    found = candidates(state.view, shape, waited=_PATIENT, avoid=frozenset(shut))
+    for claims in found.candidates:
+        if not judge_change(state, job, claims):
+            return claims, level_of(state, claims)
+    return None
+
+
+# A move has no time to wait for a wish.
+_PATIENT = 1e12
+
+
+def rules(state: State, job: Job) -> tuple[Refusal, ...]:
+    """What keeps the job from any place: its user's quota."""
+    quotas = state.settings.quota_devices
+    limit = quotas.get(job.user, quotas.get("", -1))
+    if limit < 0:
+        return ()
+    held = sum(
+        state.jobs[number].spec.gpus
+        for number in state.live
+        if state.jobs[number].user == job.user and state.gangs.get(state.jobs[number].epoch) is not None
+        and number != job.number
+    )  # fmt: skip
+    if held + job.spec.gpus <= limit:
+        return ()
+    figures = {"needed": job.spec.gpus, "held": held, "limit": limit}
+    return (Refusal(Reason.QUOTA, figures, job=job.name, detail=f"the share of user {job.user!r} is used up"),)
+
+
+def node_rules(state: State, job: Job, claims: Sequence[Claim]) -> tuple[Refusal, ...]:
+    """What keeps the job from one of these nodes, whatever is free there."""
+    refusals = []
+    for claim in claims:
+        node = state.nodes.get(claim.node)
+        if node is None:
+            refusals.append(Refusal(Reason.NODE_GONE, node=claim.node))
+            continue
+        reason = node_rule(job, node)
+        if reason is not None:
+            refusals.append(Refusal(reason, node=claim.node, job=job.name))
+    return tuple(refusals)
+
+
+def node_rule(job: Job, node: Node) -> Reason | None:
+    if job.checkpoint is not None and not node.storage_proved:
+        return Reason.STORAGE_NOT_SHARED
+    if not can_become(node, job.user):
+        return Reason.CANNOT_SWITCH_USER
+    return None
+
+
+def can_become(node: Node, user: str) -> bool:
+    """A daemon that cannot switch users runs everything as its own; one that names no user says nothing about it."""
+    own = node.capabilities.get("user", "")
+    return node.capabilities.get("switch_user", "yes") != "no" or not user or not own or own == user
+
+
+def forbidden_nodes(state: State, job: Job) -> tuple[Refusal, ...]:
+    """Available nodes the job may not use, with the reason."""
+    found = []
+    for name in sorted(state.nodes):
+        node = state.nodes[name]
+        reason = node_rule(job, node) if node.takes_gangs else None
+        if reason is not None:
+            found.append(Refusal(reason, node=name, job=job.name))
+    return tuple(found)
+
+
+def holding_of(state: State, job: Job, claims: Sequence[Claim]) -> tuple[Claim, ...]:
+    """Pieces of the job that count as free for it: those it is parked on, if it asks for just that place."""
+    parked = state.gangs.get(job.epoch)
+    if parked is None or not orders.same_place(parked.claims, claims):
+        return ()
+    return tuple(piece.held for piece in parked.pieces if piece.held is not None)
+
+
+def protected_from(state: State, job: Job, now: float) -> Protected:
+    """What is kept for blocked jobs ahead of this one in the policy's order."""
+    ahead = _blocked_ahead(state, job)
+    if not ahead:
+        return Protected()
+    reservations = reservations_of(state, ahead, now)
+    first = ahead[0]
+    everything = (first.name, state.queue_rank(first.number)) if state.policy.protects_all else None
+    return protect(state.view, reservations, everything)
+
+
+def reservations_of(state: State, ahead: Sequence[Job], now: float) -> tuple[Reservation, ...]:
+    """Places for those that waited long enough, in rank order."""
+    wanting = [
+        Wanting(job.name, state.queue_rank(job.number), job.spec.shape(job.arena_bytes_per_device))
+        for job in ahead[: state.settings.protected_jobs]
+        if begins(state.conflicts.get(job.number, 0), now - job.pending_since)
+    ]
+    return reserve(state.view, wanting) if wanting else ()
+
+
+def _blocked_ahead(state: State, job: Job) -> list[Job]:
+    if not state.refusals:
+        return []
+    key = (state.policy.key(job), job.number)
+    blocked = []
+    for entry in state.waiting:
+        if entry >= key or len(blocked) >= state.settings.protected_jobs:
+            break
+        refusals = state.refusals.get(entry[1], ())
+        if refusals and refusals[0].reason in WAITS_FOR_PIECES:
+            blocked.append(state.jobs[entry[1]])
+    return blocked

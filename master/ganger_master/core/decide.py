@@ -1,0 +1,386 @@
+"""Commands to events: may it be, and what happens if so? Reads the state, changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from ganger_master.core import commands, events
+from ganger_master.core.answers import Answer, Done, JobAnswer, NodeAnswer, Refused, SessionAnswer
+from ganger_master.core.attempts import can_hand_over
+from ganger_master.core.capacity import find_place, judge_change, level_of
+from ganger_master.core.commands import Command
+from ganger_master.core.events import Event
+from ganger_master.core.model import Claim, Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.state import State
+from ganger_master.core.submission import check_submission
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What happens, and what to answer once it has; a refusal comes with no events, or with volatile ones."""
+
+    events: tuple[Event, ...]
+    answer: Answer
+
+
+def decide(state: State, command: Command, now: float) -> Decision:
+    from ganger_master.core.requests import propose_plan, release_gang, request_gang
+
+    match command:
+        case commands.RequestGang():
+            return Decision(*request_gang(state, command, now))
+        case commands.ReleaseGang():
+            return Decision(*release_gang(state, command, now))
+        case commands.ProposePlan():
+            return Decision(*propose_plan(state, command, now))
+    return _DECIDERS[type(command)](state, command, now)
+
+
+def find_job(state: State, number: int) -> Job | Refused:
+    job = state.jobs.get(number)
+    if job is None:
+        return Refused("JOB_NOT_FOUND", f"there is no jobs/{number}", {"job": f"jobs/{number}"})
+    return job
+
+
+def unfinished(state: State, number: int) -> Job | Refused:
+    """The job, if it has neither ended nor is about to."""
+    job = find_job(state, number)
+    if isinstance(job, Refused):
+        return job
+    if job.state.is_final or (job.ending is not None and job.ending.is_final):
+        state_name = (job.ending or job.state).value
+        return Refused("JOB_FINISHED", f"{job.name} is {state_name}", {"job": job.name, "state": state_name})
+    return job
+
+
+def check_suspend(state: State, job: Job, level: SuspendLevel) -> SuspendLevel | Refused:
+    """The level to suspend at, NONE if there is nothing to do."""
+    gang = state.gangs.get(job.epoch)
+    if job.next_epoch:
+        return busy(job, "it is being moved")
+    if gang is None or job.ending is not None:
+        return SuspendLevel.NONE if job.state is JobState.SUSPENDED else SuspendLevel.CHECKPOINT
+    offered = job.capabilities
+    present = gang.park_level if gang.intent is Intent.PARK else SuspendLevel.NONE
+    if level is SuspendLevel.NONE:
+        if present and job.state is JobState.SUSPENDED:
+            return SuspendLevel.NONE
+        order = (SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT, SuspendLevel.PAUSE)
+        chosen = next((one for one in order if offered.offers(one)), SuspendLevel.NONE)
+        if chosen is SuspendLevel.NONE:
+            return _unavailable(job, "any level")
+        return chosen
+    if not offered.offers(level):
+        return _unavailable(job, level.name)
+    if present > level:
+        return Refused(
+            "LEVEL_UNAVAILABLE",
+            f"{job.name} is suspended at {present.name}, which keeps less than {level.name}; resume it first",
+            {"job": job.name, "level": level.name},
+        )
+    if present == level and job.state is JobState.SUSPENDED:
+        return SuspendLevel.NONE
+    if level is SuspendLevel.OFFLOAD and gang.intent is Intent.RUN and not _has_arena(gang):
+        why = job.capabilities.missing.get("OFFLOAD", "no host memory is reserved for its arena")
+        return Refused("LEVEL_UNAVAILABLE", f"{job.name} cannot be offloaded: {why}", {"job": job.name})
+    return level
+
+
+def check_move(
+    state: State, job: Job, nodes: tuple[str, ...] = (), claims: tuple[Claim, ...] = ()
+) -> tuple[Claim, ...] | Refused:
+    """The claims a job is to move to."""
+    gang = state.gangs.get(job.epoch)
+    if job.next_epoch or job.ending is not None:
+        return busy(job, "it is being moved or ends")
+    if job.state is not JobState.HOLDING or gang is None or gang.phase is not GangPhase.RUNNING:
+        return not_running(job, gang)
+    if not can_hand_over(job):
+        why = job.capabilities.missing.get("OFFLOAD", "the job offers no level that captures its state")
+        return Refused("LEVEL_UNAVAILABLE", f"{job.name} cannot be moved: {why}", {"job": job.name})
+    unknown = [name for name in nodes if name not in state.nodes]
+    if unknown:
+        return Refused("NODE_NOT_FOUND", f"there is no nodes/{unknown[0]}", {"node": f"nodes/{unknown[0]}"})
+    if claims:
+        refusals = judge_change(state, job, claims)
+        if not refusals:
+            return claims
+        text = refusals[0].message
+    else:
+        avoid = frozenset() if nodes else frozenset(gang.nodes)
+        found = find_place(state, job, avoid, frozenset(nodes) or None)
+        if found is not None:
+            return found[0]
+        where = "on " + ", ".join(nodes) if nodes else "on other nodes"
+        text = f"there is no room for it {where}"
+    return Refused("MOVE_REFUSED", f"{job.name} cannot be moved: {text}", {"job": job.name})
+
+
+def busy(job: Job, why: str) -> Refused:
+    return Refused("JOB_BUSY", f"{job.name} is busy: {why}; try again", {"job": job.name})
+
+
+def not_running(job: Job, gang: Gang | None) -> Refused:
+    present = gang.phase.value if gang is not None else job.state.value
+    return Refused("NOT_RUNNING", f"{job.name} is not running: it is {present}", {"job": job.name})
+
+
+def _submit(state: State, command: commands.SubmitJob, now: float) -> Decision:
+    number = state.requests.get(command.request_id) if command.request_id else None
+    if number is not None:
+        job = state.jobs[number]
+        if now - job.create_time <= state.settings.request_kept_seconds:
+            if job.spec == command.spec and job.user == command.user:
+                return Decision((), JobAnswer(number))
+            text = f"request id {command.request_id} was used for {job.name} with another spec; use a new one"
+            return Decision((), Refused("REQUEST_REUSED", text, {"job": job.name}))
+    refused = check_submission(state, command.spec)
+    if refused is not None:
+        return Decision((), refused)
+    number = state.counters.next_job
+    event = events.JobSubmitted(
+        now, _user(command.user), number, command.uid, command.user, command.request_id, command.spec
+    )
+    return Decision((event,), JobAnswer(number))
+
+
+def _cancel(state: State, command: commands.CancelJob, now: float) -> Decision:
+    job = find_job(state, command.number)
+    if isinstance(job, Refused):
+        return Decision((), job)
+    if job.state is JobState.CANCELLED or job.ending is JobState.CANCELLED:
+        return Decision((), JobAnswer(job.number))
+    job = unfinished(state, command.number)
+    if isinstance(job, Refused):
+        return Decision((), job)
+    event = events.JobCancelled(now, _user(command.user), job.number, command.reason)
+    return Decision((event,), JobAnswer(job.number))
+
+
+def _suspend(state: State, command: commands.SuspendJob, now: float) -> Decision:
+    job = unfinished(state, command.number)
+    if isinstance(job, Refused):
+        return Decision((), job)
+    level = check_suspend(state, job, command.level)
+    if isinstance(level, Refused):
+        return Decision((), level)
+    if level is SuspendLevel.NONE:
+        return Decision((), JobAnswer(job.number))
+    return Decision(
+        (events.JobSuspended(now, _user(command.user), job.number, level),), JobAnswer(job.number)
+    )
+
+
+def _resume(state: State, command: commands.ResumeJob, now: float) -> Decision:
+    job = unfinished(state, command.number)
+    if isinstance(job, Refused):
+        return Decision((), job)
+    if job.state is not JobState.SUSPENDED:
+        return Decision((), JobAnswer(job.number))
+    gang = state.gangs.get(job.epoch)
+    if gang is not None and job.ending is None and gang.park_level is SuspendLevel.CHECKPOINT:
+        return Decision((), busy(job, "its checkpoint is being written"))
+    return Decision((events.JobResumed(now, _user(command.user), job.number),), JobAnswer(job.number))
+
+
+def _move(state: State, command: commands.MoveJob, now: float) -> Decision:
+    job = unfinished(state, command.number)
+    if isinstance(job, Refused):
+        return Decision((), job)
+    claims = check_move(state, job, command.nodes)
+    if isinstance(claims, Refused):
+        return Decision((), claims)
+    event = events.MoveBegun(now, _user(command.user), job.number, claims, level_of(state, claims))
+    return Decision((event,), JobAnswer(job.number))
+
+
+def _retune(state: State, command: commands.RetuneJob, now: float) -> Decision:
+    job = unfinished(state, command.number)
+    if isinstance(job, Refused):
+        return Decision((), job)
+    gang = state.gangs.get(job.epoch)
+    if job.next_epoch or job.ending is not None:
+        return Decision((), busy(job, "it is being moved or ends"))
+    if gang is None or gang.intent is not Intent.RUN or job.state is not JobState.HOLDING:
+        return Decision((), not_running(job, gang))
+    claims = gang.claims
+    if not command.repin:
+        claims = tuple(_with_cores(state, claim, command.millicores * sum(claim.tasks)) for claim in gang.claims)
+        refusals = judge_change(state, job, claims, holding=gang.claims, retune=True)
+        if command.millicores <= 0 or refusals:
+            text = refusals[0].message if refusals else "cores per task must be more than zero"
+            return Decision((), Refused("CORES_REFUSED", f"{job.name}: {text}", {"job": job.name}))
+    event = events.CoresChanged(now, _user(command.user), job.number, claims, command.repin)
+    return Decision((event,), JobAnswer(job.number))
+
+
+def _resize(state: State, command: commands.ResizeJob, now: float) -> Decision:
+    return Decision((), Refused("NOT_SUPPORTED", "elastic resize is not built yet"))
+
+
+def _open_session(state: State, command: commands.OpenSession, now: float) -> Decision:
+    node = state.nodes.get(command.node)
+    if node is not None and node.machine_uuid != command.machine_uuid and node.session and not node.lost:
+        silent = now - state.last_answer.get(command.node, 0.0)
+        if silent < state.settings.session_alive_seconds or state.gangs_on.get(command.node):
+            text = (
+                f"nodes/{command.node} belongs to another machine ({node.machine_uuid}) that answered {silent:.0f} s "
+                "ago; give this daemon another --node name"
+            )
+            return Decision((), Refused("NODE_NAME_TAKEN", text, {"node": f"nodes/{command.node}"}))
+    wanted = command.configuration_set
+    known = state.configuration_sets.get(wanted.name)
+    if known is not None and known != wanted:
+        text = f"configuration set {wanted.name!r} is known with other hardware; choose another name"
+        return Decision((), Refused("CONFIGURATION_SET_MISMATCH", text, {"configuration_set": wanted.name}))
+    if wanted.devices > _DEVICES_LIMIT or not wanted.sockets:
+        text = f"configuration set {wanted.name!r}: at most {_DEVICES_LIMIT} devices and at least one socket"
+        return Decision((), Refused("CONFIGURATION_SET_MISMATCH", text, {"configuration_set": wanted.name}))
+    if node is not None and node.configuration_set != wanted.name and state.gangs_on.get(command.node):
+        text = f"nodes/{command.node} has gangs and belonged to {node.configuration_set!r}; let them end first"
+        return Decision((), Refused("CONFIGURATION_SET_MISMATCH", text, {"node": f"nodes/{command.node}"}))
+    token = state.counters.storage_token
+    if command.storage_token and token and command.storage_token != token:
+        text = "the storage directory belongs to another cluster; mount the right one or correct --storage"
+        return Decision((), Refused("STORAGE_MISMATCH", text, {"node": f"nodes/{command.node}"}))
+    session = f"{command.node}-{state.counters.next_session}"
+    event = events.SessionOpened(now, f"daemon:{command.node}", command, session)
+    return Decision((event,), SessionAnswer(command.node, session))
+
+
+_DEVICES_LIMIT: Final = 64
+
+
+def _observe(state: State, command: commands.Observe, now: float) -> Decision:
+    refused = _check_session(state, command.node, command.session)
+    if refused is not None:
+        return Decision((), refused)
+    node = state.nodes[command.node]
+    if command.observation < node.observation:
+        return Decision((), Done())
+    return Decision((events.NodeObserved(now, f"daemon:{command.node}", command),), Done())
+
+
+def _answer(state: State, command: commands.Answer, now: float) -> Decision:
+    refused = _check_session(state, command.node, command.session)
+    if refused is not None:
+        return Decision((), refused)
+    event = events.NodeAnswered(now, f"daemon:{command.node}", command.node, command.desired_version)
+    return Decision((event,), Done())
+
+
+def _check_session(state: State, name: str, session: str) -> Refused | None:
+    node = state.nodes.get(name)
+    if node is None or not session or node.session != session:
+        text = f"session {session!r} of nodes/{name} is void; open a new one and keep what runs"
+        return Refused("SESSION_SUPERSEDED", text, {"node": f"nodes/{name}"})
+    return None
+
+
+def _mark(
+    state: State, command: commands.DrainNode | commands.CordonNode | commands.UncordonNode, now: float
+) -> Decision:
+    node = state.nodes.get(command.node)
+    if node is None:
+        return Decision((), _no_node(command.node))
+    mark, reason = "UNCORDON", ""
+    if not isinstance(command, commands.UncordonNode):
+        mark = "DRAIN" if isinstance(command, commands.DrainNode) else "CORDON"
+        reason = command.reason.strip()
+        if not reason:
+            text = f"say why nodes/{command.node} goes out of service (--reason)"
+            return Decision((), Refused("REASON_MISSING", text, {"node": f"nodes/{command.node}"}))
+    present = (node.draining, node.cordoned, node.state_reason)
+    if present == (mark == "DRAIN", mark != "UNCORDON", reason):
+        return Decision((), NodeAnswer(node.name))
+    event = events.NodeMarked(now, _user(command.user), node.name, mark, reason)
+    return Decision((event,), NodeAnswer(node.name))
+
+
+def _declare_lost(state: State, command: commands.DeclareLost, now: float) -> Decision:
+    node = state.nodes.get(command.node)
+    if node is None:
+        return Decision((), _no_node(command.node))
+    if node.lost:
+        return Decision((), NodeAnswer(node.name))
+    silent = now - state.last_answer.get(node.name, 0.0)
+    if node.session and silent < state.settings.session_alive_seconds:
+        text = f"nodes/{node.name} answered {silent:.1f} s ago: stop it first, or drain it"
+        return Decision((), Refused("NODE_ALIVE", text, {"node": f"nodes/{node.name}"}))
+    event = events.NodeLost(now, _user(command.user), node.name, "declared lost by an operator")
+    return Decision((event,), NodeAnswer(node.name))
+
+
+def _claim_turns(state: State, command: commands.ClaimTurns, now: float) -> Decision:
+    for number in command.jobs:
+        job = find_job(state, number)
+        if isinstance(job, Refused):
+            return Decision((), job)
+    return Decision((events.TurnsClaimed(now, f"scheduler:{command.scheduler}", command),), Done())
+
+
+def _tick(state: State, command: commands.Tick, now: float) -> Decision:
+    return Decision((events.TimePassed(now),), Done())
+
+
+def _has_arena(gang: Gang) -> bool:
+    return all(piece.claim.arena_bytes or not piece.claim.device_mask for piece in gang.pieces)
+
+
+def _unavailable(job: Job, level: str) -> Refused:
+    missing = job.capabilities.missing
+    why = missing.get(level) or "; ".join(f"{name}: {text}" for name, text in sorted(missing.items()))
+    text = f"{job.name} does not offer {level}: {why or 'it has not said what it can do yet'}"
+    return Refused("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": level})
+
+
+def _with_cores(state: State, claim: Claim, millicores: int) -> Claim:
+    """Spreads cores over sockets: as the claim did, then wherever some are free, lowest socket first."""
+    row = state.view.row(claim.node)
+    room = [free + own for free, own in zip(row.free_millicores, claim.millicores, strict=True)]
+    given = [min(own, room_here) for own, room_here in zip(claim.millicores, room, strict=True)]
+    excess = sum(given) - millicores
+    for index in reversed(range(len(given))):
+        taken = min(given[index], max(0, excess))
+        given[index] -= taken
+        excess -= taken
+    missing = millicores - sum(given)
+    for index, room_here in sorted(enumerate(room), key=lambda item: (given[item[0]] == 0, item[0])):
+        more = min(room_here - given[index], max(0, missing))
+        given[index] += more
+        missing -= more
+    if missing > 0:
+        # Does not fit: say so with the true figures instead of a smaller claim.
+        given[0] += missing
+    return replace(claim, millicores=tuple(given))
+
+
+def _no_node(name: str) -> Refused:
+    return Refused("NODE_NOT_FOUND", f"there is no nodes/{name}", {"node": f"nodes/{name}"})
+
+
+def _user(user: str) -> str:
+    return f"user:{user}"
+
+
+_DECIDERS: Final[dict[type, Callable[[State, Any, float], Decision]]] = {
+    commands.SubmitJob: _submit,
+    commands.CancelJob: _cancel,
+    commands.SuspendJob: _suspend,
+    commands.ResumeJob: _resume,
+    commands.MoveJob: _move,
+    commands.RetuneJob: _retune,
+    commands.ResizeJob: _resize,
+    commands.OpenSession: _open_session,
+    commands.Observe: _observe,
+    commands.Answer: _answer,
+    commands.DrainNode: _mark,
+    commands.CordonNode: _mark,
+    commands.UncordonNode: _mark,
+    commands.DeclareLost: _declare_lost,
+    commands.ClaimTurns: _claim_turns,
+    commands.Tick: _tick,
+}

@@ -1,0 +1,45 @@
+"""How a node empties: each job that lives there is moved, or parked to storage when no place or no way is found."""
+
+from __future__ import annotations
+
+from ganger_master.core import attempts, capacity
+from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.state import State
+
+
+def follow(state: State, now: float) -> None:
+    """One pass over the nodes that drain."""
+    for name in state.draining:
+        for epoch in list(state.gangs_on.get(name, ())):
+            gang = state.gangs.get(epoch)
+            if gang is not None:
+                _empty(state, state.jobs[gang.job], gang, now, f"drain:{name}")
+
+
+def _empty(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
+    if job.epoch != gang.epoch or job.next_epoch or job.ending is not None or not job.capabilities.known:
+        return
+    if gang.intent is Intent.PARK:
+        _to_storage(state, job, gang, now, cause)
+        return
+    if gang.intent is not Intent.RUN or gang.phase is not GangPhase.RUNNING:
+        return
+    if attempts.can_hand_over(job) and job.moves_aborted <= state.settings.moves_aborted_allowed:
+        found = capacity.find_place(state, job, avoid=_draining_nodes(state))
+        if found is not None:
+            claims, level = found
+            attempts.begin_move(state, job.number, claims, level, now, cause)
+            return
+    _to_storage(state, job, gang, now, cause)
+
+
+def _to_storage(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
+    """A job that cannot be saved stays until it ends: draining loses no work."""
+    if not job.capabilities.checkpoint or gang.park_level is SuspendLevel.CHECKPOINT:
+        return
+    by_plan = job.state is not JobState.SUSPENDED
+    attempts.suspend(state, job.number, SuspendLevel.CHECKPOINT, now, cause, by_plan=by_plan)
+
+
+def _draining_nodes(state: State) -> frozenset[str]:
+    return frozenset(state.draining)

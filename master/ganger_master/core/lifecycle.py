@@ -1,0 +1,157 @@
+"""Desired × observed: what the parts of a gang, seen together, mean for what is wanted of it.
+
+One table, no state of its own. `docs/states.md` shows it; a test keeps the two alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Final
+
+from ganger_master.core.model import Gang, Intent, ObservedPhase, Outcome, OutcomeKind, Piece, SuspendLevel
+
+
+class Seen(StrEnum):
+    """All parts of a gang seen together."""
+
+    # Some part is on its way, or not heard of yet.
+    BUSY = "BUSY"
+    # Every part has its ranks waiting for RUN.
+    PREPARED = "PREPARED"
+    # ... with the complete state of the boundary.
+    READY = "READY"
+    # Every part has stepped since the last start or resume.
+    RUNNING = "RUNNING"
+    # Every part rests at the same step, for the present stop, at the wanted level.
+    PARKED = "PARKED"
+    # A part of a move says that it cannot go on.
+    TROUBLED = "TROUBLED"
+    # Every part ended well.
+    DONE = "DONE"
+    # Every part ended, some by yielding after a checkpoint.
+    YIELDED = "YIELDED"
+    # A part ended badly, or is lost.
+    BROKEN = "BROKEN"
+    # Nothing is left anywhere.
+    GONE = "GONE"
+
+
+class Act(StrEnum):
+    """What follows."""
+
+    WAIT = "WAIT"
+    # Runs: clocks start, a move's source may go.
+    STEPPED = "STEPPED"
+    # The source of the move may hand over.
+    HAND_OVER = "HAND_OVER"
+    # This side is ready: commit if the other is.
+    COMMIT = "COMMIT"
+    # The move is given up; the source goes on.
+    ABORT = "ABORT"
+    # It rests where it was asked to: release what the level does not keep.
+    REST = "REST"
+    # The job has finished.
+    SUCCEED = "SUCCEED"
+    # The attempt has failed: stop what is left of it, then decide by the budgets.
+    FAIL = "FAIL"
+    # Nothing is left: forget the gang.
+    FORGET = "FORGET"
+
+
+_ANYWHERE: Final = {
+    Seen.BUSY: Act.WAIT,
+    Seen.PREPARED: Act.WAIT,
+    Seen.READY: Act.WAIT,
+    Seen.RUNNING: Act.WAIT,
+    Seen.PARKED: Act.WAIT,
+    Seen.TROUBLED: Act.WAIT,
+    Seen.DONE: Act.SUCCEED,
+    Seen.YIELDED: Act.FAIL,
+    Seen.BROKEN: Act.FAIL,
+    Seen.GONE: Act.FAIL,
+}
+
+_ROWS: Final[Mapping[Intent, Mapping[Seen, Act]]] = {
+    Intent.RUN: {**_ANYWHERE, Seen.RUNNING: Act.STEPPED},
+    Intent.PREPARE: {
+        **_ANYWHERE,
+        Seen.PREPARED: Act.HAND_OVER,
+        Seen.READY: Act.COMMIT,
+        Seen.TROUBLED: Act.ABORT,
+        Seen.DONE: Act.ABORT,
+        Seen.YIELDED: Act.ABORT,
+        Seen.BROKEN: Act.ABORT,
+        Seen.GONE: Act.ABORT,
+    },
+    Intent.PARK: {**_ANYWHERE, Seen.PARKED: Act.REST, Seen.YIELDED: Act.REST},
+    Intent.HAND_OVER: {**_ANYWHERE, Seen.PARKED: Act.COMMIT, Seen.TROUBLED: Act.ABORT},
+    Intent.STOP: {**dict.fromkeys(Seen, Act.WAIT), Seen.GONE: Act.FORGET},
+}
+
+TABLE: Final[Mapping[tuple[Intent, Seen], Act]] = {
+    (intent, seen): act for intent, row in _ROWS.items() for seen, act in row.items()
+}
+
+
+def act_of(gang: Gang) -> Act:
+    return TABLE[gang.intent, seen_of(gang)]
+
+
+def seen_of(gang: Gang) -> Seen:
+    """The parts of a gang seen together; a bad end of one part outweighs everything."""
+    pieces = gang.pieces
+    if gang.is_gone and gang.intent is Intent.STOP:
+        return Seen.GONE
+    if any(_ended_badly(piece) for piece in pieces):
+        return Seen.BROKEN
+    if gang.is_gone:
+        done = all(piece.outcome.kind is OutcomeKind.DONE for piece in pieces)
+        return Seen.DONE if done else Seen.YIELDED
+    if gang.intent in (Intent.PREPARE, Intent.HAND_OVER) and any(piece.trouble for piece in pieces):
+        return Seen.TROUBLED
+    if all(_is_parked(gang, piece) for piece in pieces) and len({piece.stop_step for piece in pieces}) == 1:
+        return Seen.PARKED
+    phases = {piece.phase for piece in pieces}
+    if phases == {ObservedPhase.RUNNING}:
+        return Seen.RUNNING
+    if phases == {ObservedPhase.READY}:
+        return Seen.READY
+    if phases <= {ObservedPhase.READY, ObservedPhase.PREPARED}:
+        return Seen.PREPARED
+    return Seen.BUSY
+
+
+def bad_outcome(gang: Gang) -> Outcome:
+    """How it broke: of several bad ends the one that says most, then the first by node."""
+    bad = [piece for piece in gang.pieces if _ended_badly(piece)]
+    if not bad:
+        return Outcome(OutcomeKind.UNKNOWN, message="ended without a reason")
+    return min(bad, key=lambda piece: (_TELLING.index(piece.outcome.kind), piece.claim.node)).outcome
+
+
+# Most telling first: a rank that died of its own takes its peers along.
+_TELLING: Final = (
+    OutcomeKind.OUT_OF_MEMORY,
+    OutcomeKind.LAUNCH_FAILED,
+    OutcomeKind.FAILED,
+    OutcomeKind.ESCALATED,
+    OutcomeKind.UNKNOWN,
+    OutcomeKind.FENCED,
+    OutcomeKind.STOPPED,
+    OutcomeKind.NONE,
+    OutcomeKind.YIELDED,
+    OutcomeKind.DONE,
+)
+
+
+def _ended_badly(piece: Piece) -> bool:
+    return piece.gone and piece.outcome.kind not in (OutcomeKind.DONE, OutcomeKind.YIELDED)
+
+
+def _is_parked(gang: Gang, piece: Piece) -> bool:
+    if piece.phase is not ObservedPhase.PARKED or not gang.stop_sequence:
+        return False
+    if piece.stop_sequence != gang.stop_sequence:
+        return False
+    return gang.intent is Intent.HAND_OVER or piece.level >= max(gang.park_level, SuspendLevel.PAUSE)

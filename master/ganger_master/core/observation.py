@@ -1,0 +1,182 @@
+"""What a daemon's complete observed set changes: parts of gangs, checkpoints, strays, the node itself.
+
+Level-triggered and idempotent: the same report twice changes nothing, an old epoch never changes anything but its own
+disappearance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ganger_master.core.commands import Observe, ObservedGang
+from ganger_master.core.model import (
+    Capabilities,
+    Gang,
+    GangRole,
+    Node,
+    ObservedPhase,
+    Outcome,
+    OutcomeKind,
+    Piece,
+    Stray,
+)
+from ganger_master.core.state import State
+
+
+def observe(state: State, report: Observe, now: float, cause: str) -> None:
+    """Applies a report of the present session that is not older than the last one."""
+    node = state.nodes[report.node]
+    strays: list[Stray] = []
+    acknowledged: list[int] = []
+    seen: set[int] = set()
+    for observed in sorted(report.gangs, key=lambda gang: gang.epoch):
+        seen.add(observed.epoch)
+        gang = state.gangs.get(observed.epoch)
+        piece = gang.piece(report.node) if gang is not None else None
+        if gang is None or piece is None or (piece.gone and not piece.lost) or not _same_job(state, observed, gang):
+            stray = _stray_of(state, node, observed)
+            if stray is not None:
+                strays.append(stray)
+            elif observed.phase is ObservedPhase.ENDED:
+                acknowledged.append(observed.epoch)
+            continue
+        _observe_piece(state, gang, piece, observed)
+        _learn(state, gang, observed, now)
+        if observed.phase is ObservedPhase.ENDED:
+            acknowledged.append(observed.epoch)
+    for epoch in sorted(state.gangs_on.get(report.node, ())):
+        if epoch not in seen:
+            _observe_absence(state, state.gangs[epoch], report)
+    _note_quarantine(state, node, strays, now, cause)
+    if not node.heard:
+        state.history(now, f"nodes/{node.name}", "node_ready", cause)
+    state.put_node(
+        replace(
+            state.nodes[report.node],
+            heard=True,
+            observation=report.observation,
+            applied_version=report.desired_version,
+            device_faults=dict(sorted(report.device_faults.items())),
+            storage_proved=report.storage_proved,
+            strays=tuple(strays),
+            acknowledged=tuple(acknowledged),
+        )
+    )
+
+
+def lose(state: State, name: str, now: float, cause: str, reason: str) -> None:
+    """Counts every part on the node as gone for its job; what it held stays held until the node says otherwise."""
+    node = state.nodes[name]
+    state.put_node(replace(node, lost=True, heard=False, session="", state_reason=reason))
+    outcome = Outcome(OutcomeKind.UNKNOWN, message=f"nodes/{name} is lost: {reason}")
+    for epoch in sorted(state.gangs_on.get(name, ())):
+        gang = state.gangs[epoch]
+        piece = gang.piece(name)
+        if piece is not None and not piece.gone:
+            state.put_gang(_with_piece(gang, replace(piece, gone=True, lost=True, outcome=outcome)))
+    state.history(now, f"nodes/{name}", "node_lost", cause, reason)
+
+
+def _observe_piece(state: State, gang: Gang, piece: Piece, observed: ObservedGang) -> None:
+    ended = observed.phase is ObservedPhase.ENDED
+    if piece.lost:
+        # Its job went on without it: all that counts is that it goes.
+        if ended:
+            state.put_gang(_with_piece(gang, replace(piece, held=None, lost=False, phase=ObservedPhase.ENDED)))
+        return
+    fresh = replace(
+        piece,
+        phase=observed.phase,
+        level=observed.level,
+        master_sequence=max(piece.master_sequence, observed.master_sequence),
+        stop_sequence=observed.stop_sequence,
+        stop_step=observed.stop_step,
+        trouble=observed.trouble,
+        pids=observed.pids or piece.pids,
+        cores=observed.cores or piece.cores,
+        threads=observed.threads,
+        repin_done=observed.repin_done,
+        arena_bytes=observed.arena_bytes,
+        capabilities=observed.capabilities if observed.capabilities.known else piece.capabilities,
+    )
+    if ended:
+        outcome = observed.outcome
+        if outcome.kind is OutcomeKind.NONE:
+            outcome = Outcome(OutcomeKind.UNKNOWN, message="ended, and nobody recorded how")
+        fresh = replace(fresh, gone=True, held=None, outcome=outcome)
+    state.put_gang(_with_piece(gang, fresh))
+
+
+def _observe_absence(state: State, gang: Gang, report: Observe) -> None:
+    """A part that is not reported: nothing, if the daemon cannot have heard of it yet; else it is gone."""
+    piece = gang.piece(report.node)
+    if piece is None or (piece.gone and not piece.lost):
+        return
+    heard_of = 0 < piece.wanted_from <= report.desired_version
+    if not heard_of and piece.phase is ObservedPhase.NONE and not piece.lost:
+        return
+    if piece.lost:
+        state.put_gang(_with_piece(gang, replace(piece, held=None, lost=False)))
+        return
+    outcome = Outcome(OutcomeKind.UNKNOWN, message=f"nodes/{report.node} knows nothing of it any more")
+    state.put_gang(_with_piece(gang, replace(piece, gone=True, held=None, outcome=outcome)))
+
+
+def _learn(state: State, gang: Gang, observed: ObservedGang, now: float) -> None:
+    """Checkpoint, peak and capabilities, from the job's present gangs only."""
+    job = state.jobs[gang.job]
+    if gang.epoch not in (job.epoch, job.next_epoch) or job.state.is_final:
+        return
+    fresh = replace(job, peak_device_bytes=max(job.peak_device_bytes, observed.peak_device_bytes))
+    if observed.capabilities.known and gang.role is not GangRole.DESTINATION:
+        fresh = replace(fresh, capabilities=_common(state.gangs[gang.epoch]))
+    checkpoint = observed.checkpoint
+    if checkpoint is not None and (fresh.checkpoint is None or checkpoint.step > fresh.checkpoint.step):
+        fresh = replace(fresh, checkpoint=checkpoint)
+        state.history(now, job.name, "checkpoint_complete", f"epoch:{gang.epoch}", step=checkpoint.step)
+    if fresh != job:
+        state.put_job(fresh)
+
+
+def _common(gang: Gang) -> Capabilities:
+    """A level is offered if every part that has spoken offers it."""
+    known = [piece.capabilities for piece in gang.pieces if piece.capabilities.known]
+    return Capabilities(
+        all(capabilities.pause for capabilities in known),
+        all(capabilities.offload for capabilities in known),
+        all(capabilities.checkpoint for capabilities in known),
+        {level: why for capabilities in known for level, why in sorted(capabilities.missing.items())},
+        known=True,
+    )
+
+
+def _same_job(state: State, observed: ObservedGang, gang: Gang) -> bool:
+    return observed.job == gang.job and observed.uid == state.jobs[gang.job].uid
+
+
+def _stray_of(state: State, node: Node, observed: ObservedGang) -> Stray | None:
+    """None for one that has ended and whose job we know: the daemon may forget it."""
+    job = state.jobs.get(observed.job)
+    known = job is not None and job.uid == observed.uid and observed.epoch < state.counters.next_epoch
+    if known and observed.phase is ObservedPhase.ENDED:
+        return None
+    before = next((s for s in node.strays if (s.uid, s.epoch) == (observed.uid, observed.epoch)), None)
+    sequence = before.master_sequence if before else observed.master_sequence + 1
+    note = "an older epoch" if known else "an unknown job or an epoch from the future"
+    mask = 0 if observed.phase is ObservedPhase.ENDED else observed.device_mask
+    return Stray(observed.job, observed.uid, observed.epoch, mask, sequence, not known, note)
+
+
+def _note_quarantine(state: State, node: Node, strays: list[Stray], now: float, cause: str) -> None:
+    before = {(stray.uid, stray.epoch) for stray in node.strays}
+    for stray in strays:
+        if (stray.uid, stray.epoch) not in before:
+            kind = "gang_quarantined" if stray.quarantined else "stale_gang_found"
+            state.history(
+                now, f"nodes/{node.name}", kind, cause, stray.note, job=f"jobs/{stray.job}", epoch=stray.epoch
+            )
+
+
+def _with_piece(gang: Gang, fresh: Piece) -> Gang:
+    pieces = tuple(fresh if piece.claim.node == fresh.claim.node else piece for piece in gang.pieces)
+    return replace(gang, pieces=pieces)

@@ -1,0 +1,150 @@
+"""How what is wanted of one gang changes: every change raises its master sequence, a stop keeps its own.
+
+Pure functions from gang to gang, and what a gang still holds at each level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ganger_master.core.desired import threads_of
+from ganger_master.core.model import (
+    Claim,
+    Gang,
+    GangPhase,
+    GangRole,
+    Intent,
+    Level,
+    ObservedPhase,
+    Piece,
+    Restore,
+    SuspendLevel,
+)
+
+
+def new_gang(
+    epoch: int,
+    job: int,
+    claims: Sequence[Claim],
+    level: Level,
+    now: float,
+    role: GangRole,
+    restore: Restore,
+) -> Gang:
+    """A gang that runs at once, or prepares to as the destination of a move."""
+    moving = role is GangRole.DESTINATION
+    return Gang(
+        epoch=epoch,
+        job=job,
+        role=role,
+        phase=GangPhase.MOVING if moving else GangPhase.STARTING,
+        pieces=tuple(Piece(claim, claim) for claim in claims),
+        level=level,
+        create_time=now,
+        intent=Intent.PREPARE if moving else Intent.RUN,
+        restore=restore,
+        threads=threads_of(claims),
+        since=now,
+    )
+
+
+def run(gang: Gang, now: float) -> Gang:
+    """Running needs no agreement: it cancels a stop at any time."""
+    phase = GangPhase.RUNNING if gang.stepped and gang.phase is GangPhase.MOVING else GangPhase.STARTING
+    return _order(
+        replace(
+            gang,
+            role=GangRole.ACTIVE,
+            intent=Intent.RUN,
+            park_level=SuspendLevel.NONE,
+            stop_sequence=0,
+            stop_step=0,
+            phase=phase,
+            parked_by_plan=False,
+            # A report from before the order says nothing about the steps after it.
+            pieces=tuple(_not_parked(piece) for piece in gang.pieces),
+            since=now,
+        )
+    )
+
+
+def park(gang: Gang, level: SuspendLevel, now: float, by_plan: bool) -> Gang:
+    """The stop that is under way goes on at the new level."""
+    ordered = _order(replace(gang, intent=Intent.PARK, park_level=level, phase=GangPhase.STOPPING, since=now))
+    begun = gang.stop_sequence or ordered.master_sequence
+    return replace(ordered, stop_sequence=begun, parked_by_plan=by_plan)
+
+
+def hand_over(gang: Gang) -> Gang:
+    ordered = _order(replace(gang, intent=Intent.HAND_OVER, phase=GangPhase.MOVING))
+    return replace(ordered, stop_sequence=gang.stop_sequence or ordered.master_sequence)
+
+
+def stop(gang: Gang, reason: str, now: float, checkpoint_first: bool = False) -> Gang:
+    """Ends here, wherever it still is. Stopping what is being stopped changes nothing."""
+    if gang.intent is Intent.STOP:
+        return gang
+    return _order(
+        replace(
+            gang,
+            role=GangRole.LEAVING,
+            intent=Intent.STOP,
+            phase=GangPhase.STOPPING,
+            stop_reason=reason,
+            checkpoint_first=checkpoint_first,
+            since=now,
+        )
+    )
+
+
+def retune(gang: Gang, claims: Sequence[Claim], repin: bool) -> Gang:
+    pieces = tuple(
+        replace(piece, claim=claim, held=claim) for piece, claim in zip(gang.pieces, claims, strict=True)
+    )
+    requests = gang.repin_request + 1 if repin else gang.repin_request
+    return _order(replace(gang, pieces=pieces, threads=threads_of(claims), repin_request=requests))
+
+
+def rested(gang: Gang, now: float) -> Gang:
+    """All parts rest: OFFLOAD gives up devices and cores, keeps the memory of its processes and their arenas."""
+    pieces = gang.pieces
+    if gang.park_level is SuspendLevel.OFFLOAD:
+        pieces = tuple(replace(piece, held=kept_offloaded(piece.claim)) for piece in pieces)
+    return replace(gang, pieces=pieces, phase=GangPhase.PARKED, stop_step=pieces[0].stop_step, since=now)
+
+
+def kept_offloaded(claim: Claim) -> Claim:
+    return replace(claim, device_mask=0, millicores=(0,) * len(claim.millicores))
+
+
+def holding(gang: Gang, claims: Sequence[Claim]) -> Gang:
+    """Holds these claims (again), piece by piece."""
+    pieces = tuple(
+        replace(piece, claim=claim, held=claim) for piece, claim in zip(gang.pieces, claims, strict=True)
+    )
+    return replace(gang, pieces=pieces, threads=threads_of(claims))
+
+
+def holding_nothing(gang: Gang) -> Gang:
+    return replace(gang, pieces=tuple(replace(piece, held=None) for piece in gang.pieces))
+
+
+def holds_devices(gang: Gang) -> bool:
+    """Whether it still holds its whole placement."""
+    return all(piece.held == piece.claim for piece in gang.pieces)
+
+
+def same_place(one: Sequence[Claim], other: Sequence[Claim]) -> bool:
+    """Same nodes, devices and tasks: what is parked on one can run on the other without moving."""
+    return [(c.node, c.device_mask, c.tasks) for c in one] == [(c.node, c.device_mask, c.tasks) for c in other]
+
+
+def _order(gang: Gang) -> Gang:
+    return replace(gang, master_sequence=gang.master_sequence + 1)
+
+
+def _not_parked(piece: Piece) -> Piece:
+    if piece.phase in (ObservedPhase.PARKED, ObservedPhase.READY, ObservedPhase.STOPPING):
+        return replace(piece, phase=ObservedPhase.STARTING)
+    return piece

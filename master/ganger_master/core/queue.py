@@ -1,0 +1,136 @@
+"""Whose turn it is: leases to request a gang, given to waiting jobs in the policy's order.
+
+A turn is a hint that bounds how many ask at once; whether a request is granted is decided by fit and by what is kept for
+those who go first. Losing a turn costs its job nothing but time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ganger_master.core.commands import ClaimTurns
+from ganger_master.core.events import GangRefused
+from ganger_master.core.model import Job
+from ganger_master.core.state import State, Turn
+
+# How far behind the head of the queue turns are given: bounds the work of one event.
+WINDOW = 64
+
+
+def hand_out(state: State, now: float) -> tuple[int, ...]:
+    """Gives turns while there are any to give; their numbers."""
+    given = []
+    for position, (_, number) in enumerate(state.waiting[:WINDOW]):
+        if len(state.turns) >= state.settings.turns_at_once:
+            break
+        if number in state.turn_of or not _may_ask(state, number, now):
+            continue
+        job = state.jobs[number]
+        if not _has_room_beside(state, job):
+            break
+        turn = Turn(
+            turn=state.next_turn,
+            number=number,
+            revision=job.revision,
+            rank=position + 1,
+            given=now,
+            expires=now + state.settings.turn_lease_seconds,
+            scheduler=scheduler_of(state, job),
+            reserved_nodes=state.reserved_nodes.get(number, ()),
+        )
+        state.next_turn += 1
+        state.turns[turn.turn] = turn
+        state.turn_of[number] = turn.turn
+        given.append(turn.turn)
+    return tuple(given)
+
+
+def scheduler_of(state: State, job: Job) -> str:
+    """Id of the scheduler whose stream claimed the job; "" for the default hosts. One that was named at submission has
+    a few leases of time to appear."""
+    if state.lost_turns.get(job.number, 0) >= state.settings.lost_turns_allowed:
+        return ""
+    return state.claimed_by.get(job.number, job.spec.scheduler)
+
+
+def valid_turn(state: State, number: int, turn: int, now: float) -> Turn | None:
+    """The job's turn of that number, unless it has expired."""
+    held = state.turns.get(turn)
+    return held if held is not None and held.number == number and now <= held.expires else None
+
+
+def expire(state: State, now: float) -> None:
+    """Takes back leases that were not used; their jobs are asked again, behind those that were not asked yet."""
+    for turn in [turn for turn in state.turns.values() if now > turn.expires]:
+        state.drop_turn(turn.number)
+        state.lost_turns[turn.number] = state.lost_turns.get(turn.number, 0) + 1
+
+
+def note_approved(state: State, number: int) -> None:
+    state.drop_turn(number)
+    state.lost_turns.pop(number, None)
+
+
+def note_refused(state: State, event: GangRefused) -> None:
+    """Keeps why, for `explain`; the turn stays for another try, or its job waits until the view changes."""
+    if state.refusals.get(event.number) != event.refusals:
+        state.refusals[event.number] = event.refusals
+        state.dirty.news[event.number] = None
+    turn = state.turns.get(state.turn_of.get(event.number, 0))
+    if turn is None or turn.turn != event.turn:
+        return
+    state.lost_turns.pop(event.number, None)
+    if event.turn_kept:
+        state.turns[turn.turn] = replace(turn, tries=turn.tries + 1)
+        return
+    state.conflicts[event.number] = state.conflicts.get(event.number, 0) + turn.tries + 1
+    state.passed[event.number] = (state.view.version, event.time)
+    state.drop_turn(event.number)
+
+
+def note_stream(state: State, claim: ClaimTurns, now: float) -> None:
+    """A stream came or went: turns of jobs it claims are its, turns it leaves behind expire at once."""
+    for number in [number for number, owner in state.claimed_by.items() if owner == claim.scheduler]:
+        del state.claimed_by[number]
+    if claim.connected:
+        for number in claim.jobs:
+            if number in state.jobs:
+                state.claimed_by[number] = claim.scheduler
+                state.lost_turns.pop(number, None)
+    stale = [turn for turn in state.turns.values() if turn.scheduler != scheduler_of(state, state.jobs[turn.number])]
+    if not claim.connected:
+        stale += [turn for turn in state.turns.values() if turn.scheduler == claim.scheduler and turn not in stale]
+    for turn in stale:
+        state.drop_turn(turn.number)
+
+
+def next_time(state: State, now: float) -> float | None:
+    """When a lease runs out, or a job that found no place is to be asked again."""
+    times = [turn.expires + _JUST_AFTER for turn in state.turns.values()]
+    again = state.settings.turn_again_seconds
+    times.extend(state.passed[number][1] + again for _, number in state.waiting[:WINDOW] if number in state.passed)
+    return min(times, default=None)
+
+
+# An instant at which a lease still holds is not yet past it.
+_JUST_AFTER = 0.001
+
+
+def _has_room_beside(state: State, job: Job) -> bool:
+    """Where nobody may overtake, several ask at once only if there is ample room for all of them."""
+    if not state.turns or not state.policy.protects_all:
+        return True
+    asking = sum(state.jobs[turn.number].spec.gpus for turn in state.turns.values())
+    return _AMPLE * (asking + job.spec.gpus) <= state.free_devices
+
+
+# Free devices per device asked for; fragments of the rest make less than this a gamble.
+_AMPLE = 2
+
+
+def _may_ask(state: State, number: int, now: float) -> bool:
+    """Not again at the same view, unless some time has passed: patience and estimates change with time."""
+    if number not in state.passed:
+        return True
+    version, time = state.passed[number]
+    return state.view.version != version or now >= time + state.settings.turn_again_seconds

@@ -1,0 +1,47 @@
+"""What an operator decides about the core; times are seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`lost_after_seconds` None: no node is ever lost without an operator's word."""
+
+    lost_after_seconds: float | None = 600.0
+    # Beyond lost_after: what clocks may drift and processes may be late in stopping themselves.
+    lost_margin_seconds: float = 30.0
+    policy: str = "fifo"
+    storage: str = ""
+    storage_token: str = ""
+    checkpoint_interval_seconds: float = 1800.0
+    # A session that answered this recently keeps its name; a node that did cannot be declared lost.
+    session_alive_seconds: float = 10.0
+    request_kept_seconds: float = 24 * 3600.0
+    # Between SIGTERM and kill.
+    grace_seconds: float = 10.0
+    # A move whose destination is not ready by then is given up; the source goes on.
+    move_deadline_seconds: float = 600.0
+    turn_lease_seconds: float = 0.5
+    turns_at_once: int = 32
+    # A job whose turn found no place is asked again after this, or when the view changes.
+    turn_again_seconds: float = 5.0
+    # After so many lost turns a user's scheduler is passed over for the default one.
+    lost_turns_allowed: int = 3
+    # Failed starts in a row, without a step, after which a job fails.
+    launch_failures_allowed: int = 5
+    # Moves of one job given up in a row, after which a drain parks it to storage.
+    moves_aborted_allowed: int = 2
+    # Reservations begin after so many conflicts or so long a wait.
+    reserve_after_conflicts: int = 3
+    reserve_after_seconds: float = 120.0
+    # Blocked jobs ahead whose places are protected.
+    protected_jobs: int = 4
+    jobs_waiting_limit: int = 100_000
+    finished_jobs_limit: int = 10_000
+    # Devices a user may hold at once; "" is everybody not named. Absent: no limit.
+    quota_devices: Mapping[str, int] = field(default_factory=dict)
+    # What one node and one rack could hold at most is judged by the nodes known; with none known all is accepted.
+    host_mode_pack_share: float = 0.5

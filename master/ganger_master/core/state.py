@@ -1,0 +1,356 @@
+"""The state one writer owns: immutable elements in dictionaries, what is derived from them, and what changed.
+
+Only `put_*` and `forget_gang` change elements, so the changes a store must make durable are exactly the ones noted here.
+What is volatile (turns, refusals, last answers) is gone after a restart and recomputed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from ganger.resources.reasons import Refusal
+from ganger.resources.values import ConfigurationSet, NodeRow
+from ganger.resources.view import View
+from ganger_master.core.effects import Effect, History
+from ganger_master.core.model import Counters, Element, Gang, Job, JobState, Node
+from ganger_master.core.settings import Settings
+from ganger_master.core.wanted import DesiredSet
+from ganger_master.policies import policy_named
+
+ELEMENT_TYPES: Final[Mapping[str, type[Element]]] = {
+    "configuration_set": ConfigurationSet,
+    "node": Node,
+    "job": Job,
+    "gang": Gang,
+    "counters": Counters,
+}
+_LOST_TICK_SECONDS: Final = 0.001
+_KINDS: Final = {element: kind for kind, element in ELEMENT_TYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Elements to insert or replace, and keys to remove: (kind, key)."""
+
+    puts: Mapping[tuple[str, str], Element]
+    removes: tuple[tuple[str, str], ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.puts or self.removes)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A lease to request a gang. Only the holder's requests count as in turn, until `expires`."""
+
+    turn: int
+    number: int
+    revision: int
+    rank: int
+    given: float
+    expires: float
+    scheduler: str
+    tries: int = 0
+    reserved_nodes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Dirty:
+    """What the present event touched: settled before `apply` returns."""
+
+    jobs: dict[int, None] = field(default_factory=dict)
+    rows: dict[str, None] = field(default_factory=dict)
+    wants: dict[str, None] = field(default_factory=dict)
+    news: dict[int, None] = field(default_factory=dict)
+
+
+class State:
+    """See the module. `now` is the time of the restart: nodes count as answered then, so none is declared lost early."""
+
+    def __init__(self, settings: Settings, now: float = 0.0) -> None:
+        self.settings = settings
+        self.policy = policy_named(settings.policy)
+        self.started = now
+        self.jobs: dict[int, Job] = {}
+        self.gangs: dict[int, Gang] = {}
+        self.nodes: dict[str, Node] = {}
+        self.configuration_sets: dict[str, ConfigurationSet] = {}
+        self.counters = Counters(storage_token=settings.storage_token)
+        self.view = View()
+        # Derived.
+        self.rows: dict[str, NodeRow] = {}
+        self.free_devices = 0
+        self.gangs_of: dict[int, list[int]] = {}
+        self.gangs_on: dict[str, dict[int, None]] = {}
+        self.requests: dict[str, int] = {}
+        self.live: dict[int, None] = {}
+        self.waiting: list[tuple[tuple[int, ...], int]] = []
+        self.running_limited: dict[int, None] = {}
+        self.moving: dict[int, None] = {}
+        self.draining: dict[str, None] = {}
+        self.desired: dict[str, DesiredSet] = {}
+        # Volatile.
+        self.last_answer: dict[str, float] = {}
+        # No node can be lost before this time; None while none can be.
+        self.next_lost_check: float | None = None
+        self.refusals: dict[int, tuple[Refusal, ...]] = {}
+        self.conflicts: dict[int, int] = {}
+        self.turns: dict[int, Turn] = {}
+        self.turn_of: dict[int, int] = {}
+        self.next_turn = 1
+        # Waiting jobs that were refused or passed at this view version: no turn until the view changes or time passes.
+        self.passed: dict[int, tuple[int, float]] = {}
+        self.lost_turns: dict[int, int] = {}
+        self.claimed_by: dict[int, str] = {}
+        self.reserved_nodes: dict[int, tuple[str, ...]] = {}
+        self.wake_at: float | None = None
+        # Changes since the last take_changes.
+        self.dirty = Dirty()
+        self.outbox: list[Effect] = []
+        self._puts: dict[tuple[str, str], Element] = {}
+        self._removes: dict[tuple[str, str], None] = {}
+        self._put(("counters", ""), self.counters)
+
+    # -- elements ------------------------------------------------------------------------------------------------------
+
+    def put_job(self, job: Job) -> None:
+        old = self.jobs.get(job.number)
+        if old == job:
+            return
+        self.jobs[job.number] = job
+        self._index_job(old, job)
+        self._put(("job", str(job.number)), job)
+        self.dirty.jobs[job.number] = None
+        self.dirty.news[job.number] = None
+
+    def put_gang(self, gang: Gang) -> None:
+        old = self.gangs.get(gang.epoch)
+        if old == gang:
+            return
+        self.gangs[gang.epoch] = gang
+        self._index_gang(old, gang)
+        self._put(("gang", str(gang.epoch)), gang)
+        self.dirty.jobs[gang.job] = None
+        self.dirty.news[gang.job] = None
+        for node in gang.nodes:
+            self.dirty.wants[node] = None
+            self.dirty.rows[node] = None
+
+    def forget_gang(self, epoch: int) -> None:
+        gang = self.gangs.pop(epoch)
+        self._unindex_gang(gang)
+        key = ("gang", str(epoch))
+        self._puts.pop(key, None)
+        self._removes[key] = None
+        self.dirty.jobs[gang.job] = None
+        self.dirty.news[gang.job] = None
+        for node in gang.nodes:
+            self.dirty.wants[node] = None
+            self.dirty.rows[node] = None
+
+    def forget_job(self, number: int) -> None:
+        job = self.jobs.pop(number)
+        self.requests.pop(job.request_id, None)
+        key = ("job", str(number))
+        self._puts.pop(key, None)
+        self._removes[key] = None
+        self.refusals.pop(number, None)
+
+    def put_node(self, node: Node) -> None:
+        old = self.nodes.get(node.name)
+        if old == node:
+            return
+        self.nodes[node.name] = node
+        self.gangs_on.setdefault(node.name, {})
+        if node.draining:
+            self.draining[node.name] = None
+        else:
+            self.draining.pop(node.name, None)
+        self._put(("node", node.name), node)
+        self.dirty.rows[node.name] = None
+        self.dirty.wants[node.name] = None
+        if old is not None and (old.peer_address, old.stream_address) != (node.peer_address, node.stream_address):
+            for epoch in self.gangs_on[node.name]:
+                for other in self._listeners(self.gangs[epoch]):
+                    self.dirty.wants[other] = None
+
+    def put_configuration_set(self, configuration_set: ConfigurationSet) -> None:
+        self.configuration_sets[configuration_set.name] = configuration_set
+        self.view.add_set(configuration_set)
+        self._put(("configuration_set", configuration_set.name), configuration_set)
+
+    def put_counters(self, counters: Counters) -> None:
+        self.counters = counters
+        self._put(("counters", ""), counters)
+
+    def take_changes(self) -> Changes:
+        """What became different since the last call; the caller makes it durable before any effect leaves."""
+        changes = Changes(self._puts, tuple(self._removes))
+        self._puts, self._removes = {}, {}
+        return changes
+
+    def drop_turn(self, number: int) -> None:
+        """Takes the job's turn back, if it has one."""
+        turn = self.turn_of.pop(number, None)
+        if turn is not None:
+            del self.turns[turn]
+
+    # -- queries -------------------------------------------------------------------------------------------------------
+
+    def blockers_of(self, number: int) -> tuple[Refusal, ...]:
+        return self.refusals.get(number, ())
+
+    def queue_rank(self, number: int) -> int:
+        """Position among waiting jobs, from 1; zero when it does not wait."""
+        job = self.jobs.get(number)
+        if job is None or not self.is_waiting(job):
+            return 0
+        return bisect_left(self.waiting, (self.policy.key(job), number)) + 1
+
+    @staticmethod
+    def is_waiting(job: Job) -> bool:
+        return job.state is JobState.PENDING and job.ending is None and job.next_epoch == 0
+
+    def gang_of(self, job: Job) -> Gang | None:
+        return self.gangs.get(job.epoch)
+
+    def gangs_of_job(self, number: int) -> list[Gang]:
+        """All gangs of a job that still have something somewhere, oldest first."""
+        return [self.gangs[epoch] for epoch in self.gangs_of.get(number, ())]
+
+    # -- restart -------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def restore(cls, settings: Settings, elements: Iterable[Element], now: float) -> State:
+        """The state of those elements. Sessions are void and free pieces unknown until each node's first report."""
+        state = cls(settings, now)
+        by_kind: dict[str, list[Element]] = {kind: [] for kind in ELEMENT_TYPES}
+        for element in elements:
+            by_kind[_KINDS[type(element)]].append(element)
+        for configuration_set in by_kind["configuration_set"]:
+            assert isinstance(configuration_set, ConfigurationSet)
+            state.put_configuration_set(configuration_set)
+        for counters in by_kind["counters"]:
+            assert isinstance(counters, Counters)
+            state.counters = counters
+            state.view.version = counters.view_version
+        for node in by_kind["node"]:
+            assert isinstance(node, Node)
+            state.put_node(replace(node, session="", heard=False))
+            if not node.lost:
+                state.note_answer(node.name, now)
+        for gang in sorted((g for g in by_kind["gang"] if isinstance(g, Gang)), key=lambda gang: gang.epoch):
+            state.put_gang(gang)
+        for job in sorted((j for j in by_kind["job"] if isinstance(j, Job)), key=lambda job: job.number):
+            state.put_job(job)
+        state.take_changes()
+        state.dirty.news.clear()
+        return state
+
+    # -- bookkeeping ---------------------------------------------------------------------------------------------------
+
+    def history(self, now: float, subject: str, kind: str, cause: str, message: str = "", **figures: object) -> None:
+        sequence = self.counters.next_event
+        self.put_counters(replace(self.counters, next_event=sequence + 1))
+        texts = {name: str(value) for name, value in sorted(figures.items())}
+        self.outbox.append(History(sequence, now, subject, kind, cause, message, texts))
+
+    def take_epoch(self) -> int:
+        epoch = self.counters.next_epoch
+        self.put_counters(replace(self.counters, next_epoch=epoch + 1))
+        return epoch
+
+    def put_row(self, row: NodeRow) -> bool:
+        """Whether the view changed by it."""
+        if self.rows.get(row.node) == row:
+            return False
+        old = self.rows.get(row.node)
+        self.free_devices += _free(row) - (_free(old) if old is not None else 0)
+        self.rows[row.node] = row
+        devices = self.configuration_sets[row.configuration_set].devices
+        faulty = sum(1 << device for device in self.nodes[row.node].device_faults)
+        self.view.put(row, ((1 << devices) - 1) & ~faulty)
+        self.put_counters(replace(self.counters, view_version=self.view.version))
+        return True
+
+    def note_answer(self, node: str, now: float) -> None:
+        """The node's daemon was answered: its lease, and our patience, count from here."""
+        self.last_answer[node] = now
+        if self.lost_after is not None and self.next_lost_check is None:
+            self.next_lost_check = now + self.lost_after
+
+    @property
+    def lost_after(self) -> float | None:
+        """Silence after which a node is lost, margin included; None never."""
+        after = self.settings.lost_after_seconds
+        return None if after is None else after + self.settings.lost_margin_seconds
+
+    def take_lost(self, now: float) -> list[str]:
+        """Nodes that are lost by now; looks through all of them, but only when one could be."""
+        after = self.lost_after
+        if after is None or self.next_lost_check is None or now < self.next_lost_check:
+            return []
+        alive = {name: time for name, time in self.last_answer.items() if not self.nodes[name].lost}
+        lost = sorted(name for name, time in alive.items() if now > time + after)
+        later = [time + after for name, time in alive.items() if now <= time + after]
+        # The same instant is not yet late: look again just after it.
+        self.next_lost_check = max(min(later), now) + _LOST_TICK_SECONDS if later else None
+        return lost
+
+    def _put(self, key: tuple[str, str], element: Element) -> None:
+        self._puts[key] = element
+        self._removes.pop(key, None)
+
+    def _index_job(self, old: Job | None, job: Job) -> None:
+        if old is None and job.request_id:
+            self.requests[job.request_id] = job.number
+        if job.state.is_final:
+            self.live.pop(job.number, None)
+        else:
+            self.live[job.number] = None
+        was, waits = old is not None and self.is_waiting(old), self.is_waiting(job)
+        if was and not waits and old is not None:
+            del self.waiting[bisect_left(self.waiting, (self.policy.key(old), old.number))]
+            self.drop_turn(job.number)
+            self.refusals.pop(job.number, None)
+            self.conflicts.pop(job.number, None)
+            self.passed.pop(job.number, None)
+        elif waits and not was:
+            insort(self.waiting, (self.policy.key(job), job.number))
+        if job.spec.time_limit_seconds is not None:
+            if job.running_since and not job.state.is_final:
+                self.running_limited[job.number] = None
+            else:
+                self.running_limited.pop(job.number, None)
+        if job.next_epoch:
+            self.moving[job.number] = None
+        else:
+            self.moving.pop(job.number, None)
+
+    def _index_gang(self, old: Gang | None, gang: Gang) -> None:
+        if old is None:
+            insort(self.gangs_of.setdefault(gang.job, []), gang.epoch)
+            for node in gang.nodes:
+                self.gangs_on.setdefault(node, {})[gang.epoch] = None
+
+    def _unindex_gang(self, gang: Gang) -> None:
+        self.gangs_of[gang.job].remove(gang.epoch)
+        if not self.gangs_of[gang.job]:
+            del self.gangs_of[gang.job]
+        for node in gang.nodes:
+            self.gangs_on[node].pop(gang.epoch, None)
+
+    def _listeners(self, gang: Gang) -> list[str]:
+        """Nodes whose orders name the addresses of this gang's members: its own, and those of a destination."""
+        nodes = list(gang.nodes)
+        for epoch in self.gangs_of.get(gang.job, ()):
+            if self.gangs[epoch].restore.parked_epoch == gang.epoch:
+                nodes.extend(self.gangs[epoch].nodes)
+        return nodes
+
+
+def _free(row: NodeRow) -> int:
+    return row.free_mask.bit_count() if row.available else 0

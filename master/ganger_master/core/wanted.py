@@ -1,0 +1,60 @@
+"""What a daemon is told to want: the complete set for one node, as values the wire layer converts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ganger_master.core.model import Claim, Intent, JobSpec, SuspendLevel
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One node of a gang; `ranks` ascend. The first member leads."""
+
+    node: str
+    peer_address: str
+    stream_address: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredRestore:
+    """`checkpoint_path`, or the arenas of `parked_epoch` on `parked_members`; neither: from the beginning."""
+
+    checkpoint_path: str = ""
+    parked_epoch: int = 0
+    parked_members: tuple[Member, ...] = ()
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredGang:
+    job: int
+    uid: str
+    epoch: int
+    master_sequence: int
+    intent: Intent
+    level: SuspendLevel = SuspendLevel.NONE
+    stop_sequence: int = 0
+    claim: Claim = Claim("", 0, (), 0)
+    members: tuple[Member, ...] = ()
+    spec: JobSpec | None = None
+    user: str = ""
+    restore: DesiredRestore = DesiredRestore()
+    threads: int = 1
+    checkpoint_interval_seconds: float = 0.0
+    checkpoint_request: int = 0
+    repin_request: int = 0
+    grace_seconds: float = 0.0
+    checkpoint_first: bool = False
+    # The daemon has not yet reported this epoch. No change of what is wanted.
+    needs_spec: bool = field(default=True, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredSet:
+    """All that is wanted on a node, by epoch. Gangs not named are not wanted."""
+
+    version: int = 0
+    gangs: tuple[DesiredGang, ...] = ()
+    acknowledged_epochs: tuple[int, ...] = ()
