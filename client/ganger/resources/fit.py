@@ -1,0 +1,190 @@
+"""The one fit function: whether the claims of a gang can be held, and if not, why, with numbers.
+
+Approver, job schedulers, planner and simulator all ask here; two copies that disagree would propose and refuse forever.
+It reads plain Python lists of the view: a verdict touches few nodes, and NumPy scalars would cost ten times as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ganger.resources.reasons import Reason, Refusal
+from ganger.resources.values import Claim, ConfigurationSet, GangShape, Level
+from ganger.resources.view import View
+
+# A gang of thousands of claims that all conflict is explained by the first few.
+_MOST_REFUSALS = 16
+_CORE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What some tasks of a gang need on one node: devices, thousandths of cores, bytes, bytes."""
+
+    gpus: int
+    millicores: int
+    memory_bytes: int
+    arena_bytes: int
+
+
+def demand(configuration_set: ConfigurationSet, shape: GangShape, tasks: Sequence[int]) -> Demand:
+    """The pieces for `tasks[r]` tasks of role r on a node of this set.
+
+    Zero millicores or memory in a task's shape become the node's proportional share: whole cores where a share is at
+    least one, and of the memory what is left beside the arenas of all devices (at most half of it is kept for them).
+    A task without devices gets one core and the memory that goes with a core.
+    """
+    gpus = millicores = memory = 0
+    for role, count in zip(shape.roles, tasks, strict=True):
+        if count:
+            task = role.shape
+            gpus += count * task.gpus
+            millicores += count * (task.millicores or share_of_cores(configuration_set, task.gpus))
+            memory += count * (task.memory_bytes or _share_of_memory(configuration_set, task.gpus))
+    return Demand(gpus, millicores, memory, gpus * shape.arena_bytes_per_device)
+
+
+def share_of_cores(configuration_set: ConfigurationSet, gpus: int) -> int:
+    """Proportional millicores of one task with so many devices."""
+    total = sum(socket.millicores for socket in configuration_set.sockets)
+    if not gpus or not configuration_set.devices:
+        return min(_CORE, total)
+    share = total * gpus // configuration_set.devices
+    return share // _CORE * _CORE if share >= _CORE else share
+
+
+def _share_of_memory(configuration_set: ConfigurationSet, gpus: int) -> int:
+    arenas = configuration_set.devices * configuration_set.device_memory_bytes * 11 // 10
+    memory = configuration_set.memory_bytes - min(arenas, configuration_set.memory_bytes // 2)
+    if gpus and configuration_set.devices:
+        return memory * gpus // configuration_set.devices
+    total = sum(socket.millicores for socket in configuration_set.sockets)
+    return memory * min(_CORE, total) // total if total else 0
+
+
+def fit(
+    view: View, shape: GangShape, claims: Sequence[Claim], *, holding: Sequence[Claim] = (), retune: bool = False
+) -> tuple[Refusal, ...]:
+    """Why the claims cannot be held on this view; empty when they can.
+
+    `holding`: pieces the gang holds already and would give up for these. With `retune` the cores may differ from what
+    the shape asks for. Mistakes come first, then what is missing node by node, then the gang's locality.
+    """
+    if not claims or len({claim.node for claim in claims}) != len(claims):
+        return (Refusal(Reason.CLAIM_MISMATCH, {"claims": len(claims)}, detail="a gang claims each node once"),)
+    mistake = _mismatch(shape, claims)
+    if mistake is not None:
+        return (mistake,)
+    own = {claim.node: claim for claim in holding}
+    refusals: list[Refusal] = []
+    for claim in claims:
+        slot = view.slots.get(claim.node)
+        if slot is None:
+            refusals.append(Refusal(Reason.NODE_GONE, node=claim.node))
+        else:
+            _fit_node(view, slot, shape, claim, own.get(claim.node), retune, refusals)
+        if len(refusals) >= _MOST_REFUSALS:
+            return tuple(refusals)
+    if refusals:
+        return tuple(refusals)
+    level = gang_level(view, claims)
+    if level > shape.locality.widest:
+        figures = {"level": int(level), "widest": int(shape.locality.widest)}
+        detail = f"the gang's worst pair is at {level.name}, the job accepts {shape.locality.widest.name}"
+        return (Refusal(Reason.LOCALITY, figures, detail=detail),)
+    return ()
+
+
+def gang_level(view: View, claims: Sequence[Claim]) -> Level:
+    """Worst pair of the gang's devices; without devices, of its nodes. Nodes must be known.
+
+    Nodes whose rack or fabric nobody named are only known to be in one cluster.
+    """
+    placed = [claim for claim in claims if claim.device_mask] or list(claims)
+    if len(placed) == 1:
+        claim = placed[0]
+        return view.topologies[view.slots[claim.node]].level(claim.device_mask)
+    slots = [view.slots[claim.node] for claim in placed]
+    fabrics = {view.fabrics[slot] for slot in slots}
+    racks = {view.racks[slot] for slot in slots}
+    if len(fabrics) == 1 and len(racks) == 1 and "" not in racks:
+        return Level.RACK
+    if len(fabrics) == 1 and "" not in fabrics:
+        return Level.FABRIC
+    return Level.CLUSTER
+
+
+def _mismatch(shape: GangShape, claims: Sequence[Claim]) -> Refusal | None:
+    roles = len(shape.roles)
+    if any(len(claim.tasks) != roles or min(claim.tasks, default=0) < 0 for claim in claims):
+        return Refusal(
+            Reason.CLAIM_MISMATCH, {"roles": roles}, detail="a claim counts tasks of each of the job's roles"
+        )
+    for index, role in enumerate(shape.roles):
+        placed = sum(claim.tasks[index] for claim in claims)
+        if placed != role.tasks:
+            figures = {"needed": role.tasks, "claimed": placed}
+            return Refusal(Reason.CLAIM_MISMATCH, figures, detail=f"tasks of role {role.name} do not add up")
+    if any(not any(claim.tasks) for claim in claims):
+        return Refusal(Reason.CLAIM_MISMATCH, detail="a claim without tasks")
+    if shape.nodes and len(claims) != shape.nodes:
+        figures = {"needed": shape.nodes, "claimed": len(claims)}
+        return Refusal(Reason.CLAIM_MISMATCH, figures, detail="the job asks for another number of nodes")
+    return None
+
+
+def _fit_node(
+    view: View, slot: int, shape: GangShape, claim: Claim, own: Claim | None, retune: bool, refusals: list[Refusal]
+) -> None:
+    node = claim.node
+    topology = view.topologies[slot]
+    configuration_set = topology.configuration_set
+    needed = demand(configuration_set, shape, claim.tasks)
+    mistake = _claim_mistake(claim, needed, len(topology.sockets), retune)
+    if mistake:
+        refusals.append(Refusal(Reason.CLAIM_MISMATCH, mistake, node=node))
+        return
+    # A gang may shrink or stay on a node that takes no new ones.
+    if not view.available[slot] and own is None:
+        refusals.append(Refusal(Reason.NODE_UNAVAILABLE, node=node))
+        return
+    mask = claim.device_mask
+    if mask and shape.device_type and configuration_set.device_type != shape.device_type:
+        has = configuration_set.device_type or "none"
+        refusals.append(Refusal(Reason.DEVICE_TYPE, node=node, detail=f"needs {shape.device_type}, the node has {has}"))
+        return
+    free, millicores, memory = view.free[slot], view.millicores[slot], view.memory[slot]
+    if own is not None:
+        free |= own.device_mask
+        memory += own.memory_bytes + own.arena_bytes
+        if own.millicores:
+            millicores = tuple(have + more for have, more in zip(millicores, own.millicores, strict=True))
+    if mask & ~free:
+        figures = {"needed": mask.bit_count(), "free": free.bit_count(), "conflicting": (mask & ~free).bit_count()}
+        refusals.append(Refusal(Reason.GPUS, figures, node=node))
+    for socket, (wanted, have) in enumerate(zip(claim.millicores, millicores, strict=True)):
+        if wanted > have:
+            figures = {"needed_millicores": wanted, "free_millicores": have, "socket": socket}
+            refusals.append(Refusal(Reason.CORES, figures, node=node))
+            break
+    wanted_memory = claim.memory_bytes + claim.arena_bytes
+    if wanted_memory > memory:
+        refusals.append(Refusal(Reason.MEMORY, {"needed_bytes": wanted_memory, "free_bytes": memory}, node=node))
+
+
+def _claim_mistake(claim: Claim, needed: Demand, sockets: int, retune: bool) -> dict[str, int] | None:
+    gpus = claim.device_mask.bit_count()
+    if claim.device_mask < 0 or gpus != needed.gpus:
+        return {"needed": needed.gpus, "claimed": gpus}
+    if len(claim.millicores) != sockets or min(claim.millicores) < 0:
+        return {"sockets": sockets, "claimed_sockets": len(claim.millicores)}
+    millicores = sum(claim.millicores)
+    if millicores != needed.millicores and not (retune and millicores):
+        return {"needed_millicores": needed.millicores, "claimed_millicores": millicores}
+    if claim.memory_bytes != needed.memory_bytes:
+        return {"needed_bytes": needed.memory_bytes, "claimed_bytes": claim.memory_bytes}
+    # The arena is a courtesy beside the claim: a scheduler may leave it out where it does not fit.
+    if claim.arena_bytes not in (0, needed.arena_bytes):
+        return {"needed_arena_bytes": needed.arena_bytes, "claimed_arena_bytes": claim.arena_bytes}
+    return None

@@ -1,0 +1,394 @@
+"""The cluster as one table: what is free on every node, in lists for single questions and NumPy columns for scans.
+
+Lists are the truth (a NumPy scalar costs ten times a list element, and verdicts touch few nodes); columns follow when a
+scan asks for them. Whoever owns a view may change it; a what-if works on `copy()`, or takes and gives back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ganger.resources.topology import Topology
+from ganger.resources.values import Claim, ConfigurationSet, NodeRow
+
+# Names of removed nodes kept for watchers; one that is further behind gets the whole view.
+_REMOVALS_KEPT = 4096
+
+
+class Mode(Enum):
+    """SPREAD under light load, PACK under heavy load."""
+
+    SPREAD = "spread"
+    PACK = "pack"
+
+
+@dataclass(slots=True)
+class Columns:
+    """One entry per slot of the view; slots without a node are never available."""
+
+    free: NDArray[np.uint64]
+    available: NDArray[np.bool_]
+    millicores: NDArray[np.int64]
+    memory: NDArray[np.int64]
+    affinity: NDArray[np.int64]
+    jobs: NDArray[np.int64]
+    sets: NDArray[np.int32]
+    racks: NDArray[np.int32]
+    fabrics: NDArray[np.int32]
+
+
+class View:
+    """All nodes. `version` rises with every change; a row carries the version of its last change."""
+
+    def __init__(self, sets: Iterable[ConfigurationSet] = (), version: int = 0, mode: Mode = Mode.SPREAD) -> None:
+        self.sets: dict[str, ConfigurationSet] = {}
+        self.version = version
+        self.mode = mode
+        self.slots: dict[str, int] = {}
+        # By slot; read by fit and placement, written only here.
+        self.nodes: list[str] = []
+        self.free: list[int] = []
+        self.millicores: list[tuple[int, ...]] = []
+        self.memory: list[int] = []
+        self.available: list[bool] = []
+        self.topologies: list[Topology] = []
+        self.racks: list[str] = []
+        self.fabrics: list[str] = []
+        self.socket_jobs: list[tuple[int, ...]] = []
+        self.group_jobs: list[tuple[int, ...]] = []
+        self.device_rows: list[tuple[int, ...]] = []
+        self.affinity: list[int] = []
+        self._in_service: list[int] = []
+        self._versions: list[int] = []
+        self._topology_of: dict[str, Topology] = {}
+        self._vacant: list[int] = []
+        self._removals: deque[tuple[int, str]] = deque()
+        self._removals_complete_from = version
+        self._place_codes: dict[tuple[str, str], int] = {("", ""): 0}
+        self._set_codes: dict[str, int] = {}
+        self._columns: Columns | None = None
+        self._dirty: set[int] = set()
+        for configuration_set in sets:
+            self.put_configuration_set(configuration_set)
+
+    def put_configuration_set(self, configuration_set: ConfigurationSet) -> None:
+        """Sets are immutable: one that is known already is left alone."""
+        if configuration_set.name not in self.sets:
+            self.sets[configuration_set.name] = configuration_set
+            self._topology_of[configuration_set.name] = Topology(configuration_set)
+            self._set_codes[configuration_set.name] = len(self._set_codes)
+
+    def put(self, row: NodeRow, in_service: int | None = None) -> bool:
+        """Adds or replaces a node; whether anything but its version changed. KeyError for an unknown configuration set.
+
+        A row without a version gets the next one. `in_service`: devices that may ever be free; all when not told.
+        """
+        topology = self._topology_of[row.configuration_set]
+        slot = self.slots.get(row.node)
+        if slot is not None and self._same(slot, row, topology):
+            if row.version > self._versions[slot]:
+                self._versions[slot] = row.version
+                self.version = max(self.version, row.version)
+            return False
+        if slot is None:
+            slot = self._vacant.pop() if self._vacant else self._grow()
+            self.slots[row.node] = slot
+        self.nodes[slot] = row.node
+        self.free[slot] = row.free_mask
+        self.millicores[slot] = tuple(row.free_millicores)
+        self.memory[slot] = row.free_memory_bytes
+        self.available[slot] = row.available
+        self.topologies[slot] = topology
+        self.racks[slot] = row.rack
+        self.fabrics[slot] = row.fabric
+        self.socket_jobs[slot] = _padded(row.socket_jobs, len(topology.sockets))
+        self.group_jobs[slot] = _padded(row.group_jobs, len(topology.groups))
+        self.device_rows[slot] = _padded(row.device_rows, topology.devices)
+        self.affinity[slot] = row.affinity
+        self._in_service[slot] = topology.all_mask if in_service is None else in_service
+        self._versions[slot] = row.version or self.version + 1
+        self.version = max(self.version, self._versions[slot])
+        self._dirty.add(slot)
+        return True
+
+    def remove(self, name: str) -> None:
+        """The node is gone; its slot is reused. Unknown names are ignored."""
+        slot = self.slots.pop(name, None)
+        if slot is None:
+            return
+        self.nodes[slot] = ""
+        self.available[slot] = False
+        self.free[slot] = 0
+        self._vacant.append(slot)
+        self._dirty.add(slot)
+        self.version += 1
+        self._versions[slot] = 0
+        self._removals.append((self.version, name))
+        if len(self._removals) > _REMOVALS_KEPT:
+            self._removals_complete_from = self._removals.popleft()[0]
+
+    def take(self, claim: Claim, gang_gpus: int = 0) -> None:
+        """Holds the claim's pieces. `gang_gpus`: devices of the whole gang, which become an idle node's affinity.
+
+        Whoever calls has asked `fit`: a claim that does not fit is our mistake.
+        """
+        slot = self.slots[claim.node]
+        topology = self.topologies[slot]
+        mask = claim.device_mask
+        assert self.free[slot] & mask == mask, f"devices {mask & ~self.free[slot]:#x} of {claim.node} are held already"
+        self._move(slot, claim, +1)
+        assert self.memory[slot] >= 0, f"host memory of {claim.node} is over-committed"
+        assert min(self.millicores[slot], default=0) >= 0, f"cores of {claim.node} are over-committed"
+        self.free[slot] &= ~mask
+        if mask and not self.affinity[slot]:
+            self.affinity[slot] = gang_gpus or mask.bit_count()
+        assert topology.all_mask & mask == mask, f"{claim.node} has no devices {mask & ~topology.all_mask:#x}"
+
+    def give(self, claim: Claim) -> None:
+        """The inverse of `take`; claims of nodes that left are ignored. The last gang takes the affinity along."""
+        slot = self.slots.get(claim.node)
+        if slot is None:
+            return
+        assert self.free[slot] & claim.device_mask == 0, f"devices of {claim.node} were given back twice"
+        self._move(slot, claim, -1)
+        self.free[slot] |= claim.device_mask & self._in_service[slot]
+        if not any(self.group_jobs[slot]):
+            self.affinity[slot] = 0
+
+    def set_available(self, name: str, available: bool) -> None:
+        slot = self.slots[name]
+        if self.available[slot] != available:
+            self.available[slot] = available
+            self._touch(slot)
+
+    def set_in_service(self, name: str, mask: int) -> None:
+        """Devices that may be free; held ones that fail stay held and are not free when given back."""
+        slot = self.slots[name]
+        if self._in_service[slot] != mask:
+            came_back = mask & ~self._in_service[slot]
+            for device in range(self.topologies[slot].devices):
+                if came_back >> device & 1 and not self.device_rows[slot][device]:
+                    self.free[slot] |= 1 << device
+            self.free[slot] &= mask
+            self._in_service[slot] = mask
+            self._touch(slot)
+
+    def row(self, name: str) -> NodeRow:
+        """KeyError for an unknown node."""
+        return self._row(self.slots[name])
+
+    def total(self, name: str) -> NodeRow:
+        """The row as if nothing were held."""
+        slot = self.slots[name]
+        topology = self.topologies[slot]
+        configuration_set = topology.configuration_set
+        return NodeRow(
+            node=name,
+            configuration_set=configuration_set.name,
+            free_mask=self._in_service[slot],
+            free_millicores=tuple(socket.millicores for socket in configuration_set.sockets),
+            free_memory_bytes=configuration_set.memory_bytes,
+            version=self._versions[slot],
+            available=self.available[slot],
+            rack=self.racks[slot],
+            fabric=self.fabrics[slot],
+            socket_jobs=(0,) * len(topology.sockets),
+            group_jobs=(0,) * len(topology.groups),
+            device_rows=(0,) * topology.devices,
+        )
+
+    def emptied(self, everywhere_available: bool = False) -> View:
+        """A view of the same nodes with nothing held; with `everywhere_available`, cordoned and lost ones too."""
+        empty = View(self.sets.values(), self.version, self.mode)
+        for name, slot in self.slots.items():
+            empty.put(self.total(name), self._in_service[slot])
+            if everywhere_available:
+                empty.available[empty.slots[name]] = True
+        return empty
+
+    def rows(self) -> Iterator[NodeRow]:
+        """In the order in which nodes came (a reused slot takes the place of the node that left)."""
+        return (self._row(slot) for slot, name in enumerate(self.nodes) if name)
+
+    def names(self) -> Iterator[str]:
+        return (name for name in self.nodes if name)
+
+    def topology(self, name: str) -> Topology:
+        return self.topologies[self.slots[name]]
+
+    def changed_since(self, version: int) -> tuple[NodeRow, ...]:
+        return tuple(self._row(slot) for slot, at in enumerate(self._versions) if at > version and self.nodes[slot])
+
+    def removed_since(self, version: int) -> tuple[str, ...] | None:
+        """Names of nodes that left and did not come back; None when that is no longer known."""
+        if version < self._removals_complete_from:
+            return None
+        return tuple(name for at, name in self._removals if at > version and name not in self.slots)
+
+    def copy(self) -> View:
+        """Independent of this one; 16,000 nodes take about a millisecond."""
+        twin = View((), self.version, self.mode)
+        twin.sets = dict(self.sets)
+        twin.slots = dict(self.slots)
+        for name in _LISTS:
+            setattr(twin, name, getattr(self, name).copy())
+        twin._topology_of = dict(self._topology_of)
+        twin._removals = self._removals.copy()
+        twin._removals_complete_from = self._removals_complete_from
+        twin._place_codes = dict(self._place_codes)
+        twin._set_codes = dict(self._set_codes)
+        columns = self.columns()
+        twin._columns = Columns(**{name: getattr(columns, name).copy() for name in Columns.__slots__})
+        return twin
+
+    def columns(self) -> Columns:
+        """The table for scans, brought up to date; not to be written to."""
+        size = len(self.nodes)
+        columns = self._columns
+        if columns is None or len(columns.free) < size:
+            columns = self._columns = _empty_columns(max(16, size * 5 // 4))
+            self._dirty = set(range(size))
+        for slot in self._dirty:
+            columns.free[slot] = self.free[slot]
+            columns.available[slot] = self.available[slot]
+            columns.millicores[slot] = sum(self.millicores[slot])
+            columns.memory[slot] = self.memory[slot]
+            columns.affinity[slot] = self.affinity[slot]
+            columns.jobs[slot] = sum(self.socket_jobs[slot])
+            columns.sets[slot] = self._set_codes[self.topologies[slot].configuration_set.name]
+            columns.racks[slot] = self._place(self.fabrics[slot], self.racks[slot]) if self.racks[slot] else 0
+            columns.fabrics[slot] = self._place(self.fabrics[slot], "") if self.fabrics[slot] else 0
+        self._dirty.clear()
+        return columns
+
+    def set_code(self, name: str) -> int:
+        """Number of a configuration set in `Columns.sets`."""
+        return self._set_codes[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.slots
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def _move(self, slot: int, claim: Claim, sign: int) -> None:
+        topology = self.topologies[slot]
+        mask = claim.device_mask
+        if claim.millicores:
+            pairs = zip(self.millicores[slot], claim.millicores, strict=True)
+            self.millicores[slot] = tuple(have - sign * used for have, used in pairs)
+        self.memory[slot] -= sign * (claim.memory_bytes + claim.arena_bytes)
+        if mask or any(claim.millicores):
+            self.socket_jobs[slot] = tuple(
+                jobs + sign if devices & mask or (index < len(claim.millicores) and claim.millicores[index]) else jobs
+                for index, (jobs, devices) in enumerate(zip(self.socket_jobs[slot], topology.sockets, strict=True))
+            )
+        if mask:
+            self.group_jobs[slot] = tuple(
+                jobs + sign if devices & mask else jobs
+                for jobs, devices in zip(self.group_jobs[slot], topology.groups, strict=True)
+            )
+            self.device_rows[slot] = tuple(
+                rows + sign if mask >> device & 1 else rows for device, rows in enumerate(self.device_rows[slot])
+            )
+        self._touch(slot)
+
+    def _touch(self, slot: int) -> None:
+        self.version += 1
+        self._versions[slot] = self.version
+        self._dirty.add(slot)
+
+    def _grow(self) -> int:
+        self.nodes.append("")
+        self.free.append(0)
+        self.millicores.append(())
+        self.memory.append(0)
+        self.available.append(False)
+        self.topologies.append(next(iter(self._topology_of.values())))
+        self.racks.append("")
+        self.fabrics.append("")
+        self.socket_jobs.append(())
+        self.group_jobs.append(())
+        self.device_rows.append(())
+        self.affinity.append(0)
+        self._in_service.append(0)
+        self._versions.append(0)
+        return len(self.nodes) - 1
+
+    def _same(self, slot: int, row: NodeRow, topology: Topology) -> bool:
+        return (
+            self.free[slot] == row.free_mask
+            and self.millicores[slot] == tuple(row.free_millicores)
+            and self.memory[slot] == row.free_memory_bytes
+            and self.available[slot] == row.available
+            and self.topologies[slot] is topology
+            and self.racks[slot] == row.rack
+            and self.fabrics[slot] == row.fabric
+            and self.socket_jobs[slot] == _padded(row.socket_jobs, len(topology.sockets))
+            and self.group_jobs[slot] == _padded(row.group_jobs, len(topology.groups))
+            and self.device_rows[slot] == _padded(row.device_rows, topology.devices)
+            and self.affinity[slot] == row.affinity
+        )
+
+    def _row(self, slot: int) -> NodeRow:
+        return NodeRow(
+            node=self.nodes[slot],
+            configuration_set=self.topologies[slot].configuration_set.name,
+            free_mask=self.free[slot],
+            free_millicores=self.millicores[slot],
+            free_memory_bytes=self.memory[slot],
+            version=self._versions[slot],
+            available=self.available[slot],
+            rack=self.racks[slot],
+            fabric=self.fabrics[slot],
+            socket_jobs=self.socket_jobs[slot],
+            group_jobs=self.group_jobs[slot],
+            device_rows=self.device_rows[slot],
+            affinity=self.affinity[slot],
+        )
+
+    def _place(self, fabric: str, rack: str) -> int:
+        return self._place_codes.setdefault((fabric, rack), len(self._place_codes))
+
+
+_LISTS = (
+    "nodes",
+    "free",
+    "millicores",
+    "memory",
+    "available",
+    "topologies",
+    "racks",
+    "fabrics",
+    "socket_jobs",
+    "group_jobs",
+    "device_rows",
+    "affinity",
+    "_in_service",
+    "_versions",
+    "_vacant",
+)
+
+
+def _padded(counts: tuple[int, ...], length: int) -> tuple[int, ...]:
+    return tuple(counts[:length]) + (0,) * (length - len(counts))
+
+
+def _empty_columns(size: int) -> Columns:
+    return Columns(
+        free=np.zeros(size, np.uint64),
+        available=np.zeros(size, np.bool_),
+        millicores=np.zeros(size, np.int64),
+        memory=np.zeros(size, np.int64),
+        affinity=np.zeros(size, np.int64),
+        jobs=np.zeros(size, np.int64),
+        sets=np.zeros(size, np.int32),
+        racks=np.zeros(size, np.int32),
+        fabrics=np.zeros(size, np.int32),
+    )
