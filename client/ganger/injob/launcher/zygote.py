@@ -24,6 +24,9 @@ PRELOADED = (
     "multiprocessing.connection",
     "multiprocessing.queues",
     "multiprocessing.reduction",
+    "ganger.injob.arm",
+    "ganger.injob.control",
+    "ganger.training.agent",
 )
 _CANARY_SECONDS = 20.0
 

@@ -1,0 +1,171 @@
+"""The control page: what is written is read, and nonsense is refused or cut."""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from ganger.injob.boundary import Point
+from ganger.injob.page import (
+    CHECKPOINT_BIT,
+    MAGIC,
+    PAGE_BYTES,
+    VERSION,
+    Level,
+    Order,
+    Page,
+    PageError,
+    PageMismatchError,
+    PageOrder,
+    Phase,
+    RawPoint,
+    State,
+    Word,
+)
+from ganger.injob.pages import GangPages, page_path
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Page:
+    return Page.create(page_path(str(tmp_path), 0), epoch=7, rank=0, world=2, local_rank=0, threads=3, workers=1)
+
+
+def test_created_page_is_whole_private_and_backed_by_blocks(page: Page) -> None:
+    status = os.stat(page.path)
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_size == PAGE_BYTES
+    assert status.st_blocks > 0
+    identity = Page.open(page.path, writable=False).identity()
+    assert (identity.epoch, identity.rank, identity.world) == (7, 0, 2)
+    assert os.listdir(os.path.dirname(page.path)) == ["rank-0.page"]
+
+
+def test_page_of_an_epoch_is_made_once(page: Page) -> None:
+    with pytest.raises(FileExistsError):
+        Page.create(page.path, epoch=8, rank=0, world=2)
+    assert Page.open(page.path).identity().epoch == 7
+
+
+def test_both_sides_see_each_others_words(page: Page) -> None:
+    job = Page.open(page.path)
+    job.set(Word.STEP, 12)
+    job.set_float(Word.LOSS, 0.25)
+    assert (page.progress().step, page.progress().loss) == (12, 0.25)
+
+
+def test_read_only_page_cannot_be_written(page: Page) -> None:
+    mirror = Page.open(page.path, writable=False)
+    with pytest.raises(TypeError):
+        mirror.set(Word.STEP, 1)
+
+
+def test_page_of_another_version_is_refused_naming_both(page: Page) -> None:
+    page.set(Word.MAGIC, MAGIC << 16 | 9)
+    with pytest.raises(PageMismatchError, match=f"version 9, this Ganger reads version {VERSION}"):
+        Page.open(page.path)
+
+
+def test_file_that_is_no_page_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.page"
+    path.write_bytes(b"x" * PAGE_BYTES)
+    with pytest.raises(PageMismatchError, match="no control page"):
+        Page.open(str(path))
+    path.write_bytes(b"")
+    with pytest.raises(PageError, match="0 bytes"):
+        Page.open(str(path))
+
+
+def test_order_is_read_as_written_and_numbers_only_rise(page: Page) -> None:
+    page.write_order(3, Order.STOP, stop_seq=3, level=Level.OFFLOAD, deadline_ns=99)
+    assert page.read_order() == PageOrder(3, Order.STOP, 3, Level.OFFLOAD, 99)
+    page.write_order(3, Order.STOP, stop_seq=3, level=Level.OFFLOAD, deadline_ns=99)
+    with pytest.raises(ValueError, match="numbers only rise"):
+        page.write_order(2, Order.RUN)
+    with pytest.raises(ValueError, match="stop sequence"):
+        page.write_order(4, Order.RUN, stop_seq=3)
+    with pytest.raises(ValueError, match="stop sequence"):
+        page.write_order(4, Order.STOP)
+
+
+def test_order_cut_off_in_the_middle_reads_as_none_and_is_written_again(page: Page) -> None:
+    page.write_order(3, Order.RUN)
+    page.set(Word.ORDER_SEQ, 0)
+    assert page.read_order().seq == 0
+    page.write_order(3, Order.RUN)
+    assert page.read_order().seq == 3
+
+
+def test_fence_ends_the_lease_for_good(page: Page) -> None:
+    page.extend_lease(1000)
+    page.fence()
+    page.extend_lease(5000)
+    assert page.fenced
+    assert page.get(Word.LEASE_UNTIL) == 1
+    page.unfence()
+    page.extend_lease(5000)
+    assert not page.fenced
+    assert page.get(Word.LEASE_UNTIL) == 5000
+
+
+def test_checkpoint_request_never_looks_like_a_stop(page: Page) -> None:
+    seq = page.request_checkpoint(3)
+    page.publish_ack(3, 40)
+    assert page.point(seq) == Point(0, None)
+    assert page.point(3) == Point(0, 40)
+    assert seq == 3 | CHECKPOINT_BIT
+
+
+def test_mirror_follows_and_never_goes_back(page: Page) -> None:
+    page.mirror(RawPoint(5, 2, 5, False))
+    page.mirror(RawPoint(4, 0, 0, False))
+    assert page.raw_point() == RawPoint(5, 2, 5, False)
+    page.mirror(RawPoint(6, 2, 5, True))
+    assert page.point(2) == Point(6, 5, True)
+
+
+def test_word_that_does_not_fit_is_refused(page: Page) -> None:
+    for value in (-1, 1 << 64):
+        with pytest.raises(ValueError, match="cannot hold"):
+            page.set(Word.STEP, value)
+
+
+@given(content=st.binary(min_size=PAGE_BYTES - 64, max_size=PAGE_BYTES - 64))
+def test_whatever_a_job_scribbles_reads_as_harmless_numbers(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
+    page = Page.create(page_path(str(tmp_path_factory.mktemp("page")), 0), epoch=1, rank=0, world=1)
+    with open(page.path, "r+b") as file:
+        file.seek(64)
+        file.write(content)
+    progress = page.progress()
+    assert 0 <= progress.step < 1 << 62
+    assert Phase.START <= progress.phase <= Phase.DONE
+    assert State.INIT <= progress.state <= State.EXITING
+    assert progress.exit_code is None or 0 <= progress.exit_code <= 255
+    assert math.isnan(progress.loss) or isinstance(progress.loss, float)
+    assert 0 <= page.raw_point().step < 1 << 62
+    page.close()
+
+
+def test_gang_waits_for_pages_that_are_not_there_yet(page: Page) -> None:
+    directory = os.path.dirname(page.path)
+    pages = GangPages(directory, 2, [page])
+    assert pages.points(1) is None
+    other = Page.create(page_path(directory, 1), epoch=7, rank=1, world=2)
+    other.publish_ack(1, 9)
+    other.set(Word.STEP, 9)
+    assert pages.points(1) == (Point(0, None), Point(9, 9))
+    pages.close()
+
+
+def test_gang_refuses_a_page_in_another_ranks_place(page: Page) -> None:
+    directory = os.path.dirname(page.path)
+    wrong = page_path(directory, 1)
+    os.link(page.path, wrong)
+    with pytest.raises(PageError, match="belongs to rank 0 of 2"):
+        GangPages(directory, 2).page(1)
