@@ -12,14 +12,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
+from ganger.wire.endpoints import EndpointError, check_listen_address
+
 PREFIX: Final = "GANGER_MASTER_"
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)?")
 _SECONDS: Final = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_PORT_HIGHEST: Final = 65535
-# A Unix socket's path must fit into sockaddr_un.
-_SOCKET_PATH_LONGEST: Final = 107
-_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
 class ConfigError(ValueError):
@@ -70,18 +68,12 @@ def parse_duration(text: str) -> float | None:
 
 def check_listen(listen: str) -> str:
     """What is wrong with an address to listen on; empty when nothing is."""
-    if listen.startswith("unix:"):
-        path = listen.removeprefix("unix:")
-        if not path.startswith("/"):
-            return f"listen {listen!r}: the path of a Unix socket must be absolute"
-        if len(path.encode()) > _SOCKET_PATH_LONGEST:
-            return f"listen {listen!r}: the path has more than {_SOCKET_PATH_LONGEST} bytes; use a shorter directory"
-        return ""
-    host, colon, port = listen.rpartition(":")
-    if not colon or not port.isdigit() or int(port) > _PORT_HIGHEST:
-        return f"listen {listen!r}: write unix:/PATH or 127.0.0.1:PORT"
-    if host not in _LOOPBACK:
-        return f"listen {listen!r}: without certificates only a Unix socket or a loopback address may be served"
+    try:
+        check_listen_address(listen)
+    except EndpointError as error:
+        return f"listen: {error}"
+    if listen.startswith("unix:") and not listen.startswith("unix:/"):
+        return f"listen {listen!r}: the path of a Unix socket must be absolute"
     return ""
 
 

@@ -64,7 +64,7 @@ def _drop(admin: sqlalchemy.Engine, schema: str) -> None:
 
 
 def counter(key: str, value: int) -> Put:
-    return Put("counters", key, {"value": value})
+    return Put("counters", key, {"body": str(value)})
 
 
 def job(number: int, state: str = "PENDING", revision: int = 1, end_time: float | None = None) -> Put:
@@ -74,6 +74,7 @@ def job(number: int, state: str = "PENDING", revision: int = 1, end_time: float 
         "user": "u",
         "state": state,
         "revision": revision,
+        "epoch": 0,
         "create_time": 1.5,
         "end_time": end_time,
         "body": '{"ä": "☃"}',
@@ -102,7 +103,7 @@ def test_committed_batch_is_there_after_reopening_value_for_value(reopen: Opener
     store.close()
     again = reopen()
     found = contents(again)
-    assert found["counters", "next_job"] == {"value": 2**62}
+    assert found["counters", "next_job"] == {"body": str(2**62)}
     assert found["jobs", "jobs/1"] == dict(job(1).columns)
     assert found["jobs", "jobs/2"] == dict(job(2, end_time=0.25).columns)
     assert list(again.history("", 0, 10)) == [happened(1)]
@@ -169,5 +170,5 @@ def test_former_master_is_fenced_off(reopen: Opener) -> None:
     with pytest.raises(StoreError) as refused:
         former.commit(Batch([counter("a", 2)]))
     assert refused.value.problem is Problem.FENCED
-    assert contents(newer) == {("counters", "a"): {"value": 1}}
+    assert contents(newer) == {("counters", "a"): {"body": "1"}}
     newer.commit(Batch([counter("a", 3)]))

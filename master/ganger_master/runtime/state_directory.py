@@ -7,16 +7,14 @@ master serves or was killed; token is a secret of the directory's owner, kept ac
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from ganger.wire import endpoints
+
 LOCK: Final = "master.lock"
-ENDPOINT: Final = "endpoint.json"
-TOKEN: Final = "token"
 STORAGE_TOKEN: Final = ".ganger-token"
 
 
@@ -50,15 +48,17 @@ class StateDirectory:
 
     def token(self) -> str:
         """The start-up token, made at the first start."""
-        return _secret_in(self.path / TOKEN)
+        try:
+            return endpoints.ensure_token(self.path)[0]
+        except (endpoints.EndpointError, OSError) as error:
+            raise StartError(str(error)) from error
 
-    def write_endpoint(self, address: str, more: Mapping[str, object]) -> None:
+    def write_endpoint(self, address: str) -> None:
         """Tells clients on this machine where the master listens; call it once requests are served."""
-        endpoint = {"address": address, "token_file": str(self.path / TOKEN), "pid": os.getpid(), **more}
-        write_durably(self.path / ENDPOINT, json.dumps(endpoint, indent=1) + "\n")
+        endpoints.write_endpoint(self.path, address, self.path / endpoints.TOKEN_FILE)
 
     def remove_endpoint(self) -> None:
-        (self.path / ENDPOINT).unlink(missing_ok=True)
+        endpoints.remove_endpoint(self.path)
 
     def close(self) -> None:
         os.close(self._lock)
@@ -66,37 +66,30 @@ class StateDirectory:
 
 def storage_token(storage: Path) -> str:
     """The content of the storage's token file, made if it is not there. Raises StartError if it cannot be used."""
+    path = storage / STORAGE_TOKEN
     try:
         storage.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return _secret_in(storage / STORAGE_TOKEN)
+        if not path.exists():
+            _write_new(path, secrets.token_hex(16) + "\n")
+        token = path.read_text().strip()
     except OSError as error:
         raise StartError(f"cannot use storage {storage}: {error.strerror}") from error
+    if not token:
+        raise StartError(f"{path} is empty: delete it if no other cluster uses this storage")
+    return token
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Replaces a file of mode 0600 as one step, surviving a crash right after."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+def _write_new(path: Path, text: str) -> None:
+    # Linked into place whole, so that of two masters on one storage both read the one token that won.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     try:
-        os.write(descriptor, text.encode())
-        os.fsync(descriptor)
+        os.link(temporary, path)
+    except FileExistsError:
+        pass
     finally:
-        os.close(descriptor)
-    temporary.rename(path)
-    parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(parent)
-    finally:
-        os.close(parent)
-
-
-def _secret_in(path: Path) -> str:
-    try:
-        found = path.read_text().strip()
-    except FileNotFoundError:
-        found = ""
-    if found:
-        return found
-    made = secrets.token_urlsafe(32)
-    write_durably(path, made + "\n")
-    return made
+        temporary.unlink()

@@ -24,11 +24,12 @@ writer = Table(
     "writer", metadata, Column("id", Integer, primary_key=True), Column("generation", BigInteger, nullable=False)
 )
 
+# One row: what is never given twice.
 counters = Table(
     "counters",
     metadata,
     Column("key", String(_KEY_LENGTH), primary_key=True),
-    Column("value", BigInteger, nullable=False),
+    Column("body", Text, nullable=False),
 )
 
 configuration_sets = Table(
@@ -43,6 +44,7 @@ nodes = Table(
     metadata,
     Column("key", String(_KEY_LENGTH), primary_key=True),
     Column("configuration_set", String(63), nullable=False),
+    Column("rack", String(_KEY_LENGTH), nullable=False),
     Column("state", String(16), nullable=False),
     Column("body", Text, nullable=False),
 )
@@ -56,6 +58,7 @@ jobs = Table(
     Column("user", String(_KEY_LENGTH), nullable=False),
     Column("state", String(16), nullable=False),
     Column("revision", BigInteger, nullable=False),
+    Column("epoch", BigInteger, nullable=False),
     Column("create_time", Double, nullable=False),
     Column("end_time", Double),
     Column("body", Text, nullable=False),
@@ -70,13 +73,15 @@ job_specs = Table(
     Column("body", Text, nullable=False),
 )
 
-requests = Table(
-    "requests",
+gangs = Table(
+    "gangs",
     metadata,
     Column("key", String(_KEY_LENGTH), primary_key=True),
-    Column("job", String(_KEY_LENGTH), nullable=False),
-    Column("digest", String(64), nullable=False),
-    Column("time", Double, nullable=False),
+    Column("epoch", BigInteger, nullable=False, unique=True),
+    Column("job", BigInteger, nullable=False),
+    Column("role", String(16), nullable=False),
+    Column("phase", String(16), nullable=False),
+    Column("body", Text, nullable=False),
 )
 
 events = Table(
@@ -93,4 +98,4 @@ events = Table(
 )
 
 # In the order in which they are loaded: an element only names elements of tables before its own.
-STATE: Final = {table.name: table for table in (counters, configuration_sets, nodes, job_specs, jobs, requests)}
+STATE: Final = {table.name: table for table in (counters, configuration_sets, nodes, job_specs, jobs, gangs)}

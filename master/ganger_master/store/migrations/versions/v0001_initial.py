@@ -21,7 +21,7 @@ def upgrade() -> None:
     op.create_table(
         "counters",
         sa.Column("key", sa.String(255), nullable=False),
-        sa.Column("value", sa.BigInteger(), nullable=False),
+        sa.Column("body", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("key", name="pk_counters"),
     )
     op.create_table(
@@ -34,6 +34,7 @@ def upgrade() -> None:
         "nodes",
         sa.Column("key", sa.String(255), nullable=False),
         sa.Column("configuration_set", sa.String(63), nullable=False),
+        sa.Column("rack", sa.String(255), nullable=False),
         sa.Column("state", sa.String(16), nullable=False),
         sa.Column("body", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("key", name="pk_nodes"),
@@ -46,6 +47,7 @@ def upgrade() -> None:
         sa.Column("user", sa.String(255), nullable=False),
         sa.Column("state", sa.String(16), nullable=False),
         sa.Column("revision", sa.BigInteger(), nullable=False),
+        sa.Column("epoch", sa.BigInteger(), nullable=False),
         sa.Column("create_time", sa.Double(), nullable=False),
         sa.Column("end_time", sa.Double(), nullable=True),
         sa.Column("body", sa.Text(), nullable=False),
@@ -61,12 +63,15 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("key", name="pk_job_specs"),
     )
     op.create_table(
-        "requests",
+        "gangs",
         sa.Column("key", sa.String(255), nullable=False),
-        sa.Column("job", sa.String(255), nullable=False),
-        sa.Column("digest", sa.String(64), nullable=False),
-        sa.Column("time", sa.Double(), nullable=False),
-        sa.PrimaryKeyConstraint("key", name="pk_requests"),
+        sa.Column("epoch", sa.BigInteger(), nullable=False),
+        sa.Column("job", sa.BigInteger(), nullable=False),
+        sa.Column("role", sa.String(16), nullable=False),
+        sa.Column("phase", sa.String(16), nullable=False),
+        sa.Column("body", sa.Text(), nullable=False),
+        sa.PrimaryKeyConstraint("key", name="pk_gangs"),
+        sa.UniqueConstraint("epoch", name="uq_gangs_epoch"),
     )
     op.create_table(
         "events",
@@ -83,5 +88,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    for table in ("events", "requests", "job_specs", "jobs", "nodes", "configuration_sets", "counters", "writer"):
+    for table in ("events", "gangs", "job_specs", "jobs", "nodes", "configuration_sets", "counters", "writer"):
         op.drop_table(table)

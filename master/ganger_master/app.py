@@ -1,0 +1,170 @@
+"""The master as a whole: directory, store, writer, server and the default job-scheduler host, started and stopped in
+order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+from typing import Any, Final
+
+import grpc
+from ganger.wire.endpoints import EndpointError
+
+from ganger_master.config import Config
+from ganger_master.core.settings import Settings
+from ganger_master.policies import policy_named
+from ganger_master.rpc.server import MasterServer
+from ganger_master.runtime.failpoints import Failpoints
+from ganger_master.runtime.progress import ProgressBoard
+from ganger_master.runtime.scheduler_process import SupervisedProcess, host_command
+from ganger_master.runtime.state_directory import StartError, StateDirectory, storage_token
+from ganger_master.runtime.writer import Writer
+from ganger_master.store.contract import Store, StoreError
+from ganger_master.store.sql import SqlStore
+
+log = logging.getLogger(__name__)
+
+_STOP_GRACE_SECONDS: Final = 0.5
+_HOUSEKEEPING_SECONDS: Final = 300.0
+# Rows of history forgotten in one transaction, so that commits need not wait long.
+_COMPACT_ROWS: Final = 5_000
+
+
+def version() -> str:
+    try:
+        return version_of("ganger")
+    except PackageNotFoundError:
+        return "0"
+
+
+class Master:
+    """One master. `start` raises StartError with a message for a person; `stop` leaves jobs running."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        clock: Callable[[], float] = time.time,
+        store: Store | None = None,
+        more_handlers: Sequence[grpc.GenericRpcHandler[Any, Any]] = (),
+    ) -> None:
+        self.config = config
+        self.address = ""
+        self.token = ""
+        self.progress = ProgressBoard()
+        self._clock = clock
+        self._given_store = store
+        self._more_handlers = more_handlers
+        self._directory: StateDirectory | None = None
+        self._writer: Writer | None = None
+        self._server: MasterServer | None = None
+        self._host: SupervisedProcess | None = None
+        self._housekeeping: asyncio.Task[None] | None = None
+
+    @property
+    def writer(self) -> Writer:
+        assert self._writer is not None, "the master has not started"
+        return self._writer
+
+    async def start(self) -> None:
+        try:
+            await self._start()
+        except (StoreError, EndpointError) as error:
+            await self.stop()
+            raise StartError(str(error)) from error
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
+        config = self.config
+        self._directory = StateDirectory(config.state_dir)
+        self.token = self._directory.token()
+        try:
+            policy_named(config.policy)
+        except (KeyError, ValueError) as error:
+            raise StartError(f"policy {config.policy!r} is not one this master knows") from error
+        settings = Settings(
+            lost_after_seconds=config.lost_after_seconds,
+            policy=config.policy,
+            storage=str(config.storage_path),
+            storage_token=storage_token(config.storage_path),
+            checkpoint_interval_seconds=config.checkpoint_interval_seconds,
+            session_alive_seconds=config.session_alive_seconds,
+        )
+        store = self._given_store or SqlStore(config.url)
+        writer = Writer(store, settings, self._clock, Failpoints.of_environment())
+        await writer.start()
+        self._writer = writer
+        self._server = MasterServer(
+            writer,
+            self.progress,
+            token=self.token,
+            listen=config.listen,
+            version=version(),
+            clock=self._clock,
+            more_handlers=self._more_handlers,
+        )
+        self.address = self._server.address
+        await self._server.start()
+        self._directory.write_endpoint(self.address)
+        if config.scheduler_host:
+            self._host = SupervisedProcess(host_command(config.state_dir))
+            self._host.start()
+        self._housekeeping = asyncio.get_running_loop().create_task(self._keep_house())
+        log.info("master ready", extra={"address": self.address, "jobs": len(writer.committed.jobs)})
+
+    async def stop(self) -> None:
+        """Idempotent. What was accepted is durable when it returns."""
+        if self._directory is not None:
+            self._directory.remove_endpoint()
+        if self._housekeeping is not None:
+            self._housekeeping.cancel()
+            await asyncio.gather(self._housekeeping, return_exceptions=True)
+        if self._host is not None:
+            await self._host.stop()
+        if self._server is not None:
+            await self._server.stop(_STOP_GRACE_SECONDS)
+        if self._writer is not None:
+            await self._writer.close()
+        if self._directory is not None:
+            self._directory.close()
+        self._directory = self._housekeeping = self._host = self._server = None
+
+    async def _keep_house(self) -> None:
+        """Forgets history older than the retention, and progress of jobs that are over."""
+        while True:
+            try:
+                oldest = self._clock() - self.config.events_kept_seconds
+                while await self.writer.compact(oldest, _COMPACT_ROWS) == _COMPACT_ROWS:
+                    # Lets commits go in between.
+                    await asyncio.sleep(0.1)
+            except StoreError as error:
+                log.warning("history not compacted", extra={"error": str(error)})
+            self.progress.forget(n for n, job in self.writer.committed.jobs.items() if not job.state.is_final)
+            await asyncio.sleep(_HOUSEKEEPING_SECONDS)
+
+
+async def run(config: Config, say: Callable[[str], None]) -> int:
+    """Runs a master until SIGTERM or SIGINT (0), or until it cannot go on (1)."""
+    master = Master(config)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await master.start()
+    say(f"ganger master ready at {master.address}")
+    asked = asyncio.create_task(stop.wait())
+    failed = asyncio.create_task(master.writer.stopped.wait())
+    try:
+        await asyncio.wait({asked, failed}, return_when=asyncio.FIRST_COMPLETED)
+        return 0 if stop.is_set() else 1
+    finally:
+        asked.cancel()
+        failed.cancel()
+        await master.stop()

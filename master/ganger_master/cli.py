@@ -1,0 +1,51 @@
+"""`ganger master`: the program that owns the state of a cluster."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.option("--state-dir", type=click.Path(path_type=Path), help="Directory of this master; made if missing.")
+@click.option("--listen", metavar="ADDRESS", help="unix:/PATH or 127.0.0.1:PORT; default: loopback, a free port.")
+@click.option("--database-url", metavar="URL", help="SQLAlchemy URL; default: SQLite in the state directory.")
+@click.option("--storage", type=click.Path(path_type=Path), help="Directory all nodes see; default: in --state-dir.")
+@click.option("--lost-after", metavar="TIME", help="10m, 1h, ... or never: when a silent node's jobs start elsewhere.")
+@click.option("--policy", metavar="NAME", help="Order of waiting jobs; default: fifo.")
+@click.option("--checkpoint-interval", metavar="TIME", help="Between checkpoints of jobs that set none; default 30m.")
+@click.option("--scheduler-host/--no-scheduler-host", default=None, help="Run the default job schedulers as a child.")
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Default: info.")
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file with the same settings.")
+def master(config_file: Path | None, **flags: str | Path | bool | None) -> None:
+    """Run the master of a cluster in the foreground.
+
+    Clients on this machine find it by STATE_DIR/endpoint.json. SIGTERM stops it; jobs keep running without it.
+    """
+    import asyncio
+
+    from ganger_master import app, config
+    from ganger_master.runtime import logs
+    from ganger_master.runtime.state_directory import StartError
+
+    text = ""
+    if config_file is not None:
+        try:
+            text = config_file.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise click.UsageError(f"cannot read {config_file}: {error}") from error
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
+    try:
+        settings = config.load(given, os.environ, text, str(config_file or "config"))
+    except config.ConfigError as error:
+        raise click.UsageError(str(error)) from error
+    logs.set_up(settings.log_level)
+    try:
+        code = asyncio.run(app.run(settings, lambda line: click.echo(line)))
+    except StartError as error:
+        click.echo(f"error: {error}", err=True)
+        code = 1
+    sys.exit(code)

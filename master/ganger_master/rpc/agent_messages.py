@@ -1,0 +1,138 @@
+"""What daemons observe and what is wanted of them: `ganger.agent.v1` messages and the core's values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from ganger.agent.v1 import agent_pb2
+from ganger.v1 import job_pb2
+from ganger.wire import convert, names, times
+
+from ganger_master.core import commands
+from ganger_master.core.model import Capabilities, Intent, ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.wanted import DesiredGang, Member
+from ganger_master.rpc import job_messages
+
+_INTENTS: Final[Mapping[Intent, agent_pb2.Intent.ValueType]] = {
+    intent: agent_pb2.Intent.Value(f"INTENT_{intent.name}") for intent in Intent
+}
+_PHASES_FROM_WIRE: Final = {
+    agent_pb2.ObservedGang.Phase.Value(f"PHASE_{phase.name}"): phase
+    for phase in ObservedPhase
+    if phase is not ObservedPhase.NONE
+}
+_OUTCOMES_FROM_WIRE: Final = {agent_pb2.Outcome.KIND_UNSPECIFIED: OutcomeKind.NONE} | {
+    agent_pb2.Outcome.Kind.Value(f"KIND_{kind.name}"): kind for kind in OutcomeKind if kind is not OutcomeKind.NONE
+}
+
+
+def open_session_from_wire(message: agent_pb2.CreateSessionRequest) -> commands.OpenSession:
+    """Raises NameInvalid, RequestInvalid."""
+    return commands.OpenSession(
+        node=names.parse_node_name(message.node),
+        machine_uuid=message.machine_uuid,
+        configuration_set=convert.configuration_set_from_wire(message.configuration_set),
+        boot_id=message.boot_id,
+        rack=message.rack,
+        fabric=message.fabric,
+        peer_address=message.peer_address,
+        stream_address=message.stream_address,
+        capabilities=dict(message.capabilities),
+        version=message.version,
+        storage_token=message.storage_token,
+    )
+
+
+def observe_from_wire(node: str, message: agent_pb2.ReconcileRequest) -> commands.Observe:
+    return commands.Observe(
+        node=node,
+        session=message.session,
+        observation=message.observation,
+        desired_version=message.desired_version,
+        gangs=tuple(observed_gang_from_wire(gang) for gang in message.gangs),
+        device_faults=dict(message.device_faults),
+        storage_proved=message.storage_proved,
+    )
+
+
+def observed_gang_from_wire(message: agent_pb2.ObservedGang) -> commands.ObservedGang:
+    return commands.ObservedGang(
+        job=names.parse_job_name(message.job) if message.job else 0,
+        uid=message.job_uid,
+        epoch=message.epoch,
+        phase=_PHASES_FROM_WIRE.get(message.phase, ObservedPhase.NONE),
+        master_sequence=message.order.master_sequence,
+        level=job_messages.level_from_wire(message.level),
+        stop_sequence=message.stop_sequence,
+        stop_step=message.stop_step,
+        pids=tuple(rank.pid for rank in sorted(message.ranks, key=lambda rank: rank.rank)),
+        outcome=_outcome_from_wire(message.outcome),
+        checkpoint=(job_messages.checkpoint_from_wire(message.checkpoint) if message.HasField("checkpoint") else None),
+        peak_device_bytes=message.peak_device_bytes,
+        capabilities=(
+            job_messages.capabilities_from_wire(message.capabilities)
+            if message.HasField("capabilities")
+            else Capabilities()
+        ),
+        arena_bytes=message.arena_bytes,
+        threads=message.threads,
+        repin_done=message.repin_done,
+        trouble=message.trouble,
+        cores=tuple(message.cores),
+        device_mask=message.claim_device_mask,
+    )
+
+
+def desired_gang_to_wire(gang: DesiredGang) -> agent_pb2.DesiredGang:
+    message = agent_pb2.DesiredGang(
+        job=names.job_name(gang.job) if gang.job else "",
+        job_uid=gang.uid,
+        epoch=gang.epoch,
+        order=agent_pb2.OrderKey(epoch=gang.epoch, master_sequence=gang.master_sequence),
+        intent=_INTENTS[gang.intent],
+        level=job_messages.level_to_wire(gang.level),
+        stop_sequence=gang.stop_sequence,
+        claim=convert.claim_to_wire(gang.claim),
+        members=[_member_to_wire(member) for member in gang.members],
+        user=gang.user,
+        threads=gang.threads,
+        checkpoint_interval=(
+            times.duration(gang.checkpoint_interval_seconds) if gang.checkpoint_interval_seconds > 0 else None
+        ),
+        checkpoint_request=gang.checkpoint_request,
+        repin_request=gang.repin_request,
+        grace=times.duration(gang.grace_seconds),
+        checkpoint_first=gang.checkpoint_first,
+    )
+    if gang.needs_spec and gang.spec is not None:
+        message.spec.CopyFrom(job_messages.spec_to_wire(gang.spec, with_environment=True))
+    restore = gang.restore
+    if restore.parked_epoch:
+        message.restore.parked.epoch = restore.parked_epoch
+        message.restore.parked.members.extend(_member_to_wire(member) for member in restore.parked_members)
+        message.restore.step = restore.step
+    elif restore.checkpoint_path:
+        message.restore.checkpoint_path = restore.checkpoint_path
+        message.restore.step = restore.step
+    return message
+
+
+def _member_to_wire(member: Member) -> agent_pb2.Member:
+    return agent_pb2.Member(
+        node=names.node_name(member.node),
+        peer_address=member.peer_address,
+        stream_address=member.stream_address,
+        ranks=member.ranks,
+    )
+
+
+def _outcome_from_wire(message: agent_pb2.Outcome) -> Outcome:
+    return Outcome(
+        _OUTCOMES_FROM_WIRE.get(message.kind, OutcomeKind.UNKNOWN), message.exit_code, message.rank, message.message
+    )
+
+
+def sample_time(progress: job_pb2.Progress, now: float) -> float:
+    """A daemon's clock is not trusted beyond the present."""
+    return min(times.unix_seconds(progress.time) or now, now)

@@ -1,0 +1,146 @@
+"""AgentService: what daemons call. Holds their polls, answers only the newest of each node, shows what is durable."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final
+
+from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
+from ganger.wire import errors, names, times
+
+from ganger_master.core import commands
+from ganger_master.core.answers import Done, SessionAnswer
+from ganger_master.core.wanted import DesiredSet
+from ganger_master.rpc import agent_messages
+from ganger_master.rpc.answers import expect
+from ganger_master.runtime.progress import ProgressBoard, Sample
+from ganger_master.runtime.writer import Writer
+
+_LONGEST_HOLD_SECONDS: Final = 60.0
+# Shortest share of the hold after which an unchanged poll is answered, so that daemons started together drift apart.
+_JITTER: Final = 0.8
+
+
+class AgentService(agent_pb2_grpc.AgentServiceServicer):
+    def __init__(self, writer: Writer, progress: ProgressBoard, clock: Callable[[], float]) -> None:
+        self._writer = writer
+        self._progress = progress
+        self._clock = clock
+        self._node_of: dict[str, str] = {}
+        self._session_of: dict[str, str] = {}
+        # Sessions that were answered once.
+        self._answered: set[str] = set()
+        # The call that may be answered, by node.
+        self._newest: dict[str, object] = {}
+
+    async def CreateSession(self, request: agent_pb2.CreateSessionRequest, context: Any) -> agent_pb2.Session:
+        command = agent_messages.open_session_from_wire(request)
+        session = expect(await self._writer.submit(command), SessionAnswer).session
+        former = self._session_of.get(command.node)
+        if former is not None:
+            self._node_of.pop(former, None)
+            self._answered.discard(former)
+        self._node_of[session] = command.node
+        self._session_of[command.node] = session
+        settings = self._writer.state.settings
+        lost_after = settings.lost_after_seconds
+        return agent_pb2.Session(
+            session=session,
+            lost_after=None if lost_after is None else times.duration(lost_after),
+            storage=settings.storage,
+            storage_token=settings.storage_token,
+            checkpoint_interval=times.duration(settings.checkpoint_interval_seconds),
+        )
+
+    async def Reconcile(self, request: agent_pb2.ReconcileRequest, context: Any) -> agent_pb2.ReconcileResponse:
+        node = self._node_in(request.session)
+        call = object()
+        self._newest[node] = call
+        self._writer.committed.wake(f"nodes/{node}")
+        try:
+            if request.changed:
+                expect(await self._writer.submit(agent_messages.observe_from_wire(node, request)), Done)
+            await self._hold(node, request, call)
+            if self._newest.get(node) is not call:
+                raise errors.NotReady("a newer call of this node has come")
+            answer = commands.Answer(node, request.session, request.desired_version)
+            expect(await self._writer.submit(answer), Done)
+        finally:
+            if self._newest.get(node) is call:
+                del self._newest[node]
+        self._answered.add(request.session)
+        return _response(self._writer.committed.desired.get(node, DesiredSet()), request)
+
+    async def ReportProgress(
+        self, request_iterator: AsyncIterator[agent_pb2.ProgressReport], context: Any
+    ) -> agent_pb2.ReportProgressResponse:
+        async for report in request_iterator:
+            node = self._node_in(report.session)
+            for gang in report.gangs:
+                self._note(node, gang)
+        return agent_pb2.ReportProgressResponse()
+
+    def _node_in(self, session: str) -> str:
+        node = self._node_of.get(session)
+        if node is None:
+            raise errors.SessionSuperseded("this session is void: open a new one, keep what runs")
+        return node
+
+    async def _hold(self, node: str, request: agent_pb2.ReconcileRequest, call: object) -> None:
+        """Until there is news for the node, the call's time is up, or a newer call came."""
+        if request.session not in self._answered:
+            # The first answer tells the daemon that the master is there and knows it.
+            return
+        asked = times.seconds(request.max_wait) if request.HasField("max_wait") else _LONGEST_HOLD_SECONDS
+        hold = min(asked, _LONGEST_HOLD_SECONDS) * random.uniform(_JITTER, 1.0)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + hold
+        committed = self._writer.committed
+        with committed.watching(f"nodes/{node}") as news:
+            while self._newest.get(node) is call:
+                news.clear()
+                known = committed.nodes.get(node)
+                if known is None or known.session != request.session:
+                    return
+                if committed.desired.get(node, DesiredSet()).version != request.desired_version:
+                    return
+                remaining = end - loop.time()
+                if remaining <= 0:
+                    return
+                try:
+                    await asyncio.wait_for(news.wait(), remaining)
+                except TimeoutError:
+                    return
+
+    def _note(self, node: str, gang: agent_pb2.GangProgress) -> None:
+        job = self._writer.committed.jobs.get(names.parse_job_name(gang.job))
+        if job is None or gang.epoch != job.epoch:
+            return
+        held = self._writer.committed.gangs.get(job.epoch)
+        # A daemon speaks for the gangs on its own node only.
+        if held is None or node not in held.nodes:
+            return
+        progress = gang.progress
+        sample = Sample(
+            epoch=gang.epoch,
+            step=progress.step,
+            samples=progress.samples,
+            steps_per_second=progress.steps_per_second,
+            loss=progress.loss,
+            data_wait_share=min(1.0, max(0.0, progress.data_wait_share)),
+            time=agent_messages.sample_time(progress, self._clock()),
+        )
+        self._progress.report(job.number, sample)
+
+
+def _response(desired: DesiredSet, request: agent_pb2.ReconcileRequest) -> agent_pb2.ReconcileResponse:
+    changed = desired.version != request.desired_version
+    return agent_pb2.ReconcileResponse(
+        desired_version=desired.version,
+        changed=changed,
+        gangs=[agent_messages.desired_gang_to_wire(gang) for gang in desired.gangs] if changed else [],
+        acknowledged_epochs=desired.acknowledged_epochs,
+        observation=request.observation,
+    )

@@ -1,0 +1,141 @@
+"""The core's answers as messages or errors, and the callers' names as the core knows them."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from typing import TypeVar
+
+from ganger.v1 import job_pb2, node_pb2, scheduling_pb2
+from ganger.wire import convert, errors, names, times
+
+from ganger_master.core.answers import Approved, ChangeAnswer, Refused, Rejected
+from ganger_master.core.model import Job, Node, NodeState
+from ganger_master.rpc import job_messages
+from ganger_master.runtime.progress import ProgressBoard
+from ganger_master.runtime.writer import Writer
+
+_Kind = TypeVar("_Kind")
+
+_NODE_STATES = {state: node_pb2.Node.State.Value(f"STATE_{state.name}") for state in NodeState}
+
+
+def owner() -> str:
+    """Who holds the start-up token: the user this master runs as."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
+def error_of(refused: Refused) -> errors.ApiError:
+    kind = errors.ApiError._by_reason.get(refused.reason)
+    assert kind is not None, f"the core refuses with {refused.reason}, which the wire does not know"
+    violations = [errors.Violation(path, text) for path, text in refused.violations]
+    error = kind(refused.message, violations=violations)
+    error.metadata = dict(refused.metadata)
+    return error
+
+
+def expect(answer: object, kind: type[_Kind]) -> _Kind:
+    """The answer if it is of the kind a command asks for; raises ApiError for a refusal."""
+    if isinstance(answer, Refused):
+        raise error_of(answer)
+    assert isinstance(answer, kind), f"expected {kind.__name__}, the core answered {type(answer).__name__}"
+    return answer
+
+
+class Shown:
+    """Messages of what is durable, with what is only advisory (blockers, rank, progress) as of now."""
+
+    def __init__(self, writer: Writer, progress: ProgressBoard) -> None:
+        self._writer = writer
+        self._progress = progress
+
+    def job_named(self, number: int) -> Job:
+        job = self._writer.committed.jobs.get(number)
+        if job is None:
+            name = names.job_name(number)
+            raise errors.JobNotFound(f"there is no {name}: `ganger queue --all` lists what there is", job=name)
+        return job
+
+    def node_named(self, node: str) -> Node:
+        found = self._writer.committed.nodes.get(node)
+        if found is None:
+            raise errors.NodeNotFound(
+                f"there is no nodes/{node}: `ganger nodes` lists them", node=names.node_name(node)
+            )
+        return found
+
+    def job(self, number: int, *, with_environment: bool = False) -> job_pb2.Job:
+        """Raises JobNotFound."""
+        job = self.job_named(number)
+        state, committed = self._writer.state, self._writer.committed
+        return job_messages.job_to_wire(
+            job,
+            committed.gangs.get(job.epoch),
+            committed.gangs.get(job.next_epoch),
+            blockers=state.blockers_of(number),
+            queue_rank=state.queue_rank(number),
+            sample=self._progress.of(number),
+            with_environment=with_environment,
+        )
+
+    def node(self, name: str) -> node_pb2.Node:
+        """Raises NodeNotFound."""
+        node = self.node_named(name)
+        row = self._writer.committed.rows.get(name)
+        seen = self._writer.state.last_answer.get(name)
+        return node_pb2.Node(
+            name=names.node_name(node.name),
+            machine_uuid=node.machine_uuid,
+            configuration_set=node.configuration_set,
+            state=_NODE_STATES[node.state],
+            state_reason=node.state_reason,
+            row=None if row is None else convert.node_row_to_wire(row),
+            capabilities=dict(node.capabilities),
+            peer_address=node.peer_address,
+            last_seen_time=None if seen is None else times.timestamp(seen),
+            device_faults=dict(node.device_faults),
+            quarantined=[f"{stray.uid} epoch {stray.epoch}" for stray in node.strays if stray.quarantined],
+            rack=node.rack,
+            fabric=node.fabric,
+        )
+
+
+def verdict_of(job: str, answer: object) -> scheduling_pb2.Verdict:
+    """A verdict; raises ApiError if the request itself was refused."""
+    match answer:
+        case Approved():
+            return scheduling_pb2.Verdict(
+                job=job,
+                approved=scheduling_pb2.Approval(
+                    epoch=answer.epoch,
+                    revision=answer.revision,
+                    view_version=answer.view_version,
+                    candidate=answer.candidate,
+                ),
+            )
+        case Rejected():
+            return scheduling_pb2.Verdict(
+                job=job,
+                rejected=scheduling_pb2.Rejection(
+                    refusals=convert.refusals_to_wire(answer.refusals),
+                    rows=[convert.node_row_to_wire(row) for row in answer.rows],
+                    view_version=answer.view_version,
+                    turn_kept=answer.turn_kept,
+                ),
+            )
+        case Refused():
+            raise error_of(answer)
+        case _:
+            raise AssertionError(f"no verdict: {type(answer).__name__}")
+
+
+def change_verdict_of(answer: ChangeAnswer) -> scheduling_pb2.ChangeVerdict:
+    return scheduling_pb2.ChangeVerdict(
+        job=names.job_name(answer.number),
+        approved=answer.approved,
+        revision=answer.revision,
+        refusals=convert.refusals_to_wire(answer.refusals),
+    )

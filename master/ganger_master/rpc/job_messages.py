@@ -1,0 +1,204 @@
+"""Jobs, gangs and specs: the core's values and `ganger.v1` messages, both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from ganger.resources.reasons import Refusal
+from ganger.v1 import job_pb2
+from ganger.wire import convert, times
+
+from ganger_master.core.desired import ranks_by_claim
+from ganger_master.core.model import (
+    Agent,
+    Capabilities,
+    Checkpoint,
+    Gang,
+    GangPhase,
+    Job,
+    JobSpec,
+    JobState,
+    SuspendLevel,
+)
+from ganger_master.runtime.progress import Sample
+
+STATES: Final[Mapping[JobState, job_pb2.Job.State.ValueType]] = {
+    state: job_pb2.Job.State.Value(f"STATE_{state.name}") for state in JobState
+}
+STATES_FROM_WIRE: Final = {number: state for state, number in STATES.items()}
+_PHASES: Final[Mapping[GangPhase, job_pb2.Gang.Phase.ValueType]] = {
+    phase: job_pb2.Gang.Phase.Value(f"PHASE_{phase.name}") for phase in GangPhase
+}
+_LEVELS: Final[Mapping[SuspendLevel, job_pb2.SuspendLevel.ValueType]] = {
+    SuspendLevel.NONE: job_pb2.SUSPEND_LEVEL_UNSPECIFIED,
+    SuspendLevel.PAUSE: job_pb2.SUSPEND_LEVEL_PAUSE,
+    SuspendLevel.OFFLOAD: job_pb2.SUSPEND_LEVEL_OFFLOAD,
+    SuspendLevel.CHECKPOINT: job_pb2.SUSPEND_LEVEL_CHECKPOINT,
+}
+_LEVELS_FROM_WIRE: Final[Mapping[int, SuspendLevel]] = {number: level for level, number in _LEVELS.items()}
+
+
+def level_to_wire(level: SuspendLevel) -> job_pb2.SuspendLevel.ValueType:
+    return _LEVELS[level]
+
+
+def level_from_wire(level: int) -> SuspendLevel:
+    """A level this program does not know reads as unspecified."""
+    return _LEVELS_FROM_WIRE.get(level, SuspendLevel.NONE)
+
+
+def spec_from_wire(message: job_pb2.JobSpec) -> JobSpec:
+    """Not yet judged: what is wrong with a spec is the core's to say, all at once. Raises RequestInvalid."""
+    return JobSpec(
+        command=tuple(message.command),
+        roles=tuple(convert.role_from_wire(role) for role in message.roles),
+        display_name=message.display_name,
+        working_directory=message.working_directory,
+        environment=dict(message.environment),
+        device_type=message.device_type,
+        locality=convert.locality_from_wire(message.locality),
+        nodes=message.nodes,
+        priority=message.priority,
+        time_limit_seconds=times.seconds(message.time_limit) if message.HasField("time_limit") else None,
+        gpu_memory_bytes=message.gpu_memory_bytes,
+        max_failures=message.max_failures,
+        scheduler=message.scheduler,
+        preemptible=message.preemptible if message.HasField("preemptible") else True,
+        gpus_min=message.gpus_min,
+        gpus_max=message.gpus_max,
+        checkpoint_interval_seconds=times.seconds(message.checkpoint_interval),
+        labels=dict(message.labels),
+        agent=Agent.NONE if message.agent == job_pb2.JobSpec.AGENT_NONE else Agent.AUTOMATIC,
+    )
+
+
+def spec_to_wire(spec: JobSpec, *, with_environment: bool) -> job_pb2.JobSpec:
+    return job_pb2.JobSpec(
+        command=spec.command,
+        roles=[convert.role_to_wire(role) for role in spec.roles],
+        display_name=spec.display_name,
+        working_directory=spec.working_directory,
+        environment=dict(spec.environment) if with_environment else {},
+        device_type=spec.device_type,
+        locality=convert.locality_to_wire(spec.locality),
+        nodes=spec.nodes,
+        priority=spec.priority,
+        time_limit=None if spec.time_limit_seconds is None else times.duration(spec.time_limit_seconds),
+        gpu_memory_bytes=spec.gpu_memory_bytes,
+        max_failures=spec.max_failures,
+        scheduler=spec.scheduler,
+        preemptible=spec.preemptible,
+        gpus_min=spec.gpus_min,
+        gpus_max=spec.gpus_max,
+        checkpoint_interval=(
+            times.duration(spec.checkpoint_interval_seconds) if spec.checkpoint_interval_seconds else None
+        ),
+        labels=dict(spec.labels),
+        agent=job_pb2.JobSpec.AGENT_NONE if spec.agent is Agent.NONE else job_pb2.JobSpec.AGENT_AUTOMATIC,
+    )
+
+
+def job_to_wire(
+    job: Job,
+    gang: Gang | None,
+    destination: Gang | None,
+    *,
+    blockers: tuple[Refusal, ...] = (),
+    queue_rank: int = 0,
+    sample: Sample | None = None,
+    with_environment: bool = False,
+) -> job_pb2.Job:
+    message = job_pb2.Job(
+        name=job.name,
+        uid=job.uid,
+        spec=spec_to_wire(job.spec, with_environment=with_environment),
+        user=job.user,
+        state=STATES[job.state],
+        revision=job.revision,
+        suspended_level=_LEVELS[job.suspended_level],
+        create_time=times.timestamp(job.create_time),
+        start_time=times.timestamp(job.start_time) if job.start_time else None,
+        end_time=times.timestamp(job.end_time) if job.end_time else None,
+        failures=job.failures,
+        preemptions=job.preemptions,
+        blockers=convert.refusals_to_wire(blockers),
+        queue_rank=queue_rank,
+        checkpoint=None if job.checkpoint is None else checkpoint_to_wire(job.checkpoint),
+        capabilities=capabilities_to_wire(job.capabilities) if job.capabilities.known else None,
+        progress=None if sample is None else progress_to_wire(sample),
+    )
+    if gang is not None and not job.state.is_final:
+        message.gang.CopyFrom(gang_to_wire(job, gang, destination))
+    if job.failure is not None:
+        message.failure.CopyFrom(
+            job_pb2.Failure(
+                reason=job.failure.reason,
+                message=job.failure.message,
+                exit_code=job.failure.exit_code,
+                rank=job.failure.rank,
+                epoch=job.failure.epoch,
+            )
+        )
+    return message
+
+
+def gang_to_wire(job: Job, gang: Gang, destination: Gang | None) -> job_pb2.Gang:
+    return job_pb2.Gang(
+        epoch=gang.epoch,
+        phase=_PHASES[gang.phase],
+        claims=convert.claims_to_wire(gang.claims),
+        level=convert.level_to_wire(gang.level),
+        parked_level=_LEVELS[gang.park_level],
+        move_claims=[] if destination is None else convert.claims_to_wire(destination.claims),
+        pids=pids_by_rank(job, gang),
+        stop_step=gang.stop_step,
+        start_time=times.timestamp(gang.create_time),
+    )
+
+
+def pids_by_rank(job: Job, gang: Gang) -> list[int]:
+    """Zero where a rank's process is not known."""
+    by_piece = ranks_by_claim(job.spec.roles, gang.claims)
+    pids = [0] * sum(len(ranks) for ranks in by_piece)
+    for piece, ranks in zip(gang.pieces, by_piece, strict=True):
+        for rank, pid in zip(ranks, piece.pids, strict=False):
+            pids[rank] = pid
+    return pids
+
+
+def checkpoint_to_wire(checkpoint: Checkpoint) -> job_pb2.Checkpoint:
+    return job_pb2.Checkpoint(
+        step=checkpoint.step,
+        epoch=checkpoint.epoch,
+        path=checkpoint.path,
+        size_bytes=checkpoint.size_bytes,
+        create_time=times.timestamp(checkpoint.create_time) if checkpoint.create_time else None,
+    )
+
+
+def checkpoint_from_wire(message: job_pb2.Checkpoint) -> Checkpoint:
+    return Checkpoint(
+        message.step, message.epoch, message.path, message.size_bytes, times.unix_seconds(message.create_time)
+    )
+
+
+def capabilities_to_wire(value: Capabilities) -> job_pb2.Capabilities:
+    return job_pb2.Capabilities(
+        pause=value.pause, offload=value.offload, checkpoint=value.checkpoint, missing=dict(value.missing)
+    )
+
+
+def capabilities_from_wire(message: job_pb2.Capabilities) -> Capabilities:
+    return Capabilities(message.pause, message.offload, message.checkpoint, dict(message.missing), known=True)
+
+
+def progress_to_wire(sample: Sample) -> job_pb2.Progress:
+    return job_pb2.Progress(
+        step=sample.step,
+        samples=sample.samples,
+        steps_per_second=sample.steps_per_second,
+        loss=sample.loss,
+        data_wait_share=sample.data_wait_share,
+        time=times.timestamp(sample.time),
+    )

@@ -1,0 +1,177 @@
+"""JobService: what users call."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final
+
+import msgspec
+from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc
+from ganger.wire import convert, errors, names, times
+
+from ganger_master.core import commands
+from ganger_master.core.answers import JobAnswer
+from ganger_master.core.explain import explain
+from ganger_master.rpc import job_messages
+from ganger_master.rpc.answers import Shown, expect
+from ganger_master.rpc.log_proxy import LogProxy
+from ganger_master.runtime.writer import Writer
+
+_PAGE_DEFAULT: Final = 100
+_PAGE_MOST: Final = 1_000
+# A page of large jobs must still fit into one message.
+_PAGE_BYTES: Final = 3 * 1024 * 1024
+STREAM_SECONDS: Final = 30 * 60.0
+
+
+class JobService(job_service_pb2_grpc.JobServiceServicer):
+    def __init__(self, writer: Writer, shown: Shown, logs: LogProxy, user: str, clock: Callable[[], float]) -> None:
+        self._writer = writer
+        self._shown = shown
+        self._logs = logs
+        self._user = user
+        self._clock = clock
+
+    async def CreateJob(self, request: job_service_pb2.CreateJobRequest, context: Any) -> job_pb2.Job:
+        spec = job_messages.spec_from_wire(request.spec)
+        return await self._change(commands.SubmitJob(spec, str(uuid.uuid4()), self._user, request.request_id))
+
+    async def GetJob(self, request: job_service_pb2.GetJobRequest, context: Any) -> job_pb2.Job:
+        return self._shown.job(names.parse_job_name(request.name), with_environment=True)
+
+    async def ListJobs(
+        self, request: job_service_pb2.ListJobsRequest, context: Any
+    ) -> job_service_pb2.ListJobsResponse:
+        size = min(request.page_size or _PAGE_DEFAULT, _PAGE_MOST)
+        before = _parse_page_token(request.page_token)
+        states = {job_messages.STATES_FROM_WIRE.get(state) for state in request.states}
+        response = job_service_pb2.ListJobsResponse()
+        response_bytes = 0
+        jobs = self._writer.committed.jobs
+        last = 0
+        for number in sorted((number for number in jobs if not before or number < before), reverse=True):
+            job = jobs[number]
+            if (states and job.state not in states) or (request.user and job.user != request.user):
+                continue
+            if len(response.jobs) == size or response_bytes > _PAGE_BYTES:
+                response.next_page_token = _page_token(last)
+                break
+            message = self._shown.job(number)
+            response.jobs.append(message)
+            response_bytes += message.ByteSize()
+            last = number
+        return response
+
+    async def WatchJob(self, request: job_service_pb2.WatchJobRequest, context: Any) -> AsyncIterator[job_pb2.Job]:
+        number = names.parse_job_name(request.name)
+        self._shown.job_named(number)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + STREAM_SECONDS
+        sent = b""
+        with self._writer.committed.watching(f"jobs/{number}") as news:
+            while loop.time() < end:
+                news.clear()
+                job = self._shown.job_named(number)
+                if job.revision > request.after_revision or (sent and job.revision == request.after_revision):
+                    message = self._shown.job(number)
+                    message.ClearField("progress")
+                    if (shape := message.SerializeToString(deterministic=True)) != sent:
+                        sent = shape
+                        yield self._shown.job(number)
+                if job.state.is_final:
+                    return
+                try:
+                    await asyncio.wait_for(news.wait(), end - loop.time())
+                except TimeoutError:
+                    return
+
+    async def CancelJob(self, request: job_service_pb2.CancelJobRequest, context: Any) -> job_pb2.Job:
+        number = names.parse_job_name(request.name)
+        return await self._change(commands.CancelJob(number, request.reason, self._user))
+
+    async def SuspendJob(self, request: job_service_pb2.SuspendJobRequest, context: Any) -> job_pb2.Job:
+        number = names.parse_job_name(request.name)
+        level = job_messages.level_from_wire(request.level)
+        return await self._change(commands.SuspendJob(number, level, self._user))
+
+    async def ResumeJob(self, request: job_service_pb2.ResumeJobRequest, context: Any) -> job_pb2.Job:
+        return await self._change(commands.ResumeJob(names.parse_job_name(request.name), self._user))
+
+    async def MoveJob(self, request: job_service_pb2.MoveJobRequest, context: Any) -> job_pb2.Job:
+        number = names.parse_job_name(request.name)
+        nodes = tuple(names.parse_node_name(node) for node in request.nodes)
+        return await self._change(commands.MoveJob(number, nodes, self._user))
+
+    async def RetuneJob(self, request: job_service_pb2.RetuneJobRequest, context: Any) -> job_pb2.Job:
+        number = names.parse_job_name(request.name)
+        return await self._change(commands.RetuneJob(number, request.millicores, request.repin, self._user))
+
+    async def ResizeJob(self, request: job_service_pb2.ResizeJobRequest, context: Any) -> job_pb2.Job:
+        number = names.parse_job_name(request.name)
+        return await self._change(commands.ResizeJob(number, request.gpus, self._user))
+
+    async def ReadLog(
+        self, request: job_service_pb2.ReadLogRequest, context: Any
+    ) -> AsyncIterator[job_service_pb2.LogChunk]:
+        number = names.parse_job_name(request.name)
+        async for chunk in self._logs.read(number, request.rank, request.offset, follow=request.follow):
+            yield chunk
+
+    async def ExplainJob(self, request: job_service_pb2.ExplainJobRequest, context: Any) -> job_service_pb2.Explanation:
+        number = names.parse_job_name(request.name)
+        job = self._shown.job(number)
+        found = explain(self._writer.state, number, self._clock())
+        return job_service_pb2.Explanation(
+            job=job,
+            blockers=convert.refusals_to_wire(found.blockers),
+            start_after_seconds=found.start_after_seconds,
+            start_before_seconds=found.start_before_seconds,
+            assumption=found.assumption,
+        )
+
+    async def ListEvents(
+        self, request: job_service_pb2.ListEventsRequest, context: Any
+    ) -> job_service_pb2.ListEventsResponse:
+        size = min(request.page_size or _PAGE_DEFAULT, _PAGE_MOST)
+        if request.after_sequence and request.after_sequence + 1 < await self._writer.oldest_sequence():
+            raise errors.EventsCompacted("these events are no longer kept: list again from zero")
+        entries = await self._writer.history(request.subject, request.after_sequence, size)
+        return job_service_pb2.ListEventsResponse(
+            events=[
+                job_pb2.Event(
+                    sequence=entry.sequence,
+                    time=times.timestamp(entry.time),
+                    subject=entry.subject,
+                    kind=entry.kind,
+                    cause=entry.cause,
+                    message=entry.message,
+                    figures=msgspec.json.decode(entry.figures, type=dict[str, str]),
+                )
+                for entry in entries
+            ],
+            next_sequence=entries[-1].sequence if entries else request.after_sequence,
+        )
+
+    async def _change(self, command: commands.Command) -> job_pb2.Job:
+        answer = expect(await self._writer.submit(command), JobAnswer)
+        return self._shown.job(answer.number)
+
+
+def _page_token(number: int) -> str:
+    return base64.urlsafe_b64encode(b"before:%d" % number).decode()
+
+
+def _parse_page_token(token: str) -> int:
+    if not token:
+        return 0
+    try:
+        word, _, number = base64.urlsafe_b64decode(token.encode()).partition(b":")
+        if word == b"before" and number.isdigit() and int(number) > 0:
+            return int(number)
+    except (ValueError, binascii.Error):
+        pass
+    raise errors.PageTokenInvalid(f"page_token {token[:40]!r} was not made by this method: start without one")

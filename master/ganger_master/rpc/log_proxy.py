@@ -1,0 +1,278 @@
+"""ReadLog across nodes: a rank's log is segments on every node where it ran, and copies of sealed ones elsewhere.
+
+A sweep asks every node that may have a part for what it has from an offset on and takes the one that begins first,
+until none has more. What no node has before the first that has some is reported as lost. Following means: read the node
+where the rank runs until it is placed anew or over, then sweep again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
+from ganger.v1 import job_service_pb2
+from ganger.wire import channels, errors
+from ganger.wire.endpoints import Endpoint, EndpointError
+
+from ganger_master.core.desired import ranks_by_claim
+from ganger_master.core.model import Job
+from ganger_master.rpc.answers import Shown
+from ganger_master.runtime.writer import Writer
+
+# Largest tail that a negative offset may ask for; it is collected in memory.
+TAIL_MOST_BYTES: Final = 16 * 1024 * 1024
+# A node that does not answer must not hold up the parts others have.
+_FIRST_CHUNK_SECONDS: Final = 5.0
+# How often a follower looks again where nothing tells it that there is more.
+_LOOK_AGAIN_SECONDS: Final = 0.5
+_CHANNELS_KEPT: Final = 64
+_END: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined]
+
+
+@dataclass(slots=True)
+class _Source:
+    """One node's answer, with its first chunk read ahead."""
+
+    call: Any
+    first: job_service_pb2.LogChunk
+
+    @property
+    def begin(self) -> int:
+        return int(self.first.offset) - int(self.first.lost_bytes)
+
+
+class LogProxy:
+    def __init__(self, writer: Writer, shown: Shown, token: str) -> None:
+        self._writer = writer
+        self._shown = shown
+        self._token = token
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def read(
+        self, number: int, rank: int, offset: int, *, follow: bool
+    ) -> AsyncIterator[job_service_pb2.LogChunk]:
+        """Chunks in the order of their offsets. Raises JobNotFound, RankNotFound, OffsetBeyondEnd."""
+        job = self._shown.job_named(number)
+        if rank >= job.spec.tasks:
+            raise errors.RankNotFound(f"jobs/{number} has ranks 0 to {job.spec.tasks - 1}, not {rank}")
+        if offset < 0:
+            position = 0
+            async for chunk in self._tail(job, rank, min(-offset, TAIL_MOST_BYTES)):
+                position = chunk.offset + len(chunk.data)
+                yield chunk
+        else:
+            position = offset
+            if offset and not follow and await self._is_beyond(job, rank, offset):
+                raise errors.OffsetBeyondEnd(f"rank {rank} of jobs/{number} has written less than {offset} bytes")
+            async for chunk in self._sweep(job, rank, offset):
+                position = chunk.offset + len(chunk.data)
+                yield chunk
+        if follow:
+            async for chunk in self._follow(number, rank, position):
+                yield chunk
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close(None)
+        self._channels.clear()
+
+    async def _follow(self, number: int, rank: int, position: int) -> AsyncIterator[job_service_pb2.LogChunk]:
+        with self._writer.committed.watching(f"jobs/{number}") as news:
+            while True:
+                job = self._writer.committed.jobs.get(number)
+                if job is None:
+                    return
+                is_over = job.state.is_final
+                news.clear()
+                async for chunk in self._sweep(job, rank, position):
+                    position = chunk.offset + len(chunk.data)
+                    yield chunk
+                if is_over:
+                    return
+                node = self._home_of(job, rank)
+                if node is not None and not news.is_set():
+                    async for chunk in self._until_news(node, job, rank, position, news):
+                        position = chunk.offset + len(chunk.data)
+                        yield chunk
+                try:
+                    await asyncio.wait_for(news.wait(), _LOOK_AGAIN_SECONDS)
+                except TimeoutError:
+                    pass
+
+    async def _until_news(
+        self, node: str, job: Job, rank: int, position: int, news: asyncio.Event
+    ) -> AsyncIterator[job_service_pb2.LogChunk]:
+        """What the rank writes on the node where it runs, until its gang's place may have changed."""
+        call = self._call(node, job, rank, position, follow=True)
+        if call is None:
+            return
+        epoch = job.epoch
+        changed = asyncio.ensure_future(news.wait())
+        reading: asyncio.Future[Any] | None = None
+        try:
+            while True:
+                reading = asyncio.ensure_future(call.read())
+                while not reading.done():
+                    await asyncio.wait({reading, changed}, return_when=asyncio.FIRST_COMPLETED)
+                    if changed.done() and not reading.done():
+                        now = self._writer.committed.jobs.get(job.number)
+                        if now is None or now.state.is_final or now.epoch != epoch:
+                            return
+                        news.clear()
+                        changed = asyncio.ensure_future(news.wait())
+                try:
+                    chunk = reading.result()
+                except grpc.RpcError:
+                    return
+                if chunk is _END:
+                    return
+                if chunk := _from(chunk, position):
+                    position = chunk.offset + len(chunk.data)
+                    yield chunk
+        finally:
+            changed.cancel()
+            if reading is not None:
+                reading.cancel()
+            call.cancel()
+
+    async def _sweep(self, job: Job, rank: int, position: int) -> AsyncIterator[job_service_pb2.LogChunk]:
+        while True:
+            sources = await self._sources(job, rank, position)
+            if not sources:
+                return
+            chosen = min(sources, key=lambda source: source.begin)
+            for source in sources:
+                if source is not chosen:
+                    source.call.cancel()
+            before = position
+            chunk: Any = chosen.first
+            try:
+                while chunk is not _END:
+                    lost = max(0, int(chunk.offset) - position)
+                    if part := _from(chunk, position):
+                        part.lost_bytes = lost
+                        position = part.offset + len(part.data)
+                        yield part
+                    chunk = await chosen.call.read()
+            except grpc.RpcError:
+                # The node went away in the middle: another may have the rest.
+                pass
+            finally:
+                chosen.call.cancel()
+            if position == before:
+                return
+
+    async def _tail(self, job: Job, rank: int, size: int) -> AsyncIterator[job_service_pb2.LogChunk]:
+        kept: deque[job_service_pb2.LogChunk] = deque()
+        held = 0
+        async for chunk in self._sweep(job, rank, 0):
+            kept.append(chunk)
+            held += len(chunk.data)
+            while kept and held - len(kept[0].data) >= size:
+                held -= len(kept.popleft().data)
+        if kept and held > size:
+            first = _from(kept.popleft(), 0)
+            assert first is not None
+            cut = held - size
+            kept.appendleft(job_service_pb2.LogChunk(offset=first.offset + cut, data=first.data[cut:]))
+        for chunk in kept:
+            yield chunk
+
+    async def _is_beyond(self, job: Job, rank: int, offset: int) -> bool:
+        """Whether not even the byte before the offset exists, while others do."""
+        sources = await self._sources(job, rank, offset - 1)
+        for source in sources:
+            source.call.cancel()
+        if sources:
+            return False
+        sources = await self._sources(job, rank, 0)
+        for source in sources:
+            source.call.cancel()
+        return bool(sources)
+
+    async def _sources(self, job: Job, rank: int, position: int) -> list[_Source]:
+        found = await asyncio.gather(
+            *(self._source(node, job, rank, position) for node in await self._places(job, rank))
+        )
+        return [source for source in found if source is not None]
+
+    async def _source(self, node: str, job: Job, rank: int, position: int) -> _Source | None:
+        call = self._call(node, job, rank, position, follow=False)
+        if call is None:
+            return None
+        try:
+            first = await asyncio.wait_for(call.read(), _FIRST_CHUNK_SECONDS)
+        except (grpc.RpcError, TimeoutError):
+            call.cancel()
+            return None
+        return None if first is _END else _Source(call, first)
+
+    def _call(self, node: str, job: Job, rank: int, position: int, *, follow: bool) -> Any:
+        known = self._writer.committed.nodes.get(node)
+        if known is None or not known.peer_address or known.lost:
+            return None
+        channel = self._channel(known.peer_address)
+        if channel is None:
+            return None
+        request = peer_pb2.ReadPeerLogRequest(job_uid=job.uid, rank=rank, offset=position, follow=follow)
+        return peer_pb2_grpc.PeerServiceStub(channel).ReadLog(request)
+
+    def _channel(self, address: str) -> grpc.aio.Channel | None:
+        channel = self._channels.get(address)
+        if channel is None:
+            try:
+                channel = channels.open_aio_channel(Endpoint(address, self._token))
+            except EndpointError:
+                return None
+            if len(self._channels) >= _CHANNELS_KEPT:
+                oldest = self._channels.pop(next(iter(self._channels)))
+                asyncio.get_running_loop().create_task(oldest.close(grace=60.0))
+            self._channels[address] = channel
+        return channel
+
+    def _home_of(self, job: Job, rank: int) -> str | None:
+        """The node where the rank is placed now."""
+        gang = self._writer.committed.gangs.get(job.epoch)
+        if gang is None:
+            return None
+        for node, ranks in zip(gang.nodes, ranks_by_claim(job.spec.roles, gang.claims), strict=True):
+            if rank in ranks:
+                return node
+        return None
+
+    async def _places(self, job: Job, rank: int) -> list[str]:
+        """Nodes that may have a part of the log: where the job is, where its history says it was."""
+        committed = self._writer.committed
+        nodes: dict[str, None] = {}
+        if (home := self._home_of(job, rank)) is not None:
+            nodes[home] = None
+        for gang in committed.gangs.values():
+            if gang.job == job.number:
+                nodes.update(dict.fromkeys(gang.nodes))
+        for entry in await self._writer.history(job.name, 0, 10_000):
+            if '"nodes"' in entry.figures:
+                nodes.update(dict.fromkeys(_nodes_in(entry.figures)))
+        if not nodes:
+            # Its history is no longer kept.
+            nodes.update(dict.fromkeys(sorted(committed.nodes)))
+        return [node for node in nodes if node in committed.nodes]
+
+
+def _nodes_in(figures: str) -> list[str]:
+    return [node.removeprefix("nodes/") for node in str(json.loads(figures).get("nodes", "")).replace(",", " ").split()]
+
+
+def _from(chunk: job_service_pb2.LogChunk, position: int) -> job_service_pb2.LogChunk | None:
+    """The part of a chunk at and beyond a position; None if there is none."""
+    end = chunk.offset + len(chunk.data)
+    if end <= position:
+        return None
+    if chunk.offset >= position:
+        return chunk
+    return job_service_pb2.LogChunk(offset=position, data=chunk.data[position - chunk.offset :])

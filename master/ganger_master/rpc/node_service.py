@@ -1,0 +1,79 @@
+"""NodeService: what operators call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from ganger.v1 import node_pb2, node_pb2_grpc
+from ganger.wire import convert, names, times
+
+from ganger_master.core import commands
+from ganger_master.core.answers import NodeAnswer
+from ganger_master.core.model import JobState
+from ganger_master.rpc.answers import Shown, expect
+from ganger_master.runtime.writer import Writer
+
+
+class NodeService(node_pb2_grpc.NodeServiceServicer):
+    def __init__(self, writer: Writer, shown: Shown, user: str, version: str, started: float) -> None:
+        self._writer = writer
+        self._shown = shown
+        self._user = user
+        self._version = version
+        self._started = started
+
+    async def ListNodes(self, request: node_pb2.ListNodesRequest, context: Any) -> node_pb2.ListNodesResponse:
+        committed = self._writer.committed
+        return node_pb2.ListNodesResponse(
+            nodes=[self._shown.node(node) for node in sorted(committed.nodes)],
+            configuration_sets=[
+                convert.configuration_set_to_wire(committed.configuration_sets[name])
+                for name in sorted(committed.configuration_sets)
+            ],
+        )
+
+    async def GetNode(self, request: node_pb2.GetNodeRequest, context: Any) -> node_pb2.Node:
+        return self._shown.node(names.parse_node_name(request.name))
+
+    async def DrainNode(self, request: node_pb2.DrainNodeRequest, context: Any) -> node_pb2.Node:
+        node = names.parse_node_name(request.name)
+        return await self._change(commands.DrainNode(node, request.reason, self._user))
+
+    async def CordonNode(self, request: node_pb2.CordonNodeRequest, context: Any) -> node_pb2.Node:
+        node = names.parse_node_name(request.name)
+        return await self._change(commands.CordonNode(node, request.reason, self._user))
+
+    async def UncordonNode(self, request: node_pb2.UncordonNodeRequest, context: Any) -> node_pb2.Node:
+        return await self._change(commands.UncordonNode(names.parse_node_name(request.name), self._user))
+
+    async def DeclareNodeLost(self, request: node_pb2.DeclareNodeLostRequest, context: Any) -> node_pb2.Node:
+        return await self._change(commands.DeclareLost(names.parse_node_name(request.name), self._user))
+
+    async def GetCluster(self, request: node_pb2.GetClusterRequest, context: Any) -> node_pb2.Cluster:
+        committed, state = self._writer.committed, self._writer.state
+        jobs = Counter(job.state for job in committed.jobs.values())
+        devices = sum(committed.configuration_sets[node.configuration_set].devices for node in committed.nodes.values())
+        held = sum(
+            piece.held.device_mask.bit_count()
+            for gang in committed.gangs.values()
+            for piece in gang.pieces
+            if piece.held is not None
+        )
+        return node_pb2.Cluster(
+            version=self._version,
+            view_version=committed.view_version,
+            start_time=times.timestamp(self._started),
+            policy=state.settings.policy,
+            jobs_pending=jobs[JobState.PENDING],
+            jobs_holding=jobs[JobState.HOLDING],
+            jobs_suspended=jobs[JobState.SUSPENDED],
+            devices=devices,
+            devices_held=held,
+            verdicts_approved=state.counters.approved,
+            verdicts_rejected=state.counters.rejected,
+            storage=state.settings.storage,
+        )
+
+    async def _change(self, command: commands.Command) -> node_pb2.Node:
+        return self._shown.node(expect(await self._writer.submit(command), NodeAnswer).name)

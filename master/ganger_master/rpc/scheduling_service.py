@@ -1,0 +1,241 @@
+"""SchedulingService: what job schedulers and the planner call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Final
+
+from ganger.resources.values import NodeRow
+from ganger.resources.view import Mode
+from ganger.v1 import job_pb2, node_pb2, scheduling_pb2, scheduling_pb2_grpc
+from ganger.wire import convert, errors, names, times
+
+from ganger_master.core import commands
+from ganger_master.core.answers import Approved, Done, JobAnswer, PlanAnswer, Refused, Rejected
+from ganger_master.core.model import SuspendLevel
+from ganger_master.core.state import Turn
+from ganger_master.rpc import job_messages
+from ganger_master.rpc.answers import Shown, change_verdict_of, expect, verdict_of
+from ganger_master.rpc.job_service import STREAM_SECONDS
+from ganger_master.runtime.progress import ProgressBoard
+from ganger_master.runtime.writer import Writer
+
+_CANDIDATES_MOST: Final = 16
+_REQUESTS_MOST: Final = 1_000
+_CHANGES_MOST: Final = 10_000
+_MODES: Final = {
+    scheduling_pb2.GangRequest.MODE_UNSPECIFIED: "EXCLUSIVE",
+    scheduling_pb2.GangRequest.MODE_EXCLUSIVE: "EXCLUSIVE",
+    scheduling_pb2.GangRequest.MODE_PREEMPT: "PREEMPT",
+    scheduling_pb2.GangRequest.MODE_SLICE: "SLICE",
+    scheduling_pb2.GangRequest.MODE_PACK: "PACK",
+}
+# Between two deltas of one watcher, so that a busy master does not send one for every commit.
+_DELTA_SECONDS: Final = 0.01
+# Rows turned into messages before other calls get their turn.
+_ROWS_AT_ONCE: Final = 500
+_SHORTEST_INTERVAL_SECONDS: Final = 0.1
+
+
+class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
+    def __init__(self, writer: Writer, shown: Shown, progress: ProgressBoard, clock: Callable[[], float]) -> None:
+        self._writer = writer
+        self._shown = shown
+        self._progress = progress
+        self._clock = clock
+
+    async def GetView(self, request: scheduling_pb2.GetViewRequest, context: Any) -> scheduling_pb2.View:
+        committed = self._writer.committed
+        version = committed.view_version
+        rows = sorted(committed.rows.values(), key=lambda row: row.node)
+        return scheduling_pb2.View(
+            version=version,
+            configuration_sets=self._configuration_sets(),
+            nodes=await _messages(rows),
+            mode=self._mode(),
+        )
+
+    async def WatchView(
+        self, request: scheduling_pb2.WatchViewRequest, context: Any
+    ) -> AsyncIterator[scheduling_pb2.ViewDelta]:
+        committed = self._writer.committed
+        loop = asyncio.get_running_loop()
+        end = loop.time() + STREAM_SECONDS
+        sent = request.after_version if request.after_version <= committed.view_version else 0
+        shown = set(committed.rows) if sent else set()
+        with committed.watching("view") as news:
+            is_first = True
+            while loop.time() < end:
+                news.clear()
+                version = committed.view_version
+                rows = committed.rows_after(sent) if sent else list(committed.rows.values())
+                removed = shown.difference(committed.rows)
+                shown = set(committed.rows) if removed else shown.union(row.node for row in rows)
+                if rows or removed or is_first:
+                    yield scheduling_pb2.ViewDelta(
+                        version=version,
+                        from_version=sent,
+                        configuration_sets=self._configuration_sets(),
+                        nodes=await _messages(rows),
+                        removed=[names.node_name(node) for node in sorted(removed)],
+                        mode=self._mode(),
+                    )
+                    sent, is_first = version, False
+                    await asyncio.sleep(_DELTA_SECONDS)
+                try:
+                    await asyncio.wait_for(news.wait(), end - loop.time())
+                except TimeoutError:
+                    return
+
+    async def WatchTurns(
+        self, request: scheduling_pb2.WatchTurnsRequest, context: Any
+    ) -> AsyncIterator[scheduling_pb2.Turn]:
+        if not request.scheduler:
+            raise errors.RequestInvalid("a scheduler must give its name, unique among live streams")
+        jobs = tuple(names.parse_job_name(job) for job in request.jobs)
+        for number in jobs:
+            self._shown.job_named(number)
+        scheduler = request.scheduler
+        streams = self._writer.turn_streams
+        with streams.opened(scheduler, jobs) as queue:
+            try:
+                expect(await self._writer.submit(commands.ClaimTurns(scheduler, jobs)), Done)
+                while streams.is_of(scheduler, queue):
+                    turn = await queue.get()
+                    if turn is None:
+                        return
+                    if (message := self._turn_message(turn)) is not None:
+                        yield message
+            finally:
+                if streams.is_of(scheduler, queue):
+                    self._writer.tell(commands.ClaimTurns(scheduler, jobs, connected=False))
+
+    async def RequestGang(self, request: scheduling_pb2.GangRequest, context: Any) -> scheduling_pb2.Verdict:
+        return verdict_of(request.job, await self._writer.submit(_gang_request(request)))
+
+    async def RequestGangs(
+        self, request_iterator: AsyncIterator[scheduling_pb2.GangRequests], context: Any
+    ) -> AsyncIterator[scheduling_pb2.Verdicts]:
+        async for message in request_iterator:
+            if len(message.requests) > _REQUESTS_MOST:
+                raise errors.RequestInvalid(f"{len(message.requests)} requests in a message: at most {_REQUESTS_MOST}")
+            answers = await self._writer.submit_all([_gang_request(request) for request in message.requests])
+            verdicts = [
+                _verdict_or_refusal(request.job, answer)
+                for request, answer in zip(message.requests, answers, strict=True)
+            ]
+            yield scheduling_pb2.Verdicts(verdicts=verdicts)
+
+    async def ReleaseGang(self, request: scheduling_pb2.ReleaseGangRequest, context: Any) -> job_pb2.Job:
+        command = commands.ReleaseGang(names.parse_job_name(request.job), request.epoch)
+        return self._shown.job(expect(await self._writer.submit(command), JobAnswer).number)
+
+    async def ProposePlan(self, request: scheduling_pb2.Plan, context: Any) -> scheduling_pb2.PlanVerdict:
+        if len(request.changes) > _CHANGES_MOST:
+            raise errors.PlanInvalid(f"a plan has at most {_CHANGES_MOST} changes, this one {len(request.changes)}")
+        changes = tuple(_change(change) for change in request.changes)
+        answer = expect(await self._writer.submit(commands.ProposePlan(changes, request.reason)), PlanAnswer)
+        return scheduling_pb2.PlanVerdict(
+            verdicts=[change_verdict_of(verdict) for verdict in answer.verdicts], view_version=answer.view_version
+        )
+
+    async def WatchProgress(
+        self, request: scheduling_pb2.WatchProgressRequest, context: Any
+    ) -> AsyncIterator[scheduling_pb2.ProgressBatch]:
+        jobs = [names.parse_job_name(job) for job in request.jobs] or None
+        interval = times.seconds(request.interval) if request.HasField("interval") else 1.0
+        loop = asyncio.get_running_loop()
+        end = loop.time() + STREAM_SECONDS
+        marks: dict[int, float] = {}
+        while loop.time() < end:
+            fresh = self._progress.newer_than(marks, jobs)
+            if fresh:
+                marks.update((job, sample.time) for job, sample in fresh.items())
+                yield scheduling_pb2.ProgressBatch(
+                    progress={names.job_name(job): job_messages.progress_to_wire(s) for job, s in fresh.items()}
+                )
+            await asyncio.sleep(max(interval, _SHORTEST_INTERVAL_SECONDS))
+
+    def _configuration_sets(self) -> list[Any]:
+        known = self._writer.committed.configuration_sets
+        return [convert.configuration_set_to_wire(known[name]) for name in sorted(known)]
+
+    def _mode(self) -> scheduling_pb2.View.Mode.ValueType:
+        is_light = self._writer.committed.mode is Mode.SPREAD
+        return scheduling_pb2.View.MODE_SPREAD if is_light else scheduling_pb2.View.MODE_PACK
+
+    def _turn_message(self, turn: Turn) -> scheduling_pb2.Turn | None:
+        """None if the job is gone or the lease over."""
+        now = self._clock()
+        job = self._writer.committed.jobs.get(turn.number)
+        if job is None or turn.expires <= now:
+            return None
+        parked = self._writer.committed.gangs.get(job.epoch)
+        return scheduling_pb2.Turn(
+            turn=turn.turn,
+            job=job.name,
+            revision=turn.revision,
+            lease=times.duration(turn.expires - now),
+            rank=turn.rank,
+            spec=job_messages.spec_to_wire(job.spec, with_environment=False),
+            waited=times.duration(max(0.0, now - (job.pending_since or now))),
+            parked=[] if parked is None else convert.claims_to_wire(parked.claims),
+            reserved_nodes=[names.node_name(node) for node in turn.reserved_nodes],
+            view_version=self._writer.committed.view_version,
+            arena_bytes_per_device=job.arena_bytes_per_device,
+        )
+
+
+async def _messages(rows: Sequence[NodeRow]) -> list[node_pb2.NodeRow]:
+    messages: list[node_pb2.NodeRow] = []
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        if start:
+            await asyncio.sleep(0)
+        messages.extend(convert.node_row_to_wire(row) for row in rows[start : start + _ROWS_AT_ONCE])
+    return messages
+
+
+def _gang_request(message: scheduling_pb2.GangRequest) -> commands.RequestGang:
+    if len(message.candidates) > _CANDIDATES_MOST:
+        raise errors.RequestInvalid(
+            f"a request has at most {_CANDIDATES_MOST} candidates, not {len(message.candidates)}"
+        )
+    mode = _MODES.get(message.mode)
+    if mode is None:
+        raise errors.RequestInvalid(f"mode {message.mode} is unknown here: the sender is newer than this master")
+    return commands.RequestGang(
+        number=names.parse_job_name(message.job),
+        revision=message.revision,
+        candidates=tuple(convert.claims_from_wire(candidate.claims) for candidate in message.candidates),
+        turn=message.turn,
+        mode=mode,
+        blockers=convert.refusals_from_wire(message.blockers) if message.blockers else (),
+    )
+
+
+def _verdict_or_refusal(job: str, answer: object) -> scheduling_pb2.Verdict:
+    """On the batched stream a request that cannot be judged is refused in its place; the others stand."""
+    if isinstance(answer, Refused):
+        refusal = scheduling_pb2.Rejection()
+        refusal.refusals.add(reason=answer.reason, message=answer.message)
+        return scheduling_pb2.Verdict(job=job, rejected=refusal)
+    assert isinstance(answer, Approved | Rejected)
+    return verdict_of(job, answer)
+
+
+def _change(message: scheduling_pb2.Change) -> commands.Change:
+    kind = message.WhichOneof("change")
+    if kind is None:
+        raise errors.PlanInvalid(f"a change of {message.job!r} says nothing")
+    detail = getattr(message, kind)
+    claims = convert.claims_from_wire(detail.claims) if hasattr(detail, "claims") else ()
+    level = job_messages.level_from_wire(detail.level) if kind == "suspend" else SuspendLevel.NONE
+    return commands.Change(
+        number=names.parse_job_name(message.job),
+        revision=message.revision,
+        kind=kind.upper(),
+        claims=claims,
+        level=level,
+        together=message.together,
+    )

@@ -1,0 +1,90 @@
+"""The master's server: all services on one address, with health, reflection, token and limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
+from ganger.v1 import (
+    job_service_pb2,
+    job_service_pb2_grpc,
+    node_pb2,
+    node_pb2_grpc,
+    scheduling_pb2,
+    scheduling_pb2_grpc,
+)
+from ganger.wire.servers import bind, make_server
+from grpc_health.v1 import _async as aio_health
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from ganger_master.rpc.agent_service import AgentService
+from ganger_master.rpc.answers import Shown, owner
+from ganger_master.rpc.job_service import JobService
+from ganger_master.rpc.log_proxy import LogProxy
+from ganger_master.rpc.node_service import NodeService
+from ganger_master.rpc.scheduling_service import SchedulingService
+from ganger_master.runtime.progress import ProgressBoard
+from ganger_master.runtime.writer import Writer
+
+# Every daemon of a large cluster holds one poll, and all come back at once after a restart.
+_OPTIONS: Final = (
+    ("grpc.server.max_pending_requests", 40_000),
+    ("grpc.server.max_pending_requests_hard_limit", 60_000),
+)
+_SERVICES: Final = (
+    job_service_pb2.DESCRIPTOR.services_by_name["JobService"].full_name,
+    scheduling_pb2.DESCRIPTOR.services_by_name["SchedulingService"].full_name,
+    node_pb2.DESCRIPTOR.services_by_name["NodeService"].full_name,
+    agent_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name,
+)
+
+
+class MasterServer:
+    """Serves a writer. `address` is where, with the port that was chosen."""
+
+    def __init__(
+        self,
+        writer: Writer,
+        progress: ProgressBoard,
+        *,
+        token: str,
+        listen: str,
+        version: str,
+        clock: Callable[[], float],
+        more_handlers: Sequence[grpc.GenericRpcHandler[Any, Any]] = (),
+    ) -> None:
+        shown = Shown(writer, progress)
+        user = owner()
+        self._logs = LogProxy(writer, shown, token)
+        self._health: Any = aio_health.HealthServicer()
+        self._server = make_server(token, _OPTIONS)
+        job_service_pb2_grpc.add_JobServiceServicer_to_server(
+            JobService(writer, shown, self._logs, user, clock), self._server
+        )
+        scheduling_pb2_grpc.add_SchedulingServiceServicer_to_server(
+            SchedulingService(writer, shown, progress, clock), self._server
+        )
+        node_pb2_grpc.add_NodeServiceServicer_to_server(
+            NodeService(writer, shown, user, version, clock()), self._server
+        )
+        agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(writer, progress, clock), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        if more_handlers:
+            self._server.add_generic_rpc_handlers(tuple(more_handlers))
+        self.address = bind(self._server, listen)
+
+    async def start(self) -> None:
+        await self._server.start()
+        for service in ("", *_SERVICES):
+            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Takes no more calls and gives those in progress some time; held polls and streams are cut."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_seconds)
+        await self._logs.close()

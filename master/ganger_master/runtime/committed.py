@@ -1,0 +1,153 @@
+"""What is durable and may be shown: jobs, gangs, nodes, wanted sets, rows of the view, and who waits for news of them.
+
+The writer's state may be ahead of the store; this is never. Elements are immutable, so a reader may keep what it was
+given. Watchers hold a mark and ask again, so a slow one costs a flag and never a queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from ganger.placement.load import choose_mode
+from ganger.resources.values import ConfigurationSet, NodeRow
+from ganger.resources.view import Mode
+
+from ganger_master.core.model import Counters, Element, Gang, Job, Node
+from ganger_master.core.wanted import DesiredSet
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """What one durable batch changes for those outside."""
+
+    puts: Mapping[tuple[str, str], Element] = field(default_factory=dict)
+    removes: tuple[tuple[str, str], ...] = ()
+    desired: Mapping[str, DesiredSet] = field(default_factory=dict)
+    rows: Mapping[str, NodeRow] = field(default_factory=dict)
+    view_version: int = 0
+    jobs: frozenset[int] = frozenset()
+
+
+class Committed:
+    """Durable state by key, and the marks of its watchers."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[int, Job] = {}
+        self.gangs: dict[int, Gang] = {}
+        self.nodes: dict[str, Node] = {}
+        self.configuration_sets: dict[str, ConfigurationSet] = {}
+        self.counters = Counters()
+        self.desired: dict[str, DesiredSet] = {}
+        # In the order of their versions, so that what is newer than a version is the end of it.
+        self.rows: dict[str, NodeRow] = {}
+        self.view_version = 0
+        # Of the nodes that take gangs: all devices, and those that are free.
+        self.devices = 0
+        self.free_devices = 0
+        self.mode = Mode.SPREAD
+        self._watchers: dict[str, set[asyncio.Event]] = {}
+
+    def reset(
+        self,
+        elements: Iterable[Element],
+        desired: Mapping[str, DesiredSet],
+        rows: Iterable[NodeRow],
+        view_version: int,
+    ) -> None:
+        """Starts over from what a store holds; every watcher is woken."""
+        for mapping in (self.jobs, self.gangs, self.nodes, self.configuration_sets, self.desired, self.rows):
+            mapping.clear()
+        for element in elements:
+            self._install(element)
+        self.desired.update(desired)
+        self.devices = self.free_devices = 0
+        for row in sorted(rows, key=_by_version):
+            self._show(row)
+        self.view_version = view_version
+        for subject in list(self._watchers):
+            self.wake(subject)
+
+    def publish(self, news: Publication) -> None:
+        for kind, key in news.removes:
+            self._take_away(kind, key)
+        for element in news.puts.values():
+            self._install(element)
+        self.desired.update(news.desired)
+        for number in news.jobs:
+            self.wake(f"jobs/{number}")
+        for node in news.desired:
+            self.wake(f"nodes/{node}")
+        if news.rows:
+            for row in sorted(news.rows.values(), key=_by_version):
+                self._show(row)
+            self.view_version = news.view_version
+            self.wake("view")
+
+    def rows_after(self, version: int) -> list[NodeRow]:
+        """Rows that changed after a version of the view, newest first."""
+        return list(takewhile(lambda row: row.version > version, reversed(self.rows.values())))
+
+    @contextmanager
+    def watching(self, subject: str) -> Iterator[asyncio.Event]:
+        """An event that is set whenever the subject ("jobs/7", "nodes/n1", "view") has news; the watcher clears it."""
+        mark = asyncio.Event()
+        self._watchers.setdefault(subject, set()).add(mark)
+        try:
+            yield mark
+        finally:
+            marks = self._watchers.get(subject, set())
+            marks.discard(mark)
+            if not marks:
+                self._watchers.pop(subject, None)
+
+    def wake(self, subject: str) -> None:
+        """Lets the watchers of a subject look again."""
+        for mark in self._watchers.get(subject, ()):
+            mark.set()
+
+    def _show(self, row: NodeRow) -> None:
+        self._count(self.rows.pop(row.node, None), -1)
+        self._count(row, 1)
+        self.rows[row.node] = row
+        self.mode = choose_mode(self.mode, self.devices - self.free_devices, self.devices)
+
+    def _count(self, row: NodeRow | None, sign: int) -> None:
+        if row is not None and row.available:
+            self.devices += sign * self.configuration_sets[row.configuration_set].devices
+            self.free_devices += sign * row.free_mask.bit_count()
+
+    def _install(self, element: Element) -> None:
+        match element:
+            case Job():
+                self.jobs[element.number] = element
+            case Gang():
+                self.gangs[element.epoch] = element
+            case Node():
+                self.nodes[element.name] = element
+            case ConfigurationSet():
+                self.configuration_sets[element.name] = element
+            case Counters():
+                self.counters = element
+
+    def _take_away(self, kind: str, key: str) -> None:
+        match kind:
+            case "job":
+                self.jobs.pop(int(key), None)
+                self.wake(f"jobs/{key}")
+            case "gang":
+                self.gangs.pop(int(key), None)
+            case "node":
+                self.nodes.pop(key, None)
+                self.desired.pop(key, None)
+                self._count(self.rows.pop(key, None), -1)
+                self.wake("view")
+            case "configuration_set":
+                self.configuration_sets.pop(key, None)
+
+
+def _by_version(row: NodeRow) -> tuple[int, str]:
+    return row.version, row.node

@@ -1,0 +1,44 @@
+"""The latest measured progress of each job: sampled, lossy, kept in memory only and outside the state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Figures of one job at one time. `loss` is not a number until the job reported one; time is Unix seconds."""
+
+    epoch: int
+    step: int
+    samples: int
+    steps_per_second: float
+    loss: float
+    data_wait_share: float
+    time: float
+
+
+class ProgressBoard:
+    """One sample per job; an older epoch or an earlier step of the same epoch never replaces a newer one."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, Sample] = {}
+
+    def report(self, job: int, sample: Sample) -> None:
+        known = self._samples.get(job)
+        if known is None or (sample.epoch, sample.step, sample.time) >= (known.epoch, known.step, known.time):
+            self._samples[job] = sample
+
+    def of(self, job: int) -> Sample | None:
+        return self._samples.get(job)
+
+    def newer_than(self, marks: Mapping[int, float], jobs: Iterable[int] | None = None) -> dict[int, Sample]:
+        """Samples whose time is beyond the mark of their job; of all jobs when none are named."""
+        chosen = self._samples if jobs is None else [job for job in jobs if job in self._samples]
+        return {job: self._samples[job] for job in chosen if self._samples[job].time > marks.get(job, 0.0)}
+
+    def forget(self, is_live: Iterable[int]) -> None:
+        """Drops the samples of all other jobs."""
+        live = set(is_live)
+        self._samples = {job: sample for job, sample in self._samples.items() if job in live}

@@ -1,0 +1,386 @@
+"""The one writer: commands in, durable answers out.
+
+A command is decided and applied at once, in the order of arrival; what it changed joins the open batch. A batch is
+committed in one transaction by one worker thread, and only then its answers and effects go out. The next batch fills
+meanwhile. A failed commit refuses every caller of its batch and of the one behind it, and starts over from the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Final, TypeVar
+
+from ganger.wire.errors import Internal, NotReady
+
+from ganger_master.core import machine
+from ganger_master.core.answers import Answer
+from ganger_master.core.commands import Command, Tick
+from ganger_master.core.desired import desired_of
+from ganger_master.core.effects import Effect, History, JobNews, NodeNews, TurnsNews, ViewNews, WakeAt
+from ganger_master.core.settings import Settings
+from ganger_master.core.state import Changes, State, Turn
+from ganger_master.runtime import failpoints
+from ganger_master.runtime.committed import Committed, Publication
+from ganger_master.runtime.pace import Pace
+from ganger_master.runtime.turn_streams import TurnStreams
+from ganger_master.store.codec import Codec
+from ganger_master.store.contract import HistoryEntry, Problem, Store, StoreError
+
+log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+# Callers that may wait for one commit; more are told to come back.
+_MOST_WAITING: Final = 60_000
+# Between attempts to read the store again after it failed.
+_RELOAD_SECONDS: Final = (0.1, 0.5, 2.0, 5.0)
+# So many errors of the core within so many seconds, and the master ends: starting over does not cure it.
+_MOST_CRASHES: Final = 5
+_CRASHES_SECONDS: Final = 60.0
+# What an operator would act on; the rest is in the history.
+_WORTH_SAYING: Final = frozenset({"node_ready", "node_lost", "node_draining", "node_cordoned", "job_failed"})
+_MOVE_COMMITTED: Final = "move_committed"
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Effects of commands since the last batch was sealed, and who waits for them."""
+
+    history: list[History] = field(default_factory=list)
+    nodes: dict[str, None] = field(default_factory=dict)
+    jobs: dict[int, None] = field(default_factory=dict)
+    turns: list[int] = field(default_factory=list)
+    rows: dict[str, None] = field(default_factory=dict)
+    wake_at: float | None = None
+    callers: list[tuple[asyncio.Future[Sequence[Answer]], Sequence[Answer]]] = field(default_factory=list)
+    is_touched: bool = False
+
+    def note(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case History():
+                    self.history.append(effect)
+                case NodeNews(node):
+                    self.nodes[node] = None
+                case JobNews(number):
+                    self.jobs[number] = None
+                case TurnsNews(turns):
+                    self.turns.extend(turns)
+                case ViewNews(nodes):
+                    self.rows.update(dict.fromkeys(nodes))
+                case WakeAt(time):
+                    self.wake_at = time
+
+
+@dataclass(frozen=True, slots=True)
+class _Sealed:
+    """A batch as it goes to the store; nothing in it changes any more."""
+
+    changes: Changes
+    history: Sequence[History]
+    publication: Publication
+    turns: Sequence[Turn]
+    wake_at: float | None
+    callers: Sequence[tuple[asyncio.Future[Sequence[Answer]], Sequence[Answer]]]
+
+    @property
+    def is_durable_already(self) -> bool:
+        return not (self.changes.puts or self.changes.removes or self.history)
+
+    @property
+    def commits_a_move(self) -> bool:
+        return any(entry.kind == _MOVE_COMMITTED for entry in self.history)
+
+
+class Writer:
+    """Owns the state. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        settings: Settings,
+        clock: Callable[[], float],
+        failpoints_of_process: failpoints.Failpoints | None = None,
+    ) -> None:
+        self.committed = Committed()
+        self.turn_streams = TurnStreams()
+        self.state = State(settings, clock())
+        # Set when the writer cannot go on: another master has taken the store over, or it is closed.
+        self.stopped = asyncio.Event()
+        self._store = store
+        self._settings = settings
+        self._clock = clock
+        self._failpoints = failpoints_of_process or failpoints.Failpoints({})
+        self._thread = ThreadPoolExecutor(1, "store")
+        self._codec = Codec()
+        self._pace = Pace()
+        self._open = _Batch()
+        self._committing = False
+        # Set while no commit is under way.
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._scheduled: asyncio.Handle | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_ready = False
+        self._is_reloading = False
+        self._is_closing = False
+        self._crashes: deque[float] = deque(maxlen=_MOST_CRASHES)
+        self.commits = 0
+
+    async def start(self) -> None:
+        """Opens the store and loads everything. Raises StoreError."""
+        await self._in_thread(self._store.open)
+        await self._load()
+
+    async def close(self) -> None:
+        """Commits what is accepted, then lets go of the store."""
+        self._is_closing = True
+        while self._is_ready and (self._committing or self._open.is_touched):
+            await self._idle.wait()
+            if not self._committing and self._open.is_touched:
+                self._seal()
+        self._is_ready = False
+        if self._alarm is not None:
+            self._alarm.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._in_thread(self._store.close)
+        self._thread.shutdown()
+        self.stopped.set()
+
+    async def submit(self, command: Command) -> Answer:
+        """The answer, once what it says is durable. Raises NotReady or Internal; refusals are answers."""
+        return (await self.submit_all((command,)))[0]
+
+    def submit_all(self, commands: Sequence[Command]) -> asyncio.Future[Sequence[Answer]]:
+        """Answers in the order of the commands, as one: durable together with the last of them."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Sequence[Answer]] = loop.create_future()
+        if not self._is_ready or self._is_closing:
+            future.set_exception(NotReady("the master is starting or stopping: try again"))
+            return future
+        if len(self._open.callers) >= _MOST_WAITING:
+            future.set_exception(NotReady("too many calls wait for the store: try again"))
+            return future
+        batch = self._open
+        answers: list[Answer] = []
+        now = self._clock()
+        for command in commands:
+            try:
+                step = machine.step(self.state, command, now)
+            except Exception:
+                future.set_exception(self._crashed(command))
+                return future
+            batch.note(step.effects)
+            batch.is_touched = batch.is_touched or bool(step.effects) or bool(step.events)
+            answers.append(step.answer)
+        if not batch.is_touched and not self._committing:
+            # Nothing is in doubt: what the answers rest on is durable.
+            future.set_result(answers)
+        else:
+            batch.callers.append((future, answers))
+            batch.is_touched = True
+            self._seal_soon()
+        return future
+
+    def tell(self, command: Command) -> None:
+        """Submits without waiting for the answer."""
+        self.submit_all((command,)).add_done_callback(_seen)
+
+    async def history(self, subject: str, after_sequence: int, limit: int) -> Sequence[HistoryEntry]:
+        return await asyncio.to_thread(self._store.history, subject, after_sequence, limit)
+
+    async def oldest_sequence(self) -> int:
+        return await asyncio.to_thread(self._store.oldest_sequence)
+
+    async def compact(self, before_time: float, limit: int) -> int:
+        """Forgets old history; runs between commits."""
+        return await self._in_thread(self._store.compact, before_time, limit)
+
+    def _seal_soon(self) -> None:
+        if self._committing or self._scheduled is not None or not self._open.is_touched:
+            return
+        loop = asyncio.get_running_loop()
+        wait = self._pace.wait_seconds(loop.time())
+        # At the end of this turn of the loop even if alone: calls that came together go to the disk together.
+        self._scheduled = loop.call_later(wait, self._seal) if wait > 0 else loop.call_soon(self._seal)
+
+    def _seal(self) -> None:
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+            self._scheduled = None
+        batch, self._open = self._open, _Batch()
+        changes = self.state.take_changes()
+        state = self.state
+        publication = Publication(
+            puts=changes.puts,
+            removes=tuple(changes.removes),
+            desired={node: desired_of(state, node) for node in batch.nodes if node in state.nodes},
+            rows={node: state.view.row(node) for node in batch.rows if node in state.nodes},
+            view_version=state.view.version,
+            jobs=frozenset(batch.jobs),
+        )
+        turns = [state.turns[turn] for turn in batch.turns if turn in state.turns]
+        sealed = _Sealed(changes, batch.history, publication, turns, batch.wake_at, batch.callers)
+        if sealed.is_durable_already:
+            self._let_out(sealed)
+            return
+        self._committing = True
+        self._idle.clear()
+        self._start(self._commit(sealed))
+
+    async def _commit(self, sealed: _Sealed) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        self._pace.began(began)
+        try:
+            await self._in_thread(self._write, sealed)
+        except StoreError as error:
+            await self._start_over(sealed, error)
+            return
+        self._pace.ended(len(sealed.callers), loop.time() - began)
+        self._committing = False
+        self._idle.set()
+        self.commits += 1
+        if sealed.callers:
+            self._failpoints.passing(failpoints.COMMIT_BEFORE_REPLY)
+        self._let_out(sealed)
+        self._seal_soon()
+
+    def _write(self, sealed: _Sealed) -> None:
+        # In the store's thread, so that encoding does not hold up the loop.
+        batch = self._codec.batch(sealed.changes.puts, sealed.changes.removes, sealed.history)
+        self._failpoints.passing(failpoints.BEFORE_COMMIT)
+        if sealed.commits_a_move:
+            self._failpoints.passing(failpoints.BEFORE_MOVE_COMMIT)
+        self._store.commit(batch)
+        self._failpoints.passing(failpoints.AFTER_COMMIT)
+        if sealed.commits_a_move:
+            self._failpoints.passing(failpoints.AFTER_MOVE_COMMIT)
+
+    def _let_out(self, sealed: _Sealed) -> None:
+        # Before the answers: who is answered may look, and must find what the answer says.
+        self.committed.publish(sealed.publication)
+        for future, answers in sealed.callers:
+            if not future.done():
+                future.set_result(answers)
+        for turn in sealed.turns:
+            self.turn_streams.give(turn)
+        for entry in sealed.history:
+            level = logging.INFO if entry.kind in _WORTH_SAYING else logging.DEBUG
+            if log.isEnabledFor(level):
+                log.log(level, entry.kind, extra={"subject": entry.subject, "cause": entry.cause, "id": entry.sequence})
+        if sealed.wake_at is not None:
+            self._set_alarm(sealed.wake_at)
+
+    def _set_alarm(self, time: float) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        loop = asyncio.get_running_loop()
+        self._alarm = loop.call_later(max(0.0, time - self._clock()), self._tick)
+
+    def _tick(self) -> None:
+        self._alarm = None
+        if self._is_ready and not self._is_closing:
+            self.tell(Tick())
+
+    def _crashed(self, command: Command) -> Internal:
+        """A command broke the core. Nothing uncommitted can be trusted, so all of it goes; what is durable stays."""
+        crash = uuid.uuid4().hex[:12]
+        log.exception("core failed", extra={"command": type(command).__name__, "id": crash})
+        lost, self._open = self._open, _Batch()
+        self._is_ready = False
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+            self._scheduled = None
+        _refuse(lost.callers, NotReady("the master starts over after an error: try again"))
+        now = asyncio.get_running_loop().time()
+        self._crashes.append(now)
+        if len(self._crashes) == _MOST_CRASHES and now - self._crashes[0] < _CRASHES_SECONDS:
+            log.critical("too many errors of the core: ending")
+            self.stopped.set()
+        else:
+            self._start(self._reload())
+        return Internal(f"internal error {crash}: see the master's log", id=crash)
+
+    async def _start_over(self, sealed: _Sealed, error: StoreError) -> None:
+        log.error("commit failed", extra={"error": str(error), "callers": len(sealed.callers)})
+        self._is_ready = False
+        behind, self._open = self._open, _Batch()
+        self._committing = False
+        self._idle.set()
+        refusal = NotReady(f"not accepted: {error}")
+        _refuse(sealed.callers, refusal)
+        _refuse(behind.callers, refusal)
+        if error.problem is Problem.FENCED:
+            self.stopped.set()
+            return
+        await self._reload()
+
+    async def _reload(self) -> None:
+        if self._is_reloading:
+            return
+        self._is_reloading = True
+        try:
+            for attempt in count(1):
+                await self._idle.wait()
+                try:
+                    await self._load()
+                    log.info("state reloaded", extra={"attempt": attempt})
+                    return
+                except StoreError as error:
+                    log.error("reload failed", extra={"error": str(error)})
+                    await asyncio.sleep(_RELOAD_SECONDS[min(attempt, len(_RELOAD_SECONDS)) - 1])
+        finally:
+            self._is_reloading = False
+
+    async def _load(self) -> None:
+        codec = Codec()
+        elements = await self._in_thread(lambda: codec.elements(self._store.load()))
+        self._failpoints.passing(failpoints.MID_LOAD)
+        state = State.restore(self._settings, elements, self._clock())
+        self.state, self._codec, self._open = state, codec, _Batch()
+        self.committed.reset(
+            elements,
+            {node: desired_of(state, node) for node in state.nodes},
+            [state.view.row(node) for node in state.nodes],
+            state.view.version,
+        )
+        self._is_ready = True
+        self.tell(Tick())
+        for claim in self.turn_streams.claims():
+            self.tell(claim)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.critical("writer failed", exc_info=task.exception())
+            self._is_ready = False
+            self.stopped.set()
+
+    async def _in_thread(self, work: Callable[..., _T], *arguments: object) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+
+def _refuse(callers: Sequence[tuple[asyncio.Future[Sequence[Answer]], Sequence[Answer]]], error: NotReady) -> None:
+    for future, _ in callers:
+        if not future.done():
+            future.set_exception(error)
+
+
+def _seen(future: asyncio.Future[Sequence[Answer]]) -> None:
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,167 @@
+"""The core's elements as rows of the state tables, and back.
+
+Columns repeat what people query; the body alone is what is read back. A job's spec never changes and is by far its
+largest part, so it has a row of its own that is written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+
+from ganger_master.core.effects import History
+from ganger_master.core.model import ConfigurationSet, Counters, Element, Gang, Job, JobSpec, Node
+from ganger_master.store.contract import Batch, Cell, HistoryEntry, Problem, Put, Remove, StoredRow, StoreError
+
+# Kind of an element, as the core names it, to the table that keeps it.
+TABLE_OF_KIND: Final = {
+    "job": "jobs",
+    "gang": "gangs",
+    "node": "nodes",
+    "configuration_set": "configuration_sets",
+    "counters": "counters",
+}
+_TYPE_OF_TABLE: Final[Mapping[str, type]] = {
+    "jobs": Job,
+    "job_specs": JobSpec,
+    "gangs": Gang,
+    "nodes": Node,
+    "configuration_sets": ConfigurationSet,
+    "counters": Counters,
+}
+_NO_SPEC: Final = JobSpec((), ())
+_COUNTERS_KEY: Final = "counters"
+_encode: Final = msgspec.json.Encoder().encode
+_DECODERS: Final[Mapping[str, msgspec.json.Decoder[Any]]] = {
+   
+    table: msgspec.json.Decoder(kind) for table, kind in _TYPE_OF_TABLE.items()
+}
+
+
+class Codec:
+    """Turns changes into a batch. Remembers which specs are stored, so use a new one after a reload."""
+
+    def __init__(self) -> None:
+        self._stored_specs: set[str] = set()
+
+    def batch(
+        self,
+        puts: Mapping[tuple[str, str], Element],
+        removes: Iterable[tuple[str, str]],
+        history: Iterable[History],
+    ) -> Batch:
+        changes: list[Put | Remove] = []
+        for kind, key in removes:
+            changes.append(Remove(TABLE_OF_KIND[kind], key))
+            if kind == "job":
+                changes.append(Remove("job_specs", key))
+                self._stored_specs.discard(key)
+        for (_kind, key), element in puts.items():
+            changes.append(_put(key, element))
+            if isinstance(element, Job) and key not in self._stored_specs:
+                changes.append(Put("job_specs", key, {"body": _body(element.spec)}))
+                self._stored_specs.add(key)
+        return Batch(changes, [_entry(each) for each in history])
+
+    def elements(self, rows: Iterable[StoredRow]) -> list[Element]:
+        """Everything a store holds, as the core's values; numbers in their order. StoreError if a row is not ours."""
+        specs: dict[str, JobSpec] = {}
+        found: list[Element] = []
+        for row in rows:
+            value = _value_of(row)
+            if isinstance(value, JobSpec):
+                specs[row.key] = value
+                self._stored_specs.add(row.key)
+            elif isinstance(value, Job):
+                spec = specs.get(row.key)
+                if spec is None:
+                    raise StoreError(Problem.DAMAGED, f"job {row.key} has no spec")
+                found.append(replace(value, spec=spec))
+            else:
+                found.append(value)
+        return sorted(found, key=_order)
+
+
+def _put(key: str, element: Element) -> Put:
+    match element:
+        case Job():
+            columns: dict[str, Cell] = {
+                "number": element.number,
+                "uid": element.uid,
+                "user": element.user,
+                "state": element.state.value,
+                "revision": element.revision,
+                "epoch": element.epoch,
+                "create_time": element.create_time,
+                "end_time": element.end_time or None,
+                "body": _body(replace(element, spec=_NO_SPEC)),
+            }
+            return Put("jobs", key, columns)
+        case Gang():
+            return Put(
+                "gangs",
+                key,
+                {
+                    "epoch": element.epoch,
+                    "job": element.job,
+                    "role": element.role.value,
+                    "phase": element.phase.value,
+                    "body": _body(element),
+                },
+            )
+        case Node():
+            return Put(
+                "nodes",
+                key,
+                {
+                    "configuration_set": element.configuration_set,
+                    "rack": element.rack,
+                    "state": element.state.value,
+                    "body": _body(element),
+                },
+            )
+        case ConfigurationSet():
+            return Put("configuration_sets", key, {"body": _body(element)})
+        case Counters():
+            return Put("counters", _COUNTERS_KEY, {"body": _body(element)})
+
+
+def _body(value: Element | JobSpec) -> str:
+    return _encode(value).decode()
+
+
+def _value_of(row: StoredRow) -> Element | JobSpec:
+    try:
+        value: Element | JobSpec = _DECODERS[row.table].decode(str(row.columns["body"]))
+    except msgspec.MsgspecError as error:
+        raise StoreError(Problem.DAMAGED, f"row {row.key!r} of {row.table} cannot be read: {error}") from error
+    return value
+
+
+def _order(element: Element) -> tuple[int, int, str]:
+    match element:
+        case Counters():
+            return 0, 0, ""
+        case ConfigurationSet():
+            return 1, 0, element.name
+        case Node():
+            return 2, 0, element.name
+        case Job():
+            return 3, element.number, ""
+        case Gang():
+            return 4, element.epoch, ""
+
+
+def _entry(history: History) -> HistoryEntry:
+    return HistoryEntry(
+        history.sequence,
+        history.time,
+        history.subject,
+        history.kind,
+        history.cause,
+        history.message,
+        _encode(dict(history.figures)).decode() if history.figures else "{}",
+    )
