@@ -92,6 +92,7 @@ class Obedience:
         self._agreed: tuple[int, Decision] = (0, Decision(0, None, False))
         self._checkpoint_handled = 0
         self._attempted = 0  # ORDER_SEQ last carried out or failed at
+        self._failed_restore = 0  # ORDER_SEQ under which the state could not be brought back
         self._held = False  # stopped at a boundary since the last RUN
         self._offloaded = False
         self._fresh = True  # no boundary passed since the last start or resume
@@ -214,9 +215,8 @@ class Obedience:
         if not self._held:
             return True
         if self._offloaded:
-            if order.seq == self._attempted:
+            if order.seq == self._failed_restore:
                 return False
-            self._attempted = order.seq
             if not self._bring_back():
                 return False
         self._held = False
@@ -235,6 +235,7 @@ class Obedience:
 
         if not self._try(restore, Error.STATE_UNREADABLE):
             self._words[Word.STATE] = State.OFFLOADED
+            self._failed_restore = self._order.seq
             return False
         self._offloaded = False
         return True
