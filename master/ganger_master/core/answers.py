@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 from ganger.resources.reasons import Refusal
 from ganger.resources.values import NodeRow
@@ -106,4 +106,4 @@ class Done:
     """It is done; there is nothing to say."""
 
 
-type Answer = Refused | JobAnswer | NodeAnswer | Approved | Rejected | PlanAnswer | SessionAnswer | Done
+Answer: TypeAlias = Refused | JobAnswer | NodeAnswer | Approved | Rejected | PlanAnswer | SessionAnswer | Done

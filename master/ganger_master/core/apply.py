@@ -60,9 +60,7 @@ def _gang_refused(state: State, event: events.GangRefused) -> None:
 
 
 def _gang_released(state: State, event: events.GangReleased) -> None:
-    attempts.end(
-        state, event.number, JobState.PENDING, event.time, "released by its scheduler", checkpoint_first=True
-    )
+    attempts.end(state, event.number, JobState.PENDING, event.time, "released by its scheduler", checkpoint_first=True)
 
 
 def _move_begun(state: State, event: events.MoveBegun) -> None:
@@ -83,9 +81,7 @@ def _session_opened(state: State, event: events.SessionOpened) -> None:
     old = state.nodes.get(request.node)
     if request.configuration_set.name not in state.configuration_sets:
         state.put_configuration_set(request.configuration_set)
-    base = old or Node(
-        request.node, request.machine_uuid, request.configuration_set.name, create_time=event.time
-    )
+    base = old or Node(request.node, request.machine_uuid, request.configuration_set.name, create_time=event.time)
     node = replace(
         base,
         machine_uuid=request.machine_uuid,
@@ -145,9 +141,7 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
         limit = job.spec.time_limit_seconds
         if limit is not None and job.running_since and job.run_seconds + now - job.running_since >= limit:
             failure = Failure("TIME_LIMIT", f"ran for its time limit of {limit:g} s", epoch=job.epoch)
-            attempts.end(
-                state, number, JobState.FAILED, now, failure.message, failure, checkpoint_first=True
-            )
+            attempts.end(state, number, JobState.FAILED, now, failure.message, failure, checkpoint_first=True)
     for number in list(state.moving):
         since = state.gangs[state.jobs[number].next_epoch].since
         if now >= since + state.settings.move_deadline_seconds:

@@ -99,10 +99,11 @@ def resume(state: State, number: int, now: float, cause: str) -> None:
         # On its way to storage: it waits again once it is there.
         state.put_job(replace(job, state=JobState.HOLDING, ending=JobState.PENDING))
         return
-    job = replace(
-        job, revision=job.revision + 1, suspend_wanted=SuspendLevel.NONE, suspended_level=SuspendLevel.NONE
-    )
-    if gang is not None and orders.holds_devices(gang):
+    job = replace(job, revision=job.revision + 1, suspend_wanted=SuspendLevel.NONE, suspended_level=SuspendLevel.NONE)
+    if gang is not None and gang.parked_by_plan and job.state is JobState.HOLDING:
+        state.put_gang(orders.run(orders.holding(gang, gang.claims), now))
+        state.put_job(job)
+    elif gang is not None and orders.holds_devices(gang):
         if _is_superseded(state, gang):
             _go_back(state, job, gang, now, cause)
         else:
@@ -299,7 +300,7 @@ def _fail(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
     """The attempt has failed. Who is to blame decides which budget pays; the job goes on from its last checkpoint."""
     outcome = bad_outcome(gang)
     state.history(
-        now, job.name, "attempt_failed", cause, outcome.message, epoch=gang.epoch, kind=outcome.kind,
+        now, job.name, "attempt_failed", cause, outcome.message, epoch=gang.epoch, outcome=outcome.kind,
         exit_code=outcome.exit_code, rank=outcome.rank,
     )  # fmt: skip
     failure = _failure_of(gang, outcome)
@@ -386,9 +387,7 @@ def _go_back(state: State, job: Job, source: Gang, now: float, cause: str) -> No
     state.history(now, job.name, "move_back", cause, epoch=epoch, source=source.epoch)
 
 
-def _begin_move(
-    state: State, job: Job, source: Gang, claims: Sequence[Claim], level: Level, now: float
-) -> int:
+def _begin_move(state: State, job: Job, source: Gang, claims: Sequence[Claim], level: Level, now: float) -> int:
     epoch = state.take_epoch()
     restore = Restore(parked_epoch=source.epoch, step=source.stop_step)
     state.put_gang(orders.new_gang(epoch, job.number, claims, level, now, GangRole.DESTINATION, restore))

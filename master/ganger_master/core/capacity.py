@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from ganger.placement.candidates import candidates
 from ganger.resources.fit import fit, gang_level
 from ganger.resources.reasons import Reason, Refusal
+
 from ganger_master.approval.protected import Protected, protect
 from ganger_master.approval.reservations import Reservation, Wanting, begins, reserve
 from ganger_master.approval.verdicts import Approved, Rejected, approve
@@ -21,9 +22,7 @@ from ganger_master.core.state import State
 WAITS_FOR_PIECES = frozenset({Reason.GPUS, Reason.CORES, Reason.MEMORY, Reason.LOCALITY, Reason.NODE_UNAVAILABLE})
 
 
-def judge(
-    state: State, job: Job, wanted: Sequence[tuple[Claim, ...]], rank: int, now: float
-) -> Approved | Rejected:
+def judge(state: State, job: Job, wanted: Sequence[tuple[Claim, ...]], rank: int, now: float) -> Approved | Rejected:
     """The first candidate that fits, or why the last one does not. `rank` 0: out of turn."""
     refusals = rules(state, job)
     if refusals:
@@ -46,15 +45,19 @@ def judge(
 
 
 def judge_change(
-    state: State, job: Job, claims: tuple[Claim, ...], holding: Sequence[Claim] = (), retune: bool = False
+    state: State,
+    job: Job,
+    claims: tuple[Claim, ...],
+    holding: Sequence[Claim] = (),
+    retune: bool = False,
+    arena: int | None = None,
 ) -> tuple[Refusal, ...]:
     """Why these claims cannot be, for a move or other cores; empty if they can."""
     refusals = node_rules(state, job, claims)
     if refusals:
         return refusals
-    return fit(
-        state.view, job.spec.shape(job.arena_bytes_per_device), claims, holding=tuple(holding), retune=retune
-    )
+    shape = job.spec.shape(job.arena_bytes_per_device if arena is None else arena)
+    return fit(state.view, shape, claims, holding=tuple(holding), retune=retune)
 
 
 def level_of(state: State, claims: Sequence[Claim]) -> Level:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ganger.resources.reasons import Refusal
+
 from ganger_master.core.model import (
     Capabilities,
     Checkpoint,
@@ -217,7 +219,7 @@ class Tick:
     """Time has passed; the shell sends it when the last `WakeAt` says so."""
 
 
-type Command = (
+Command: TypeAlias = (
     SubmitJob
     | CancelJob
     | SuspendJob

@@ -8,11 +8,13 @@ from typing import Any, Final
 
 from ganger_master.core import commands, events
 from ganger_master.core.answers import Answer, Done, JobAnswer, NodeAnswer, Refused, SessionAnswer
-from ganger_master.core.attempts import can_hand_over
-from ganger_master.core.capacity import find_place, judge_change, level_of
+from ganger_master.core.arenas import per_device
+from ganger_master.core.capacity import judge_change, level_of
+from ganger_master.core.checks import busy, check_move, check_suspend, find_job, not_running, unfinished
 from ganger_master.core.commands import Command
 from ganger_master.core.events import Event
-from ganger_master.core.model import Claim, Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.model import Claim, Intent, JobState, SuspendLevel
+from ganger_master.core.requests import propose_plan, release_gang, request_gang
 from ganger_master.core.state import State
 from ganger_master.core.submission import check_submission
 
@@ -26,8 +28,6 @@ class Decision:
 
 
 def decide(state: State, command: Command, now: float) -> Decision:
-    from ganger_master.core.requests import propose_plan, release_gang, request_gang
-
     match command:
         case commands.RequestGang():
             return Decision(*request_gang(state, command, now))
@@ -36,96 +36,6 @@ def decide(state: State, command: Command, now: float) -> Decision:
         case commands.ProposePlan():
             return Decision(*propose_plan(state, command, now))
     return _DECIDERS[type(command)](state, command, now)
-
-
-def find_job(state: State, number: int) -> Job | Refused:
-    job = state.jobs.get(number)
-    if job is None:
-        return Refused("JOB_NOT_FOUND", f"there is no jobs/{number}", {"job": f"jobs/{number}"})
-    return job
-
-
-def unfinished(state: State, number: int) -> Job | Refused:
-    """The job, if it has neither ended nor is about to."""
-    job = find_job(state, number)
-    if isinstance(job, Refused):
-        return job
-    if job.state.is_final or (job.ending is not None and job.ending.is_final):
-        state_name = (job.ending or job.state).value
-        return Refused("JOB_FINISHED", f"{job.name} is {state_name}", {"job": job.name, "state": state_name})
-    return job
-
-
-def check_suspend(state: State, job: Job, level: SuspendLevel) -> SuspendLevel | Refused:
-    """The level to suspend at, NONE if there is nothing to do."""
-    gang = state.gangs.get(job.epoch)
-    if job.next_epoch:
-        return busy(job, "it is being moved")
-    if gang is None or job.ending is not None:
-        return SuspendLevel.NONE if job.state is JobState.SUSPENDED else SuspendLevel.CHECKPOINT
-    offered = job.capabilities
-    present = gang.park_level if gang.intent is Intent.PARK else SuspendLevel.NONE
-    if level is SuspendLevel.NONE:
-        if present and job.state is JobState.SUSPENDED:
-            return SuspendLevel.NONE
-        order = (SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT, SuspendLevel.PAUSE)
-        chosen = next((one for one in order if offered.offers(one)), SuspendLevel.NONE)
-        if chosen is SuspendLevel.NONE:
-            return _unavailable(job, "any level")
-        return chosen
-    if not offered.offers(level):
-        return _unavailable(job, level.name)
-    if present > level:
-        return Refused(
-            "LEVEL_UNAVAILABLE",
-            f"{job.name} is suspended at {present.name}, which keeps less than {level.name}; resume it first",
-            {"job": job.name, "level": level.name},
-        )
-    if present == level and job.state is JobState.SUSPENDED:
-        return SuspendLevel.NONE
-    if level is SuspendLevel.OFFLOAD and gang.intent is Intent.RUN and not _has_arena(gang):
-        why = job.capabilities.missing.get("OFFLOAD", "no host memory is reserved for its arena")
-        return Refused("LEVEL_UNAVAILABLE", f"{job.name} cannot be offloaded: {why}", {"job": job.name})
-    return level
-
-
-def check_move(
-    state: State, job: Job, nodes: tuple[str, ...] = (), claims: tuple[Claim, ...] = ()
-) -> tuple[Claim, ...] | Refused:
-    """The claims a job is to move to."""
-    gang = state.gangs.get(job.epoch)
-    if job.next_epoch or job.ending is not None:
-        return busy(job, "it is being moved or ends")
-    if job.state is not JobState.HOLDING or gang is None or gang.phase is not GangPhase.RUNNING:
-        return not_running(job, gang)
-    if not can_hand_over(job):
-        why = job.capabilities.missing.get("OFFLOAD", "the job offers no level that captures its state")
-        return Refused("LEVEL_UNAVAILABLE", f"{job.name} cannot be moved: {why}", {"job": job.name})
-    unknown = [name for name in nodes if name not in state.nodes]
-    if unknown:
-        return Refused("NODE_NOT_FOUND", f"there is no nodes/{unknown[0]}", {"node": f"nodes/{unknown[0]}"})
-    if claims:
-        refusals = judge_change(state, job, claims)
-        if not refusals:
-            return claims
-        text = refusals[0].message
-    else:
-        avoid = frozenset() if nodes else frozenset(gang.nodes)
-        found = find_place(state, job, avoid, frozenset(nodes) or None)
-        if found is not None:
-            return found[0]
-        where = "on " + ", ".join(nodes) if nodes else "on other nodes"
-        text = f"there is no room for it {where}"
-    return Refused("MOVE_REFUSED", f"{job.name} cannot be moved: {text}", {"job": job.name})
-
-
-def busy(job: Job, why: str) -> Refused:
-    return Refused("JOB_BUSY", f"{job.name} is busy: {why}; try again", {"job": job.name})
-
-
-def not_running(job: Job, gang: Gang | None) -> Refused:
-    present = gang.phase.value if gang is not None else job.state.value
-    return Refused("NOT_RUNNING", f"{job.name} is not running: it is {present}", {"job": job.name})
 
 
 def _submit(state: State, command: commands.SubmitJob, now: float) -> Decision:
@@ -169,9 +79,7 @@ def _suspend(state: State, command: commands.SuspendJob, now: float) -> Decision
         return Decision((), level)
     if level is SuspendLevel.NONE:
         return Decision((), JobAnswer(job.number))
-    return Decision(
-        (events.JobSuspended(now, _user(command.user), job.number, level),), JobAnswer(job.number)
-    )
+    return Decision((events.JobSuspended(now, _user(command.user), job.number, level),), JobAnswer(job.number))
 
 
 def _resume(state: State, command: commands.ResumeJob, now: float) -> Decision:
@@ -209,7 +117,7 @@ def _retune(state: State, command: commands.RetuneJob, now: float) -> Decision:
     claims = gang.claims
     if not command.repin:
         claims = tuple(_with_cores(state, claim, command.millicores * sum(claim.tasks)) for claim in gang.claims)
-        refusals = judge_change(state, job, claims, holding=gang.claims, retune=True)
+        refusals = judge_change(state, job, claims, holding=gang.claims, retune=True, arena=per_device(gang))
         if command.millicores <= 0 or refusals:
             text = refusals[0].message if refusals else "cores per task must be more than zero"
             return Decision((), Refused("CORES_REFUSED", f"{job.name}: {text}", {"job": job.name}))
@@ -324,17 +232,6 @@ def _claim_turns(state: State, command: commands.ClaimTurns, now: float) -> Deci
 
 def _tick(state: State, command: commands.Tick, now: float) -> Decision:
     return Decision((events.TimePassed(now),), Done())
-
-
-def _has_arena(gang: Gang) -> bool:
-    return all(piece.claim.arena_bytes or not piece.claim.device_mask for piece in gang.pieces)
-
-
-def _unavailable(job: Job, level: str) -> Refused:
-    missing = job.capabilities.missing
-    why = missing.get(level) or "; ".join(f"{name}: {text}" for name, text in sorted(missing.items()))
-    text = f"{job.name} does not offer {level}: {why or 'it has not said what it can do yet'}"
-    return Refused("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": level})
 
 
 def _with_cores(state: State, claim: Claim, millicores: int) -> Claim:

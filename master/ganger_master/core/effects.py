@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,4 +59,4 @@ class WakeAt:
     time: float
 
 
-type Effect = NodeNews | JobNews | TurnsNews | ViewNews | History | WakeAt
+Effect: TypeAlias = NodeNews | JobNews | TurnsNews | ViewNews | History | WakeAt

@@ -7,8 +7,10 @@ same events give the same state, always.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ganger.resources.reasons import Refusal
+
 from ganger_master.core.commands import ClaimTurns, Observe, OpenSession
 from ganger_master.core.model import Claim, JobSpec, Level, SuspendLevel
 
@@ -153,7 +155,7 @@ class TimePassed:
     cause: str = "clock"
 
 
-type Event = (
+Event: TypeAlias = (
     JobSubmitted
     | JobCancelled
     | JobSuspended

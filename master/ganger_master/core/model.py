@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from typing import TypeAlias
 
 from ganger.resources.values import Claim, ConfigurationSet, GangShape, Level, Locality, NodeRow, Role
 
@@ -31,8 +32,8 @@ __all__ = [
     "Level",
     "Locality",
     "Node",
-    "NodeState",
     "NodeRow",
+    "NodeState",
     "ObservedPhase",
     "Outcome",
     "OutcomeKind",
@@ -439,4 +440,4 @@ class Counters:
     storage_token: str = ""
 
 
-type Element = Job | Gang | Node | ConfigurationSet | Counters
+Element: TypeAlias = Job | Gang | Node | ConfigurationSet | Counters

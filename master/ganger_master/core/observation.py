@@ -136,6 +136,7 @@ def _learn(state: State, gang: Gang, observed: ObservedGang, now: float) -> None
         state.history(now, job.name, "checkpoint_complete", f"epoch:{gang.epoch}", step=checkpoint.step)
     if fresh != job:
         state.put_job(fresh)
+    state.dirty.arenas[job.number] = None
 
 
 def _common(gang: Gang) -> Capabilities:

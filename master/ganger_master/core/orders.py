@@ -99,11 +99,18 @@ def stop(gang: Gang, reason: str, now: float, checkpoint_first: bool = False) ->
 
 
 def retune(gang: Gang, claims: Sequence[Claim], repin: bool) -> Gang:
-    pieces = tuple(
-        replace(piece, claim=claim, held=claim) for piece, claim in zip(gang.pieces, claims, strict=True)
-    )
+    pieces = tuple(replace(piece, claim=claim, held=claim) for piece, claim in zip(gang.pieces, claims, strict=True))
     requests = gang.repin_request + 1 if repin else gang.repin_request
     return _order(replace(gang, pieces=pieces, threads=threads_of(claims), repin_request=requests))
+
+
+def reserve(gang: Gang, claims: Sequence[Claim]) -> Gang:
+    """More host memory for its arenas: the limit rises, nothing else changes."""
+    pieces = tuple(
+        replace(piece, claim=claim, held=claim if piece.held is not None else None)
+        for piece, claim in zip(gang.pieces, claims, strict=True)
+    )
+    return _order(replace(gang, pieces=pieces))
 
 
 def rested(gang: Gang, now: float) -> Gang:
@@ -120,9 +127,7 @@ def kept_offloaded(claim: Claim) -> Claim:
 
 def holding(gang: Gang, claims: Sequence[Claim]) -> Gang:
     """Holds these claims (again), piece by piece."""
-    pieces = tuple(
-        replace(piece, claim=claim, held=claim) for piece, claim in zip(gang.pieces, claims, strict=True)
-    )
+    pieces = tuple(replace(piece, claim=claim, held=claim) for piece, claim in zip(gang.pieces, claims, strict=True))
     return replace(gang, pieces=pieces, threads=threads_of(claims))
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from ganger.resources.reasons import Kind, Reason, Refusal
+
 from ganger_master.approval.verdicts import Approved
 from ganger_master.core import answers, commands, events, queue
 from ganger_master.core.answers import Answer, JobAnswer, Refused
+from ganger_master.core.arenas import per_device
 from ganger_master.core.capacity import forbidden_nodes, judge, judge_change, level_of, rules
-from ganger_master.core.decide import check_move, check_suspend, find_job, unfinished
+from ganger_master.core.checks import check_move, check_suspend, find_job, unfinished
 from ganger_master.core.events import Event
 from ganger_master.core.model import GangPhase, Intent, Job, JobState, SuspendLevel
 from ganger_master.core.state import State
 
-type Result = tuple[tuple[Event, ...], Answer]
+Result: TypeAlias = tuple[tuple[Event, ...], Answer]
 
 _CANDIDATES_LIMIT = 16
 _CHANGES_LIMIT = 10_000
@@ -126,9 +129,7 @@ def _rejected(state: State, job: Job, refusals: tuple[Refusal, ...], kept: bool)
     return answers.Rejected(job.number, refusals, (), state.view.version, kept)
 
 
-def _judge_change(
-    state: State, change: commands.Change, proposer: str, now: float
-) -> tuple[Event, ...] | Refusal:
+def _judge_change(state: State, change: commands.Change, proposer: str, now: float) -> tuple[Event, ...] | Refusal:
     job = unfinished(state, change.number)
     if isinstance(job, Refused):
         return Refusal(Reason.WRONG_STATE, detail=job.message, job=f"jobs/{change.number}")
@@ -178,7 +179,7 @@ def _judge_cores(
     held = [(c.node, c.device_mask, c.memory_bytes, c.arena_bytes, c.tasks) for c in gang.claims]
     if [(c.node, c.device_mask, c.memory_bytes, c.arena_bytes, c.tasks) for c in change.claims] != held:
         return Refusal(Reason.CLAIM_MISMATCH, job=job.name, detail="only the cores may differ from what is held")
-    refusals = judge_change(state, job, change.claims, holding=gang.claims, retune=True)
+    refusals = judge_change(state, job, change.claims, holding=gang.claims, retune=True, arena=per_device(gang))
     if refusals:
         return refusals[0]
     return (events.CoresChanged(now, proposer, job.number, change.claims, False),)
@@ -193,7 +194,7 @@ def _judge_suspend(
     level = check_suspend(state, job, change.level)
     if isinstance(level, Refused):
         return _refusal_of(job, level)
-    if level is SuspendLevel.NONE or gang.intent is Intent.PARK and gang.park_level == level:
+    if level is SuspendLevel.NONE or (gang.intent is Intent.PARK and gang.park_level == level):
         return ()
     return (events.JobSuspended(now, proposer, job.number, level, by_plan=True),)
 
@@ -208,7 +209,7 @@ def _judge_resume(
         return Refusal(Reason.WRONG_STATE, job=job.name, detail="its checkpoint is being written")
     if gang.phase is GangPhase.PARKED:
         held = tuple(piece.held for piece in gang.pieces if piece.held is not None)
-        refusals = judge_change(state, job, gang.claims, holding=held, retune=True)
+        refusals = judge_change(state, job, gang.claims, holding=held, retune=True, arena=per_device(gang))
         if refusals:
             return refusals[0]
     return (events.JobResumed(now, proposer, job.number),)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ganger.resources.topology import innermost_groups
 from ganger.resources.values import Claim, ConfigurationSet, NodeRow
+
 from ganger_master.core.model import Node
 
 
@@ -42,14 +44,6 @@ def row_of(node: Node, configuration_set: ConfigurationSet, held: Sequence[Claim
         ),
         affinity=affinity,
     )
-
-
-def innermost_groups(configuration_set: ConfigurationSet) -> tuple[int, ...]:
-    """Masks of the closest groups of devices: of the first level that has any, else one per socket."""
-    if not configuration_set.groups:
-        return tuple(socket.device_mask for socket in configuration_set.sockets if socket.device_mask)
-    closest = min(group.level for group in configuration_set.groups)
-    return tuple(group.device_mask for group in configuration_set.groups if group.level == closest)
 
 
 def _jobs_at_socket(configuration_set: ConfigurationSet, index: int, held: Sequence[Claim]) -> int:

@@ -5,7 +5,7 @@ Nothing here decides about one job alone (`attempts`) or about one request (`dec
 
 from __future__ import annotations
 
-from ganger_master.core import attempts, desired, draining, queue
+from ganger_master.core import arenas, attempts, desired, draining, queue
 from ganger_master.core.effects import Effect, JobNews, NodeNews, TurnsNews, ViewNews, WakeAt
 from ganger_master.core.rows import row_of
 from ganger_master.core.state import State
@@ -20,7 +20,8 @@ def settle(state: State, now: float, cause: str) -> list[Effect]:
     wants: dict[str, None] = {}
     for _ in range(_ROUNDS_LIMIT):
         _review_jobs(state, now, cause)
-        rows.update(_refresh_rows(state))
+        rows.update(dict.fromkeys(_refresh_rows(state)))
+        arenas.follow(state)
         draining.follow(state, now)
         if not state.dirty.jobs and not state.dirty.rows:
             break
@@ -81,12 +82,8 @@ def _refresh_rows(state: State) -> list[str]:
         node = state.nodes.get(name)
         if node is None:
             continue
-        held = []
-        for epoch in state.gangs_on.get(name, ()):
-            piece = state.gangs[epoch].piece(name)
-            if piece is not None and piece.held is not None:
-                held.append(piece.held)
-        if state.put_row(row_of(node, state.configuration_sets[node.configuration_set], held)):
+        configuration_set = state.configuration_sets[node.configuration_set]
+        if state.put_row(row_of(node, configuration_set, state.held_on(name), state.affinity_of(name))):
             changed.append(name)
     state.dirty.rows.clear()
     return changed

@@ -1,6 +1,6 @@
 """The state one writer owns: immutable elements in dictionaries, what is derived from them, and what changed.
 
-Only `put_*` and `forget_gang` change elements, so the changes a store must make durable are exactly the ones noted here.
+Only `put_*` and `forget_gang` change elements, so what a store must make durable is exactly what is noted here.
 What is volatile (turns, refusals, last answers) is gone after a restart and recomputed.
 """
 
@@ -14,8 +14,11 @@ from typing import Final
 from ganger.resources.reasons import Refusal
 from ganger.resources.values import ConfigurationSet, NodeRow
 from ganger.resources.view import View
+
+from ganger_master.core.desired import project
 from ganger_master.core.effects import Effect, History
-from ganger_master.core.model import Counters, Element, Gang, Job, JobState, Node
+from ganger_master.core.model import Claim, Counters, Element, Gang, Job, JobState, Node
+from ganger_master.core.rows import row_of
 from ganger_master.core.settings import Settings
 from ganger_master.core.wanted import DesiredSet
 from ganger_master.policies import policy_named
@@ -65,10 +68,11 @@ class Dirty:
     rows: dict[str, None] = field(default_factory=dict)
     wants: dict[str, None] = field(default_factory=dict)
     news: dict[int, None] = field(default_factory=dict)
+    arenas: dict[int, None] = field(default_factory=dict)
 
 
 class State:
-    """See the module. `now` is the time of the restart: nodes count as answered then, so none is declared lost early."""
+    """See the module. `now` is the time of the restart: nodes count as answered then, so none is lost early."""
 
     def __init__(self, settings: Settings, now: float = 0.0) -> None:
         self.settings = settings
@@ -179,7 +183,7 @@ class State:
 
     def put_configuration_set(self, configuration_set: ConfigurationSet) -> None:
         self.configuration_sets[configuration_set.name] = configuration_set
-        self.view.add_set(configuration_set)
+        self.view.put_configuration_set(configuration_set)
         self._put(("configuration_set", configuration_set.name), configuration_set)
 
     def put_counters(self, counters: Counters) -> None:
@@ -221,6 +225,20 @@ class State:
         """All gangs of a job that still have something somewhere, oldest first."""
         return [self.gangs[epoch] for epoch in self.gangs_of.get(number, ())]
 
+    def held_on(self, node: str) -> list[Claim]:
+        """What the gangs of a node hold there, by epoch."""
+        pieces = (self.gangs[epoch].piece(node) for epoch in sorted(self.gangs_on.get(node, ())))
+        return [piece.held for piece in pieces if piece is not None and piece.held is not None]
+
+    def affinity_of(self, node: str) -> int:
+        """Devices of the gangs that live on a node, by its oldest one; zero when it is idle."""
+        for epoch in sorted(self.gangs_on.get(node, ())):
+            gang = self.gangs[epoch]
+            piece = gang.piece(node)
+            if piece is not None and piece.held is not None and piece.held.device_mask:
+                return sum(claim.device_mask.bit_count() for claim in gang.claims)
+        return 0
+
     # -- restart -------------------------------------------------------------------------------------------------------
 
     @classmethod
@@ -246,8 +264,13 @@ class State:
             state.put_gang(gang)
         for job in sorted((j for j in by_kind["job"] if isinstance(j, Job)), key=lambda job: job.number):
             state.put_job(job)
+        for name in sorted(state.nodes):
+            node = state.nodes[name]
+            configuration_set = state.configuration_sets[node.configuration_set]
+            state.put_row(row_of(node, configuration_set, state.held_on(name), state.affinity_of(name)))
+            state.desired[name] = project(state, node)
         state.take_changes()
-        state.dirty.news.clear()
+        state.dirty = Dirty()
         return state
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------

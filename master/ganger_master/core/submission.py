@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 from ganger.placement.impossible import impossible
+
 from ganger_master.core.answers import Refused
 from ganger_master.core.model import JobSpec
 from ganger_master.core.state import State
 
-type Expect = Callable[[bool, str, str], None]
+Expect: TypeAlias = Callable[[bool, str, str], None]
 
 _TASKS_LIMIT = 10_000
 _COMMAND_LIMIT = 1_000

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from ganger_master.core.model import Claim, Intent, JobSpec, SuspendLevel
 
+NO_CLAIM = Claim("", 0, (), 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -36,7 +38,7 @@ class DesiredGang:
     intent: Intent
     level: SuspendLevel = SuspendLevel.NONE
     stop_sequence: int = 0
-    claim: Claim = Claim("", 0, (), 0)
+    claim: Claim = NO_CLAIM
     members: tuple[Member, ...] = ()
     spec: JobSpec | None = None
     user: str = ""

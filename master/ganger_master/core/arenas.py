@@ -1,0 +1,44 @@
+"""Host memory for OFFLOAD: reserved for a running gang as soon as its peak is known, if it fits beside everything else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ganger_master.core import orders
+from ganger_master.core.model import Claim, Gang, Intent
+from ganger_master.core.state import State
+
+
+def follow(state: State) -> None:
+    """Grows the arenas of the gangs that were reported; rows must be up to date."""
+    for number in list(state.dirty.arenas):
+        job = state.jobs.get(number)
+        gang = state.gangs.get(job.epoch) if job is not None else None
+        if job is None or gang is None or gang.intent is not Intent.RUN or job.next_epoch or job.ending is not None:
+            continue
+        claims = tuple(_with_arena(claim, job.arena_bytes_per_device) for claim in gang.claims)
+        if claims != gang.claims and _fits(state, gang, claims):
+            state.put_gang(orders.reserve(gang, claims))
+    state.dirty.arenas.clear()
+
+
+def has_arenas(gang: Gang) -> bool:
+    return all(piece.claim.arena_bytes or not piece.claim.device_mask for piece in gang.pieces)
+
+
+def per_device(gang: Gang) -> int:
+    """Bytes of arena reserved for each device of the gang."""
+    claim = next((claim for claim in gang.claims if claim.device_mask), None)
+    return claim.arena_bytes // claim.device_mask.bit_count() if claim is not None else 0
+
+
+def _with_arena(claim: Claim, bytes_per_device: int) -> Claim:
+    wanted = claim.device_mask.bit_count() * bytes_per_device
+    return replace(claim, arena_bytes=wanted) if wanted > claim.arena_bytes else claim
+
+
+def _fits(state: State, gang: Gang, claims: tuple[Claim, ...]) -> bool:
+    return all(
+        new.arena_bytes - old.arena_bytes <= state.rows[new.node].free_memory_bytes
+        for old, new in zip(gang.claims, claims, strict=True)
+    )

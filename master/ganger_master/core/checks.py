@@ -1,0 +1,108 @@
+"""What a job's state allows: may it be suspended at this level, may it be moved, is it there at all?"""
+
+from __future__ import annotations
+
+from ganger_master.core.answers import Refused
+from ganger_master.core.arenas import has_arenas
+from ganger_master.core.attempts import can_hand_over
+from ganger_master.core.capacity import find_place, judge_change
+from ganger_master.core.model import Claim, Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.state import State
+
+
+def find_job(state: State, number: int) -> Job | Refused:
+    job = state.jobs.get(number)
+    if job is None:
+        return Refused("JOB_NOT_FOUND", f"there is no jobs/{number}", {"job": f"jobs/{number}"})
+    return job
+
+
+def unfinished(state: State, number: int) -> Job | Refused:
+    """The job, if it has neither ended nor is about to."""
+    job = find_job(state, number)
+    if isinstance(job, Refused):
+        return job
+    if job.state.is_final or (job.ending is not None and job.ending.is_final):
+        state_name = (job.ending or job.state).value
+        return Refused("JOB_FINISHED", f"{job.name} is {state_name}", {"job": job.name, "state": state_name})
+    return job
+
+
+def check_suspend(state: State, job: Job, level: SuspendLevel) -> SuspendLevel | Refused:
+    """The level to suspend at, NONE if there is nothing to do."""
+    gang = state.gangs.get(job.epoch)
+    if job.next_epoch:
+        return busy(job, "it is being moved")
+    if gang is None or job.ending is not None:
+        return SuspendLevel.NONE if job.state is JobState.SUSPENDED else SuspendLevel.CHECKPOINT
+    offered = job.capabilities
+    present = gang.park_level if gang.intent is Intent.PARK else SuspendLevel.NONE
+    if level is SuspendLevel.NONE:
+        if present and job.state is JobState.SUSPENDED:
+            return SuspendLevel.NONE
+        order = (SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT, SuspendLevel.PAUSE)
+        possible = order if has_arenas(gang) else order[1:]
+        chosen = next((one for one in possible if offered.offers(one)), SuspendLevel.NONE)
+        if chosen is SuspendLevel.NONE:
+            return _unavailable(job, "any level")
+        return chosen
+    if not offered.offers(level):
+        return _unavailable(job, level.name)
+    if present > level:
+        return Refused(
+            "LEVEL_UNAVAILABLE",
+            f"{job.name} is suspended at {present.name}, which keeps less than {level.name}; resume it first",
+            {"job": job.name, "level": level.name},
+        )
+    if present == level and job.state is JobState.SUSPENDED:
+        return SuspendLevel.NONE
+    if level is SuspendLevel.OFFLOAD and gang.intent is Intent.RUN and not has_arenas(gang):
+        why = job.capabilities.missing.get("OFFLOAD", "no host memory is reserved for its arena")
+        return Refused("LEVEL_UNAVAILABLE", f"{job.name} cannot be offloaded: {why}", {"job": job.name})
+    return level
+
+
+def check_move(
+    state: State, job: Job, nodes: tuple[str, ...] = (), claims: tuple[Claim, ...] = ()
+) -> tuple[Claim, ...] | Refused:
+    """The claims a job is to move to."""
+    gang = state.gangs.get(job.epoch)
+    if job.next_epoch or job.ending is not None:
+        return busy(job, "it is being moved or ends")
+    if job.state is not JobState.HOLDING or gang is None or gang.phase is not GangPhase.RUNNING:
+        return not_running(job, gang)
+    if not can_hand_over(job):
+        why = job.capabilities.missing.get("OFFLOAD", "the job offers no level that captures its state")
+        return Refused("LEVEL_UNAVAILABLE", f"{job.name} cannot be moved: {why}", {"job": job.name})
+    unknown = [name for name in nodes if name not in state.nodes]
+    if unknown:
+        return Refused("NODE_NOT_FOUND", f"there is no nodes/{unknown[0]}", {"node": f"nodes/{unknown[0]}"})
+    if claims:
+        refusals = judge_change(state, job, claims)
+        if not refusals:
+            return claims
+        text = refusals[0].message
+    else:
+        avoid = frozenset() if nodes else frozenset(gang.nodes)
+        found = find_place(state, job, avoid, frozenset(nodes) or None)
+        if found is not None:
+            return found[0]
+        where = "on " + ", ".join(nodes) if nodes else "on other nodes"
+        text = f"there is no room for it {where}"
+    return Refused("MOVE_REFUSED", f"{job.name} cannot be moved: {text}", {"job": job.name})
+
+
+def busy(job: Job, why: str) -> Refused:
+    return Refused("JOB_BUSY", f"{job.name} is busy: {why}; try again", {"job": job.name})
+
+
+def not_running(job: Job, gang: Gang | None) -> Refused:
+    present = gang.phase.value if gang is not None else job.state.value
+    return Refused("NOT_RUNNING", f"{job.name} is not running: it is {present}", {"job": job.name})
+
+
+def _unavailable(job: Job, level: str) -> Refused:
+    missing = job.capabilities.missing
+    why = missing.get(level) or "; ".join(f"{name}: {text}" for name, text in sorted(missing.items()))
+    text = f"{job.name} does not offer {level}: {why or 'it has not said what it can do yet'}"
+    return Refused("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": level})

@@ -1,0 +1,111 @@
+"""Why a job waits or rests, and when it may start: the true blocker first, and an interval only where one is honest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ganger.resources.reasons import Reason, Refusal
+from ganger.resources.values import GangShape
+
+from ganger_master.approval import explain as approval
+from ganger_master.core import capacity
+from ganger_master.core.model import Job, JobState
+from ganger_master.core.state import State
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Seconds from now; both zero when unknown, and then `assumption` says why."""
+
+    blockers: tuple[Refusal, ...]
+    start_after_seconds: float = 0.0
+    start_before_seconds: float = 0.0
+    assumption: str = ""
+
+
+def explain(state: State, number: int, now: float) -> Explanation:
+    """KeyError for an unknown job."""
+    job = state.jobs[number]
+    if not state.is_waiting(job):
+        return Explanation((), assumption=_at_rest(state, job))
+    blockers = blockers_of(state, job, now)
+    holders = tuple(_holders(state, now))
+    if any(blocker.reason not in capacity.WAITS_FOR_PIECES | _BEHIND for blocker in blockers[:1]):
+        return Explanation(blockers, assumption=f"unknown, because {blockers[0].message}")
+    estimate = approval.estimate(state.view, _shape(job), holders, now)
+    return Explanation(blockers, estimate.after, estimate.before, estimate.assumption)
+
+
+def blockers_of(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
+    """Judged afresh, as a request of the job would be now; what its scheduler said when it passed comes last."""
+    quota = capacity.rules(state, job)
+    forbidden = capacity.forbidden_nodes(state, job)
+    view = state.view
+    if forbidden:
+        view = view.copy()
+        for refusal in forbidden:
+            view.set_available(refusal.node, False)
+    found = approval.explain(
+        view,
+        _shape(job),
+        waited=now - job.pending_since,
+        protected=capacity.protected_from(state, job, now),
+        rank=state.queue_rank(job.number),
+        job=job.name,
+        quota=quota,
+    )
+    if forbidden and not quota and not _fits_without(state, job, now):
+        # The nodes it may not use are what it lacks.
+        found = (*forbidden, *(one for one in found if one.reason is not Reason.NODE_UNAVAILABLE))
+    return found or state.blockers_of(job.number)
+
+
+_BEHIND = frozenset({Reason.PROTECTED, Reason.RESERVED})
+
+
+def _fits_without(state: State, job: Job, now: float) -> bool:
+    """Whether even the forbidden nodes would not help: then they are not the blocker."""
+    return bool(
+        approval.explain(
+            state.view,
+            _shape(job),
+            waited=now - job.pending_since,
+            protected=capacity.protected_from(state, job, now),
+            rank=state.queue_rank(job.number),
+            job=job.name,
+            quota=(),
+        )
+    )
+
+
+def _shape(job: Job) -> GangShape:
+    return job.spec.shape(job.arena_bytes_per_device)
+
+
+def _holders(state: State, now: float) -> list[approval.Holder]:
+    """Who holds what, and until when at the latest."""
+    holders = []
+    for epoch in sorted(state.gangs):
+        gang = state.gangs[epoch]
+        job = state.jobs[gang.job]
+        limit = job.spec.time_limit_seconds
+        ends = None
+        if limit is not None and job.running_since:
+            ends = job.running_since + limit - job.run_seconds
+        held = tuple(piece.held for piece in gang.pieces if piece.held is not None)
+        if held:
+            holders.append(approval.Holder(job.name, held, ends))
+    return holders
+
+
+def _at_rest(state: State, job: Job) -> str:
+    match job.state:
+        case JobState.SUSPENDED:
+            return "it rests because a user suspended it; resume it"
+        case JobState.HOLDING:
+            gang = state.gangs.get(job.epoch)
+            return f"it has its gang, which is {gang.phase.value}" if gang else "it has its gang"
+        case JobState.PENDING:
+            return "its gang is being made ready"
+        case _:
+            return f"it has ended: {job.state.value}"

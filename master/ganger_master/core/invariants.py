@@ -1,0 +1,118 @@
+"""What must hold after every event (DESIGN §10, as far as one state can show it). A violation is our bug, never a user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ganger_master.core.model import GangPhase, GangRole, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.rows import row_of
+from ganger_master.core.state import State
+
+
+def violations(state: State) -> list[str]:
+    """One sentence per broken rule; empty when all hold."""
+    return [*_pieces(state), *_gangs(state), *_jobs(state), *_derived(state)]
+
+
+def _pieces(state: State) -> Iterator[str]:
+    """No device twice, nothing over-committed, rows as the pieces say."""
+    for name in sorted(state.nodes):
+        node = state.nodes[name]
+        configuration_set = state.configuration_sets[node.configuration_set]
+        held = state.held_on(name)
+        used = 0
+        for claim in held:
+            if claim.device_mask & used:
+                yield f"{name}: devices {claim.device_mask & used:#x} are held twice"
+            used |= claim.device_mask
+        for index, socket in enumerate(configuration_set.sockets):
+            cores = sum(claim.millicores[index] for claim in held if index < len(claim.millicores))
+            if cores > socket.millicores:
+                yield f"{name}: {cores} of {socket.millicores} millicores are held at socket {index}"
+        memory = sum(claim.memory_bytes + claim.arena_bytes for claim in held)
+        if memory > configuration_set.memory_bytes:
+            yield f"{name}: {memory} of {configuration_set.memory_bytes} bytes are held"
+        if state.rows.get(name) != row_of(node, configuration_set, held, state.affinity_of(name)):
+            yield f"{name}: its row in the view is not what its gangs hold"
+
+
+def _gangs(state: State) -> Iterator[str]:
+    for epoch in sorted(state.gangs):
+        gang = state.gangs[epoch]
+        job = state.jobs.get(gang.job)
+        if job is None:
+            yield f"epoch {epoch} belongs to no job"
+            continue
+        if epoch >= state.counters.next_epoch:
+            yield f"epoch {epoch} was never given"
+        if not gang.pieces or len(set(gang.nodes)) != len(gang.nodes):
+            yield f"epoch {epoch} has no pieces, or two on one node"
+        if gang.role is GangRole.ACTIVE and job.epoch != epoch:
+            yield f"epoch {epoch} is active, but {job.name} is at epoch {job.epoch}"
+        if gang.role is GangRole.DESTINATION and job.next_epoch != epoch:
+            yield f"epoch {epoch} is a destination of no move"
+        if gang.intent is Intent.RUN and (gang.role is not GangRole.ACTIVE or gang.stop_sequence):
+            yield f"epoch {epoch} is to run, but is {gang.role} with stop {gang.stop_sequence}"
+        if gang.intent is Intent.RUN and epoch <= job.moved_from:
+            yield f"epoch {epoch} is to run, though {job.name} has moved on from epoch {job.moved_from}"
+        if gang.intent is Intent.RUN and any(piece.held != piece.claim for piece in gang.pieces if not piece.gone):
+            yield f"epoch {epoch} is to run without holding its placement"
+        if gang.intent in (Intent.PARK, Intent.HAND_OVER) and not gang.stop_sequence:
+            yield f"epoch {epoch} is to stop, but its stop has no number"
+        if gang.stop_sequence > gang.master_sequence:
+            yield f"epoch {epoch} stops at a later order than its newest"
+        if (gang.intent is Intent.STOP) != (gang.role is GangRole.LEAVING):
+            yield f"epoch {epoch} is {gang.role} with intent {gang.intent}"
+    for number in sorted(state.gangs_of):
+        running = [gang.epoch for gang in state.gangs_of_job(number) if gang.intent is Intent.RUN]
+        if len(running) > 1:
+            yield f"jobs/{number} is to run as epochs {running} at once"
+
+
+def _jobs(state: State) -> Iterator[str]:
+    for number in sorted(state.jobs):
+        yield from _job(state, state.jobs[number])
+    numbers = {number for _, number in state.waiting}
+    if numbers != {n for n, job in state.jobs.items() if state.is_waiting(job)}:
+        yield "the queue is not what waits"
+    if any(number >= state.counters.next_job for number in state.jobs):
+        yield "a job's number was never given"
+
+
+def _job(state: State, job: Job) -> Iterator[str]:
+    gang = state.gangs.get(job.epoch)
+    if job.epoch and gang is None:
+        yield f"{job.name} is at epoch {job.epoch}, which is not there"
+    if job.state.is_final:
+        if job.epoch or job.next_epoch or job.ending is not None or not job.end_time:
+            yield f"{job.name} has ended, but is not at rest"
+        alive = [g.epoch for g in state.gangs_of_job(job.number) if not g.is_gone or g.intent is not Intent.STOP]
+        if alive:
+            yield f"{job.name} has ended, but epochs {alive} are alive"
+        return
+    if job.state is JobState.HOLDING and gang is None and job.ending is None:
+        yield f"{job.name} is HOLDING without a gang"
+    if job.state is JobState.PENDING and gang is not None and not job.next_epoch and job.ending is None:
+        if gang.intent not in (Intent.PARK, Intent.HAND_OVER) or gang.phase is not GangPhase.PARKED:
+            yield f"{job.name} waits, but epoch {job.epoch} is {gang.intent}"
+    if job.state is JobState.PENDING and not job.pending_since and job.ending is None and not job.next_epoch:
+        yield f"{job.name} waits since never"
+    if job.suspended_level is not SuspendLevel.NONE and job.state is not JobState.SUSPENDED:
+        yield f"{job.name} rests at {job.suspended_level.name}, but is {job.state}"
+    if job.failures > job.spec.max_failures and job.ending is not JobState.FAILED and job.ending is None:
+        yield f"{job.name} goes on after {job.failures} failures"
+    if job.running_since and (gang is None or gang.role is not GangRole.ACTIVE):
+        yield f"{job.name} counts running time without an active gang"
+
+
+def _derived(state: State) -> Iterator[str]:
+    for name in sorted(state.desired):
+        desired = state.desired[name]
+        if desired.version != state.nodes[name].desired_version:
+            yield f"{name}: desired version {desired.version} is not {state.nodes[name].desired_version}"
+    for turn in state.turns.values():
+        if state.turn_of.get(turn.number) != turn.turn or not state.is_waiting(state.jobs[turn.number]):
+            yield f"turn {turn.turn} belongs to jobs/{turn.number}, which does not wait for it"
+    free = sum(row.free_mask.bit_count() for row in state.rows.values() if row.available)
+    if free != state.free_devices:
+        yield f"{free} devices are free, not {state.free_devices}"
