@@ -1,4 +1,5 @@
-"""Named places at which a test may have this process killed: GANGER_FAILPOINTS="name[:count],...", count = which hit fires."""
+"""Named places at which a test may have this process killed: GANGER_FAILPOINTS="name[:count],...", count = which hit
+fires."""
 
 from __future__ import annotations
 

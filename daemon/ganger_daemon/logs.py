@@ -1,8 +1,9 @@
 """One log stream per rank, across suspends, moves and restarts: segments (rank, epoch) with logical offsets.
 
-Ranks append to their own segment; the daemon never stands between a rank and its file. A segment is copied to storage as it
-grows and sealed when its epoch ends here; what a lost node had not copied is reported as lost, never silently skipped. A
-segment over the limit loses its oldest bytes by punching a hole: offsets stay, and the reader says how much is gone.
+Ranks append to their own segment; the daemon never stands between a rank and its file. A segment is copied to
+storage as it grows and sealed when its epoch ends here; what a lost node had not copied is reported as lost, never
+silently skipped. A segment over the limit loses its oldest bytes by punching a hole: offsets stay, and the reader
+says how much is gone.
 """
 
 from __future__ import annotations

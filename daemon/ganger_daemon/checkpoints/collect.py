@@ -1,4 +1,5 @@
-"""Which checkpoints may go: all but the newest complete ones, those pinned, and what a living epoch is still writing."""
+"""Which checkpoints may go: all but the newest complete ones, those pinned, and what a living epoch is still
+writing."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ KEEP = 2
 _TRASH = ".trash-"
 
 
-def surplus(names: Collection[CheckpointName], pinned: Collection[CheckpointName] = (), keep: int = KEEP) -> tuple[CheckpointName, ...]:
+def surplus(
+    names: Collection[CheckpointName], pinned: Collection[CheckpointName] = (), keep: int = KEEP
+) -> tuple[CheckpointName, ...]:
     """What to remove, oldest first; the `keep` newest and the pinned ones stay."""
     return tuple(name for name in sorted(names)[: max(0, len(names) - keep)] if name not in pinned)
 

@@ -56,10 +56,10 @@ def manifest(gathering: Gathering, job_uid: str, epoch: int, time_seconds: float
         "step": gathering.step,
         "world": gathering.world,
         "time": time_seconds,
-        "files": [
-            {"rank": shard.rank, "file": shard.file, "bytes": shard.size_bytes, "digest": shard.digest}
+        "files": {
+            shard.file: {"rank": shard.rank, "bytes": shard.size_bytes, "digest": shard.digest}
             for _, shard in sorted(gathering.shards.items())
-        ],
+        },
     }
 
 

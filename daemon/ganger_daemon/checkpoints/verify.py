@@ -29,7 +29,7 @@ def describe_shard(path: Path) -> tuple[int, str]:
     with open(path, "rb") as file:
         preamble = image.parse_preamble(file.read(64))
     summary = image.verify(str(path))
-    return summary.bytes, f"{'xxh3_64' if preamble.digest_kind == 1 else 'crc32'}:{summary.digest}"
+    return summary.total_bytes, f"{'xxh3_64' if preamble.digest_kind == 1 else 'crc32'}:{summary.digest}"
 
 
 def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Verified | Unreadable:
@@ -37,12 +37,12 @@ def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Verified | 
     try:
         fields = read_manifest(directory)
         step, world = int(fields["step"]), int(fields["world"])
-        files = {int(entry["rank"]): entry for entry in fields["files"]}
+        files = {int(entry["rank"]): (name, entry) for name, entry in fields["files"].items()}
         if sorted(files) != list(range(world)):
             return Unreadable(directory, f"{MANIFEST} lists {len(files)} of {world} shards")
         size = 0
-        for rank, entry in sorted(files.items()):
-            shard = directory / Path(str(entry["file"])).name
+        for rank, (name, entry) in sorted(files.items()):
+            shard = directory / Path(name).name
             actual = shard.stat().st_size
             size += actual
             if actual != int(entry["bytes"]):
@@ -52,7 +52,7 @@ def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Verified | 
             _, digest = describe_shard(shard)
             if digest != str(entry["digest"]):
                 return Unreadable(directory, f"{shard.name} has digest {digest}, {MANIFEST} says {entry['digest']}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return Unreadable(directory, f"{type(error).__name__}: {error}")
     except image.ImageError as error:
         return Unreadable(directory, str(error))
@@ -62,7 +62,8 @@ def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Verified | 
 def choose(
     wanted: Path, lowest_step: int, ranks: tuple[int, ...] | None = None
 ) -> tuple[Verified | None, tuple[Unreadable, ...]]:
-    """The wanted checkpoint, or the newest readable one before it that is not below `lowest_step`; and what was unreadable."""
+    """The wanted checkpoint, or the newest readable one before it that is not below `lowest_step`; and what was
+    unreadable."""
     broken: list[Unreadable] = []
     first = verify(wanted, ranks)
     if isinstance(first, Verified):

@@ -1,8 +1,8 @@
 """When a job that does not obey is dealt with more firmly: the ladder from an order to the kill of its group.
 
-An order gets `patience` (30 s, or twice its measured iteration if that is longer); then SIGUSR2, so that the agent dumps
-its stacks; at the deadline SIGTERM to the main processes; after the grace the kill. Phases without boundaries (evaluation,
-compilation, replay) move the clock: time spent there does not count, up to a bound. STOP begins at SIGTERM.
+An order gets `patience` (30 s, or twice its measured iteration if that is longer); then SIGUSR2, so that the agent
+dumps its stacks; at the deadline SIGTERM to the main processes; after the grace the kill. Phases without boundaries
+(evaluation, compilation, replay) move the clock: time spent there does not count, up to a bound. STOP begins at SIGTERM.
 """
 
 from __future__ import annotations
@@ -58,6 +58,10 @@ def climb(ladder: Ladder, now: float) -> Ladder:
         return replace(ladder, rung=Rung.DUMP)
     if ladder.rung is Rung.DUMP and waited >= ladder.deadline:
         return replace(ladder, rung=Rung.TERMINATE, terminated_at=now)
-    if ladder.rung is Rung.TERMINATE and ladder.terminated_at is not None and now - ladder.terminated_at >= ladder.grace:
+    if (
+        ladder.rung is Rung.TERMINATE
+        and ladder.terminated_at is not None
+        and now - ladder.terminated_at >= ladder.grace
+    ):
         return replace(ladder, rung=Rung.KILL)
     return ladder

@@ -1,8 +1,8 @@
 """One gang's local part: from what its pages and exits say, the phase to report and what is left to do.
 
-Pure and level-triggered: `judge` may be called any number of times with the same facts. It trusts numbers of the job only
-so far as they agree with each other: a level counts as reached when every local rank reports it for this very order and at
-one step.
+Pure and level-triggered: `judge` may be called any number of times with the same facts. It trusts numbers of the job
+only so far as they agree with each other: a level counts as reached when every local rank reports it for this very
+order and at one step.
 """
 
 from __future__ import annotations
@@ -85,13 +85,12 @@ class Gang:
     launched: bool = False
     launched_at: float = 0.0
     launch_failure: str = ""
-    # What the gang's agent can do; None until a rank said hello.
     memory_freed: bool = False  # device memory seen free since this stop
     published_step: int | None = None  # a checkpoint of this stop is on storage (or handed to the leader, on a member)
     escalated: bool = False  # killed because it ignored an order
     out_of_memory: bool = False
     stop_signalled: bool = False  # SIGTERM sent for INTENT_STOP or after a rank's failure
-    stop_began: bool = False  # a STOP is what we carry out
+    settled: Outcome | None = None  # the outcome is on disk: it never changes again
 
 
 class Todo(IntEnum):
@@ -115,7 +114,10 @@ class Judgement:
 def judge(gang: Gang, now: float) -> Judgement:
     """The phase to report and what to do, from the facts alone."""
     if gang.launch_failure:
-        return Judgement(Phase.ENDED, outcome=Outcome(OutcomeKind.LAUNCH_FAILED, message=gang.launch_failure), todo=(Todo.REAP,))
+        outcome = gang.settled or Outcome(OutcomeKind.LAUNCH_FAILED, message=gang.launch_failure)
+        return Judgement(Phase.ENDED, outcome=outcome, todo=(Todo.REAP,))
+    if not gang.launched and gang.settled is not None:
+        return Judgement(Phase.ENDED, outcome=gang.settled, todo=(Todo.REAP,))
     if not gang.launched:
         return _before_launch(gang)
     if gang.ranks and all(rank.exit is not None for rank in gang.ranks):
@@ -134,10 +136,11 @@ def judge(gang: Gang, now: float) -> Judgement:
 
 
 def _before_launch(gang: Gang) -> Judgement:
-    if gang.wanted.intent in (Intent.RUN, Intent.PREPARE):
-        return Judgement(Phase.STARTING, todo=(Todo.LAUNCH,))
-    kind = OutcomeKind.STOPPED if gang.wanted.intent is Intent.STOP else OutcomeKind.UNKNOWN
-    return Judgement(Phase.ENDED, outcome=Outcome(kind, message="never launched here"), todo=(Todo.REAP,))
+    if gang.wanted.intent is Intent.STOP:
+        outcome = Outcome(OutcomeKind.STOPPED, message="stopped before it was launched")
+        return Judgement(Phase.ENDED, outcome=outcome, todo=(Todo.REAP,))
+    # parked before it was launched: it starts with the stop in its page and rests before its first step
+    return Judgement(Phase.STARTING, todo=(Todo.LAUNCH,))
 
 
 def _after_exit(gang: Gang) -> Judgement:
@@ -194,7 +197,7 @@ def _run_phase(gang: Gang, now: float) -> Phase:
 def reached_step(gang: Gang) -> int | None:
     """The step at which all live local ranks rest for the present order, or None while one does not."""
     resting = {
-        Intent.HAND_OVER: (RankState.HANDED_OVER,),
+        Intent.HAND_OVER: (RankState.HANDED_OVER, RankState.OFFLOADED),
         Intent.PARK: {
             Level.PAUSE: (RankState.PAUSED, RankState.OFFLOADED, RankState.HANDED_OVER),
             Level.OFFLOAD: (RankState.OFFLOADED,),
@@ -212,6 +215,13 @@ def reached_step(gang: Gang) -> int | None:
     return steps.pop() if everyone and len(steps) == 1 else None
 
 
+def is_disobedient(gang: Gang) -> bool:
+    """Whether some live rank neither rests at a boundary nor leaves. One that rests at another level than ordered said
+    why in its error, and is not killed for it."""
+    resting = (RankState.PAUSED, RankState.OFFLOADED, RankState.HANDED_OVER)
+    return any(rank.exit is None and rank.state not in resting for rank in gang.ranks)
+
+
 def _controllable(gang: Gang) -> bool:
     return any(rank.hello and not rank.opaque for rank in gang.ranks)
 
@@ -227,8 +237,12 @@ def _is_good(ending: Exit) -> bool:
 
 def settle(gang: Gang) -> Outcome:
     """How the local part ended, once every process is gone. The rank that failed first names the outcome."""
+    if gang.settled is not None:
+        return gang.settled
     if gang.escalated:
-        return Outcome(OutcomeKind.ESCALATED, -SIGKILL, message="did not obey an order within its deadline and was killed")
+        return Outcome(
+            OutcomeKind.ESCALATED, -SIGKILL, message="did not obey an order within its deadline and was killed"
+        )
     failed = _first_failure(gang)
     if failed is None:
         yielded = [rank for rank in gang.ranks if rank.exit is not None and rank.exit.code == EXIT_YIELDED]

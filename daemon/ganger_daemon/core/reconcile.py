@@ -1,7 +1,7 @@
 """Decides what to do about the difference between what the master wants here and what is here.
 
-Level-triggered and idempotent: applying the actions and deciding again gives nothing. Nothing is ever killed on doubt: a
-gang nobody mentions is stopped only when its epoch is provably over or this session's master wanted it before.
+Level-triggered and idempotent: applying the actions and deciding again gives nothing. Nothing is ever killed on
+doubt: a gang nobody mentions is stopped only when its epoch is provably over or this session's master wanted it before.
 """
 
 from __future__ import annotations
@@ -84,8 +84,11 @@ class Forget:
 Action = Start | Obey | StopAbsent | ReportGone | Forget
 
 
-def reconcile(desired: Iterable[Wanted], observed: Observed, acknowledged: frozenset[int] = frozenset()) -> tuple[Action, ...]:
-    """Actions that bring what is here to what is wanted; stops before starts, for a start may need what a stop frees."""
+def reconcile(
+    desired: Iterable[Wanted], observed: Observed, acknowledged: frozenset[int] = frozenset()
+) -> tuple[Action, ...]:
+    """Actions that bring what is here to what is wanted; stops before starts, for a start may need what a stop
+    frees."""
     newest = _newest_order_of_each(desired)
     stops: list[Action] = []
     starts: list[Action] = []

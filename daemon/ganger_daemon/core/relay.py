@@ -1,7 +1,7 @@
 """What two daemons of one gang tell each other while a stop is undecided, and how what is heard is merged.
 
-A point never goes back: a step only rises, and an ack for a stop, once heard, stays. An ack is never shown without the step
-it belongs to, because a point carries both.
+A point never goes back: a step only rises, and an ack for a stop, once heard, stays. An ack is never shown without
+the step it belongs to, because a point carries both.
 """
 
 from __future__ import annotations

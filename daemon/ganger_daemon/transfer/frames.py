@@ -1,4 +1,5 @@
-"""The bytes of the state stream: one JSON line each way, then frames `u32 length, u64 xxh3_64, bytes`, the last of length 0."""
+"""The bytes of the state stream: one JSON line each way, then frames `u32 length, u64 xxh3_64, bytes`, the last of
+length 0."""
 
 from __future__ import annotations
 

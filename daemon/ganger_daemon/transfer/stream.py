@@ -62,7 +62,9 @@ class Sources(Protocol):
 class StreamServer:
     """Listens on (host, port); `port` 0 takes a free one."""
 
-    def __init__(self, sources: Sources, token: str, host: str = "127.0.0.1", port: int = 0, wait_seconds: float = 3600.0):
+    def __init__(
+        self, sources: Sources, token: str, host: str = "127.0.0.1", port: int = 0, wait_seconds: float = 3600.0
+    ):
         self._sources = sources
         self._token = token
         self._wait_seconds = wait_seconds
@@ -205,18 +207,21 @@ def fetch(
     attempts: int = 60,
     retry_seconds: float = 0.25,
 ) -> int:
-    """Fetches one rank's image into the arena behind `arena_fd`, telling `available` how many bytes are final; its size.
+    """Fetches one rank's image into the arena behind `arena_fd`, telling `available` how many bytes are final; its
+    size.
 
     Reconnects with the offset reached when the connection breaks or a hash does not match. Raises StreamError when the
     source refuses for good, when the image is larger than the arena, or after `attempts` tries without progress.
     """
-    offset = 0
+    offset = request.offset
     left = attempts
     while True:
         begun = offset
         try:
-            return _fetch_once(address, replace(request, offset=offset), arena_fd, arena_bytes, _noting(available), cancelled)
-        except _Broken as error:
+            return _fetch_once(
+                address, replace(request, offset=offset), arena_fd, arena_bytes, _noting(available), cancelled
+            )
+        except _BrokenError as error:
             offset = error.offset
             if cancelled.is_set():
                 raise StreamError("the transfer was cancelled", retry=False) from error
@@ -238,7 +243,7 @@ def _noting(available: Callable[[int], None]) -> Callable[[int], None]:
     return note
 
 
-class _Broken(Exception):
+class _BrokenError(Exception):
     def __init__(self, message: str, offset: int, retry: bool) -> None:
         super().__init__(message)
         self.offset = offset
@@ -280,9 +285,9 @@ def _fetch_once(
                     if cancelled.is_set():
                         raise StreamError("the transfer was cancelled", retry=False)
     except StreamError as error:
-        raise _Broken(str(error), offset, error.retry) from error
+        raise _BrokenError(str(error), offset, error.retry) from error
     except (OSError, KeyError, ValueError) as error:
-        raise _Broken(f"the state stream from {address} broke off: {error}", offset, True) from error
+        raise _BrokenError(f"the state stream from {address} broke off: {error}", offset, True) from error
 
 
 def _read_answer(connection: socket.socket, cancelled: threading.Event) -> bytes:

@@ -1,0 +1,314 @@
+"""The daemon put together: one per state directory, ports, adoption, the session; its end harms no job."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+from ganger.agent.v1 import agent_pb2, peer_pb2_grpc
+from ganger.wire.convert import configuration_set_to_wire
+from ganger.wire.endpoints import Endpoint, EndpointError, find_endpoint
+from ganger.wire.names import is_node_id
+from ganger.wire.servers import bind, make_server
+
+from ganger_daemon.cgroups.probe import choose_cgroups
+from ganger_daemon.cores import CoreTable
+from ganger_daemon.devices.choose import choose_devices
+from ganger_daemon.devices.virtual import VirtualSpec
+from ganger_daemon.gangs import GangSet
+from ganger_daemon.host import Host, Storage
+from ganger_daemon.logs import LogStore
+from ganger_daemon.peers import PeerCalls, PeerServicer
+from ganger_daemon.session import Session
+from ganger_daemon.transfer.serving import ParkedArenas
+from ganger_daemon.transfer.stream import StreamServer
+from ganger_daemon.workers.directories import DaemonPaths, DirectoryError, read_json, write_json
+from ganger_daemon.workers.launchers import Launchers
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+VERSION = "0.1.0"
+_REVIVE_SECONDS = 2.0
+
+
+class DaemonError(Exception):
+    """The daemon cannot start; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything a daemon is told. `master` is an address or the master's state directory."""
+
+    state_directory: Path
+    master: str
+    node: str = ""
+    run_directory: Path | None = None
+    virtual: VirtualSpec | None = None
+    recorded: Path | None = None
+    cgroup_root: str = "ganger"
+    cgroups: str = "auto"
+    rack: str = ""
+    fabric: str = ""
+    storage: Path | None = None
+    listen_host: str = "127.0.0.1"
+    preload: bool = True
+
+
+class Daemon:
+    """`start` returns once it adopted what runs and both ports listen; the session opens in the background."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.node = settings.node or socket.gethostname().split(".")[0].lower()
+        if not is_node_id(self.node):
+            raise DaemonError(
+                f"{self.node!r} cannot name a node: give --node a name of letters, digits, '-', '.' or '_'"
+            )
+        run = settings.run_directory or default_run_directory(self.node)
+        self.paths = DaemonPaths(settings.state_directory.absolute(), run.absolute())
+        self._lock: int | None = None
+        self._server: grpc.aio.Server | None = None
+        self._stream: StreamServer | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Raises DaemonError."""
+        try:
+            self.paths.prepare()
+        except DirectoryError as error:
+            raise DaemonError(str(error)) from error
+        self._take_lock()
+        settings = self._settings
+        try:
+            devices = choose_devices(settings.virtual, settings.recorded, node=self.node)
+            cgroups = await asyncio.to_thread(choose_cgroups, settings.cgroup_root, only=settings.cgroups)
+        except ValueError as error:
+            raise DaemonError(str(error)) from error
+        inventory = devices.discover()
+        known = read_json(self.paths.state / "node.json")
+        self._machine_uuid = str(known.get("machine_uuid") or uuid.uuid4())
+        storage = Storage(override=settings.storage)
+        storage.learn(str(known.get("storage", "")), str(known.get("storage_token", "")))
+        self.host = Host(
+            node=self.node,
+            token="",
+            paths=self.paths,
+            cgroups=cgroups,
+            devices=devices,
+            inventory=inventory,
+            logs=LogStore(self.paths.logs, storage.path if storage.proved else None),
+            launchers=Launchers(self.paths.launchers, self.paths.inject, settings.preload),
+            core_table=CoreTable.empty(inventory.core_map),
+            storage=storage,
+            address_host=settings.listen_host,
+        )
+        endpoint = await self._wait_for_endpoint()
+        self.host.token = endpoint.token
+        self._peers = PeerCalls(endpoint.token)
+        self.gangs = GangSet(self.host, self._peers)
+        self.session = Session(self.host, self.gangs, lambda: find_endpoint(settings.master), self._describe)
+        self.host.changed = self.session.news
+        self.gangs.adopt()
+        await self._listen(endpoint.token, known)
+        self._write_node()
+        self._tasks.append(asyncio.create_task(self.session.run(), name="session"))
+        self._tasks.append(asyncio.create_task(self._tend(), name="tend"))
+
+    async def stop(self) -> None:
+        """Ends this daemon only: ranks, launchers and groups stay."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._server is not None:
+            await self._server.stop(0.2)
+        if self._stream is not None:
+            await asyncio.to_thread(self._stream.close)
+        if hasattr(self, "gangs"):
+            await self.gangs.close()
+            await self._peers.close()
+            self.host.launchers.close()
+            self.host.devices.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @property
+    def peer_address(self) -> str:
+        return self._peer_address
+
+    @property
+    def stream_address(self) -> str:
+        assert self._stream is not None, "known once started"
+        return self._stream.address
+
+    def _take_lock(self) -> None:
+        path = self.paths.state / "daemon.lock"
+        self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
+            os.close(self._lock)
+            self._lock = None
+            raise DaemonError(
+                f"another daemon (pid {owner or 'unknown'}) uses {self.paths.state}:"
+                " stop it or choose another --state-dir"
+            ) from error
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    async def _wait_for_endpoint(self) -> Endpoint:
+        """The master may start after its daemons; what runs here goes on meanwhile."""
+        said = False
+        while True:
+            try:
+                return find_endpoint(self._settings.master)
+            except EndpointError as error:
+                if error.found:
+                    raise DaemonError(str(error)) from error
+                if not said:
+                    log.info("waiting for the master", extra={"error": str(error)})
+                    said = True
+                await asyncio.sleep(0.1)
+
+    async def _listen(self, token: str, known: dict[str, object]) -> None:
+        host = self._settings.listen_host
+        server = make_server(token)
+        peer_pb2_grpc.add_PeerServiceServicer_to_server(PeerServicer(self.host, self.gangs), server)
+        try:
+            # the same ports as before, where they are free: members of running gangs know them
+            self._peer_address = _first_that_works(
+                lambda port: bind(server, f"{host}:{port}"), _port_of(known.get("peer_address"))
+            )
+            self._stream = _first_that_works(
+                lambda port: StreamServer(ParkedArenas(self.gangs), token, host, port),
+                _port_of(known.get("stream_address")),
+            )
+        except (EndpointError, OSError) as error:
+            raise DaemonError(str(error)) from error
+        await server.start()
+        self._server = server
+        self._stream.start()
+
+    def _write_node(self) -> None:
+        fields = {
+            "node": self.node,
+            "machine_uuid": self._machine_uuid,
+            "peer_address": self.peer_address,
+            "stream_address": self.stream_address,
+            "storage": str(self.host.storage.path or ""),
+            "storage_token": self.host.storage.token,
+            "pid": os.getpid(),
+        }
+        write_json(self.paths.state / "node.json", fields, durable=True)
+
+    def _describe(self) -> agent_pb2.CreateSessionRequest:
+        capabilities = {**self.host.cgroups.capabilities, **self.host.devices.capabilities, "switch_user": "false"}
+        return agent_pb2.CreateSessionRequest(
+            node=self.host.name,
+            machine_uuid=self._machine_uuid,
+            boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            configuration_set=configuration_set_to_wire(self.host.inventory.configuration_set),
+            rack=self._settings.rack,
+            fabric=self._settings.fabric,
+            peer_address=self.peer_address,
+            stream_address=self.stream_address,
+            capabilities=capabilities,
+            version=VERSION,
+        )
+
+    async def _tend(self) -> None:
+        """Slow things: launchers that died are replaced, faults are noticed, what storage is said is kept."""
+        known = (self.host.storage.path, self.host.storage.token)
+        faults: dict[int, str] = {}
+        while True:
+            await asyncio.sleep(_REVIVE_SECONDS)
+            try:
+                for gang in self.gangs.all():
+                    if gang.deaths.live():
+                        await asyncio.to_thread(gang.launching.revive)
+                for event in self.host.devices.take_events():
+                    log.warning("device event", extra={"device": event.device, "event": event.message})
+                if self.host.devices.faults() != faults:
+                    faults = dict(self.host.devices.faults())
+                    self.host.changed()
+                if (self.host.storage.path, self.host.storage.token) != known:
+                    known = (self.host.storage.path, self.host.storage.token)
+                    self._write_node()
+            except OSError as error:
+                log.warning("tending failed", extra={"error": str(error)})
+
+
+def default_run_directory(node: str) -> Path:
+    """A tmpfs directory of this user."""
+    if os.geteuid() == 0 and os.access("/run", os.W_OK):
+        return Path("/run/ganger") / node
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return (Path(base) / "ganger" if base else Path(f"/dev/shm/ganger-{os.getuid()}")) / node
+
+
+def _port_of(address: object) -> int:
+    _, _, port = str(address or "").rpartition(":")
+    return int(port) if port.isdigit() else 0
+
+
+def _first_that_works(make: Callable[[int], T], port: int) -> T:
+    if port:
+        try:
+            return make(port)
+        except (EndpointError, OSError):
+            pass  # somebody else has it now
+    return make(0)
+
+
+async def run_daemon(settings: Settings) -> None:
+    """Until SIGTERM or SIGINT. Raises DaemonError when it cannot start."""
+    loop = asyncio.get_running_loop()
+    over = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, over.set)
+    daemon = Daemon(settings)
+    starting = asyncio.ensure_future(daemon.start())
+    stopped = asyncio.ensure_future(over.wait())
+    await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+    else:
+        starting.result()
+        print(f"daemon {daemon.node} ready: peers {daemon.peer_address}, stream {daemon.stream_address}", flush=True)
+        await stopped
+    await daemon.stop()
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, event, and the fields of `extra`."""
+
+    _KNOWN = frozenset(vars(logging.makeLogRecord({})))
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "event": record.getMessage(),
+        }
+        fields.update(
+            {key: value for key, value in vars(record).items() if key not in self._KNOWN and key != "message"}
+        )
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)

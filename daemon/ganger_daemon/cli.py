@@ -1,0 +1,104 @@
+"""`ganger daemon`: runs the daemon of this node in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+class Bytes(click.ParamType):  # type: ignore[type-arg]
+    """A size: 16G, 512M, or plain bytes."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+)\s*([kmgt]?)(i?b)?", str(value).strip().lower())
+        if match is None:
+            self.fail(f"{value!r} is not a size: give a number with K, M, G or T, for example 16G", param, ctx)
+        return int(match.group(1)) * _UNITS[match.group(2)]
+
+
+@click.command()
+@click.option("--state-dir", required=True, type=click.Path(path_type=Path), help="Directory of this daemon, its own.")
+@click.option("--master", required=True, help="Address of the master, or its state directory.")
+@click.option("--node", default="", help="Name of this node. Default: the host name.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Directory in a tmpfs for control pages and sockets.")
+@click.option("--virtual-gpus", type=click.IntRange(0, 64), help="Declare this many devices that are not there.")
+@click.option(
+    "--virtual-cores", type=click.IntRange(0), default=0, help="Cores to declare. Default: those of the machine."
+)
+@click.option("--virtual-memory", type=Bytes(), default=0, help="Host memory to declare, for example 16G.")
+@click.option("--virtual-gpu-memory", type=Bytes(), default=0, help="Memory of one declared device.")
+@click.option("--topology", default="", help="Of declared devices: sockets x devices, for example 2x2.")
+@click.option("--recorded", type=click.Path(path_type=Path, exists=True), help="Devices from a recording.")
+@click.option("--cgroup-root", default="ganger", help="Name of the cgroup below which gangs get theirs.")
+@click.option(
+    "--cgroups", type=click.Choice(["auto", "none", "v1", "v2"]), default="auto", help="Which cgroups to use."
+)
+@click.option("--rack", default="", help="Network place: rack.")
+@click.option("--fabric", default="", help="Network place: fabric.")
+@click.option("--storage", type=click.Path(path_type=Path), help="Where this node sees the cluster's storage.")
+@click.option("--no-preload", is_flag=True, help="Launchers do not import PyTorch ahead.")
+@click.option("--verbose", is_flag=True, help="Log more.")
+def daemon(
+    state_dir: Path,
+    master: str,
+    node: str,
+    run_dir: Path | None,
+    virtual_gpus: int | None,
+    virtual_cores: int,
+    virtual_memory: int,
+    virtual_gpu_memory: int,
+    topology: str,
+    recorded: Path | None,
+    cgroup_root: str,
+    cgroups: str,
+    rack: str,
+    fabric: str,
+    storage: Path | None,
+    no_preload: bool,
+    verbose: bool,
+) -> None:
+    """Run the daemon of this node. SIGTERM ends the daemon only: jobs go on, and the next daemon takes them over."""
+    from ganger_daemon.app import DaemonError, JsonLines, Settings, run_daemon
+    from ganger_daemon.devices.virtual import VirtualSpec
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler])
+    for noisy in ("asyncio", "grpc"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    virtual = None
+    if virtual_gpus is not None:
+        virtual = VirtualSpec(virtual_gpus, topology, virtual_cores, virtual_memory)
+        if virtual_gpu_memory:
+            virtual = replace(virtual, gpu_memory_bytes=virtual_gpu_memory)
+    settings = Settings(
+        state_directory=state_dir,
+        master=master,
+        node=node,
+        run_directory=run_dir,
+        virtual=virtual,
+        recorded=recorded,
+        cgroup_root=cgroup_root,
+        cgroups=cgroups,
+        rack=rack,
+        fabric=fabric,
+        storage=storage,
+        preload=not no_preload,
+    )
+    try:
+        asyncio.run(run_daemon(settings))
+    except DaemonError as error:
+        click.echo(f"ganger daemon: {error}", err=True)
+        sys.exit(2)

@@ -1,0 +1,116 @@
+"""Device memory of one gang's ranks: baselines at hello, samples while a stop is on, and the proof that OFFLOAD
+freed it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+
+from ganger.injob.page import State
+
+from ganger_daemon.host import Host
+from ganger_daemon.workers.desired import LocalPart
+from ganger_daemon.workers.processes import ProcessId, anonymous_bytes
+
+from .offload import compare
+from .pages import ControlPages
+
+log = logging.getLogger(__name__)
+
+_SAMPLE_SECONDS = 0.02
+# Drivers free a little later than they say; after this it is worth telling somebody.
+_TROUBLE_SECONDS = 5.0
+
+
+class MemoryWatch:
+    def __init__(self, host: Host, part: LocalPart) -> None:
+        self._host = host
+        self._part = part
+        self._baselines: dict[int, int] = {}
+        self._attached: dict[int, ProcessId] = {}
+        self._before: dict[int, int] = {}
+        self._sampled_at = 0.0
+        self._verifying_since: float | None = None
+        self.freed = False
+        self.trouble = ""
+
+    @property
+    def waiting(self) -> bool:
+        """Verification has begun and not succeeded: no need to look at the fastest pace."""
+        return self._verifying_since is not None and not self.freed
+
+    def recall(self, baselines: Mapping[int, int]) -> None:
+        self._baselines = dict(baselines)
+
+    def baselines(self) -> dict[str, int]:
+        found = {}
+        for process in self._attached.values():
+            baseline = self._host.devices.baseline(process.pid)
+            if baseline is not None:
+                found[str(process.pid)] = baseline
+        return found
+
+    def attach(self, rank: int, process: ProcessId | None) -> bool:
+        """At a rank's hello; True when it is new."""
+        if process is None or rank in self._attached:
+            return False
+        mask = self._part.device_masks[self._part.ranks.index(rank)]
+        self._host.devices.attach(process.pid, mask, self._baselines.get(process.pid))
+        self._attached[rank] = process
+        return True
+
+    def detach(self) -> None:
+        for process in self._attached.values():
+            self._host.devices.detach(process.pid)
+
+    def begin(self, processes: Mapping[int, ProcessId]) -> None:
+        """A stop, or a run, begins: nothing is known of it yet."""
+        self.freed = False
+        self.trouble = ""
+        self._verifying_since = None
+        self._before = {}
+        self._sampled_at = 0.0
+
+    def sample(self, pages: ControlPages, processes: Mapping[int, ProcessId]) -> None:
+        """Notes the most that was in use before a rank had offloaded."""
+        now = time.monotonic()
+        if self._verifying_since is not None or now - self._sampled_at < _SAMPLE_SECONDS:
+            return
+        self._sampled_at = now
+        if self._before and any(pages.progress(rank).state == State.OFFLOADED for rank in self._part.ranks):
+            return
+        for key, size in self._in_use(processes).items():
+            self._before[key] = max(self._before.get(key, 0), size)
+
+    def verify(self, pages: ControlPages, processes: Mapping[int, ProcessId], device_mask: int) -> None:
+        """All ranks say OFFLOADED: is the memory free? Sets `freed`, or `trouble` when it takes long."""
+        if self.freed:
+            return
+        now = time.monotonic()
+        if self._verifying_since is None:
+            self._verifying_since = now
+        reported = sum(pages.progress(rank).offloaded_bytes for rank in self._part.ranks)
+        if not device_mask or not self._before:
+            self.freed = True  # no devices; or a former daemon saw the ranks before and this one cannot compare
+            return
+        found = compare(self._before, self._in_use(processes), reported)
+        if found.enough:
+            self.freed = True
+            self.trouble = ""
+            return
+        if now - self._verifying_since >= _TROUBLE_SECONDS and not self.trouble:
+            self.trouble = (
+                f"device memory is not free: {found.seen_bytes} of {found.expected_bytes} bytes were seen to go; "
+                "another process or a captured graph may hold it"
+            )
+            log.warning("offload not confirmed", extra={"seen": found.seen_bytes, "expected": found.expected_bytes})
+
+    def _in_use(self, processes: Mapping[int, ProcessId]) -> dict[int, int]:
+        if self._host.devices.capabilities.get("devices") == "virtual":
+            return {process.pid: anonymous_bytes(process.pid) or 0 for process in processes.values()}
+        used = self._host.devices.used_memory()
+        mask = 0
+        for part in self._part.device_masks:
+            mask |= part
+        return {index: size for index, size in enumerate(used) if mask >> index & 1}

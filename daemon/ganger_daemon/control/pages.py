@@ -1,0 +1,158 @@
+"""The control pages of one gang on this node: local ones that ranks write, and mirrors of ranks elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ganger.injob.page import Capability, Page, Progress, RawPoint, Word
+from ganger.injob.pages import page_path
+
+from ganger_daemon.core.gang import Rank
+from ganger_daemon.core.relay import Point
+from ganger_daemon.workers.processes import ProcessId
+
+
+@dataclass(frozen=True, slots=True)
+class RunMark:
+    """When the present run was ordered and where each rank stood then; all zero for the first run of an epoch."""
+
+    ordered_ns: int = 0
+    steps: Mapping[int, int] = field(default_factory=dict)
+
+
+class ControlPages:
+    """Pages in one directory. `local` are the ranks of this node; the others are mirrors."""
+
+    def __init__(self, directory: Path, epoch: int, world: int, local: tuple[int, ...]) -> None:
+        self.directory = directory
+        self.epoch = epoch
+        self.world = world
+        self.local = local
+        self._pages: dict[int, Page] = {}
+
+    def create(self, threads: int, uid: int | None = None, gid: int | None = None) -> None:
+        """Makes what is missing and maps everything; run again after a crash it changes nothing."""
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for rank in range(self.world):
+            path = page_path(str(self.directory), rank)
+            local_rank = self.local.index(rank) if rank in self.local else 0
+            try:
+                page = Page.create(
+                    path,
+                    epoch=self.epoch,
+                    rank=rank,
+                    world=self.world,
+                    local_rank=local_rank,
+                    uid=uid,
+                    gid=gid,
+                    threads=threads if rank in self.local else 0,
+                )
+            except FileExistsError:
+                page = Page.open(path)
+            self._pages[rank] = page
+
+    def open(self) -> bool:
+        """Maps what a former daemon made; False when one is missing."""
+        try:
+            for rank in range(self.world):
+                if rank not in self._pages:
+                    self._pages[rank] = Page.open(page_path(str(self.directory), rank))
+        except FileNotFoundError:
+            return False
+        return True
+
+    @property
+    def mapped(self) -> bool:
+        return len(self._pages) == self.world
+
+    def close(self) -> None:
+        for page in self._pages.values():
+            page.close()
+        self._pages.clear()
+
+    def __getitem__(self, rank: int) -> Page:
+        return self._pages[rank]
+
+    def progress(self, rank: int) -> Progress:
+        return self._pages[rank].progress()
+
+    def process(self, rank: int) -> ProcessId:
+        identity = self._pages[rank].identity()
+        return ProcessId(identity.pid, identity.start_ticks)
+
+    def write_order(self, sequence: int, order: int, stop_sequence: int, level: int, deadline_ns: int) -> None:
+        """Into every page, mirrors too, so that all ranks of this node read alike. An order already there stays."""
+        for page in self._pages.values():
+            if page.read_order().seq < sequence:
+                page.write_order(sequence, order, stop_seq=stop_sequence, level=level, deadline_ns=deadline_ns)
+
+    def extend_lease(self, until_ns: int) -> None:
+        for rank in self.local:
+            self._pages[rank].extend_lease(until_ns)
+
+    def fence(self) -> None:
+        for rank in self.local:
+            self._pages[rank].fence()
+
+    def retune(self, threads: int) -> int:
+        """Asks every local rank for this many threads; the sequence to wait for."""
+        sequence = max(self._pages[rank].get(Word.RETUNE_SEQ) for rank in self.local) + 1
+        for rank in self.local:
+            self._pages[rank].retune(sequence, threads, 0)
+        return sequence
+
+    def threads(self) -> int:
+        return self._pages[self.local[0]].get(Word.THREADS)
+
+    def request_checkpoint(self, number: int) -> int:
+        sequence = 0
+        for page in self._pages.values():
+            sequence = page.request_checkpoint(number)
+        return sequence
+
+    def checkpoint_sequence(self) -> int:
+        return self._pages[self.local[0]].get(Word.CHECKPOINT_SEQ)
+
+    def points(self) -> dict[int, Point]:
+        """Where every rank is, mirrors as last heard."""
+        points = {}
+        for rank, page in sorted(self._pages.items()):
+            raw = page.raw_point()
+            points[rank] = Point(rank, raw.step, raw.ack_seq, raw.ack_step, raw.done)
+        return points
+
+    def mirror(self, points: Iterable[Point]) -> None:
+        for point in points:
+            if point.rank in self._pages and point.rank not in self.local:
+                self._pages[point.rank].mirror(RawPoint(point.step, point.ack_sequence, point.ack_step, point.done))
+
+    def ranks(self, mark: RunMark) -> tuple[Rank, ...]:
+        """Local ranks as core sees them; exits are not known here."""
+        found = []
+        for rank in self.local:
+            progress = self._pages[rank].progress()
+            found.append(
+                Rank(
+                    rank=rank,
+                    state=progress.state,
+                    phase=progress.phase,
+                    step=progress.step,
+                    ack_sequence=progress.ack_seq,
+                    ack_step=progress.ack_step,
+                    reached_sequence=progress.reached_seq,
+                    reached_step=progress.reached_step,
+                    first_step=_stepped(progress, mark, rank),
+                    hello=progress.hello_time_ns != 0,
+                    opaque=bool(progress.capabilities & Capability.OPAQUE),
+                )
+            )
+        return tuple(found)
+
+
+def _stepped(progress: Progress, mark: RunMark, rank: int) -> bool:
+    if progress.first_step_time_ns == 0:
+        return False
+    # a stop that was cancelled before it was reached leaves the time of the first step as it was
+    return progress.first_step_time_ns >= mark.ordered_ns or progress.step > mark.steps.get(rank, progress.step)

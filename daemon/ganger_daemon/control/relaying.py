@@ -1,0 +1,146 @@
+"""Boundary points between the daemons of one gang: the leader's hub, and a member's link to it.
+
+Both carry messages of (agreement, points) and nothing else; what they mean for the pages is the gang's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import grpc
+from ganger.agent.v1 import agent_pb2, peer_pb2
+
+from ganger_daemon.core.relay import Point
+
+if TYPE_CHECKING:
+    from ganger.agent.v1.peer_pb2_grpc import PeerServiceAsyncStub
+
+log = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 0.05
+_RETRY_LIMIT_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What one side told the other."""
+
+    agreement: int
+    points: tuple[Point, ...]
+
+
+def to_wire(job_uid: str, epoch: int, order: agent_pb2.OrderKey, said: Heard) -> peer_pb2.RankPoints:
+    return peer_pb2.RankPoints(
+        job_uid=job_uid,
+        epoch=epoch,
+        order=order,
+        stop_sequence=said.agreement,
+        points=[
+            peer_pb2.RankPoint(
+                rank=point.rank,
+                step=point.step,
+                ack_sequence=point.ack_sequence,
+                ack_step=point.ack_step,
+                done=point.done,
+            )
+            for point in said.points
+        ],
+    )
+
+
+def from_wire(message: peer_pb2.RankPoints) -> Heard:
+    points = tuple(
+        Point(point.rank, point.step, point.ack_sequence, point.ack_step, point.done) for point in message.points
+    )
+    return Heard(message.stop_sequence, points)
+
+
+class Outbox:
+    """The newest thing to say; what was not sent yet is replaced, for a point never goes back."""
+
+    def __init__(self) -> None:
+        self._newest: peer_pb2.RankPoints | None = None
+        self._ready = asyncio.Event()
+
+    def put(self, message: peer_pb2.RankPoints) -> None:
+        self._newest = message
+        self._ready.set()
+
+    async def messages(self) -> AsyncIterator[peer_pb2.RankPoints]:
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            if self._newest is not None:
+                yield self._newest
+
+
+@dataclass(slots=True)
+class Hub:
+    """Leader: one outbox per member that has its stream open."""
+
+    outboxes: set[Outbox] = field(default_factory=set)
+    newest: peer_pb2.RankPoints | None = None
+
+    def say(self, message: peer_pb2.RankPoints) -> None:
+        if message == self.newest:
+            return
+        self.newest = message
+        for outbox in self.outboxes:
+            outbox.put(message)
+
+    def join(self) -> Outbox:
+        outbox = Outbox()
+        if self.newest is not None:
+            outbox.put(self.newest)
+        self.outboxes.add(outbox)
+        return outbox
+
+    def leave(self, outbox: Outbox) -> None:
+        self.outboxes.discard(outbox)
+
+
+class Link:
+    """Member: keeps a stream to the leader open for as long as the gang lives here."""
+
+    def __init__(self, stub: PeerServiceAsyncStub, heard: Callable[[Heard], None]) -> None:
+        self._stub = stub
+        self._heard = heard
+        self._newest: peer_pb2.RankPoints | None = None
+        self._outbox = Outbox()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, hello: peer_pb2.RankPoints) -> None:
+        self._newest = hello
+        self._task = asyncio.create_task(self._keep())
+
+    def say(self, message: peer_pb2.RankPoints) -> None:
+        if message == self._newest:
+            return
+        self._newest = message
+        self._outbox.put(message)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _keep(self) -> None:
+        wait = _RETRY_SECONDS
+        while True:
+            self._outbox = Outbox()
+            if self._newest is not None:
+                self._outbox.put(self._newest)
+            try:
+                call = self._stub.RelayBoundary(self._outbox.messages())
+                async for message in call:
+                    wait = _RETRY_SECONDS
+                    self._heard(from_wire(message))
+            except grpc.aio.AioRpcError as error:
+                log.debug("relay broke off", extra={"code": error.code().name})
+            await asyncio.sleep(wait * (0.5 + random.random()))
+            wait = min(_RETRY_LIMIT_SECONDS, wait * 2)

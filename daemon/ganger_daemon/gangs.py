@@ -1,0 +1,200 @@
+"""All gangs of this node: applies desired sets, adopts what a former daemon left, answers what others ask of a gang."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from ganger.agent.v1 import agent_pb2
+
+from ganger_daemon.core import gang as core
+from ganger_daemon.core.orders import Intent, Outcome, OutcomeKind, Phase, Wanted
+from ganger_daemon.core.reconcile import (
+    Forget,
+    GangId,
+    Here,
+    Obey,
+    Observed,
+    ReportGone,
+    Start,
+    StopAbsent,
+    reconcile,
+)
+from ganger_daemon.host import Host
+from ganger_daemon.workers.desired import DesiredInvalidError, wanted_of
+from ganger_daemon.workers.directories import read_json, write_json
+from ganger_daemon.workers.gang import LocalGang, Peers, recall_desired
+
+log = logging.getLogger(__name__)
+
+# Jobs whose last epoch is remembered so that it never starts again; the oldest are forgotten first.
+_FINISHED_LIMIT = 10_000
+
+
+class GangSet:
+    """One writer: all methods run on the event loop."""
+
+    def __init__(self, host: Host, peers: Peers) -> None:
+        self._host = host
+        self._peers = peers
+        self._gangs: dict[GangId, LocalGang] = {}
+        self._tasks: dict[GangId, asyncio.Task[None]] = {}
+        self._journal = host.paths.state / "finished.json"
+        self._finished: dict[str, int] = {uid: int(epoch) for uid, epoch in read_json(self._journal).items()}
+        self._wanted_before: set[GangId] = set()
+        self.refused: dict[GangId, str] = {}
+
+    def adopt(self) -> None:
+        """Everything with a directory here. A directory nobody can read is left alone and said."""
+        for paths in self._host.paths.existing():
+            desired = recall_desired(paths.wanted, paths.gang)
+            if desired is None:
+                log.warning("directory without a readable gang is left alone", extra={"path": str(paths.job)})
+                continue
+            try:
+                gang = self._make(desired)
+            except (DesiredInvalidError, ValueError) as error:
+                log.warning("gang cannot be adopted", extra={"path": str(paths.job), "error": str(error)})
+                continue
+            gang.adopt()
+            self._begin(gang)
+
+    def new_session(self) -> None:
+        """What an earlier session wanted says nothing about absence in this one."""
+        self._wanted_before.clear()
+
+    async def apply(self, desired: Iterable[agent_pb2.DesiredGang], acknowledged: frozenset[int]) -> None:
+        """One desired set, complete. Idempotent."""
+        messages: dict[GangId, agent_pb2.DesiredGang] = {}
+        wanted: list[Wanted] = []
+        for message in desired:
+            try:
+                one = wanted_of(message)
+            except DesiredInvalidError as error:
+                log.error("desired gang not understood", extra={"job": message.job, "error": str(error)})
+                continue
+            messages[one.job_uid, one.epoch] = message
+            wanted.append(one)
+        observed = Observed(
+            {
+                key: Here(key[0], gang.wanted.order, gang.phase is Phase.ENDED, gang.stop_wanted)
+                for key, gang in self._gangs.items()
+            },
+            self._finished,
+            frozenset(self._wanted_before),
+        )
+        self._wanted_before |= {(one.job_uid, one.epoch) for one in wanted}
+        for action in reconcile(wanted, observed, acknowledged):
+            match action:
+                case Start(one):
+                    self._start(messages[one.job_uid, one.epoch])
+                case Obey(one):
+                    self._gangs[one.job_uid, one.epoch].obey(messages[one.job_uid, one.epoch])
+                case StopAbsent(key, why):
+                    log.info("gang stopped", extra={"job_uid": key[0], "epoch": key[1], "cause": why.value})
+                    self._gangs[key].stop()
+                case ReportGone(one):
+                    self._report_gone(messages[one.job_uid, one.epoch], one)
+                case Forget(key):
+                    await self._forget(key)
+
+    def observed(self) -> list[agent_pb2.ObservedGang]:
+        """The complete observed set, in a fixed order."""
+        found = []
+        for key in sorted(self._gangs):
+            message = self._gangs[key].observed
+            if message is not None:
+                found.append(message)
+        return found
+
+    def all(self) -> tuple[LocalGang, ...]:
+        return tuple(self._gangs[key] for key in sorted(self._gangs))
+
+    def find(self, job_uid: str, epoch: int) -> LocalGang | None:
+        return self._gangs.get((job_uid, epoch))
+
+    def newest_epoch(self, job_uid: str) -> int:
+        return max((epoch for uid, epoch in self._gangs if uid == job_uid), default=self._finished.get(job_uid, 0))
+
+    def wake_all(self) -> None:
+        for gang in self._gangs.values():
+            gang.wake()
+
+    async def close(self) -> None:
+        """The daemon ends; every rank goes on."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        for gang in self._gangs.values():
+            await gang.close()
+
+    def _make(self, desired: agent_pb2.DesiredGang) -> LocalGang:
+        gang = LocalGang(self._host, self._peers, desired, self._blocked_by)
+        gang.launching.gang = gang
+        return gang
+
+    def _start(self, desired: agent_pb2.DesiredGang) -> None:
+        try:
+            gang = self._make(desired)
+        except (DesiredInvalidError, ValueError) as error:
+            log.error("gang refused", extra={"job": desired.job, "error": str(error)})
+            return
+        log.info("gang starts", extra={"job": desired.job, "epoch": desired.epoch, "intent": gang.wanted.intent.name})
+        self._begin(gang)
+
+    def _begin(self, gang: LocalGang) -> None:
+        key = gang.uid_and_epoch
+        self._gangs[key] = gang
+        self._tasks[key] = asyncio.create_task(gang.run(), name=f"gang {key[0]} {key[1]}")
+
+    def _report_gone(self, desired: agent_pb2.DesiredGang, wanted: Wanted) -> None:
+        try:
+            gang = self._make(desired)
+        except (DesiredInvalidError, ValueError) as error:
+            log.error("gang refused", extra={"job": desired.job, "error": str(error)})
+            return
+        kind = OutcomeKind.STOPPED if wanted.intent is Intent.STOP else OutcomeKind.UNKNOWN
+        gang.mark_gone(Outcome(kind, message="nothing of this gang is on this node"))
+        self._begin(gang)
+
+    async def _forget(self, key: GangId) -> None:
+        gang = self._gangs.pop(key)
+        task = self._tasks.pop(key)
+        uid, epoch = key
+        if epoch > self._finished.get(uid, 0):
+            self._finished.pop(uid, None)
+            self._finished[uid] = epoch
+            for old in list(self._finished)[: max(0, len(self._finished) - _FINISHED_LIMIT)]:
+                del self._finished[old]
+            await asyncio.to_thread(write_json, self._journal, self._finished, True)
+        await gang.forget()
+        await asyncio.gather(task, return_exceptions=True)
+        if not any(other == uid for other, _ in self._gangs):
+            await asyncio.to_thread(self._host.logs.forget, uid)
+        self._host.changed()
+        self.wake_all()
+
+    def _blocked_by(self, gang: LocalGang) -> str:
+        """Who still uses the devices this gang was given; empty when they are free.
+
+        The daemon that owns a device starts nobody on it before it has itself seen the former one off.
+        """
+        mask = gang.desired.claim.device_mask
+        for key, other in sorted(self._gangs.items()):
+            if other is gang or not other.desired.claim.device_mask & mask or not _holds_devices(other):
+                continue
+            if key[0] == gang.desired.job_uid:
+                continue  # a move onto the same devices: the source gives them up at the boundary
+            return other.desired.job
+        return ""
+
+
+def _holds_devices(gang: LocalGang) -> bool:
+    judgement: core.Judgement = gang.judgement
+    if judgement.phase is Phase.ENDED:
+        return False
+    if judgement.phase is Phase.PARKED:
+        return judgement.level < 2
+    # one that was never launched, and is older only by its place in the set, holds nothing yet
+    return gang.launched

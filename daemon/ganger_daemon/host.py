@@ -1,0 +1,112 @@
+"""What a daemon's parts share: who it is, where things lie, what the node has, and who wants to hear of news."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ganger_daemon import cores
+from ganger_daemon.cgroups.contract import Cgroups
+from ganger_daemon.checkpoints import storage as storage_checks
+from ganger_daemon.devices.contract import Devices, Inventory
+from ganger_daemon.logs import LogStore
+from ganger_daemon.workers.directories import DaemonPaths
+from ganger_daemon.workers.launchers import Launchers
+
+
+@dataclass(slots=True)
+class Storage:
+    """The directory all nodes see: where, and whether this node was seen to see it."""
+
+    path: Path | None = None
+    token: str = ""
+    override: Path | None = None
+
+    def learn(self, path: str, token: str) -> None:
+        self.path = self.override or (Path(path) if path else None)
+        self.token = token
+
+    @property
+    def proved(self) -> bool:
+        return storage_checks.proved(self.path, self.token)
+
+
+@dataclass(slots=True)
+class Host:
+    """Mutable only where said: the core table, storage, the lease, and the callback for news."""
+
+    node: str
+    token: str
+    paths: DaemonPaths
+    cgroups: Cgroups
+    devices: Devices
+    inventory: Inventory
+    logs: LogStore
+    launchers: Launchers
+    core_table: cores.CoreTable
+    storage: Storage = field(default_factory=Storage)
+    lease_until_ns: int = 0
+    checkpoint_interval_seconds: float = 0.0
+    changed: Callable[[], None] = lambda: None
+    address_host: str = "127.0.0.1"
+    # One at a time: two launches that rewrite cpusets at once would fight over the same files.
+    launch_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def name(self) -> str:
+        return f"nodes/{self.node}"
+
+    def take_cores(self, owner: str, millicores: Sequence[int], near: Collection[int]) -> str:
+        """Reserves cores for an owner, or keeps those it has; what is missing, or empty."""
+        if owner in self.core_table.held:
+            return ""
+        table = cores.allocate(self.core_table, owner, millicores, near)
+        if isinstance(table, cores.CoreShortage):
+            return str(table)
+        self.core_table = table
+        return ""
+
+    def change_cores(self, owner: str, millicores: Sequence[int], near: Collection[int]) -> str:
+        if owner not in self.core_table.held:
+            return self.take_cores(owner, millicores, near)
+        table = cores.resize(self.core_table, owner, millicores, near)
+        if isinstance(table, cores.CoreShortage):
+            return str(table)
+        self.core_table = table
+        return ""
+
+    def repin_cores(self, owner: str, near: Collection[int]) -> None:
+        if owner in self.core_table.held:
+            self.core_table = cores.repin(self.core_table, owner, near)
+
+    def adopt_cores(self, owner: str, shares: Sequence[tuple[int, int]]) -> None:
+        if shares and owner not in self.core_table.held:
+            self.core_table = cores.adopt(self.core_table, owner, cores.Grant(tuple(shares)))
+
+    def release_cores(self, owner: str) -> None:
+        if owner in self.core_table.held:
+            self.core_table = cores.release(self.core_table, owner)
+
+    def cpus_of(self, owner: str) -> tuple[int, ...]:
+        grant = self.core_table.held.get(owner)
+        return cores.cpus_of(self.core_table.core_map, grant) if grant is not None else ()
+
+    def shares_of(self, owner: str) -> tuple[tuple[int, int], ...]:
+        grant = self.core_table.held.get(owner)
+        return tuple(grant.shares) if grant is not None else ()
+
+    def core_texts(self, owner: str, ranks: int) -> tuple[str, ...]:
+        grant = self.core_table.held.get(owner)
+        if grant is None or ranks == 0:
+            return ()
+        return tuple(cores.format_ids(ids) for ids in cores.split(self.core_table.core_map, grant, ranks))
+
+    def near(self, device_mask: int) -> frozenset[int]:
+        """Hardware threads near these devices."""
+        near: set[int] = set()
+        for device in self.inventory.devices:
+            if device_mask >> device.index & 1:
+                near |= device.cpus
+        return frozenset(near)

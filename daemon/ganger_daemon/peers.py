@@ -1,0 +1,212 @@
+"""The daemons among themselves: the peer service of this one, and its calls to the others."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
+from ganger.v1 import job_service_pb2
+from ganger.wire.channels import open_aio_channel
+from ganger.wire.endpoints import Endpoint
+from ganger.wire.errors import DeadlineExceeded, EpochStale, GangNotFound, NotParked, OffsetBeyondEnd, RankNotFound
+
+from ganger_daemon.checkpoints.publish import Shard
+from ganger_daemon.control.relaying import Heard, Link, from_wire
+from ganger_daemon.core.orders import Phase
+from ganger_daemon.workers.directories import read_json
+
+if TYPE_CHECKING:
+    from ganger_daemon.gangs import GangSet
+    from ganger_daemon.host import Host
+    from ganger_daemon.workers.gang import LocalGang
+
+_POLL_SECONDS = 0.005
+_LOG_POLL_SECONDS = 0.1
+_RENDEZVOUS_SECONDS = 100.0
+_PARKED_SECONDS = 300.0
+_STREAM_SECONDS = 1800.0
+
+
+class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
+    """Answers for the gangs of this node."""
+
+    def __init__(self, host: Host, gangs: GangSet) -> None:
+        self._host = host
+        self._gangs = gangs
+
+    async def RelayBoundary(  # noqa: N802
+        self, request_iterator: AsyncIterator[peer_pb2.RankPoints], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[peer_pb2.RankPoints]:
+        first = await anext(aiter(request_iterator), None)
+        if first is None:
+            return
+        gang = self._gang(first.job_uid, first.epoch)
+        gang.hear(from_wire(first))
+        outbox = gang.hub.join()
+        listener = asyncio.create_task(_listen(request_iterator, gang))
+        try:
+            messages = outbox.messages()
+            while True:
+                next_message = asyncio.ensure_future(anext(messages))
+                done, _ = await asyncio.wait({next_message, listener}, return_when=asyncio.FIRST_COMPLETED)
+                if next_message not in done:
+                    next_message.cancel()
+                    await asyncio.gather(next_message, return_exceptions=True)
+                    return
+                yield next_message.result()
+        finally:
+            gang.hub.leave(outbox)
+            listener.cancel()
+            await asyncio.gather(listener, return_exceptions=True)
+
+    async def GetRendezvous(  # noqa: N802
+        self, request: peer_pb2.GetRendezvousRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> peer_pb2.Rendezvous:
+        deadline = time.monotonic() + _RENDEZVOUS_SECONDS
+        while True:
+            # the member's desired set may come before the leader's
+            gang = self._gangs.find(request.job_uid, request.epoch)
+            if gang is not None:
+                fields = read_json(gang.paths.rendezvous)
+                if fields:
+                    return peer_pb2.Rendezvous(host=str(fields["host"]), port=int(fields["port"]))
+                if gang.phase is Phase.ENDED:
+                    raise GangNotFound(f"epoch {request.epoch} has ended on the leader's node")
+            elif self._gangs.newest_epoch(request.job_uid) > request.epoch:
+                raise EpochStale(f"epoch {request.epoch} is over: the job has a newer one here")
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded("the rendezvous store does not listen yet")
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def GetParkedState(  # noqa: N802
+        self, request: peer_pb2.GetParkedStateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> peer_pb2.ParkedStateDescription:
+        deadline = time.monotonic() + _PARKED_SECONDS
+        while True:
+            gang = self._gang(request.job_uid, request.epoch)
+            if request.stop_sequence and gang.wanted.stop_sequence > request.stop_sequence:
+                raise NotParked(f"stop {request.stop_sequence} is over")
+            if gang.phase is Phase.PARKED and request.stop_sequence in (0, gang.wanted.stop_sequence):
+                return peer_pb2.ParkedStateDescription(
+                    step=gang.judgement.stop_step,
+                    ranks=[
+                        peer_pb2.ParkedRank(rank=rank, size_bytes=gang.pages.progress(rank).arena_size)
+                        for rank in gang.part.ranks
+                    ],
+                )
+            if gang.phase is Phase.ENDED or time.monotonic() > deadline:
+                raise NotParked("the gang is not parked")
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def ShardWritten(  # noqa: N802
+        self, request: peer_pb2.ShardWrittenRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> peer_pb2.ShardWrittenResponse:
+        gang = self._gang(request.job_uid, request.epoch)
+        storage = self._host.storage.path
+        if not gang.part.leads or storage is None:
+            raise GangNotFound("this daemon does not lead the gang, or sees no storage")
+        shards = tuple(
+            Shard(shard.rank, f"rank-{shard.rank}.shard", shard.size_bytes, shard.digest) for shard in request.shards
+        )
+        await gang.keeper.gather(storage, request.stop_sequence, request.step, shards)
+        gang.wake()
+        return peer_pb2.ShardWrittenResponse()
+
+    async def ReadLog(  # noqa: N802
+        self, request: peer_pb2.ReadPeerLogRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[job_service_pb2.LogChunk]:
+        logs = self._host.logs
+        if not await asyncio.to_thread(logs.segments, request.job_uid, request.rank):
+            raise RankNotFound(f"no log of rank {request.rank} of this job is on this node")
+        offset = request.offset
+        end = await asyncio.to_thread(logs.end, request.job_uid, request.rank)
+        if offset > end:
+            raise OffsetBeyondEnd(f"offset {offset} lies beyond the end of the log, {end}", end=end)
+        deadline = time.monotonic() + _STREAM_SECONDS
+        while time.monotonic() < deadline:
+            # whether it goes on is asked before reading: what was written until then is read for sure
+            over = not request.follow or not self._writes(request.job_uid)
+            while True:
+                chunk = await asyncio.to_thread(_next_chunk, logs, request.job_uid, request.rank, offset)
+                if chunk is None:
+                    break
+                yield job_service_pb2.LogChunk(offset=chunk.offset, data=chunk.data, lost_bytes=chunk.lost_bytes)
+                offset = max(offset, chunk.offset + len(chunk.data))
+                if not chunk.data:
+                    break
+            if over:
+                return
+            await asyncio.sleep(_LOG_POLL_SECONDS)
+
+    def _writes(self, job_uid: str) -> bool:
+        return any(gang.desired.job_uid == job_uid and gang.phase is not Phase.ENDED for gang in self._gangs.all())
+
+    def _gang(self, job_uid: str, epoch: int) -> LocalGang:
+        gang = self._gangs.find(job_uid, epoch)
+        if gang is not None:
+            return gang
+        if self._gangs.newest_epoch(job_uid) > epoch:
+            raise EpochStale(f"epoch {epoch} is over: the job has a newer one here")
+        raise GangNotFound(f"epoch {epoch} of {job_uid} is not on this node")
+
+
+def _next_chunk(logs: Any, job_uid: str, rank: int, offset: int) -> Any:
+    return next(logs.read(job_uid, rank, offset), None)
+
+
+async def _listen(messages: AsyncIterator[peer_pb2.RankPoints], gang: LocalGang) -> None:
+    async for message in messages:
+        gang.hear(from_wire(message))
+
+
+class PeerCalls:
+    """Calls to other daemons, over one channel each."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def rendezvous(self, address: str, job_uid: str, epoch: int) -> tuple[str, int]:
+        """Raises OSError when the leader cannot say."""
+        try:
+            found = await self._stub(address).GetRendezvous(
+                peer_pb2.GetRendezvousRequest(job_uid=job_uid, epoch=epoch), wait_for_ready=True
+            )
+        except grpc.aio.AioRpcError as error:
+            raise OSError(f"the leader at {address} has no rendezvous: {error.details()}") from error
+        return found.host, found.port
+
+    async def shard_written(
+        self, address: str, job_uid: str, epoch: int, agreement: int, step: int, shards: tuple[Shard, ...]
+    ) -> None:
+        await self._stub(address).ShardWritten(
+            peer_pb2.ShardWrittenRequest(
+                job_uid=job_uid,
+                epoch=epoch,
+                stop_sequence=agreement,
+                step=step,
+                shards=[
+                    peer_pb2.Shard(rank=shard.rank, file=shard.file, size_bytes=shard.size_bytes, digest=shard.digest)
+                    for shard in shards
+                ],
+            )
+        )
+
+    def link(self, address: str, heard: Callable[[Heard], None]) -> Link:
+        return Link(self._stub(address), heard)
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close(None)
+        self._channels.clear()
+
+    def _stub(self, address: str) -> Any:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = open_aio_channel(Endpoint(address, self._token))
+            self._channels[address] = channel
+        return peer_pb2_grpc.PeerServiceStub(channel)

@@ -1,0 +1,62 @@
+"""Reports how fast the gangs of this node go: one batch every few seconds, lossy, over one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from ganger.agent.v1 import agent_pb2
+from ganger.v1 import job_pb2
+from google.protobuf import timestamp_pb2
+
+from ganger_daemon.gangs import GangSet
+
+log = logging.getLogger(__name__)
+
+INTERVAL_SECONDS = 1.0
+_RETRY_SECONDS = 2.0
+
+
+async def report_progress(stub: Any, session: str, gangs: GangSet) -> None:
+    """Until cancelled; a stream that breaks is opened again."""
+    while True:
+        try:
+            await stub.ReportProgress(_reports(session, gangs))
+        except grpc.aio.AioRpcError as error:
+            log.debug("progress stream broke off", extra={"code": error.code().name})
+        await asyncio.sleep(_RETRY_SECONDS)
+
+
+async def _reports(session: str, gangs: GangSet) -> AsyncIterator[agent_pb2.ProgressReport]:
+    while True:
+        await asyncio.sleep(INTERVAL_SECONDS)
+        report = batch(session, gangs)
+        if report.gangs:
+            yield report
+
+
+def batch(session: str, gangs: GangSet) -> agent_pb2.ProgressReport:
+    report = agent_pb2.ProgressReport(session=session)
+    now = time.time()
+    for gang in gangs.all():
+        found = gang.progress()
+        if found is None:
+            continue
+        look, steps_per_second, wait_share = found
+        report.gangs.add(
+            job=gang.desired.job,
+            epoch=gang.desired.epoch,
+            progress=job_pb2.Progress(
+                step=look.step,
+                samples=look.samples,
+                steps_per_second=steps_per_second,
+                loss=look.loss,
+                data_wait_share=wait_share,
+                time=timestamp_pb2.Timestamp(seconds=int(now), nanos=int(now % 1 * 1e9)),
+            ),
+        )
+    return report

@@ -1,0 +1,215 @@
+"""The conversation with the master: a session, then Reconcile for ever; on news the held call is cancelled and made
+anew.
+
+The observed set goes up complete when it changed, as a digest-only heartbeat else. Jobs, and this daemon, go on
+while the master is away: every failure is met with waiting and trying again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
+from ganger.injob.page import now_ns
+from ganger.wire.channels import open_aio_channel
+from ganger.wire.endpoints import Endpoint, EndpointError
+from ganger.wire.errors import from_rpc_error, reason_of
+from ganger.wire.times import duration, seconds
+
+from ganger_daemon.checkpoints.storage import token_found
+from ganger_daemon.core.leases import lease_until
+from ganger_daemon.gangs import GangSet
+from ganger_daemon.host import Host
+from ganger_daemon.progress import report_progress
+
+log = logging.getLogger(__name__)
+
+MAX_WAIT_SECONDS = 60.0
+_FIRST_RETRY_SECONDS = 0.1
+_LAST_RETRY_SECONDS = 10.0
+# Reasons that will not go away by asking again soon; a person has to do something.
+_LASTING = frozenset(
+    {"NODE_NAME_TAKEN", "STORAGE_MISMATCH", "CONFIGURATION_SET_MISMATCH", "NAME_INVALID", "TOKEN_INVALID"}
+)
+
+
+class SupersededError(Exception):
+    """The session is void: open a new one, keep what runs."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What one session has said and heard."""
+
+    session: str
+    lost_after_seconds: float | None
+    observation: int = 0
+    desired_version: int = 0
+    said: list[agent_pb2.ObservedGang] | None = None
+    said_faults: dict[int, str] = field(default_factory=dict)
+    said_proved: bool = False
+    # The newest desired set of this session; None before the first answer.
+    desired: list[agent_pb2.DesiredGang] | None = None
+
+
+class Session:
+    """`find_master` is asked again at each attempt: a restarted master may listen elsewhere."""
+
+    def __init__(
+        self,
+        host: Host,
+        gangs: GangSet,
+        find_master: Callable[[], Endpoint],
+        describe: Callable[[], agent_pb2.CreateSessionRequest],
+    ) -> None:
+        self._host = host
+        self._gangs = gangs
+        self._find_master = find_master
+        self._describe = describe
+        self._news = asyncio.Event()
+        self.connected = asyncio.Event()
+
+    def news(self) -> None:
+        """Something observed changed."""
+        self._news.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        wait = _FIRST_RETRY_SECONDS
+        while True:
+            try:
+                endpoint = self._find_master()
+                async with open_aio_channel(endpoint) as channel:
+                    stub: Any = agent_pb2_grpc.AgentServiceStub(channel)
+                    conversation = await self._open(stub)
+                    wait = _FIRST_RETRY_SECONDS
+                    await self._converse(stub, conversation)
+            except SupersededError:
+                log.info("session superseded")
+            except EndpointError as error:
+                log.info("no master", extra={"error": str(error)})
+            except grpc.aio.AioRpcError as error:
+                reason = reason_of(from_rpc_error(error))
+                level = logging.ERROR if reason in _LASTING else logging.INFO
+                log.log(level, "master not reached", extra={"reason": reason, "error": error.details()})
+                if reason in _LASTING:
+                    wait = _LAST_RETRY_SECONDS
+            self.connected.clear()
+            await asyncio.sleep(wait * (0.5 + random.random()))
+            wait = min(_LAST_RETRY_SECONDS, wait * 2)
+
+    async def _open(self, stub: Any) -> Conversation:
+        request = self._describe()
+        storage = self._host.storage
+        request.storage_token = token_found(storage.path)
+        answer: agent_pb2.Session = await stub.CreateSession(request, timeout=10.0)
+        storage.learn(answer.storage, answer.storage_token)
+        self._host.logs.storage = storage.path if storage.proved else None
+        self._host.checkpoint_interval_seconds = seconds(answer.checkpoint_interval)
+        self._gangs.new_session()
+        log.info(
+            "session opened", extra={"session": answer.session, "storage": answer.storage, "proved": storage.proved}
+        )
+        lost_after = seconds(answer.lost_after) if answer.HasField("lost_after") else None
+        return Conversation(answer.session, lost_after)
+
+    async def _converse(self, stub: Any, conversation: Conversation) -> None:
+        progress = asyncio.create_task(report_progress(stub, conversation.session, self._gangs))
+        failures = 0
+        try:
+            while True:
+                request = self._request(conversation)
+                sent_at = now_ns()
+                try:
+                    answer = await self._call(stub, request, conversation)
+                except grpc.aio.AioRpcError as error:
+                    if reason_of(from_rpc_error(error)) == "SESSION_SUPERSEDED":
+                        raise SupersededError from error
+                    failures += 1
+                    conversation.said = None  # whether it was heard is not known: say everything again
+                    if failures > 5:
+                        raise
+                    await asyncio.sleep(min(2.0, _FIRST_RETRY_SECONDS * 2**failures) * (0.5 + random.random()))
+                    continue
+                if answer is None:
+                    continue  # news came first
+                failures = 0
+                await self._take(answer, conversation, sent_at)
+                self.connected.set()
+        finally:
+            progress.cancel()
+            await asyncio.gather(progress, return_exceptions=True)
+
+    def _request(self, conversation: Conversation) -> agent_pb2.ReconcileRequest:
+        self._news.clear()
+        observed = self._gangs.observed()
+        faults = dict(self._host.devices.faults())
+        proved = self._host.storage.proved
+        changed = (
+            conversation.said is None
+            or observed != conversation.said
+            or faults != conversation.said_faults
+            or proved != conversation.said_proved
+        )
+        if changed:
+            conversation.observation += 1
+            conversation.said, conversation.said_faults, conversation.said_proved = observed, faults, proved
+        return agent_pb2.ReconcileRequest(
+            session=conversation.session,
+            observation=conversation.observation,
+            desired_version=conversation.desired_version,
+            changed=changed,
+            gangs=observed if changed else [],
+            device_faults=faults if changed else {},
+            max_wait=duration(self._max_wait(conversation)),
+            storage_proved=proved,
+        )
+
+    def _max_wait(self, conversation: Conversation) -> float:
+        """Held calls must end well within the lease, for the lease counts from the sending of an answered one."""
+        limit = MAX_WAIT_SECONDS
+        if conversation.lost_after_seconds is not None:
+            limit = min(limit, conversation.lost_after_seconds / 4)
+        return max(0.05, limit * (0.8 + 0.2 * random.random()))
+
+    async def _call(
+        self, stub: Any, request: agent_pb2.ReconcileRequest, conversation: Conversation
+    ) -> agent_pb2.ReconcileResponse | None:
+        """The answer; None when there was news while the call was held: it is cancelled, and the caller calls again."""
+        call = stub.Reconcile(request, timeout=seconds(request.max_wait) + 15.0)
+        answered = asyncio.ensure_future(_wait_for(call))
+        news = asyncio.ensure_future(self._news.wait())
+        try:
+            await asyncio.wait({answered, news}, return_when=asyncio.FIRST_COMPLETED)
+            if answered.done():
+                return answered.result()
+            # A set that was not heard because its call was cancelled goes up again with the next.
+            conversation.said = None
+            return None
+        finally:
+            news.cancel()
+            if not answered.done():
+                call.cancel()
+            await asyncio.gather(news, answered, return_exceptions=True)
+
+    async def _take(self, answer: agent_pb2.ReconcileResponse, conversation: Conversation, sent_at_ns: int) -> None:
+        self._host.lease_until_ns = lease_until(sent_at_ns, conversation.lost_after_seconds)
+        acknowledged = frozenset(answer.acknowledged_epochs)
+        if answer.changed:
+            conversation.desired = list(answer.gangs)
+        if conversation.desired is not None and (answer.changed or acknowledged):
+            await self._gangs.apply(conversation.desired, acknowledged)
+            conversation.desired_version = answer.desired_version
+        self._host.logs.storage = self._host.storage.path if self._host.storage.proved else None
+        self._gangs.wake_all()
+
+
+async def _wait_for(call: Any) -> agent_pb2.ReconcileResponse:
+    answer: agent_pb2.ReconcileResponse = await call
+    return answer

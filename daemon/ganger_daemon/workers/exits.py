@@ -1,0 +1,27 @@
+"""How a rank ended: what the launcher recorded, else what the agent left in the page, else UNKNOWN."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ganger_daemon.core.gang import Exit
+
+from .directories import read_json
+from .processes import ProcessId, is_alive
+
+
+def exit_of(record: Path, process: ProcessId, page_exit_code: int | None, launcher_lives: bool) -> Exit | None:
+    """None while the rank lives, or while its launcher may still record how it ended.
+
+    A missing record counts only when nobody is left to write one: the process is gone and so is its launcher.
+    """
+    fields = read_json(record)
+    if fields and int(fields.get("pid") or 0) in (0, process.pid):
+        code, number = fields.get("code"), fields.get("signal")
+        at = float(fields.get("time") or 0.0)
+        if code is None and not number:
+            return Exit(known=False, at=at) if page_exit_code is None else Exit(page_exit_code, at=at)
+        return Exit(int(code or 0), int(number or 0), at=at)
+    if is_alive(process) or launcher_lives:
+        return None
+    return Exit(known=False) if page_exit_code is None else Exit(page_exit_code)

@@ -1,0 +1,186 @@
+"""Starting the local ranks of a gang: everything before the fork, and the fork; run again after a crash it does the
+rest.
+
+What is durable comes first: gang.json, then the pages with the order in them, then the group, then the forks.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ganger.agent.v1 import agent_pb2
+from ganger.injob.environment import rank_environment
+from ganger.injob.launcher.client import Launcher
+from ganger.injob.pages import page_path
+from ganger.v1 import job_pb2
+
+from ganger_daemon.checkpoints.verify import choose
+
+from .desired import LocalPart
+from .directories import GangPaths, write_json
+
+# A rank's share of the arena is rounded up to whole huge pages.
+_ARENA_ALIGNMENT = 2 << 20
+
+
+class LaunchRefusedError(Exception):
+    """The gang cannot start here; the message says why, for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the ranks meet; `port` 0 for ranks that need not meet."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    store: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """What a rank restores from: `kind` "" (nothing), "checkpoint" or "arena"."""
+
+    kind: str = ""
+    path: str = ""
+    step: int = 0
+
+
+def environment_of(spec: job_pb2.JobSpec, devices: Mapping[str, str]) -> dict[str, str]:
+    """The user's environment with what the devices add; never the daemon's own."""
+    environment = dict(spec.environment)
+    environment.setdefault("PATH", os.defpath)
+    environment.setdefault("HOME", os.path.expanduser("~"))
+    environment.update(devices)
+    return environment
+
+
+def check_command(spec: job_pb2.JobSpec) -> None:
+    """Raises LaunchRefusedError for a command or directory that cannot work, before anything is forked."""
+    if not spec.command:
+        raise LaunchRefusedError("the command is empty")
+    directory = spec.working_directory or "/"
+    if not os.path.isdir(directory):
+        raise LaunchRefusedError(f"working directory {directory} does not exist on this node")
+
+
+def restore_plan(
+    desired: agent_pb2.DesiredGang, storage: Path | None, part: LocalPart
+) -> tuple[RestorePlan, tuple[str, ...]]:
+    """What the ranks start from, and warnings about checkpoints that were unreadable. Raises LaunchRefusedError.
+
+    Where several nodes must agree every shard is read by each of them, for one node must not take another checkpoint.
+    """
+    source = desired.restore.WhichOneof("source")
+    if source is None:
+        return RestorePlan(), ()
+    if source == "parked":
+        return RestorePlan("arena", step=desired.restore.step), ()
+    if storage is None:
+        raise LaunchRefusedError("the checkpoint lies on storage this node does not see")
+    path = Path(desired.restore.checkpoint_path)
+    if not path.is_absolute():
+        path = storage / desired.job_uid / path
+    ranks = part.ranks if len(part.ranks) == part.world else None
+    found, broken = choose(path, desired.restore.step, ranks)
+    warnings = tuple(f"checkpoint {unreadable.path.name} is unreadable: {unreadable.why}" for unreadable in broken)
+    if found is None:
+        why = "; ".join(warnings) or f"none is at step {desired.restore.step} or later"
+        raise LaunchRefusedError(f"no checkpoint can be restored: {why}")
+    return RestorePlan("checkpoint", str(found.path), found.step), warnings
+
+
+def arena_bytes_per_rank(desired: agent_pb2.DesiredGang, ranks: int, device_memory_bytes: int) -> int:
+    """Size of each local rank's arena. A claim without one gets room for its devices' memory: nothing is charged before
+    it is touched, and what is claimed may be known only once the job has reported its peak."""
+    devices = desired.claim.device_mask.bit_count()
+    total = desired.claim.arena_bytes or devices * device_memory_bytes * 11 // 10 or desired.claim.memory_bytes
+    return -(-total // max(1, ranks) // _ARENA_ALIGNMENT) * _ARENA_ALIGNMENT
+
+
+def arena_name(paths: GangPaths, rank: int) -> str:
+    return paths.name(rank)
+
+
+def launch_mapping(
+    *,
+    desired: agent_pb2.DesiredGang,
+    paths: GangPaths,
+    part: LocalPart,
+    rank: int,
+    environment: Mapping[str, str],
+    rendezvous: Rendezvous,
+    restore: RestorePlan,
+    log: Path,
+    cgroup_files: tuple[str, ...],
+    cpus: tuple[int, ...],
+    threads: int,
+    inject: str,
+    arena_bytes: int,
+) -> dict[str, Any]:
+    """rank-K.launch.json: all that the launcher is told of one rank."""
+    local_rank = part.ranks.index(rank)
+    restore_path = ""
+    if restore.kind:
+        restore_file = paths.job / f"rank-{rank}.restore.json"
+        write_json(restore_file, {"kind": restore.kind, "path": restore.path, "step": restore.step, "size": 0})
+        restore_path = str(restore_file)
+    env = rank_environment(
+        base=environment,
+        page=page_path(str(paths.run), rank),
+        job_dir=str(paths.job),
+        socket=str(paths.socket),
+        rank=rank,
+        world=part.world,
+        local_rank=local_rank,
+        local_world=len(part.ranks),
+        master_addr=rendezvous.host,
+        master_port=rendezvous.port,
+        threads=threads,
+        inject=inject,
+        restore=restore_path,
+    )
+    if rendezvous.port and not rendezvous.store:
+        # nobody serves the store for them: rank 0 has to
+        env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+        env.pop("TORCHELASTIC_RESTART_COUNT", None)
+    if desired.spec.agent == job_pb2.JobSpec.AGENT_NONE:
+        env["GANGER_AGENT"] = "none"
+    mapping: dict[str, Any] = {
+        "name": paths.name(rank),
+        "argv": list(desired.spec.command),
+        "env": env,
+        "cwd": desired.spec.working_directory or "/",
+        "log": str(log),
+        "page": page_path(str(paths.run), rank),
+        "exit_path": str(paths.exit(rank)),
+        "cgroup_procs": list(cgroup_files),
+        "cores": list(cpus) or None,
+        "uid": None,
+        "gid": None,
+        "groups": None,
+        "rlimits": {},
+        "umask": 0o022,
+        "threads": threads,
+        "arena": {"name": arena_name(paths, rank), "bytes": arena_bytes} if arena_bytes else None,
+        # touched pages are charged: only what is claimed may be
+        "touch_arena": desired.claim.arena_bytes > 0 and restore.kind == "arena",
+    }
+    write_json(paths.launch(rank), mapping)
+    return mapping
+
+
+def forked_already(launcher: Launcher) -> dict[str, tuple[int, int]]:
+    """(pid, start ticks) by name of what this launcher has running."""
+    return {str(entry["name"]): (int(entry["pid"]), int(entry["start_ticks"])) for entry in launcher.list()}
+
+
+def free_port(host: str) -> int:
+    """A port nobody listens on now; whoever is told it has to be quick."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

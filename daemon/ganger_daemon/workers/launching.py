@@ -1,0 +1,297 @@
+"""How the ranks of one gang come into being, and what is cleared away after them; the launcher forks, this one
+prepares."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ganger.agent.v1 import agent_pb2
+from ganger.injob.launcher.client import Launcher, LauncherError
+from ganger.injob.page import Word
+from ganger.injob.pages import page_path
+
+from ganger_daemon.control.orders import page_order, write_details
+from ganger_daemon.control.pages import ControlPages
+from ganger_daemon.core.orders import Wanted
+from ganger_daemon.host import Host
+from ganger_daemon.transfer.arrival import Leg
+from ganger_daemon.transfer.frames import StreamRequest
+
+from .desired import LocalPart, to_json
+from .directories import GangPaths, read_json, write_json
+from .launch import (
+    LaunchRefusedError,
+    Rendezvous,
+    arena_bytes_per_rank,
+    arena_name,
+    check_command,
+    environment_of,
+    forked_already,
+    free_port,
+    launch_mapping,
+    restore_plan,
+)
+from .launchers import interpreter_of
+from .processes import ProcessId, is_alive
+
+if TYPE_CHECKING:
+    from .gang import LocalGang, Peers
+
+log = logging.getLogger(__name__)
+
+_RENDEZVOUS_SECONDS = 60.0
+
+
+class Launching:
+    """Steps of one gang's launch. Idempotent: what a former daemon had done is found and kept."""
+
+    REFUSALS = (LaunchRefusedError, LauncherError, OSError)
+
+    def __init__(
+        self, host: Host, peers: Peers, paths: GangPaths, part: LocalPart, blocked_by: Callable[[LocalGang], str]
+    ) -> None:
+        self._host = host
+        self._peers = peers
+        self._paths = paths
+        self._part = part
+        self._blocked_by = blocked_by
+        self._key = ""
+        self._arena_bytes = 0
+        self.gang: LocalGang | None = None
+        self.warnings: tuple[str, ...] = ()
+
+    def recall(self, left: Mapping[str, Any]) -> None:
+        self._key = str(left.get("launcher", ""))
+        self._arena_bytes = int(left.get("arena_bytes", 0))
+
+    def journal(self) -> dict[str, Any]:
+        return {"launcher": self._key, "arena_bytes": self._arena_bytes}
+
+    def running_launcher(self) -> Launcher | None:
+        """Blocks for a moment. None when it is not there now."""
+        return self._host.launchers.running(self._key) if self._key else None
+
+    def launcher_lives(self) -> bool:
+        return self.running_launcher() is not None
+
+    async def launch(
+        self, desired: agent_pb2.DesiredGang, wanted: Wanted, pages: ControlPages
+    ) -> dict[int, ProcessId] | None:
+        """Processes by rank; None when the pieces are not free yet. Raises one of REFUSALS."""
+        assert self.gang is not None, "set before the first launch"
+        check_command(desired.spec)
+        if self._blocked_by(self.gang):
+            return None
+        paths, host, part = self._paths, self._host, self._part
+        await asyncio.to_thread(self._write_gang, desired)
+        storage = host.storage.path if host.storage.proved else None
+        restore, self.warnings = await asyncio.to_thread(restore_plan, desired, storage, part)
+        threads = self._threads(desired)
+        # run directory, then the pages with the order in them, before anybody could read them
+        paths.run.mkdir(parents=True, exist_ok=True, mode=0o700)
+        pages.create(threads)
+        pages.extend_lease(host.lease_until_ns)
+        order = page_order(wanted)
+        assert order is not None, "a gang that is to stop is not launched"
+        write_details(paths.orders, str(order.sequence), storage, desired.job_uid, desired.epoch)
+        pages.write_order(order.sequence, order.order, order.stop_sequence, order.level, 0)
+        shortage = host.take_cores(paths.group, desired.claim.millicores, host.near(desired.claim.device_mask))
+        if shortage:
+            raise LaunchRefusedError(f"no cores: {shortage}")
+        environment = environment_of(desired.spec, host.devices.environment(desired.claim.device_mask))
+        async with host.launch_lock:
+            files = await asyncio.to_thread(self._make_group, desired)
+            interpreter = interpreter_of(tuple(desired.spec.command), environment, desired.spec.working_directory)
+            self._key = host.launchers.key(interpreter, environment)
+            self._arena_bytes = arena_bytes_per_rank(
+                desired, len(part.ranks), host.inventory.configuration_set.device_memory_bytes
+            )
+            launcher = await asyncio.to_thread(host.launchers.get, self._key, interpreter, environment)
+        rendezvous = await self._meet(desired, launcher)
+        return await asyncio.to_thread(
+            self._fork_all, desired, environment, launcher, rendezvous, restore, files, threads, pages
+        )
+
+    def legs(self, requests: tuple[tuple[int, str, StreamRequest], ...], pages: ControlPages) -> tuple[Leg, ...]:
+        """How each rank's state travels here, from as far as it had come."""
+
+        def leg(rank: int, address: str, request: StreamRequest) -> Leg:
+            page = pages[rank]
+            done = page.get(Word.ARENA_AVAILABLE)
+
+            def available(size: int) -> None:
+                if pages.mapped:
+                    page.set(Word.ARENA_AVAILABLE, size)
+
+            return Leg(
+                rank,
+                address,
+                replace(request, offset=done),
+                lambda: self.open_arena(rank),
+                self._arena_bytes,
+                available,
+            )
+
+        return tuple(leg(rank, address, request) for rank, address, request in requests)
+
+    def open_arena(self, rank: int) -> int:
+        """A descriptor of a rank's arena. Raises OSError when no launcher has it."""
+        launcher = self.running_launcher()
+        if launcher is None:
+            launcher = self._adopt_anew()
+        try:
+            return launcher.arena(arena_name(self._paths, rank))
+        except LauncherError as error:
+            raise OSError(str(error)) from error
+
+    def _adopt_anew(self) -> Launcher:
+        """The launcher died: a new one takes over its ranks, and finds their arenas by their descriptors."""
+        fields = read_json(self._paths.launch(self._part.ranks[0]))
+        environment = {str(name): str(value) for name, value in fields.get("env", {}).items()}
+        interpreter = interpreter_of(tuple(fields.get("argv", ["python"])), environment, str(fields.get("cwd", "/")))
+        try:
+            launcher = self._host.launchers.get(self._key, interpreter, _without_injection(environment, self._host))
+        except LauncherError as error:
+            raise OSError(str(error)) from error
+        self.adopt_all(launcher)
+        return launcher
+
+    def adopt_all(self, launcher: Launcher) -> None:
+        """Tells a launcher of ranks it does not know. Blocks."""
+        assert self.gang is not None, "set before the first launch"
+        known = forked_already(launcher)
+        for rank, process in self.gang.deaths.processes.items():
+            name = self._paths.name(rank)
+            if name in known or not is_alive(process):
+                continue
+            launcher.adopt(
+                name,
+                process.pid,
+                process.start_ticks,
+                page=page_path(str(self._paths.run), rank),
+                exit_path=str(self._paths.exit(rank)),
+                arena_name=name,
+            )
+
+    def revive(self) -> None:
+        """Blocks. Ranks live and their launcher does not: start one, so that their exits are recorded."""
+        if self._key and self.running_launcher() is None:
+            self._adopt_anew()
+
+    async def clean(self) -> None:
+        """What the ranks leave: their group, cores, arenas. The run directory goes with the gang's outcome."""
+        group = self._paths.group
+        await asyncio.to_thread(self._host.cgroups.kill, group)
+        if not await asyncio.to_thread(self._host.cgroups.destroy, group):
+            log.warning("group not removed", extra={"group": group})
+        self._host.release_cores(group)
+        # the rendezvous store ends when its file is gone
+        self._paths.rendezvous.unlink(missing_ok=True)
+        launcher = await asyncio.to_thread(self.running_launcher)
+        if launcher is not None:
+            for rank in self._part.ranks:
+                try:
+                    await asyncio.to_thread(launcher.drop_arena, arena_name(self._paths, rank))
+                except LauncherError:
+                    break
+
+    def _write_gang(self, desired: agent_pb2.DesiredGang) -> None:
+        self._paths.job.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._paths.orders.mkdir(exist_ok=True)
+        if not self._paths.gang.exists():
+            write_json(self._paths.gang, to_json(desired), durable=True)
+
+    def _threads(self, desired: agent_pb2.DesiredGang) -> int:
+        if desired.threads:
+            return int(desired.threads)
+        return max(1, sum(desired.claim.millicores) // 1000 // len(self._part.ranks))
+
+    def _make_group(self, desired: agent_pb2.DesiredGang) -> tuple[str, ...]:
+        cgroups, group = self._host.cgroups, self._paths.group
+        cgroups.create(group)
+        cgroups.set_cpus(group, self._host.cpus_of(group))
+        if desired.claim.memory_bytes:
+            cgroups.set_memory_limit(group, desired.claim.memory_bytes + desired.claim.arena_bytes)
+        return cgroups.join_files(group)
+
+    async def _meet(self, desired: agent_pb2.DesiredGang, launcher: Launcher) -> Rendezvous:
+        host, paths = self._host.address_host, self._paths
+        if self._part.world == 1:
+            return Rendezvous(host, free_port(host), store=False)
+        if not self._part.leads:
+            leader = desired.members[0]
+            found = await self._peers.rendezvous(leader.peer_address, desired.job_uid, desired.epoch)
+            return Rendezvous(*found)
+        try:
+            await asyncio.to_thread(launcher.store, str(paths.run), host)
+        except LauncherError as error:
+            if error.reason != "NO_TORCH":
+                raise
+            # nothing here speaks torch's protocol; a job that wants to meet gets an address, and rank 0 serves
+            write_json(paths.rendezvous, {"host": host, "port": free_port(host), "pid": 0})
+        deadline = asyncio.get_running_loop().time() + _RENDEZVOUS_SECONDS
+        while True:
+            fields = read_json(paths.rendezvous)
+            if fields:
+                return Rendezvous(str(fields["host"]), int(fields["port"]), bool(fields.get("pid")))
+            if asyncio.get_running_loop().time() > deadline:
+                raise LaunchRefusedError("the rendezvous store did not start; see the launcher's log")
+            await asyncio.sleep(0.003)
+
+    def _fork_all(
+        self,
+        desired: agent_pb2.DesiredGang,
+        environment: Mapping[str, str],
+        launcher: Launcher,
+        rendezvous: Rendezvous,
+        restore: Any,
+        files: tuple[str, ...],
+        threads: int,
+        pages: ControlPages,
+    ) -> dict[int, ProcessId]:
+        known = forked_already(launcher)
+        processes: dict[int, ProcessId] = {}
+        cpus = self._host.cpus_of(self._paths.group)
+        for rank in self._part.ranks:
+            process = pages.process(rank)
+            name = self._paths.name(rank)
+            if process.pid:
+                pass  # a former daemon had it forked
+            elif name in known:
+                process = ProcessId(*known[name])
+            else:
+                mapping = launch_mapping(
+                    desired=desired,
+                    paths=self._paths,
+                    part=self._part,
+                    rank=rank,
+                    environment=environment,
+                    rendezvous=rendezvous,
+                    restore=restore,
+                    log=self._host.logs.begin(desired.job_uid, rank, desired.epoch),
+                    cgroup_files=files,
+                    cpus=() if files else cpus,
+                    threads=threads,
+                    inject=self._host.launchers.inject,
+                    arena_bytes=self._arena_bytes,
+                )
+                process = ProcessId(*launcher.fork(mapping))
+            processes[rank] = process
+            self._host.cgroups.track(self._paths.group, process.pid)
+        return processes
+
+
+def _without_injection(environment: Mapping[str, str], host: Host) -> dict[str, str]:
+    """The environment a launcher of these ranks had: what was added per rank is taken off again."""
+    base = {name: value for name, value in environment.items() if not name.startswith("GANGER_")}
+    parts = [part for part in base.get("PYTHONPATH", "").split(os.pathsep) if part and part != host.launchers.inject]
+    if parts:
+        base["PYTHONPATH"] = os.pathsep.join(parts)
+    else:
+        base.pop("PYTHONPATH", None)
+    return base

@@ -1,0 +1,92 @@
+"""What the master is told of one gang: slow truth only. Steps, rates and losses go another way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ganger.agent.v1 import agent_pb2
+from ganger.injob.page import Capability
+from ganger.v1 import job_pb2
+from google.protobuf import timestamp_pb2
+
+from ganger_daemon.core.orders import Phase
+
+from .desired import order_key_to_wire
+
+if TYPE_CHECKING:
+    from .gang import LocalGang
+
+
+def observe(gang: LocalGang) -> agent_pb2.ObservedGang:
+    """The present state of a gang as one message; equal messages mean that nothing changed."""
+    desired, judgement = gang.desired, gang.judgement
+    message = agent_pb2.ObservedGang(
+        job=desired.job,
+        job_uid=desired.job_uid,
+        epoch=desired.epoch,
+        order=order_key_to_wire(gang.wanted.order),
+        phase=agent_pb2.ObservedGang.Phase.ValueType(judgement.phase),
+        level=job_pb2.SuspendLevel.ValueType(judgement.level),
+        stop_sequence=gang.wanted.stop_sequence,
+        stop_step=judgement.stop_step,
+        trouble=gang.trouble(),
+        claim_device_mask=desired.claim.device_mask,
+        repin_done=gang.pinning.repin_done,
+        cores=gang.host.core_texts(gang.paths.group, len(gang.part.ranks)),
+    )
+    for rank, process in sorted(gang.deaths.processes.items()):
+        if gang.deaths.is_live(rank):
+            message.ranks.add(rank=rank, pid=process.pid, start_ticks=process.start_ticks)
+    outcome = judgement.outcome
+    if outcome is not None:
+        message.outcome.CopyFrom(
+            agent_pb2.Outcome(
+                kind=agent_pb2.Outcome.Kind.ValueType(outcome.kind),
+                exit_code=outcome.exit_code,
+                rank=outcome.rank,
+                message=outcome.message,
+            )
+        )
+    published = gang.keeper.published
+    if published is not None:
+        message.checkpoint.CopyFrom(
+            job_pb2.Checkpoint(
+                step=published.step,
+                epoch=published.epoch,
+                path=published.path,
+                size_bytes=published.size_bytes,
+                create_time=timestamp_pb2.Timestamp(seconds=int(published.time_seconds)),
+            )
+        )
+    if gang.pages.mapped:
+        _add_what_pages_say(message, gang)
+    return message
+
+
+def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> None:
+    found = [gang.pages.progress(rank) for rank in gang.part.ranks]
+    message.threads = gang.pinning.threads()
+    per_device = [
+        -(-progress.peak_device_bytes // max(1, mask.bit_count()))
+        for progress, mask in zip(found, gang.part.device_masks, strict=True)
+    ]
+    # in whole 64 MiB: a peak that creeps is no news
+    message.peak_device_bytes = -(-max(per_device) // (64 << 20)) * (64 << 20) if max(per_device) else 0
+    if gang.judgement.phase in (Phase.PARKED, Phase.STOPPING):
+        message.arena_bytes = sum(progress.arena_size for progress in found)
+    if all(progress.hello_time_ns for progress in found):
+        able = ~0
+        for progress in found:
+            able &= progress.capabilities
+        capabilities = message.capabilities
+        capabilities.pause = bool(able & Capability.PAUSE)
+        capabilities.offload = bool(able & Capability.OFFLOAD)
+        capabilities.checkpoint = bool(able & Capability.CHECKPOINT) and gang.host.storage.proved
+        if not capabilities.pause:
+            capabilities.missing["PAUSE"] = "the script has no boundaries the agent could find"
+        if not capabilities.offload:
+            capabilities.missing["OFFLOAD"] = "the agent cannot move this job's state out of the device"
+        if able & Capability.CHECKPOINT and not gang.host.storage.proved:
+            capabilities.missing["CHECKPOINT"] = "the storage of this node is not the cluster's"
+        elif not capabilities.checkpoint:
+            capabilities.missing["CHECKPOINT"] = "the agent cannot save and restore this script"
