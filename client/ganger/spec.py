@@ -130,11 +130,12 @@ def make_spec(
     of the key itself. Raises SpecInvalid with every violation."""
     reader = _Reader(description, origins or {})
     no_variables: dict[str, str] = {}
+    no_words: list[str] = []
     for key in sorted(set(description) - KEYS):
         reader.complain(key, f"there is no such key; there are {', '.join(sorted(KEYS))}")
     spec = JobSpec(
         display_name=reader.read("name", _name, ""),
-        command=reader.read("command", _command, [], required="say what to run"),
+        command=reader.read("command", _command, no_words, required="say what to run"),
         working_directory=reader.read("directory", _directory, os.getcwd()),
         environment=captured_environment(os.environ if environ is None else environ)
         | reader.read("environment", _environment, no_variables),
@@ -146,7 +147,7 @@ def make_spec(
         gpu_memory_bytes=reader.read("gpu_memory", parse_memory, 0),
         max_failures=reader.read("max_failures", _whole(0, 1_000), 0),
         scheduler=reader.read("scheduler", _scheduler, ""),
-        labels=reader.read("labels", _labels, {}),
+        labels=reader.read("labels", _labels, no_variables),
         agent=reader.read("agent", _agent, JobSpec.AGENT_AUTOMATIC),
     )
     preemptible = reader.read("preemptible", _truth, None)

@@ -1,0 +1,1 @@
+"""What command modules print: tables, JSON, colours. Everything heavy is imported when something is drawn."""

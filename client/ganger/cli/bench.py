@@ -1,0 +1,56 @@
+"""`ganger bench`: runs benchmarks that programs register in the entry-point group "ganger.benches".
+
+A benchmark is a function without required arguments that returns one object: name, ok, figures, limits, machine; or name
+and skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+
+from ganger.cli.failures import Exit
+
+_GROUP = "ganger.benches"
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--list", "is_list", is_flag=True, help="Name the benchmarks.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def bench(name: str | None, is_list: bool, as_json: bool) -> int:
+    """Run benchmark NAME; exit code 0 only if it keeps all its limits. Raw samples go to build/bench."""
+    from importlib.metadata import entry_points
+
+    found = {point.name: point for point in entry_points(group=_GROUP)}
+    if is_list:
+        print("\n".join(sorted(found)))
+        return Exit.OK
+    if name not in found:
+        known = ", ".join(sorted(found)) or "none installed"
+        raise click.UsageError(f"there is no benchmark {name!r}: there are {known}" if name else f"name one of {known}")
+    result: dict[str, Any] = found[name].load()()
+    if as_json:
+        print(json.dumps(result))
+    else:
+        _print(result)
+    sys.stdout.flush()
+    return Exit.OK if result.get("ok", "skipped" in result) else Exit.JOB_FAILED
+
+
+def _print(result: dict[str, Any]) -> None:
+    if "skipped" in result:
+        print(f"{result['name']}: skipped, {result['skipped']}")
+        return
+    from ganger.console.tables import print_table
+
+    limits, missed = result["limits"], result.get("missed", ())
+    rows = [
+        (name, f"{value:g}", f"{limits[name]:g}" if name in limits else "", "missed" if name in missed else "")
+        for name, value in result["figures"].items()
+    ]
+    print_table(("FIGURE", "VALUE", "LIMIT", ""), rows)
+    print(f"{result['name']}: {'all limits hold' if result['ok'] else 'not all limits hold'}")

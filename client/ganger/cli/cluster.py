@@ -1,0 +1,286 @@
+"""A cluster on this machine as a set of processes: which there are, how they are started, watched and stopped.
+
+`ganger up` is their supervisor: it starts a program again that died. Killing the supervisor harms nothing: the programs
+are sessions of their own, and `ganger down` finds them by STATE_DIR/up.json, by pid and start time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from ganger.cli.failures import CommandError, Exit
+
+UP_FILE = "up.json"
+_STOP_SECONDS = 15.0
+_POLL_SECONDS = 0.05
+# A program that dies more often than this in a minute will not be helped by another start.
+_MAX_RESTARTS = 5
+_RESTART_WINDOW_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What `ganger up` was asked for. `virtual_gpus` None: the machine's real devices."""
+
+    state_directory: Path
+    nodes: int
+    virtual_gpus: int | None = None
+    virtual_cores: int | None = None
+    virtual_memory: str = ""
+    topology: str = ""
+    listen: str = ""
+    storage: str = ""
+    policy: str = ""
+    lost_after: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One process to keep running: a name for people, its arguments, its log."""
+
+    name: str
+    arguments: tuple[str, ...]
+    log: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A process by what names it for good: pid and kernel start time, in clock ticks."""
+
+    name: str
+    pid: int
+    start_ticks: int
+
+
+def programs(settings: Settings, run_directory: Path) -> tuple[Program, ...]:
+    """The master, then a daemon for each node, "n1" to "nN"."""
+    directory = settings.state_directory
+    ganger = (sys.executable, "-m", "ganger.cli.main")
+    optional = (
+        ("--listen", settings.listen),
+        ("--storage", settings.storage),
+        ("--policy", settings.policy),
+        ("--lost-after", settings.lost_after),
+    )
+    master = [*ganger, "master", "--state-dir", str(directory)]
+    for flag, value in optional:
+        master += [flag, value] if value else []
+    found = [Program("master", tuple(master), directory / "logs" / "master.log")]
+    for number in range(1, settings.nodes + 1):
+        node = f"n{number}"
+        daemon = [*ganger, "daemon", "--node", node, "--master", str(directory)]
+        daemon += ["--state-dir", str(directory / "nodes" / node), "--run-dir", str(run_directory / node)]
+        if settings.virtual_gpus is not None:
+            daemon += ["--virtual-gpus", str(settings.virtual_gpus)]
+            daemon += ["--virtual-cores", str(settings.virtual_cores)] if settings.virtual_cores else []
+            daemon += ["--virtual-memory", settings.virtual_memory] if settings.virtual_memory else []
+            daemon += ["--topology", settings.topology] if settings.topology else []
+        found.append(Program(node, tuple(daemon), directory / "logs" / f"{node}.log"))
+    return tuple(found)
+
+
+def run_directory_for(state_directory: Path) -> Path:
+    """A directory in memory, of this user and this cluster: control pages must not touch a disk."""
+    own = hashlib.sha256(os.fsencode(state_directory)).hexdigest()[:12]
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    for base in (Path(runtime) if runtime else None, Path("/run"), Path("/dev/shm")):
+        if base is not None and base.is_dir() and os.access(base, os.W_OK):
+            return base / f"ganger-{os.getuid()}" / own
+    return state_directory / "run"
+
+
+class Supervisor:
+    """Starts the programs, starts dead ones again, stops them all."""
+
+    def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._say = say
+        self._programs = programs(settings, run_directory_for(settings.state_directory))
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._starts: dict[str, list[float]] = {}
+
+    def start(self) -> None:
+        directory = self._settings.state_directory
+        (directory / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
+        for program in self._programs:
+            self._start(program)
+        self._write(is_ready=False)
+
+    def announce_ready(self) -> None:
+        self._write(is_ready=True)
+
+    def restart_dead(self) -> None:
+        """Starts what died. Raises CommandError if a program dies again and again."""
+        for program in self._programs:
+            code = self._running[program.name].poll()
+            if code is None:
+                continue
+            now = time.monotonic()
+            recent = [each for each in self._starts[program.name] if now - each < _RESTART_WINDOW_SECONDS]
+            if len(recent) > _MAX_RESTARTS:
+                raise CommandError(f"{program.name} died {len(recent)} times in a minute:\n{tail(program.log)}")
+            self._say(f"{program.name} ended ({describe(code)}); starting it again")
+            self._starts[program.name] = recent
+            self._start(program)
+            self._write(is_ready=True)
+
+    def check_alive(self) -> None:
+        """Raises CommandError if a program has died, with the end of its log."""
+        for program in self._programs:
+            code = self._running[program.name].poll()
+            if code is not None:
+                raise CommandError(f"{program.name} ended at once ({describe(code)}):\n{tail(program.log)}")
+
+    def stop(self) -> None:
+        """Daemons first, so that the master still learns what they report."""
+        *daemons, master = reversed(self._programs)
+        for group in (daemons, [master]):
+            processes = [self._running[program.name] for program in group if program.name in self._running]
+            for process in processes:
+                # The process is our child and not yet reaped, so the pid is its own.
+                process.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + _STOP_SECONDS
+            for process in processes:
+                try:
+                    process.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+        (self._settings.state_directory / UP_FILE).unlink(missing_ok=True)
+
+    def _start(self, program: Program) -> None:
+        self._starts.setdefault(program.name, []).append(time.monotonic())
+        with program.log.open("ab") as log:
+            self._running[program.name] = _spawn(program.arguments, log)
+
+    def _write(self, is_ready: bool) -> None:
+        started = [Started("up", os.getpid(), start_ticks(os.getpid()) or 0)]
+        for name, process in self._running.items():
+            started.append(Started(name, process.pid, start_ticks(process.pid) or 0))
+        content = {"ready": is_ready, "processes": [asdict(each) for each in started]}
+        path = self._settings.state_directory / UP_FILE
+        temporary = path.with_name(f".{UP_FILE}.tmp")
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        temporary.replace(path)
+
+
+def _spawn(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    # A session of its own: ctrl-C is for the supervisor, which stops the others in order.
+    return subprocess.Popen(
+        arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def read_up_file(state_directory: Path) -> tuple[bool, tuple[Started, ...]]:
+    """Whether the cluster has become ready, and those of its processes that live, the supervisor first."""
+    try:
+        content = json.loads((state_directory / UP_FILE).read_text())
+        processes = [Started(each["name"], each["pid"], each["start_ticks"]) for each in content["processes"]]
+        is_ready = bool(content["ready"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False, ()
+    return is_ready, tuple(each for each in processes if is_alive(each))
+
+
+def stop_started(started: Sequence[Started], timeout_seconds: float = 3 * _STOP_SECONDS) -> None:
+    """Stops processes that are not our children: the supervisor alone if it lives, as it stops the others."""
+    chosen = [each for each in started if each.name == "up"] or [*started[1:], *started[:1]]
+    for each in chosen:
+        if is_alive(each):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each.pid, signal.SIGTERM)
+    deadline = time.monotonic() + timeout_seconds
+    while left := [each for each in started if is_alive(each)]:
+        if time.monotonic() > deadline:
+            names = ", ".join(f"{each.name} (pid {each.pid})" for each in left)
+            raise CommandError(f"{names} did not stop within {timeout_seconds:g} s: see their logs")
+        time.sleep(_POLL_SECONDS)
+
+
+def is_alive(process: Started) -> bool:
+    """Whether this very process runs, not another one that got its pid."""
+    return start_ticks(process.pid) == process.start_ticks
+
+
+def start_ticks(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot; None if there is none, or only its remains."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The second field, the program's name, may itself hold spaces and parentheses.
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def wait_until_ready(settings: Settings, check_alive: Callable[[], None], timeout_seconds: float) -> str:
+    """Waits for the master's health and for all nodes. Returns the master's address. Raises CommandError."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from ganger.client import Client
+    from ganger.v1.node_pb2 import Node
+    from ganger.wire.channels import open_channel
+    from ganger.wire.endpoints import EndpointError, read_endpoint
+    from ganger.wire.errors import ApiError
+
+    deadline = time.monotonic() + timeout_seconds
+    waits_for = "the master"
+    while time.monotonic() < deadline:
+        check_alive()
+        try:
+            endpoint = read_endpoint(settings.state_directory)
+            waits_for = "the master to be healthy"
+            with open_channel(endpoint) as channel:
+                health = health_pb2_grpc.HealthStub(channel)
+                status = health.Check(health_pb2.HealthCheckRequest()).status
+            if status == health_pb2.HealthCheckResponse.SERVING:
+                with Client(endpoint) as client:
+                    nodes = client.list_nodes().nodes
+                expected = {f"nodes/n{number}" for number in range(1, settings.nodes + 1)}
+                missing = expected - {node.name for node in nodes if node.state != Node.STATE_UNKNOWN}
+                if not missing:
+                    return endpoint.address
+                waits_for = ", ".join(sorted(missing))
+        except EndpointError as error:
+            if error.found:
+                raise CommandError(str(error)) from error
+        except (ApiError, grpc.RpcError):
+            # Not there yet.
+            pass
+        time.sleep(_POLL_SECONDS)
+    raise CommandError(
+        f"waited {timeout_seconds:g} s in vain for {waits_for}; the logs are in {settings.state_directory / 'logs'}",
+        Exit.UNREACHABLE,
+    )
+
+
+def tail(path: Path, lines: int = 15) -> str:
+    """The last lines of a log, indented."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 8_192))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return f"  (no log at {path})"
+    return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
+
+
+def describe(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

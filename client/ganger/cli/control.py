@@ -1,0 +1,231 @@
+"""Commands that change a running or waiting job: suspend, resume, move, retune, repin, cancel, wait."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import click
+
+from ganger.cli.failures import CommandError, Exit
+from ganger.cli.options import JobType, NodeType, json_option, number, open_client
+
+if TYPE_CHECKING:
+    from ganger.client import Client
+    from ganger.v1.job_pb2 import Job
+
+wait_option = click.option("--wait/--no-wait", "is_waiting", default=True, help="Wait until it is done [wait].")
+timeout_option = click.option(
+    "--timeout", metavar="TIME", default="2m", show_default=True, help="How long to wait; the order stands after it."
+)
+_POLL_SECONDS = 0.05
+
+
+@click.command()
+@click.argument("job", type=JobType())
+@click.option(
+    "--level",
+    type=click.Choice(("pause", "offload", "checkpoint"), case_sensitive=False),
+    help="What to keep: pause keeps device memory, offload host memory, checkpoint storage only."
+    " Default: offload, else checkpoint, else pause.",
+)
+@wait_option
+@timeout_option
+@json_option
+def suspend(job: str, level: str | None, is_waiting: bool, timeout: str, as_json: bool) -> None:
+    """Stop a job between two mini-batches, keeping its state."""
+    from ganger.v1.job_pb2 import Gang, Job
+
+    def rests(now: Job) -> bool:
+        stopped = now.state == Job.STATE_SUSPENDED and now.suspended_level != 0
+        return stopped and (not now.HasField("gang") or now.gang.phase == Gang.PHASE_PARKED)
+
+    with open_client() as client:
+        message = client.suspend_job(job, level)
+        if is_waiting:
+            message = _until(client, message, rests, timeout, "at rest")
+    _tell(message, as_json)
+
+
+@click.command()
+@click.argument("job", type=JobType())
+@wait_option
+@timeout_option
+@json_option
+def resume(job: str, is_waiting: bool, timeout: str, as_json: bool) -> None:
+    """Let a suspended job go on. Does not wait for devices if there are none free: see `ganger why`."""
+    from ganger.v1.job_pb2 import Gang, Job
+
+    def goes_on(now: Job) -> bool:
+        waits = now.state == Job.STATE_PENDING and bool(now.blockers)
+        return waits or (now.state == Job.STATE_HOLDING and now.gang.phase == Gang.PHASE_RUNNING)
+
+    with open_client() as client:
+        message = client.resume_job(job)
+        if is_waiting:
+            message = _until(client, message, goes_on, timeout, "running")
+    _tell(message, as_json)
+
+
+@click.command()
+@click.argument("job", type=JobType())
+@click.option("--to", "nodes", multiple=True, type=NodeType(), help="Where to; repeat for several nodes.")
+@wait_option
+@timeout_option
+@json_option
+def move(job: str, nodes: tuple[str, ...], is_waiting: bool, timeout: str, as_json: bool) -> None:
+    """Move a running job to other nodes without losing a step."""
+    from ganger.v1.job_pb2 import Gang, Job
+
+    with open_client() as client:
+        before = client.get_job(job)
+        message = client.move_job(job, nodes)
+        if is_waiting:
+
+            def is_settled(now: Job) -> bool:
+                return now.state != Job.STATE_HOLDING or now.gang.phase == Gang.PHASE_RUNNING
+
+            message = _until(client, message, is_settled, timeout, "running at its new place")
+            _check_moved(before, message)
+    _tell(message, as_json)
+
+
+@click.command()
+@click.argument("job", type=JobType())
+@click.option("--cores", required=True, metavar="N", help="Cores of each task, e.g. 4 or 0.5.")
+@json_option
+def retune(job: str, cores: str, as_json: bool) -> None:
+    """Give a running job other numbers of cores, live. Its thread counts follow."""
+    from ganger.units import parse_cores
+
+    try:
+        millicores = parse_cores(cores)
+    except ValueError as error:
+        raise click.UsageError(f"--cores: {error}") from error
+    with open_client() as client:
+        _tell(client.retune_job(job, millicores / 1_000), as_json)
+
+
+@click.command()
+@click.argument("job", type=JobType())
+@json_option
+def repin(job: str, as_json: bool) -> None:
+    """Move a running job to other cores of the same number, live. Changes no bit of its results."""
+    with open_client() as client:
+        _tell(client.repin_job(job), as_json)
+
+
+@click.command()
+@click.argument("jobs", type=JobType(), nargs=-1, required=True)
+@click.option("--reason", default="", help="For the history.")
+@json_option
+def cancel(jobs: tuple[str, ...], reason: str, as_json: bool) -> int:
+    """End jobs for good."""
+    from ganger.console.plain import print_json
+    from ganger.wire.errors import ApiError
+
+    worst, cancelled = Exit.OK, []
+    with open_client() as client:
+        for job in jobs:
+            try:
+                cancelled.append(client.cancel_job(job, reason))
+            except ApiError as error:
+                # One that has ended already must not keep the others alive.
+                from ganger.cli.failures import report
+
+                worst = max(worst, Exit(report(error)))
+                if worst >= Exit.UNREACHABLE:
+                    break
+    if as_json:
+        print_json(cancelled)
+    else:
+        for message in cancelled:
+            _tell(message, False)
+    return worst
+
+
+@click.command()
+@click.argument("jobs", type=JobType(), nargs=-1, required=True)
+@click.option("--timeout", metavar="TIME", help="Give up after so long.")
+@json_option
+def wait(jobs: tuple[str, ...], timeout: str | None, as_json: bool) -> int:
+    """Wait until jobs have ended; exit code 1 if one did not succeed."""
+    from ganger.console.plain import print_json
+    from ganger.job import Job as Handle
+    from ganger.job import JobState
+
+    deadline = None if timeout is None else time.monotonic() + _seconds(timeout)
+    messages: list[Job] = []
+    is_good = True
+    with open_client() as client:
+        for job in jobs:
+            handle = Handle(client, client.get_job(job))
+            try:
+                remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+                is_good &= handle.wait(remaining, check=False) is JobState.SUCCEEDED
+            except TimeoutError as error:
+                raise CommandError(str(error)) from error
+            messages.append(handle.message)
+    if as_json:
+        print_json(messages)
+    else:
+        for message in messages:
+            _tell(message, False)
+    return Exit.OK if is_good else Exit.JOB_FAILED
+
+
+def _until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout: str, goal: str) -> Job:
+    """The job once `is_done`. Polls: the interesting changes of a gang come every few milliseconds or not at all."""
+    from ganger.cli.job_lines import state_text
+    from ganger.job import FINISHED
+
+    deadline = time.monotonic() + _seconds(timeout)
+    while not is_done(message) and message.state not in FINISHED:
+        if time.monotonic() > deadline:
+            raise CommandError(
+                f"job {number(message.name)} is {state_text(message)}, not {goal}, after {timeout}; the order stands:"
+                f" `ganger show {number(message.name)}`"
+            )
+        time.sleep(_POLL_SECONDS)
+        message = client.get_job(message.name)
+    return message
+
+
+def _check_moved(before: Job, after: Job) -> None:
+    from ganger.job import FINISHED
+
+    if after.state in FINISHED:
+        return
+    if after.gang.epoch <= before.gang.epoch:
+        raise CommandError(
+            f"job {number(after.name)} runs where it was: the move was called off, nothing is lost;"
+            f" `ganger history {after.name}` says why"
+        )
+
+
+def _tell(message: Job, as_json: bool) -> None:
+    from ganger.cli import job_lines
+    from ganger.console.plain import print_json
+
+    if as_json:
+        print_json(message)
+        return
+    at = (
+        f" at step {message.gang.stop_step}"
+        if message.gang.stop_step and message.state == message.STATE_SUSPENDED
+        else ""
+    )
+    where = f" on {job_lines.place(message)}" if message.gang.claims else ""
+    print(f"job {number(message.name)} is {job_lines.state_text(message)}{at}{where}")
+    sys.stdout.flush()
+
+
+def _seconds(text: str) -> float:
+    from ganger.units import parse_duration
+
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise click.UsageError(f"--timeout: {error}") from error

@@ -1,0 +1,1 @@
+"""What `ganger demo` is made of."""

@@ -1,0 +1,153 @@
+"""A real cluster on this machine for as long as the demo lasts: one master, some daemons with virtual devices, all as
+programs of their own, as `ganger up` and an operator start them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from ganger.client import Client
+from ganger.v1 import node_pb2
+
+START_SECONDS = 60.0
+STOP_SECONDS = 10.0
+GANGER = (sys.executable, "-m", "ganger.cli.main")
+
+
+class ClusterError(Exception):
+    """The cluster did not start, or lost a program; the text has the end of its log."""
+
+
+class Cluster:
+    """`nodes` daemons of `gpus` virtual devices each."""
+
+    def __init__(self, nodes: int = 3, gpus: int = 4, topology: str = "2x2", cores: int = 8) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="ganger-demo-"))
+        shared = Path("/dev/shm")
+        # pages belong on a tmpfs, and a socket's path has to be short
+        self._run = Path(tempfile.mkdtemp(prefix="ganger-demo-", dir=shared if os.access(shared, os.W_OK) else None))
+        self.master_directory = self.directory / "master"
+        self._names = [f"n{number + 1}" for number in range(nodes)]
+        self._options = [
+            *("--virtual-gpus", str(gpus)),
+            *("--topology", topology),
+            *("--virtual-cores", str(cores)),
+            *("--virtual-memory", "16G"),
+        ]
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self.stop()
+
+    def client(self) -> Client:
+        return Client(str(self.master_directory))
+
+    def trouble(self) -> str:
+        """Which program has ended, with the end of its log; empty while all run."""
+        for name, process in self._processes.items():
+            if process.poll() is not None:
+                return f"{name} ended with code {process.returncode}:\n{self.log(name)}"
+        return ""
+
+    def log(self, name: str, characters: int = 3000) -> str:
+        try:
+            return (self.directory / f"{name}.log").read_text(errors="replace")[-characters:]
+        except OSError:
+            return ""
+
+    def stop(self) -> None:
+        """Ends the programs and every process they left: launchers and ranks outlive their daemons by design."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self._processes.values():
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for pid in self._survivors():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                continue
+        self._processes.clear()
+        shutil.rmtree(self._run, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _start(self) -> None:
+        storage = self.directory / "storage"
+        storage.mkdir()
+        self._spawn("master", ["master", "--state-dir", str(self.master_directory), "--storage", str(storage)])
+        self._until(lambda: (self.master_directory / "endpoint.json").exists(), "the master serves")
+        for name in self._names:
+            self._spawn(
+                name,
+                [
+                    "daemon",
+                    *("--node", name),
+                    *("--master", str(self.master_directory)),
+                    *("--state-dir", str(self.directory / name)),
+                    *("--run-dir", str(self._run / name)),
+                    *("--cgroup-root", f"ganger-demo-{os.getpid()}-{name}"),
+                    *self._options,
+                ],
+            )
+        with self.client() as client:
+            self._until(lambda: _ready(client) == len(self._names), "all nodes are ready")
+
+    def _spawn(self, name: str, arguments: list[str]) -> None:
+        with (self.directory / f"{name}.log").open("wb") as log:
+            self._processes[name] = subprocess.Popen(
+                [*GANGER, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # a terminal's interrupt goes to the demo, which then stops them in order
+                start_new_session=True,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+
+    def _until(self, holds: object, what: str) -> None:
+        assert callable(holds)
+        deadline = time.monotonic() + START_SECONDS
+        while not holds():
+            if trouble := self.trouble():
+                raise ClusterError(trouble)
+            if time.monotonic() > deadline:
+                logs = "\n".join(f"-- {name}\n{self.log(name, 1000)}" for name in self._processes)
+                raise ClusterError(f"not within {START_SECONDS:g} s: {what}\n{logs}")
+            time.sleep(0.05)
+
+    def _survivors(self) -> list[int]:
+        """Processes whose command line or environment names the demo's directories."""
+        marks = (os.fsencode(self.directory), os.fsencode(self._run))
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+                continue
+            try:
+                text = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if any(mark in text for mark in marks):
+                found.append(int(entry.name))
+        return found
+
+
+def _ready(client: Client) -> int:
+    return sum(node.state == node_pb2.Node.STATE_READY for node in client.list_nodes().nodes)

@@ -1,0 +1,115 @@
+"""What a command says and which code it exits with when something goes wrong (documented in docs/cli.md)."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+import uuid
+from enum import IntEnum
+from pathlib import Path
+
+import click
+
+
+class Exit(IntEnum):
+    OK = 0
+    JOB_FAILED = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    REFUSED = 4
+    UNREACHABLE = 5
+    NOT_PERMITTED = 6
+    BUG = 7
+    INTERRUPTED = 130
+
+
+class CommandError(Exception):
+    """Something a command itself found wrong; the message says what to do."""
+
+    def __init__(self, message: str, code: Exit = Exit.REFUSED) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def report(error: BaseException) -> int:
+    """Writes one explanation to stderr and returns the exit code."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        return Exit.USAGE
+    if isinstance(error, click.ClickException):
+        if isinstance(error, click.UsageError) and error.ctx is not None:
+            _say(f"{error.format_message()}\n  see `{error.ctx.command_path} --help`")
+        else:
+            _say(error.format_message())
+        return Exit.USAGE
+    if isinstance(error, KeyboardInterrupt | click.Abort):
+        return Exit.INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        # The reader (head, less) has had enough. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return Exit.OK
+    if isinstance(error, CommandError):
+        _say(str(error))
+        return error.code
+    return _report_api_error(error)
+
+
+def _report_api_error(error: BaseException) -> int:
+    from ganger.wire.endpoints import EndpointError
+    from ganger.wire.errors import ApiError
+
+    if isinstance(error, EndpointError):
+        _say(str(error))
+        return Exit.USAGE if error.found else Exit.UNREACHABLE
+    if isinstance(error, ApiError):
+        _say(str(error))
+        if error.metadata and error.reason == "GANG_IMPOSSIBLE":
+            for name, value in sorted(error.metadata.items()):
+                print(f"  {name}: {value}", file=sys.stderr)
+        return exit_code(error)
+    return _report_bug(error)
+
+
+def exit_code(error: Exception) -> Exit:
+    """The exit code of an `ApiError`: by its status code, so that reasons yet unknown have one too."""
+    import grpc
+
+    codes = {
+        grpc.StatusCode.INVALID_ARGUMENT: Exit.USAGE,
+        grpc.StatusCode.OUT_OF_RANGE: Exit.USAGE,
+        grpc.StatusCode.NOT_FOUND: Exit.NOT_FOUND,
+        grpc.StatusCode.FAILED_PRECONDITION: Exit.REFUSED,
+        grpc.StatusCode.ALREADY_EXISTS: Exit.REFUSED,
+        grpc.StatusCode.ABORTED: Exit.REFUSED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED: Exit.REFUSED,
+        grpc.StatusCode.UNIMPLEMENTED: Exit.REFUSED,
+        grpc.StatusCode.UNAVAILABLE: Exit.UNREACHABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED: Exit.UNREACHABLE,
+        grpc.StatusCode.PERMISSION_DENIED: Exit.NOT_PERMITTED,
+        grpc.StatusCode.UNAUTHENTICATED: Exit.NOT_PERMITTED,
+    }
+    return codes.get(getattr(error, "code", None) or grpc.StatusCode.UNKNOWN, Exit.BUG)
+
+
+def _report_bug(error: BaseException) -> int:
+    number = uuid.uuid4().hex[:12]
+    base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    path = base / "ganger" / "cli-errors.log"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with path.open("a") as file:
+            # Arguments only by count: they may hold what --env was given.
+            file.write(f"--- {number} {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {' '.join(sys.argv[1:2])}\n")
+            file.writelines(traceback.format_exception(error))
+        where = f"details are in {path}"
+    except OSError as failure:
+        where = f"no details could be written to {path} ({failure.strerror})"
+    _say(f"this is a bug in ganger ({type(error).__name__}), number {number}: {where}")
+    return Exit.BUG
+
+
+def _say(message: str) -> None:
+    sys.stdout.flush()
+    print(f"ganger: {message}", file=sys.stderr)

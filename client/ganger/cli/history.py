@@ -1,0 +1,58 @@
+"""`ganger history` (also `ganger events`): what happened to a job, a node, or the cluster."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from ganger.cli.options import json_option, open_client
+
+_FOLLOW_SECONDS = 1.0
+
+
+@click.command()
+@click.argument("subject", default="")
+@click.option("--follow", "-f", is_flag=True, help="Go on as things happen.")
+@click.option("--after", type=click.IntRange(0), default=0, help="Only events after this number.")
+@click.option("--limit", "-n", type=click.IntRange(1), help="At most so many.")
+@json_option
+def history(subject: str, follow: bool, after: int, limit: int | None, as_json: bool) -> None:
+    """List what happened to SUBJECT: a job (7, jobs/7) or a node (nodes/n1). Without it, everything."""
+    from ganger.console.plain import print_json, print_json_line
+    from ganger.wire.names import job_name_from_text, node_name_from_text
+
+    if subject:
+        subject = node_name_from_text(subject) if subject.startswith("nodes/") else job_name_from_text(subject)
+    with open_client() as client:
+        if subject.startswith("jobs/"):
+            # An unknown job has no history either; say that it is unknown.
+            client.get_job(subject)
+        elif subject:
+            client.get_node(subject)
+        if as_json and not follow:
+            print_json(list(client.list_events(subject, after, limit)))
+            return
+        while True:
+            for event in client.list_events(subject, after, limit):
+                after = event.sequence
+                if as_json:
+                    print_json_line(event)
+                else:
+                    print(line(event), flush=True)
+            if not follow:
+                return
+            time.sleep(_FOLLOW_SECONDS)
+
+
+def line(event: object) -> str:
+    """ "13:11:49  jobs/7  gang_parked  at offload, step=120  (by user:ann)"."""
+    from ganger.v1.job_pb2 import Event
+    from ganger.wire import times
+
+    assert isinstance(event, Event)
+    when = times.local_datetime(event.time).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+    figures = " ".join(f"{name}={value}" for name, value in sorted(event.figures.items()))
+    text = ", ".join(part for part in (event.message, figures) if part)
+    cause = f"  (by {event.cause})" if event.cause else ""
+    return f"{when}  {event.subject:<10}  {event.kind:<20}  {text}{cause}".rstrip()

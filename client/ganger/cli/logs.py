@@ -1,0 +1,128 @@
+"""`ganger logs`: what the ranks of a job wrote, as one stream each, across suspends, moves and restarts."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from ganger.cli.failures import Exit
+from ganger.cli.options import JobType, number, open_client
+
+if TYPE_CHECKING:
+    from ganger.client import Client
+    from ganger.v1.job_service_pb2 import LogChunk
+
+# Several ranks are printed line by line; a line longer than this is printed in pieces.
+_MAX_LINE_BYTES = 64 * 1024
+_MAX_QUEUED_CHUNKS = 256
+
+
+@click.command()
+@click.argument("job", type=JobType())
+@click.option("--rank", "-r", type=click.IntRange(0), default=0, show_default=True, help="Which task.")
+@click.option("--all", "-a", "everyone", is_flag=True, help="All tasks, each line with its rank.")
+@click.option("--follow", "-f", is_flag=True, help="Go on until the job ends.")
+@click.option("--offset", "-o", type=int, default=0, help="Start at this byte; negative: so many before the end.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a chunk: offset, data, lost_bytes.")
+def logs(job: str, rank: int, everyone: bool, follow: bool, offset: int, as_json: bool) -> None:
+    """Print what a job wrote."""
+    with open_client() as client:
+        if everyone:
+            from ganger.cli.job_lines import tasks
+
+            _print_all(client, job, tasks(client.get_job(job).spec), offset, follow)
+        elif as_json:
+            from ganger.console.plain import print_json_line
+
+            for chunk in client.read_log(job, rank, offset, follow=follow):
+                print_json_line(chunk)
+        else:
+            print_chunks(client.read_log(job, rank, offset, follow=follow))
+
+
+def follow_job(client: Client, job: str) -> int:
+    """Prints the log of rank 0 until the job ends, then how it ended. Ctrl-C leaves the job running."""
+    from ganger.job import Job, JobState, state_of
+
+    try:
+        print_chunks(client.read_log(job, follow=True))
+        handle = Job(client, client.get_job(job))
+        handle.wait(check=False)
+    except KeyboardInterrupt:
+        print(f"\nganger: job {number(job)} goes on; `ganger logs -f {number(job)}` follows it again", file=sys.stderr)
+        return Exit.INTERRUPTED
+    message = handle.message
+    state = state_of(message)
+    if state is JobState.SUCCEEDED:
+        return Exit.OK
+    reason = f": {message.failure.reason}, {message.failure.message}" if message.HasField("failure") else ""
+    print(f"ganger: job {number(job)} {state.lower()}{reason}", file=sys.stderr)
+    return Exit.JOB_FAILED
+
+
+def print_chunks(chunks: Iterable[LogChunk]) -> None:
+    """Bytes as they are, to stdout; what is missing is said on stderr."""
+    for chunk in chunks:
+        if chunk.lost_bytes:
+            sys.stdout.flush()
+            print(f"ganger: {chunk.lost_bytes} bytes of the log are lost here", file=sys.stderr)
+        sys.stdout.buffer.write(chunk.data)
+        sys.stdout.buffer.flush()
+
+
+def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Whole lines, each with its newline, of chunks cut anywhere."""
+    rest = b""
+    for chunk in chunks:
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            yield line + b"\n"
+        if len(rest) > _MAX_LINE_BYTES:
+            yield rest + b"\n"
+            rest = b""
+    if rest:
+        yield rest + b"\n"
+
+
+def _print_all(client: Client, job: str, ranks: int, offset: int, follow: bool) -> None:
+    width = len(str(ranks - 1))
+
+    def rank_lines(rank: int) -> Iterator[bytes]:
+        prefix = f"{rank:>{width}}: ".encode()
+        chunks = (chunk.data for chunk in client.read_log(job, rank, offset, follow=follow))
+        return (prefix + line for line in lines(chunks))
+
+    if not follow:
+        for rank in range(ranks):
+            for line in rank_lines(rank):
+                sys.stdout.buffer.write(line)
+        sys.stdout.buffer.flush()
+        return
+    # A thread a rank, as each stream blocks; None is a rank's end, an exception ends all.
+    printed: queue.Queue[bytes | BaseException | None] = queue.Queue(_MAX_QUEUED_CHUNKS)
+
+    def read(rank: int) -> None:
+        try:
+            for line in rank_lines(rank):
+                printed.put(line)
+            printed.put(None)
+        except Exception as error:
+            printed.put(error)
+
+    for rank in range(ranks):
+        threading.Thread(target=read, args=(rank,), daemon=True).start()
+    open_ranks = ranks
+    while open_ranks:
+        item = printed.get()
+        if isinstance(item, BaseException):
+            raise item
+        if item is None:
+            open_ranks -= 1
+        else:
+            sys.stdout.buffer.write(item)
+            sys.stdout.buffer.flush()

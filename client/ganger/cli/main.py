@@ -1,0 +1,137 @@
+"""`ganger`: finds the command, runs it, and turns what goes wrong into a sentence and an exit code.
+
+Help and completion must answer at once, so this module imports click and nothing else, and a command's module only when
+the command is called. Programs add theirs through the entry-point group "ganger.commands".
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+
+# name -> (module, attribute, one line of help); the order is that of a first hour with Ganger.
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "up": ("ganger.cli.up", "up", "Start a cluster on this machine."),
+    "down": ("ganger.cli.up", "down", "Stop the cluster that `ganger up --detach` started."),
+    "submit": ("ganger.cli.submit", "submit", "Submit a job."),
+    "queue": ("ganger.cli.queue", "queue", "List jobs."),
+    "show": ("ganger.cli.show", "show", "Show all that is known of a job."),
+    "why": ("ganger.cli.why", "why", "Say why a job waits, and when it may start."),
+    "logs": ("ganger.cli.logs", "logs", "Print what a job wrote."),
+    "suspend": ("ganger.cli.control", "suspend", "Stop a job between two mini-batches, keeping its state."),
+    "resume": ("ganger.cli.control", "resume", "Let a suspended job go on."),
+    "move": ("ganger.cli.control", "move", "Move a running job to other nodes without losing a step."),
+    "retune": ("ganger.cli.control", "retune", "Give a running job other numbers of cores."),
+    "repin": ("ganger.cli.control", "repin", "Move a running job to other cores of the same number."),
+    "cancel": ("ganger.cli.control", "cancel", "End jobs for good."),
+    "wait": ("ganger.cli.control", "wait", "Wait until jobs have ended."),
+    "nodes": ("ganger.cli.nodes", "nodes", "List nodes; drain, cordon, uncordon them, or declare one lost."),
+    "drain": ("ganger.cli.nodes", "drain", "Move all jobs off a node and give it no new ones."),
+    "cordon": ("ganger.cli.nodes", "cordon", "Give a node no new jobs."),
+    "uncordon": ("ganger.cli.nodes", "uncordon", "Undo drain and cordon."),
+    "lost": ("ganger.cli.nodes", "lost", "Vouch that a node is down."),
+    "top": ("ganger.cli.top", "top", "Watch jobs and nodes, live."),
+    "history": ("ganger.cli.history", "history", "List what happened."),
+    "events": ("ganger.cli.history", "history", "List what happened (as history)."),
+    "completion": ("ganger.cli.completion", "completion", "Print the completion script of a shell."),
+    "version": ("ganger.cli.version", "version", "Print versions of client and master."),
+}
+# Help for the commands of our own programs, so that --help imports none of them.
+_ADDED_HELP = {
+    "master": "Run the master.",
+    "daemon": "Run the daemon of this node.",
+    "scheduler": "Run job schedulers.",
+    "demo": "Show real jobs being paused, moved and re-pinned, with proof.",
+    "bench": "Run a benchmark.",
+    "simulate": "Replay a trace in virtual time.",
+}
+ENTRY_POINTS = "ganger.commands"
+
+
+class _Commands(click.Group):
+    def list_commands(self, context: click.Context) -> list[str]:
+        return [*(name for name in COMMANDS if name != "events"), *sorted(set(_added()) - set(COMMANDS))]
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name in COMMANDS:
+            module, attribute, _ = COMMANDS[name]
+            command = getattr(import_module(module), attribute)
+        elif name in (added := _added()):
+            # The program's own name for it is "module:attribute", as everywhere in packaging.
+            module, _, attribute = added[name].partition(":")
+            command = getattr(import_module(module), attribute)
+        else:
+            return None
+        assert isinstance(command, click.Command), f"{name} is not a click command"
+        return command
+
+    def resolve_command(
+        self, context: click.Context, arguments: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = arguments[0]
+        if name not in COMMANDS and not name.startswith("-") and name not in _added():
+            from difflib import get_close_matches
+
+            near = get_close_matches(name, self.list_commands(context), 1)
+            meant = f"did you mean `ganger {near[0]}`?" if near else "`ganger --help` lists them"
+            raise click.UsageError(f"there is no command {name!r}: {meant}", context)
+        return super().resolve_command(context, arguments)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        # click would import every command for its help.
+        rows = [
+            (name, COMMANDS[name][2] if name in COMMANDS else _ADDED_HELP.get(name, ""))
+            for name in self.list_commands(context)
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+def _added() -> dict[str, str]:
+    from importlib.metadata import entry_points
+
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="Exit codes: 0 done; 1 the job failed; 2 wrong usage or description; 3 no such job or node; 4 refused;"
+    " 5 no master answers; 6 not permitted; 7 our bug; 130 interrupted.",
+)
+@click.option(
+    "--master",
+    metavar="ADDRESS",
+    help="Master: HOST:PORT, unix:PATH, or its state directory. Default: $GANGER_MASTER, else the cluster of"
+    " `ganger up`.",
+)
+@click.pass_context
+def ganger(context: click.Context, master: str | None) -> None:
+    """Gangs of GPUs, set to work whole, paused between two mini-batches, moved without losing a step."""
+    context.obj = master
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point: runs a command and exits. Never shows a traceback."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code."""
+    try:
+        result = ganger.main(args=arguments, prog_name="ganger", standalone_mode=False)
+        sys.stdout.flush()
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
+        from ganger.cli.failures import report
+
+        return report(error)
+    return result if isinstance(result, int) else 0
+
+
+if __name__ == "__main__":
+    main()

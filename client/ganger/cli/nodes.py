@@ -1,0 +1,162 @@
+"""Nodes: listing them, and what an operator may say about them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from ganger.cli.options import NodeType, json_option, number, open_client
+
+if TYPE_CHECKING:
+    from ganger.v1.node_pb2 import ListNodesResponse, Node
+
+_HEADINGS = ("NODE", "STATE", "TYPE", "GPUS", "FREE", "CORES", "FREE", "MEMORY", "FREE", "SEEN", "REASON")
+reason_option = click.option("--reason", "-m", required=True, help="For others, and the history.")
+
+
+@click.group(invoke_without_command=True)
+@json_option
+@click.pass_context
+def nodes(context: click.Context, as_json: bool) -> None:
+    """List nodes; drain, cordon, uncordon them, or declare one lost."""
+    if context.invoked_subcommand is not None:
+        return
+    from ganger.console.plain import print_json
+    from ganger.console.tables import print_table
+
+    with open_client() as client:
+        answer = client.list_nodes()
+    if as_json:
+        print_json(answer)
+    else:
+        print_table(_HEADINGS, rows(answer), "no nodes: start a daemon with `ganger daemon`")
+
+
+@click.command()
+@click.argument("node", type=NodeType())
+@reason_option
+@json_option
+def drain(node: str, reason: str, as_json: bool) -> None:
+    """Move all jobs off a node and give it no new ones."""
+    with open_client() as client:
+        _tell(client.drain_node(node, reason), as_json)
+
+
+@click.command()
+@click.argument("node", type=NodeType())
+@reason_option
+@json_option
+def cordon(node: str, reason: str, as_json: bool) -> None:
+    """Give a node no new jobs; those there stay."""
+    with open_client() as client:
+        _tell(client.cordon_node(node, reason), as_json)
+
+
+@click.command()
+@click.argument("node", type=NodeType())
+@json_option
+def uncordon(node: str, as_json: bool) -> None:
+    """Undo drain and cordon."""
+    with open_client() as client:
+        _tell(client.uncordon_node(node), as_json)
+
+
+@click.command()
+@click.argument("node", type=NodeType())
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@json_option
+def lost(node: str, yes: bool, as_json: bool) -> None:
+    """Vouch that a node is down: its jobs restart elsewhere at once.
+
+    If it is not down its jobs run twice; the master refuses while the node still answers.
+    """
+    if not yes:
+        click.confirm(f"is {number(node)} powered off, or sure never to come back as it is?", abort=True, err=True)
+    with open_client() as client:
+        _tell(client.declare_node_lost(node), as_json)
+
+
+@click.command()
+@click.argument("node", type=NodeType())
+@json_option
+def show(node: str, as_json: bool) -> None:
+    """Show all that is known of a node."""
+    from ganger.cli.job_lines import devices
+    from ganger.console.plain import print_json
+    from ganger.console.tables import print_pairs
+    from ganger.units import format_cores, format_memory
+
+    with open_client() as client:
+        message = client.get_node(node)
+    if as_json:
+        print_json(message)
+        return
+    print_pairs(
+        [
+            ("node", number(message.name)),
+            ("state", " ".join(filter(None, (state_text(message), message.state_reason)))),
+            ("configuration", message.configuration_set),
+            ("free devices", devices(message.row.free_mask) or "none"),
+            ("free cores", " + ".join(format_cores(socket) for socket in message.row.free_millicores)),
+            ("free memory", format_memory(message.row.free_memory_bytes)),
+            ("place", " ".join(filter(None, (message.rack, message.fabric)))),
+            ("address", message.peer_address),
+            ("faults", "\n".join(f"device {index}: {why}" for index, why in sorted(message.device_faults.items()))),
+            ("quarantined", "\n".join(message.quarantined)),
+            ("can", "\n".join(f"{name}: {text}" for name, text in sorted(message.capabilities.items()))),
+            ("machine", message.machine_uuid),
+        ]
+    )
+
+
+for _command in (show, drain, cordon, uncordon, lost):
+    nodes.add_command(_command)
+
+
+def rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
+    """A table row for each node."""
+    import time
+
+    from ganger.units import format_cores, format_duration, format_memory
+    from ganger.wire import times
+
+    kinds = {kind.name: kind for kind in answer.configuration_sets}
+    result: list[tuple[str, ...]] = []
+    for node in sorted(answer.nodes, key=lambda node: node.name):
+        kind = kinds.get(node.configuration_set)
+        row, faults = node.row, len(node.device_faults)
+        seen = time.time() - times.unix_seconds(node.last_seen_time) if node.HasField("last_seen_time") else None
+        reason = [node.state_reason] if node.state_reason else []
+        reason += [f"{faults} devices out of service"] if faults else []
+        reason += [f"{len(node.quarantined)} unknown gangs quarantined"] if node.quarantined else []
+        result.append(
+            (
+                number(node.name),
+                state_text(node),
+                kind.device_type if kind else "",
+                str(kind.devices if kind else ""),
+                str(row.free_mask.bit_count()),
+                format_cores(sum(socket.millicores for socket in kind.sockets)) if kind else "",
+                format_cores(sum(row.free_millicores)),
+                format_memory(kind.memory_bytes) if kind else "",
+                format_memory(row.free_memory_bytes),
+                "never" if seen is None else f"{format_duration(max(0.0, seen))} ago",
+                "; ".join(reason),
+            )
+        )
+    return result
+
+
+def state_text(node: Node) -> str:
+    return node.State.Name(node.state).removeprefix("STATE_").lower()
+
+
+def _tell(node: Node, as_json: bool) -> None:
+    from ganger.console.plain import print_json
+
+    if as_json:
+        print_json(node)
+    else:
+        reason = f": {node.state_reason}" if node.state_reason else ""
+        print(f"node {number(node.name)} is {state_text(node)}{reason}")

@@ -1,0 +1,74 @@
+"""What commands share: the --json option, the client of the chosen master, completion of jobs and nodes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+from click.shell_completion import CompletionItem
+
+if TYPE_CHECKING:
+    from ganger.client import Client
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def open_client() -> Client:
+    """The client of the master chosen with --master. Close it, or use it in a with statement."""
+    from ganger.client import Client
+
+    return Client(click.get_current_context().find_root().obj)
+
+
+class JobType(click.ParamType):  # type: ignore[type-arg]  # generic only in new clicks
+    """ "7" or "jobs/7"; completes from the queue."""
+
+    name = "job"
+
+    def convert(self, value: object, parameter: click.Parameter | None, context: click.Context | None) -> str:
+        from ganger.wire.names import job_name_from_text
+
+        return job_name_from_text(str(value))
+
+    def shell_complete(self, context: click.Context, parameter: click.Parameter, text: str) -> list[CompletionItem]:
+        try:
+            with _completing_client(context) as client:
+                return [
+                    CompletionItem(number, help=job.spec.display_name)
+                    for job in client.list_jobs(limit=200)
+                    if (number := job.name.removeprefix("jobs/")).startswith(text.removeprefix("jobs/"))
+                ]
+        # A completion that fails must not write over what is being typed.
+        except Exception:
+            return []
+
+
+class NodeType(click.ParamType):  # type: ignore[type-arg]  # as above
+    """ "n1" or "nodes/n1"; completes from the cluster."""
+
+    name = "node"
+
+    def convert(self, value: object, parameter: click.Parameter | None, context: click.Context | None) -> str:
+        from ganger.wire.names import node_name_from_text
+
+        return node_name_from_text(str(value))
+
+    def shell_complete(self, context: click.Context, parameter: click.Parameter, text: str) -> list[CompletionItem]:
+        try:
+            with _completing_client(context) as client:
+                nodes = [node.name.removeprefix("nodes/") for node in client.list_nodes().nodes]
+                return [CompletionItem(node) for node in nodes if node.startswith(text)]
+        # As above.
+        except Exception:
+            return []
+
+
+def _completing_client(context: click.Context) -> Client:
+    from ganger.client import Client
+
+    return Client(context.find_root().params.get("master"))
+
+
+def number(name: str) -> str:
+    """What people call "jobs/7" and "nodes/n1"."""
+    return name.rpartition("/")[2]

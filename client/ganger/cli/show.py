@@ -1,0 +1,136 @@
+"""`ganger show`: all that is known of one job."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from ganger.cli.options import JobType, json_option, number, open_client
+
+if TYPE_CHECKING:
+    from google.protobuf.timestamp_pb2 import Timestamp
+
+    from ganger.v1.job_pb2 import Job
+
+
+@click.command()
+@click.argument("job", type=JobType())
+@json_option
+def show(job: str, as_json: bool) -> None:
+    """Show all that is known of a job."""
+    from ganger.console.plain import print_json
+    from ganger.console.tables import print_pairs
+
+    with open_client() as client:
+        message = client.get_job(job)
+    if as_json:
+        print_json(message)
+    else:
+        print_pairs(pairs(message))
+
+
+def pairs(job: Job) -> list[tuple[str, str]]:
+    """What `show` prints, as names and texts; empty texts are not shown."""
+    import shlex
+
+    from ganger.cli import job_lines
+    from ganger.units import format_duration, format_memory
+    from ganger.wire import times
+
+    def instant(time: Timestamp) -> str:
+        return times.local_datetime(time).strftime("%Y-%m-%d %H:%M:%S") if time.seconds else ""
+
+    gang, spec = job.gang, job.spec
+    can = [level for level in ("pause", "offload", "checkpoint") if getattr(job.capabilities, level)]
+    missing = [f"not {level.lower()}: {why}" for level, why in sorted(job.capabilities.missing.items())]
+    return [
+        ("job", f"{number(job.name)}  {job.uid}"),
+        ("name", spec.display_name),
+        ("user", job.user),
+        ("state", job_lines.state_text(job) + (f", place {job.queue_rank} in the queue" if job.queue_rank else "")),
+        ("failure", _failure(job)),
+        ("waits for", "\n".join(f"{each.reason}: {each.message}" for each in job.blockers)),
+        ("command", shlex.join(spec.command)),
+        ("directory", spec.working_directory),
+        ("tasks", "\n".join(_role(role) for role in spec.roles)),
+        ("wants", _wants(job)),
+        ("gang", "\n".join(_claim(claim) for claim in gang.claims)),
+        ("moves to", "\n".join(_claim(claim) for claim in gang.move_claims)),
+        ("locality", job_lines.locality_text(gang.level)),
+        ("epoch", f"{gang.epoch}, revision {job.revision}" if gang.epoch else ""),
+        ("pids", " ".join(str(pid) for pid in gang.pids)),
+        ("stopped at", f"step {gang.stop_step}" if gang.stop_step else ""),
+        ("progress", job_lines.progress_text(job.progress)),
+        ("waits for data", f"{job.progress.data_wait_share:.0%}" if job.progress.data_wait_share else ""),
+        ("can suspend", "\n".join([", ".join(can), *missing]).strip()),
+        ("checkpoint", _checkpoint(job)),
+        ("failures", f"{job.failures} of {spec.max_failures} allowed" if job.failures or spec.max_failures else ""),
+        ("preemptions", str(job.preemptions or "")),
+        ("submitted", instant(job.create_time)),
+        ("first step", instant(job.start_time)),
+        ("ended", instant(job.end_time)),
+        ("time", job_lines.elapsed(job)),
+        ("time limit", format_duration(times.seconds(spec.time_limit)) if spec.HasField("time_limit") else ""),
+        ("gpu memory", format_memory(spec.gpu_memory_bytes) if spec.gpu_memory_bytes else ""),
+        ("labels", " ".join(f"{name}={text}" for name, text in sorted(spec.labels.items()))),
+    ]
+
+
+def _failure(job: Job) -> str:
+    if not job.HasField("failure"):
+        return ""
+    failure = job.failure
+    return f"{failure.reason}: {failure.message} (rank {failure.rank}, exit code {failure.exit_code})"
+
+
+def _role(role: object) -> str:
+    from ganger.units import format_cores, format_memory
+    from ganger.v1.resources_pb2 import Role
+
+    assert isinstance(role, Role)
+    shape = role.shape
+    cores = f"{format_cores(shape.millicores)} cores" if shape.millicores else "cores by measurement"
+    memory = format_memory(shape.memory_bytes) if shape.memory_bytes else "a share of memory"
+    return f"{role.tasks} × {role.name}: {shape.gpus} GPUs, {cores}, {memory}"
+
+
+def _wants(job: Job) -> str:
+    from ganger.cli.job_lines import locality_text
+    from ganger.units import format_duration
+    from ganger.wire import times
+
+    spec, locality, parts = job.spec, job.spec.locality, []
+    if spec.device_type:
+        parts.append(spec.device_type)
+    if spec.nodes:
+        parts.append(f"{spec.nodes} nodes")
+    if locality.wish:
+        parts.append(f"{locality_text(locality.wish)} within {format_duration(times.seconds(locality.patience))}")
+    if locality.widest:
+        parts.append(f"at most {locality_text(locality.widest)} apart")
+    if spec.priority:
+        parts.append(f"priority {spec.priority}")
+    if spec.scheduler:
+        parts.append(f"scheduler {spec.scheduler}")
+    return ", ".join(parts)
+
+
+def _claim(claim: object) -> str:
+    from ganger.cli.job_lines import devices
+    from ganger.units import format_cores, format_memory
+    from ganger.v1.resources_pb2 import Claim
+
+    assert isinstance(claim, Claim)
+    cores = "+".join(format_cores(socket) for socket in claim.millicores)
+    arena = f", {format_memory(claim.arena_bytes)} arena" if claim.arena_bytes else ""
+    held = f"GPUs {devices(claim.device_mask)}, " if claim.device_mask else ""
+    return f"{number(claim.node)}: {held}{cores or '0'} cores, {format_memory(claim.memory_bytes)}{arena}"
+
+
+def _checkpoint(job: Job) -> str:
+    from ganger.units import format_memory
+
+    if not job.HasField("checkpoint"):
+        return ""
+    return f"step {job.checkpoint.step}, {format_memory(job.checkpoint.size_bytes)}, {job.checkpoint.path}"

@@ -1,0 +1,132 @@
+"""`ganger submit`: flags and a job file become one description; what is wrong with it is said all at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ganger.cli.options import json_option, number, open_client
+
+_LEVELS = "nvlink, switch, socket, node, rack, fabric, cluster"
+
+
+# Values are texts here: ganger.spec reads them, so that flags and files follow the same rules and errors come at once.
+@click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.option("--file", "-F", "file", type=click.Path(dir_okay=False, path_type=Path), help="Job file, YAML or TOML.")
+@click.option("--name", "-n", metavar="TEXT", help="A label; need not be unique.")
+@click.option("--gpus", "-g", metavar="N", help="GPUs in all; one task each unless told otherwise. Default 1.")
+@click.option("--gpus-per-task", metavar="M", help="GPUs of one task (one process).")
+@click.option("--tasks", metavar="T", help="Tasks; needed with --gpus 0 for more than one.")
+@click.option("--gpu-type", metavar="TYPE", help="Take only this device type.")
+@click.option("--gpu-memory", metavar="SIZE", help="Most memory a GPU will use, to reserve what OFFLOAD needs.")
+@click.option("--nodes", metavar="N", help="Use exactly so many nodes.")
+@click.option("--cpus-per-gpu", metavar="N|auto", help="Cores beside each GPU; auto (default) measures.")
+@click.option("--cpus-per-task", metavar="N|auto", help="Cores of each task.")
+@click.option("--memory", metavar="SIZE", help="Host memory of each task, e.g. 16G.")
+@click.option("--locality", metavar="LEVEL", help=f"How close together its GPUs should be: {_LEVELS}.")
+@click.option("--tolerance", metavar="LEVEL", help="How far apart they may be; default: as --locality, else anywhere.")
+@click.option("--patience", metavar="TIME", help="How long to wait for --locality before taking --tolerance [10m].")
+@click.option("--priority", metavar="N", help="-1000 to 1000; higher goes first.")
+@click.option("--time", "-t", metavar="TIME", help="Stop it after running so long, e.g. 2h30m.")
+@click.option("--max-failures", metavar="N", help="Restarts after failures of its own.")
+@click.option("--checkpoint-every", metavar="TIME|never", help="Interval of checkpoints to storage.")
+@click.option("--not-preemptible", is_flag=True, help="Never suspend or move it unless a person asks.")
+@click.option("--scheduler", metavar="MODULE:CLASS", help="Your own job scheduler.")
+@click.option("--agent", metavar="automatic|none", help="none: inject nothing into the script.")
+@click.option("--env", "-e", "variables", multiple=True, metavar="NAME[=VALUE]", help="Set or pass on a variable.")
+@click.option("--label", "-l", "labels", multiple=True, metavar="NAME=VALUE", help="A label to find it by.")
+@click.option("--directory", "-C", metavar="PATH", help="Working directory. Default: this one.")
+@click.option("--request-id", metavar="UUID", help="Repeat it to submit at most once.")
+@click.option("--follow", "-f", is_flag=True, help="Print its log until it ends; ctrl-C leaves it running.")
+@click.option("--dry-run", is_flag=True, help="Check the description and print what would be submitted.")
+@json_option
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def submit(
+    file: Path | None,
+    variables: tuple[str, ...],
+    labels: tuple[str, ...],
+    not_preemptible: bool,
+    request_id: str | None,
+    follow: bool,
+    dry_run: bool,
+    as_json: bool,
+    command: tuple[str, ...],
+    **flags: str | None,
+) -> int:
+    """Submit a job: `ganger submit --gpus 2 -- python train.py --epochs 3`.
+
+    Flags win over the job file. The working directory and the part of the environment a training script needs are
+    captured; --env adds to it.
+    """
+    from ganger.console.plain import print_json
+    from ganger.spec import load_job_file, make_spec
+
+    description = load_job_file(file) if file else {}
+    origins = _merge(description, flags)
+    if command:
+        description["command"] = list(command)
+        origins["command"] = "COMMAND"
+    if not_preemptible:
+        description["preemptible"] = False
+    if variables:
+        description["environment"] = _with_pairs(description.get("environment"), _variables(variables))
+    if labels:
+        description["labels"] = _with_pairs(description.get("labels"), _labels(labels))
+    spec = make_spec(description, origins=origins)
+    if dry_run:
+        print_json(spec)
+        return 0
+    with open_client() as client:
+        job = client.submit_spec(spec, request_id=request_id)
+        if as_json:
+            print_json(job.message)
+        else:
+            # Scripts take the number from stdout; the hint is for people.
+            print(f"submitted job {job.id}", flush=True)
+        if follow:
+            from ganger.cli.logs import follow_job
+
+            return follow_job(client, job.name)
+    if not as_json and sys.stdout.isatty():
+        print(f"  ganger logs -f {number(job.name)}    ganger why {number(job.name)}", file=sys.stderr)
+    return 0
+
+
+def _merge(description: dict[str, Any], flags: dict[str, str | None]) -> dict[str, str]:
+    """Puts the flags over the file's keys and returns what each such key is called in errors."""
+    origins: dict[str, str] = {}
+    for key, value in flags.items():
+        if value is not None:
+            description[key] = value
+            origins[key] = f"--{key.replace('_', '-')}"
+    return origins
+
+
+def _with_pairs(present: Any, added: dict[str, str]) -> Any:
+    # What is not a mapping stays as it is: the parser complains of it together with everything else.
+    return {**present, **added} if isinstance(present, dict) else added if present is None else present
+
+
+def _variables(pairs: tuple[str, ...]) -> dict[str, str]:
+    import os
+
+    result = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals and name not in os.environ:
+            raise click.UsageError(f"--env {name}: there is no such variable here; write --env {name}=VALUE")
+        result[name] = value if equals else os.environ[name]
+    return result
+
+
+def _labels(pairs: tuple[str, ...]) -> dict[str, str]:
+    result = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise click.UsageError(f"--label {pair}: write NAME=VALUE")
+        result[name] = value
+    return result

@@ -1,0 +1,243 @@
+"""`ganger up` and `ganger down`: a whole cluster on this machine, with its real devices or virtual ones."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from ganger.cli import cluster
+from ganger.cli.failures import CommandError
+
+_READY_SECONDS = 60.0
+_WATCH_SECONDS = 0.5
+
+
+@click.command()
+@click.option("--nodes", type=click.IntRange(1, 64), help="Daemons to start. Default: 2 with virtual devices, else 1.")
+@click.option("--virtual-gpus", type=click.IntRange(0, 64), metavar="N", help="Pretend each node has N GPUs.")
+@click.option("--virtual-cores", type=click.IntRange(1, 4096), metavar="C", help="Cores each node may give away.")
+@click.option("--virtual-memory", metavar="SIZE", help="Host memory each node may give away, e.g. 16G.")
+@click.option("--topology", metavar="AxB", help="Groups of virtual GPUs, e.g. 2x2: two sockets of two.")
+@click.option(
+    "--state-dir", type=click.Path(file_okay=False, path_type=Path), help="Where all state and logs are kept."
+)
+@click.option("--storage", type=click.Path(file_okay=False, path_type=Path), help="Where checkpoints are kept.")
+@click.option("--listen", metavar="ADDRESS", help="Address of the master: 127.0.0.1:PORT or unix:PATH.")
+@click.option("--policy", metavar="NAME", help="Who goes first; default fifo.")
+@click.option("--lost-after", metavar="TIME", help="When a silent node counts as lost; or never.")
+@click.option("--detach", "-d", is_flag=True, help="Return once it is ready; `ganger down` stops it.")
+@click.option("--cancel-jobs", is_flag=True, help="Cancel all jobs when it is stopped; else they go on.")
+def up(
+    nodes: int | None,
+    virtual_gpus: int | None,
+    virtual_cores: int | None,
+    virtual_memory: str | None,
+    topology: str | None,
+    state_dir: Path | None,
+    storage: Path | None,
+    listen: str | None,
+    policy: str | None,
+    lost_after: str | None,
+    detach: bool,
+    cancel_jobs: bool,
+) -> None:
+    """Start a cluster on this machine: a master and one daemon for each node.
+
+    Runs until ctrl-C. Without GPUs it makes two nodes of four virtual ones.
+    """
+    directory = _state_directory(state_dir)
+    if detach:
+        _detach(directory)
+        return
+    if virtual_gpus is None and not _has_devices():
+        virtual_gpus, topology = 4, topology or "2x2"
+        click.echo("no GPUs found: each node gets 4 virtual ones (--virtual-gpus N for other numbers)", err=True)
+    count = nodes or (1 if virtual_gpus is None else 2)
+    if virtual_gpus is None and count > 1:
+        raise click.UsageError("--nodes above 1 needs --virtual-gpus: real devices can belong to one node only")
+    if virtual_gpus is not None:
+        virtual_cores = virtual_cores or max(2 * virtual_gpus, 2)
+        virtual_memory = virtual_memory or _memory_share(count)
+    settings = cluster.Settings(
+        directory,
+        count,
+        virtual_gpus,
+        virtual_cores,
+        virtual_memory or "",
+        topology or "",
+        listen or "",
+        str(storage.absolute()) if storage else "",
+        policy or "",
+        lost_after or "",
+    )
+    with _alone(directory):
+        _supervise(settings, cancel_jobs)
+
+
+@click.command()
+@click.option("--state-dir", type=click.Path(file_okay=False, path_type=Path), help="As given to `ganger up`.")
+@click.option("--cancel-jobs", is_flag=True, help="Cancel all jobs first; else they go on without us.")
+def down(state_dir: Path | None, cancel_jobs: bool) -> None:
+    """Stop the cluster of this machine."""
+    directory = _state_directory(state_dir)
+    _, started = cluster.read_up_file(directory)
+    if not started:
+        click.echo(f"no cluster of {directory} runs")
+        return
+    _settle_jobs(directory, cancel_jobs)
+    cluster.stop_started(started)
+    click.echo("stopped")
+
+
+def _supervise(settings: cluster.Settings, cancel_jobs: bool) -> None:
+    import signal
+
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: stop.set())
+    from ganger.wire.endpoints import remove_endpoint
+
+    # What a killed master left would look like a new master that does not answer.
+    remove_endpoint(settings.state_directory)
+    supervisor = cluster.Supervisor(settings, lambda text: click.echo(text, err=True))
+
+    def check() -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        supervisor.check_alive()
+
+    try:
+        supervisor.start()
+        address = cluster.wait_until_ready(settings, check, _READY_SECONDS)
+        supervisor.announce_ready()
+        click.echo(_welcome(settings, address))
+        sys.stdout.flush()
+        while not stop.wait(_WATCH_SECONDS):
+            supervisor.restart_dead()
+        click.echo("stopping", err=True)
+        _settle_jobs(settings.state_directory, cancel_jobs)
+    finally:
+        supervisor.stop()
+
+
+def _detach(directory: Path) -> None:
+    """Starts this very command again without --detach, as a session of its own, and waits until it is ready."""
+    arguments = [argument for argument in sys.argv[1:] if argument not in ("--detach", "-d")]
+    (directory / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = directory / "logs" / "up.log"
+    with path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ganger.cli.main", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + _READY_SECONDS + 5.0
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise CommandError(f"the cluster did not start:\n{cluster.tail(path)}")
+        is_ready, started = cluster.read_up_file(directory)
+        if is_ready and any(each.pid == process.pid for each in started):
+            click.echo(path.read_text().rstrip())
+            click.echo("stop it with: ganger down" + _state_flag(directory))
+            return
+        time.sleep(0.05)
+    raise CommandError(f"the cluster was not ready in time; see {path}")
+
+
+def _settle_jobs(directory: Path, cancel_jobs: bool) -> None:
+    """Cancels what lives and waits for it, or says that it goes on."""
+    from ganger.client import Client
+    from ganger.v1.job_pb2 import Job
+    from ganger.wire.endpoints import EndpointError, read_endpoint
+    from ganger.wire.errors import ApiError
+
+    try:
+        with Client(read_endpoint(directory), patience_seconds=5.0) as client:
+            live = list(client.list_jobs([Job.STATE_PENDING, Job.STATE_HOLDING, Job.STATE_SUSPENDED]))
+            if not cancel_jobs:
+                held = sum(job.state == Job.STATE_HOLDING for job in live)
+                if held:
+                    message = (
+                        f"{held} jobs go on without a scheduler; `ganger up{_state_flag(directory)}` takes them up"
+                    )
+                    click.echo(f"{message} again (--cancel-jobs ends them)", err=True)
+                return
+            for job in live:
+                client.cancel_job(job.name, "ganger down")
+            deadline = time.monotonic() + 30.0
+            while any(client.get_job(job.name).HasField("gang") for job in live) and time.monotonic() < deadline:
+                time.sleep(0.1)
+    except (ApiError, EndpointError) as error:
+        # A master that does not answer is no reason not to stop it.
+        click.echo(f"could not ask the master about jobs: {error}", err=True)
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """One supervisor to a directory. Raises CommandError if there is one, or if its programs still run."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (directory / "up.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CommandError(
+                f"a cluster runs in {directory} already: use it, stop it with `ganger down{_state_flag(directory)}`,"
+                " or choose another --state-dir"
+            ) from None
+        _, started = cluster.read_up_file(directory)
+        others = [each for each in started if each.pid != os.getpid()]
+        if others:
+            names = ", ".join(f"{each.name} (pid {each.pid})" for each in others)
+            raise CommandError(
+                f"parts of an earlier cluster in {directory} still run: {names};"
+                f" stop them with `ganger down{_state_flag(directory)}`"
+            )
+        yield
+
+
+def _welcome(settings: cluster.Settings, address: str) -> str:
+    directory = settings.state_directory
+    devices = "this machine's GPUs" if settings.virtual_gpus is None else f"{settings.virtual_gpus} virtual GPUs each"
+    export = "" if not _state_flag(directory) else f"  export GANGER_MASTER={directory}\n"
+    return (
+        f"ganger is up: {settings.nodes} nodes, {devices}; master at {address}\n"
+        f"logs are in {directory / 'logs'}\n"
+        f"next:\n{export}"
+        "  ganger submit --gpus 2 -- python train.py    a job of two tasks\n"
+        "  ganger queue      what runs and what waits\n"
+        "  ganger top        the same, live\n"
+        "  ganger why JOB    why it waits"
+    )
+
+
+def _state_directory(given: Path | None) -> Path:
+    from ganger.wire.endpoints import default_state_directory
+
+    return (given or default_state_directory()).absolute()
+
+
+def _state_flag(directory: Path) -> str:
+    from ganger.wire.endpoints import default_state_directory
+
+    return "" if directory == default_state_directory().absolute() else f" --state-dir {directory}"
+
+
+def _has_devices() -> bool:
+    return any(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _memory_share(nodes: int) -> str:
+    """Three quarters of the machine's memory, shared by the nodes."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return f"{max(1, int(total * 0.75) // nodes >> 20)}M"

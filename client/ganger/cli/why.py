@@ -1,0 +1,36 @@
+"""`ganger why`: the true blocker of a job, and when it may start, with what the estimate rests on."""
+
+from __future__ import annotations
+
+import click
+
+from ganger.cli.options import JobType, json_option, number, open_client
+
+
+@click.command()
+@click.argument("job", type=JobType())
+@json_option
+def why(job: str, as_json: bool) -> None:
+    """Say why a job waits or rests, and when it may start."""
+    from ganger.cli import job_lines
+    from ganger.console.plain import print_json
+    from ganger.units import format_duration
+
+    with open_client() as client:
+        answer = client.explain_job(job)
+    if as_json:
+        print_json(answer)
+        return
+    rank = f", place {answer.job.queue_rank} in the queue" if answer.job.queue_rank else ""
+    print(f"job {number(answer.job.name or job)} is {job_lines.state_text(answer.job)}{rank}")
+    for position, blocker in enumerate(answer.blockers):
+        print(f"{'because' if position == 0 else '    and'} {blocker.reason}: {blocker.message}")
+        # The sentence carries the figures already where the master put them in.
+        figures = " ".join(f"{name}={value}" for name, value in sorted(blocker.figures.items()))
+        if figures and figures not in blocker.message:
+            print(f"          {figures}")
+    if answer.start_before_seconds > 0:
+        soonest, latest = format_duration(answer.start_after_seconds), format_duration(answer.start_before_seconds)
+        print(f"may start in {soonest} to {latest}, {answer.assumption}")
+    elif answer.assumption:
+        print(answer.assumption if not answer.blockers else f"start unknown: {answer.assumption}")
