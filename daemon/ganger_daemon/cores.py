@@ -241,8 +241,12 @@ def _choose(
 ) -> list[tuple[int, int]]:
     """Whole cores first, best rank first; then the remainder on the fullest piece that holds it; then any pieces."""
 
-    def rank(core: Core) -> tuple[bool, bool, bool, int]:
-        return core.id not in preferred, core.id in avoided, not near.intersection(core.cpus), core.id
+    # of declared cores that stand for one CPU, another one of the same CPU would be no change
+    avoided_cpus = {cpu for core in cores if core.id in avoided for cpu in core.cpus}
+
+    def rank(core: Core) -> tuple[bool, int, bool, int]:
+        unwanted = 2 if core.id in avoided else int(bool(avoided_cpus.intersection(core.cpus)))
+        return core.id not in preferred, unwanted, not near.intersection(core.cpus), core.id
 
     taken: dict[int, int] = {}
     whole = [core for core in sorted(cores, key=rank) if free[core.id] == CORE]

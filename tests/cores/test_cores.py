@@ -77,6 +77,15 @@ def test_repinning_moves_to_other_cores_of_the_same_number() -> None:
     assert not set(moved.held["a"].cores) & set(table.held["a"].cores)
 
 
+def test_repinning_declared_cores_looks_for_another_real_cpu() -> None:
+    table = CoreTable.empty(declared_cores(8, 1, (0, 1), housekeeping=0))
+    for owner in ("a", "b"):
+        table = allocate(table, owner, (1000,))
+        assert isinstance(table, CoreTable)
+    assert cpus_of(table.core_map, table.held["a"]) == (0,)
+    assert cpus_of(table.core_map, repin(table, "a").held["a"]) == (1,)
+
+
 def test_repinning_on_a_full_node_changes_nothing_that_counts() -> None:
     table = allocate(CoreTable.empty(server()), "a", (4000, 4000))
     assert isinstance(table, CoreTable)

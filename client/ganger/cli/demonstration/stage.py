@@ -37,12 +37,12 @@ def programme(examples: Path) -> tuple[Example, ...]:
 
     every = (*THREE_SUSPENDS_TWO_MOVES, "repin")
     return (
-        example("char_transformer", "attached", 1, 700, every),
-        example("digits_cnn", "attached", 1, 1500, every),
-        example("ddp", "attached", 2, 700, THREE_SUSPENDS_TWO_MOVES),
-        example("digits_cnn", "plain", 1, 1500, THREE_SUSPENDS_TWO_MOVES),
-        example("char_transformer", "plain", 1, 700, THREE_SUSPENDS_TWO_MOVES),
-        example("ddp", "plain", 2, 700, THREE_SUSPENDS_TWO_MOVES),
+        example("char_transformer", "attached", 1, 350, every),
+        example("digits_cnn", "attached", 1, 900, every),
+        example("ddp", "attached", 2, 400, THREE_SUSPENDS_TWO_MOVES),
+        example("digits_cnn", "plain", 1, 900, THREE_SUSPENDS_TWO_MOVES),
+        example("char_transformer", "plain", 1, 350, THREE_SUSPENDS_TWO_MOVES),
+        example("ddp", "plain", 2, 400, THREE_SUSPENDS_TWO_MOVES),
     )
 
 

@@ -160,7 +160,7 @@ class _Disturbed:
         self._dice.shuffle(actions)
         self._watch.wait_for(1, ACTION_SECONDS, self._ended)
         for action in actions:
-            self._watch.wait_for(self._watch.steps + self._dice.randint(5, 40), ACTION_SECONDS, self._ended)
+            self._watch.wait_for(self._watch.steps + self._dice.randint(5, 25), ACTION_SECONDS, self._ended)
             match action:
                 case "move":
                     done = self._move()
