@@ -100,9 +100,8 @@ def main():
             job.step(loss)  # 5
             if schedule.last_epoch >= steps:
                 break
-        print(
-            f"epoch {epoch}: loss {loss.item():.4f}, accuracy {accuracy(network, test_loader, device):.3f}", flush=True
-        )
+        right = accuracy(network, test_loader, device)
+        print(f"epoch {epoch}: loss {loss.item():.4f}, accuracy {right:.3f}", flush=True)
         if schedule.last_epoch >= steps:
             break
     if arguments.weights:

@@ -1,9 +1,146 @@
-"""The zero-line form."""
+"""The zero-line form: finds the boundaries of an unmodified script, pauses it there, brings it back after a restart.
+
+A boundary is the next fetch from the loader after an optimizer's step, so that what a script does after the step
+(schedules, logging) is part of it. Torch is hooked when it is imported, not before. The first process whose training
+loop begins takes the page; helpers stay as they are. What the agent cannot handle is named in the hello, and offered
+less.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import TYPE_CHECKING, Any, Callable
+
+from ganger.training.diversion import Diversion
+
+if TYPE_CHECKING:
+    from ganger.training.unmodified import UnmodifiedScript
+
+_script: UnmodifiedScript | None = None
+_diversion: Diversion | None = None
+_waiting: _AfterImport | None = None
+_is_installed = False
 
 
 def install() -> None:
-    pass
+    """Wait for a training loop in this process. Does nothing outside Ganger; harmless where torch is never imported."""
+    global _is_installed, _diversion, _waiting
+    if _is_installed or not os.environ.get("GANGER_PAGE"):
+        return
+    _is_installed = True
+    if os.environ.get("GANGER_RESTORE") and _is_rank():
+        _diversion = Diversion(_replay_log())
+        atexit.register(_ended_too_early)
+    if "torch" in sys.modules:
+        _hook()
+    else:
+        _waiting = _AfterImport("torch", _hook)
+        sys.meta_path.insert(0, _waiting)
 
 
 def stand_down() -> None:
-    pass
+    """The script attaches by itself: leave it to `attach`. Idempotent."""
+    global _script, _waiting
+    if _waiting is not None:
+        _waiting.remove()
+        _waiting = None
+    if _script is not None:
+        _script.retire()
+        _script = None
+    if _diversion is not None:
+        _diversion.end()
+
+
+def _is_rank() -> bool:
+    """Whether this process is the one that was launched, not a helper that inherited its environment."""
+    from ganger.injob.page import Page, PageError, Word
+
+    try:
+        page = Page.open(os.environ["GANGER_PAGE"], writable=False)
+    except (OSError, PageError):
+        return False
+    launched = page.get(Word.PID)
+    page.close()
+    # 0: nobody filled it in, so the first one to look is taken for it
+    return launched in (0, os.getpid())
+
+
+def _replay_log() -> str:
+    page = os.environ["GANGER_PAGE"]
+    name = os.path.basename(page).replace(".page", "") + ".replay.log"
+    return os.path.join(os.environ.get("GANGER_JOB_DIR") or os.path.dirname(page), name)
+
+
+def _hook() -> None:
+    global _script, _waiting
+    if _waiting is not None:
+        _waiting.remove()
+        _waiting = None
+    from ganger.training.unmodified import UnmodifiedScript
+
+    _script = UnmodifiedScript(_diversion)
+    _script.hook()
+
+
+def _ended_too_early() -> None:
+    """A script that ends before it is back where it was has lost its way: that must not look like success."""
+    if _diversion is None or not _diversion.active:
+        return
+    from ganger.injob import exitcode
+    from ganger.injob.page import EXIT_NO_STATE
+
+    tail = _diversion.tail()
+    _diversion.end()
+    print(tail, file=sys.stderr)
+    print("ganger: the script ended before it came back to its position; the lines above are from its replay log. "
+          "Attach it (ganger.attach) to restart without a replay", file=sys.stderr)  # fmt: skip
+    if not exitcode.has_failed():
+        exitcode.leave_now(EXIT_NO_STATE)
+
+
+class _AfterImport(MetaPathFinder):
+    """Calls `action` once the module `name` has been imported completely."""
+
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        self._name = name
+        self._action = action
+        self._busy = False
+
+    def remove(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        if name != self._name or self._busy:
+            return None
+        self._busy = True
+        try:
+            import importlib.util
+
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._busy = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Notifying(spec.loader, self._action)
+        return spec
+
+
+class _Notifying(Loader):
+    def __init__(self, loader: Any, action: Callable[[], None]) -> None:
+        self._loader = loader
+        self._action = action
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        self._loader.exec_module(module)
+        self._action()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)

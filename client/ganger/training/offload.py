@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any, Callable, TypeVar
 
 import torch
 
@@ -26,15 +26,17 @@ from ganger.training.image import (
     ArenaSink,
     ArenaSource,
     ArenaTooSmallError,
-    ByteSource,
     FileSink,
     FileSource,
     ImagePlan,
+    OpenImage,
     durable_shard,
     open_image,
     write_image,
 )
-from ganger.training.state import Captured, Restored, StateMismatchError, Training, capture, restore
+from ganger.training.state import Captured, Restored, StateMismatchError, Training, capture, position_of, restore
+
+_T = TypeVar("_T")
 
 # Below this nothing goes back to the system anyway, and counters that optimizers keep on the CPU stay where they are.
 SMALLEST_OFFLOAD_BYTES = 4096
@@ -162,35 +164,37 @@ class StateKeeper:
 
     # -- starting
 
+    def position_at_start(self) -> dict[str, Any]:
+        """The assigned state's position, as soon as the header is there. Ends the process on a bad state."""
+        return self._from_assigned_state(position_of)
+
     def restore_at_start(self) -> Restored | None:
-        """Put the assigned state into the script's objects; None if there is none. Ends the process on a bad one.
+        """Put the assigned state into the script's objects; None if there is none. Ends the process on a bad state.
 
         A half-restored state must not train, and trying again here would read the same bytes.
         """
-        order = self._control.restore
-        if order is None:
+        if self._control.restore is None:
             return None
+        return self._from_assigned_state(lambda image: restore(self._training(), image))
+
+    def _from_assigned_state(self, use: Callable[[OpenImage], _T]) -> _T:
+        order = self._control.restore
+        assert order is not None, "asked only when a state is assigned"
         try:
             if order.kind == "arena":
                 if self.arena is None:
                     raise ImageError("TRUNCATED", "told to restore from the arena, but no arena came with the launch")
                 self._wait_for_arena(1)
-                return self._restore_from(ArenaSource(self.arena.view(), self._wait_for_arena), order.step)
+                return use(_not_older(open_image(ArenaSource(self.arena.view(), self._wait_for_arena)), order.step))
             shard = os.path.join(order.path, f"rank-{self._control.rank}.shard")
             descriptor = os.open(shard, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                return self._restore_from(FileSource(descriptor), order.step)
+                return use(_not_older(open_image(FileSource(descriptor)), order.step))
             finally:
                 os.close(descriptor)
         except (ImageError, StateMismatchError, ArenaTooSmallError, OSError) as error:
             self._control.error(Error.STATE_UNREADABLE, f"cannot restore: {error}")
             exitcode.leave_now(EXIT_NO_STATE)
-
-    def _restore_from(self, source: ByteSource, oldest_step: int) -> Restored:
-        image = open_image(source)
-        if image.step < oldest_step:
-            raise StateMismatchError(f"the state is of step {image.step}, training was at step {oldest_step} already")
-        return restore(self._training(), image)
 
     def _wait_for_arena(self, needed_bytes: int) -> None:
         while self._page.get(Word.ARENA_AVAILABLE) < needed_bytes:
@@ -262,6 +266,12 @@ class StateKeeper:
             self._writer.join()
             self._writer = None
         self.tend()
+
+
+def _not_older(image: OpenImage, step: int) -> OpenImage:
+    if image.step < step:
+        raise StateMismatchError(f"the state is of step {image.step}, but training was at step {step} already")
+    return image
 
 
 def _reported(write: Callable[[], None]) -> None:

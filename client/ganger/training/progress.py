@@ -21,7 +21,7 @@ class Progress:
     def __init__(self, page: Page, training: Training, keeper: StateKeeper | None) -> None:
         self._page = page
         self._words = page.words
-        self._training = training
+        self.training = training
         self._keeper = keeper
         self._calls = 0
         self._loss_due = 0.0
@@ -47,7 +47,7 @@ class Progress:
 
     def measure(self) -> None:
         """Publish device memory now and at its peak."""
-        in_use, peak = device_bytes(self._training)
+        in_use, peak = device_bytes(self.training)
         self._peak = max(self._peak, peak)
         self._words[Word.DEVICE_BYTES] = in_use
         self._words[Word.PEAK_DEVICE_BYTES] = self._peak
@@ -65,7 +65,7 @@ class Progress:
                 event.record()
                 self._pending = (copied, event)
         elif not isinstance(loss, torch.Tensor) or loss.numel() == 1:
-            self._set(float(loss))
+            self._set(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
 
     def _set(self, loss: float) -> None:
         if math.isfinite(loss):

@@ -94,6 +94,15 @@ def capture(training: Training, position: dict[str, Any], *, gradients: bool) ->
     return Captured(tree, tuple(table.tensors), live)
 
 
+def position_of(image: OpenImage) -> dict[str, Any]:
+    """The position alone, which needs no tensors. Raises StateMismatchError."""
+    try:
+        position: dict[str, Any] = codec.decode(image.tree["position"], TensorRef)
+    except (ValueError, KeyError, TypeError) as error:
+        raise StateMismatchError(f"the saved position cannot be read: {error}") from error
+    return position
+
+
 def restore(training: Training, image: OpenImage) -> Restored:
     """Put the image's state into the script's objects. The random generators are left alone.
 

@@ -1,0 +1,103 @@
+"""Finds what an unmodified script trains: optimizers, schedulers and scalers as they are made, modules by a search.
+
+The order must be the same in every run of the script, as names are numbers in that order.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from typing import Any
+
+import torch
+
+from ganger.training.state import Training, unwrapped
+
+
+class Discovery:
+    """Notes every optimizer, scheduler and gradient scaler that is made from now on, in order."""
+
+    def __init__(self) -> None:
+        self._optimizers: list[weakref.ref[Any]] = []
+        self._schedulers: list[weakref.ref[Any]] = []
+        self._scalers: list[weakref.ref[Any]] = []
+
+    def watch(self) -> None:
+        schedulers = torch.optim.lr_scheduler
+        _note_instances(torch.optim.Optimizer, self._optimizers)
+        _note_instances(schedulers.LRScheduler, self._schedulers)
+        if not issubclass(schedulers.ReduceLROnPlateau, schedulers.LRScheduler):
+            _note_instances(schedulers.ReduceLROnPlateau, self._schedulers)
+        scaler = getattr(getattr(torch, "amp", None), "GradScaler", None) or torch.cuda.amp.GradScaler
+        _note_instances(scaler, self._scalers)
+
+    @property
+    def has_optimizer(self) -> bool:
+        return any(reference() is not None for reference in self._optimizers)
+
+    def training(self) -> Training:
+        """What is alive now."""
+        optimizers = _alive(self._optimizers)
+        models = _root_modules(optimizers)
+        return Training(
+            models={f"model{number}": model for number, model in enumerate(models)},
+            optimizers={f"optimizer{number}": item for number, item in enumerate(optimizers)},
+            schedulers={f"scheduler{number}": item for number, item in enumerate(_outermost(_alive(self._schedulers)))},
+            scalers={f"scaler{number}": item for number, item in enumerate(_alive(self._scalers))},
+        )
+
+
+def _note_instances(kind: type, found: list[weakref.ref[Any]]) -> None:
+    original = kind.__init__  # type: ignore[misc]
+
+    @functools.wraps(original)
+    def noted(self: Any, *arguments: Any, **options: Any) -> None:
+        if not any(reference() is self for reference in found):
+            found.append(weakref.ref(self))
+        original(self, *arguments, **options)
+
+    kind.__init__ = noted  # type: ignore[misc]
+
+
+def _alive(references: list[weakref.ref[Any]]) -> list[Any]:
+    return [item for item in (reference() for reference in references) if item is not None]
+
+
+def _outermost(schedulers: list[Any]) -> list[Any]:
+    """Without those that SequentialLR and ChainedScheduler hold: their state is part of the holder's."""
+    inner = {id(item) for holder in schedulers for item in getattr(holder, "_schedulers", ())}
+    return [item for item in schedulers if id(item) not in inner]
+
+
+def _root_modules(optimizers: list[Any]) -> list[torch.nn.Module]:
+    """Modules with tensors that are part of no other module: trained ones in the order of their parameters, then rest.
+
+    Copies such as moving averages of weights change in training without an optimizer, so they belong to the state.
+    """
+    gc.collect()
+    modules = [item for item in gc.get_objects() if _is_module(item)]
+    children = {id(child) for module in modules for child in module._modules.values() if child is not None}
+    roots = [unwrapped(module) for module in modules if id(module) not in children]
+    owned = [
+        module for module in roots if any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+    ]
+    place: dict[int, int] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                place.setdefault(id(parameter), len(place))
+
+    def key(module: torch.nn.Module) -> tuple[int, str, int]:
+        first = min((place.get(id(parameter), len(place)) for parameter in module.parameters()), default=len(place))
+        return first, type(module).__qualname__, sum(parameter.numel() for parameter in module.parameters())
+
+    distinct = list({id(module): module for module in owned}.values())
+    return sorted(distinct, key=key)
+
+
+def _is_module(item: Any) -> bool:
+    try:
+        return isinstance(item, torch.nn.Module) and "_modules" in item.__dict__
+    except Exception:  # proxies of other libraries may refuse to be looked at
+        return False

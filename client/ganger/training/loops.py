@@ -1,0 +1,164 @@
+"""The iterators of an unmodified script's loops: one that is watched, one that is over already, one gone on with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import IterableDataset
+
+from ganger.training.enumeration import count_from
+from ganger.training.randomness import capture_random, generator_bytes, generator_tensor, restore_random
+
+
+class Script(Protocol):
+    """What a loop tells the script it belongs to."""
+
+    def before_fetch(self, loop: Loop) -> None: ...
+
+    def after_fetch(self, loop: Loop, waited_nanoseconds: int) -> None: ...
+
+    def kept_batch(self, loader: Any, original: Any) -> Any: ...
+
+    def arrive(self) -> None: ...
+
+    def note_reason(self, reason: str) -> None: ...
+
+
+class Loop:
+    """The iterator of one pass over a loader, as the script sees it."""
+
+    def __init__(self, script: Script, loader: Any, original: Any, number: int) -> None:
+        self._script = script
+        self.number = number
+        self.taken = 0
+        self.exhausted = False
+        self.batch_size = int(getattr(loader, "batch_size", None) or 0)
+        self.at_creation = _creation_state(loader)
+        self._iterator = self._make_iterator(loader, original)
+
+    def _make_iterator(self, loader: Any, original: Any) -> Any:
+        return original(loader)
+
+    def __iter__(self) -> Loop:
+        return self
+
+    def __next__(self) -> Any:
+        self._script.before_fetch(self)
+        began = time.perf_counter_ns()
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self.exhausted = True
+            raise
+        self.taken += 1
+        self._script.after_fetch(self, time.perf_counter_ns() - began)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_iterator"], name)
+
+
+class OneBatch(Loop):
+    """A loop that is finished already: its body runs once, so that the script's variables exist."""
+
+    def _make_iterator(self, loader: Any, original: Any) -> Any:
+        def one() -> Iterator[Any]:
+            try:
+                yield self._script.kept_batch(loader, original)
+            except StopIteration:
+                return
+
+        return one()
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self.exhausted = True
+            raise
+
+
+class Resumed(Loop):
+    """The loop in which the boundary was: goes on with the batch after it."""
+
+    def __init__(self, script: Script, loader: Any, original: Any, number: int, target: dict[str, Any]) -> None:
+        self._target_taken = int(target["taken"])
+        self._loader = loader
+        self._has_arrived = False
+        self._shown_last = False
+        _set_creation_state(loader, target["at creation"])
+        super().__init__(script, loader, original, number)
+        self.at_creation = target["at creation"]
+        # a loop that was at its end is given its last batch, so that the script's variables exist after it
+        self._is_at_end = not _is_iterable(loader) and self._target_taken >= len(loader)
+        _skip(loader, self._iterator, self._target_taken - (1 if self._is_at_end else 0))
+
+    def __next__(self) -> Any:
+        if self._has_arrived:
+            return super().__next__()
+        if self._is_at_end and not self._shown_last:
+            self._shown_last = True
+            batch = next(self._iterator)
+            self._count(self._target_taken - 1)
+            return batch
+        self.taken = self._target_taken
+        self._has_arrived = True
+        if not self._is_at_end:
+            self._count(self._target_taken)
+        self._script.arrive()
+        return super().__next__()
+
+    def _count(self, start: int) -> None:
+        if not count_from(self, start):
+            self._script.note_reason("the counter of enumerate(loader) could not be set")
+
+
+def _is_iterable(loader: Any) -> bool:
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def _skip(loader: Any, iterator: Any, count: int) -> None:
+    """Pass over batches: only their indices are drawn where nothing else depends on them."""
+    indices = getattr(iterator, "_sampler_iter", None)
+    if loader.num_workers == 0 and indices is not None and not _is_iterable(loader):
+        for _ in range(count):
+            next(indices)
+        return
+    # what workers draw for later batches follows from the earlier ones, so they make them all
+    for _ in range(count):
+        next(iterator)
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Generators a loader and its samplers draw from, other than torch's own."""
+    found: list[torch.Generator] = []
+    for holder in (
+        loader,
+        getattr(loader, "sampler", None),
+        getattr(loader, "batch_sampler", None),
+        getattr(getattr(loader, "batch_sampler", None), "sampler", None),
+    ):
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator) and all(generator is not known for known in found):
+            found.append(generator)
+    return found
+
+
+def _creation_state(loader: Any) -> dict[str, Any]:
+    """What the order of a pass follows from."""
+    return {
+        "random": capture_random(),
+        "generators": [generator_bytes(item.get_state()) for item in _generators(loader)],
+    }
+
+
+def _set_creation_state(loader: Any, state: dict[str, Any]) -> None:
+    restore_random(state["random"])
+    for generator, saved in zip(_generators(loader), state["generators"]):
+        generator.set_state(generator_tensor(saved))

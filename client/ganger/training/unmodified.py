@@ -1,0 +1,272 @@
+"""An unmodified script under control: where its boundaries are, what they hold, and how it finds back to one.
+
+Live, every top-level loop over a DataLoader has a number. A position is (loop, batches taken). After a restart the
+script runs again from its first line: finished loops get one batch each, the batches already taken of the current loop
+are skipped, then the complete state is put back and the script goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from ganger.injob.control import Control
+from ganger.injob.page import Capability, Phase
+from ganger.training.codec import StateNotSupportedError
+from ganger.training.discovery import Discovery
+from ganger.training.diversion import Diversion
+from ganger.training.loops import Loop, OneBatch, Resumed
+from ganger.training.offload import StateKeeper
+from ganger.training.progress import Progress
+from ganger.training.randomness import restore_random
+from ganger.training.state import Training, capture
+
+# Evaluation loops make no steps, so silence alone says little; this many batches without any step do.
+BATCHES_BEFORE_OPAQUE = 1000
+STEPS_WITHOUT_LOADER = 3
+
+
+class UnmodifiedScript:
+    """One process. Inert until a loop begins in the process of the rank with an optimizer alive."""
+
+    def __init__(self, diversion: Diversion | None) -> None:
+        self._pid = os.getpid()
+        self._diversion = diversion
+        self._retired = False
+        self._discovery = Discovery()
+        self._control: Control | None = None
+        self._keeper: StateKeeper | None = None
+        self._progress: Progress | None = None
+        self._reasons: list[str] = []
+        self._capabilities = 0
+        self._refined = False
+        # loops
+        self._loops = 0
+        self._alive: list[weakref.ref[Loop]] = []
+        self._last: weakref.ref[Loop] | None = None
+        self._stepping: weakref.ref[Loop] | None = None
+        self._has_stepped = False
+        self._fetched = 0
+        self._samples = 0
+        self._steps_without_loader = 0
+        self._boundary_loop: Loop | None = None
+        # going back
+        self._going_back = diversion is not None
+        self._target: dict[str, Any] | None = None
+        self._kept_batches: dict[int, Any] = {}
+
+    def hook(self) -> None:
+        """Once per process: note optimizers, look at loops and steps."""
+        self._discovery.watch()
+        script = self
+        original = DataLoader.__iter__
+
+        def begin(loader: Any) -> Any:
+            if script._is_concerned():
+                return script._begin_loop(loader, original)
+            return original(loader)
+
+        DataLoader.__iter__ = begin  # type: ignore[method-assign]
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+
+    def retire(self) -> None:
+        """Let go of the page; the hooks stay and do nothing."""
+        self._retired = True
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+    def _is_concerned(self) -> bool:
+        return (
+            not self._retired
+            and os.getpid() == self._pid
+            and threading.current_thread() is threading.main_thread()
+            and self._discovery.has_optimizer
+        )
+
+    # -- hooks
+
+    def _begin_loop(self, loader: Any, original: Any) -> Any:
+        if self._control is None and not self._take_page():
+            return original(loader)
+        is_inner = any(loop is not None and not loop.exhausted for loop in self._living())
+        number = -1 if is_inner else self._loops
+        if not is_inner:
+            self._loops += 1
+        if self._going_back:
+            return self._replayed(loader, original, number)
+        if self._has_stepped and (self._stepping is None or self._stepping() is None) and not is_inner:
+            # the loop that made the last step was left early: this is the first place after it
+            self._loops -= 1
+            self._boundary(None)
+            self._loops += 1
+        return self._watched(Loop(self, loader, original, number))
+
+    def _watched(self, loop: Loop) -> Loop:
+        self._alive = [reference for reference in self._alive if reference() is not None]
+        self._alive.append(weakref.ref(loop))
+        return loop
+
+    def _living(self) -> Iterator[Loop | None]:
+        return (reference() for reference in self._alive)
+
+    def _before_step(self, *_: Any) -> None:
+        if self._control is None and self._is_concerned() and not self._going_back and self._last is None:
+            # no loader so far: from now on the optimizer's steps are the boundaries
+            self._take_page()
+
+    def _after_step(self, *_: Any) -> None:
+        if self._control is None or os.getpid() != self._pid or self._going_back:
+            return
+        self._has_stepped = True
+        self._stepping = self._last
+        if self._last is None:
+            self._steps_without_loader += 1
+            if self._steps_without_loader >= STEPS_WITHOUT_LOADER:
+                self.note_reason("its batches come from no DataLoader")
+            self._boundary(None)
+
+    def before_fetch(self, loop: Loop) -> None:
+        """`loop` is about to fetch: a boundary if it has made a step since its last fetch."""
+        if self._has_stepped and self._stepping is not None and self._stepping() is loop:
+            self._boundary(loop)
+        self._fetched += 1
+        if self._fetched == BATCHES_BEFORE_OPAQUE and not self._refined and self._control is not None:
+            self._control.hello(Capability.OPAQUE, reason="no optimizer of torch.optim ever stepped")
+
+    def after_fetch(self, loop: Loop, waited_nanoseconds: int) -> None:
+        self._last = weakref.ref(loop)
+        self._samples += loop.batch_size
+        if self._progress is not None:
+            self._progress.data_wait_nanoseconds += waited_nanoseconds
+
+    # -- boundaries
+
+    def _take_page(self) -> bool:
+        control = Control.from_environment()
+        if control is None or not control.claim():
+            if control is not None:
+                control.close()
+            self._retired = True
+            return False
+        self._control = control
+        self._keeper = StateKeeper(control, self._training, self._position, gradients=True)
+        control.handlers = self._keeper.handlers()
+        self._progress = Progress(control.page, Training(), self._keeper)
+        if self._going_back:
+            self._capabilities = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT
+            control.hello(self._capabilities, torch=str(torch.__version__), form="unmodified")
+            control.phase(Phase.REPLAY)
+            self._target = self._keeper.position_at_start()
+            return True
+        control.hello(Capability.PAUSE, torch=str(torch.__version__), form="unmodified")
+        control.start(0)
+        return True
+
+    def _boundary(self, loop: Loop | None) -> None:
+        assert self._control is not None
+        assert self._progress is not None
+        self._has_stepped = False
+        self._boundary_loop = loop
+        if not self._refined:
+            self._refine(loop)
+        self._progress.publish(self._samples, None)
+        self._control.boundary()
+        self._boundary_loop = None
+
+    def _refine(self, loop: Loop | None) -> None:
+        """After the first step it is known what the script is like."""
+        self._refined = True
+        assert self._control is not None
+        assert self._progress is not None
+        training = self._training()
+        self._progress.training = training
+        can_offload = True
+        try:
+            capture(training, {}, gradients=True)
+        except StateNotSupportedError as error:
+            can_offload = False
+            self.note_reason(str(error))
+        if not training.models:
+            can_offload = False
+            self.note_reason("it has no torch.nn.Module")
+        if loop is None and self._last is None:
+            self.note_reason("its batches come from no DataLoader")
+        elif loop is not None and (loop.number < 0 or self._is_mixed(loop)):
+            self.note_reason("it takes batches from several loaders at once")
+        self._capabilities = Capability.PAUSE
+        if can_offload:
+            self._capabilities |= Capability.OFFLOAD
+        if not self._reasons:
+            self._capabilities |= Capability.CHECKPOINT
+        self._control.hello(self._capabilities, form="unmodified", reason="; ".join(self._reasons))
+
+    def note_reason(self, reason: str) -> None:
+        if reason not in self._reasons:
+            self._reasons.append(reason)
+
+    def _is_mixed(self, loop: Loop) -> bool:
+        return any(other is not None and other is not loop and not other.exhausted for other in self._living())
+
+    def _training(self) -> Training:
+        return self._discovery.training()
+
+    def _position(self) -> dict[str, Any]:
+        loop = self._boundary_loop
+        position: dict[str, Any] = {
+            "samples": self._samples,
+            "loops": self._loops,
+            "loop": self._loops if loop is None else loop.number,
+            "taken": 0 if loop is None else loop.taken,
+            "at creation": None if loop is None else loop.at_creation,
+        }
+        return position
+
+    # -- going back
+
+    def _replayed(self, loader: Any, original: Any, number: int) -> Any:
+        assert self._target is not None
+        if number < 0 or number < self._target["loop"]:
+            return self._watched(OneBatch(self, loader, original, number))
+        if self._target["taken"] == 0:
+            # between two loops: this one has not begun
+            self.arrive()
+            return self._watched(Loop(self, loader, original, number))
+        return self._watched(Resumed(self, loader, original, number, self._target))
+
+    def kept_batch(self, loader: Any, original: Any) -> Any:
+        """One batch of a loader, fetched once: what finished loops are given."""
+        if id(loader) not in self._kept_batches:
+            iterator = original(loader)
+            # the loader is kept too, so that its id stays its own
+            self._kept_batches[id(loader)] = (loader, next(iterator))
+        return self._kept_batches[id(loader)][1]
+
+    def arrive(self) -> None:
+        """The script is where it was: put the state back and go on."""
+        assert self._control is not None
+        assert self._keeper is not None
+        assert self._target is not None
+        restored = self._keeper.restore_at_start()
+        assert restored is not None, "going back means that a state was assigned"
+        self._samples = restored.position["samples"]
+        self._has_stepped = False
+        self._refined = True
+        self._going_back = False
+        self._kept_batches.clear()
+        assert self._progress is not None
+        self._progress.training = self._training()
+        if self._diversion is not None:
+            self._diversion.end()
+        self._control.phase(Phase.TRAINING)
+        self._control.start(restored.step)
+        restore_random(restored.random)

@@ -1,0 +1,204 @@
+"""Runs training scripts as ranks with control pages of their own, with the test in the place of the daemon.
+
+Scripts are forked from a server that has torch imported already, as the launcher does it: a test costs no imports.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ganger.injob.page import Level, Order, Page, Phase, Word
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PATIENCE_SECONDS = 120.0
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel", "sklearn.datasets", __name__])
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not seen within {PATIENCE_SECONDS:.0f} s: {what}")
+        time.sleep(0.002)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+class Rank:
+    """One rank: its page, its process, its log. The epoch's directory is shared by all ranks of a gang."""
+
+    def __init__(
+        self,
+        directory: Path,
+        script: Path,
+        arguments: Sequence[object] = (),
+        *,
+        rank: int = 0,
+        world: int = 1,
+        port: int = 0,
+        managed: bool = True,
+        agent: bool = False,
+        restore: dict[str, Any] | None = None,
+        arena_bytes: int = 0,
+        arena_fd: int | None = None,
+        stop_at: int = 0,
+        order: int = Order.RUN,
+    ) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "orders").mkdir(exist_ok=True)
+        self.directory = directory
+        self.log = directory / f"rank-{rank}.log"
+        self.rank = rank
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        self.arena_fd = arena_fd
+        if managed:
+            path = directory / f"rank-{rank}.page"
+            self.page = Page.create(str(path), epoch=1, rank=rank, world=world, local_rank=rank)
+            self.page.write_order(1, order)
+            environment.update(GANGER_PAGE=str(path), GANGER_JOB_DIR=str(directory))
+            if restore is not None:
+                (directory / "restore.json").write_text(json.dumps(restore))
+                environment["GANGER_RESTORE"] = str(directory / "restore.json")
+            if arena_bytes:
+                self.arena_fd = os.memfd_create("arena")
+                os.ftruncate(self.arena_fd, arena_bytes)
+        plan = {
+            "environment": environment,
+            "arguments": [str(script), *map(str, arguments)],
+            "log": str(self.log),
+            "agent": agent,
+            "stop_at": stop_at,
+        }
+        arena = None if self.arena_fd is None else f"/proc/{os.getpid()}/fd/{self.arena_fd}"
+        self.process = _context.Process(target=_run, args=(plan, arena))
+        self.process.start()
+
+    def order(
+        self, sequence: int, order: int, level: int = 0, stop: int = 0, details: dict[str, Any] | None = None
+    ) -> None:
+        if details is not None:
+            (self.directory / "orders" / f"{sequence}.json").write_text(json.dumps(details))
+        self.page.write_order(sequence, order, stop_seq=stop, level=level)
+
+    def stop(self, sequence: int, level: int, **details: Any) -> None:
+        self.order(sequence, Order.STOP, level, stop=sequence, details=details)
+
+    def reached(self, sequence: int) -> int:
+        """Wait until the order is carried out; returns the step."""
+        self._wait(lambda: self.page.get(Word.REACHED_SEQ) >= sequence, f"order {sequence} reached")
+        return self.page.get(Word.REACHED_STEP)
+
+    def at_step(self, step: int) -> None:
+        self._wait(lambda: self.page.get(Word.STEP) >= step, f"step {step}")
+
+    def wait_word(self, word: int, value: int) -> None:
+        self._wait(lambda: self.page.get(word) == value, f"word {word} = {value}, is {self.page.get(word)}")
+
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+        wait_until(lambda: condition() or not self.process.is_alive(), what)
+        assert condition(), f"the rank ended before: {what}\n{self.output()}"
+
+    def end(self) -> int:
+        """Wait for the end; returns the exit code."""
+        self.process.join(PATIENCE_SECONDS)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+            raise AssertionError(f"the rank did not end\n{self.output()}")
+        code = self.process.exitcode
+        assert code is not None
+        return code
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def output(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+
+def _run(plan: dict[str, Any], arena: str | None) -> None:
+    """In the forked process: become the rank."""
+    multiprocessing.set_start_method("fork", force=True)  # what a script started by itself would have
+    log = os.open(plan["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    os.environ.update(plan["environment"])
+    if arena is not None:
+        descriptor = os.open(arena, os.O_RDWR)
+        os.set_inheritable(descriptor, True)
+        os.environ["GANGER_ARENA_FD"] = str(descriptor)
+    sys.argv = plan["arguments"]
+    sys.path.insert(0, os.path.dirname(sys.argv[0]))
+    if plan["stop_at"]:
+        _stop_at(plan["stop_at"])
+    if plan["agent"]:
+        from ganger.training import agent
+
+        agent.install()
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _stop_at(step: int) -> None:
+    """Write a CHECKPOINT stop into the own page while step number `step` is being made, so that K is exactly that."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    page = Page.open(os.environ["GANGER_PAGE"])
+
+    def hook(optimizer: object, args: object, kwargs: object) -> None:
+        if page.get(Word.STEP) == step - 1 and page.get(Word.PHASE) != Phase.REPLAY and page.read_order().seq == 1:
+            page.write_order(2, Order.STOP, stop_seq=2, level=Level.CHECKPOINT)
+
+    register_optimizer_step_post_hook(hook)
+
+
+def run_to_end(directory: Path, script: Path, arguments: Sequence[object], **options: Any) -> None:
+    rank = Rank(directory, script, arguments, **options)
+    assert rank.end() == 0, rank.output()
+
+
+def run_in_parts(
+    directory: Path, script: Path, arguments: Sequence[object], stops: Sequence[int], **options: Any
+) -> None:
+    """Run with a checkpoint to storage and a new process at every step of `stops`."""
+    restore: dict[str, Any] | None = None
+    for number, step in enumerate([*stops, 0]):
+        part = directory / f"part-{number}"
+        shards = directory / f"checkpoint-{number}"
+        (part / "orders").mkdir(parents=True)
+        (part / "orders" / "2.json").write_text(json.dumps({"checkpoint": str(shards)}))
+        rank = Rank(part, script, arguments, restore=restore, stop_at=step, **options)
+        code = rank.end()
+        assert code == (75 if step else 0), f"part {number} ended with {code}\n{rank.output()}"
+        if step:
+            assert rank.page.get(Word.CHECKPOINT_STEP) == step
+        restore = {"kind": "checkpoint", "path": str(shards), "step": step}
+
+
+def losses(path: Path) -> dict[int, str]:
+    """Losses by step; the last line of a step counts."""
+    return {int(step): loss for step, loss in (line.split() for line in path.read_text().splitlines())}

@@ -1,0 +1,57 @@
+"""An unmodified script, stopped at chosen steps and gone on in a new process, ends bit for bit as if never stopped."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from training.harness import EXAMPLES, losses, run_in_parts, run_to_end
+
+pytestmark = pytest.mark.torch
+
+EPOCHS = 3
+STEPS_PER_EPOCH = 6
+BATCH = 256
+
+
+def _arguments(directory: Path, workers: int = 0) -> list[object]:
+    paths = ["--losses", directory / "losses", "--weights", directory / "weights"]
+    return ["--epochs", EPOCHS, "--batch", BATCH, "--seed", 3, "--workers", workers, *paths]
+
+
+@pytest.fixture(scope="module", params=[0, 2], ids=["0 workers", "2 workers"])
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    directory = tmp_path_factory.mktemp("uninterrupted")
+    run_to_end(directory, EXAMPLES / "digits_cnn/plain.py", _arguments(directory, request.param), managed=False)
+    return request.param, directory
+
+
+def _compare(directory: Path, reference: Path) -> None:
+    lines = (directory / "losses").read_text().splitlines()
+    assert len(lines) == EPOCHS * STEPS_PER_EPOCH, "every step shows exactly once"
+    assert losses(directory / "losses") == losses(reference / "losses")
+    assert (directory / "weights").read_text() == (reference / "weights").read_text()
+
+
+def test_restart_at_epoch_edges_and_one_step_around_them_changes_no_bit(
+    tmp_path: Path, reference: tuple[int, Path]
+) -> None:
+    workers, directory = reference
+    stops = [1, STEPS_PER_EPOCH - 1, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1, 2 * STEPS_PER_EPOCH]
+    run_in_parts(tmp_path, EXAMPLES / "digits_cnn/plain.py", _arguments(tmp_path, workers), stops, agent=True)
+    _compare(tmp_path, directory)
+
+
+def test_restart_at_random_steps_changes_no_bit(tmp_path: Path, reference: tuple[int, Path]) -> None:
+    workers, directory = reference
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    stops = sorted(random.Random(seed).sample(range(1, EPOCHS * STEPS_PER_EPOCH), 3))
+    run_in_parts(tmp_path, EXAMPLES / "digits_cnn/plain.py", _arguments(tmp_path, workers), stops, agent=True)
+    _compare(tmp_path, directory)
+
+
+def test_the_examples_for_the_agent_contain_nothing_of_ganger() -> None:
+    for script in EXAMPLES.glob("*/plain.py"):
+        assert "ganger" not in script.read_text().lower()
