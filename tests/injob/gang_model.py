@@ -2,8 +2,8 @@
 
 Each rank's host begins a step, which enqueues it on its device; the host passes the next boundary at once, unless its
 queue is full or the script waits for the device (`loss.item()`). A device finishes a step only when every rank has
-begun it, for that is the collective. Ranks of one node see each other's pages; pages of other nodes are mirrors that follow
-when a relayed message arrives. Orders reach ranks one by one. Who moves next is drawn from a seed.
+begun it, for that is the collective. Ranks of one node see each other's pages; pages of other nodes are mirrors that
+follow when a relayed message arrives. Orders reach ranks one by one. Who moves next is drawn from a seed.
 """
 
 from __future__ import annotations

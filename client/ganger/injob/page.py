@@ -232,6 +232,11 @@ def now_ns() -> int:
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
+def page_path(directory: str, rank: int) -> str:
+    """Return where a rank's page, or its mirror, lies among the pages of its gang."""
+    return os.path.join(directory, f"rank-{rank}.page")
+
+
 class Page:
     """One mapped control page. Each word has one writer (see `Word`); a 64-bit word is never seen half written.
 

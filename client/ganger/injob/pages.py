@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 
 from ganger.injob.boundary import Point
-from ganger.injob.page import Page, PageError, Word
+from ganger.injob.page import Page, PageError, Word, page_path
 
-
-def page_path(directory: str, rank: int) -> str:
-    return os.path.join(directory, f"rank-{rank}.page")
+__all__ = ["GangPages", "page_path"]
 
 
 class GangPages:

@@ -80,7 +80,7 @@ def run(launch: Launch, may_fork: bool, arena: int | None, settled: Callable[[],
 
     arm()
     settled()
-    run_as_main(command, launch.argv[0])
+    run_as_main(command, launch.argv)
 
 
 def _execute(launch: Launch, environment: Mapping[str, str]) -> NoReturn:

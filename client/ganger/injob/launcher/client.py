@@ -167,11 +167,14 @@ class Launcher:
         self._call("stop")
 
     def exits(self) -> Iterator[Exit | None]:
-        """Yield ends as they are recorded, None whenever the timeout passes quietly. Takes over this connection.
+        """Yield ends recorded from now on, None whenever the timeout passes quietly. Takes over this connection.
 
         Raises LauncherError(UNREACHABLE) when the launcher is gone.
         """
         self._call("watch")
+        return self._read_exits()
+
+    def _read_exits(self) -> Iterator[Exit | None]:
         while True:
             try:
                 message = self._read()

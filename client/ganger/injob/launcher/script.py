@@ -10,6 +10,7 @@ import runpy
 import signal
 import sys
 import types
+from collections.abc import Sequence
 from types import TracebackType
 from typing import NoReturn
 
@@ -19,14 +20,13 @@ from ganger.injob.launcher.launch import PythonCommand
 _interrupted = False
 
 
-def run_as_main(command: PythonCommand, argv0: str) -> NoReturn:
+def run_as_main(command: PythonCommand, argv: Sequence[str]) -> NoReturn:
     """Run the program and leave through SystemExit, so that the interpreter ends as it always does."""
     # Registered before anything of the user's, so that it runs last.
     atexit.register(_die_if_interrupted)
     sys.argv = [command.script or "-m", *command.arguments]
     if hasattr(sys, "orig_argv"):
-        head = ["-m", command.module] if command.module else [command.script]
-        sys.orig_argv = [argv0, *(["-u"] if command.unbuffered else []), *head, *command.arguments]
+        sys.orig_argv = list(argv)
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = sys.modules["builtins"]
     sys.modules["__main__"] = main
@@ -65,12 +65,12 @@ def _run_script(path: str, main: types.ModuleType) -> None:
     main.__dict__.update(
         __file__=os.path.abspath(path),
         __cached__=None,
-        __loader__=importlib.machinery.SourceFileLoader("__main__", path),
+        __loader__=importlib.machinery.SourceFileLoader("__main__", os.path.abspath(path)),
         __spec__=None,
         __package__=None,
         __doc__=None,
     )
-    exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+    exec(compile(source, os.path.abspath(path), "exec", dont_inherit=True), main.__dict__)
 
 
 def _fail(problem: BaseException) -> NoReturn:

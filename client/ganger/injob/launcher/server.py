@@ -25,7 +25,7 @@ from ganger.injob.launcher.publish import publish
 from ganger.injob.launcher.store import serve_store
 
 _REQUEST_LIMIT = 4 << 20  # bytes of one request: an environment and an argument vector fit many times over
-_RETRY_RECORD_SECONDS = 1.0
+_RETRY_SECONDS = 1.0
 
 
 class ChildTask(BaseException):
@@ -74,8 +74,9 @@ class Server:
         """Serve until idle for long enough. Raises ChildTask in forked children."""
         busy_at = time.monotonic()
         while not self._stopping:
-            for key, _ in self._selector.select(timeout=_RETRY_RECORD_SECONDS if self._unrecorded else 10.0):
-                key.data()
+            for key, _ in self._selector.select(_RETRY_SECONDS if self._unrecorded else min(10.0, self._idle_seconds)):
+                if key.fd in self._selector.get_map():  # an earlier one of this round may have ended it
+                    key.data()
             self._record_again()
             if self._children or self._callers or self._unrecorded:
                 busy_at = time.monotonic()

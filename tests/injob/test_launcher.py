@@ -1,0 +1,500 @@
+"""The launcher with real processes: fast starts, exits nobody forgets, and a death that harms no rank."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import mmap
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ganger.injob.environment import rank_environment
+from ganger.injob.inject import prepare_inject_directory
+from ganger.injob.launcher.client import Forked, Launcher, LauncherError, start_launcher
+from ganger.injob.launcher.exits import start_ticks
+from ganger.injob.page import Order, Page, page_path
+from kit.waiting import eventually
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+
+class Place:
+    """A directory with a launcher in it, and the means to start ranks."""
+
+    def __init__(self, directory: Path, preload: bool) -> None:
+        self.directory = directory
+        self.socket = str(directory / "l.sock")
+        self.preload = preload
+        self.inject = prepare_inject_directory(str(directory / "inject"))
+        self.log = directory / "launcher.log"
+        self.count = 0
+        self.started: list[Forked] = []
+        self.start()
+
+    def start(self) -> None:
+        start_launcher(
+            sys.executable,
+            self.socket,
+            inject=self.inject,
+            env=_environment(),
+            log=str(self.log),
+            idle_seconds=30,
+            preload=self.preload,
+        )
+
+    def launch(self, argv: list[str], **more: Any) -> dict[str, Any]:
+        number = self.count
+        self.count += 1
+        directory = self.directory / f"job-{number}"
+        (directory / "orders").mkdir(parents=True)
+        page = Page.create(page_path(str(directory), 0), epoch=1, rank=0, world=1)
+        page.write_order(1, Order.RUN)
+        environment = rank_environment(
+            base=_environment(),
+            page=page.path,
+            job_dir=str(directory),
+            socket="",
+            rank=0,
+            world=1,
+            local_rank=0,
+            local_world=1,
+            master_addr="127.0.0.1",
+            master_port=0,
+            threads=1,
+            inject=self.inject,
+        )
+        return {
+            "name": f"uid-{number}/1/rank-0",
+            "argv": argv,
+            "env": environment,
+            "cwd": str(directory),
+            "log": str(directory / "rank.log"),
+            "page": page.path,
+            "exit_path": str(directory / "rank-0.exit.json"),
+            "threads": 1,
+            **more,
+        }
+
+    def fork(self, launch: dict[str, Any]) -> Forked:
+        with Launcher(self.socket) as launcher:
+            forked = launcher.fork(launch)
+        self.started.append(forked)
+        return forked
+
+    def script(self, launch: dict[str, Any], body: str, name: str = "train.py") -> dict[str, Any]:
+        Path(launch["cwd"], name).write_text(body)
+        return launch
+
+    def kill(self) -> None:
+        with Launcher(self.socket) as launcher:
+            info = launcher.info()
+        os.kill(info["pid"], signal.SIGKILL)
+        eventually(lambda: start_ticks(info["pid"]) != info["start_ticks"], what="the launcher's death")
+
+    def end(self) -> None:
+        for pid, ticks in self.started:
+            if start_ticks(pid) == ticks:
+                os.kill(pid, signal.SIGKILL)
+        with Launcher(self.socket) as launcher:
+            for child in launcher.list():
+                launcher.kill(child["pid"], child["start_ticks"], signal.SIGKILL)
+            eventually(lambda: not launcher.list(), what="the end of all children")
+            launcher.stop()
+
+
+def _environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "GANGER"))}
+
+
+def _place(preload: bool) -> Iterator[Place]:
+    # A short path: socket names have 107 bytes.
+    directory = Path(tempfile.mkdtemp(prefix="ganger-launcher-"))
+    place = Place(directory, preload)
+    try:
+        yield place
+        place.end()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Place]:
+    if not HAS_TORCH:
+        pytest.skip("torch is not installed")
+    yield from _place(preload=True)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Place]:
+    yield from _place(preload=False)
+
+
+@pytest.fixture(params=["fork", "exec"])
+def either(request: pytest.FixtureRequest) -> Place:
+    place: Place = request.getfixturevalue("zygote" if request.param == "fork" else "plain")
+    return place
+
+
+def _ended(launch: dict[str, Any]) -> dict[str, Any]:
+    path = Path(launch["exit_path"])
+    eventually(path.exists, what="the exit record", story=lambda: _log(launch))
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def _log(launch: dict[str, Any]) -> str:
+    path = Path(launch["log"])
+    return path.read_text() if path.exists() else "no log"
+
+
+def _page(launch: dict[str, Any]) -> Page:
+    return Page.open(launch["page"])
+
+
+@pytest.mark.torch
+def test_forked_rank_is_a_process_of_its_own_in_its_place(zygote: Place) -> None:
+    launch = zygote.script(
+        zygote.launch([sys.executable, "train.py", "--lr", "1"], cores=[min(os.sched_getaffinity(0))], umask=0o027),
+        "import os, sys, signal\n"
+        "print(sys.argv, os.getcwd(), os.getsid(0) == os.getpid(), sorted(os.sched_getaffinity(0)))\n"
+        "print('torch' in sys.modules, oct(os.umask(0)), sorted(map(int, os.listdir('/proc/self/fd')))[:4])\n"
+        "print(signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT).__name__, os.environ['RANK'])\n"
+        "import torch; print(torch.get_num_threads(), sys.stdin.read() == '')\n",
+    )
+    forked = zygote.fork(launch)
+    assert _ended(launch)["code"] == 0
+    identity = _page(launch).identity()
+    assert (identity.pid, identity.start_ticks) == (forked.pid, forked.start_ticks)
+    lines = _log(launch).splitlines()
+    assert lines[0] == f"['train.py', '--lr', '1'] {launch['cwd']} True [{min(os.sched_getaffinity(0))}]"
+    assert lines[1] == "True 0o27 [0, 1, 2, 3]"
+    assert lines[2:] == [
+        f"{signal.SIG_DFL!r} default_int_handler 0".replace(repr(signal.SIG_DFL), str(signal.SIG_DFL)),
+        "1 True",
+    ]
+
+
+@pytest.mark.torch
+def test_zygote_has_one_thread_and_children_that_compute(zygote: Place) -> None:
+    with Launcher(zygote.socket) as launcher:
+        info = launcher.info()
+    assert (info["torch"], info["fork_safe"]) == (True, True)
+    assert len(os.listdir(f"/proc/{info['pid']}/task")) == 1
+    launch = zygote.script(
+        zygote.launch([sys.executable, "-u", "train.py"]),
+        "import torch\ntorch.set_num_threads(2)\n"
+        "w = torch.ones(300, 300, requires_grad=True); o = torch.optim.AdamW([w])\n"
+        "for _ in range(3): (w @ w).sum().backward(); o.step()\nprint('done')\n",
+    )
+    zygote.fork(launch)
+    assert _ended(launch)["code"] == 0, _log(launch)
+    assert "done" in _log(launch)
+
+
+@pytest.mark.torch
+def test_script_named_like_a_standard_module_does_not_break_torch(zygote: Place) -> None:
+    launch = zygote.script(zygote.launch([sys.executable, "train.py"]), "raise RuntimeError('mine')", "http.py")
+    zygote.script(launch, "import torch, torch.distributed.elastic.rendezvous\nprint('fine')")
+    zygote.fork(launch)
+    assert _ended(launch)["code"] == 0, _log(launch)
+
+
+@pytest.mark.torch
+def test_rank_starts_in_a_fraction_of_what_python_needs(zygote: Place) -> None:
+    took = []
+    for _ in range(5):
+        launch = zygote.script(
+            zygote.launch([sys.executable, "train.py"]),
+            "import time; print(time.clock_gettime_ns(time.CLOCK_BOOTTIME))",
+        )
+        began = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        zygote.fork(launch)
+        _ended(launch)
+        took.append((int(_log(launch).splitlines()[0]) - began) / 1e9)
+    # Measured 0.02 s on two busy cores; importing torch alone takes two.
+    assert sorted(took)[2] < 0.5
+
+
+@pytest.mark.torch
+def test_variable_only_a_fresh_interpreter_honours_gets_one(zygote: Place) -> None:
+    launch = zygote.script(
+        zygote.launch([sys.executable, "train.py"]), "import sys; print(sys.flags.hash_randomization, hash('a'))"
+    )
+    launch["env"]["PYTHONHASHSEED"] = "0"
+    zygote.fork(launch)
+    _ended(launch)
+    assert _log(launch).startswith("0 ")
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [("print('fine')", 0), ("import sys; sys.exit(3)", 3), ("1 / 0", 1), ("raise SystemExit('word')", 1)],
+)
+@pytest.mark.torch
+def test_exit_code_is_in_the_record_and_in_the_page(either: Place, body: str, code: int) -> None:
+    launch = either.script(either.launch([sys.executable, "train.py"]), body)
+    forked = either.fork(launch)
+    record = _ended(launch)
+    assert (record["pid"], record["start_ticks"]) == forked
+    assert (record["code"], record["signal"], record["source"]) == (code, None, "wait")
+    # A bare `raise SystemExit` passes by everything that can be watched from inside a fresh interpreter.
+    if either.preload or "raise" not in body:
+        assert _page(launch).progress().exit_code == code
+
+
+@pytest.mark.torch
+def test_deadly_signal_is_recorded_as_one(either: Place) -> None:
+    launch = either.script(either.launch([sys.executable, "train.py"]), "import os; os.kill(os.getpid(), 9)")
+    either.fork(launch)
+    record = _ended(launch)
+    assert (record["code"], record["signal"]) == (137, 9)
+    assert _page(launch).progress().exit_code is None
+
+
+def test_command_that_is_not_python_is_executed(plain: Place) -> None:
+    launch = plain.launch(["/bin/sh", "-c", "echo out; echo err >&2; exit 7"])
+    plain.fork(launch)
+    assert _ended(launch)["code"] == 7
+    assert _log(launch) == "out\nerr\n"
+
+
+def test_own_sitecustomize_is_loaded_after_ours(plain: Place) -> None:
+    launch = plain.script(
+        plain.launch([sys.executable, "-c", "import sitecustomize; print(sitecustomize.MINE)"]),
+        "MINE = 'mine'; print('loaded')",
+        "sitecustomize.py",
+    )
+    launch["env"]["PYTHONPATH"] += os.pathsep + launch["cwd"]
+    plain.fork(launch)
+    assert _ended(launch)["code"] == 0, _log(launch)
+    assert _log(launch) == "loaded\nmine\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"argv": ["/no/such/program"]}, "COMMAND"),
+        ({"cwd": "/no/such/place"}, "CWD"),
+        ({"log": "/no/such/place/log"}, "LOG"),
+        ({"cgroup_procs": ["/no/such/cgroup.procs"]}, "CGROUP"),
+        ({"cores": [100_000]}, "CORES"),
+        ({"rlimits": {"NONSENSE": [1, 1]}}, "RLIMIT"),
+        ({"page": "/no/such/page"}, "PAGE"),
+        ({"argv": [], "cwd": "relative"}, "INVALID_LAUNCH"),
+    ],
+)
+def test_launch_that_cannot_work_says_why(plain: Place, change: dict[str, Any], reason: str) -> None:
+    launch = {**plain.launch(["/bin/true"]), **change}
+    with pytest.raises(LauncherError) as refusal:
+        plain.fork(launch)
+    assert refusal.value.reason == reason
+    if reason == "INVALID_LAUNCH":
+        assert "argv=[]" in str(refusal.value)
+        assert "cwd='relative'" in str(refusal.value)
+    else:
+        assert _ended(launch)["source"] == "launch"
+
+
+def test_nonsense_is_refused_and_harms_nobody(plain: Place) -> None:
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.settimeout(20)
+        raw.connect(plain.socket)
+        raw.sendall(b'no json\n{"id": 4, "op": "dance"}\n{"id": 5, "op": "fork"}\n[]\n')
+        received = b""
+        while received.count(b"\n") < 4:
+            received += raw.recv(65536)
+    reasons = [json.loads(line)["error"]["reason"] for line in received.splitlines()]
+    assert reasons == ["INVALID_REQUEST", "UNKNOWN_OPERATION", "INVALID_REQUEST", "INVALID_REQUEST"]
+
+
+def test_same_rank_is_not_started_twice(plain: Place) -> None:
+    launch = plain.launch(["/bin/sleep", "60"])
+    plain.fork(launch)
+    with pytest.raises(LauncherError, match="runs already"):
+        plain.fork(launch)
+
+
+def test_watchers_hear_of_exits(plain: Place) -> None:
+    with Launcher(plain.socket, timeout=20) as watcher:
+        exits = watcher.exits()
+        launch = plain.launch(["/bin/sh", "-c", "read line < go; exit 9"])
+        os.mkfifo(os.path.join(launch["cwd"], "go"))
+        forked = plain.fork(launch)
+        with Launcher(plain.socket) as other:
+            assert [child["pid"] for child in other.list() if child["name"] == launch["name"]] == [forked.pid]
+        with open(os.path.join(launch["cwd"], "go"), "w"):
+            pass
+        end = next(exit for exit in exits if exit is not None and exit.name == launch["name"])
+        assert (end.code, end.pid) == (9, forked.pid)
+
+
+def test_arena_is_shared_by_rank_launcher_and_daemon(plain: Place) -> None:
+    body = (
+        "import mmap, os\n"
+        "fd = int(os.environ['GANGER_ARENA_FD']); m = mmap.mmap(fd, 0); m[:5] = b'state'; print(len(m), flush=True)\n"
+        "try: os.ftruncate(fd, 0)\nexcept PermissionError: print('sealed', flush=True)\n"
+        "open('go').read()\n"
+    )
+    launch = plain.script(plain.launch([sys.executable, "train.py"], arena={"bytes": 1 << 20}), body)
+    os.mkfifo(os.path.join(launch["cwd"], "go"))
+    with Launcher(plain.socket) as launcher:
+        plain.started.append(launcher.prepare(launch))
+        eventually(lambda: "sealed" in _log(launch), what="the rank's writing", story=lambda: _log(launch))
+        first = launcher.arena(launch["name"])
+        again = launcher.arena(launch["name"])
+        with mmap.mmap(first, 0) as memory:
+            assert memory[:5] == b"state"
+        assert os.fstat(again).st_size == 1 << 20
+        eventually(lambda: os.fstat(first).st_blocks * 512 >= 1 << 20, what="the memory made resident")
+        with open(os.path.join(launch["cwd"], "go"), "w"):
+            pass
+        _ended(launch)
+        with pytest.raises(LauncherError, match="no arena"):
+            launcher.arena(launch["name"])
+        os.close(first)
+        os.close(again)
+
+
+def test_checkpoint_is_published_whole_or_not_at_all(plain: Place) -> None:
+    temporary, final = plain.directory / "10-1.tmp", plain.directory / "10-1"
+    temporary.mkdir()
+    (temporary / "rank-0.shard").write_bytes(b"12345")
+    with Launcher(plain.socket) as launcher:
+        with pytest.raises(LauncherError, match="the manifest says 6"):
+            launcher.publish(str(temporary), str(final), {"files": {"rank-0.shard": {"bytes": 6}}})
+        with pytest.raises(LauncherError, match="named in the manifest"):
+            launcher.publish(str(temporary), str(final), {"files": {"rank-1.shard": {"bytes": 6}}})
+        assert not final.exists()
+        manifest = {"step": 10, "files": {"rank-0.shard": {"bytes": 5}}}
+        for _ in range(2):
+            launcher.publish(str(temporary), str(final), manifest)
+        assert json.loads((final / "MANIFEST.json").read_text()) == manifest
+        assert not temporary.exists()
+        with pytest.raises(LauncherError, match="there is no"):
+            launcher.publish(str(temporary), str(plain.directory / "11-1"), manifest)
+
+
+@pytest.mark.torch
+def test_store_serves_on_its_address_and_ends_with_its_directory(zygote: Place) -> None:
+    directory = zygote.directory / "run"
+    directory.mkdir()
+    with Launcher(zygote.socket) as launcher:
+        store = launcher.store(str(directory), "127.0.0.1")
+        assert launcher.store(str(directory), "127.0.0.1") == store
+    path = directory / "rendezvous.json"
+    eventually(path.exists, what="the rendezvous")
+    rendezvous = json.loads(path.read_text())
+    assert (rendezvous["pid"], rendezvous["start_ticks"]) == store
+    listening = Path("/proc/net/tcp").read_text()
+    assert f" 0100007F:{rendezvous['port']:04X} 00000000:0000 0A" in listening
+    launch = zygote.script(
+        zygote.launch([sys.executable, "train.py"]),
+        "import torch.distributed as d\nd.init_process_group('gloo')\nd.barrier()\nprint('met', d.get_world_size())\n",
+    )
+    launch["env"].update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(rendezvous["port"]),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
+    zygote.fork(launch)
+    assert _ended(launch)["code"] == 0, _log(launch)
+    assert "met 1" in _log(launch)
+    shutil.rmtree(directory)
+    eventually(lambda: start_ticks(store.pid) != store.start_ticks, what="the store's end")
+
+
+@pytest.fixture
+def mortal() -> Iterator[Place]:
+    """A launcher to be killed."""
+    yield from _place(preload=False)
+
+
+def test_ranks_survive_their_launcher_and_the_page_knows_their_end(mortal: Place) -> None:
+    launches = []
+    for body in ("import sys; open('go').read(); sys.exit(5)", "import os; open('go').read(); os.kill(os.getpid(), 9)"):
+        launch = mortal.script(mortal.launch([sys.executable, "train.py"], arena={"bytes": 4096}), body)
+        os.mkfifo(os.path.join(launch["cwd"], "go"))
+        launches.append((launch, mortal.fork(launch)))
+    mortal.kill()
+    assert all(start_ticks(forked.pid) == forked.start_ticks for _, forked in launches)
+    mortal.start()
+    with Launcher(mortal.socket) as launcher:
+        for launch, forked in launches:
+            assert launcher.adopt(
+                launch["name"], *forked, page=launch["page"], exit_path=launch["exit_path"], arena_name=launch["name"]
+            )
+            os.close(launcher.arena(launch["name"]))
+        assert {child["adopted"] for child in launcher.list()} == {True}
+        with pytest.raises(LauncherError, match="still the parent"):
+            launcher.stop()
+    for launch, _ in launches:
+        with open(os.path.join(launch["cwd"], "go"), "w"):
+            pass
+    known, killed = (_ended(launch) for launch, _ in launches)
+    assert (known["code"], known["source"]) == (5, "page")
+    assert (killed["code"], killed["source"]) == (None, "unknown")
+
+
+def test_rank_that_ended_while_nobody_was_there_is_recorded_on_adoption(mortal: Place) -> None:
+    launch = mortal.script(
+        mortal.launch([sys.executable, "train.py"]), "import sys; open('go').read(); print('x'); sys.exit(6)"
+    )
+    os.mkfifo(os.path.join(launch["cwd"], "go"))
+    forked = mortal.fork(launch)
+    mortal.kill()
+    with open(os.path.join(launch["cwd"], "go"), "w"):
+        pass
+    eventually(lambda: start_ticks(forked.pid) != forked.start_ticks, what="the rank's end")
+    assert not os.path.exists(launch["exit_path"])
+    mortal.start()
+    with Launcher(mortal.socket) as launcher:
+        assert not launcher.adopt(launch["name"], *forked, page=launch["page"], exit_path=launch["exit_path"])
+        assert not launcher.kill(*forked, signal.SIGKILL)
+    assert _ended(launch)["code"] == 6
+
+
+def test_second_launcher_on_a_socket_leaves_it_to_the_first(mortal: Place) -> None:
+    with Launcher(mortal.socket) as launcher:
+        before = launcher.info()["pid"]
+    mortal.start()
+    with Launcher(mortal.socket) as launcher:
+        assert launcher.info()["pid"] == before
+
+
+def test_idle_launcher_ends_by_itself() -> None:
+    directory = Path(tempfile.mkdtemp(prefix="ganger-launcher-"))
+    path = str(directory / "l.sock")
+    try:
+        start_launcher(
+            sys.executable,
+            path,
+            inject=prepare_inject_directory(str(directory / "inject")),
+            env=_environment(),
+            log=str(directory / "log"),
+            idle_seconds=0.2,
+            preload=False,
+        )
+        eventually(lambda: not os.path.exists(path), what="the launcher's end")
+    finally:
+        shutil.rmtree(directory)
+
+
+def test_interpreter_that_cannot_run_a_launcher_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LauncherError, match="/bin/false runs no launcher"):
+        start_launcher(
+            "/bin/false",
+            str(tmp_path / "l.sock"),
+            inject=prepare_inject_directory(str(tmp_path / "inject")),
+            env=_environment(),
+            log=str(tmp_path / "log"),
+        )
