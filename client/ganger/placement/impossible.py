@@ -1,0 +1,62 @@
+"""Whether a gang could ever be held by this cluster, and the largest of its kind that could."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ganger.placement.candidates import candidates
+from ganger.resources.reasons import Reason, Refusal
+from ganger.resources.values import GangShape
+from ganger.resources.view import Mode, View
+
+
+def impossible(view: View, shape: GangShape) -> Refusal | None:
+    """Why not even the idle cluster could hold the gang, with the largest that it could; None if it could.
+
+    Cordoned, draining and lost nodes count: they may come back. None too while no node has ever joined.
+    """
+    if not view.slots:
+        return None
+    idle = view.emptied(everywhere_available=True)
+    patient = _at_its_widest(shape)
+    placement = candidates(idle, patient, mode=Mode.PACK, limit=1, affinity=False)
+    if placement.candidates:
+        return None
+    tasks = _largest(idle, patient)
+    by_devices = shape.gpus > 0 and len(shape.roles) == 1
+    each, what = (shape.roles[0].shape.gpus, "devices") if by_devices else (1, "tasks")
+    why = placement.refusals[0]
+    return Refusal(
+        Reason.GANG_IMPOSSIBLE,
+        {**why.figures, "needed": shape.tasks * each, "largest": tasks * each},
+        detail=f"not even the idle cluster could hold it ({why.detail or why.reason.meaning}); "
+        f"the largest that fits has {tasks * each} {what}",
+    )
+
+
+def largest_gang(view: View, shape: GangShape) -> int:
+    """Tasks of the largest gang of this kind the idle cluster could hold; roles keep their proportions. Zero: none."""
+    return _largest(view.emptied(everywhere_available=True), _at_its_widest(shape))
+
+
+def _largest(idle: View, shape: GangShape) -> int:
+    # Fits are monotone in the number of tasks but for exact node counts, where fewer tasks than nodes never fit.
+    low, high = 0, max(role.tasks for role in shape.roles)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if candidates(idle, _scaled(shape, middle), mode=Mode.PACK, limit=1, affinity=False).candidates:
+            low = middle
+        else:
+            high = middle - 1
+    return _scaled(shape, low).tasks if low else 0
+
+
+def _scaled(shape: GangShape, most: int) -> GangShape:
+    """The gang whose largest role has `most` tasks."""
+    largest = max(role.tasks for role in shape.roles)
+    roles = tuple(replace(role, tasks=max(1, role.tasks * most // largest)) for role in shape.roles)
+    return replace(shape, roles=roles, nodes=min(shape.nodes, sum(role.tasks for role in roles)))
+
+
+def _at_its_widest(shape: GangShape) -> GangShape:
+    return replace(shape, locality=replace(shape.locality, wish=None), arena_bytes_per_device=0)
