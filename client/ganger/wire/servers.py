@@ -12,8 +12,9 @@ import inspect
 import logging
 import os
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -75,7 +76,14 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
     return f"{address.rpartition(':')[0]}:{port}"
 
 
-class _WrappingInterceptor(grpc.aio.ServerInterceptor[Any, Any]):
+if TYPE_CHECKING:
+    _ServerInterceptor = grpc.aio.ServerInterceptor[Any, Any]
+else:
+    # Generic for type checkers only.
+    _ServerInterceptor = grpc.aio.ServerInterceptor
+
+
+class _WrappingInterceptor(_ServerInterceptor, ABC):
     """Wraps each method's handler once and remembers it: nothing is built per call."""
 
     def __init__(self) -> None:
@@ -97,8 +105,8 @@ class _WrappingInterceptor(grpc.aio.ServerInterceptor[Any, Any]):
         self._wrapped[handler_call_details.method] = wrapped
         return wrapped
 
-    def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]: ...
 
 
 class ErrorInterceptor(_WrappingInterceptor):
