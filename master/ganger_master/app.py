@@ -141,9 +141,9 @@ class Master:
         while True:
             try:
                 oldest = self._clock() - self.config.events_kept_seconds
-                while await self.writer.compact(oldest, _COMPACT_ROWS) == _COMPACT_ROWS:
-                    # Lets commits go in between.
-                    await asyncio.sleep(0.1)
+                forgotten = _COMPACT_ROWS
+                while forgotten == _COMPACT_ROWS:
+                    forgotten = await self.writer.compact(oldest, _COMPACT_ROWS)
             except StoreError as error:
                 log.warning("history not compacted", extra={"error": str(error)})
             self.progress.forget(n for n, job in self.writer.committed.jobs.items() if not job.state.is_final)

@@ -47,7 +47,11 @@ class TurnStreams:
                 del self._claims[scheduler]
 
     def give(self, turn: Turn) -> None:
+        """To the stream that claimed its job, else to the default hosts, the least busy of them."""
         queue = self._queues.get(turn.scheduler)
+        if queue is None and not turn.scheduler:
+            hosts = [self._queues[scheduler] for scheduler, jobs in self._claims.items() if not jobs]
+            queue = min(hosts, key=lambda host: host.qsize(), default=None)
         if queue is not None:
             _put(queue, turn)
 

@@ -36,7 +36,6 @@ _NO_SPEC: Final = JobSpec((), ())
 _COUNTERS_KEY: Final = "counters"
 _encode: Final = msgspec.json.Encoder().encode
 _DECODERS: Final[Mapping[str, msgspec.json.Decoder[Any]]] = {
-   
     table: msgspec.json.Decoder(kind) for table, kind in _TYPE_OF_TABLE.items()
 }
 

@@ -1,0 +1,50 @@
+"""Flags win over the environment, the environment over the file, and all mistakes are told at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ganger_master.config import ConfigError, load, parse_duration
+
+
+def test_defaults_need_only_a_state_directory() -> None:
+    config = load({"state_dir": "/s"}, {})
+    assert config.state_dir == Path("/s")
+    assert config.url == "sqlite:////s/ganger.db"
+    assert config.storage_path == Path("/s/storage")
+    assert config.lost_after_seconds == 600.0
+
+
+def test_flag_beats_environment_beats_file() -> None:
+    text = 'state_dir = "/file"\npolicy = "file"\nlost_after = "1h"\n'
+    environment = {"GANGER_MASTER_POLICY": "environment", "GANGER_MASTER_LOST_AFTER": "never"}
+    config = load({"state_dir": "/flag", "policy": None}, environment, text)
+    assert (config.state_dir, config.policy, config.lost_after_seconds) == (Path("/flag"), "environment", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90.0), ("250ms", 0.25), ("10m", 600.0), ("1.5h", 5400.0), ("1d", 86400.0)]
+)
+def test_durations_are_read_with_their_units(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+def test_all_mistakes_are_reported_together() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load({"listen": "10.0.0.1:80", "lost_after": "soon", "log_level": "loud"}, {}, "nonsense_key = 1\n")
+    text = str(refused.value)
+    for word in ("certificates", "'soon' is no duration", "log_level 'loud'", "nonsense_key", "--state-dir"):
+        assert word in text
+
+
+@pytest.mark.parametrize("listen", ["nowhere", "127.0.0.1:99999", "0.0.0.0:0", "unix:relative", "unix:/" + "x" * 200])
+def test_address_that_cannot_or_must_not_be_served_is_refused(listen: str) -> None:
+    with pytest.raises(ConfigError):
+        load({"state_dir": "/s", "listen": listen}, {})
+
+
+def test_file_that_is_no_toml_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"master\.toml"):
+        load({"state_dir": "/s"}, {}, "= broken", "master.toml")
