@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
 import resource
@@ -96,10 +95,13 @@ def _adopt_environment(environment: Mapping[str, str], command: PythonCommand) -
     """Give the interpreter what it would have read from its environment when starting."""
     inherited = _entries(os.environ.get("PYTHONPATH", ""))
     base = [entry for entry in sys.path if entry and os.path.abspath(entry) not in inherited]
-    os.environ.clear()
-    os.environ.update(environment)
+    # Only what differs: each change is copied into the C library's environment.
+    for name in [name for name in os.environ if name not in environment]:
+        del os.environ[name]
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
     sys.path[:] = [*_entries(environment.get("PYTHONPATH", "")), *base]
-    importlib.invalidate_caches()
     # A log is read while it grows, and a rank may be killed: whole lines go out at once.
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)

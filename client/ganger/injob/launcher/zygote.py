@@ -27,6 +27,8 @@ PRELOADED = (
     "ganger.injob.arm",
     "ganger.injob.control",
     "ganger.training.agent",
+    "ganger.training.job",
+    "ganger.training.unmodified",
 )
 _CANARY_SECONDS = 20.0
 
@@ -35,7 +37,7 @@ def preload() -> list[str]:
     """Import what most training needs; return the names that could be. What is missing is no error."""
     found = []
     for name in PRELOADED:
-        if name.startswith("torch.") and "torch" not in found:
+        if name.startswith(("torch.", "ganger.training.")) and "torch" not in found:
             continue
         try:
             importlib.import_module(name)
