@@ -204,12 +204,21 @@ class View:
         )
 
     def emptied(self, everywhere_available: bool = False) -> View:
-        """A view of the same nodes with nothing held; with `everywhere_available`, cordoned and lost ones too."""
-        empty = View(self.sets.values(), self.version, self.mode)
-        for name, slot in self.slots.items():
-            empty.put(self.total(name), self._in_service[slot])
-            if everywhere_available:
-                empty.available[empty.slots[name]] = True
+        """A view of the same nodes, in the same slots, with nothing held; with `everywhere_available`, cordoned and lost ones too."""
+        empty = self.copy()
+        sets = [topology.configuration_set for topology in self.topologies]
+        cores = {name: tuple(socket.millicores for socket in one.sockets) for name, one in self.sets.items()}
+        zeros = {name: _zeros(topology) for name, topology in self._topology_of.items()}
+        empty.free = [mask if name else 0 for mask, name in zip(self._in_service, self.nodes, strict=True)]
+        empty.millicores = [cores[one.name] for one in sets]
+        empty.memory = [one.memory_bytes for one in sets]
+        empty.affinity = [0] * len(sets)
+        empty.socket_jobs = [zeros[one.name][0] for one in sets]
+        empty.group_jobs = [zeros[one.name][1] for one in sets]
+        empty.device_rows = [zeros[one.name][2] for one in sets]
+        if everywhere_available:
+            empty.available = [bool(name) for name in self.nodes]
+        empty._columns = None
         return empty
 
     def rows(self) -> Iterator[NodeRow]:
@@ -254,16 +263,11 @@ class View:
         if columns is None or len(columns.free) < size:
             columns = self._columns = _empty_columns(max(16, size * 5 // 4))
             self._dirty = set(range(size))
-        for slot in self._dirty:
-            columns.free[slot] = self.free[slot]
-            columns.available[slot] = self.available[slot]
-            columns.millicores[slot] = sum(self.millicores[slot])
-            columns.memory[slot] = self.memory[slot]
-            columns.affinity[slot] = self.affinity[slot]
-            columns.jobs[slot] = sum(self.socket_jobs[slot])
-            columns.sets[slot] = self._set_codes[self.topologies[slot].configuration_set.name]
-            columns.racks[slot] = self._place(self.fabrics[slot], self.racks[slot]) if self.racks[slot] else 0
-            columns.fabrics[slot] = self._place(self.fabrics[slot], "") if self.fabrics[slot] else 0
+        if len(self._dirty) * 4 > size:
+            self._fill_columns(columns, slice(0, size), range(size))
+        else:
+            for slot in self._dirty:
+                self._fill_columns(columns, slice(slot, slot + 1), (slot,))
         self._dirty.clear()
         return columns
 
@@ -298,6 +302,20 @@ class View:
                 rows + sign if mask >> device & 1 else rows for device, rows in enumerate(self.device_rows[slot])
             )
         self._touch(slot)
+
+    def _fill_columns(self, columns: Columns, where: slice, slots: Iterable[int]) -> None:
+        slots = tuple(slots)
+        columns.free[where] = [self.free[slot] for slot in slots]
+        columns.available[where] = [self.available[slot] for slot in slots]
+        columns.millicores[where] = [sum(self.millicores[slot]) for slot in slots]
+        columns.memory[where] = [self.memory[slot] for slot in slots]
+        columns.affinity[where] = [self.affinity[slot] for slot in slots]
+        columns.jobs[where] = [sum(self.socket_jobs[slot]) for slot in slots]
+        columns.sets[where] = [self._set_codes[self.topologies[slot].configuration_set.name] for slot in slots]
+        columns.racks[where] = [
+            self._place(self.fabrics[slot], self.racks[slot]) if self.racks[slot] else 0 for slot in slots
+        ]
+        columns.fabrics[where] = [self._place(self.fabrics[slot], "") if self.fabrics[slot] else 0 for slot in slots]
 
     def _touch(self, slot: int) -> None:
         self.version += 1
@@ -374,6 +392,10 @@ _LISTS = (
     "_versions",
     "_vacant",
 )
+
+
+def _zeros(topology: Topology) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    return (0,) * len(topology.sockets), (0,) * len(topology.groups), (0,) * topology.devices
 
 
 def _padded(counts: tuple[int, ...], length: int) -> tuple[int, ...]:

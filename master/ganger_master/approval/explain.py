@@ -1,0 +1,100 @@
+"""Why a job waits, the true blocker first, and when it may start: an interval only where one is honest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ganger.placement.candidates import candidates, widest_now
+from ganger.resources.reasons import Kind, Reason, Refusal
+from ganger.resources.values import Claim, GangShape
+from ganger.resources.view import View
+
+from ganger_master.approval.protected import NOTHING, Protected, trespass
+
+_KINDS = (Kind.MISTAKE, Kind.BLOCKER, Kind.RACE)
+# What no other change of the cluster helps against comes before what the next release may solve.
+_FIRST = (Reason.QUOTA, Reason.DEVICE_TYPE, Reason.STORAGE_NOT_SHARED, Reason.CANNOT_SWITCH_USER)
+# Candidates asked about before a job counts as kept out: the way may be free elsewhere.
+_CANDIDATES = 16
+_NEVER = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A gang's claims and when it ends at the latest (None: nobody knows)."""
+
+    job: str
+    claims: tuple[Claim, ...]
+    ends_by: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds from now; both zero when unknown, and then `assumption` says why."""
+
+    after: float
+    before: float
+    assumption: str
+
+
+def order(refusals: Sequence[Refusal]) -> tuple[Refusal, ...]:
+    """The true blocker first: mistakes, then what lasts, then what a retry may solve; else in the order given."""
+    return tuple(sorted(refusals, key=lambda one: (_KINDS.index(one.reason.kind), one.reason not in _FIRST)))
+
+
+def explain(
+    view: View,
+    shape: GangShape,
+    *,
+    waited: float,
+    protected: Protected = NOTHING,
+    rank: int = 0,
+    job: str = "",
+    quota: Sequence[Refusal] = (),
+) -> tuple[Refusal, ...]:
+    """What keeps the job from starting now; empty when nothing does and its turn will place it."""
+    if quota:
+        return order(quota)
+    placement = candidates(view, shape, waited=waited, limit=_CANDIDATES)
+    if not placement.candidates:
+        return order(placement.refusals)
+    kept: tuple[Refusal, ...] = ()
+    for claims in placement.candidates:
+        refusals = trespass(view, protected, claims, rank=rank, job=job)
+        if not refusals:
+            return ()
+        kept = kept or refusals
+    return order(kept)
+
+
+def estimate(view: View, shape: GangShape, holders: Sequence[Holder], now: float) -> Estimate:
+    """When the gang fits if every holder runs to its limit; unknown as soon as that rests on one without a limit.
+
+    Holders may end sooner, so the interval begins now. Jobs ahead in the queue are not counted: the assumption says so.
+    """
+    waiting_view = view.copy()
+    patient = widest_now(shape, 0.0) < shape.locality.widest
+    if _fits(waiting_view, shape):
+        if patient:
+            left = shape.locality.patience_seconds
+            return Estimate(0.0, left, "its patience ends by then and nothing it needs is taken meanwhile")
+        return Estimate(0.0, 1.0, "its turn comes at once and nobody is ahead")
+    unlimited = [holder.job for holder in holders if holder.ends_by is None]
+    for holder in sorted(holders, key=lambda one: (one.ends_by is None, one.ends_by or 0.0, one.job)):
+        if holder.ends_by is None:
+            break
+        for claim in holder.claims:
+            waiting_view.give(claim)
+        if _fits(waiting_view, shape):
+            before = max(1.0, holder.ends_by - now)
+            return Estimate(
+                0.0, before, f"jobs run to their time limits, {holder.job} being the last needed, and nobody is ahead"
+            )
+    if unlimited:
+        return Estimate(0.0, 0.0, f"unknown, because {unlimited[0]} has no time limit")
+    return Estimate(0.0, 0.0, "unknown, because it would not fit even if all running jobs ended")
+
+
+def _fits(view: View, shape: GangShape) -> bool:
+    return bool(candidates(view, shape, waited=_NEVER, limit=1).candidates)

@@ -1,0 +1,67 @@
+"""The verdict on a gang request: the first candidate that fits and that nobody ahead is kept, or why not.
+
+Conflicts are judged on the claimed devices, cores and bytes, never on version numbers: a request from an old view is
+fine if what it claims is still free. A rejection brings fresh rows of just the nodes it is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ganger.resources.fit import fit, gang_level
+from ganger.resources.reasons import Reason, Refusal
+from ganger.resources.values import Claim, GangShape, Level, NodeRow
+from ganger.resources.view import View
+
+from ganger_master.approval.explain import order
+from ganger_master.approval.protected import NOTHING, Protected, trespass
+
+# More candidates than this are not looked at: the wire allows no more.
+MOST_CANDIDATES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Approved:
+    """Candidate `candidate` (from 0) may be taken; `level` is the gang's worst pair."""
+
+    candidate: int
+    claims: tuple[Claim, ...]
+    level: Level
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Of the last candidate tried, the true blocker first; `rows` of all nodes any candidate failed on."""
+
+    refusals: tuple[Refusal, ...]
+    rows: tuple[NodeRow, ...]
+
+
+def approve(
+    view: View,
+    shape: GangShape,
+    candidates: Sequence[Sequence[Claim]],
+    *,
+    rank: int = 0,
+    job: str = "",
+    protected: Protected = NOTHING,
+    holding: Sequence[Claim] = (),
+) -> Approved | Rejected:
+    """Tries the candidates in order; takes nothing itself.
+
+    `rank` is the job's position in the policy's order, 0 for a request out of turn, which goes behind everybody.
+    `holding`: pieces that are the job's own.
+    """
+    refusals: tuple[Refusal, ...] = (Refusal(Reason.CLAIM_MISMATCH, detail="a request without candidates"),)
+    conflicting: dict[str, NodeRow] = {}
+    for index, claims in enumerate(candidates[:MOST_CANDIDATES]):
+        refusals = fit(view, shape, claims, holding=holding)
+        if not refusals:
+            refusals = trespass(view, protected, claims, rank=rank, job=job)
+        if not refusals:
+            return Approved(index, tuple(claims), gang_level(view, claims))
+        for refusal in refusals:
+            if refusal.node in view and refusal.node not in conflicting:
+                conflicting[refusal.node] = view.row(refusal.node)
+    return Rejected(order(refusals), tuple(conflicting.values()))
