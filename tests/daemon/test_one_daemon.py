@@ -1,0 +1,57 @@
+"""One real daemon under a fake master: what is wanted happens, and what is seen is said."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
+from ganger.v1 import job_pb2
+
+pytestmark = pytest.mark.system
+
+
+def steps_in(lines: list[str]) -> list[int]:
+    return [int(line.split()[1]) for line in lines if line.startswith("step ")]
+
+
+def test_a_job_runs_to_its_end_and_its_outcome_stays_until_acknowledged() -> None:
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1")
+        uid = str(uuid.uuid4())
+        await made.master.want("n1", made.gang({"n1": [0]}, "n1", uid=uid, steps=20))
+        ended = await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
+        assert ended.outcome.kind == 1, ended.outcome
+        assert steps_in(log_of(made.directory, "n1", uid, 0, 1)) == list(range(1, 21))
+        await made.master.forget("n1", 1)
+        await made.master.until_absent("n1", 1)
+        assert not (made.directory / "n1" / "jobs" / uid).exists()
+
+    run(story)
+
+
+def test_a_job_pauses_at_a_boundary_and_goes_on() -> None:
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1")
+        uid = str(uuid.uuid4())
+        gang = made.gang({"n1": [0, 1]}, "n1", uid=uid, pause=0.005)
+        await made.master.want("n1", gang)
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        for sequence, level in ((2, job_pb2.SUSPEND_LEVEL_PAUSE), (4, job_pb2.SUSPEND_LEVEL_OFFLOAD)):
+            await made.master.want(
+                "n1", with_changes(gang, sequence, intent=Intents.INTENT_PARK, level=level, stop_sequence=sequence)
+            )
+            parked = await made.master.until(
+                "n1", 1, lambda seen, s=sequence: seen.phase == Observed.PHASE_PARKED and seen.stop_sequence == s
+            )
+            assert parked.level == level
+            for rank in (0, 1):
+                assert steps_in(log_of(made.directory, "n1", uid, rank, 1))[-1] == parked.stop_step
+            await made.master.want("n1", with_changes(gang, sequence + 1))
+            await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        await made.master.want("n1", with_changes(gang, 9, intent=Intents.INTENT_STOP))
+        ended = await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
+        assert ended.outcome.kind == 5, ended.outcome
+
+    run(story)
+

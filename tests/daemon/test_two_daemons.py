@@ -1,0 +1,185 @@
+"""Two real daemons: one gang over both, moves from one to the other with the state in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+
+import pytest
+from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
+from ganger.agent.v1 import agent_pb2
+from ganger.v1 import job_pb2
+
+pytestmark = pytest.mark.system
+
+PARK = Intents.INTENT_PARK
+
+
+def lines_of(made: Cluster, node: str, uid: str, rank: int, epoch: int) -> list[str]:
+    return [line for line in log_of(made.directory, node, uid, rank, epoch) if line.startswith("step ")]
+
+
+def last_step(lines: list[str]) -> int:
+    return int(lines[-1].split()[1]) if lines else 0
+
+
+def test_a_gang_on_two_nodes_stops_at_one_step_and_goes_on() -> None:
+    async def story(made: Cluster) -> None:
+        await asyncio.gather(made.daemon("n1"), made.daemon("n2"))
+        uid = str(uuid.uuid4())
+        placement = {"n1": [0], "n2": [1]}
+        gangs = {node: made.gang(placement, node, uid=uid, pause=0.01) for node in placement}
+        for node, gang in gangs.items():
+            await made.master.want(node, gang)
+        for node in placement:
+            await made.master.until(node, 1, in_phase(Observed.PHASE_RUNNING))
+        for sequence in (2, 4, 6):
+            for node, gang in gangs.items():
+                stop = with_changes(
+                    gang, sequence, intent=PARK, level=job_pb2.SUSPEND_LEVEL_PAUSE, stop_sequence=sequence
+                )
+                await made.master.want(node, stop)
+            parked = [
+                await made.master.until(
+                    node, 1, lambda seen, s=sequence: seen.phase == Observed.PHASE_PARKED and seen.stop_sequence == s
+                )
+                for node in placement
+            ]
+            assert parked[0].stop_step == parked[1].stop_step
+            for node, gang in gangs.items():
+                await made.master.want(node, with_changes(gang, sequence + 1))
+            for node in placement:
+                await made.master.until(node, 1, in_phase(Observed.PHASE_RUNNING))
+
+    run(story)
+
+
+def test_a_checkpoint_of_a_gang_on_two_nodes_is_published_once_all_shards_are_there() -> None:
+    async def story(made: Cluster) -> None:
+        await asyncio.gather(made.daemon("n1"), made.daemon("n2"))
+        uid = str(uuid.uuid4())
+        placement = {"n1": [0], "n2": [1]}
+        gangs = {node: made.gang(placement, node, uid=uid, pause=0.01) for node in placement}
+        for node, gang in gangs.items():
+            await made.master.want(node, gang)
+        for node in placement:
+            await made.master.until(node, 1, in_phase(Observed.PHASE_RUNNING))
+        for node, gang in gangs.items():
+            await made.master.want(node, with_changes(gang, 2, checkpoint_request=1))
+        seen = await made.master.until("n1", 1, lambda gang: gang.checkpoint.step > 0)
+        directory = made.storage / uid / seen.checkpoint.path
+        manifest = json.loads((directory / "MANIFEST.json").read_text())
+        assert sorted(manifest["files"]) == ["rank-0.shard", "rank-1.shard"]
+        # parking at CHECKPOINT: processes leave, and the next epoch starts from what they wrote
+        for node, gang in gangs.items():
+            await made.master.want(
+                node,
+                with_changes(gang, 3, intent=PARK, level=job_pb2.SUSPEND_LEVEL_CHECKPOINT, stop_sequence=3),
+            )
+        parked = [await made.master.until(node, 1, in_phase(Observed.PHASE_PARKED)) for node in placement]
+        assert parked[0].stop_step == parked[1].stop_step == parked[0].checkpoint.step
+        for node, gang in gangs.items():
+            await made.master.want(node, with_changes(gang, 4, intent=Intents.INTENT_STOP))
+        for node in placement:
+            ended = await made.master.until(node, 1, in_phase(Observed.PHASE_ENDED))
+            assert ended.outcome.kind == 2, ended.outcome
+            await made.master.forget(node, 1)
+        restore = agent_pb2.Restore(checkpoint_path=parked[0].checkpoint.path, step=parked[0].stop_step)
+        for node in placement:
+            again = made.gang(placement, node, uid=uid, epoch=2, pause=0.01, restore=restore)
+            await made.master.want(node, again)
+        for node in placement:
+            await made.master.until(node, 2, in_phase(Observed.PHASE_RUNNING))
+        first = lines_of(made, "n2", uid, 1, 2)[0]
+        assert int(first.split()[1]) == parked[0].stop_step + 1
+
+    run(story)
+
+
+async def move(
+    made: Cluster, uid: str, source: str, target: str, gang: agent_pb2.DesiredGang, epoch: int, sequence: int
+) -> tuple[agent_pb2.DesiredGang, int]:
+    """As the master does it: prepare, hand over, run, stop the source."""
+    restore = agent_pb2.Restore(
+        parked=agent_pb2.ParkedState(epoch=gang.epoch, members=[made.member(source, [0])])
+    )
+    new = made.gang(
+        {target: [0]}, target, uid=uid, epoch=epoch, sequence=1, pause=0.01, size=3 << 20,
+        intent=Intents.INTENT_PREPARE, restore=restore,
+    )  # fmt: skip
+    await made.master.want(target, new)
+    await made.master.until(target, epoch, in_phase(Observed.PHASE_PREPARED))
+    await made.master.want(
+        source, with_changes(gang, sequence, intent=Intents.INTENT_HAND_OVER, stop_sequence=sequence)
+    )
+    parked = await made.master.until(source, gang.epoch, in_phase(Observed.PHASE_PARKED))
+    await made.master.until(target, epoch, in_phase(Observed.PHASE_READY))
+    running = with_changes(new, 2, intent=Intents.INTENT_RUN)
+    await made.master.want(target, running)
+    await made.master.until(target, epoch, in_phase(Observed.PHASE_RUNNING))
+    await made.master.want(source, with_changes(gang, sequence + 1, intent=Intents.INTENT_STOP))
+    await made.master.until(source, gang.epoch, in_phase(Observed.PHASE_ENDED))
+    await made.master.forget(source, gang.epoch)
+    return running, parked.stop_step
+
+
+def test_a_move_loses_no_step_and_changes_no_bit_of_state() -> None:
+    async def story(made: Cluster) -> None:
+        await asyncio.gather(made.daemon("n1"), made.daemon("n2"))
+        uid = str(uuid.uuid4())
+        gang = made.gang({"n1": [0]}, "n1", uid=uid, pause=0.01, size=3 << 20)
+        await made.master.want("n1", gang)
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        gang, there = await move(made, uid, "n1", "n2", gang, 2, 2)
+        gang, back = await move(made, uid, "n2", "n1", gang, 3, 5)
+        await made.master.want("n1", with_changes(gang, 9, intent=Intents.INTENT_STOP))
+        await made.master.until("n1", 3, in_phase(Observed.PHASE_ENDED))
+        lines = [*lines_of(made, "n1", uid, 0, 1), *lines_of(made, "n2", uid, 0, 2), *lines_of(made, "n1", uid, 0, 3)]
+        steps = [int(line.split()[1]) for line in lines]
+        assert steps == list(range(1, len(steps) + 1))
+        assert there < back < len(steps)
+        assert [line.split()[3] for line in lines] == uninterrupted(len(lines), 3 << 20)
+        # the log of the rank is one stream, wherever it is read
+        segments = made.daemons["n1"].host.logs.segments(uid, 0)
+        assert [segment.epoch for segment in segments] == [1, 2, 3]
+
+    run(story)
+
+
+def test_a_move_given_up_before_its_commit_leaves_the_source_running() -> None:
+    async def story(made: Cluster) -> None:
+        await asyncio.gather(made.daemon("n1"), made.daemon("n2"))
+        uid = str(uuid.uuid4())
+        gang = made.gang({"n1": [0]}, "n1", uid=uid, pause=0.01)
+        await made.master.want("n1", gang)
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        restore = agent_pb2.Restore(parked=agent_pb2.ParkedState(epoch=1, members=[made.member("n1", [0])]))
+        new = made.gang(
+            {"n2": [0]}, "n2", uid=uid, epoch=2, pause=0.01, intent=Intents.INTENT_PREPARE, restore=restore
+        )
+        await made.master.want("n2", new)
+        await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
+        await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_HAND_OVER, stop_sequence=2))
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        await made.master.want("n2", with_changes(new, 2, intent=Intents.INTENT_STOP))
+        await made.master.want("n1", with_changes(gang, 3))
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        ended = await made.master.until("n2", 2, in_phase(Observed.PHASE_ENDED))
+        assert ended.outcome.kind == 5
+        assert lines_of(made, "n2", uid, 0, 2) == []
+
+    run(story)
+
+
+def uninterrupted(steps: int, size: int) -> list[str]:
+    """Digests of the state after each step, as a job that was never disturbed would print them."""
+    import xxhash
+
+    data = bytearray(-(-size // 64) * 64)
+    digests = []
+    for step in range(steps):
+        at = step % (size - 8)
+        data[at] = (data[at] + step) % 256
+        digests.append(xxhash.xxh3_64_hexdigest(bytes(data)))
+    return digests
