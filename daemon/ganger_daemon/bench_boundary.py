@@ -27,27 +27,39 @@ RESUME_SLACK_SECONDS = 0.020
 # ranks, nodes, relay delay one way in seconds, cycles
 GANGS = ((2, 1, 0.0, 80), (2, 2, 0.005, 60), (4, 2, 0.010, 60))
 
-# Medians of rounds that alternate between the hook and an empty call; the five-line form and the bare boundary in one
-# process, the zero-line form in another, where the agent finds its boundary by the optimizer's step.
+# The five-line form: rounds that alternate between the hook and an empty call. The zero-line form: a loop over a loader
+# whose optimizer does nothing, first without the agent and then with it, because it finds its boundary between the two.
 HOOKS = """
-import json, os, statistics, sys, time
+import json, statistics, sys, time
 import torch
 torch.set_num_threads(1)
-ROUNDS, CALLS = 9, 50_000
+ROUNDS = 9
 
 def empty(): pass
 
-def cost(call, base=empty):
+def cost(call, calls=50_000):
     def one(f):
         begin = time.perf_counter_ns()
-        for _ in range(CALLS): f()
-        return (time.perf_counter_ns() - begin) / CALLS / 1000
-    one(call), one(base)
-    return [one(call) - one(base) for _ in range(ROUNDS)]
+        for _ in range(calls): f()
+        return (time.perf_counter_ns() - begin) / calls / 1000
+    one(call), one(empty)
+    return [one(call) - one(empty) for _ in range(ROUNDS)]
 
 class Still(torch.optim.Optimizer):
     def __init__(self): super().__init__([torch.nn.Parameter(torch.zeros(1))], {})
     def step(self, closure=None): pass
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self): return 20_000
+    def __getitem__(self, index): return index
+
+def loop():
+    loader, step, rounds = torch.utils.data.DataLoader(Numbers(), batch_size=None), Still().step, []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter_ns()
+        for _ in loader: step()
+        rounds.append((time.perf_counter_ns() - begin) / 20_000 / 1000)
+    return rounds
 
 if sys.argv[1] == "attached":
     import ganger
@@ -55,14 +67,9 @@ if sys.argv[1] == "attached":
     print(json.dumps({"boundary": cost(job._control.boundary), "five_line": cost(job.step)}))
 else:
     from ganger.injob.arm import arm
-    plain = Still().step
-    without = [cost(plain) for _ in range(1)][0]
+    without = statistics.median(loop())
     arm()
-    hooked = Still()
-    hooked.step()
-    with_agent = cost(hooked.step)
-    base = statistics.median(without)
-    print(json.dumps({"zero_line": [value - base for value in with_agent]}))
+    print(json.dumps({"zero_line": [value - without for value in loop()]}))
 """
 
 
