@@ -11,7 +11,7 @@ from ganger.placement.candidates import candidates
 from ganger.resources.fit import fit, gang_level
 from ganger.resources.reasons import Reason, Refusal
 
-from ganger_master.approval.protected import Protected, protect
+from ganger_master.approval.protected import NOTHING, Protected, protect
 from ganger_master.approval.reservations import Reservation, Wanting, begins, reserve
 from ganger_master.approval.verdicts import Approved, Rejected, approve
 from ganger_master.core import orders
@@ -69,10 +69,7 @@ def find_place(
 ) -> tuple[tuple[Claim, ...], Level] | None:
     """A place for a job on other nodes than those to avoid, and on none but `within`; None if there is none now."""
     shape = job.spec.shape(job.arena_bytes_per_device)
-    shut = set(avoid)
-    if within is not None:
-        shut.update(name for name in state.nodes if name not in within)
-    found = candidates(state.view, shape, waited=_PATIENT, avoid=frozenset(shut))
+    found = candidates(state.view, shape, waited=_PATIENT, avoid=avoid, only=within)
     for claims in found.candidates:
         if not judge_change(state, job, claims):
             return claims, level_of(state, claims)
@@ -152,11 +149,10 @@ def protected_from(state: State, job: Job, now: float) -> Protected:
     """What is kept for blocked jobs ahead of this one in the policy's order."""
     ahead = _blocked_ahead(state, job)
     if not ahead:
-        return Protected()
-    reservations = reservations_of(state, ahead, now)
-    first = ahead[0]
-    everything = (first.name, state.queue_rank(first.number)) if state.policy.protects_all else None
-    return protect(state.view, reservations, everything)
+        return NOTHING
+    if state.policy.protects_all:
+        return Protected(everything=(ahead[0].name, state.queue_rank(ahead[0].number)))
+    return protect(state.view, reservations_of(state, ahead, now))
 
 
 def reservations_of(state: State, ahead: Sequence[Job], now: float) -> tuple[Reservation, ...]:
@@ -173,7 +169,7 @@ def _blocked_ahead(state: State, job: Job) -> list[Job]:
     if not state.refusals:
         return []
     key = (state.policy.key(job), job.number)
-    blocked = []
+    blocked: list[Job] = []
     for entry in state.waiting:
         if entry >= key or len(blocked) >= state.settings.protected_jobs:
             break

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from ganger.resources.values import Claim, ConfigurationSet, GangShape, Level, Locality, NodeRow, Role
 
@@ -139,6 +139,9 @@ class Agent(StrEnum):
     NONE = "NONE"
 
 
+_ANYWHERE: Final = Locality()
+
+
 @dataclass(frozen=True, slots=True)
 class JobSpec:
     """What a user asked for; `ganger.v1.JobSpec` as plain values. Zero and empty mean what they mean on the wire."""
@@ -149,7 +152,7 @@ class JobSpec:
     working_directory: str = "/"
     environment: Mapping[str, str] = field(default_factory=dict)
     device_type: str = ""
-    locality: Locality = Locality()
+    locality: Locality = _ANYWHERE
     nodes: int = 0
     priority: int = 0
     time_limit_seconds: float | None = None
@@ -367,8 +370,11 @@ class Gang:
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """A gang seen on a node that the master does not want there. `quarantined` ones (unknown job, epoch from the future)
-    are left alone and hold their devices until they go; others are older epochs and are stopped."""
+    """A gang seen on a node that the master does not want there.
+
+    `quarantined` ones (unknown job, epoch from the future) are left alone and hold their devices until they go; others
+    are older epochs and are stopped.
+    """
 
     job: int
     uid: str

@@ -1,13 +1,14 @@
 """Whose turn it is: leases to request a gang, given to waiting jobs in the policy's order.
 
-A turn is a hint that bounds how many ask at once; whether a request is granted is decided by fit and by what is kept for
-those who go first. Losing a turn costs its job nothing but time.
+A turn is a hint that bounds how many ask at once; whether a request is granted is decided by fit and by what is kept
+for those who go first. Losing a turn costs its job nothing but time.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from ganger_master.core.capacity import reservations_of
 from ganger_master.core.commands import ClaimTurns
 from ganger_master.core.events import GangRefused
 from ganger_master.core.model import Job
@@ -36,7 +37,7 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
             given=now,
             expires=now + state.settings.turn_lease_seconds,
             scheduler=scheduler_of(state, job),
-            reserved_nodes=state.reserved_nodes.get(number, ()),
+            reserved_nodes=_reserved_nodes(state, job, now),
         )
         state.next_turn += 1
         state.turns[turn.turn] = turn
@@ -114,6 +115,12 @@ def next_time(state: State, now: float) -> float | None:
 
 # An instant at which a lease still holds is not yet past it.
 _JUST_AFTER = 0.001
+
+
+def _reserved_nodes(state: State, job: Job, now: float) -> tuple[str, ...]:
+    if state.policy.protects_all:
+        return ()
+    return tuple(node for reservation in reservations_of(state, [job], now) for node in reservation.nodes)
 
 
 def _has_room_beside(state: State, job: Job) -> bool:

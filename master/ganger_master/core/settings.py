@@ -34,14 +34,9 @@ class Settings:
     launch_failures_allowed: int = 5
     # Moves of one job given up in a row, after which a drain parks it to storage.
     moves_aborted_allowed: int = 2
-    # Reservations begin after so many conflicts or so long a wait.
-    reserve_after_conflicts: int = 3
-    reserve_after_seconds: float = 120.0
     # Blocked jobs ahead whose places are protected.
     protected_jobs: int = 4
     jobs_waiting_limit: int = 100_000
     finished_jobs_limit: int = 10_000
     # Devices a user may hold at once; "" is everybody not named. Absent: no limit.
     quota_devices: Mapping[str, int] = field(default_factory=dict)
-    # What one node and one rack could hold at most is judged by the nodes known; with none known all is accepted.
-    host_mode_pack_share: float = 0.5

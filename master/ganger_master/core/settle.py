@@ -1,4 +1,4 @@
-"""What every event ends with: consequences drawn, rows and desired sets projected anew, turns handed out, effects named.
+"""What every event ends with: consequences drawn, rows and desired sets projected anew, turns given, effects named.
 
 Nothing here decides about one job alone (`attempts`) or about one request (`decide`).
 """

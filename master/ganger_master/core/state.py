@@ -109,7 +109,6 @@ class State:
         self.passed: dict[int, tuple[int, float]] = {}
         self.lost_turns: dict[int, int] = {}
         self.claimed_by: dict[int, str] = {}
-        self.reserved_nodes: dict[int, tuple[str, ...]] = {}
         self.wake_at: float | None = None
         # Changes since the last take_changes.
         self.dirty = Dirty()

@@ -21,7 +21,11 @@ class Policy:
     protects_all: bool
 
 
-POLICIES = {"fifo": Policy("fifo", fifo.key, protects_all=True)}
+POLICIES = {
+    "fifo": Policy("fifo", fifo.key, protects_all=True),
+    # The same order, but what is not kept for those ahead may be used meanwhile.
+    "backfill": Policy("backfill", fifo.key, protects_all=False),
+}
 
 
 def policy_named(name: str) -> Policy:

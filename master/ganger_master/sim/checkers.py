@@ -1,0 +1,106 @@
+"""Oracles over a simulated cluster: what the processes really did, judged without looking at the master's state.
+
+They know nothing of faults and share no code with the core: steps, devices and acknowledged jobs are counted anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+class Violation(AssertionError):
+    """Something that must always hold did not."""
+
+
+@dataclass(slots=True)
+class Training:
+    """What really happened to one job."""
+
+    total_steps: int
+    step: int = 0
+    # Highest epoch that ever stepped.
+    epoch: int = 0
+    # Steps of complete checkpoints, as written.
+    checkpoints: list[int] = field(default_factory=list)
+    # Deaths that allow going back to the last complete checkpoint: of a rank, of a node, by its own code.
+    deaths: int = 0
+    deaths_used: int = 0
+
+
+class Oracle:
+    """Told of every step and every process; raises Violation at the first thing that must not be."""
+
+    def __init__(self) -> None:
+        self.trainings: dict[str, Training] = {}
+        self.accepted: dict[int, str] = {}
+        # Who steps on a device: (node, device) -> (uid, epoch).
+        self.users: dict[tuple[str, int], tuple[str, int]] = {}
+        self.steps = 0
+
+    def submitted(self, uid: str, total_steps: int) -> None:
+        self.trainings.setdefault(uid, Training(total_steps))
+
+    def acknowledged(self, number: int, uid: str) -> None:
+        """The caller was told that the job is accepted."""
+        known = self.accepted.setdefault(number, uid)
+        if known != uid:
+            raise Violation(f"jobs/{number} was given twice: {known} and {uid}")
+
+    def restored(self, uid: str, epoch: int, step: int, from_parked: bool) -> None:
+        """A new attempt starts its first step from here."""
+        training = self.trainings[uid]
+        if step == training.step:
+            return
+        if step > training.step:
+            raise Violation(f"{uid} epoch {epoch} starts at step {step}, but only {training.step} were done")
+        if from_parked:
+            raise Violation(f"{uid} epoch {epoch}: a move lost steps {step}..{training.step}")
+        if training.deaths <= training.deaths_used:
+            raise Violation(f"{uid} epoch {epoch} goes back from {training.step} to {step}, though nothing of it died")
+        training.deaths_used = training.deaths
+        training.step = step
+
+    def stepped(self, uid: str, epoch: int, step: int, devices: Sequence[tuple[str, int]]) -> None:
+        training = self.trainings[uid]
+        self.steps += 1
+        if epoch < training.epoch:
+            raise Violation(f"{uid}: epoch {epoch} steps after epoch {training.epoch} did")
+        training.epoch = epoch
+        if step != training.step + 1:
+            raise Violation(f"{uid} epoch {epoch} does step {step} after step {training.step}")
+        training.step = step
+        for device in devices:
+            user = self.users.get(device)
+            if user is not None and user != (uid, epoch):
+                raise Violation(f"{device} is used by {user} while {uid} epoch {epoch} steps on it")
+
+    def occupied(self, uid: str, epoch: int, devices: Sequence[tuple[str, int]]) -> None:
+        """Processes got these devices, and may use them from now on."""
+        for device in devices:
+            user = self.users.get(device)
+            if user is not None and user != (uid, epoch) and user[0] != uid:
+                raise Violation(f"{device} is given to {uid} epoch {epoch} while {user} is on it")
+            self.users[device] = (uid, epoch)
+
+    def left(self, uid: str, epoch: int, devices: Sequence[tuple[str, int]]) -> None:
+        for device in devices:
+            if self.users.get(device) == (uid, epoch):
+                del self.users[device]
+
+    def died(self, uid: str) -> None:
+        self.trainings[uid].deaths += 1
+
+    def checkpointed(self, uid: str, step: int) -> None:
+        self.trainings[uid].checkpoints.append(step)
+
+    def check_kept(self, jobs: Mapping[int, str]) -> None:
+        """`jobs`: number to uid, as the master knows them now."""
+        for number, uid in self.accepted.items():
+            if jobs.get(number) != uid:
+                raise Violation(f"jobs/{number} ({uid}) was accepted and is lost")
+
+    def check_succeeded(self, uid: str) -> None:
+        training = self.trainings[uid]
+        if training.step != training.total_steps:
+            raise Violation(f"{uid} is said to have succeeded at step {training.step} of {training.total_steps}")

@@ -1,0 +1,268 @@
+"""A whole cluster under virtual time: master, daemons, ranks, a job scheduler, users; faults and checkers beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ganger.placement.candidates import candidates
+from ganger.resources.values import ConfigurationSet
+
+from ganger_master.core.answers import Answer, JobAnswer
+from ganger_master.core.commands import CancelJob, Command, MoveJob, RequestGang, ResumeJob, SubmitJob, SuspendJob
+from ganger_master.core.model import JobSpec, JobState, OutcomeKind, SuspendLevel
+from ganger_master.core.settings import Settings
+from ganger_master.core.state import State, Turn
+from ganger_master.core.wanted import DesiredSet
+from ganger_master.sim.checkers import Oracle, Violation
+from ganger_master.sim.engine import Engine
+from ganger_master.sim.faults import NONE, Faults, Network
+from ganger_master.sim.master import SimMaster
+from ganger_master.sim.nodes import SimDaemon
+from ganger_master.sim.ranks import Physics, spec_steps
+
+_RETRY_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class Submission:
+    uid: str
+    request_id: str
+    spec: JobSpec
+    number: int = 0
+    refused: bool = False
+
+
+class Cluster:
+    """Nodes join at once; `submit` retries with its request id until it is answered, as a client does."""
+
+    def __init__(
+        self,
+        seed: int,
+        nodes: Sequence[tuple[str, ConfigurationSet]],
+        settings: Settings | None = None,
+        faults: Faults = NONE,
+        step_seconds: float = 1.0,
+    ) -> None:
+        self.engine = Engine(seed)
+        self.faults = faults
+        self.network = Network(self.engine, faults)
+        self.oracle = Oracle()
+        self.physics = Physics(self.engine, self.oracle, step_seconds)
+        self.master = SimMaster(self.engine, settings or Settings(), faults, self._on_news, self._on_turns)
+        self.daemons: dict[str, SimDaemon] = {}
+        self.submissions: list[Submission] = []
+        self.scheduler_is_up = True
+        for name, configuration_set in nodes:
+            self.add_node(name, configuration_set)
+
+    @property
+    def state(self) -> State:
+        return self.master.state
+
+    def add_node(
+        self, name: str, configuration_set: ConfigurationSet, capabilities: dict[str, str] | None = None
+    ) -> SimDaemon:
+        daemon = SimDaemon(self.engine, self.network, self.master, self.physics, name, configuration_set, capabilities)
+        self.daemons[name] = daemon
+        daemon.start()
+        return daemon
+
+    def submit(self, spec: JobSpec, user: str = "") -> Submission:
+        number = len(self.submissions) + 1
+        submission = Submission(f"uid-{number}", f"request-{number}", spec)
+        self.submissions.append(submission)
+        self.oracle.submitted(submission.uid, spec_steps(spec))
+
+        def answered(answer: Answer) -> None:
+            if isinstance(answer, JobAnswer) and not submission.number:
+                submission.number = answer.number
+                self.oracle.acknowledged(answer.number, submission.uid)
+            elif not isinstance(answer, JobAnswer):
+                submission.refused = True
+
+        def attempt() -> None:
+            if submission.number or submission.refused:
+                return
+            command = SubmitJob(spec, submission.uid, user, submission.request_id)
+            self.send(command, answered)
+            self.engine.after(_RETRY_SECONDS, attempt)
+
+        attempt()
+        return submission
+
+    def send(self, command: Command, reply: Callable[[Answer], None] | None = None) -> None:
+        """A call over the network, answered over the network."""
+
+        def answer_back(answer: Answer) -> None:
+            if reply is not None:
+                self.network.send(lambda: reply(answer))
+
+        self.network.send(lambda: self.master.call(command, answer_back))
+
+    def ask(self, command: Command) -> Answer:
+        """A call without network or delay; for scenarios. The answer as it was decided."""
+        found: list[Answer] = []
+        self.master.call(command, found.append)
+        self.run_until(lambda: bool(found), 60.0)
+        return found[0]
+
+    def run_for(self, seconds: float) -> None:
+        self.engine.run(self.engine.now + seconds)
+
+    def run_until(self, holds: Callable[[], bool], within: float) -> bool:
+        self.engine.run(self.engine.now + within, holds)
+        return holds()
+
+    def check(self) -> None:
+        """What must hold now, as far as anybody outside can see."""
+        if not self.master.is_up:
+            return
+        jobs = self.state.jobs
+        self.oracle.check_kept({number: job.uid for number, job in jobs.items()})
+        for job in jobs.values():
+            if job.state is JobState.SUCCEEDED:
+                self.oracle.check_succeeded(job.uid)
+
+    # -- faults --------------------------------------------------------------------------------------------------------
+
+    def unleash(self) -> None:
+        """Starts every kind of crash the faults name, each at its own random pace."""
+        faults = self.faults
+        self._again(faults.master_crash_seconds, lambda: self.master.crash(self.engine.between(0.1, 20.0)))
+        self._again(faults.daemon_crash_seconds, self._crash_daemon)
+        self._again(faults.node_crash_seconds, self._crash_node)
+        self._again(faults.rank_crash_seconds, self._crash_rank)
+        self._again(faults.scheduler_crash_seconds, self._crash_scheduler)
+
+    def heal(self) -> None:
+        """Nothing goes wrong from here on; everything that is down comes back by itself."""
+        self.faults = self.network.faults = self.master.faults = self.faults.healed()
+
+    def unleash_users(self, mean_seconds: float) -> None:
+        """Users who suspend, resume, move and cancel whatever they have, without asking what it does."""
+        self._again(mean_seconds, self._meddle, lambda: self.meddling)
+
+    meddling = True
+
+    def _again(self, mean_seconds: float, act: Callable[[], None], holds: Callable[[], bool] | None = None) -> None:
+        if not mean_seconds:
+            return
+        faults = self.faults
+
+        def go() -> None:
+            if not (holds() if holds is not None else self.faults is faults):
+                return
+            act()
+            self.engine.after(self.engine.random.expovariate(1.0 / mean_seconds), go)
+
+        self.engine.after(self.engine.random.expovariate(1.0 / mean_seconds), go)
+
+    def _crash_daemon(self) -> None:
+        daemon = self._pick(self.daemons)
+        if daemon.is_up:
+            daemon.crash()
+            self.engine.after(self.engine.between(0.1, 10.0), lambda: self._start(daemon))
+
+    def _crash_node(self) -> None:
+        daemon = self._pick(self.daemons)
+        if daemon.is_up:
+            daemon.reboot()
+            self.engine.after(self.engine.between(5.0, self.faults.node_away_seconds), lambda: self._start(daemon))
+
+    @staticmethod
+    def _start(daemon: SimDaemon) -> None:
+        if not daemon.is_up:
+            daemon.start()
+
+    def _crash_rank(self) -> None:
+        alive = [ranks for ranks in self.physics.ranks.values() if ranks.is_alive]
+        if alive:
+            ranks = self.engine.random.choice(alive)
+            # Without a known exit the preemption budget pays, so that every job can still end well.
+            self.physics.kill(ranks.node, ranks.order.epoch, OutcomeKind.UNKNOWN, "killed")
+
+    def _crash_scheduler(self) -> None:
+        self.scheduler_is_up = False
+        self.engine.after(self.engine.between(0.1, 10.0), self._scheduler_back)
+
+    def _scheduler_back(self) -> None:
+        self.scheduler_is_up = True
+
+    def _pick(self, daemons: dict[str, SimDaemon]) -> SimDaemon:
+        return daemons[self.engine.random.choice(sorted(daemons))]
+
+    def _meddle(self) -> None:
+        known = [submission.number for submission in self.submissions if submission.number]
+        if not known:
+            return
+        number = self.engine.random.choice(known)
+        what = self.engine.random.random()
+        level = self.engine.random.choice(list(SuspendLevel))
+        if what < 0.35:
+            self.send(SuspendJob(number, level))
+        elif what < 0.65:
+            self.send(ResumeJob(number))
+        elif what < 0.95:
+            self.send(MoveJob(number))
+        else:
+            self.send(CancelJob(number))
+
+    # -- the job scheduler ---------------------------------------------------------------------------------------------
+
+    def _on_news(self, node: str, desired: DesiredSet) -> None:
+        if node in self.daemons:
+            self.daemons[node].on_news(desired)
+
+    def _on_turns(self, turns: list[Turn]) -> None:
+        for turn in turns:
+            self.network.send(lambda turn=turn: self._take_turn(turn))  # type: ignore[misc]
+
+    def _take_turn(self, turn: Turn) -> None:
+        job = self.state.jobs.get(turn.number)
+        if not self.scheduler_is_up or not self.master.is_up or job is None:
+            return
+        parked = self.state.gangs.get(job.epoch)
+        found = candidates(
+            self.state.view,
+            job.spec.shape(job.arena_bytes_per_device),
+            waited=self.master.now() - job.pending_since,
+            parked=parked.claims if parked is not None else (),
+            reserved_nodes=turn.reserved_nodes,
+        )
+        command = RequestGang(
+            turn.number, turn.revision, tuple(found.candidates), turn.turn, blockers=tuple(found.refusals)
+        )
+        self.send(command)
+
+
+def everything_ended(cluster: Cluster) -> bool:
+    """Every job that was accepted has ended."""
+    jobs = cluster.state.jobs
+    return all(
+        submission.refused or (submission.number in jobs and jobs[submission.number].state.is_final)
+        for submission in cluster.submissions
+    )
+
+
+def require_progress(cluster: Cluster, within: float) -> None:
+    """The liveness mode: everything is healed, users let go of what they suspended, and every job must end."""
+    cluster.heal()
+    cluster.meddling = False
+
+    def resume_all() -> None:
+        for number in list(cluster.state.jobs) if cluster.master.is_up else ():
+            if cluster.state.jobs[number].state is JobState.SUSPENDED:
+                cluster.send(ResumeJob(number))
+        if not everything_ended(cluster):
+            cluster.engine.after(10.0, resume_all)
+
+    resume_all()
+    if not cluster.run_until(lambda: cluster.master.is_up and everything_ended(cluster), within):
+        waiting = [
+            f"{job.name} {job.state.value} epoch {job.epoch}+{job.next_epoch} ending {job.ending}"
+            for job in cluster.state.jobs.values()
+            if not job.state.is_final
+        ]
+        raise Violation(f"no progress within {within:g} s: {'; '.join(waiting)}")
+    cluster.check()

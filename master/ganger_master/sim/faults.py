@@ -1,0 +1,69 @@
+"""What goes wrong, how often. Deciding what is wrong with the outcome is the checkers' business, not this module's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ganger_master.sim.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Probabilities per message, and mean seconds between crashes of each kind (zero: never)."""
+
+    lose: float = 0.0
+    repeat: float = 0.0
+    # Messages take up to this long, each its own time: later ones overtake earlier ones.
+    delay_seconds: float = 0.02
+    commit_seconds: float = 0.01
+    slow_commit: float = 0.0
+    slow_commit_seconds: float = 2.0
+    master_crash_seconds: float = 0.0
+    daemon_crash_seconds: float = 0.0
+    node_crash_seconds: float = 0.0
+    rank_crash_seconds: float = 0.0
+    scheduler_crash_seconds: float = 0.0
+    # A node that crashed stays away for up to this long; longer than lost_after now and then.
+    node_away_seconds: float = 120.0
+    # The master's clock may be off by up to this much after a restart.
+    clock_jump_seconds: float = 0.0
+
+    def healed(self) -> Faults:
+        """The same network without anything going wrong: for asking whether all ends well."""
+        return Faults(delay_seconds=self.delay_seconds, commit_seconds=self.commit_seconds)
+
+
+NONE = Faults()
+
+
+def storm(seed_engine: Engine) -> Faults:
+    """A mixture drawn from the seed: some runs have one kind of fault only, some have all."""
+    kinds = {
+        "lose": seed_engine.between(0.0, 0.15),
+        "repeat": seed_engine.between(0.0, 0.15),
+        "delay_seconds": seed_engine.between(0.01, 0.5),
+        "slow_commit": seed_engine.between(0.0, 0.1),
+        "master_crash_seconds": seed_engine.between(20.0, 200.0),
+        "daemon_crash_seconds": seed_engine.between(20.0, 200.0),
+        "node_crash_seconds": seed_engine.between(60.0, 400.0),
+        "rank_crash_seconds": seed_engine.between(30.0, 300.0),
+        "scheduler_crash_seconds": seed_engine.between(20.0, 200.0),
+        "clock_jump_seconds": seed_engine.between(0.0, 3600.0),
+    }
+    chosen = {name: value for name, value in kinds.items() if seed_engine.chance(0.6)}
+    return replace(NONE, **chosen)
+
+
+class Network:
+    """Delivers messages late, twice, out of order or not at all."""
+
+    def __init__(self, engine: Engine, faults: Faults) -> None:
+        self.engine = engine
+        self.faults = faults
+
+    def send(self, deliver: Callable[[], None]) -> None:
+        copies = 2 if self.engine.chance(self.faults.repeat) else 1
+        for _ in range(copies):
+            if not self.engine.chance(self.faults.lose):
+                self.engine.after(self.engine.between(0.001, self.faults.delay_seconds), deliver)

@@ -1,0 +1,151 @@
+"""The master under virtual time: the production core, a store that takes its time, crashes that forget what was not stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ganger_master.core import machine
+from ganger_master.core.answers import Answer
+from ganger_master.core.commands import Command, Tick
+from ganger_master.core.desired import desired_of
+from ganger_master.core.effects import Effect, History, NodeNews, TurnsNews, WakeAt
+from ganger_master.core.invariants import violations
+from ganger_master.core.settings import Settings
+from ganger_master.core.state import ELEMENT_TYPES, Changes, State, Turn
+from ganger_master.core.wanted import DesiredSet
+from ganger_master.sim.checkers import Violation
+from ganger_master.sim.engine import Engine
+from ganger_master.sim.faults import Faults
+
+
+@dataclass(slots=True)
+class Released:
+    """Effects of one command, with what they speak of as it was then."""
+
+    changes: Changes
+    answer: Answer
+    reply: Callable[[Answer], None] | None
+    history: list[History] = field(default_factory=list)
+    desired: dict[str, DesiredSet] = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)
+
+
+class SimMaster:
+    """`on_news(node, desired set)` and `on_turns(turns)` are called once what caused them is durable."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: Settings,
+        faults: Faults,
+        on_news: Callable[[str, DesiredSet], None],
+        on_turns: Callable[[list[Turn]], None],
+    ) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.faults = faults
+        self.on_news = on_news
+        self.on_turns = on_turns
+        self.state = State(settings, engine.now)
+        self.durable: dict[tuple[str, str], bytes] = {}
+        self.history: list[History] = []
+        self.is_up = True
+        self.incarnation = 0
+        self.clock_offset = 0.0
+        # What nodes may be told: committed desired sets only.
+        self.committed: dict[str, DesiredSet] = {}
+        self._last_commit = engine.now
+        self._wake: float | None = None
+
+    def now(self) -> float:
+        return self.engine.now + self.clock_offset
+
+    def call(self, command: Command, reply: Callable[[Answer], None] | None = None) -> None:
+        """Decides and applies at once, answers once durable; a master that is down answers nothing."""
+        if not self.is_up:
+            return
+        step = machine.step(self.state, command, self.now())
+        found = violations(self.state)
+        if found:
+            raise Violation(f"after {type(command).__name__}: {'; '.join(found)}")
+        self._commit(self._released(step.answer, step.effects, reply))
+
+    def crash(self, away_seconds: float) -> None:
+        """Forgets everything that is not durable and comes back, its clock perhaps elsewhere."""
+        if not self.is_up:
+            return
+        self.is_up = False
+        self.incarnation += 1
+        self.engine.after(away_seconds, self._restart)
+
+    def _restart(self) -> None:
+        jump = self.faults.clock_jump_seconds
+        self.clock_offset += self.engine.between(-jump, jump)
+        elements = [
+            msgspec.json.decode(data, type=ELEMENT_TYPES[kind]) for (kind, _), data in sorted(self.durable.items())
+        ]
+        self.state = State.restore(self.settings, elements, self.now())
+        self.committed = {}
+        self.is_up = True
+        self._last_commit = self.engine.now
+        self._wake = None
+        found = violations(self.state)
+        if found:
+            raise Violation(f"after a restart: {'; '.join(found)}")
+        self.call(Tick())
+
+    def _released(
+        self, answer: Answer, effects: tuple[Effect, ...], reply: Callable[[Answer], None] | None
+    ) -> Released:
+        released = Released(self.state.take_changes(), answer, reply)
+        for effect in effects:
+            match effect:
+                case NodeNews(node):
+                    released.desired[node] = desired_of(self.state, node)
+                case TurnsNews(turns):
+                    released.turns.extend(self.state.turns[turn] for turn in turns if turn in self.state.turns)
+                case History():
+                    released.history.append(effect)
+                case WakeAt(time):
+                    self._wake_at(time)
+                case _:
+                    pass
+        return released
+
+    def _commit(self, released: Released) -> None:
+        """One after another; a slow one holds up those behind it."""
+        slow = self.engine.chance(self.faults.slow_commit)
+        takes = self.engine.between(0.0, self.faults.slow_commit_seconds if slow else self.faults.commit_seconds)
+        self._last_commit = max(self._last_commit, self.engine.now) + takes
+        incarnation = self.incarnation
+        self.engine.after(self._last_commit - self.engine.now, lambda: self._committed(released, incarnation))
+
+    def _committed(self, released: Released, incarnation: int) -> None:
+        if incarnation != self.incarnation:
+            return
+        for key, element in released.changes.puts.items():
+            self.durable[key] = msgspec.json.encode(element)
+        for key in released.changes.removes:
+            self.durable.pop(key, None)
+        self.history.extend(released.history)
+        self.committed.update(released.desired)
+        if released.reply is not None:
+            released.reply(released.answer)
+        for node, desired in released.desired.items():
+            self.on_news(node, desired)
+        if released.turns:
+            self.on_turns(released.turns)
+
+    def _wake_at(self, time: float) -> None:
+        self._wake = time
+        incarnation = self.incarnation
+
+        def tick() -> None:
+            if incarnation == self.incarnation and self._wake == time:
+                self._wake = None
+                self.call(Tick())
+
+        self.engine.after(time - self.now(), tick)

@@ -1,0 +1,231 @@
+"""A modelled daemon: follows the desired set with delays, reports the complete observed set, crashes and comes back.
+
+Its ranks outlive it (`ranks.Physics`); what it keeps itself (session, versions, what was wanted) dies with it.
+"""
+
+from __future__ import annotations
+
+from ganger.resources.values import ConfigurationSet
+
+from ganger_master.core.answers import Answer, Refused, SessionAnswer
+from ganger_master.core.commands import Answer as AnswerCommand
+from ganger_master.core.commands import Observe, ObservedGang, OpenSession
+from ganger_master.core.model import Capabilities, Checkpoint, Intent, ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.wanted import DesiredGang, DesiredSet
+from ganger_master.sim.engine import Engine
+from ganger_master.sim.faults import Network
+from ganger_master.sim.master import SimMaster
+from ganger_master.sim.ranks import Doing, Physics, Ranks
+
+_HEARTBEAT_SECONDS = 2.0
+_PEAK_BYTES = 1 << 30
+_ALL_LEVELS = Capabilities(pause=True, offload=True, checkpoint=True, known=True)
+
+
+class SimDaemon:
+    def __init__(
+        self,
+        engine: Engine,
+        network: Network,
+        master: SimMaster,
+        physics: Physics,
+        name: str,
+        configuration_set: ConfigurationSet,
+        capabilities: dict[str, str] | None = None,
+        rack: str = "r1",
+    ) -> None:
+        self.engine = engine
+        self.network = network
+        self.master = master
+        self.physics = physics
+        self.name = name
+        self.configuration_set = configuration_set
+        self.capabilities = capabilities or {}
+        self.rack = rack
+        self.storage_proved = True
+        self.offers = _ALL_LEVELS
+        self.is_up = False
+        self.incarnation = 0
+        self.session = ""
+        self.observation = 0
+        self.desired_version = 0
+        self.wanted: set[int] = set()
+        self.orders: dict[int, DesiredGang] = {}
+        # Epochs this machine has a directory of; it survives the daemon and a reboot.
+        self.last_contact = engine.now
+
+    def start(self) -> None:
+        self.is_up = True
+        self.incarnation += 1
+        self._open()
+        self._beat(self.incarnation)
+
+    def crash(self) -> None:
+        """The process dies; ranks go on."""
+        self.is_up = False
+        self.incarnation += 1
+        self.session = ""
+
+    def reboot(self) -> None:
+        """The machine goes down: its ranks with it."""
+        self.crash()
+        for ranks in list(self.physics.ranks.values()):
+            if ranks.node == self.name and ranks.is_alive:
+                self.physics.kill(self.name, ranks.order.epoch, OutcomeKind.UNKNOWN, "the machine went down")
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self.session, self.observation, self.desired_version = "", 0, 0
+        self.wanted.clear()
+        command = OpenSession(
+            self.name,
+            f"machine-{self.name}",
+            self.configuration_set,
+            rack=self.rack,
+            fabric="f1",
+            peer_address=f"{self.name}:1",
+            stream_address=f"{self.name}:2",
+            capabilities=self.capabilities,
+        )
+        incarnation = self.incarnation
+
+        def opened(answer: Answer) -> None:
+            if self.is_up and incarnation == self.incarnation and isinstance(answer, SessionAnswer):
+                if self.session and _number(answer.session) <= _number(self.session):
+                    return
+                self.session, self.observation, self.desired_version = answer.session, 0, 0
+                self.wanted.clear()
+                self.report()
+
+        def reply(answer: Answer) -> None:
+            self.network.send(lambda: opened(answer))
+
+        self.network.send(lambda: self.master.call(command, reply))
+
+    def _beat(self, incarnation: int) -> None:
+        if incarnation != self.incarnation or not self.is_up:
+            return
+        after = self.master.settings.lost_after_seconds
+        if after is not None and self.engine.now - self.last_contact > after:
+            self.physics.frozen.add(self.name)
+        if self.session:
+            self.report()
+        else:
+            self._open()
+        self.engine.after(self.engine.between(0.5, 1.0) * _HEARTBEAT_SECONDS, lambda: self._beat(incarnation))
+
+    def report(self) -> None:
+        """One Reconcile: the complete observed set up; the desired set comes back if nothing gets lost."""
+        self.observation += 1
+        session, sent = self.session, self.engine.now
+        command = Observe(
+            self.name,
+            session,
+            self.observation,
+            self.desired_version,
+            self._observed(),
+            storage_proved=self.storage_proved,
+        )
+
+        def observed(answer: Answer) -> None:
+            if isinstance(answer, Refused):
+                self.network.send(lambda: self._superseded(session))
+                return
+            self.master.call(AnswerCommand(self.name, session), answered)
+
+        def answered(answer: Answer) -> None:
+            desired = self.master.committed.get(self.name, DesiredSet())
+            if not isinstance(answer, Refused):
+                self.network.send(lambda: self._on_desired(session, desired, sent))
+
+        self.network.send(lambda: self.master.call(command, observed))
+
+    def on_news(self, desired: DesiredSet) -> None:
+        """The held call is answered because something changed."""
+        session, sent = self.session, self.engine.now
+        if not self.is_up or not session:
+            return
+
+        def answered(answer: Answer) -> None:
+            if not isinstance(answer, Refused):
+                self.network.send(lambda: self._on_desired(session, desired, sent))
+
+        self.master.call(AnswerCommand(self.name, session), answered)
+
+    def _superseded(self, session: str) -> None:
+        if self.is_up and session == self.session:
+            self._open()
+
+    def _on_desired(self, session: str, desired: DesiredSet, sent: float) -> None:
+        if not self.is_up or session != self.session or desired.version < self.desired_version:
+            return
+        self.last_contact = max(self.last_contact, sent)
+        self.physics.thaw(self.name)
+        before = self._observed()
+        self.desired_version = desired.version
+        for epoch in desired.acknowledged_epochs:
+            ranks = self.physics.ranks.get((epoch, self.name))
+            if ranks is not None and not ranks.is_alive:
+                self.physics.forget(self.name, epoch)
+        named = {gang.epoch for gang in desired.gangs}
+        for gang in desired.gangs:
+            self.wanted.add(gang.epoch)
+            self.physics.obey(self.name, gang)
+        for epoch in sorted(self.wanted - named):
+            present = self.physics.ranks.get((epoch, self.name))
+            if present is not None and present.is_alive:
+                self.physics.kill(self.name, epoch, OutcomeKind.STOPPED, "not wanted any more")
+        if self._observed() != before:
+            self.report()
+
+    # -- observed ------------------------------------------------------------------------------------------------------
+
+    def _observed(self) -> tuple[ObservedGang, ...]:
+        own = [ranks for (_, node), ranks in sorted(self.physics.ranks.items()) if node == self.name]
+        return tuple(self._observed_gang(ranks) for ranks in own)
+
+    def _observed_gang(self, ranks: Ranks) -> ObservedGang:
+        gang = self.physics.gangs[ranks.order.epoch]
+        checkpoint = None
+        if ranks.checkpoint is not None:
+            step, path = ranks.checkpoint
+            checkpoint = Checkpoint(step, gang.epoch, path)
+        attached = ranks.doing is not Doing.FORKING
+        return ObservedGang(
+            job=ranks.order.job,
+            uid=ranks.order.uid,
+            epoch=gang.epoch,
+            phase=_phase(ranks, gang.stepped and gang.step > 0),
+            master_sequence=ranks.order.master_sequence,
+            level=ranks.level,
+            stop_sequence=ranks.stop_sequence,
+            stop_step=ranks.stop_step,
+            outcome=Outcome(ranks.outcome, ranks.exit_code, message=ranks.message),
+            checkpoint=checkpoint,
+            peak_device_bytes=_PEAK_BYTES if gang.stepped else 0,
+            capabilities=self.offers if attached else Capabilities(),
+            device_mask=ranks.order.claim.device_mask,
+        )
+
+
+def _phase(ranks: Ranks, stepped: bool) -> ObservedPhase:
+    match ranks.doing:
+        case Doing.FORKING:
+            return ObservedPhase.STARTING
+        case Doing.PREPARED:
+            return ObservedPhase.PREPARED if ranks.order.intent is Intent.PREPARE else ObservedPhase.STARTING
+        case Doing.READY:
+            return ObservedPhase.READY
+        case Doing.RUNNING:
+            if ranks.order.stop_sequence:
+                return ObservedPhase.STOPPING
+            return ObservedPhase.RUNNING if stepped else ObservedPhase.STARTING
+        case Doing.PARKED:
+            return ObservedPhase.PARKED
+        case Doing.ENDED:
+            return ObservedPhase.ENDED
+
+
+def _number(session: str) -> int:
+    return int(session.rpartition("-")[2])

@@ -1,0 +1,277 @@
+"""What really runs: the processes of all gangs on all nodes, their steps, boundaries, arenas and checkpoints.
+
+The physics of the simulated cluster. It obeys orders as ranks do (a stop is agreed on by all, running cancels it) and
+tells the oracle what happened; it does not know why anything was ordered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ganger_master.core.model import Intent, JobSpec, OutcomeKind, SuspendLevel
+from ganger_master.core.wanted import DesiredGang
+from ganger_master.sim.checkers import Oracle
+from ganger_master.sim.engine import Engine
+
+
+class Doing(Enum):
+    FORKING = "forking"
+    PREPARED = "prepared"
+    READY = "ready"
+    RUNNING = "running"
+    PARKED = "parked"
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class Ranks:
+    """The ranks of one gang on one node."""
+
+    node: str
+    order: DesiredGang
+    doing: Doing = Doing.FORKING
+    level: SuspendLevel = SuspendLevel.NONE
+    stop_sequence: int = 0
+    stop_step: int = 0
+    outcome: OutcomeKind = OutcomeKind.NONE
+    message: str = ""
+    exit_code: int = 0
+    checkpoint: tuple[int, str] | None = None
+
+    @property
+    def devices(self) -> list[tuple[str, int]]:
+        mask = self.order.claim.device_mask
+        return [(self.node, device) for device in range(mask.bit_length()) if mask >> device & 1]
+
+    @property
+    def is_alive(self) -> bool:
+        return self.doing is not Doing.ENDED
+
+
+@dataclass(slots=True)
+class Gang:
+    uid: str
+    epoch: int
+    nodes: tuple[str, ...]
+    # Step its ranks are at.
+    step: int = 0
+    restored: bool = False
+    stepped: bool = False
+    stepping: bool = False
+
+
+class Physics:
+    """All ranks of the cluster, by (epoch, node)."""
+
+    def __init__(self, engine: Engine, oracle: Oracle, step_seconds: float = 1.0, fork_seconds: float = 0.5) -> None:
+        self.engine = engine
+        self.oracle = oracle
+        self.step_seconds = step_seconds
+        self.fork_seconds = fork_seconds
+        self.ranks: dict[tuple[int, str], Ranks] = {}
+        self.gangs: dict[int, Gang] = {}
+        self.checkpoints: dict[str, int] = {}
+        # Nodes whose ranks hold still: their lease ran out.
+        self.frozen: set[str] = set()
+
+    def obey(self, node: str, order: DesiredGang) -> None:
+        """What the daemon of a node makes its ranks do."""
+        ranks = self.ranks.get((order.epoch, node))
+        if ranks is None:
+            if order.intent is Intent.STOP:
+                return
+            self._fork(node, order)
+            return
+        if order.master_sequence < ranks.order.master_sequence:
+            return
+        ranks.order = order
+        self._follow(ranks)
+
+    def forget(self, node: str, epoch: int) -> None:
+        self.ranks.pop((epoch, node), None)
+
+    def kill(self, node: str, epoch: int, outcome: OutcomeKind, message: str, exit_code: int = 0) -> None:
+        ranks = self.ranks.get((epoch, node))
+        if ranks is not None and ranks.is_alive:
+            self._end(ranks, outcome, message, exit_code)
+
+    def thaw(self, node: str) -> None:
+        self.frozen.discard(node)
+        for ranks in list(self.ranks.values()):
+            if ranks.node == node:
+                self._go(ranks.order.epoch)
+
+    def _fork(self, node: str, order: DesiredGang) -> None:
+        gang = self.gangs.get(order.epoch)
+        if gang is None:
+            nodes = tuple(member.node for member in order.members)
+            gang = self.gangs[order.epoch] = Gang(order.uid, order.epoch, nodes)
+        ranks = self.ranks[order.epoch, node] = Ranks(node, order)
+        self.engine.after(self.engine.between(0.1, self.fork_seconds), lambda: self._forked(ranks))
+
+    def _forked(self, ranks: Ranks) -> None:
+        if ranks.doing is not Doing.FORKING or self.ranks.get((ranks.order.epoch, ranks.node)) is not ranks:
+            return
+        ranks.doing = Doing.PREPARED
+        self._follow(ranks)
+        self._restore(ranks)
+
+    def _restore(self, ranks: Ranks) -> None:
+        """Waits for the arenas it starts from, copies them; from storage or from nothing it starts at once."""
+        if ranks.doing is not Doing.PREPARED:
+            return
+        order = ranks.order
+        gang = self.gangs[order.epoch]
+        parked = order.restore.parked_epoch
+        if not parked:
+            if not gang.restored:
+                gang.step = self.checkpoints.get(order.restore.checkpoint_path, 0)
+                gang.restored = True
+            ranks.doing = Doing.READY
+            self._follow(ranks)
+            return
+        sources = [self.ranks.get((parked, member.node)) for member in order.restore.parked_members]
+        if all(source is not None and source.doing is Doing.PARKED for source in sources):
+            self.engine.after(self.engine.between(0.1, 1.0), lambda: self._copied(ranks, parked))
+        else:
+            self.engine.after(0.5, lambda: self._restore(ranks))
+
+    def _copied(self, ranks: Ranks, parked: int) -> None:
+        order = ranks.order
+        sources = [self.ranks.get((parked, member.node)) for member in order.restore.parked_members]
+        if ranks.doing is not Doing.PREPARED:
+            return
+        if not all(source is not None and source.doing is Doing.PARKED for source in sources):
+            self.engine.after(0.5, lambda: self._restore(ranks))
+            return
+        gang = self.gangs[order.epoch]
+        steps = {source.stop_step for source in sources if source is not None}
+        assert len(steps) == 1, f"sources of epoch {order.epoch} are parked at {steps}"
+        gang.step = steps.pop()
+        gang.restored = True
+        ranks.stop_step = gang.step
+        ranks.doing = Doing.READY
+        self._follow(ranks)
+
+    def _follow(self, ranks: Ranks) -> None:
+        order = ranks.order
+        if order.intent is Intent.STOP:
+            if ranks.is_alive:
+                self._end(ranks, OutcomeKind.STOPPED, "stopped by order")
+            return
+        if order.intent is Intent.RUN and ranks.doing in (Doing.READY, Doing.PARKED):
+            ranks.doing = Doing.RUNNING
+            ranks.level = SuspendLevel.NONE
+            ranks.stop_sequence = 0
+            self.oracle.occupied(order.uid, order.epoch, ranks.devices)
+            self._go(order.epoch)
+        elif order.intent in (Intent.PARK, Intent.HAND_OVER):
+            if ranks.doing is Doing.READY and not self.gangs[order.epoch].stepping:
+                ranks.doing = Doing.RUNNING
+                self.oracle.occupied(order.uid, order.epoch, ranks.devices)
+            if ranks.doing is Doing.PARKED:
+                self._settle_at_level(ranks)
+            else:
+                self._go(order.epoch)
+
+    def _members(self, epoch: int) -> list[Ranks] | None:
+        """All ranks of a gang, if all are there and go."""
+        members = [self.ranks.get((epoch, node)) for node in self.gangs[epoch].nodes]
+        present = [ranks for ranks in members if ranks is not None and ranks.doing is Doing.RUNNING]
+        return present if len(present) == len(members) else None
+
+    def _go(self, epoch: int) -> None:
+        gang = self.gangs[epoch]
+        if gang.stepping or self._members(epoch) is None:
+            return
+        gang.stepping = True
+        self.engine.after(self.step_seconds * self.engine.between(0.8, 1.2), lambda: self._boundary(gang))
+
+    def _boundary(self, gang: Gang) -> None:
+        """The end of a mini-batch: all ranks together, or none."""
+        gang.stepping = False
+        members = self._members(gang.epoch)
+        if members is None or any(ranks.node in self.frozen for ranks in members):
+            return
+        stops = {ranks.order.stop_sequence for ranks in members}
+        if 0 not in stops and len(stops) == 1:
+            self._park(gang, members)
+            return
+        if not gang.stepped:
+            parked = bool(members[0].order.restore.parked_epoch)
+            self.oracle.restored(gang.uid, gang.epoch, gang.step, parked)
+            gang.stepped = True
+        gang.step += 1
+        devices = [device for ranks in members for device in ranks.devices]
+        self.oracle.stepped(gang.uid, gang.epoch, gang.step, devices)
+        for ranks in members:
+            ranks.stop_step = 0
+        if gang.step >= self.oracle.trainings[gang.uid].total_steps:
+            for ranks in members:
+                self._end(ranks, OutcomeKind.DONE, "")
+            return
+        if gang.step % 20 == 0:
+            self._write_checkpoint(gang, members)
+        self._go(gang.epoch)
+
+    def _park(self, gang: Gang, members: list[Ranks]) -> None:
+        for ranks in members:
+            ranks.doing = Doing.PARKED
+            ranks.level = SuspendLevel.PAUSE
+            ranks.stop_sequence = ranks.order.stop_sequence
+            ranks.stop_step = gang.step
+        for ranks in members:
+            self._settle_at_level(ranks)
+
+    def _settle_at_level(self, ranks: Ranks) -> None:
+        order = ranks.order
+        gang = self.gangs[order.epoch]
+        if order.intent is not Intent.PARK or order.level <= ranks.level or not ranks.stop_sequence:
+            return
+        if order.level is SuspendLevel.OFFLOAD:
+            ranks.level = SuspendLevel.OFFLOAD
+            self.oracle.left(order.uid, order.epoch, ranks.devices)
+            return
+        members = [self.ranks.get((order.epoch, node)) for node in gang.nodes]
+        if all(
+            one is not None and one.doing is Doing.PARKED and one.order.level is SuspendLevel.CHECKPOINT
+            for one in members
+        ):
+            present = [one for one in members if one is not None]
+            self._write_checkpoint(gang, present)
+            for one in present:
+                self._end(one, OutcomeKind.YIELDED, "")
+
+    def _write_checkpoint(self, gang: Gang, members: list[Ranks]) -> None:
+        path = f"{gang.uid}/{gang.step}-{gang.epoch}"
+        self.checkpoints[path] = gang.step
+        members[0].checkpoint = (gang.step, path)
+        self.oracle.checkpointed(gang.uid, gang.step)
+
+    def _end(self, ranks: Ranks, outcome: OutcomeKind, message: str, exit_code: int = 0) -> None:
+        order = ranks.order
+        ranks.doing = Doing.ENDED
+        ranks.outcome = outcome
+        ranks.message = message
+        ranks.exit_code = exit_code
+        self.oracle.left(order.uid, order.epoch, ranks.devices)
+        if outcome in (OutcomeKind.FAILED, OutcomeKind.UNKNOWN):
+            self.oracle.died(order.uid)
+            # Collectives break: the peers follow soon.
+            for node in self.gangs[order.epoch].nodes:
+                peer = self.ranks.get((order.epoch, node))
+                if peer is not None and peer.doing is Doing.RUNNING:
+                    self._end_soon(peer)
+
+    def _end_soon(self, ranks: Ranks) -> None:
+        def die() -> None:
+            if ranks.doing is Doing.RUNNING:
+                self._end(ranks, OutcomeKind.UNKNOWN, "lost its peers")
+
+        self.engine.after(self.engine.between(0.1, 5.0), die)
+
+
+def spec_steps(spec: JobSpec) -> int:
+    """Steps a simulated job does: the last word of its command."""
+    return int(spec.command[-1])
