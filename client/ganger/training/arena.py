@@ -23,11 +23,14 @@ class Arena:
         self._mapping: mmap.mmap | None = None
         self._touching: threading.Thread | None = None
         self._pinned = False
+        self._touched = 0
 
-    def touch(self) -> None:
-        """Allocate every page in the background, charged to this process's memory limit."""
-        size = os.fstat(self.descriptor).st_size
-        if size and self._touching is None:
+    def touch(self, size: int) -> None:
+        """Allocate the first `size` bytes in the background, charged to this process's memory limit. The arena may be
+        larger than the state will ever be, so no page is touched that will not be used."""
+        size = min(size, os.fstat(self.descriptor).st_size)
+        if size > self._touched and (self._touching is None or not self._touching.is_alive()):
+            self._touched = size
             self._touching = threading.Thread(target=self._allocate, args=(size,), name="ganger-arena", daemon=True)
             self._touching.start()
 

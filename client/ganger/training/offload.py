@@ -82,8 +82,6 @@ class StateKeeper:
         self.before_saving: Callable[[], None] = lambda: None
         self.workers: int | None = None
         self.arena: Arena | None = None if control.arena_fd is None else Arena(control.arena_fd)
-        if self.arena is not None:
-            self.arena.touch()
 
     # -- orders
 
@@ -157,7 +155,10 @@ class StateKeeper:
             self.workers = workers
 
     def tend(self) -> None:
-        """Report what a checkpoint written in the background came to. Cheap; called now and then while training."""
+        """Report what a checkpoint written in the background came to, and keep as much of the arena allocated as the
+        state may need. Cheap; called now and then while training."""
+        if self.arena is not None:
+            self.arena.touch(self._page.get(Word.PEAK_DEVICE_BYTES) * 11 // 10)
         finished, self._finished = self._finished, None
         if finished is not None:
             finished()
