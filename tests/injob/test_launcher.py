@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -198,6 +199,37 @@ def test_zygote_has_one_thread_and_children_that_compute(zygote: Place) -> None:
     zygote.fork(launch)
     assert _ended(launch)["code"] == 0, _log(launch)
     assert "done" in _log(launch)
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
+def test_interpreter_that_has_computed_is_not_forked() -> None:
+    poison = (
+        "import torch; from ganger.injob.launcher import zygote\n"
+        "torch.set_num_threads(2); a = torch.ones(500, 500); (a @ a).sum()\n"
+        "print(zygote.is_fork_safe())"
+    )
+    found = subprocess.run([sys.executable, "-c", poison], capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout == "False\n"
+    assert "scripts are started by exec" in found.stderr
+
+
+@pytest.mark.torch
+def test_stacks_are_printed_on_request_from_the_first_line_on(zygote: Place) -> None:
+    launch = zygote.script(
+        zygote.launch([sys.executable, "train.py"]), "def work():\n    open('go').read()\n\n\nwork()\n"
+    )
+    os.mkfifo(os.path.join(launch["cwd"], "go"))
+    forked = zygote.fork(launch)
+
+    def asked() -> bool:
+        os.kill(forked.pid, signal.SIGUSR2)
+        return "in work" in _log(launch)
+
+    eventually(asked, what="the stacks", story=lambda: _log(launch))
+    with open(os.path.join(launch["cwd"], "go"), "w"):
+        pass
+    assert _ended(launch)["code"] == 0
 
 
 @pytest.mark.torch

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
+import signal
 import sys
 
 from ganger.injob import exitcode
 from ganger.injob.page import Page, PageError, Word
+
+
+def print_stacks_on_request() -> None:
+    """Let SIGUSR2 print the stacks of all threads, instead of ending the process."""
+    try:
+        faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
+    except (AttributeError, ValueError, OSError, RuntimeError):
+        pass  # no stderr to print to: the stacks are a help, not a need
 
 
 def arm() -> None:
@@ -23,6 +33,7 @@ def arm() -> None:
         page = Page.open(path)
         if page.get(Word.PID) == os.getpid():
             exitcode.watch(page)
+            print_stacks_on_request()
         else:
             page.close()
         importlib.import_module("ganger.training.agent").install()

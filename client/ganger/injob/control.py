@@ -10,17 +10,16 @@ GANGER_RESTORE (path of a JSON file, see `RestoreOrder`), GANGER_ARENA_FD (descr
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import fcntl
 import json
 import os
-import signal
 import sys
 import time
 import weakref
 from typing import Any, Callable, NamedTuple
 
 from ganger.injob import exitcode
+from ganger.injob.arm import print_stacks_on_request
 from ganger.injob.jobsocket import JobSocket
 from ganger.injob.obedience import FIRST_LOOK, Handlers, Obedience, StopRequest
 from ganger.injob.page import PAGE_BYTES, Error, Page, PageError, Phase, State, Word, now_ns
@@ -123,10 +122,7 @@ class Control:
         message = {"event": "hello", "rank": self.rank, "epoch": self.epoch, "pid": os.getpid()}
         message.update(capabilities=capabilities, python=sys.version.split()[0], **facts)
         self._socket.hello(message, now)
-        try:
-            faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
-        except (AttributeError, ValueError, OSError, RuntimeError):
-            pass  # no stderr to print to: the stacks are a help, not a need
+        print_stacks_on_request()
 
     def start(self, step: int = 0) -> None:
         """End of attach: ``step`` boundaries are behind us (restored ones). Returns when the rank may step.

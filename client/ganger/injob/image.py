@@ -11,7 +11,7 @@ import json
 import os
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Union
 
 try:
@@ -164,7 +164,9 @@ def lay_out(header: dict[str, Any], data_bytes: int, digest_kind: int) -> tuple[
     encoded = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
     if len(encoded) > MAX_HEADER_BYTES:
         raise ImageError("HEADER", f"the state has {len(encoded)} bytes beside its tensors; at most {MAX_HEADER_BYTES}")
-    data_offset = aligned(PREAMBLE_BYTES + len(encoded))
+    # filled up with blanks, so that the header's digest leaves no byte before the data unprotected
+    encoded = encoded.ljust(aligned(len(encoded)))
+    data_offset = PREAMBLE_BYTES + len(encoded)
     chunks = -(-data_bytes // CHUNK_BYTES)
     preamble = Preamble(
         digest_kind=digest_kind,
@@ -172,10 +174,18 @@ def lay_out(header: dict[str, Any], data_bytes: int, digest_kind: int) -> tuple[
         total_bytes=data_offset + data_bytes + 8 * (chunks + 1),
         data_offset=data_offset,
         trailer_offset=data_offset + data_bytes,
-        header_digest=digest_of(digest_kind, encoded),
+        header_digest=0,
         chunk_bytes=CHUNK_BYTES,
     )
-    return preamble, encoded
+    return replace(preamble, header_digest=_header_digest(preamble, encoded)), encoded
+
+
+def _header_digest(preamble: Preamble, encoded: Any) -> int:
+    """Of the preamble, with 0 in the place of this digest, and the header."""
+    digest = Digest(preamble.digest_kind)
+    digest.update(replace(preamble, header_digest=0).pack())
+    digest.update(encoded)
+    return digest.value()
 
 
 def parse_preamble(data: Any) -> Preamble:
@@ -193,7 +203,8 @@ def parse_preamble(data: Any) -> Preamble:
     consistent = (
         0 < chunk <= MAX_CHUNK_BYTES
         and header <= MAX_HEADER_BYTES
-        and data_at == aligned(PREAMBLE_BYTES + header)
+        and data_at == PREAMBLE_BYTES + header
+        and data_at % ALIGNMENT == 0
         and trailer_at >= data_at
         and total == trailer_at + preamble.trailer_bytes
     )
@@ -206,7 +217,7 @@ def parse_header(preamble: Preamble, encoded: Any) -> dict[str, Any]:
     """Decode the JSON header. Raises ImageError: TRUNCATED, HEADER, DIGEST."""
     if len(encoded) != preamble.header_bytes:
         raise ImageError("TRUNCATED", f"the header has {preamble.header_bytes} bytes, {len(encoded)} are there")
-    if digest_of(preamble.digest_kind, encoded) != preamble.header_digest:
+    if _header_digest(preamble, encoded) != preamble.header_digest:
         raise ImageError("DIGEST", "the image's header does not match its digest")
     try:
         header = json.loads(bytes(encoded))

@@ -62,26 +62,34 @@ def start_launcher(
     if not preload:
         command.append("--no-preload")
     identity: dict[str, Any] = {} if user is None else {"user": user, "group": group, "extra_groups": []}
-    with open(log, "ab") as output:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            # A directory that holds nothing but `ganger`: -m puts it on the path.
-            cwd=inject,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            **identity,
-        )
+
+    def spawn() -> subprocess.Popen[bytes]:
+        with open(log, "ab") as output:
+            return subprocess.Popen(
+                command,
+                env=environment,
+                # A directory that holds nothing but `ganger`: -m puts it on the path.
+                cwd=inject,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                **identity,
+            )
+
+    process = spawn()
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if _answers(socket_path, deadline - time.monotonic()):
             _forget(process)
             return
-        if process.poll() not in (None, 0):
+        code = process.poll()
+        if code == 0:
+            # It left the socket to another one, which may be about to end for want of work.
+            process = spawn()
+        elif code is not None:
             break
-        time.sleep(0.01)
+        time.sleep(0.02)
     process.kill()
     process.wait()
     raise LauncherError("NOT_STARTED", f"{python} runs no launcher: {_tail(log)}")
@@ -191,6 +199,8 @@ class Launcher:
 
     def _exchange(self, operation: str, **fields: Any) -> dict[str, Any]:
         self._number += 1
+        while self._descriptors:
+            os.close(self._descriptors.pop())  # of an answer that came too late for its caller
         data = json.dumps({"id": self._number, "op": operation, **fields}).encode() + b"\n"
         try:
             self._connection.sendall(data)

@@ -79,6 +79,8 @@ def _fail(problem: BaseException) -> NoReturn:
     _interrupted = isinstance(problem, KeyboardInterrupt)
     trace = _without_our_frames(problem.__traceback__)
     problem.__traceback__ = trace
+    if sys.version_info >= (3, 12):
+        sys.last_exc = problem
     sys.last_type, sys.last_value, sys.last_traceback = type(problem), problem, trace
     try:
         sys.excepthook(type(problem), problem, trace)

@@ -82,7 +82,10 @@ class Server:
                 busy_at = time.monotonic()
             elif time.monotonic() - busy_at >= self._idle_seconds:
                 break
-        os.unlink(self._path)
+        try:
+            os.unlink(self._path)
+        except FileNotFoundError:
+            pass  # whoever tidied up the directory was first
 
     # Callers.
 
