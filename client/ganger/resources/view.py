@@ -204,7 +204,7 @@ class View:
         )
 
     def emptied(self, everywhere_available: bool = False) -> View:
-        """A view of the same nodes, in the same slots, with nothing held; with `everywhere_available`, cordoned and lost ones too."""
+        """The same nodes in the same slots with nothing held; `everywhere_available` counts cordoned and lost ones."""
         empty = self.copy()
         sets = [topology.configuration_set for topology in self.topologies]
         cores = {name: tuple(socket.millicores for socket in one.sockets) for name, one in self.sets.items()}

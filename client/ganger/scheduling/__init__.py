@@ -1,11 +1,10 @@
-"""Job schedulers: one decision maker per job. It sees the view, has a turn, and proposes; the master judges.
+"""Job schedulers: what one job's scheduler decides, the default one, and the host that runs them.
 
-Write your own by subclassing `JobScheduler`; `DefaultScheduler` is the normal path of every job.
+Write your own by deriving from `JobScheduler`; see docs/job-schedulers.md.
 """
 
 from __future__ import annotations
 
-from ganger.scheduling.base import JobScheduler, Proposal, Turn
-from ganger.scheduling.default import DefaultScheduler
+from ganger.scheduling.scheduler import JobScheduler, Proposal, Turn
 
-__all__ = ["DefaultScheduler", "JobScheduler", "Proposal", "Turn"]
+__all__ = ["JobScheduler", "Proposal", "Turn"]

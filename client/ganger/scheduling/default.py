@@ -1,22 +1,57 @@
-"""The job scheduler of every job that brings none of its own."""
+"""The scheduler of every job that brings none: Gandiva's Algorithm 1 with device type, tolerance and waiting time."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ganger.placement.candidates import candidates
+from ganger.resources.reasons import Kind, Reason, Refusal
 from ganger.resources.view import View
-from ganger.scheduling.base import JobScheduler, Proposal, Turn
+from ganger.scheduling.scheduler import JobScheduler, Proposal, Turn
+
+# A second candidate costs little and saves a round trip when the first was just taken.
+_CANDIDATES = 4
+# Nodes kept for others are left alone for the rest of the turn; the view does not show what is kept.
+_OF_OTHERS = frozenset(
+    {Reason.PROTECTED, Reason.RESERVED, Reason.STORAGE_NOT_SHARED, Reason.CANNOT_SWITCH_USER, Reason.NODE_UNAVAILABLE}
+)
 
 
 class DefaultScheduler(JobScheduler):
-    """Gandiva's Algorithm 1 (Xiao et al., OSDI 2018) on bitmaps, with device type, locality tolerance and waiting time;
-    first where the job's state is parked, then on what is reserved for it. Spreads or packs as the view says."""
+    """Where the state is parked, then what is reserved, then by Algorithm 1."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._avoid: set[str] = set()
+        self._refused: tuple[Refusal, ...] = ()
 
     def propose(self, turn: Turn, view: View) -> Proposal:
-        found = candidates(
+        if turn.turn != self._turn:
+            self._turn, self._avoid, self._refused = turn.turn, set(), ()
+        placement = candidates(
             view,
             turn.shape,
             waited=turn.waited_seconds,
             parked=turn.parked,
             reserved_nodes=turn.reserved_nodes,
+            avoid=self._avoid,
+            limit=_CANDIDATES,
         )
-        return Proposal(found.candidates, found.refusals)
+        if placement.candidates:
+            return Proposal(placement.candidates)
+        # With nodes avoided because they are kept for others, those who keep them are the true blockers.
+        return Proposal((), (*self._refused, *placement.refusals)[:_MOST_BLOCKERS])
+
+    def on_rejected(self, turn: Turn, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
+        kept = [refusal for refusal in refusals if refusal.reason in _OF_OTHERS]
+        nodes = {refusal.node for refusal in kept if refusal.node}
+        conflict = {refusal.node for refusal in refusals if refusal.reason.kind is not Kind.MISTAKE and refusal.node}
+        if not conflict or (kept and not nodes - self._avoid):
+            # A strict queue, a quota, a mistake: no other place would help.
+            return Proposal((), tuple(refusals[:_MOST_BLOCKERS]))
+        self._avoid |= nodes
+        self._refused = (*self._refused, *kept)[:_MOST_BLOCKERS]
+        return self.propose(turn, view)
+
+
+_MOST_BLOCKERS = 16

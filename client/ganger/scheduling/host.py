@@ -1,148 +1,191 @@
-"""The process around job schedulers: watches view and turns, asks the scheduler, sends its requests.
+"""The process around job schedulers: hears the view and the turns, asks for gangs, comes back when the master does.
 
-`python -m ganger.scheduling.host --state-dir DIR` is the default host, started beside the master. A user's own
-scheduler runs in the same shell, in the user's process, for the jobs it claims.
+The default host serves every job that nobody claims; a user's own serves the jobs it names. Run as a program
+(`python -m ganger.scheduling.host --state-dir DIR`) it is the default host, which the master starts beside itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
-import random
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import grpc
 import grpc.aio
 
-from ganger.resources.reasons import Refusal
-from ganger.scheduling.base import JobScheduler, Proposal, Turn
 from ganger.scheduling.default import DefaultScheduler
-from ganger.scheduling.view_copy import ViewCopy
-from ganger.v1 import scheduling_pb2, scheduling_pb2_grpc
+from ganger.scheduling.mirror import Mirror
+from ganger.scheduling.scheduler import MOST_CANDIDATES, JobScheduler, Proposal, Turn
+from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire import convert, names, times
 from ganger.wire.channels import open_aio_channel
-from ganger.wire.endpoints import EndpointError, find_endpoint
+from ganger.wire.endpoints import Endpoint, EndpointError, find_endpoint
+from ganger.wire.errors import ApiError, JobNotFound, from_rpc_error
 
 log = logging.getLogger(__name__)
 
-# Requests of one turn: the master keeps a turn for three conflicts.
-_REQUESTS_PER_TURN = 4
-_CANDIDATES_MOST = 16
-_SHORTEST_BACKOFF_SECONDS = 0.05
-_LONGEST_BACKOFF_SECONDS = 2.0
-# For deltas to bring the view a turn was given on; claims are judged anyway, so not long.
-_VIEW_WAIT_SECONDS = 0.1
+_BACKOFF_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
+# A watch that lived this long has ended by its age, not by a fault.
+_HEALTHY_SECONDS = 5.0
+# Schedulers keep what they learnt of a job between its turns; the one not asked for longest is forgotten first.
+_SCHEDULERS_KEPT = 4096
+_FINAL = frozenset({job_pb2.Job.STATE_SUCCEEDED, job_pb2.Job.STATE_FAILED, job_pb2.Job.STATE_CANCELLED})
 
 
 class Host:
-    """Serves one `scheduler` until cancelled. With `jobs` it claims those; without it is a default host."""
+    """Runs schedulers made by `make_scheduler` until `run` is cancelled or, with `jobs`, until all of those have ended.
+
+    `find` is asked at every connection, so that a master that comes back elsewhere is found.
+    """
 
     def __init__(
-        self, scheduler: JobScheduler, *, master: str | None = None, name: str = "", jobs: Sequence[str] = ()
+        self,
+        find: Callable[[], Endpoint],
+        make_scheduler: Callable[[], JobScheduler] = DefaultScheduler,
+        *,
+        jobs: Sequence[str] = (),
+        name: str = "",
     ) -> None:
-        self._scheduler = scheduler
-        self._master = master
+        self._find = find
+        self._make_scheduler = make_scheduler
         self._jobs = tuple(jobs)
-        self.name = name or f"{type(scheduler).__name__.lower()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._name = name or f"{'run' if jobs else 'default'}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._schedulers: OrderedDict[str, JobScheduler] = OrderedDict()
+        self._open_jobs = set(jobs)
+        self._turns: set[asyncio.Task[None]] = set()
+        self.mirror = Mirror()
 
     async def run(self) -> None:
-        """Connects, serves, and connects again with backoff; returns when none of its claimed jobs is left."""
-        backoff = _SHORTEST_BACKOFF_SECONDS
-        while True:
+        """Connects, serves, and starts over with growing pauses when the master is away."""
+        attempt = 0
+        loop = asyncio.get_running_loop()
+        while self._open_jobs or not self._jobs:
+            started = loop.time()
             try:
-                async with open_aio_channel(find_endpoint(self._master)) as channel:
-                    await _Service(channel, self._scheduler, self.name, self._jobs).run()
-                backoff = _SHORTEST_BACKOFF_SECONDS
-            except EndpointError as error:
-                log.warning("no master yet", extra={"error": str(error)})
-            except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.NOT_FOUND:
-                    log.info("claimed jobs are gone")
-                    return
-                log.info("connection to the master lost", extra={"code": error.code().name, "detail": error.details()})
-            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
-            backoff = min(backoff * 2, _LONGEST_BACKOFF_SECONDS)
+                await self._serve()
+            except (grpc.aio.AioRpcError, EndpointError, OSError) as error:
+                if isinstance(error, grpc.aio.AioRpcError) and isinstance(from_rpc_error(error), JobNotFound):
+                    raise from_rpc_error(error) from error
+                log.info("master is away", extra={"reason": _why(error)})
+            attempt = 0 if loop.time() - started > _HEALTHY_SECONDS else attempt + 1
+            if self._open_jobs or not self._jobs:
+                await asyncio.sleep(_BACKOFF_SECONDS[min(attempt, len(_BACKOFF_SECONDS) - 1)])
 
-
-class _Service:
-    """One connection: two streams and the requests."""
-
-    def __init__(self, channel: grpc.aio.Channel, scheduler: JobScheduler, name: str, jobs: tuple[str, ...]) -> None:
-        self._stub = scheduling_pb2_grpc.SchedulingServiceStub(channel)
-        self._scheduler = scheduler
-        self._name = name
-        self._jobs = jobs
-        self._copy = ViewCopy()
-
-    async def run(self) -> None:
-        """Until a stream ends: normally at its age limit, else with its error."""
-        watchers = [asyncio.create_task(self._watch_view()), asyncio.create_task(self._watch_turns())]
-        try:
-            done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in watchers:
+    async def _serve(self) -> None:
+        """One connection, until a stream breaks or all jobs have ended."""
+        self.mirror = Mirror()
+        async with open_aio_channel(self._find()) as channel:
+            scheduling = scheduling_pb2_grpc.SchedulingServiceStub(channel)
+            stop = asyncio.Event()
+            parts: list[Coroutine[Any, Any, None]] = [self._watch_view(scheduling), self._watch_turns(scheduling)]
+            parts += [self._watch_job(channel, job, stop) for job in self._open_jobs]
+            if self._jobs:
+                parts.append(_until(stop))
+            await _first_end(parts)
+            for task in list(self._turns):
                 task.cancel()
-            await asyncio.gather(*watchers, return_exceptions=True)
+            await asyncio.gather(*self._turns, return_exceptions=True)
 
-    async def _watch_view(self) -> None:
-        async for delta in self._stub.WatchView(scheduling_pb2.WatchViewRequest()):
-            await self._copy.apply(delta)
+    async def _watch_view(self, scheduling: Any) -> None:
+        while True:
+            request = scheduling_pb2.WatchViewRequest(after_version=max(0, self.mirror.version))
+            async for delta in scheduling.WatchView(request):
+                self.mirror.apply(delta)
 
-    async def _watch_turns(self) -> None:
-        # A view first: a turn without one could only be passed on.
-        await self._copy.reached(0, _LONGEST_BACKOFF_SECONDS)
+    async def _watch_turns(self, scheduling: Any) -> None:
+        # A turn without a view would be lost.
+        await self.mirror.reach(0, None)
         request = scheduling_pb2.WatchTurnsRequest(scheduler=self._name, jobs=self._jobs)
-        async with asyncio.TaskGroup() as group:
-            async for message in self._stub.WatchTurns(request):
-                group.create_task(self._serve(message))
+        async for message in scheduling.WatchTurns(request):
+            task = asyncio.create_task(self._use(scheduling, message))
+            self._turns.add(task)
+            task.add_done_callback(self._turns.discard)
 
-    async def _serve(self, message: scheduling_pb2.Turn) -> None:
-        turn = _turn_of(message)
+    async def _watch_job(self, channel: grpc.aio.Channel, job: str, stop: asyncio.Event) -> None:
+        stub: Any = job_service_pb2_grpc.JobServiceStub(channel)
+        while True:
+            async for message in stub.WatchJob(job_service_pb2.WatchJobRequest(name=job)):
+                if message.state in _FINAL:
+                    self._open_jobs.discard(job)
+                    if not self._open_jobs:
+                        stop.set()
+                    # Another job's end must not end this connection.
+                    await asyncio.Event().wait()
+
+    async def _use(self, scheduling: Any, message: scheduling_pb2.Turn) -> None:
+        """One turn, from the first proposal to approval, pass or loss."""
         try:
-            await self._copy.reached(message.view_version, _VIEW_WAIT_SECONDS)
-            proposal = self._ask(turn, None)
-            for _ in range(_REQUESTS_PER_TURN):
-                verdict = await self._stub.RequestGang(self._request(turn, proposal))
-                rejected = verdict.rejected
-                if verdict.WhichOneof("verdict") != "rejected" or not rejected.turn_kept or not proposal.candidates:
+            turn = _turn_of(message)
+            scheduler = self._scheduler_of(turn.job)
+            proposal: Proposal | None = scheduler.propose(turn, self.mirror.view)
+            nothing = not (proposal and proposal.candidates)
+            # What was freed for this turn may not have been heard of yet.
+            if nothing and await self.mirror.reach(message.view_version, turn.lease_seconds / 2):
+                proposal = scheduler.propose(turn, self.mirror.view)
+            while True:
+                rejected = await self._ask(scheduling, turn, proposal or Proposal())
+                if rejected is None or not rejected.turn_kept or not (proposal and proposal.candidates):
                     return
-                self._copy.refresh(rejected.rows)
+                self.mirror.hear(convert.node_row_from_wire(row) for row in rejected.rows)
                 refusals = convert.refusals_from_wire(rejected.refusals)
-                proposal = self._ask(turn, refusals)
+                proposal = scheduler.on_rejected(turn, self.mirror.view, refusals)
+                if proposal is None or not proposal.candidates:
+                    proposal = Proposal((), proposal.blockers if proposal and proposal.blockers else refusals)
         except grpc.aio.AioRpcError as error:
-            # The turn passes on by itself; a broken connection ends the streams too.
-            log.info("request failed", extra={"job": turn.job, "code": error.code().name, "detail": error.details()})
-
-    def _ask(self, turn: Turn, refusals: Sequence[Refusal] | None) -> Proposal:
-        try:
-            if refusals is None:
-                return self._scheduler.propose(turn, self._copy.view)
-            return self._scheduler.on_rejected(turn, self._copy.view, refusals) or Proposal()
+            log.info("turn came to nothing", extra={"job": message.job, "reason": _why(error)})
         except Exception:
-            # A user's scheduler that fails on one job must not take the others down; its turn passes on.
-            log.exception("the scheduler failed", extra={"job": turn.job})
-            return Proposal()
+            # A scheduler that raises loses this turn; the job goes on by the default one after three.
+            log.exception("job scheduler failed", extra={"job": message.job})
 
-    def _request(self, turn: Turn, proposal: Proposal) -> scheduling_pb2.GangRequest:
-        return scheduling_pb2.GangRequest(
+    async def _ask(self, scheduling: Any, turn: Turn, proposal: Proposal) -> scheduling_pb2.Rejection | None:
+        """None when the gang was approved, or the turn passed."""
+        request = scheduling_pb2.GangRequest(
             job=turn.job,
             revision=turn.revision,
             turn=turn.turn,
-            view_version=max(0, self._copy.version),
+            view_version=max(0, self.mirror.version),
             mode=scheduling_pb2.GangRequest.MODE_EXCLUSIVE,
             candidates=[
                 scheduling_pb2.Candidate(claims=convert.claims_to_wire(claims))
-                for claims in proposal.candidates[:_CANDIDATES_MOST]
+                for claims in proposal.candidates[:MOST_CANDIDATES]
             ],
             blockers=convert.refusals_to_wire(proposal.blockers),
         )
+        if not proposal.candidates:
+            await scheduling.RequestGang(request)
+            return None
+        first = proposal.candidates[0]
+        self.mirror.take(turn.shape, first)
+        verdict: scheduling_pb2.Verdict | None = None
+        try:
+            verdict = await scheduling.RequestGang(request)
+        finally:
+            approved = verdict is not None and verdict.WhichOneof("verdict") == "approved"
+            if verdict is None or not approved or verdict.approved.candidate:
+                self.mirror.restore(first)
+        if verdict.WhichOneof("verdict") == "rejected":
+            return verdict.rejected
+        if verdict.approved.candidate:
+            self.mirror.take(turn.shape, proposal.candidates[verdict.approved.candidate])
+        self._schedulers.pop(turn.job, None)
+        return None
+
+    def _scheduler_of(self, job: str) -> JobScheduler:
+        scheduler = self._schedulers.get(job)
+        if scheduler is None:
+            scheduler = self._schedulers[job] = self._make_scheduler()
+            if len(self._schedulers) > _SCHEDULERS_KEPT:
+                self._schedulers.popitem(last=False)
+        self._schedulers.move_to_end(job)
+        return scheduler
 
 
 def _turn_of(message: scheduling_pb2.Turn) -> Turn:
@@ -151,36 +194,69 @@ def _turn_of(message: scheduling_pb2.Turn) -> Turn:
         job=message.job,
         revision=message.revision,
         shape=convert.gang_shape_from_wire(message.spec, message.arena_bytes_per_device),
-        rank=message.rank,
         lease_seconds=times.seconds(message.lease),
+        rank=message.rank,
         waited_seconds=times.seconds(message.waited),
         parked=convert.claims_from_wire(message.parked),
         reserved_nodes=tuple(names.parse_node_name(node) for node in message.reserved_nodes),
+        may_preempt=message.may_preempt,
     )
 
 
-async def serve(host: Host, *, until_stdin_closes: bool = False) -> None:
-    """Runs `host` until it is done, SIGTERM or SIGINT comes, or (if asked) standard input closes."""
-    loop = asyncio.get_running_loop()
-    task = asyncio.ensure_future(host.run())
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
-    if until_stdin_closes:
-        loop.add_reader(sys.stdin.fileno(), lambda: task.cancel() if not os.read(sys.stdin.fileno(), 4096) else None)
+def _why(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        found = from_rpc_error(error)
+        return found.reason if isinstance(found, ApiError) else str(found)
+    return str(error)
+
+
+async def _until(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+async def _first_end(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Runs all until one ends; its error is raised."""
+    tasks = [asyncio.create_task(part) for part in parts]
     try:
-        await task
-    except asyncio.CancelledError:
-        pass
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def run_host(host: Host, *, until_stdin_closes: bool = False) -> None:
+    """Until the host is done, SIGTERM or SIGINT comes, or, if asked, standard input closes (its parent died)."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    parts = [host.run(), _until(stop)]
+    if until_stdin_closes:
+        parts.append(_stdin_closed())
+    await _first_end(parts)
+
+
+async def _stdin_closed() -> None:
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    with contextlib.closing(transport):
+        while await reader.read(4096):
+            pass
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="ganger scheduler host", description="The default host of job schedulers.")
-    parser.add_argument("--state-dir", help="the master's state directory, or its address")
-    parser.add_argument("--until-stdin-closes", action="store_true", help="end with the process that started it")
+    """The default host. 0 when asked to stop, 2 for bad usage."""
+    parser = argparse.ArgumentParser(prog="ganger.scheduling.host", description="The default job-scheduler host.")
+    parser.add_argument("--state-dir", help="state directory of the master, or its address")
+    parser.add_argument("--until-stdin-closes", action="store_true", help="end when standard input closes")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    host = Host(DefaultScheduler(), master=options.state_dir)
-    asyncio.run(serve(host, until_stdin_closes=options.until_stdin_closes))
+    host = Host(lambda: find_endpoint(options.state_dir))
+    asyncio.run(run_host(host, until_stdin_closes=options.until_stdin_closes))
     return 0
 
 
