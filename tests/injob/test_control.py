@@ -446,6 +446,32 @@ def test_gang_stops_at_the_same_step_every_time(
         gang.close()
 
 
+def test_checkpoints_and_stops_that_cross_leave_no_rank_behind(tmp_path: Path) -> None:
+    gang = _Gang(tmp_path, 4, True, 8, 7, 1_000_000)
+    draw = random.Random(5)
+    try:
+        seq = 1
+        for number in range(1, 16):
+            for page in gang.own:
+                request = page.request_checkpoint(number)
+                if draw.random() < 0.2:
+                    gang.stopping.wait(0.002)
+            if draw.random() < 0.5:
+                gang.all(lambda page, request=request: page.progress().checkpoint_done == request, "the checkpoint")
+                assert len({page.progress().checkpoint_step for page in gang.own}) == 1
+            seq += 1
+            stop = seq
+            gang.order(stop, Order.STOP, stop_seq=stop, level=Level.PAUSE)
+            gang.all(lambda page, stop=stop: page.progress().reached_seq == stop, f"stop {stop}")
+            assert len({page.progress().reached_step for page in gang.own}) == 1
+            seq += 1
+            gang.order(seq, Order.RUN)
+        gang.order(seq + 1, Order.STOP, stop_seq=seq + 1, level=Level.CHECKPOINT)
+        assert gang.end() == [EXIT_YIELDED] * 4
+    finally:
+        gang.close()
+
+
 def test_stop_that_comes_at_the_end_of_training_ends_as_finished(tmp_path: Path) -> None:
     gang = _Gang(tmp_path, 2, False, 4, 0, 30)
     try:
