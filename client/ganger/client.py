@@ -251,8 +251,11 @@ class Client:
 
     def _explained(self, error: ApiError) -> ApiError:
         if isinstance(error, Unreachable):
-            message = f"no master answers at {self.endpoint.address} ({error.message})"
-            return Unreachable(f"{message}: is it running? `ganger up` starts one on this machine")
+            # gRPC tells of every address and layer; its last clause is the one that says something.
+            cause = error.message.rpartition(": ")[2] or "no answer"
+            return Unreachable(
+                f"no master answers at {self.endpoint.address} ({cause}): is it running? `ganger up` starts one here"
+            )
         if isinstance(error, DeadlineExceeded):
             return DeadlineExceeded(f"the master at {self.endpoint.address} did not answer in time: try again")
         if isinstance(error, MessageTooLarge) and "larger than max" in error.message:

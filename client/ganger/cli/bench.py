@@ -1,7 +1,7 @@
 """`ganger bench`: runs benchmarks that programs register in the entry-point group "ganger.benches".
 
-A benchmark is a function without required arguments that returns one object: name, ok, figures, limits, machine; or name
-and skipped, with the reason.
+A benchmark is a function without required arguments that returns one object: name, ok, figures, limits, machine; or
+name and skipped, with the reason.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ import click
 )
 @click.option("--all", "everything", is_flag=True, help="All examples in both forms, however long it takes.")
 @click.option("--examples", type=click.Path(path_type=Path, file_okay=False), default=None, help="Where they are.")
-def demo(report: Path, seed: int | None, everything: bool, examples: Path | None) -> None:
+@click.option("--keep", is_flag=True, help="Keep the cluster's directory, with all logs.")
+def demo(report: Path, seed: int | None, everything: bool, examples: Path | None, keep: bool) -> None:
     """Show that it works: real jobs, suspended, moved and re-pinned without changing one bit.
 
     Takes one to two minutes on two cores. Exits with 0 only if every check holds.
@@ -41,10 +42,12 @@ def demo(report: Path, seed: int | None, everything: bool, examples: Path | None
     try:
         planned = programme(find_examples(examples))
         say("starting a master and three nodes with four virtual GPUs each")
-        with Cluster() as cluster, cluster.client() as client:
+        with Cluster(keep=keep) as cluster, cluster.client() as client:
             outcomes = play(planned, cluster.directory / "runs", chosen, client, say, everything=everything)
             figures = client.get_cluster()
             trouble = cluster.trouble()
+            if keep:
+                say(f"logs stay in {cluster.directory}")
     except FileNotFoundError as problem:
         raise click.UsageError(str(problem)) from problem
     except ClusterError as problem:

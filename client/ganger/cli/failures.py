@@ -65,9 +65,10 @@ def _report_api_error(error: BaseException) -> int:
         return Exit.USAGE if error.found else Exit.UNREACHABLE
     if isinstance(error, ApiError):
         _say(str(error))
-        if error.metadata and error.reason == "GANG_IMPOSSIBLE":
+        if error.reason == "GANG_IMPOSSIBLE":
             for name, value in sorted(error.metadata.items()):
-                print(f"  {name}: {value}", file=sys.stderr)
+                if f"{name}={value}" not in error.message:
+                    print(f"  {name}: {value}", file=sys.stderr)
         return exit_code(error)
     return _report_bug(error)
 

@@ -58,9 +58,9 @@ def up(
     if detach:
         _detach(directory)
         return
-    if virtual_gpus is None and not _has_devices():
+    pretends = virtual_gpus is None and not _has_devices()
+    if pretends:
         virtual_gpus, topology = 4, topology or "2x2"
-        click.echo("no GPUs found: each node gets 4 virtual ones (--virtual-gpus N for other numbers)", err=True)
     count = nodes or (1 if virtual_gpus is None else 2)
     if virtual_gpus is None and count > 1:
         raise click.UsageError("--nodes above 1 needs --virtual-gpus: real devices can belong to one node only")
@@ -80,6 +80,8 @@ def up(
         lost_after or "",
     )
     with _alone(directory):
+        if pretends:
+            click.echo("no GPUs found: each node gets 4 virtual ones (--virtual-gpus N for other numbers)", err=True)
         _supervise(settings, cancel_jobs)
 
 

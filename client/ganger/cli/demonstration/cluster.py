@@ -25,9 +25,12 @@ class ClusterError(Exception):
 
 
 class Cluster:
-    """`nodes` daemons of `gpus` virtual devices each."""
+    """`nodes` daemons of `gpus` virtual devices each. `keep`: its directory, with all logs, stays."""
 
-    def __init__(self, nodes: int = 3, gpus: int = 4, topology: str = "2x2", cores: int = 8) -> None:
+    def __init__(
+        self, nodes: int = 3, gpus: int = 4, topology: str = "2x2", cores: int = 8, *, keep: bool = False
+    ) -> None:
+        self.keep = keep
         self.directory = Path(tempfile.mkdtemp(prefix="ganger-demo-"))
         shared = Path("/dev/shm")
         # pages belong on a tmpfs, and a socket's path has to be short
@@ -87,7 +90,8 @@ class Cluster:
                 continue
         self._processes.clear()
         shutil.rmtree(self._run, ignore_errors=True)
-        shutil.rmtree(self.directory, ignore_errors=True)
+        if not self.keep:
+            shutil.rmtree(self.directory, ignore_errors=True)
 
     def _start(self) -> None:
         storage = self.directory / "storage"

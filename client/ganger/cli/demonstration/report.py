@@ -12,6 +12,9 @@ from typing import Any
 from ganger.cli.demonstration.trial import Action, Outcome
 
 
+WIDTH = 150
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """`ok` is True too for a figure that is only shown."""
@@ -79,6 +82,9 @@ def print_tables(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
+    if not console.is_terminal:
+        # into a file or a pipe: nobody's window is too narrow
+        console = Console(highlight=False, width=WIDTH)
     story = Table(title="What was done to the jobs", box=box.SIMPLE_HEAD)
     for column in ("job", "action", "at step", "took", "then resumed in", "before", "after"):
         story.add_column(column, justify="right" if column in ("at step", "took", "then resumed in") else "left")

@@ -121,9 +121,10 @@ def train_disturbed(
         say(f"{example.title}: {_verdict(outcome.comparison)}")
     except Exception as problem:  # one example that fails must not hide how the others fare
         outcome.trouble = f"{type(problem).__name__}: {problem}"
-        say(f"{example.title}: {outcome.trouble}")
         if job is not None:
+            outcome.trouble += f"\n{_history(client, job)}"
             _cancel(job)
+        say(f"{example.title}: {outcome.trouble}")
     return outcome
 
 
@@ -303,6 +304,15 @@ def _tail(job: Job, size: int = 2000) -> str:
         return b"".join(job.logs(offset=-size)).decode(errors="replace")
     except Exception as problem:  # the log is a help in telling of another problem
         return f"(its log cannot be read: {problem})"
+
+
+def _history(client: Client, job: Job, last: int = 25) -> str:
+    """What the master noted about a job, for a person who wonders what went wrong."""
+    try:
+        events = list(client.list_events(job.name))[-last:]
+    except Exception as problem:  # the history is a help in telling of another problem
+        return f"(its history cannot be read: {problem})"
+    return "\n".join(f"  {event.kind}: {event.message} {dict(event.figures)} ({event.cause})" for event in events)
 
 
 def _cancel(job: Job) -> None:

@@ -1,0 +1,98 @@
+"""Values come back from the wire as they went, whatever they hold."""
+
+from __future__ import annotations
+
+import pytest
+from ganger.resources.reasons import Reason, Refusal
+from ganger.resources.values import (
+    Claim,
+    ConfigurationSet,
+    DeviceGroup,
+    GangShape,
+    Level,
+    Locality,
+    NodeRow,
+    Role,
+    Socket,
+    TaskShape,
+)
+from ganger.v1 import resources_pb2
+from ganger.wire import convert
+from ganger.wire.errors import RequestInvalid
+from hypothesis import given
+from hypothesis import strategies as st
+
+masks = st.integers(0, 2**64 - 1)
+u32 = st.integers(0, 2**32 - 1)
+u64 = st.integers(0, 2**63)
+numbers = st.lists(u32, max_size=4).map(tuple)
+nodes = st.from_regex(r"[a-z][a-z0-9]{0,8}", fullmatch=True)
+words = st.text("abc-", max_size=8)
+levels = st.sampled_from(Level)
+shapes = st.builds(TaskShape, gpus=u32, millicores=u32, memory_bytes=u64)
+roles = st.builds(Role, words, u32, shapes)
+localities = st.builds(Locality, levels, st.none() | levels, st.integers(0, 10**6).map(float))
+claims = st.builds(Claim, nodes, masks, numbers, u64, u64, numbers)
+rows = st.builds(
+    NodeRow, nodes, words, masks, numbers, u64, u64, st.booleans(), words, words, numbers, numbers, numbers, u32
+)
+sets = st.builds(
+    ConfigurationSet,
+    words,
+    words,
+    u32,
+    u64,
+    st.lists(st.builds(DeviceGroup, levels, masks), max_size=3).map(tuple),
+    st.lists(st.builds(Socket, u32, masks), max_size=3).map(tuple),
+    u64,
+    st.dictionaries(words, st.floats(0, 1e9)),
+)
+refusals = st.builds(
+    Refusal,
+    st.sampled_from(Reason),
+    st.dictionaries(words, st.integers(-(2**62), 2**62), max_size=3),
+    st.just("") | nodes,
+    st.just("") | st.integers(1, 99).map(lambda number: f"jobs/{number}"),
+    st.just("") | st.text("abc, =on", min_size=1, max_size=20),
+)
+
+
+@given(shapes, roles, localities)
+def test_what_a_job_asks_for_comes_back(shape: TaskShape, role: Role, locality: Locality) -> None:
+    assert convert.task_shape_from_wire(convert.task_shape_to_wire(shape)) == shape
+    assert convert.role_from_wire(convert.role_to_wire(role)) == role
+    assert convert.locality_from_wire(convert.locality_to_wire(locality)) == locality
+
+
+@given(sets, rows)
+def test_what_there_is_comes_back(kind: ConfigurationSet, row: NodeRow) -> None:
+    assert convert.configuration_set_from_wire(convert.configuration_set_to_wire(kind)) == kind
+    assert convert.node_row_from_wire(convert.node_row_to_wire(row)) == row
+
+
+@given(st.lists(claims, max_size=3).map(tuple), st.lists(refusals, max_size=3).map(tuple))
+def test_claims_and_refusals_come_back(claims: tuple[Claim, ...], refusals: tuple[Refusal, ...]) -> None:
+    assert convert.claims_from_wire(convert.claims_to_wire(claims)) == claims
+    assert convert.refusals_from_wire(convert.refusals_to_wire(refusals)) == refusals
+
+
+@given(st.builds(GangShape, st.lists(roles, max_size=3).map(tuple), words, localities, u32))
+def test_the_shape_of_a_gang_comes_back(shape: GangShape) -> None:
+    assert convert.gang_shape_from_wire(convert.gang_shape_to_wire(shape)) == shape
+
+
+def test_a_job_without_wishes_accepts_any_place() -> None:
+    assert convert.locality_from_wire(resources_pb2.Locality()) == Locality()
+
+
+def test_the_arena_is_the_peak_and_a_tenth_rounded_up() -> None:
+    assert convert.arena_bytes_for(1_000) == 1_100
+    assert convert.arena_bytes_for(1) == 2
+    assert convert.arena_bytes_for(0) == 0
+
+
+def test_words_of_a_newer_program_are_refused_by_name() -> None:
+    with pytest.raises(RequestInvalid, match="level 99"):
+        convert.level_from_wire(99)
+    with pytest.raises(RequestInvalid, match="MOON_PHASE"):
+        convert.refusal_from_wire(resources_pb2.Refusal(reason="MOON_PHASE"))

@@ -1,0 +1,49 @@
+"""Names and times survive the way to text and back, and bad ones are named."""
+
+from __future__ import annotations
+
+import pytest
+from ganger.wire import names, times
+from ganger.wire.errors import NameInvalid
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@given(st.integers(1, 10**17))
+def test_a_job_name_gives_its_number_back(number: int) -> None:
+    assert names.parse_job_name(names.job_name(number)) == number
+    assert names.job_name_from_text(str(number)) == names.job_name(number)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "7", "jobs/", "jobs/0", "jobs/07", "jobs/-1", "jobs/x", "nodes/7", "jobs/1/2", "jobs/" + "9" * 30]
+)
+def test_a_bad_job_name_is_refused_and_shown(name: str) -> None:
+    with pytest.raises(NameInvalid, match="jobs/"):
+        names.parse_job_name(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "n1", "nodes/", "nodes/..", "nodes/a/b", "nodes/-a", "nodes/a b", "nodes/" + "a" * 64]
+)
+def test_a_bad_node_name_is_refused(name: str) -> None:
+    with pytest.raises(NameInvalid):
+        names.parse_node_name(name)
+
+
+def test_people_may_leave_out_the_prefix() -> None:
+    assert names.node_name_from_text("gpu-01.lab") == "nodes/gpu-01.lab"
+    assert names.node_name_from_text("nodes/n1") == "nodes/n1"
+
+
+@given(st.floats(-1e8, 1e8))
+def test_seconds_come_back_to_the_nanosecond(seconds: float) -> None:
+    message = times.duration(seconds)
+    assert times.seconds(message) == pytest.approx(seconds, abs=1e-6)
+    # A Duration whose parts differ in sign is invalid.
+    assert message.seconds * message.nanos >= 0
+
+
+@given(st.floats(0, 4e9))
+def test_unix_seconds_come_back(instant: float) -> None:
+    assert times.unix_seconds(times.timestamp(instant)) == pytest.approx(instant, abs=1e-6)
