@@ -99,7 +99,9 @@ def test_watch_sends_now_at_changes_and_ends_with_the_job(tmp_path: Path) -> Non
             first = await watch.read()
             assert first.state == job_pb2.Job.STATE_PENDING
             await served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name="jobs/1", reason="enough"))
-            states = [job.state async for job in watch]
+            states = [first.state]
+            while (job := await watch.read()) is not grpc.aio.EOF:
+                states.append(job.state)
             assert states[-1] == job_pb2.Job.STATE_CANCELLED
             again = served.jobs.WatchJob(job_service_pb2.WatchJobRequest(name="jobs/1", after_revision=1))
             assert [job.state async for job in again] == [job_pb2.Job.STATE_CANCELLED]

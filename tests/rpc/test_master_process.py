@@ -1,0 +1,164 @@
+"""`ganger master` as a program: starting, stopping, refusing to start, and being killed at any instant."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import grpc
+import pytest
+
+from ganger.v1 import job_service_pb2, job_service_pb2_grpc
+from ganger.wire.channels import open_channel
+from ganger.wire.endpoints import read_endpoint
+from ganger_master.runtime import failpoints
+from rpc.kit import spec_of
+from rpc.processes import MasterProcess, master_process, wait_until_dead
+
+pytestmark = pytest.mark.system
+
+
+class Submitter:
+    """Submits without pause from several threads and notes what was acknowledged, outside the system."""
+
+    def __init__(self, state_dir: Path, threads: int = 4) -> None:
+        self.acknowledged: dict[str, str] = {}
+        self._endpoint = read_endpoint(state_dir)
+        self._ended = threading.Event()
+        self._threads = [threading.Thread(target=self._run) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        with open_channel(self._endpoint, (("grpc.enable_retries", 0),)) as channel:
+            stub = job_service_pb2_grpc.JobServiceStub(channel)
+            while not self._ended.is_set():
+                request_id = str(uuid.uuid4())
+                request = job_service_pb2.CreateJobRequest(spec=spec_of(), request_id=request_id)
+                try:
+                    self.acknowledged[request_id] = stub.CreateJob(request, timeout=5).name
+                except grpc.RpcError:
+                    return
+
+    def end(self) -> dict[str, str]:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+        return self.acknowledged
+
+
+def names_of(master: MasterProcess) -> set[str]:
+    with open_channel(read_endpoint(master.state_dir)) as channel:
+        stub = job_service_pb2_grpc.JobServiceStub(channel)
+        found: set[str] = set()
+        token = ""
+        while True:
+            page = stub.ListJobs(job_service_pb2.ListJobsRequest(page_size=1000, page_token=token))
+            assert not found & {job.name for job in page.jobs}
+            found |= {job.name for job in page.jobs}
+            token = page.next_page_token
+            if not token:
+                return found
+
+
+def test_master_says_one_line_when_ready_and_stops_cleanly(tmp_path: Path) -> None:
+    with master_process(tmp_path) as master:
+        assert master.start() == f"ganger master ready at unix:{tmp_path}/s\n"
+        assert read_endpoint(master.state_dir).address == f"unix:{tmp_path}/s"
+        code, said = master.end(signal.SIGTERM)
+        assert (code, "Traceback" in said) == (0, False)
+        assert not (master.state_dir / "endpoint.json").exists()
+
+
+def test_kill_in_a_storm_of_submissions_loses_none_that_was_acknowledged(tmp_path: Path) -> None:
+    dice = random.Random(7)
+    acknowledged: dict[str, str] = {}
+    with master_process(tmp_path) as master:
+        for _ in range(3):
+            assert master.start()
+            storm = Submitter(master.state_dir)
+            time.sleep(dice.uniform(0.1, 0.5))
+            master.end(signal.SIGKILL)
+            fresh = storm.end()
+            assert fresh
+            assert not set(fresh.values()) & set(acknowledged.values())
+            acknowledged |= fresh
+        assert master.start()
+        assert set(acknowledged.values()) <= names_of(master)
+        # The same request again is the same job.
+        with open_channel(read_endpoint(master.state_dir)) as channel:
+            stub = job_service_pb2_grpc.JobServiceStub(channel)
+            for request_id, name in list(acknowledged.items())[:: max(1, len(acknowledged) // 50)]:
+                request = job_service_pb2.CreateJobRequest(spec=spec_of(), request_id=request_id)
+                assert stub.CreateJob(request).name == name
+        assert master.end(signal.SIGTERM)[0] == 0
+
+
+@pytest.mark.parametrize("name", [failpoints.BEFORE_COMMIT, failpoints.AFTER_COMMIT, failpoints.COMMIT_BEFORE_REPLY])
+def test_kill_around_a_commit_never_loses_an_answer(tmp_path: Path, name: str) -> None:
+    with master_process(tmp_path) as master:
+        # The first start commits the counters; let the storm begin before the count is reached.
+        assert master.start({failpoints.VARIABLE: f"{name}:20"})
+        storm = Submitter(master.state_dir)
+        wait_until_dead(master)
+        acknowledged = storm.end()
+        assert master.wait()[0] == -signal.SIGKILL
+        assert master.start()
+        assert set(acknowledged.values()) <= names_of(master)
+        master.end(signal.SIGTERM)
+
+
+def test_second_master_on_the_same_directory_is_refused(tmp_path: Path) -> None:
+    with master_process(tmp_path) as first, master_process(tmp_path) as second:
+        assert first.start()
+        assert second.start() == ""
+        code, said = second.wait()
+        assert code == 1
+        assert "another master" in said
+        assert "Traceback" not in said
+        first.end(signal.SIGTERM)
+
+
+def test_port_in_use_is_a_clear_error(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, master_process(tmp_path) as master:
+        port = taken.getsockname()[1]
+        assert master.start(None, "--listen", f"127.0.0.1:{port}") == ""
+        code, said = master.wait()
+        assert code == 1
+        assert str(port) in said
+        assert "Traceback" not in said
+
+
+def test_bad_flags_are_all_named(tmp_path: Path) -> None:
+    with master_process(tmp_path) as master:
+        assert master.start(None, "--lost-after", "soon", "--policy", "nosuch") == ""
+        code, said = master.wait()
+        assert code == 2
+        assert "'soon'" in said
+
+
+def test_policy_nobody_knows_is_a_clear_error(tmp_path: Path) -> None:
+    with master_process(tmp_path) as master:
+        assert master.start(None, "--policy", "nosuch") == ""
+        code, said = master.wait()
+        assert code == 1
+        assert "nosuch" in said
+        assert "Traceback" not in said
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not os.path.exists("/dev/full"), reason="no full device")
+def test_database_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
+    with master_process(tmp_path) as master:
+        (master.state_dir).mkdir()
+        (master.state_dir / "ganger.db").write_bytes(b"not a database" * 100)
+        assert master.start() == ""
+        code, said = master.wait()
+        assert code == 1
+        assert "restore a backup" in said
+        assert "Traceback" not in said
