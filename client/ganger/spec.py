@@ -394,9 +394,9 @@ def _truth(value: object) -> bool | None:
 
 def _agent(value: object) -> JobSpec.Agent.ValueType:
     agents = {"automatic": JobSpec.AGENT_AUTOMATIC, "none": JobSpec.AGENT_NONE}
-    if value not in agents:
+    if not isinstance(value, str) or value not in agents:
         raise ValueError(f"must be automatic or none, not {value!r}")
-    return agents[str(value)]
+    return agents[value]
 
 
 def _sequence(value: object) -> Sequence[Any]:

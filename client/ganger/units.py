@@ -7,25 +7,40 @@ import re
 _BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL_BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)", re.IGNORECASE)
+_MAX_BYTES = 1 << 50
+# A century: beyond it nobody means what they write.
+_MAX_SECONDS = 36_525 * 86_400.0
 _SECONDS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1, "ms": 0.001}
 _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|d|h|m|s)")
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{2})(?::(\d{2}))?")
 
 
-def parse_memory(text: str | int) -> int:
+def parse_memory(text: object) -> int:
     """Bytes of "512M", "16G", "16GiB" (powers of 1024), "16GB" (powers of 1000) or a number. Raises ValueError."""
     match = _MEMORY.fullmatch(str(text).strip())
     if match is None:
         raise ValueError(f"{text!r} is not an amount of memory: write for example 512M or 16G")
     number, prefix, suffix = float(match[1]), match[2].upper(), match[3].upper()
     factor = _DECIMAL_BYTES[f"{prefix}B"] if prefix and suffix == "B" else _BYTES[prefix]
-    return round(number * factor)
+    count = round(number * factor)
+    if count > _MAX_BYTES:
+        raise ValueError(f"{text!r} is more memory than there is: at most 1024T")
+    return count
 
 
-def parse_duration(text: str | int | float) -> float:
+def parse_duration(text: object) -> float:
     """Seconds of "2h30m", "90s", "1d", "1-12:00:00", "12:30:00", or a plain number of seconds. Raises ValueError."""
-    if isinstance(text, int | float):
-        return float(text)
+    seconds = -1.0 if isinstance(text, bool) or not isinstance(text, str | int | float) else _seconds(text)
+    # Not a comparison the other way round: NaN is refused too.
+    if not 0 <= seconds <= _MAX_SECONDS:
+        raise ValueError(f"{text!r} is not a duration: write for example 90s, 2h30m or 1d, at most a century")
+    return seconds
+
+
+def _seconds(text: str | int | float) -> float:
+    """Negative for what cannot be read."""
+    if not isinstance(text, str):
+        return float(min(text, 2 * _MAX_SECONDS))
     plain = text.strip().lower()
     if re.fullmatch(r"\d+(\.\d+)?", plain):
         return float(plain)
@@ -37,15 +52,15 @@ def parse_duration(text: str | int | float) -> float:
         return first * 60 + second
     parts = _DURATION_PART.findall(plain)
     if not parts or re.sub(r"\s", "", _DURATION_PART.sub("", plain)):
-        raise ValueError(f"{text!r} is not a duration: write for example 90s, 2h30m or 1d")
+        return -1.0
     return sum(float(number) * _SECONDS[unit] for number, unit in parts)
 
 
-def parse_cores(text: str | int | float) -> int:
+def parse_cores(text: object) -> int:
     """Millicores of a number of cores, "2" or "0.5". Raises ValueError."""
     try:
-        cores = float(text)
-    except ValueError:
+        cores = float(text) if isinstance(text, str | int | float) else -1.0
+    except (ValueError, OverflowError):
         cores = -1.0
     if not 0.001 <= cores <= 65_536:
         raise ValueError(f"{text!r} is not a number of cores: write for example 2 or 0.5")

@@ -1,0 +1,133 @@
+"""The SDK against a server: pages, streams that break, errors with reasons, and the token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from ganger.client import Client
+from ganger.job import JobFailedError, JobState
+from ganger.v1 import job_pb2
+from ganger.wire import errors
+from ganger.wire.endpoints import Endpoint, read_endpoint
+from kit.canned import CannedMaster
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[CannedMaster]:
+    with CannedMaster(tmp_path) as master:
+        yield master
+
+
+@pytest.fixture
+def client(master: CannedMaster) -> Iterator[Client]:
+    with Client(str(master.directory), patience_seconds=5) as client:
+        yield client
+
+
+def test_a_submission_carries_spec_and_request_id(client: Client, master: CannedMaster) -> None:
+    job = client.submit(["python", "train.py"], gpus=2, name="digits")
+    assert (job.name, job.id, job.state) == ("jobs/1", 1, JobState.PENDING)
+    request = master.requests[0]
+    assert request.spec.roles[0].tasks == 2
+    assert len(request.request_id) == 36
+
+
+def test_lists_are_fetched_page_by_page_and_no_further(client: Client, master: CannedMaster) -> None:
+    for _ in range(5):
+        client.submit("true")
+    assert [job.name for job in client.list_jobs()] == [f"jobs/{number}" for number in range(1, 6)]
+    master.requests.clear()
+    assert len(list(client.list_jobs(limit=2))) == 2
+    assert len(master.requests) == 1
+
+
+def test_errors_have_their_class_reason_and_message(client: Client, master: CannedMaster) -> None:
+    with pytest.raises(errors.JobNotFound, match="there is no jobs/7"):
+        client.job(7)
+    master.failing = errors.SpecInvalid("bad", violations=[errors.Violation("spec.command", "missing")])
+    with pytest.raises(errors.SpecInvalid) as caught:
+        client.submit("true")
+    assert caught.value.violations == (errors.Violation("spec.command", "missing"),)
+
+
+def test_a_bug_of_the_server_is_a_number_and_nothing_else(client: Client, master: CannedMaster) -> None:
+    master.failing = RuntimeError("password=secret")
+    with pytest.raises(errors.Internal) as caught:
+        client.get_job(1)
+    assert "secret" not in str(caught.value)
+    assert caught.value.metadata["id"] in str(caught.value)
+
+
+def test_without_the_token_nobody_is_let_in(master: CannedMaster) -> None:
+    address = read_endpoint(master.directory).address
+    for token in ("", "wrong"):
+        with Client(Endpoint(address, token)) as stranger, pytest.raises(errors.TokenInvalid):
+            stranger.get_cluster()
+        with Client(Endpoint(address, token)) as stranger, pytest.raises(errors.TokenInvalid):
+            list(stranger.read_log(1))
+
+
+def test_a_message_too_large_is_refused_before_it_is_sent(client: Client, master: CannedMaster) -> None:
+    spec = job_pb2.JobSpec(environment={"LARGE": "x" * (5 << 20)})
+    with pytest.raises(errors.MessageTooLarge, match="files"):
+        client.submit_spec(spec)
+    assert not master.requests
+
+
+def test_a_message_too_large_is_refused_by_the_server_too(master: CannedMaster) -> None:
+    from ganger.v1.job_service_pb2 import CreateJobRequest
+    from ganger.v1.job_service_pb2_grpc import JobServiceStub
+    from ganger.wire.channels import open_channel
+
+    unbounded = (("grpc.max_send_message_length", -1),)
+    with open_channel(read_endpoint(master.directory), unbounded) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            JobServiceStub(channel).CreateJob(CreateJobRequest(request_id="x" * (5 << 20)))
+        assert errors.reason_of(caught.value) == "MESSAGE_TOO_LARGE"
+
+
+def test_a_log_goes_on_where_the_stream_broke(client: Client, master: CannedMaster) -> None:
+    job = client.submit("true")
+    master.logs[0] = bytes(range(100))
+    master.jobs[job.name].state = job_pb2.Job.STATE_SUCCEEDED
+    chunks = job.logs(follow=True)
+    first = next(chunks)
+    master.failing = errors.NotReady("stopping")
+    assert first + b"".join(chunks) == master.logs[0]
+
+
+def test_a_log_is_read_from_the_end(client: Client, master: CannedMaster) -> None:
+    job = client.submit("true")
+    master.logs[0] = b"0123456789" * 3
+    assert b"".join(job.logs(offset=-5)) == b"56789"
+    with pytest.raises(errors.OffsetBeyondEnd):
+        list(job.logs(offset=99))
+
+
+def test_waiting_ends_with_the_job_and_says_how(client: Client, master: CannedMaster) -> None:
+    job = client.submit("true")
+    with pytest.raises(TimeoutError, match="PENDING"):
+        job.wait(timeout_seconds=0.01)
+    message = master.jobs[job.name]
+    message.state = job_pb2.Job.STATE_FAILED
+    message.failure.reason, message.failure.message = "EXIT", "rank 0 exited with code 3"
+    with pytest.raises(JobFailedError, match="EXIT"):
+        job.wait(timeout_seconds=5)
+    assert job.wait(check=False) is JobState.FAILED
+
+
+def test_nobody_there_is_said_with_the_address(tmp_path: Path) -> None:
+    nobody = Endpoint(f"unix:{tmp_path}/nobody")
+    with Client(nobody) as client, pytest.raises(errors.Unreachable, match="ganger up"):
+        client.get_cluster()
+
+
+def test_a_suspend_names_its_level(client: Client, master: CannedMaster) -> None:
+    job = client.submit("true")
+    job.suspend("offload")
+    assert master.requests[-1].level == job_pb2.SUSPEND_LEVEL_OFFLOAD
+    with pytest.raises(ValueError, match="checkpoint"):
+        job.suspend("sleep")

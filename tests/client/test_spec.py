@@ -1,0 +1,192 @@
+"""Descriptions become specs, and what is wrong with them is said all at once with paths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ganger.spec import load_job_file, make_spec
+from ganger.v1.job_pb2 import JobSpec
+from ganger.v1.resources_pb2 import LEVEL_CLUSTER, LEVEL_NODE, LEVEL_RACK, LEVEL_UNSPECIFIED
+from ganger.wire import times
+from ganger.wire.errors import SpecInvalid
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def spec(**description: Any) -> JobSpec:
+    return make_spec({"command": ["true"], **description}, environ={})
+
+
+def wrong(**description: Any) -> dict[str, str]:
+    with pytest.raises(SpecInvalid) as caught:
+        make_spec(description, environ={})
+    return {violation.field: violation.description for violation in caught.value.violations}
+
+
+@pytest.mark.parametrize(
+    ("description", "tasks", "gpus", "millicores"),
+    [
+        ({}, 1, 1, 0),
+        ({"gpus": "4"}, 4, 1, 0),
+        ({"gpus": 8, "gpus_per_task": 2}, 4, 2, 0),
+        ({"gpus": 8, "tasks": 2}, 2, 4, 0),
+        ({"tasks": 3}, 3, 1, 0),
+        ({"gpus": 0, "tasks": 5}, 5, 0, 1_000),
+        ({"gpus": 0, "cpus_per_task": "0.5"}, 1, 0, 500),
+        ({"gpus": 4, "gpus_per_task": 2, "cpus_per_gpu": 3}, 2, 2, 6_000),
+        ({"gpus": 2, "cpus_per_gpu": "auto"}, 2, 1, 0),
+    ],
+)
+def test_counts_make_tasks(description: dict[str, Any], tasks: int, gpus: int, millicores: int) -> None:
+    (role,) = spec(**description).roles
+    assert (role.tasks, role.shape.gpus, role.shape.millicores) == (tasks, gpus, millicores)
+
+
+def test_every_mistake_is_named_at_once() -> None:
+    found = wrong(
+        colour="red",
+        gpus="two",
+        memory="3Q",
+        time="soon",
+        priority=5_000,
+        locality="moon",
+        environment={"GANGER_PAGE": "x"},
+        scheduler="nothing",
+        directory="/no/such/place",
+        name="x" * 64,
+        agent="maybe",
+        preemptible="perhaps",
+    )
+    expected = (
+        "colour command gpus memory time priority locality environment scheduler directory name agent preemptible"
+    )
+    assert set(found) == set(expected.split())
+    assert "say what to run" in found["command"]
+
+
+def test_mistakes_in_roles_have_paths() -> None:
+    found = wrong(
+        command="true",
+        gpus=2,
+        roles=[{"name": "worker", "tasks": 0, "gpus": 65}, {"name": "worker", "cpu": 1}, "x", {"memory": "?"}],
+    )
+    assert set(found) == {
+        "gpus",
+        "roles[0].tasks",
+        "roles[0].gpus",
+        "roles[1].name",
+        "roles[1].cpu",
+        "roles[2]",
+        "roles[3].name",
+        "roles[3].memory",
+    }
+
+
+def test_a_mistake_in_a_flag_is_called_by_the_flag() -> None:
+    with pytest.raises(SpecInvalid) as caught:
+        make_spec({"command": ["x"], "gpus": "7", "gpus_per_task": "2"}, origins={"gpus_per_task": "--gpus-per-task"})
+    assert [violation.field for violation in caught.value.violations] == ["--gpus-per-task"]
+
+
+def test_locality_alone_is_a_demand_and_with_tolerance_a_wish() -> None:
+    assert (spec().locality.widest, spec().locality.wish) == (LEVEL_UNSPECIFIED, LEVEL_UNSPECIFIED)
+    assert (spec(locality="node").locality.widest, spec(locality="node").locality.wish) == (LEVEL_NODE, 0)
+    wish = spec(locality="node", tolerance="rack", patience="5m").locality
+    assert (wish.widest, wish.wish, times.seconds(wish.patience)) == (LEVEL_RACK, LEVEL_NODE, 300)
+    assert spec(tolerance="cluster").locality.widest == LEVEL_CLUSTER
+    assert "locality" in wrong(command="x", locality="rack", tolerance="node")
+    assert "patience" in wrong(command="x", patience="5m")
+
+
+def test_only_what_a_script_needs_is_captured_and_more_on_demand() -> None:
+    environ = {"PATH": "/bin", "AWS_SECRET_ACCESS_KEY": "s", "OMP_NUM_THREADS": "64", "NCCL_DEBUG": "INFO"}
+    made = make_spec({"command": "x", "environment": {"OMP_PROC_BIND": "true", "N": 3}}, environ=environ)
+    assert dict(made.environment) == {"PATH": "/bin", "NCCL_DEBUG": "INFO", "OMP_PROC_BIND": "true", "N": "3"}
+
+
+def test_a_line_is_split_into_words_without_a_shell() -> None:
+    assert list(spec(command="python 'a b.py' $HOME").command) == ["python", "a b.py", "$HOME"]
+    assert "command" in wrong(command="python 'a")
+    assert "command" in wrong(command=["x" * 70_000])
+
+
+def test_never_is_an_interval_of_checkpoints() -> None:
+    assert times.seconds(spec(checkpoint_every="never").checkpoint_interval) == -1
+    assert times.seconds(spec(checkpoint_every="10m").checkpoint_interval) == 600
+    assert not spec().HasField("checkpoint_interval")
+    assert spec(preemptible=False).HasField("preemptible")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("job.yaml", "command: [python, train.py]\ngpus: 2\nmemory: 1G\ndirectory: sub\n"),
+        ("job.toml", 'command = ["python", "train.py"]\ngpus = 2\nmemory = "1G"\ndirectory = "sub"\n'),
+    ],
+)
+def test_files_of_both_kinds_say_the_same(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / name).write_text(text)
+    made = make_spec(load_job_file(tmp_path / name), environ={})
+    assert (made.roles[0].tasks, made.roles[0].shape.memory_bytes) == (2, 1 << 30)
+    assert made.working_directory == str(tmp_path / "sub")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.yaml", "a: [1"), ("a.toml", "a = "), ("a.yaml", "- 1"), ("a.txt", "a: 1"), ("a.yaml", "1: 2")],
+)
+def test_an_unreadable_file_is_a_sentence(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SpecInvalid, match=name.replace(".", r"\.")):
+        load_job_file(tmp_path / name)
+    with pytest.raises(SpecInvalid, match="cannot read"):
+        load_job_file(tmp_path / "missing.yaml")
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+keys = st.sampled_from(
+    [
+        "name",
+        "command",
+        "gpus",
+        "gpus_per_task",
+        "tasks",
+        "roles",
+        "nodes",
+        "cpus_per_gpu",
+        "memory",
+        "gpu_memory",
+        "cpus_per_task",
+        "max_failures",
+        "agent",
+        "preemptible",
+        "scheduler",
+        "locality",
+        "tolerance",
+        "patience",
+        "priority",
+        "time",
+        "environment",
+        "labels",
+        "checkpoint_every",
+    ]
+)
+
+
+@given(st.dictionaries(keys, anything, max_size=6))
+def test_whatever_is_written_makes_a_spec_or_violations(description: dict[str, Any]) -> None:
+    try:
+        made = spec(**description)
+    except SpecInvalid as error:
+        violations = error.violations
+    else:
+        made.SerializeToString()
+        return
+    assert violations

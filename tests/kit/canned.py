@@ -1,0 +1,147 @@
+"""A server in a thread that answers like a master, from what a test puts in: for what clients print and send."""
+
+# Methods carry the names of the services.
+# ruff: noqa: N802
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, node_pb2, node_pb2_grpc
+from ganger.wire import endpoints
+from ganger.wire.errors import JobNotFound, OffsetBeyondEnd
+from ganger.wire.servers import bind, make_server
+
+
+class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeServiceServicer):
+    """`jobs` by name, `logs` by rank, `nodes`, `explanation`; keeps `requests`; the next call raises `failing`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.jobs: dict[str, job_pb2.Job] = {}
+        self.logs: dict[int, bytes] = {}
+        self.nodes = node_pb2.ListNodesResponse()
+        self.events: list[job_pb2.Event] = []
+        self.explanation = job_service_pb2.Explanation()
+        self.requests: list[Any] = []
+        self.failing: Exception | None = None
+        self.chunk_bytes = 10
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+
+    def __enter__(self) -> CannedMaster:
+        self._thread.start()
+        self._run(self._start())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._run(self._server.stop(None))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(20)
+
+    async def _start(self) -> None:
+        token, path = endpoints.ensure_token(self.directory)
+        self._server = make_server(token)
+        job_service_pb2_grpc.add_JobServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        node_pb2_grpc.add_NodeServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        address = bind(self._server, f"unix:{self.directory}/s")
+        await self._server.start()
+        endpoints.write_endpoint(self.directory, address, path)
+
+    def _taken(self, request: Any) -> None:
+        self.requests.append(request)
+        failing, self.failing = self.failing, None
+        if failing is not None:
+            raise failing
+
+    def _job(self, name: str) -> job_pb2.Job:
+        if name not in self.jobs:
+            raise JobNotFound(f"there is no {name}")
+        return self.jobs[name]
+
+    async def CreateJob(self, request: Any, context: Any) -> job_pb2.Job:
+        self._taken(request)
+        name = f"jobs/{len(self.jobs) + 1}"
+        self.jobs[name] = job_pb2.Job(name=name, state=job_pb2.Job.STATE_PENDING, spec=request.spec, revision=1)
+        return self.jobs[name]
+
+    async def GetJob(self, request: Any, context: Any) -> job_pb2.Job:
+        self._taken(request)
+        return self._job(request.name)
+
+    async def ListJobs(self, request: Any, context: Any) -> job_service_pb2.ListJobsResponse:
+        self._taken(request)
+        chosen = [job for job in self.jobs.values() if not request.states or job.state in request.states]
+        first = int(request.page_token or 0)
+        # Pages of two, whatever was asked for: a server may give less.
+        more = str(first + 2) if first + 2 < len(chosen) else ""
+        return job_service_pb2.ListJobsResponse(jobs=chosen[first : first + 2], next_page_token=more)
+
+    async def WatchJob(self, request: Any, context: Any) -> AsyncIterator[job_pb2.Job]:
+        self._taken(request)
+        yield self._job(request.name)
+
+    async def CancelJob(self, request: Any, context: Any) -> job_pb2.Job:
+        return await self._changed(request, lambda job: setattr(job, "state", job_pb2.Job.STATE_CANCELLED))
+
+    async def SuspendJob(self, request: Any, context: Any) -> job_pb2.Job:
+        def change(job: job_pb2.Job) -> None:
+            job.state, job.suspended_level = job_pb2.Job.STATE_SUSPENDED, request.level
+
+        return await self._changed(request, change)
+
+    async def MoveJob(self, request: Any, context: Any) -> job_pb2.Job:
+        return await self._changed(request, lambda job: None)
+
+    async def RetuneJob(self, request: Any, context: Any) -> job_pb2.Job:
+        return await self._changed(request, lambda job: None)
+
+    async def _changed(self, request: Any, change: Callable[[job_pb2.Job], None]) -> job_pb2.Job:
+        self._taken(request)
+        job = self._job(request.name)
+        change(job)
+        return job
+
+    async def ReadLog(self, request: Any, context: Any) -> AsyncIterator[job_service_pb2.LogChunk]:
+        self._taken(request)
+        text = self.logs[request.rank]
+        offset = request.offset if request.offset >= 0 else max(0, len(text) + request.offset)
+        if offset > len(text):
+            raise OffsetBeyondEnd(f"the log has {len(text)} bytes")
+        for start in range(offset, len(text), self.chunk_bytes):
+            yield job_service_pb2.LogChunk(offset=start, data=text[start : start + self.chunk_bytes])
+            if self.failing is not None:
+                self._taken("broken off")
+
+    async def ExplainJob(self, request: Any, context: Any) -> job_service_pb2.Explanation:
+        self._taken(request)
+        return self.explanation
+
+    async def ListEvents(self, request: Any, context: Any) -> job_service_pb2.ListEventsResponse:
+        self._taken(request)
+        after = [event for event in self.events if event.sequence > request.after_sequence][:2]
+        last = after[-1].sequence if after else request.after_sequence
+        return job_service_pb2.ListEventsResponse(events=after, next_sequence=last)
+
+    async def ListNodes(self, request: Any, context: Any) -> node_pb2.ListNodesResponse:
+        self._taken(request)
+        return self.nodes
+
+    async def DrainNode(self, request: Any, context: Any) -> node_pb2.Node:
+        self._taken(request)
+        return node_pb2.Node(name=request.name, state=node_pb2.Node.STATE_DRAINING, state_reason=request.reason)
+
+    async def GetCluster(self, request: Any, context: Any) -> node_pb2.Cluster:
+        self._taken(request)
+        return node_pb2.Cluster(version="9.9", policy="fifo")
