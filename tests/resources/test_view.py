@@ -1,0 +1,107 @@
+"""The view gives back exactly what was taken, and its copies and columns agree with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from ganger.placement.candidates import candidates
+from ganger.resources.values import Claim, GangShape
+from ganger.resources.view import View
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.clusters import cluster, gang, gangs, idle_row, server
+
+
+def rows(view: View) -> list[object]:
+    return [replace(row, version=0) for row in view.rows()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes=st.lists(gangs(), max_size=8), order=st.randoms(use_true_random=False))
+def test_freed_is_what_was_held_in_any_order(shapes: list[GangShape], order: object) -> None:
+    view = cluster(4, per_rack=2)
+    before = rows(view)
+    held: list[Claim] = []
+    for shape in shapes:
+        for claims in candidates(view, shape, limit=1).candidates:
+            for claim in claims:
+                view.take(claim, shape.gpus)
+                held.append(claim)
+    order.shuffle(held)  # type: ignore[attr-defined]
+    for claim in held:
+        view.give(claim)
+    assert rows(view) == before
+
+
+def test_columns_follow_every_change() -> None:
+    view = cluster(3)
+    view.columns()
+    claim = candidates(view, gang(2)).candidates[0][0]
+    view.take(claim, 2)
+    view.set_available("s2", False)
+    columns = view.columns()
+    slot = view.slots[claim.node]
+    assert int(columns.free[slot]) == view.free[slot]
+    assert int(columns.millicores[slot]) == sum(view.millicores[slot])
+    assert not columns.available[view.slots["s2"]]
+    fresh = view.copy()
+    fresh._columns = None
+    for name in type(columns).__slots__:
+        np.testing.assert_array_equal(getattr(fresh.columns(), name)[:3], getattr(columns, name)[:3])
+
+
+def test_copy_is_independent() -> None:
+    view = cluster(2)
+    twin = view.copy()
+    twin.take(candidates(twin, gang(4)).candidates[0][0])
+    assert view.row("s0").free_mask == 0b1111
+    assert twin.row("s0").free_mask == 0
+
+
+def test_taking_what_is_held_is_our_mistake() -> None:
+    view = cluster(1)
+    claim = candidates(view, gang(4)).candidates[0][0]
+    view.take(claim)
+    with pytest.raises(AssertionError, match="held already"):
+        view.take(claim)
+
+
+def test_device_that_failed_while_held_is_not_free_afterwards() -> None:
+    view = cluster(1)
+    claim = candidates(view, gang(4)).candidates[0][0]
+    view.take(claim)
+    view.set_in_service("s0", 0b0111)
+    view.give(claim)
+    assert view.row("s0").free_mask == 0b0111
+    view.set_in_service("s0", 0b1111)
+    assert view.row("s0").free_mask == 0b1111
+
+
+def test_watchers_hear_changes_and_removals_by_version() -> None:
+    view = cluster(3)
+    version = view.version
+    view.set_available("s1", False)
+    view.remove("s0")
+    assert [row.node for row in view.changed_since(version)] == ["s1"]
+    assert view.removed_since(version) == ("s0",)
+    view.put(idle_row("s0", server()))
+    assert view.removed_since(version) == ()
+    assert {row.node for row in view.changed_since(version)} == {"s0", "s1"}
+
+
+def test_putting_the_same_row_again_changes_nothing() -> None:
+    view = cluster(2)
+    version = view.version
+    assert not view.put(idle_row("s0", server()))
+    assert view.version == version
+
+
+def test_idle_node_takes_the_affinity_of_its_first_gang_and_loses_it_with_the_last() -> None:
+    view = cluster(1)
+    claim = candidates(view, gang(2)).candidates[0][0]
+    view.take(claim, 2)
+    assert view.row("s0").affinity == 2
+    view.give(claim)
+    assert view.row("s0").affinity == 0
