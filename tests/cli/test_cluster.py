@@ -1,0 +1,119 @@
+"""The processes of `ganger up`: what is started, and what becomes of it when something dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ganger.cli import cluster
+from ganger.cli.cluster import Settings, Started, programs, start_ticks
+from ganger.cli.failures import CommandError
+from ganger.client import Client
+from ganger.wire.endpoints import EndpointError
+from ganger.wire.errors import ApiError
+from kit.waiting import eventually
+
+GANGER = (sys.executable, "-m", "ganger.cli.main")
+
+
+def test_a_virtual_cluster_is_a_master_and_daemons_with_the_same_flags(tmp_path: Path) -> None:
+    settings = Settings(tmp_path, 2, 4, 8, "16G", "2x2", policy="fifo")
+    master, first, second = programs(settings, tmp_path / "run")
+    assert [program.name for program in (master, first, second)] == ["master", "n1", "n2"]
+    assert master.arguments[3:] == ("master", "--state-dir", str(tmp_path), "--policy", "fifo")
+    assert first.arguments[-8:] == (
+        *("--virtual-gpus", "4", "--virtual-cores", "8"),
+        *("--virtual-memory", "16G", "--topology", "2x2"),
+    )
+    assert str(tmp_path / "run" / "n2") in second.arguments
+
+
+def test_real_devices_get_no_virtual_flags(tmp_path: Path) -> None:
+    _, daemon = programs(Settings(tmp_path, 1), tmp_path)
+    assert not [argument for argument in daemon.arguments if "virtual" in argument]
+
+
+def test_a_pid_that_went_to_another_process_is_not_ours(tmp_path: Path) -> None:
+    ours = start_ticks(os.getpid())
+    assert ours is not None
+    processes = [{"name": "up", "pid": os.getpid(), "start_ticks": ours}]
+    processes.append({"name": "n1", "pid": os.getpid(), "start_ticks": ours - 1})
+    (tmp_path / "up.json").write_text(json.dumps({"ready": True, "processes": processes}))
+    assert cluster.read_up_file(tmp_path) == (True, (Started("up", os.getpid(), ours),))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"ready": 1, "processes": [{}]}'])
+def test_an_unreadable_file_names_no_processes(tmp_path: Path, text: str) -> None:
+    (tmp_path / "up.json").write_text(text)
+    assert cluster.read_up_file(tmp_path) == (False, ())
+
+
+def test_a_program_that_will_not_start_is_told_with_its_log(tmp_path: Path) -> None:
+    settings = Settings(tmp_path, 1, policy="no such policy")
+    supervisor = cluster.Supervisor(settings, lambda text: None)
+    supervisor.start()
+    try:
+        with pytest.raises(CommandError, match="master ended at once"):
+            cluster.wait_until_ready(settings, supervisor.check_alive, 30)
+    finally:
+        supervisor.stop()
+    assert not (tmp_path / "up.json").exists()
+
+
+@pytest.mark.system
+def test_up_comes_up_heals_and_goes_down_again(tmp_path: Path) -> None:
+    directory = tmp_path / "cluster"
+    flags = ["--state-dir", str(directory)]
+    size = [
+        "--nodes",
+        "1",
+        "--virtual-gpus",
+        "2",
+        "--virtual-cores",
+        "2",
+        "--virtual-memory",
+        "1G",
+        "--topology",
+        "1x2",
+    ]
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*GANGER, *arguments], capture_output=True, text=True, timeout=100, check=False)
+
+    try:
+        started = command("up", *flags, *size, "--detach")
+        assert started.returncode == 0, started.stderr
+        assert "ganger is up: 1 nodes" in started.stdout
+
+        again = command("up", *flags, *size)
+        assert again.returncode == 4
+        assert "runs in" in again.stderr
+
+        with Client(str(directory)) as client:
+            job = client.submit([sys.executable, "-c", "print('hello from the gang')"], gpus=2, directory=str(tmp_path))
+            assert job.wait(60, check=False).is_finished
+            assert b"hello from the gang" in b"".join(job.logs())
+
+        _, processes = cluster.read_up_file(directory)
+        master = next(process for process in processes if process.name == "master")
+        os.kill(master.pid, signal.SIGKILL)
+        eventually(lambda: not cluster.is_alive(master), within_seconds=20)
+
+        def answers() -> bool:
+            try:
+                with Client(str(directory)) as client:
+                    return client.job(1).name == "jobs/1"
+            except (ApiError, EndpointError):
+                return False
+
+        eventually(answers, within_seconds=40, what="the master was started again and knows its job")
+    finally:
+        stopped = command("down", *flags)
+    assert stopped.returncode == 0, stopped.stderr
+    assert cluster.read_up_file(directory) == (False, ())
+    assert "no cluster" in command("down", *flags).stdout

@@ -1,0 +1,275 @@
+"""What the commands print, send and exit with, against a server with canned answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ganger.cli.main import run
+from ganger.v1 import job_pb2, node_pb2, resources_pb2
+from ganger.wire import errors, times
+from kit.canned import CannedMaster
+
+Output = pytest.CaptureFixture[str]
+Call = Callable[..., int]
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[CannedMaster]:
+    with CannedMaster(tmp_path) as master:
+        yield master
+
+
+@pytest.fixture
+def call(master: CannedMaster) -> Call:
+    return lambda *arguments: run(["--master", str(master.directory), *arguments])
+
+
+def running_job(master: CannedMaster) -> job_pb2.Job:
+    job = job_pb2.Job(
+        name="jobs/1",
+        user="ann",
+        state=job_pb2.Job.STATE_HOLDING,
+        revision=3,
+        spec=job_pb2.JobSpec(
+            display_name="digits [bold]",
+            command=["python", "train.py"],
+            roles=[resources_pb2.Role(name="worker", tasks=2, shape=resources_pb2.TaskShape(gpus=1))],
+            environment={"SECRET": "hidden"},
+        ),
+        gang=job_pb2.Gang(
+            epoch=2,
+            phase=job_pb2.Gang.PHASE_RUNNING,
+            claims=[resources_pb2.Claim(node="nodes/n1", device_mask=0b1011, millicores=[2_000, 500])],
+        ),
+        progress=job_pb2.Progress(step=120, steps_per_second=7.25, loss=0.5),
+        create_time=times.timestamp(1_000),
+    )
+    master.jobs["jobs/1"] = job
+    return job
+
+
+def test_submit_prints_the_number_alone_on_stdout(call: Call, master: CannedMaster, capsys: Output) -> None:
+    assert call("submit", "--gpus", "2", "--name", "a b", "--env", "N=1", "--", "python", "t.py", "--gpus", "9") == 0
+    assert capsys.readouterr().out == "submitted job 1\n"
+    spec = master.requests[0].spec
+    assert list(spec.command) == ["python", "t.py", "--gpus", "9"]
+    assert (spec.display_name, spec.roles[0].tasks, spec.environment["N"]) == ("a b", 2, "1")
+    assert spec.working_directory == str(Path.cwd())
+
+
+def test_flags_win_over_the_file(call: Call, master: CannedMaster, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("command: [a]\ngpus: 4\nmemory: 1G\n")
+    assert call("submit", "--file", str(tmp_path / "job.yaml"), "--gpus", "2") == 0
+    (role,) = master.requests[0].spec.roles
+    assert (role.tasks, role.shape.memory_bytes) == (2, 1 << 30)
+
+
+def test_all_mistakes_of_flags_and_file_are_said_at_once(
+    call: Call, master: CannedMaster, tmp_path: Path, capsys: Output
+) -> None:
+    (tmp_path / "job.yaml").write_text("gpus: 3\nroles: [{name: w, tasks: 0}]\npriority: high\n")
+    assert call("submit", "-F", str(tmp_path / "job.yaml"), "--memory", "x", "--time", "y") == 2
+    text = capsys.readouterr().err
+    for path in ("--memory", "--time", "roles[0].tasks", "priority", "gpus", "command"):
+        assert f"  {path}: " in text
+    assert not master.requests
+
+
+def test_a_dry_run_submits_nothing(call: Call, master: CannedMaster, capsys: Output) -> None:
+    assert call("submit", "--dry-run", "--gpus", "2", "--", "x") == 0
+    assert json.loads(capsys.readouterr().out)["roles"][0]["tasks"] == 2
+    assert not master.requests
+
+
+def test_the_masters_violations_are_shown_with_their_paths(call: Call, master: CannedMaster, capsys: Output) -> None:
+    master.failing = errors.SpecInvalid("refused", violations=[errors.Violation("spec.nodes", "too many")])
+    assert call("submit", "--", "x") == 2
+    assert "spec.nodes: too many" in capsys.readouterr().err
+
+
+def test_queue_is_a_table_that_a_script_can_cut(call: Call, master: CannedMaster, capsys: Output) -> None:
+    running_job(master)
+    assert call("queue") == 0
+    head, line = capsys.readouterr().out.splitlines()
+    assert head.startswith("JOB")
+    for text in ("1 ", "digits [bold]", "ann", "running", "step 120 7.25/s loss 0.5", "n1[0-1,3]"):
+        assert text in line
+
+
+def test_json_has_every_key_and_no_environment(call: Call, master: CannedMaster, capsys: Output) -> None:
+    running_job(master)
+    assert call("show", "1", "--json") == 0
+    job = json.loads(capsys.readouterr().out)
+    assert (job["state"], job["gang"]["phase"], job["gang"]["epoch"]) == ("HOLDING", "RUNNING", 2)
+    assert job["gang"]["claims"][0]["device_mask"] == 0b1011
+    assert job["failure"] is None
+    assert "environment" not in job["spec"]
+    assert "hidden" not in json.dumps(job)
+
+
+def test_show_names_cores_and_devices(call: Call, master: CannedMaster, capsys: Output) -> None:
+    running_job(master)
+    assert call("show", "jobs/1") == 0
+    assert "n1: GPUs 0-1,3, 2+0.5 cores" in capsys.readouterr().out
+
+
+def test_why_puts_the_true_blocker_first_and_says_when(call: Call, master: CannedMaster, capsys: Output) -> None:
+    master.explanation.job.CopyFrom(job_pb2.Job(name="jobs/4", state=job_pb2.Job.STATE_PENDING, queue_rank=2))
+    master.explanation.blockers.add(reason="GPUS", message="not enough free devices", figures={"needed": 8})
+    master.explanation.start_after_seconds, master.explanation.start_before_seconds = 60, 7_200
+    master.explanation.assumption = "if jobs/3 ends by its time limit"
+    assert call("why", "4") == 0
+    first, second, third, last = capsys.readouterr().out.splitlines()
+    assert first == "job 4 is pending, place 2 in the queue"
+    assert second == "because GPUS: not enough free devices"
+    assert "needed=8" in third
+    assert last == "may start in 1m to 2h, if jobs/3 ends by its time limit"
+
+
+def test_logs_are_the_bytes_themselves(
+    call: Call, master: CannedMaster, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    running_job(master)
+    master.logs = {0: b"\xff one\ntwo\n", 1: b"three\nfour"}
+    assert call("logs", "1") == 0
+    assert capsysbinary.readouterr().out == master.logs[0]
+    assert call("logs", "1", "--all") == 0
+    assert capsysbinary.readouterr().out == b"0: \xff one\n0: two\n1: three\n1: four\n"
+
+
+def test_a_followed_job_that_fails_makes_the_command_fail(call: Call, master: CannedMaster, capsys: Output) -> None:
+    job = running_job(master)
+    master.logs = {0: b"bye\n", 1: b""}
+    job.state = job_pb2.Job.STATE_FAILED
+    job.failure.reason, job.failure.message = "EXIT", "rank 0 exited with code 3"
+    assert call("wait", "1") == 1
+    assert call("logs", "-f", "--all", "1") == 0
+    assert "0: bye" in capsys.readouterr().out
+
+
+def test_cancelling_goes_on_after_one_that_is_not_there(call: Call, master: CannedMaster, capsys: Output) -> None:
+    running_job(master)
+    assert call("cancel", "9", "1") == 3
+    captured = capsys.readouterr()
+    assert "job 1 is cancelled" in captured.out
+    assert "there is no jobs/9" in captured.err
+
+
+def test_suspend_waits_until_the_job_rests(call: Call, master: CannedMaster, capsys: Output) -> None:
+    job = running_job(master)
+    job.gang.phase = job_pb2.Gang.PHASE_PARKED
+    job.gang.stop_step = 121
+    assert call("suspend", "1", "--level", "offload") == 0
+    assert capsys.readouterr().out == "job 1 is suspended(offload) at step 121 on n1[0-1,3]\n"
+
+
+def test_a_suspend_that_takes_too_long_stands_and_is_said(call: Call, master: CannedMaster, capsys: Output) -> None:
+    running_job(master)
+    assert call("suspend", "1", "--level", "offload", "--timeout", "0.01s") == 4
+    assert "the order stands" in capsys.readouterr().err
+
+
+def test_a_move_that_was_called_off_is_no_success(call: Call, master: CannedMaster, capsys: Output) -> None:
+    running_job(master)
+    assert call("move", "1", "--to", "n2") == 4
+    assert "called off" in capsys.readouterr().err
+    assert next(request for request in master.requests if hasattr(request, "nodes")).nodes == ["nodes/n2"]
+
+
+def test_nodes_are_listed_and_drained_with_a_reason(call: Call, master: CannedMaster, capsys: Output) -> None:
+    kind = resources_pb2.ConfigurationSet(
+        name="v4",
+        device_type="virtual",
+        devices=4,
+        sockets=[resources_pb2.Socket(millicores=8_000)],
+        memory_bytes=1 << 30,
+    )
+    row = node_pb2.NodeRow(node="nodes/n1", free_mask=0b0011, free_millicores=[4_000], free_memory_bytes=1 << 29)
+    node = node_pb2.Node(name="nodes/n1", state=node_pb2.Node.STATE_READY, configuration_set="v4", row=row)
+    master.nodes = node_pb2.ListNodesResponse(nodes=[node], configuration_sets=[kind])
+    assert call("nodes") == 0
+    line = " ".join(capsys.readouterr().out.splitlines()[1].split())
+    assert line == "n1 ready virtual 4 2 8 4 1G 512M never"
+    assert call("drain", "n1") == 2
+    assert call("nodes", "drain", "n1", "--reason", "new fan") == 0
+    assert "node n1 is draining: new fan" in capsys.readouterr().out
+
+
+def test_history_is_read_page_by_page(call: Call, master: CannedMaster, capsys: Output) -> None:
+    running_job(master)
+    master.events = [
+        job_pb2.Event(
+            sequence=number, subject="jobs/1", kind=f"kind_{number}", cause="planner", time=times.timestamp(number)
+        )
+        for number in range(1, 6)
+    ]
+    assert call("history", "1") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[3] for line in lines] == [f"kind_{number}" for number in range(1, 6)]
+    assert call("events", "7") == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.JobNotFound("x"), 3),
+        (errors.LevelUnavailable("x"), 4),
+        (errors.NotSupported("x"), 4),
+        (errors.QueueFull("x"), 4),
+        (errors.JobNotYours("x"), 6),
+        (errors.TokenInvalid("x"), 6),
+        (errors.NameInvalid("x"), 2),
+        (RuntimeError("x"), 7),
+    ],
+)
+def test_exit_codes_follow_the_error(
+    call: Call, master: CannedMaster, capsys: Output, error: Exception, code: int
+) -> None:
+    master.failing = error
+    assert call("show", "1") == code
+    text = capsys.readouterr().err
+    assert text.startswith("ganger: ")
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("name", ["x", "jobs/x", "nodes/1", "-1x", "0"])
+def test_a_bad_job_name_is_a_usage_error(call: Call, name: str, capsys: Output) -> None:
+    assert call("show", "--", name) == 2
+    assert "jobs/" in capsys.readouterr().err
+
+
+def test_nobody_there_is_its_own_exit_code(tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GANGER_MASTER", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert run(["queue"]) == 5
+    assert run(["--master", f"unix:{tmp_path}/nobody", "queue"]) == 5
+    assert run(["--master", "what ever:x", "queue"]) == 5
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_bug_is_a_number_with_the_details_in_a_file(
+    tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr("ganger.wire.endpoints.find_endpoint", lambda master: 1 // 0)
+    monkeypatch.setattr("ganger.client.find_endpoint", lambda master: 1 // 0)
+    assert run(["queue"]) == 7
+    text = capsys.readouterr().err
+    assert "ZeroDivisionError" in text
+    log = tmp_path / "ganger" / "cli-errors.log"
+    assert "Traceback" in log.read_text()
+    assert str(log) in text
+
+
+def test_without_a_terminal_top_prints_once(call: Call, master: CannedMaster, capsys: Output) -> None:
+    running_job(master)
+    assert call("top") == 0
+    assert "120" in capsys.readouterr().out
+
+
+def test_version_speaks_of_both_sides(call: Call, capsys: Output) -> None:
+    assert call("version", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["master"] == "9.9"

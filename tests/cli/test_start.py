@@ -1,0 +1,56 @@
+"""The command line answers at once: what it must not import, and how a mistyped command is met."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import click
+import pytest
+from ganger.cli.main import COMMANDS, ganger, run
+
+HEAVY = ("grpc", "google.protobuf", "rich", "yaml", "numpy", "sqlalchemy", "asyncio", "ganger.client")
+
+
+def imported(code: str) -> list[str]:
+    script = f"import sys, json\n{code}\nprint(json.dumps(sorted(sys.modules)), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    return list(json.loads(done.stderr.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["submit", "--help"], ["suspend", "--help"], ["up", "--help"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    modules = imported(f"from ganger.cli.main import run\nrun({arguments!r})")
+    assert "click" in modules
+    assert [name for name in HEAVY if name in modules] == []
+
+
+def test_importing_ganger_imports_nothing() -> None:
+    assert [name for name in (*HEAVY, "click", "torch") if name in imported("import ganger")] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_where_the_table_says(name: str) -> None:
+    command = ganger.get_command(click.Context(ganger), name)
+    assert command is not None
+    assert command.help
+    assert COMMANDS[name][2][:9] in command.get_short_help_str(200)
+
+
+def test_help_names_commands_of_the_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "Run the master." in text
+    assert "Exit codes" in text
+
+
+def test_a_mistyped_command_is_met_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["quue"]) == 2
+    assert "did you mean `ganger queue`?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_are_printed(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["completion", shell]) == 0
+    assert "_GANGER_COMPLETE" in capsys.readouterr().out
