@@ -81,7 +81,7 @@ class Host:
 
     async def _serve(self) -> None:
         """One connection, until a stream breaks or all jobs have ended."""
-        self.mirror = Mirror()
+        self.mirror.forget()
         async with open_aio_channel(self._find()) as channel:
             scheduling = scheduling_pb2_grpc.SchedulingServiceStub(channel)
             stop = asyncio.Event()

@@ -25,6 +25,10 @@ class Mirror:
         self._heard: dict[str, NodeRow] = {}
         self._news = asyncio.Event()
 
+    def forget(self) -> None:
+        """Another master may answer next: its whole view is asked for."""
+        self.version = -1
+
     def apply(self, delta: scheduling_pb2.ViewDelta) -> None:
         """A delta, or the whole view when it starts from nothing."""
         if delta.from_version == 0:
