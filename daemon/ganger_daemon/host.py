@@ -47,7 +47,8 @@ class Host:
     launchers: Launchers
     core_table: cores.CoreTable
     storage: Storage = field(default_factory=Storage)
-    lease_until_ns: int = 0
+    # None until the master has answered once: an adopted gang keeps the lease it has.
+    lease_until_ns: int | None = None
     checkpoint_interval_seconds: float = 0.0
     changed: Callable[[], None] = lambda: None
     address_host: str = "127.0.0.1"

@@ -60,19 +60,21 @@ class FakeMaster(agent_pb2_grpc.AgentServiceServicer):
     def book(self, node: str) -> NodeBook:
         return self.nodes.setdefault(node, NodeBook())
 
-    async def CreateSession(self, request: agent_pb2.CreateSessionRequest, context: Any) -> agent_pb2.Session:
+    async def CreateSession(  # noqa: N802
+        self, request: agent_pb2.CreateSessionRequest, context: Any
+    ) -> agent_pb2.Session:
         book = self.book(request.node.removeprefix("nodes/"))
         book.session = uuid.uuid4().hex
         book.request = request
         book.observation = 0
-        answer = agent_pb2.Session(
-            session=book.session, storage=str(self.storage), storage_token=self.storage_token
-        )
+        answer = agent_pb2.Session(session=book.session, storage=str(self.storage), storage_token=self.storage_token)
         if self.lost_after is not None:
             answer.lost_after.FromMilliseconds(int(self.lost_after * 1000))
         return answer
 
-    async def Reconcile(self, request: agent_pb2.ReconcileRequest, context: Any) -> agent_pb2.ReconcileResponse:
+    async def Reconcile(  # noqa: N802
+        self, request: agent_pb2.ReconcileRequest, context: Any
+    ) -> agent_pb2.ReconcileResponse:
         book = next((book for book in self.nodes.values() if book.session == request.session), None)
         if book is None:
             raise SessionSuperseded("another session")
@@ -99,7 +101,9 @@ class FakeMaster(agent_pb2_grpc.AgentServiceServicer):
                 observation=request.observation,
             )
 
-    async def ReportProgress(self, request_iterator: Any, context: Any) -> agent_pb2.ReportProgressResponse:
+    async def ReportProgress(  # noqa: N802
+        self, request_iterator: Any, context: Any
+    ) -> agent_pb2.ReportProgressResponse:
         async for report in request_iterator:
             for gang in report.gangs:
                 self.progress[gang.epoch] = gang.progress
@@ -196,7 +200,8 @@ class Cluster:
         with open(self.directory / f"{node}.log", "ab") as said:  # noqa: ASYNC230
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "ganger.cli.main", "daemon", "--state-dir", str(self.directory / node),
-                "--master", str(self.directory / "master"), "--node", node, "--run-dir", str(self.directory / f"r-{node}"),
+                "--master", str(self.directory / "master"), "--node", node,
+                "--run-dir", str(self.directory / f"r-{node}"),
                 "--virtual-gpus", "4", "--virtual-cores", "4", "--virtual-memory", "8G", "--virtual-gpu-memory", "256M",
                 "--topology", "2x2", "--cgroups", "none", "--no-preload",
                 env=environment,
@@ -208,8 +213,8 @@ class Cluster:
 
     async def until_session(self, node: str) -> None:
         async with asyncio.timeout(PATIENCE):
-            while not self.master.book(node).session or not self.master.book(node).reports:
-                await asyncio.sleep(0.01)
+            while not self.master.book(node).session or not self.master.book(node).reports:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # the condition of the master has no word for it
 
     def member(self, node: str, ranks: list[int]) -> agent_pb2.Member:
         request = self.master.book(node).request
@@ -252,9 +257,7 @@ class Cluster:
                 command=command or [sys.executable, str(TINY_JOB), str(steps), str(pause), str(size)],
                 working_directory=str(self.directory),
                 environment={"PATH": os.environ["PATH"]},
-                roles=[
-                    resources_pb2.Role(name="worker", tasks=len(ranks), shape=resources_pb2.TaskShape(gpus=1))
-                ],
+                roles=[resources_pb2.Role(name="worker", tasks=len(ranks), shape=resources_pb2.TaskShape(gpus=1))],
             ),
             threads=1,
         )
@@ -280,11 +283,15 @@ class Cluster:
             await self._server.stop(0)
         for pid in self.pids:
             with contextlib.suppress(OSError):
-                if str(self.directory) in Path(f"/proc/{pid}/environ").read_text(errors="replace"):
+                if is_ours(pid, self.directory):
                     os.kill(pid, signal.SIGKILL)
         for socket_path in self.directory.glob("r-*/launchers/*.sock"):
             stop_launcher(socket_path)
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def is_ours(pid: int, directory: Path) -> bool:
+    return str(directory) in Path(f"/proc/{pid}/environ").read_text(errors="replace")
 
 
 def stop_launcher(socket_path: Path) -> None:

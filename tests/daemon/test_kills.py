@@ -21,7 +21,7 @@ def steps_in(lines: list[str]) -> list[int]:
 
 async def until_step(made: Cluster, node: str, uid: str, step: int) -> None:
     async with asyncio.timeout(20):
-        while (steps_in(log_of(made.directory, node, uid, 0, 1)) or [0])[-1] < step:
+        while (steps_in(log_of(made.directory, node, uid, 0, 1)) or [0])[-1] < step:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 
@@ -43,9 +43,7 @@ def test_a_killed_daemon_harms_no_job_and_the_next_one_adopts_it() -> None:
         assert list(adopted.ranks) == list(running.ranks)
         await made.master.want(
             "n1",
-            with_changes(
-                gang, 2, intent=Intents.INTENT_PARK, level=job_pb2.SUSPEND_LEVEL_OFFLOAD, stop_sequence=2
-            ),
+            with_changes(gang, 2, intent=Intents.INTENT_PARK, level=job_pb2.SUSPEND_LEVEL_OFFLOAD, stop_sequence=2),
         )
         parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
         assert steps_in(log_of(made.directory, "n1", uid, 1, 1)) == list(range(1, parked.stop_step + 1))
@@ -53,7 +51,9 @@ def test_a_killed_daemon_harms_no_job_and_the_next_one_adopts_it() -> None:
     run(story)
 
 
-@pytest.mark.parametrize("point", ["between-fork-and-page", "order-half-written", "partial-acks", "parked-before-report"])
+@pytest.mark.parametrize(
+    "point", ["between-fork-and-page", "order-half-written", "partial-acks", "parked-before-report"]
+)
 def test_a_daemon_that_dies_at_a_named_point_is_continued_by_the_next(point: str) -> None:
     async def story(made: Cluster) -> None:
         first = await made.daemon_process("n1", failpoints=point)
@@ -61,9 +61,7 @@ def test_a_daemon_that_dies_at_a_named_point_is_continued_by_the_next(point: str
         uid = str(uuid.uuid4())
         gang = made.gang({"n1": [0, 1]}, "n1", uid=uid, pause=0.03)
         await made.master.want("n1", gang)
-        stop = with_changes(
-            gang, 2, intent=Intents.INTENT_PARK, level=job_pb2.SUSPEND_LEVEL_PAUSE, stop_sequence=2
-        )
+        stop = with_changes(gang, 2, intent=Intents.INTENT_PARK, level=job_pb2.SUSPEND_LEVEL_PAUSE, stop_sequence=2)
         if point in ("partial-acks", "parked-before-report"):
             await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
             await made.master.want("n1", stop)

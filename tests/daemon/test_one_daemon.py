@@ -54,4 +54,3 @@ def test_a_job_pauses_at_a_boundary_and_goes_on() -> None:
         assert ended.outcome.kind == 5, ended.outcome
 
     run(story)
-

@@ -5,16 +5,14 @@ argv: number of steps (0: for ever), seconds per step, bytes of state. Prints on
 
 import json
 import os
-import struct
 import sys
 import time
 
 import xxhash
+from ganger.injob import image
 from ganger.injob.control import Control, Handlers
 from ganger.injob.page import Capability, Phase, State, Word
-
-PREAMBLE = struct.Struct("<8sIIQQQQQQ")
-CHUNK = 16 << 20
+from ganger.training import agent
 
 
 def padded(size):
@@ -22,25 +20,18 @@ def padded(size):
 
 
 def make_image(step, rank, world, data):
-    header = json.dumps({"format": 1, "step": step, "samples": step, "rank": rank, "world": world, "tensors": []}).encode()
-    data_offset = padded(64 + len(header))
-    trailer_offset = padded(data_offset + len(data))
-    region = bytes(data) + bytes(trailer_offset - data_offset - len(data))
-    digests = [xxhash.xxh3_64_intdigest(region[at : at + CHUNK]) for at in range(0, len(region), CHUNK)]
-    words = b"".join(struct.pack("<Q", digest) for digest in digests)
-    trailer = words + struct.pack("<Q", xxhash.xxh3_64_intdigest(words))
-    total = trailer_offset + len(trailer)
-    preamble = PREAMBLE.pack(
-        b"GANGERST", 1, 1, len(header), total, data_offset, trailer_offset, xxhash.xxh3_64_intdigest(header), CHUNK
-    )
-    front = preamble + header
-    return front + bytes(data_offset - len(front)) + region + trailer
+    header = {"format": 1, "step": step, "samples": step, "rank": rank, "world": world, "tensors": [], "tree": None}
+    kind = image.preferred_digest()
+    preamble, encoded = image.lay_out(header, len(data), kind)
+    digests = image.ChunkDigests(kind, image.CHUNK_BYTES)
+    digests.update(data)
+    return preamble.pack() + encoded + bytes(data) + digests.trailer()
 
 
-def read_image(image):
-    fields = PREAMBLE.unpack(image[:64])
-    header = json.loads(image[64 : 64 + fields[3]])
-    return header["step"], bytearray(image[fields[5] : fields[6]])
+def read_image(whole):
+    preamble = image.parse_preamble(whole)
+    header = json.loads(whole[64 : preamble.data_offset])
+    return header["step"], bytearray(whole[preamble.data_offset : preamble.trailer_offset])
 
 
 def main():
@@ -48,6 +39,7 @@ def main():
     control = Control.from_environment()
     assert control is not None
     assert control.claim()
+    agent.stand_down()
     page = control.page
     state = {"data": bytearray(padded(size))}
     control.hello(Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT)
@@ -56,15 +48,15 @@ def main():
         return make_image(control.step, control.rank, control.world, state["data"])
 
     def fill(request):
-        image = current()
+        whole = current()
         page.set(Word.ARENA_FILLED, 0)
-        page.set(Word.ARENA_SIZE, len(image))
-        half = len(image) // 2
-        os.pwrite(control.arena_fd, image[:half], 0)
+        page.set(Word.ARENA_SIZE, len(whole))
+        half = len(whole) // 2
+        os.pwrite(control.arena_fd, whole[:half], 0)
         page.set(Word.ARENA_FILLED, half)
-        os.pwrite(control.arena_fd, image[half:], half)
-        page.set(Word.ARENA_FILLED, len(image))
-        return len(image)
+        os.pwrite(control.arena_fd, whole[half:], half)
+        page.set(Word.ARENA_FILLED, len(whole))
+        return len(whole)
 
     def offload(request):
         freed = fill(request)
@@ -72,26 +64,21 @@ def main():
         return freed
 
     def restore(request):
-        image = os.pread(control.arena_fd, page.get(Word.ARENA_SIZE), 0)
-        _, state["data"] = read_image(image)
+        whole = os.pread(control.arena_fd, page.get(Word.ARENA_SIZE), 0)
+        _, state["data"] = read_image(whole)
 
     def checkpoint(request):
         directory = request.details["checkpoint"].replace("{step}", str(request.step))
         os.makedirs(directory, exist_ok=True)
         path = os.path.join(directory, f"rank-{control.rank}.shard")
-        if request.offloaded:
-            image = os.pread(control.arena_fd, page.get(Word.ARENA_SIZE), 0)
-        else:
-            image = current()
+        whole = os.pread(control.arena_fd, page.get(Word.ARENA_SIZE), 0) if request.offloaded else current()
         with open(path, "wb") as file:
-            file.write(image)
+            file.write(whole)
             os.fsync(file.fileno())
         if not request.exiting:
             control.checkpoint_durable(request.seq, request.step)
 
-    control.handlers = Handlers(
-        on_offload=offload, on_restore=restore, on_checkpoint=checkpoint, on_hand_over=fill
-    )
+    control.handlers = Handlers(on_offload=offload, on_restore=restore, on_checkpoint=checkpoint, on_hand_over=fill)
     first = 0
     if control.restore is not None and control.restore.kind == "checkpoint":
         with open(os.path.join(control.restore.path, f"rank-{control.rank}.shard"), "rb") as file:
@@ -101,7 +88,7 @@ def main():
         while page.get(Word.ARENA_AVAILABLE) < 64:
             control.safe_point()
             time.sleep(0.001)
-        total = PREAMBLE.unpack(os.pread(control.arena_fd, 64, 0))[4]
+        total = image.parse_preamble(os.pread(control.arena_fd, 64, 0)).total_bytes
         while page.get(Word.ARENA_AVAILABLE) < total:
             control.safe_point()
             time.sleep(0.001)

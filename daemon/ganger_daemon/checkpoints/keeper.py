@@ -160,7 +160,7 @@ class Keeper:
                 size, digest = await asyncio.to_thread(describe_shard, directory / file)
             except (OSError, ImageError) as error:
                 self.trouble = f"shard of rank {rank} is unreadable: {error}"
-                log.warning("shard unreadable", extra={"job": self._job_uid, "rank": rank, "error": str(error)})
+                log.warning("shard unreadable: %s", error, extra={"job": self._job_uid, "rank": rank})
                 return None
             self._described[agreement, rank] = Shard(rank, file, size, digest)
         found = tuple(self._described[agreement, rank] for rank in ranks)

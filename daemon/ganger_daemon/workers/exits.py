@@ -16,7 +16,8 @@ def exit_of(record: Path, process: ProcessId, page_exit_code: int | None, launch
     A missing record counts only when nobody is left to write one: the process is gone and so is its launcher.
     """
     fields = read_json(record)
-    if fields and int(fields.get("pid") or 0) in (0, process.pid):
+    # a record of another pid belongs to a former try; after a reboot no pid is known, and any record is the one
+    if fields and (not process.pid or int(fields.get("pid") or 0) in (0, process.pid)):
         code, number = fields.get("code"), fields.get("signal")
         at = float(fields.get("time") or 0.0)
         if code is None and not number:

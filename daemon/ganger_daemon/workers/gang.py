@@ -446,9 +446,10 @@ class LocalGang:
     # -- the small things of every tick ---------------------------------------------------------------------------
 
     def _write_lease(self) -> None:
-        if self.host.lease_until_ns != self._lease_written:
-            self._lease_written = self.host.lease_until_ns
-            self.pages.extend_lease(self._lease_written)
+        until = self.host.lease_until_ns
+        if until is not None and until != self._lease_written:
+            self._lease_written = until
+            self.pages.extend_lease(until)
 
     async def _tend(self, now: float) -> None:
         ranks = self.pages.ranks(self._mark)
@@ -517,7 +518,7 @@ class LocalGang:
 
     async def _freeze_if_expired(self, ranks: tuple[core.Rank, ...]) -> None:
         """An opaque job cannot stop itself when the lease is over."""
-        over = expired(self.host.lease_until_ns, now_ns()) and any(rank.opaque or not rank.hello for rank in ranks)
+        over = expired(self.host.lease_until_ns or 0, now_ns()) and any(rank.opaque or not rank.hello for rank in ranks)
         if over == self._frozen:
             return
         act = self.host.cgroups.freeze if over else self.host.cgroups.thaw
@@ -661,9 +662,9 @@ class LocalGang:
             if at > self._errors_before.get(rank, 0.0):
                 fields = read_json(self.paths.error(rank))
                 return f"rank {rank}: {fields.get('reason', 'UNKNOWN')}: {fields.get('message', '')}"[:1000]
-        if self.memory.trouble:
-            return self.memory.trouble
-        return self.keeper.trouble
+        if self.wanted.intent in (Intent.PREPARE, Intent.HAND_OVER):
+            return ""  # nothing else stands in the way of a move
+        return self.memory.trouble or self.pinning.trouble or self.keeper.trouble
 
     def progress(self) -> tuple[Look, float, float] | None:
         """(newest look, steps per second, share of waiting) since the last call; None before the first boundary."""

@@ -95,7 +95,7 @@ class Launching:
         # run directory, then the pages with the order in them, before anybody could read them
         paths.run.mkdir(parents=True, exist_ok=True, mode=0o700)
         pages.create(threads)
-        pages.extend_lease(host.lease_until_ns)
+        pages.extend_lease(host.lease_until_ns or 0)
         order = page_order(wanted)
         assert order is not None, "a gang that is to stop is not launched"
         write_details(paths.orders, str(order.sequence), storage, desired.job_uid, desired.epoch)
@@ -214,7 +214,9 @@ class Launching:
     def _make_group(self, desired: agent_pb2.DesiredGang) -> tuple[str, ...]:
         cgroups, group = self._host.cgroups, self._paths.group
         cgroups.create(group)
-        cgroups.set_cpus(group, self._host.cpus_of(group))
+        cpus = self._host.cpus_of(group)
+        if cpus:
+            cgroups.set_cpus(group, cpus)
         if desired.claim.memory_bytes:
             cgroups.set_memory_limit(group, desired.claim.memory_bytes + desired.claim.arena_bytes)
         return cgroups.join_files(group)
