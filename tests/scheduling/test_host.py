@@ -1,0 +1,210 @@
+"""Hosts against a real master: every job finds its gang, whatever the schedulers in between do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from ganger.placement.candidates import candidates
+from ganger.resources.reasons import Refusal
+from ganger.resources.view import View
+from ganger.scheduling import JobScheduler, Proposal, Turn
+from ganger.scheduling.default import DefaultScheduler
+from ganger.scheduling.host import Host
+from ganger.v1 import job_pb2, job_service_pb2, scheduling_pb2
+from ganger.wire.endpoints import Endpoint
+from rpc.kit import Served, Speaker, serving, spec_of
+
+pytestmark = pytest.mark.system
+
+WAIT_SECONDS = 15.0
+
+
+def on_a_master(tmp_path: Path, story: Callable[[Served], Coroutine[Any, Any, None]], nodes: int = 2) -> None:
+    async def told() -> None:
+        async with serving(tmp_path) as served:
+            for index in range(nodes):
+                await Speaker(served, f"n{index}").join()
+            await story(served)
+
+    asyncio.run(told())
+
+
+@asynccontextmanager
+async def running(
+    served: Served, make: Callable[[], JobScheduler] = DefaultScheduler, jobs: Sequence[str] = ()
+) -> AsyncIterator[Host]:
+    host = Host(lambda: Endpoint(served.master.address, served.master.token), make, jobs=jobs)
+    task = asyncio.create_task(host.run())
+    try:
+        yield host
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def held(served: Served, name: str) -> job_pb2.Job:
+    """The job, once it has a gang."""
+    async with asyncio.timeout(WAIT_SECONDS):
+        async for job in served.jobs.WatchJob(job_service_pb2.WatchJobRequest(name=name)):
+            if job.state == job_pb2.Job.STATE_HOLDING:
+                return job
+    raise AssertionError(f"{name} was no longer watched")
+
+
+def nodes_of(job: job_pb2.Job) -> list[str]:
+    return [claim.node for claim in job.gang.claims]
+
+
+class Last(JobScheduler):
+    """Wants the last node by name."""
+
+    def propose(self, turn: Turn, view: View) -> Proposal:
+        last = max(view.names())
+        return Proposal(candidates(view, turn.shape, only=[last]).candidates)
+
+
+class Broken(JobScheduler):
+    def propose(self, turn: Turn, view: View) -> Proposal:
+        raise RuntimeError("this scheduler is broken on purpose")
+
+
+class Absurd(JobScheduler):
+    """Keeps asking for what cannot be."""
+
+    def propose(self, turn: Turn, view: View) -> Proposal:
+        good = DefaultScheduler().propose(turn, view).candidates[0]
+        return Proposal((good[:1] * 2,) * 16)
+
+    def on_rejected(self, turn: Turn, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
+        return self.propose(turn, view)
+
+
+def test_default_host_places_jobs_and_gangs_over_nodes(tmp_path: Path) -> None:
+    async def story(served: Served) -> None:
+        async with running(served):
+            one, four = await served.submit(spec_of(1)), await served.submit(spec_of(6))
+            assert len((await held(served, one.name)).gang.claims) == 1
+            assert len((await held(served, four.name)).gang.claims) == 2
+
+    on_a_master(tmp_path, story)
+
+
+def test_many_jobs_at_once_all_start_and_hold_different_devices(tmp_path: Path) -> None:
+    async def story(served: Served) -> None:
+        async with running(served):
+            jobs = await asyncio.gather(*(served.submit(spec_of(1)) for _ in range(8)))
+            gangs = [(await held(served, job.name)).gang for job in jobs]
+            pieces = [(claim.node, claim.device_mask) for gang in gangs for claim in gang.claims]
+            assert len(set(pieces)) == 8
+
+    on_a_master(tmp_path, story)
+
+
+def test_job_that_waits_is_placed_when_devices_come_free(tmp_path: Path) -> None:
+    async def story(served: Served) -> None:
+        async with running(served):
+            first = await served.submit(spec_of(8))
+            await held(served, first.name)
+            second = await served.submit(spec_of(1))
+            await served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name=first.name))
+            async with asyncio.timeout(WAIT_SECONDS):
+                job = await served.jobs.GetJob(job_service_pb2.GetJobRequest(name=second.name))
+                assert job.state == job_pb2.Job.STATE_PENDING
+            await Speaker(served, "n9").join()
+            assert nodes_of(await held(served, second.name)) == ["nodes/n9"]
+
+    on_a_master(tmp_path, story)
+
+
+def test_user_written_scheduler_decides_for_its_own_job_only(tmp_path: Path) -> None:
+    async def story(served: Served) -> None:
+        job = await served.submit(spec_of(1, scheduler="mine:Last"))
+        async with running(served, Last, [job.name]), running(served):
+            assert nodes_of(await held(served, job.name)) == ["nodes/n1"]
+            other = await served.submit(spec_of(2))
+            assert nodes_of(await held(served, other.name)) == ["nodes/n0"]
+
+    on_a_master(tmp_path, story)
+
+
+def test_job_whose_scheduler_never_came_is_placed_by_the_default(tmp_path: Path) -> None:
+    async def story(served: Served) -> None:
+        async with running(served):
+            job = await served.submit(spec_of(1, scheduler="mine:Dead"))
+            await held(served, job.name)
+
+    on_a_master(tmp_path, story)
+
+
+@pytest.mark.parametrize("make", [Broken, Absurd])
+def test_job_whose_scheduler_is_useless_is_placed_by_the_default(tmp_path: Path, make: type[JobScheduler]) -> None:
+    async def story(served: Served) -> None:
+        job = await served.submit(spec_of(1, scheduler="mine:Bad"))
+        async with running(served, make, [job.name]), running(served):
+            await held(served, job.name)
+            other = await served.submit(spec_of(1))
+            await held(served, other.name)
+
+    on_a_master(tmp_path, story)
+
+
+def test_job_whose_scheduler_hangs_is_placed_by_the_default(tmp_path: Path) -> None:
+    async def story(served: Served) -> None:
+        job = await served.submit(spec_of(1, scheduler="mine:Hung"))
+        # It claims the job, hears its turns and never asks for anything.
+        request = scheduling_pb2.WatchTurnsRequest(scheduler="hung", jobs=[job.name])
+        stream = served.scheduling.WatchTurns(request)
+        async with running(served):
+            await stream.read()
+            await held(served, job.name)
+        stream.cancel()
+
+    on_a_master(tmp_path, story)
+
+
+def test_scheduler_that_spams_out_of_turn_keeps_nobody_from_starting(tmp_path: Path) -> None:
+    async def story(served: Served) -> None:
+        target = await served.submit(spec_of(1, scheduler="mine:Spam"))
+
+        async def spam() -> None:
+            request = scheduling_pb2.GangRequest(job=target.name, revision=99, turn=12345)
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await served.scheduling.RequestGang(request)
+
+        spammers = [asyncio.create_task(spam()) for _ in range(4)]
+        try:
+            async with running(served):
+                others = [await served.submit(spec_of(1)) for _ in range(3)]
+                for job in [target, *others]:
+                    await held(served, job.name)
+        finally:
+            for task in spammers:
+                task.cancel()
+            await asyncio.gather(*spammers, return_exceptions=True)
+
+    on_a_master(tmp_path, story)
+
+
+def test_host_finds_a_master_that_was_restarted(tmp_path: Path) -> None:
+    async def told() -> None:
+        async with serving(tmp_path) as first:
+            address, token = first.master.address, first.master.token
+            host = Host(lambda: Endpoint(address, token))
+            task = asyncio.create_task(host.run())
+            await host.mirror.reach(0, WAIT_SECONDS)
+        async with serving(tmp_path) as second:
+            await Speaker(second, "n0").join()
+            job = await second.submit(spec_of(1))
+            await held(second, job.name)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(told())
