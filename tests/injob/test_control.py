@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -78,15 +77,16 @@ def test_boundary_counts_and_tells_the_time(page: Page, control: Control) -> Non
 def test_boundary_costs_less_than_half_a_microsecond_over_an_empty_call(page: Page, control: Control) -> None:
     page.extend_lease(now_ns() + 3_600_000_000_000)
     control.start(0)
-    number = 20_000
+    number = 2_000
 
     def empty() -> None:
         pass
 
     def cost(call: Callable[[], None]) -> float:
-        return min(timeit.repeat(call, number=number, repeat=15)) / number
+        return min(timeit.repeat(call, number=number, repeat=200)) / number
 
-    # Measured 0.21 us; the limit is the one users are promised, tripled for a machine that does other things meanwhile.
+    # Measured 0.21 us; the limit is the one users are promised, tripled for a machine that does other things meanwhile;
+    # the best of many short rounds, because the others measure our neighbours.
     assert cost(control.boundary) - cost(empty) < 1.5e-6
 
 
@@ -499,18 +499,16 @@ def test_fenced_rank_leaves_with_its_own_code_even_while_it_waits(tmp_path: Path
 
 
 def test_rank_killed_in_mid_agreement_leaves_the_others_waiting_not_past_the_limit(tmp_path: Path) -> None:
-    gang = _Gang(tmp_path, 2, False, 2, 0, 100_000)
+    gang = _Gang(tmp_path, 2, False, 64, 0, 100_000)
+    survivor = gang.own[0]
     try:
         gang.all(lambda page: page.progress().step > 3, "steps")
-        gang.processes[1].send_signal(signal.SIGSTOP)
-        gang.own[0].write_order(2, Order.STOP, stop_seq=2, level=Level.PAUSE)
-        gang.own[1].write_order(2, Order.STOP, stop_seq=2, level=Level.PAUSE)
         gang.processes[1].kill()
+        gang.processes[1].wait()
         ended = gang.own[1].progress().step
-        eventually(
-            lambda: gang.own[0].progress().ack_seq == 2 or gang.own[0].progress().step > ended, within_seconds=20
-        )
-        assert gang.own[0].progress().step <= max(gang.own[0].progress().ack_step, ended) + 2
-        assert gang.own[0].progress().reached_seq == 1
+        gang.order(2, Order.STOP, stop_seq=2, level=Level.PAUSE)
+        _within(lambda: survivor.progress().state == State.WAITING, "the survivor's wait")
+        assert survivor.progress().step <= max(survivor.progress().ack_step, ended) + 1
+        assert survivor.progress().reached_seq == 1
     finally:
         gang.close()

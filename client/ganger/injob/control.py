@@ -21,7 +21,7 @@ from typing import Any, Callable, NamedTuple
 from ganger.injob import exitcode
 from ganger.injob.arm import print_stacks_on_request
 from ganger.injob.jobsocket import JobSocket
-from ganger.injob.obedience import FIRST_LOOK, Handlers, Obedience, StopRequest
+from ganger.injob.obedience import FIRST_LOOK, Handlers, Known, Obedience, StopRequest
 from ganger.injob.page import PAGE_BYTES, Error, Page, PageError, Phase, State, Word, now_ns
 from ganger.injob.pages import GangPages
 
@@ -198,33 +198,40 @@ class Control:
 
 
 def _make_boundary(
-    words: memoryview, attend: Callable[[int, int], tuple[int, int]]
+    words: memoryview, attend: Callable[[int, int], Known]
 ) -> tuple[Callable[[], None], Callable[[int], None], Callable[[], int], Callable[[], None]]:
     """Build the hot path as a closure over plain variables: no attribute lookups, one load, two stores, one clock.
 
-    Only ORDER_SEQ is looked at each time. Lease, fence, cores, checkpoint requests are looked at once ``look_at`` has
-    passed (1 ms after the last look): at every boundary of steps worth the name, for nearly nothing in shorter ones.
+    Only ORDER_SEQ is looked at each time; lease (a fence ends it), cores and checkpoint requests 1 ms after the last
+    look: at every boundary of steps worth the name, for nearly nothing in shorter ones.
     """
-    order_seq, step_word, time_word = Word.ORDER_SEQ, Word.STEP, Word.STEP_TIME
+    order_word, checkpoint_word, retune_word = Word.ORDER_SEQ, Word.CHECKPOINT_SEQ, Word.RETUNE_SEQ
+    lease_word, step_word, time_word = Word.LEASE_UNTIL, Word.STEP, Word.STEP_TIME
     clock, boottime = time.clock_gettime_ns, time.CLOCK_BOOTTIME
     step = 0
-    seen = FIRST_LOOK
+    order, checkpoint, retune, tend_at = FIRST_LOOK, 0, 0, 0
     look_at = 0
 
     def boundary() -> None:
-        nonlocal step, seen, look_at
+        nonlocal step, order, checkpoint, retune, tend_at, look_at
         step += 1
         now = clock(boottime)
-        if words[order_seq] != seen or now >= look_at:
-            seen, look_at = attend(step, now)
+        if words[order_word] != order:
+            order, checkpoint, retune, tend_at = attend(step, now)
             return
+        if now >= look_at:
+            look_at = now + 1_000_000
+            is_expired = now > words[lease_word] > 0  # 0: there is no lease to end
+            if is_expired or now > tend_at or words[checkpoint_word] != checkpoint or words[retune_word] != retune:
+                order, checkpoint, retune, tend_at = attend(step, now)
+                return
         words[step_word] = step
         words[time_word] = now
 
     def set_step(value: int) -> None:
-        nonlocal step, seen
+        nonlocal step, order
         step = value
-        seen = FIRST_LOOK
+        order = FIRST_LOOK
 
     def get_step() -> int:
         return step
@@ -238,8 +245,8 @@ def _make_boundary(
     return boundary, set_step, get_step, detach
 
 
-def _never_attend(step: int, now: int) -> tuple[int, int]:
-    return 0, 1 << 62
+def _never_attend(step: int, now: int) -> Known:
+    return 0, 0, 0, now + (1 << 62)
 
 
 _live: weakref.WeakSet[Control] = weakref.WeakSet()

@@ -35,7 +35,10 @@ from ganger.injob.pages import GangPages
 # No order has this number, so the hot path comes here at its next boundary whatever the page says.
 FIRST_LOOK = -1
 
-_LOOK_EVERY_NS = 1_000_000
+# Known to a boundary that was passed: ORDER_SEQ, CHECKPOINT_SEQ, RETUNE_SEQ, and until when the socket can wait.
+Known = tuple[int, int, int, int]
+
+_TEND_EVERY_NS = 1_000_000_000
 _SHORTEST_SLEEP = 20e-6
 _LONGEST_SLEEP = 1e-3
 # Parked for long: nobody is in a hurry, and 1,000 wake-ups a second of every parked rank would be felt.
@@ -90,6 +93,7 @@ class Obedience:
         self._report = report
         self._order = page.read_order()
         self._agreed: tuple[int, Decision] = (0, Decision(0, None, False))
+        self._checkpoint_seen = 0
         self._checkpoint_handled = 0
         self._attempted = 0  # ORDER_SEQ last carried out or failed at
         self._failed_restore = 0  # ORDER_SEQ under which the state could not be brought back
@@ -97,8 +101,8 @@ class Obedience:
         self._offloaded = False
         self._fresh = True  # no boundary passed since the last start or resume
 
-    def attend(self, step: int, now: int) -> tuple[int, int]:
-        """Pass boundary ``step``; return the ORDER_SEQ to be surprised at and the time of the next look."""
+    def attend(self, step: int, now: int) -> Known:
+        """Pass boundary ``step``; return what is known now: the hot path comes back when the page says otherwise."""
         words = self._words
         if words[Word.PHASE] != Phase.TRAINING:
             words[Word.PHASE] = Phase.TRAINING
@@ -107,7 +111,8 @@ class Obedience:
             words[Word.FIRST_STEP_TIME] = now
             if words[Word.STATE] != State.RUNNING:
                 words[Word.STATE] = State.RUNNING
-        return self._pass(step, now)
+        seen = self._pass(step, now)
+        return seen, self._checkpoint_seen, words[Word.RETUNE_DONE], now_ns() + _TEND_EVERY_NS
 
     def begin(self, step: int) -> None:
         """Stand at ``step`` before the first boundary: like a boundary, but no step was made."""
@@ -125,7 +130,8 @@ class Obedience:
         """Forget the page, in a process forked from the one that trains."""
         self.handlers = Handlers()
 
-    def _pass(self, step: int, now: int) -> tuple[int, int]:
+    def _pass(self, step: int, now: int) -> int:
+        """Return the ORDER_SEQ this boundary was passed under, or FIRST_LOOK if the next one needs a look anyway."""
         words = self._words
         published = False
         sleeping = _Sleep()
@@ -145,7 +151,7 @@ class Obedience:
                 decision = self._decide(agreement)
                 if decision.finished:
                     if self._is_able(order) and self._may_step(order):
-                        return order.seq, now_ns() + _LOOK_EVERY_NS
+                        return order.seq
                 elif decision.stop_step is not None and step >= decision.stop_step:
                     assert step == decision.stop_step, f"step {step} lies beyond the agreed stop {decision.stop_step}"
                     if agreement & CHECKPOINT_BIT:
@@ -157,7 +163,7 @@ class Obedience:
                         sleeping = _Sleep()
                         continue
                 elif step < decision.limit and self._is_able(order) and self._may_step(order):
-                    return FIRST_LOOK, 0
+                    return FIRST_LOOK
             elif order.order == Order.WAIT:
                 self._wait_ready(order)
             elif self._is_able(order):
@@ -167,7 +173,7 @@ class Obedience:
                 if not self._may_step(order):
                     sleeping.sleep()
                     continue
-                return FIRST_LOOK if self._fresh else order.seq, now_ns() + _LOOK_EVERY_NS
+                return FIRST_LOOK if self._fresh else order.seq
             if not self._held and words[Word.STATE] == State.RUNNING:
                 words[Word.STATE] = State.WAITING
             sleeping.sleep()
@@ -180,7 +186,7 @@ class Obedience:
 
     def _agreement(self, order: PageOrder) -> int:
         """Return the number of the agreement this rank takes part in now; 0 for none."""
-        requested = self._words[Word.CHECKPOINT_SEQ]
+        requested = self._checkpoint_seen = self._words[Word.CHECKPOINT_SEQ]
         if order.order == Order.STOP:
             # Whoever obeys the stop first would miss the request, so nobody serves it any more.
             self._checkpoint_handled = requested
@@ -273,6 +279,11 @@ class Obedience:
                 return False
             words[Word.STATE] = State.PAUSED
             return True
+        if not self._offloaded:
+            # Before the state says SAVING: what an earlier stop left in the arena is not this one's, and the daemon
+            # serves as much as is said to be filled.
+            words[Word.ARENA_FILLED] = 0
+            words[Word.ARENA_SIZE] = 0
         words[Word.STATE] = State.SAVING
         if order.level == Level.OFFLOAD:
             if not self._offloaded:
