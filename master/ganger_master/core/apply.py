@@ -136,6 +136,8 @@ def _turns_claimed(state: State, event: events.TurnsClaimed) -> None:
 
 def _time_passed(state: State, event: events.TimePassed) -> None:
     now = event.time
+    # The wake-up that was asked for has come: the next one is to be said again, even if it is the same instant.
+    state.wake_at = None
     for number in list(state.running_limited):
         job = state.jobs[number]
         limit = job.spec.time_limit_seconds

@@ -1,4 +1,4 @@
-"""What must hold after every event (DESIGN §10, as far as one state can show it). A violation is our bug, never a user's."""
+"""What must hold after every event, as far as one state can show it. A violation is our bug, never a user's."""
 
 from __future__ import annotations
 
@@ -92,10 +92,11 @@ def _job(state: State, job: Job) -> Iterator[str]:
         return
     if job.state is JobState.HOLDING and gang is None and job.ending is None:
         yield f"{job.name} is HOLDING without a gang"
-    if job.state is JobState.PENDING and gang is not None and not job.next_epoch and job.ending is None:
-        if gang.intent not in (Intent.PARK, Intent.HAND_OVER) or gang.phase is not GangPhase.PARKED:
-            yield f"{job.name} waits, but epoch {job.epoch} is {gang.intent}"
-    if job.state is JobState.PENDING and not job.pending_since and job.ending is None and not job.next_epoch:
+    waits = state.is_waiting(job)
+    rests = gang is None or (gang.intent in (Intent.PARK, Intent.HAND_OVER) and gang.phase is GangPhase.PARKED)
+    if waits and not rests:
+        yield f"{job.name} waits, but epoch {job.epoch} does not rest"
+    if waits and not job.pending_since:
         yield f"{job.name} waits since never"
     if job.suspended_level is not SuspendLevel.NONE and job.state is not JobState.SUSPENDED:
         yield f"{job.name} rests at {job.suspended_level.name}, but is {job.state}"

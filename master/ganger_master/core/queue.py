@@ -110,7 +110,8 @@ def next_time(state: State, now: float) -> float | None:
     times = [turn.expires + _JUST_AFTER for turn in state.turns.values()]
     again = state.settings.turn_again_seconds
     times.extend(state.passed[number][1] + again for _, number in state.waiting[:WINDOW] if number in state.passed)
-    return min(times, default=None)
+    # One that may be asked already waits for a turn to become free, not for time to pass.
+    return min((time for time in times if time > now), default=None)
 
 
 # An instant at which a lease still holds is not yet past it.

@@ -11,7 +11,7 @@ from ganger_master.approval.verdicts import Approved
 from ganger_master.core import answers, commands, events, queue
 from ganger_master.core.answers import Answer, JobAnswer, Refused
 from ganger_master.core.arenas import per_device
-from ganger_master.core.capacity import forbidden_nodes, judge, judge_change, level_of, rules
+from ganger_master.core.capacity import WAITS_FOR_PIECES, forbidden_nodes, judge, judge_change, level_of, rules
 from ganger_master.core.checks import check_move, check_suspend, find_job, unfinished
 from ganger_master.core.events import Event
 from ganger_master.core.model import GangPhase, Intent, Job, JobState, SuspendLevel
@@ -49,7 +49,9 @@ def request_gang(state: State, command: commands.RequestGang, now: float) -> Res
     if isinstance(verdict, Approved):
         approved = events.GangApproved(now, cause, job.number, tuple(verdict.claims), verdict.level)
         return (approved,), answers.Approved(job.number, 0, 0, 0, verdict.candidate)
-    kept = turn is not None and turn.tries + 1 < _TRIES_LIMIT
+    # Another candidate may fit; what is kept for others stays kept.
+    is_conflict = verdict.refusals[0].reason in WAITS_FOR_PIECES or verdict.refusals[0].reason.kind is Kind.RACE
+    kept = is_conflict and turn is not None and turn.tries + 1 < _TRIES_LIMIT
     refused = events.GangRefused(now, cause, job.number, tuple(verdict.refusals), command.turn, kept)
     rejected = answers.Rejected(job.number, tuple(verdict.refusals), tuple(verdict.rows), state.view.version, kept)
     return (refused,), rejected
@@ -219,7 +221,3 @@ def _refusal_of(job: Job, refused: Refused) -> Refusal:
     unavailable = refused.reason == "LEVEL_UNAVAILABLE"
     reason = Reason.LEVEL_UNAVAILABLE if unavailable else Reason.WRONG_STATE
     return Refusal(reason, detail=refused.message, job=job.name)
-
-
-def is_blocker(refusal: Refusal) -> bool:
-    return refusal.reason.kind is Kind.BLOCKER

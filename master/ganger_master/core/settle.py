@@ -12,6 +12,7 @@ from ganger_master.core.state import State
 
 # Consequences of consequences (a drain's move, an end's freed node) settle in a few rounds or never.
 _ROUNDS_LIMIT = 16
+_TICK_SECONDS = 0.001
 
 
 def settle(state: State, now: float, cause: str) -> list[Effect]:
@@ -46,6 +47,9 @@ def settle(state: State, now: float, cause: str) -> list[Effect]:
     if given:
         effects.append(TurnsNews(given))
     wake = next_wake(state, now)
+    if wake is not None:
+        # Never at once again: what did not follow from this instant follows from a later one.
+        wake = max(wake, now + _TICK_SECONDS)
     if wake is not None and wake != state.wake_at:
         effects.append(WakeAt(wake))
     state.wake_at = wake

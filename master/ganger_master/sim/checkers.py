@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
-class Violation(AssertionError):
+class RuleBrokenError(AssertionError):
     """Something that must always hold did not."""
 
 
@@ -29,7 +29,7 @@ class Training:
 
 
 class Oracle:
-    """Told of every step and every process; raises Violation at the first thing that must not be."""
+    """Told of every step and every process; raises RuleBrokenError at the first thing that must not be."""
 
     def __init__(self) -> None:
         self.trainings: dict[str, Training] = {}
@@ -45,7 +45,7 @@ class Oracle:
         """The caller was told that the job is accepted."""
         known = self.accepted.setdefault(number, uid)
         if known != uid:
-            raise Violation(f"jobs/{number} was given twice: {known} and {uid}")
+            raise RuleBrokenError(f"jobs/{number} was given twice: {known} and {uid}")
 
     def restored(self, uid: str, epoch: int, step: int, from_parked: bool) -> None:
         """A new attempt starts its first step from here."""
@@ -53,11 +53,11 @@ class Oracle:
         if step == training.step:
             return
         if step > training.step:
-            raise Violation(f"{uid} epoch {epoch} starts at step {step}, but only {training.step} were done")
+            raise RuleBrokenError(f"{uid} epoch {epoch} starts at step {step}, but only {training.step} were done")
         if from_parked:
-            raise Violation(f"{uid} epoch {epoch}: a move lost steps {step}..{training.step}")
+            raise RuleBrokenError(f"{uid} epoch {epoch}: a move lost steps {step}..{training.step}")
         if training.deaths <= training.deaths_used:
-            raise Violation(f"{uid} epoch {epoch} goes back from {training.step} to {step}, though nothing of it died")
+            raise RuleBrokenError(f"{uid} epoch {epoch} goes back from {training.step} to {step}, though nothing of it died")
         training.deaths_used = training.deaths
         training.step = step
 
@@ -65,22 +65,22 @@ class Oracle:
         training = self.trainings[uid]
         self.steps += 1
         if epoch < training.epoch:
-            raise Violation(f"{uid}: epoch {epoch} steps after epoch {training.epoch} did")
+            raise RuleBrokenError(f"{uid}: epoch {epoch} steps after epoch {training.epoch} did")
         training.epoch = epoch
         if step != training.step + 1:
-            raise Violation(f"{uid} epoch {epoch} does step {step} after step {training.step}")
+            raise RuleBrokenError(f"{uid} epoch {epoch} does step {step} after step {training.step}")
         training.step = step
         for device in devices:
             user = self.users.get(device)
             if user is not None and user != (uid, epoch):
-                raise Violation(f"{device} is used by {user} while {uid} epoch {epoch} steps on it")
+                raise RuleBrokenError(f"{device} is used by {user} while {uid} epoch {epoch} steps on it")
 
     def occupied(self, uid: str, epoch: int, devices: Sequence[tuple[str, int]]) -> None:
         """Processes got these devices, and may use them from now on."""
         for device in devices:
             user = self.users.get(device)
             if user is not None and user != (uid, epoch) and user[0] != uid:
-                raise Violation(f"{device} is given to {uid} epoch {epoch} while {user} is on it")
+                raise RuleBrokenError(f"{device} is given to {uid} epoch {epoch} while {user} is on it")
             self.users[device] = (uid, epoch)
 
     def left(self, uid: str, epoch: int, devices: Sequence[tuple[str, int]]) -> None:
@@ -98,9 +98,9 @@ class Oracle:
         """`jobs`: number to uid, as the master knows them now."""
         for number, uid in self.accepted.items():
             if jobs.get(number) != uid:
-                raise Violation(f"jobs/{number} ({uid}) was accepted and is lost")
+                raise RuleBrokenError(f"jobs/{number} ({uid}) was accepted and is lost")
 
     def check_succeeded(self, uid: str) -> None:
         training = self.trainings[uid]
         if training.step != training.total_steps:
-            raise Violation(f"{uid} is said to have succeeded at step {training.step} of {training.total_steps}")
+            raise RuleBrokenError(f"{uid} is said to have succeeded at step {training.step} of {training.total_steps}")

@@ -14,7 +14,7 @@ from ganger_master.core.model import JobSpec, JobState, OutcomeKind, SuspendLeve
 from ganger_master.core.settings import Settings
 from ganger_master.core.state import State, Turn
 from ganger_master.core.wanted import DesiredSet
-from ganger_master.sim.checkers import Oracle, Violation
+from ganger_master.sim.checkers import Oracle, RuleBrokenError
 from ganger_master.sim.engine import Engine
 from ganger_master.sim.faults import NONE, Faults, Network
 from ganger_master.sim.master import SimMaster
@@ -264,5 +264,5 @@ def require_progress(cluster: Cluster, within: float) -> None:
             for job in cluster.state.jobs.values()
             if not job.state.is_final
         ]
-        raise Violation(f"no progress within {within:g} s: {'; '.join(waiting)}")
+        raise RuleBrokenError(f"no progress within {within:g} s: {'; '.join(waiting)}")
     cluster.check()

@@ -1,4 +1,4 @@
-"""The master under virtual time: the production core, a store that takes its time, crashes that forget what was not stored."""
+"""The master under virtual time: the production core, a slow store, crashes that forget what was not stored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ganger_master.core.invariants import violations
 from ganger_master.core.settings import Settings
 from ganger_master.core.state import ELEMENT_TYPES, Changes, State, Turn
 from ganger_master.core.wanted import DesiredSet
-from ganger_master.sim.checkers import Violation
+from ganger_master.sim.checkers import RuleBrokenError
 from ganger_master.sim.engine import Engine
 from ganger_master.sim.faults import Faults
 
@@ -70,7 +70,7 @@ class SimMaster:
         step = machine.step(self.state, command, self.now())
         found = violations(self.state)
         if found:
-            raise Violation(f"after {type(command).__name__}: {'; '.join(found)}")
+            raise RuleBrokenError(f"after {type(command).__name__}: {'; '.join(found)}")
         self._commit(self._released(step.answer, step.effects, reply))
 
     def crash(self, away_seconds: float) -> None:
@@ -94,7 +94,7 @@ class SimMaster:
         self._wake = None
         found = violations(self.state)
         if found:
-            raise Violation(f"after a restart: {'; '.join(found)}")
+            raise RuleBrokenError(f"after a restart: {'; '.join(found)}")
         self.call(Tick())
 
     def _released(
