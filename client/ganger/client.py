@@ -10,7 +10,6 @@ Errors are `ganger.wire.errors.ApiError`. Long streams (watching, following logs
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
@@ -66,6 +65,8 @@ class Client:
 
     def submit_spec(self, spec: job_pb2.JobSpec, *, request_id: str | None = None) -> Job:
         """Submits a ready-made spec. Give the same `request_id` (a UUID) to repeat a submission safely."""
+        import uuid
+
         request = job_service_pb2.CreateJobRequest(spec=spec, request_id=request_id or str(uuid.uuid4()))
         # gRPC would say so too, in words for its developers and only after serialising.
         if request.ByteSize() > MAX_MESSAGE_BYTES:

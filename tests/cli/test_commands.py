@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,8 @@ def master(tmp_path: Path) -> Iterator[CannedMaster]:
 
 
 @pytest.fixture
-def call(master: CannedMaster) -> Call:
+def call(master: CannedMaster, monkeypatch: pytest.MonkeyPatch) -> Call:
+    monkeypatch.setenv("XDG_STATE_HOME", str(master.directory))
     return lambda *arguments: run(["--master", str(master.directory), *arguments])
 
 
@@ -196,6 +198,18 @@ def test_nodes_are_listed_and_drained_with_a_reason(call: Call, master: CannedMa
     assert call("drain", "n1") == 2
     assert call("nodes", "drain", "n1", "--reason", "new fan") == 0
     assert "node n1 is draining: new fan" in capsys.readouterr().out
+    assert call("uncordon", "n1") == 0
+    assert "node n1 is ready" in capsys.readouterr().out
+
+
+def test_declaring_a_node_lost_asks_first(
+    call: Call, master: CannedMaster, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert call("lost", "n1") == 130
+    assert not master.requests
+    assert call("nodes", "lost", "n1", "--yes") == 0
+    assert "node n1 is lost" in capsys.readouterr().out
 
 
 def test_history_is_read_page_by_page(call: Call, master: CannedMaster, capsys: Output) -> None:

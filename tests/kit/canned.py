@@ -14,7 +14,7 @@ from typing import Any
 
 from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, node_pb2, node_pb2_grpc
 from ganger.wire import endpoints
-from ganger.wire.errors import JobNotFound, OffsetBeyondEnd
+from ganger.wire.errors import JobNotFound, NotSupported, OffsetBeyondEnd
 from ganger.wire.servers import bind, make_server
 
 
@@ -53,8 +53,8 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
     async def _start(self) -> None:
         token, path = endpoints.ensure_token(self.directory)
         self._server = make_server(token)
-        job_service_pb2_grpc.add_JobServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
-        node_pb2_grpc.add_NodeServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        job_service_pb2_grpc.add_JobServiceServicer_to_server(self, self._server)
+        node_pb2_grpc.add_NodeServiceServicer_to_server(self, self._server)
         address = bind(self._server, f"unix:{self.directory}/s")
         await self._server.start()
         endpoints.write_endpoint(self.directory, address, path)
@@ -141,6 +141,28 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
     async def DrainNode(self, request: Any, context: Any) -> node_pb2.Node:
         self._taken(request)
         return node_pb2.Node(name=request.name, state=node_pb2.Node.STATE_DRAINING, state_reason=request.reason)
+
+    async def CordonNode(self, request: Any, context: Any) -> node_pb2.Node:
+        self._taken(request)
+        return node_pb2.Node(name=request.name, state=node_pb2.Node.STATE_CORDONED, state_reason=request.reason)
+
+    async def UncordonNode(self, request: Any, context: Any) -> node_pb2.Node:
+        self._taken(request)
+        return node_pb2.Node(name=request.name, state=node_pb2.Node.STATE_READY)
+
+    async def DeclareNodeLost(self, request: Any, context: Any) -> node_pb2.Node:
+        self._taken(request)
+        return node_pb2.Node(name=request.name, state=node_pb2.Node.STATE_LOST)
+
+    async def GetNode(self, request: Any, context: Any) -> node_pb2.Node:
+        self._taken(request)
+        return node_pb2.Node(name=request.name, state=node_pb2.Node.STATE_READY)
+
+    async def ResumeJob(self, request: Any, context: Any) -> job_pb2.Job:
+        return await self._changed(request, lambda job: setattr(job, "state", job_pb2.Job.STATE_PENDING))
+
+    async def ResizeJob(self, request: Any, context: Any) -> job_pb2.Job:
+        raise NotSupported("resizing is not built yet")
 
     async def GetCluster(self, request: Any, context: Any) -> node_pb2.Cluster:
         self._taken(request)

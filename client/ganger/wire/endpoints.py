@@ -6,11 +6,8 @@ clients on the same machine read it. Until there are certificates a server liste
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
-import secrets
-import socket
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +108,9 @@ def ensure_token(directory: Path) -> tuple[str, Path]:
     path = directory / TOKEN_FILE
     if path.exists():
         return read_token(path), path
+    # Loaded here, as below: every command of a client passes through this module, only servers come here.
+    import secrets
+
     token = secrets.token_urlsafe(32)
     _write_private(path, token + "\n")
     return token, path
@@ -170,6 +170,8 @@ def check_listen_address(address: str, *, has_certificates: bool = False) -> Non
 
 def is_loopback(address: str) -> bool:
     """Whether only this machine can reach "HOST:PORT". Names other than localhost are not looked up: not loopback."""
+    import ipaddress
+
     host = address.rpartition(":")[0].strip("[]")
     if host == "localhost":
         return True
@@ -184,6 +186,8 @@ def prepare_socket(address: str) -> None:
     Raises EndpointError if a living one listens there or a file that is no socket lies there. Leaves TCP alone."""
     if not address.startswith("unix:"):
         return
+    import socket
+
     path = Path(address.removeprefix("unix:"))
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
