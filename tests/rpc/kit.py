@@ -66,7 +66,7 @@ async def serving(directory: Path, store: Store | None = None, **more: object) -
 
 
 def spec_of(gpus: int = 1, name: str = "test", **more: object) -> job_pb2.JobSpec:
-    role = resources_pb2.Role(name="worker", tasks=gpus, shape=resources_pb2.TaskShape(gpus=1))
+    role = resources_pb2.Role(name="worker", tasks=gpus, shape=resources_pb2.TaskShape(gpus=1, millicores=2000, memory_bytes=1 << 30))
     return job_pb2.JobSpec(
         display_name=name,
         command=["python", "train.py"],

@@ -348,8 +348,15 @@ class Writer:
         self._failpoints.passing(failpoints.MID_LOAD)
         state = State.restore(self._settings, elements, self._clock())
         self.state, self._codec, self._open = state, codec, _Batch()
+        # From the state, not from the store: a restart voids sessions.
         self.committed.reset(
-            elements,
+            [
+                state.counters,
+                *state.configuration_sets.values(),
+                *state.nodes.values(),
+                *state.jobs.values(),
+                *state.gangs.values(),
+            ],
             {node: desired_of(state, node) for node in state.nodes},
             [state.view.row(node) for node in state.nodes],
             state.view.version,

@@ -1,0 +1,242 @@
+"""From a submission to a wanted gang: turns, verdicts, held polls, sessions, over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+
+from ganger.agent.v1 import agent_pb2
+from ganger.v1 import job_pb2, job_service_pb2, node_pb2, resources_pb2, scheduling_pb2
+from ganger.wire.errors import from_rpc_error
+from rpc.kit import Served, Speaker, serving, spec_of, until
+
+
+async def reason(call: object) -> str:
+    with pytest.raises(grpc.RpcError) as failed:
+        await call  # type: ignore[misc]
+    return from_rpc_error(failed.value).reason
+
+
+def claim(node: str, mask: int = 0b1) -> resources_pb2.Claim:
+    tasks = mask.bit_count()
+    return resources_pb2.Claim(
+        node=f"nodes/{node}",
+        device_mask=mask,
+        millicores=[2000 * tasks],
+        memory_bytes=(1 << 30) * tasks,
+        tasks=[tasks],
+    )
+
+
+async def a_turn(served: Served, stream: object) -> scheduling_pb2.Turn:
+    return await asyncio.wait_for(stream.read(), 10.0)  # type: ignore[attr-defined, no-any-return]
+
+
+async def approved(served: Served, stream: object, *claims: resources_pb2.Claim) -> scheduling_pb2.Verdict:
+    turn = await a_turn(served, stream)
+    request = scheduling_pb2.GangRequest(
+        job=turn.job,
+        revision=turn.revision,
+        turn=turn.turn,
+        candidates=[scheduling_pb2.Candidate(claims=claims)],
+    )
+    return await served.scheduling.RequestGang(request)
+
+
+def test_job_is_placed_and_the_daemon_hears_of_it_in_its_held_poll(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path) as served:
+            node = Speaker(served, "n1")
+            session = await node.join()
+            assert session.storage_token
+            host = served.scheduling.WatchTurns(scheduling_pb2.WatchTurnsRequest(scheduler="host"))
+            poll = asyncio.ensure_future(node.reconcile(max_wait_seconds=30.0))
+            await served.submit(spec_of(2, environment={"A": "1"}))
+            verdict = await approved(served, host, claim("n1", 0b11))
+            assert verdict.WhichOneof("verdict") == "approved", verdict
+            response = await poll
+            assert response.changed
+            (gang,) = response.gangs
+            assert (gang.job, gang.epoch) == ("jobs/1", verdict.approved.epoch)
+            assert gang.intent == agent_pb2.INTENT_RUN
+            assert dict(gang.spec.environment) == {"A": "1"}
+            assert list(gang.members[0].ranks) == [0, 1]
+            job = await served.jobs.GetJob(job_service_pb2.GetJobRequest(name="jobs/1"))
+            assert job.state == job_pb2.Job.STATE_HOLDING
+            view = await served.scheduling.GetView(scheduling_pb2.GetViewRequest())
+            assert view.nodes[0].free_mask == 0b1100
+            host.cancel()
+
+    asyncio.run(story())
+
+
+def test_second_claim_on_the_same_devices_is_rejected_with_fresh_rows(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path) as served:
+            await Speaker(served, "n1").join()
+            host = served.scheduling.WatchTurns(scheduling_pb2.WatchTurnsRequest(scheduler="host"))
+            await served.submit()
+            await served.submit()
+            assert (await approved(served, host, claim("n1"))).HasField("approved")
+            verdict = await approved(served, host, claim("n1"))
+            assert verdict.rejected.refusals[0].reason == "GPUS"
+            assert [row.node for row in verdict.rejected.rows] == ["nodes/n1"]
+            assert verdict.rejected.rows[0].free_mask == 0b1110
+            host.cancel()
+
+    asyncio.run(story())
+
+
+def test_batched_requests_are_answered_in_order_with_refusals_in_their_places(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path, policy="backfill") as served:
+            await Speaker(served, "n1").join()
+            await served.submit()
+            await served.submit()
+
+            async def messages():  # type: ignore[no-untyped-def]
+                yield scheduling_pb2.GangRequests(
+                    requests=[
+                        scheduling_pb2.GangRequest(
+                            job=f"jobs/{number}",
+                            revision=1,
+                            candidates=[scheduling_pb2.Candidate(claims=[claim("n1", mask)])],
+                        )
+                        for number, mask in ((1, 0b1), (77, 0b1), (2, 0b10))
+                    ]
+                )
+
+            answers = [answer async for answer in served.scheduling.RequestGangs(messages())]
+            (verdicts,) = answers
+            kinds = [verdict.WhichOneof("verdict") for verdict in verdicts.verdicts]
+            assert kinds == ["approved", "rejected", "approved"], verdicts
+            assert verdicts.verdicts[1].rejected.refusals[0].reason == "JOB_NOT_FOUND"
+
+    asyncio.run(story())
+
+
+def test_view_watcher_gets_the_whole_then_deltas_and_can_resume(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path) as served:
+            await Speaker(served, "n1").join()
+            watch = served.scheduling.WatchView(scheduling_pb2.WatchViewRequest())
+            first = await watch.read()
+            assert (first.from_version, [row.node for row in first.nodes]) == (0, ["nodes/n1"])
+            await Speaker(served, "n2").join()
+            seen: set[str] = set()
+            version = first.version
+            while "nodes/n2" not in seen:
+                delta = await asyncio.wait_for(watch.read(), 10.0)
+                assert delta.from_version == version
+                version = delta.version
+                seen |= {row.node for row in delta.nodes}
+            assert "nodes/n1" not in seen
+            watch.cancel()
+            resumed = served.scheduling.WatchView(scheduling_pb2.WatchViewRequest(after_version=first.version))
+            delta = await resumed.read()
+            assert (delta.from_version, [row.node for row in delta.nodes]) == (first.version, ["nodes/n2"])
+            resumed.cancel()
+
+    asyncio.run(story())
+
+
+def test_only_the_newest_call_of_a_node_is_answered(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path) as served:
+            node = Speaker(served, "n1")
+            await node.join()
+            older = asyncio.ensure_future(node.reconcile(max_wait_seconds=30.0))
+            held = served.master.writer.committed
+            await until(lambda: bool(held._watchers.get("nodes/n1")))
+            response = await node.reconcile([])
+            assert response.observation == node.observation
+            assert await reason(older) == "NOT_READY"
+
+    asyncio.run(story())
+
+
+def test_void_session_is_told_so_and_a_new_one_works(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path) as served:
+            old, new = Speaker(served, "n1"), Speaker(served, "n1")
+            await old.join()
+            await new.join()
+            assert await reason(old.reconcile([])) == "SESSION_SUPERSEDED"
+            await new.reconcile([])
+        async with serving(tmp_path) as served:
+            new.served = served
+            assert await reason(new.reconcile([])) == "SESSION_SUPERSEDED"
+            unknown = await served.nodes.GetNode(node_pb2.GetNodeRequest(name="nodes/n1"))
+            assert unknown.state == node_pb2.Node.STATE_UNKNOWN
+            assert not unknown.row.available
+            await new.join()
+            ready = await served.nodes.GetNode(node_pb2.GetNodeRequest(name="nodes/n1"))
+            assert ready.state == node_pb2.Node.STATE_READY
+
+    asyncio.run(story())
+
+
+def test_cordoned_node_takes_no_gangs_and_says_why(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path) as served:
+            await Speaker(served, "n1").join()
+            cordon = served.nodes.CordonNode
+            assert await reason(cordon(node_pb2.CordonNodeRequest(name="nodes/n1"))) == "REASON_MISSING"
+            marked = await cordon(node_pb2.CordonNodeRequest(name="nodes/n1", reason="fan"))
+            assert (marked.state, marked.state_reason) == (node_pb2.Node.STATE_CORDONED, "fan")
+            assert not marked.row.available
+            back = await served.nodes.UncordonNode(node_pb2.UncordonNodeRequest(name="nodes/n1"))
+            assert back.row.available
+            assert await reason(served.nodes.DeclareNodeLost(node_pb2.DeclareNodeLostRequest(name="nodes/n1"))) == (
+                "NODE_ALIVE"
+            )
+
+    asyncio.run(story())
+
+
+def test_progress_of_a_running_gang_shows_in_its_job(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path) as served:
+            node = Speaker(served, "n1")
+            await node.join()
+            host = served.scheduling.WatchTurns(scheduling_pb2.WatchTurnsRequest(scheduler="host"))
+            await served.submit()
+            verdict = await approved(served, host, claim("n1"))
+            await node.reconcile(max_wait_seconds=10.0)
+
+            async def reports():  # type: ignore[no-untyped-def]
+                for epoch, step in ((verdict.approved.epoch, 7), (verdict.approved.epoch + 5, 99)):
+                    yield agent_pb2.ProgressReport(
+                        session=node.session,
+                        gangs=[
+                            agent_pb2.GangProgress(
+                                job="jobs/1",
+                                epoch=epoch,
+                                progress=job_pb2.Progress(step=step, steps_per_second=3.5, loss=0.25),
+                            )
+                        ],
+                    )
+
+            await served.agents.ReportProgress(reports())
+            job = await served.jobs.GetJob(job_service_pb2.GetJobRequest(name="jobs/1"))
+            assert (job.progress.step, job.progress.steps_per_second) == (7, 3.5)
+            batch = await served.scheduling.WatchProgress(scheduling_pb2.WatchProgressRequest()).read()
+            assert batch.progress["jobs/1"].step == 7
+            host.cancel()
+
+    asyncio.run(story())
+
+
+def test_log_of_a_rank_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path) as served:
+            await served.submit()
+            read = served.jobs.ReadLog(job_service_pb2.ReadLogRequest(name="jobs/1", rank=3))
+            assert await reason(read.read()) == "RANK_NOT_FOUND"
+            nothing = served.jobs.ReadLog(job_service_pb2.ReadLogRequest(name="jobs/1"))
+            assert [chunk async for chunk in nothing] == []
+
+    asyncio.run(story())

@@ -1,0 +1,179 @@
+"""The one writer: nothing is answered before it is durable, and a failed commit takes back all that rests on it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from ganger.resources.values import Role, TaskShape
+from ganger.wire.errors import Internal, NotReady
+from ganger_master.core import machine
+from ganger_master.core.answers import JobAnswer, Refused
+from ganger_master.core.commands import CancelJob, SubmitJob
+from ganger_master.core.model import JobSpec, JobState
+from ganger_master.core.settings import Settings
+from ganger_master.runtime.writer import Writer
+from ganger_master.store.contract import Batch, Problem, StoreError
+from ganger_master.store.memory import MemoryStore
+
+SPEC = JobSpec(("true",), (Role("worker", 1, TaskShape(1)),))
+
+
+class GatedStore(MemoryStore):
+    """Memory whose commits wait at a gate while it is closed, and fail as often as told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.failures = 0
+        self.problem = Problem.FULL
+        self.commits = 0
+
+    def commit(self, batch: Batch) -> None:
+        assert self.gate.wait(10.0), "the gate stayed closed"
+        if self.failures:
+            self.failures -= 1
+            raise StoreError(self.problem, "told to fail")
+        self.commits += 1
+        super().commit(batch)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def submission(number: int) -> SubmitJob:
+    return SubmitJob(SPEC, f"uid-{number}", "ann", "")
+
+
+def run(story: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(story, 20.0))
+
+
+async def started(store: MemoryStore) -> Writer:
+    writer = Writer(store, Settings(), Clock())
+    await writer.start()
+    return writer
+
+
+def test_answer_and_view_wait_for_the_commit() -> None:
+    async def story() -> None:
+        store = GatedStore()
+        writer = await started(store)
+        store.gate.clear()
+        answer = asyncio.ensure_future(writer.submit(submission(1)))
+        # Long enough for everything that does not wait for the gate.
+        done, _ = await asyncio.wait({answer}, timeout=0.1)
+        assert not done
+        assert writer.committed.jobs == {}
+        store.gate.set()
+        assert await answer == JobAnswer(1)
+        assert writer.committed.jobs[1].state is JobState.PENDING
+        await writer.close()
+
+    run(story())
+
+
+def test_calls_that_come_together_share_a_commit() -> None:
+    async def story() -> None:
+        store = GatedStore()
+        writer = await started(store)
+        before = store.commits
+        answers = await asyncio.gather(*(writer.submit(submission(n)) for n in range(100)))
+        assert [answer for answer in answers if isinstance(answer, Refused)] == []
+        assert store.commits - before <= 3
+        await writer.close()
+
+    run(story())
+
+
+def test_failed_commit_refuses_every_caller_of_it_and_those_behind_and_starts_over() -> None:
+    async def story() -> None:
+        store = GatedStore()
+        writer = await started(store)
+        assert await writer.submit(submission(1)) == JobAnswer(1)
+        store.gate.clear()
+        store.failures = 1
+        first = asyncio.ensure_future(writer.submit(submission(2)))
+        await asyncio.wait({first}, timeout=0.05)
+        behind = asyncio.ensure_future(writer.submit(submission(3)))
+        await asyncio.wait({behind}, timeout=0.05)
+        store.gate.set()
+        for refused in (first, behind):
+            with pytest.raises(NotReady, match="disk is full"):
+                await refused
+        # The number that was not kept is given again: nothing of the failed batch is left.
+        while True:
+            try:
+                answer = await writer.submit(submission(4))
+                break
+            except NotReady:
+                await asyncio.sleep(0.01)
+        assert answer == JobAnswer(2)
+        assert {n: job.uid for n, job in writer.committed.jobs.items()} == {1: "uid-1", 2: "uid-4"}
+        await writer.close()
+
+    run(story())
+
+
+def test_master_that_was_taken_over_stops() -> None:
+    async def story() -> None:
+        store = GatedStore()
+        writer = await started(store)
+        store.failures, store.problem = 1, Problem.FENCED
+        with pytest.raises(NotReady):
+            await writer.submit(submission(1))
+        await asyncio.wait_for(writer.stopped.wait(), 5.0)
+        await writer.close()
+
+    run(story())
+
+
+def test_command_that_breaks_the_core_costs_its_caller_an_error_and_nobody_a_job(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        writer = await started(GatedStore())
+        assert await writer.submit(submission(1)) == JobAnswer(1)
+        whole = machine.step
+
+        def broken(state: Any, command: Any, now: float) -> machine.Step:
+            if isinstance(command, CancelJob):
+                state.jobs.clear()
+                raise AssertionError("a bug")
+            return whole(state, command, now)
+
+        monkeypatch.setattr(machine, "step", broken)
+        with pytest.raises(Internal):
+            await writer.submit(CancelJob(1))
+        while 1 not in writer.state.jobs:
+            await asyncio.sleep(0.01)
+        assert await writer.submit(submission(2)) == JobAnswer(2)
+        await writer.close()
+
+    run(story())
+    assert "core failed" in caplog.text
+
+
+def test_close_commits_what_was_accepted_and_refuses_the_rest() -> None:
+    async def story() -> None:
+        store = GatedStore()
+        writer = await started(store)
+        accepted = asyncio.ensure_future(writer.submit(submission(1)))
+        await asyncio.sleep(0)
+        await writer.close()
+        assert await accepted == JobAnswer(1)
+        with pytest.raises(NotReady):
+            await writer.submit(submission(2))
+        assert any(row.table == "jobs" for row in store.load())
+
+    run(story())
