@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from ganger.placement.candidates import candidates
+from ganger.resources.reasons import Reason, Refusal
 from ganger.scheduling import JobScheduler, Turn
 from ganger.scheduling.cli import scheduler
 from ganger.scheduling.default import DefaultScheduler
@@ -36,8 +37,6 @@ def test_example_stays_away_from_other_jobs_for_a_minute() -> None:
 
 
 def test_default_leaves_alone_what_was_kept_for_others_until_its_next_turn() -> None:
-    from ganger.resources.reasons import Reason, Refusal
-
     view, default = cluster(2), DefaultScheduler()
     assert default.propose(turn(), view).candidates[0][0].node == "s0"
     again = default.on_rejected(turn(), view, [Refusal(Reason.RESERVED, node="s0", job="jobs/9")])
@@ -49,9 +48,14 @@ def test_default_leaves_alone_what_was_kept_for_others_until_its_next_turn() -> 
     assert default.propose(turn(number=2), view).candidates[0][0].node == "s0"
 
 
-def test_default_passes_at_once_where_no_other_place_would_help() -> None:
-    from ganger.resources.reasons import Reason, Refusal
+def test_default_remembers_in_its_next_turn_what_was_kept_for_others() -> None:
+    view, default = cluster(2), DefaultScheduler()
+    assert default.propose(turn(), view).candidates[0][0].node == "s0"
+    default.on_rejected(turn(), view, [Refusal(Reason.RESERVED, node="s0", job="jobs/9")])
+    assert default.propose(turn(number=2), view).candidates[0][0].node == "s1"
 
+
+def test_default_passes_at_once_where_no_other_place_would_help() -> None:
     strict = Refusal(Reason.PROTECTED, job="jobs/1", detail="the queue is strict")
     answer = DefaultScheduler().on_rejected(turn(), cluster(2), [strict])
     assert answer is not None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ganger.placement.candidates import candidates
+from ganger.placement.candidates import Placement, candidates
 from ganger.resources.reasons import Kind, Reason, Refusal
 from ganger.resources.view import View
 from ganger.scheduling.scheduler import JobScheduler, Proposal, Turn
 
 # A second candidate costs little and saves a round trip when the first was just taken.
 _CANDIDATES = 4
-# Nodes kept for others are left alone for the rest of the turn; the view does not show what is kept.
+# Nodes kept for others are left alone for the rest of the turn, and in the next ones while there is any other place:
+# the view does not show what is kept.
 _OF_OTHERS = frozenset(
     {Reason.PROTECTED, Reason.RESERVED, Reason.STORAGE_NOT_SHARED, Reason.CANNOT_SWITCH_USER, Reason.NODE_UNAVAILABLE}
 )
@@ -26,9 +27,20 @@ class DefaultScheduler(JobScheduler):
         self._refused: tuple[Refusal, ...] = ()
 
     def propose(self, turn: Turn, view: View) -> Proposal:
+        placement = self._places(turn, view)
         if turn.turn != self._turn:
-            self._turn, self._avoid, self._refused = turn.turn, set(), ()
-        placement = candidates(
+            self._turn, self._refused = turn.turn, ()
+            if not placement.candidates and self._avoid:
+                # What was kept for others in former turns may be free by now.
+                self._avoid.clear()
+                placement = self._places(turn, view)
+        if placement.candidates:
+            return Proposal(placement.candidates)
+        # With nodes avoided because they are kept for others, those who keep them are the true blockers.
+        return Proposal((), (*self._refused, *placement.refusals)[:_MOST_BLOCKERS])
+
+    def _places(self, turn: Turn, view: View) -> Placement:
+        return candidates(
             view,
             turn.shape,
             waited=turn.waited_seconds,
@@ -37,10 +49,6 @@ class DefaultScheduler(JobScheduler):
             avoid=self._avoid,
             limit=_CANDIDATES,
         )
-        if placement.candidates:
-            return Proposal(placement.candidates)
-        # With nodes avoided because they are kept for others, those who keep them are the true blockers.
-        return Proposal((), (*self._refused, *placement.refusals)[:_MOST_BLOCKERS])
 
     def on_rejected(self, turn: Turn, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
         kept = [refusal for refusal in refusals if refusal.reason in _OF_OTHERS]

@@ -21,6 +21,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from ganger.placement.candidates import candidates
+from ganger.resources.values import GangShape, Role, TaskShape
 from ganger.scheduling.default import DefaultScheduler
 from ganger.scheduling.mirror import Mirror
 from ganger.scheduling.scheduler import MOST_CANDIDATES, JobScheduler, Proposal, Turn
@@ -37,6 +39,7 @@ _BACKOFF_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 _HEALTHY_SECONDS = 5.0
 # Schedulers keep what they learnt of a job between its turns; the one not asked for longest is forgotten first.
 _SCHEDULERS_KEPT = 4096
+_WARM_UP = GangShape((Role("worker", 2, TaskShape(1)),))
 _FINAL = frozenset({job_pb2.Job.STATE_SUCCEEDED, job_pb2.Job.STATE_FAILED, job_pb2.Job.STATE_CANCELLED})
 
 
@@ -99,6 +102,9 @@ class Host:
             request = scheduling_pb2.WatchViewRequest(after_version=max(0, self.mirror.version))
             async for delta in scheduling.WatchView(request):
                 self.mirror.apply(delta)
+                if delta.from_version == 0 and delta.nodes:
+                    # The tables of each configuration set are made at first use: not in the first job's time.
+                    candidates(self.mirror.view, _WARM_UP)
 
     async def _watch_turns(self, scheduling: Any) -> None:
         # A turn without a view would be lost.
@@ -132,11 +138,13 @@ class Host:
                 proposal = scheduler.propose(turn, self.mirror.view)
             while True:
                 rejected = await self._ask(scheduling, turn, proposal or Proposal())
-                if rejected is None or not rejected.turn_kept or not (proposal and proposal.candidates):
+                if rejected is None:
                     return
                 self.mirror.hear(convert.node_row_from_wire(row) for row in rejected.rows)
                 refusals = convert.refusals_from_wire(rejected.refusals)
                 proposal = scheduler.on_rejected(turn, self.mirror.view, refusals)
+                if not rejected.turn_kept:
+                    return
                 if proposal is None or not proposal.candidates:
                     proposal = Proposal((), proposal.blockers if proposal and proposal.blockers else refusals)
         except grpc.aio.AioRpcError as error:

@@ -55,5 +55,8 @@ class JobScheduler:
         raise NotImplementedError
 
     def on_rejected(self, turn: Turn, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
-        """What to ask for instead, while the turn lasts; None passes it on. The view has the fresh rows already."""
+        """What to ask for instead; None passes the turn on. The view has the fresh rows already.
+
+        Asked after every rejection, so that a scheduler can learn; the answer counts only while the turn lasts.
+        """
         return self.propose(turn, view)
