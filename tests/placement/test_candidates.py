@@ -150,6 +150,10 @@ def test_impossible_gang_is_told_the_largest_that_would_fit() -> None:
     assert (refusal.figures["needed"], refusal.figures["largest"]) == (9, 8)
     assert largest_gang(view, gang(9, widest=Level.SOCKET)) == 2
     assert impossible(View([server()]), gang(9)) is None
+    view.put(idle_row("s2", server()))
+    assert impossible(view, gang(9)) is None
+    view.remove("s2")
+    assert impossible(view, gang(9)) is not None
 
 
 @pytest.mark.parametrize(

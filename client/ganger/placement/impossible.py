@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 from ganger.placement.candidates import candidates
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import GangShape
 from ganger.resources.view import Mode, View
+
+# Every submission asks, most for one of few shapes; the answer holds as long as the idle cluster is the same.
+_MOST_ANSWERS = 4096
+_ANSWERS: WeakKeyDictionary[View, dict[GangShape, Refusal | None]] = WeakKeyDictionary()
 
 
 def impossible(view: View, shape: GangShape) -> Refusal | None:
@@ -17,7 +22,16 @@ def impossible(view: View, shape: GangShape) -> Refusal | None:
     """
     if not view.slots:
         return None
-    idle = view.emptied(everywhere_available=True)
+    idle = view.idle()
+    known = _ANSWERS.setdefault(idle, {})
+    if shape not in known:
+        if len(known) >= _MOST_ANSWERS:
+            known.clear()
+        known[shape] = _judge(idle, shape)
+    return known[shape]
+
+
+def _judge(idle: View, shape: GangShape) -> Refusal | None:
     patient = _at_its_widest(shape)
     placement = candidates(idle, patient, mode=Mode.PACK, limit=1, affinity=False)
     if placement.candidates:
@@ -36,7 +50,7 @@ def impossible(view: View, shape: GangShape) -> Refusal | None:
 
 def largest_gang(view: View, shape: GangShape) -> int:
     """Tasks of the largest gang of this kind the idle cluster could hold; roles keep their proportions. Zero: none."""
-    return _largest(view.emptied(everywhere_available=True), _at_its_widest(shape))
+    return _largest(view.idle(), _at_its_widest(shape))
 
 
 def _largest(idle: View, shape: GangShape) -> int:

@@ -74,6 +74,8 @@ class View:
         self._set_codes: dict[str, int] = {}
         self._columns: Columns | None = None
         self._dirty: set[int] = set()
+        # What `idle` made; gone when a node comes, leaves or becomes another.
+        self._idle: View | None = None
         for configuration_set in sets:
             self.put_configuration_set(configuration_set)
 
@@ -96,6 +98,9 @@ class View:
                 self._versions[slot] = row.version
                 self.version = max(self.version, row.version)
             return False
+        place = (topology, row.rack, row.fabric)
+        if slot is None or (self.topologies[slot], self.racks[slot], self.fabrics[slot]) != place:
+            self._idle = None
         if slot is None:
             slot = self._vacant.pop() if self._vacant else self._grow()
             self.slots[row.node] = slot
@@ -122,6 +127,7 @@ class View:
         slot = self.slots.pop(name, None)
         if slot is None:
             return
+        self._idle = None
         self.nodes[slot] = ""
         self.available[slot] = False
         self.free[slot] = 0
@@ -177,6 +183,7 @@ class View:
                     self.free[slot] |= 1 << device
             self.free[slot] &= mask
             self._in_service[slot] = mask
+            self._idle = None
             self._touch(slot)
 
     def row(self, name: str) -> NodeRow:
@@ -202,6 +209,12 @@ class View:
             group_jobs=(0,) * len(topology.groups),
             device_rows=(0,) * topology.devices,
         )
+
+    def idle(self) -> View:
+        """The cluster with nothing held and every node available, made once while its nodes stay; not to be changed."""
+        if self._idle is None:
+            self._idle = self.emptied(everywhere_available=True)
+        return self._idle
 
     def emptied(self, everywhere_available: bool = False) -> View:
         """The same nodes in the same slots with nothing held; `everywhere_available` counts cordoned and lost ones."""
