@@ -97,7 +97,5 @@ def _root_modules(optimizers: list[Any]) -> list[torch.nn.Module]:
 
 
 def _is_module(item: Any) -> bool:
-    try:
-        return isinstance(item, torch.nn.Module) and "_modules" in item.__dict__
-    except Exception:  # proxies of other libraries may refuse to be looked at
-        return False
+    # not isinstance: it asks objects for __class__, and proxies of other libraries act on that
+    return issubclass(type(item), torch.nn.Module) and "_modules" in item.__dict__

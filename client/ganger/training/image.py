@@ -99,7 +99,6 @@ def write_image(plan: ImagePlan, sink: Sink) -> str:
     preamble = plan.preamble
     sink.put(preamble.pack())
     sink.put(plan.header)
-    sink.put(bytes(preamble.data_offset - form.PREAMBLE_BYTES - len(plan.header)))
     digests = form.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
     position = 0
     for tensor, offset in zip(plan.tensors, plan.offsets):

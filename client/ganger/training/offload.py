@@ -121,7 +121,7 @@ class StateKeeper:
 
     def hand_over(self, request: StopRequest) -> None:
         """Leave a complete image in the arena for another rank; the tensors stay."""
-        if self._parked is None or self._parked.step != request.step:
+        if self._parked is None or not request.offloaded:
             self.before_saving()
             self._parked = _Parked(request.step, self._fill_arena(self._capture(), request.step), ())
 

@@ -1,0 +1,229 @@
+"""Paused, offloaded, handed over, saved while going on: in the same process, without losing a bit or a byte."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from ganger.injob import image as form
+from ganger.injob.page import CHECKPOINT_BIT, EXIT_NO_STATE, Capability, Error, Level, Order, State, Word
+from training.harness import Rank, wait_until
+
+pytestmark = pytest.mark.torch
+
+
+# Waits after each step until the test lets it go on, so that orders meet known steps; state of about 38 MB.
+PACED = """
+import os, sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.set_num_threads(1)
+torch.manual_seed(1)
+model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+data = TensorDataset(torch.randn(12, 1024))
+{start}
+addresses = [id(parameter) for parameter in model.parameters()]
+for (x,) in loader:
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print("loss", loss.item().hex(), flush=True)
+    {end}
+assert addresses == [id(parameter) for parameter in model.parameters()]
+"""
+FORMS = {
+    "attached": PACED.format(
+        start="import ganger\njob = ganger.attach(model=model, optimizer=optimizer)\n"
+        "loader = job.dataloader(data, global_batch=2, shuffle=True)",
+        end="job.step(loss)",
+    ),
+    "plain": PACED.format(start="loader = DataLoader(data, batch_size=2, shuffle=True)", end="pass"),
+}
+STATE_BYTES = 3 * (1024 * 1024 + 1024) * 4 * 3
+ARENA_BYTES = 128 << 20
+
+
+def _anonymous_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no RssAnon")
+
+
+@pytest.fixture(params=["attached", "plain"])
+def script(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, bool]:
+    path = tmp_path / "train.py"
+    path.write_text(FORMS[request.param])
+    return path, request.param == "plain"
+
+
+def _undisturbed(tmp_path: Path, script: Path) -> str:
+    rank = Rank(tmp_path / "undisturbed", script, managed=False)
+    assert rank.end() == 0, rank.output()
+    return rank.output()
+
+
+def test_offload_frees_the_memory_it_reports_and_training_goes_on_alike(
+    tmp_path: Path, script: tuple[Path, bool]
+) -> None:
+    path, agent = script
+    rank = Rank(tmp_path / "parked", path, agent=agent, arena_bytes=ARENA_BYTES, stop_at=3)
+    # the stop at step 3 has no directory to save to, so it is refused; the next order finds the rank there
+    rank.wait_word(Word.ERROR, Error.STORAGE_FAILED)
+    before = _anonymous_bytes(rank.process.pid or 0)
+    rank.order(3, Order.STOP, Level.OFFLOAD, stop=2)
+    assert rank.reached(3) == 3
+    assert rank.page.get(Word.STATE) == State.OFFLOADED
+    freed = rank.page.get(Word.OFFLOADED_BYTES)
+    assert freed >= 0.99 * STATE_BYTES
+    assert before - _anonymous_bytes(rank.process.pid or 0) >= 0.9 * STATE_BYTES
+    # what lies in the arena is a whole image: it can move on without waking the rank
+    assert rank.arena_fd is not None
+    assert form.verify(rank.arena_fd).step == 3
+    assert rank.page.get(Word.ARENA_FILLED) == rank.page.get(Word.ARENA_SIZE) >= STATE_BYTES
+    rank.order(4, Order.RUN)
+    assert rank.end() == 0, rank.output()
+    assert rank.output() == _undisturbed(tmp_path, path)
+
+
+def test_a_parked_state_is_written_to_storage_without_waking_up(tmp_path: Path, script: tuple[Path, bool]) -> None:
+    path, agent = script
+    rank = Rank(tmp_path / "parked", path, agent=agent, arena_bytes=ARENA_BYTES, stop_at=2)
+    rank.wait_word(Word.ERROR, Error.STORAGE_FAILED)
+    rank.order(3, Order.STOP, Level.OFFLOAD, stop=2)
+    rank.reached(3)
+    rank.order(4, Order.STOP, Level.CHECKPOINT, stop=2, details={"checkpoint": str(tmp_path / "saved")})
+    assert rank.end() == 75
+    assert form.verify(tmp_path / "saved/rank-0.shard").step == 2
+    restore = {"kind": "checkpoint", "path": str(tmp_path / "saved"), "step": 2}
+    again = Rank(tmp_path / "again", path, agent=agent, restore=restore)
+    assert again.end() == 0, again.output()
+    assert rank.output() + again.output() == _undisturbed(tmp_path, path)
+
+
+def test_a_state_handed_over_while_it_is_filled_goes_on_elsewhere(tmp_path: Path, script: tuple[Path, bool]) -> None:
+    path, agent = script
+    restore = {"kind": "arena", "step": 0, "size": 0}
+    source = Rank(tmp_path / "source", path, agent=agent, arena_bytes=ARENA_BYTES, stop_at=4)
+    destination = Rank(
+        tmp_path / "destination", path, agent=agent, arena_bytes=ARENA_BYTES, restore=restore, order=Order.WAIT
+    )
+    source.wait_word(Word.ERROR, Error.STORAGE_FAILED)
+    source.order(3, Order.STOP, Level.HAND_OVER, stop=2)
+    copied = 0
+    assert source.arena_fd is not None
+    assert destination.arena_fd is not None
+    while copied < source.page.get(Word.ARENA_SIZE) or source.page.get(Word.REACHED_SEQ) < 3:
+        filled = source.page.get(Word.ARENA_FILLED)
+        if filled > copied:
+            os.pwrite(destination.arena_fd, os.pread(source.arena_fd, filled - copied, copied), copied)
+            copied = filled
+            destination.page.set(Word.ARENA_AVAILABLE, copied)
+    destination.wait_word(Word.STATE, State.READY)
+    assert destination.page.get(Word.RESTORED_STEP) == 4
+    assert source.page.get(Word.STATE) == State.HANDED_OVER
+    destination.order(2, Order.RUN)
+    assert destination.end() == 0, destination.output()
+    source.kill()
+    assert source.output() + destination.output() == _undisturbed(tmp_path, path)
+
+
+def test_an_aborted_hand_over_goes_on_in_place(tmp_path: Path, script: tuple[Path, bool]) -> None:
+    path, agent = script
+    rank = Rank(tmp_path / "source", path, agent=agent, arena_bytes=ARENA_BYTES, stop_at=1)
+    rank.wait_word(Word.ERROR, Error.STORAGE_FAILED)
+    rank.order(3, Order.STOP, Level.HAND_OVER, stop=2)
+    rank.reached(3)
+    rank.order(4, Order.RUN)
+    assert rank.end() == 0, rank.output()
+    assert rank.output() == _undisturbed(tmp_path, path)
+
+
+def test_an_arena_that_is_too_small_is_reported_and_the_rank_stays_paused(
+    tmp_path: Path, script: tuple[Path, bool]
+) -> None:
+    path, agent = script
+    rank = Rank(tmp_path / "parked", path, agent=agent, arena_bytes=1 << 20, stop_at=2)
+    rank.wait_word(Word.ERROR, Error.STORAGE_FAILED)
+    rank.order(3, Order.STOP, Level.OFFLOAD, stop=2)
+    rank.wait_word(Word.ERROR, Error.ARENA_TOO_SMALL)
+    assert rank.page.get(Word.STATE) == State.PAUSED
+    assert "--gpu-memory" in (tmp_path / "parked/rank-0.error.json").read_text()
+    rank.order(4, Order.RUN)
+    assert rank.end() == 0, rank.output()
+    assert rank.output() == _undisturbed(tmp_path, path)
+
+
+@pytest.mark.parametrize("arena_bytes", [0, ARENA_BYTES], ids=["no arena", "arena"])
+def test_a_checkpoint_is_taken_while_training_goes_on(tmp_path: Path, arena_bytes: int) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(FORMS["attached"])
+    directory = tmp_path / "going-on"
+    (directory / "orders").mkdir(parents=True)
+    (directory / "orders/checkpoint-5.json").write_text(f'{{"checkpoint": "{tmp_path}/saved-{{step}}"}}')
+    rank = Rank(directory, path, arena_bytes=arena_bytes, order=Order.WAIT)
+    wait_until(lambda: rank.page.get(Word.STATE) == State.READY, "ready")
+    rank.page.request_checkpoint(5)
+    rank.order(2, Order.RUN)
+    assert rank.end() == 0, rank.output()
+    assert rank.output() == _undisturbed(tmp_path, path)
+    step = rank.page.get(Word.CHECKPOINT_STEP)
+    assert rank.page.get(Word.CHECKPOINT_DONE) == 5 | CHECKPOINT_BIT
+    assert form.verify(tmp_path / f"saved-{step}/rank-0.shard").step == step
+
+
+def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n" + FORMS["attached"]
+    )
+    rank = Rank(tmp_path / "parked", path, stop_at=2)
+    rank.wait_word(Word.ERROR, Error.STORAGE_FAILED)
+    rank.order(3, Order.STOP, Level.CHECKPOINT, stop=2, details={"checkpoint": str(tmp_path / "saved")})
+    wait_until(lambda: "File too large" in (tmp_path / "parked/rank-0.error.json").read_text(), "the error")
+    assert list((tmp_path / "saved").iterdir()) == []
+    rank.order(4, Order.RUN)
+    assert rank.end() == 0, rank.output()
+    assert rank.output() == _undisturbed(tmp_path, path)
+
+
+def test_a_state_that_cannot_be_read_ends_the_rank_with_a_code_of_its_own(
+    tmp_path: Path, script: tuple[Path, bool]
+) -> None:
+    path, agent = script
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved/rank-0.shard").write_bytes(b"x" * 1000)
+    restore = {"kind": "checkpoint", "path": str(tmp_path / "saved"), "step": 2}
+    rank = Rank(tmp_path / "again", path, agent=agent, restore=restore)
+    assert rank.end() == EXIT_NO_STATE
+    assert rank.page.get(Word.ERROR) == Error.STATE_UNREADABLE
+    assert "not a state image" in (tmp_path / "again/rank-0.error.json").read_text()
+
+
+def test_the_forms_say_what_they_can_do(tmp_path: Path, script: tuple[Path, bool]) -> None:
+    path, agent = script
+    rank = Rank(tmp_path / "run", path, agent=agent)
+    assert rank.end() == 0, rank.output()
+    everything = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT
+    assert rank.page.get(Word.CAPABILITIES) == (everything if agent else everything | Capability.FIVE_LINE)
+    assert rank.page.get(Word.STEP) == 6
+    assert rank.page.get(Word.SAMPLES) == 12
+    assert rank.page.get(Word.PEAK_DEVICE_BYTES) >= STATE_BYTES
+
+
+def test_threads_follow_a_retune(tmp_path: Path, script: tuple[Path, bool]) -> None:
+    path, agent = script
+    path.write_text(path.read_text() + "\nprint('threads', torch.get_num_threads())\n")
+    rank = Rank(tmp_path / "run", path, agent=agent, stop_at=2)
+    rank.wait_word(Word.ERROR, Error.STORAGE_FAILED)
+    rank.page.retune(9, 2, 3)
+    rank.wait_word(Word.RETUNE_DONE, 9)
+    assert rank.page.get(Word.THREADS_APPLIED) == 2
+    rank.order(4, Order.RUN)
+    assert rank.end() == 0, rank.output()
+    assert rank.output().endswith("threads 2\n")

@@ -1,0 +1,146 @@
+"""The elastic loader: the same samples for any number of ranks and workers, and a position that is three numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ganger.training.job import attach
+from ganger.training.loader import ElasticLoader
+from ganger.training.sampler import Slice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+class _Quiet:
+    """Listens to a loader; remembers nothing but what it is told."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.resumed = 0
+
+    def took_batch(self, samples: int, waited_nanoseconds: int) -> None:
+        self.samples += samples
+
+    def resumed_pass(self) -> None:
+        self.resumed += 1
+
+    def worker_hint(self) -> int | None:
+        return None
+
+
+def _loader(length: int, *, batch: int, rank: int = 0, world: int = 1, workers: int = 0, **rest: Any) -> ElasticLoader:
+    dataset = rest.pop("dataset", list(range(length)))
+    return ElasticLoader(
+        dataset,
+        global_batch=batch,
+        shuffle=True,
+        drop_last=rest.pop("drop_last", False),
+        rank=rank,
+        world=world,
+        seed=7,
+        number=0,
+        num_workers=workers,
+        options=rest,
+        events=_Quiet(),
+    )
+
+
+def _batches(loader: ElasticLoader) -> list[list[int]]:
+    return [sorted(batch.tolist()) for batch in loader]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 60), st.sampled_from([1, 2, 3, 4]), st.integers(1, 5), st.integers(0, 3))
+def test_each_global_batch_is_the_same_for_any_number_of_ranks(length: int, world: int, per: int, number: int) -> None:
+    batch = world * per * 12
+    alone = Slice(length, batch, 0, 1, True, False)
+    order = alone.order(7, number)
+    assert sorted(order) == list(range(length))
+    for index in range(alone.batches):
+        parts = [Slice(length, batch, rank, world, True, False).batch(order, index) for rank in range(world)]
+        assert len({len(part) for part in parts}) == 1, "ranks make equally many steps of equal size"
+        assert set().union(*parts) == set(alone.batch(order, index))
+
+
+def test_a_pass_gone_on_with_yields_exactly_what_was_left() -> None:
+    whole = _loader(50, batch=8)
+    passes = [_batches(whole), _batches(whole)]
+    assert passes[0] != passes[1]
+    for taken in range(8):
+        loader = _loader(50, batch=8)
+        loader.go_to({"pass": 0, "samples": taken * 8, "active": True})
+        assert _batches(loader) == passes[0][taken:]
+        assert _batches(loader) == passes[1]
+
+
+def test_the_position_counts_batches_taken_not_prefetched() -> None:
+    loader = _loader(64, batch=8, workers=2)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    assert loader.position() == {"pass": 0, "samples": 24, "active": True}
+
+
+def test_a_loop_left_early_is_followed_by_the_next_pass() -> None:
+    whole, loader = _loader(40, batch=8), _loader(40, batch=8)
+    passes = [_batches(whole), _batches(whole)]
+    for _ in loader:
+        break
+    assert _batches(loader) == passes[1]
+
+
+class _Augmented(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(()) + index
+
+
+def test_random_augmentation_in_workers_depends_neither_on_their_number_nor_on_a_restart() -> None:
+    one, three = ([batch.tolist() for batch in _loader(24, batch=4, workers=n, dataset=_Augmented())] for n in (1, 3))
+    assert one == three
+    loader = _loader(24, batch=4, workers=2, dataset=_Augmented())
+    loader.go_to({"pass": 0, "samples": 8, "active": True})
+    assert [batch.tolist() for batch in loader] == one[2:]
+
+
+def test_a_batch_that_does_not_divide_by_the_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of the number of ranks"):
+        Slice(10, 5, 0, 2, True, False)
+
+
+def test_a_position_inside_a_batch_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="end of an epoch"):
+        _loader(40, batch=16).go_to({"pass": 0, "samples": 8, "active": True})
+
+
+def test_iterating_a_loader_draws_nothing_from_the_script_s_generator() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    list(_loader(8, batch=2))
+    assert torch.rand(1) == expected
+
+
+def test_outside_ganger_every_call_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GANGER_PAGE", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    model = torch.nn.Linear(2, 2)
+    job = attach(model=model)
+    assert (job.managed, job.rank, job.world) == (False, 0, 1)
+    loader = job.dataloader(list(range(10)), global_batch=2)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert list(job.epochs(3)) == [0, 1, 2]
+    with job.no_suspend():
+        job.step(1.0)
+    job.safe_point()
+    generator = job.register("noise", torch.Generator())
+    assert isinstance(generator, torch.Generator)
+    assert job.step_count == 1
+    with pytest.raises(ValueError, match="registered already"):
+        job.register("noise", torch.Generator())
+    with pytest.raises(TypeError, match="no state_dict"):
+        job.register("number", 3)
