@@ -23,7 +23,13 @@ def merge(known: Point, heard: Point) -> Point:
     """The newer truth of one rank. Sequences of stops rise, so the ack of the higher one is the present one."""
     assert known.rank == heard.rank, "points of different ranks never merge"
     ack = max((known.ack_sequence, known.ack_step), (heard.ack_sequence, heard.ack_step))
-    return Point(known.rank, max(known.step, heard.step, ack[1]), ack[0], ack[1], known.done or heard.done)
+    return Point(
+        known.rank,
+        max(known.step, heard.step, known.ack_step, heard.ack_step),
+        ack[0],
+        ack[1],
+        known.done or heard.done,
+    )
 
 
 def merge_all(known: Mapping[int, Point], heard: Iterable[Point], own: frozenset[int]) -> dict[int, Point]:
@@ -34,11 +40,6 @@ def merge_all(known: Mapping[int, Point], heard: Iterable[Point], own: frozenset
             continue
         merged[point.rank] = merge(merged[point.rank], point)
     return merged
-
-
-def news(known: Mapping[int, Point], sent: Mapping[int, Point]) -> tuple[Point, ...]:
-    """Points that differ from what the other side was last sent, by rank."""
-    return tuple(known[rank] for rank in sorted(known) if sent.get(rank) != known[rank])
 
 
 def decided(points: Mapping[int, Point], stop_sequence: int) -> int | None:

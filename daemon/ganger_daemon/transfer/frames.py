@@ -89,6 +89,15 @@ def read_line(connection: socket.socket) -> bytes:
     return bytes(line)
 
 
+def limit_silence(connection: socket.socket, seconds: float) -> None:
+    """Lets one call wait so long. By the kernel's own limits and not by settimeout: a socket that Python polls returns
+    after every segment, one that blocks moves a whole frame in one call and without the interpreter's lock."""
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
 def send_frame(connection: socket.socket, view: memoryview) -> None:
     digest = xxhash.xxh3_64_intdigest(view) if len(view) else 0
     header = HEADER.pack(len(view), digest)
@@ -104,7 +113,7 @@ def send_frame(connection: socket.socket, view: memoryview) -> None:
 def receive_exactly(connection: socket.socket, view: memoryview) -> None:
     done = 0
     while done < len(view):
-        count = connection.recv_into(view[done:])
+        count = connection.recv_into(view[done:], 0, socket.MSG_WAITALL)
         if count == 0:
             raise StreamError("the other side closed the connection in the middle of a frame")
         done += count

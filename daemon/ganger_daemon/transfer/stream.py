@@ -24,6 +24,7 @@ from .frames import (
     FRAME_BYTES,
     StreamError,
     StreamRequest,
+    limit_silence,
     parse_line,
     parse_request,
     read_line,
@@ -133,11 +134,12 @@ class StreamServer:
             raise StreamError(f"offset {request.offset} lies beyond the image of {size} bytes", retry=False)
         fd = source.open_arena()
         try:
-            arena = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+            arena = mmap.mmap(fd, size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
         finally:
             os.close(fd)
         try:
             connection.sendall(json.dumps({"size": size}).encode() + b"\n")
+            limit_silence(connection, SOCKET_TIMEOUT_SECONDS)
             with memoryview(arena) as whole:
                 self._send(connection, source, whole, request.offset)
         finally:
@@ -271,8 +273,8 @@ def _fetch_once(
             if size > arena_bytes:
                 raise StreamError(f"the image of {size} bytes does not fit the arena of {arena_bytes}", retry=False)
             # filling may pause between two frames: at the source's boundary, on its device
-            connection.settimeout(SOCKET_TIMEOUT_SECONDS * 4)
-            with mmap.mmap(arena_fd, size) as arena, memoryview(arena) as whole:
+            limit_silence(connection, SOCKET_TIMEOUT_SECONDS * 4)
+            with mmap.mmap(arena_fd, size, mmap.MAP_SHARED | mmap.MAP_POPULATE) as arena, memoryview(arena) as whole:
                 while True:
                     with whole[offset:] as target:
                         length = receive_frame(connection, target)

@@ -31,7 +31,7 @@ from ganger_daemon.core import escalation
 from ganger_daemon.core import gang as core
 from ganger_daemon.core.leases import expired
 from ganger_daemon.core.orders import Intent, Outcome, OutcomeKind, Phase
-from ganger_daemon.core.relay import decided
+from ganger_daemon.core.relay import merge_all
 from ganger_daemon.failpoints import hit
 from ganger_daemon.host import Host
 from ganger_daemon.transfer.arrival import Arrival
@@ -408,7 +408,9 @@ class LocalGang:
         """Points from another daemon of this gang."""
         if self._reaped or not self.pages.mapped:
             return
-        self.pages.mirror(heard.points)
+        known = self.pages.points()
+        merged = merge_all(known, heard.points, frozenset(self.part.ranks))
+        self.pages.mirror(point for rank, point in merged.items() if point != known[rank])
         asked = bool(heard.agreement & CHECKPOINT_BIT) and heard.agreement > self.pages.checkpoint_sequence()
         if asked and not self.part.leads:
             self._request_checkpoint(heard.agreement & ~CHECKPOINT_BIT)
@@ -685,12 +687,6 @@ class LocalGang:
         self._look = look
         self._iteration = iteration_seconds(rate) or self._iteration
         return look, rate.steps_per_second, rate.data_wait_share
-
-    def stop_point(self) -> int | None:
-        """K of the present stop, once it can be known here."""
-        if not self.wanted.stop_sequence or not self.pages.mapped:
-            return None
-        return decided(self.pages.points(), self.wanted.stop_sequence)
 
     def _write_local(self) -> None:
         fields = {

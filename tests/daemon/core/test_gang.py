@@ -1,0 +1,139 @@
+"""One gang's local part: which phase follows from which facts."""
+
+from __future__ import annotations
+
+import pytest
+from ganger_daemon.core import gang as core
+from ganger_daemon.core.gang import Exit, Gang, Rank, RankState, Todo, judge
+from ganger_daemon.core.orders import Intent, Level, OrderKey, OutcomeKind, Phase, Wanted
+from hypothesis import given
+from hypothesis import strategies as st
+
+RUN = Wanted("u", OrderKey(1, 5), Intent.RUN)
+PAUSE = Wanted("u", OrderKey(1, 5), Intent.PARK, Level.PAUSE, 5)
+OFFLOAD = Wanted("u", OrderKey(1, 5), Intent.PARK, Level.OFFLOAD, 5)
+SAVE = Wanted("u", OrderKey(1, 5), Intent.PARK, Level.CHECKPOINT, 5)
+HAND = Wanted("u", OrderKey(1, 5), Intent.HAND_OVER, Level.NONE, 5)
+PREPARE = Wanted("u", OrderKey(1, 5), Intent.PREPARE, moves_in=True)
+STOP = Wanted("u", OrderKey(1, 5), Intent.STOP)
+
+RUNNING = Rank(0, state=RankState.RUNNING, hello=True, first_step=True)
+
+
+def resting(rank: int, state: RankState, step: int, sequence: int = 5) -> Rank:
+    return Rank(rank, state=state, hello=True, reached_sequence=sequence, reached_step=step)
+
+
+def ended(rank: int, code: int = 0, signal: int = 0, known: bool = True, at: float = 0.0) -> Rank:
+    return Rank(rank, hello=True, exit=Exit(code, signal, known, at))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "phase"),
+    [
+        (RUN, (RUNNING,), Phase.RUNNING),
+        (RUN, (RUNNING, Rank(1, hello=True)), Phase.STARTING),
+        (RUN, (RUNNING, Rank(1, opaque=True)), Phase.RUNNING),
+        (PAUSE, (resting(0, RankState.PAUSED, 7), resting(1, RankState.PAUSED, 7)), Phase.PARKED),
+        (PAUSE, (resting(0, RankState.PAUSED, 7), resting(1, RankState.PAUSED, 8)), Phase.STOPPING),
+        (PAUSE, (resting(0, RankState.PAUSED, 7), resting(1, RankState.WAITING, 7)), Phase.STOPPING),
+        (PAUSE, (resting(0, RankState.PAUSED, 7, sequence=4),), Phase.STOPPING),
+        (OFFLOAD, (resting(0, RankState.OFFLOADED, 7),), Phase.STOPPING),
+        (HAND, (resting(0, RankState.HANDED_OVER, 7),), Phase.PARKED),
+        (PREPARE, (Rank(0, state=RankState.RESTORING, hello=True),), Phase.PREPARED),
+        (PREPARE, (Rank(0),), Phase.STARTING),
+        (PREPARE, (Rank(0, state=RankState.READY, hello=True),), Phase.READY),
+        (RUN, (ended(0), ended(1)), Phase.ENDED),
+        (RUN, (ended(0), RUNNING), Phase.RUNNING),
+        (RUN, (ended(0, code=1), RUNNING), Phase.STOPPING),
+    ],
+)
+def test_phase_follows_from_pages_and_exits(wanted: Wanted, ranks: tuple[Rank, ...], phase: Phase) -> None:
+    assert judge(Gang(wanted, ranks, launched=True), 1.0).phase is phase
+
+
+def test_offload_is_parked_only_when_the_memory_was_seen_free() -> None:
+    ranks = (resting(0, RankState.OFFLOADED, 7),)
+    assert judge(Gang(OFFLOAD, ranks, launched=True), 1.0).todo == (Todo.VERIFY_MEMORY,)
+    parked = judge(Gang(OFFLOAD, ranks, launched=True, memory_freed=True), 1.0)
+    assert (parked.phase, parked.level, parked.stop_step) == (Phase.PARKED, Level.OFFLOAD, 7)
+
+
+def test_a_checkpoint_is_parked_only_when_it_is_published() -> None:
+    ranks = (ended(0, code=75), ended(1, code=75))
+    assert judge(Gang(SAVE, ranks, launched=True), 1.0).phase is Phase.STOPPING
+    parked = judge(Gang(SAVE, ranks, launched=True, published_step=9), 1.0)
+    assert (parked.phase, parked.level, parked.stop_step) == (Phase.PARKED, Level.CHECKPOINT, 9)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "more", "kind"),
+    [
+        (RUN, (ended(0), ended(1)), {}, OutcomeKind.DONE),
+        (RUN, (ended(0, code=3), ended(1, signal=15)), {}, OutcomeKind.FAILED),
+        (RUN, (ended(0, signal=9),), {"out_of_memory": True}, OutcomeKind.OUT_OF_MEMORY),
+        (RUN, (ended(0, signal=9),), {}, OutcomeKind.FAILED),
+        (RUN, (ended(0, known=False),), {}, OutcomeKind.UNKNOWN),
+        (RUN, (ended(0, code=76),), {}, OutcomeKind.FENCED),
+        (RUN, (ended(0, code=75),), {}, OutcomeKind.YIELDED),
+        (STOP, (ended(0, signal=15),), {"stop_signalled": True}, OutcomeKind.STOPPED),
+        (PAUSE, (ended(0, signal=15),), {"escalated": True}, OutcomeKind.ESCALATED),
+    ],
+)
+def test_the_outcome_names_how_it_ended(
+    wanted: Wanted, ranks: tuple[Rank, ...], more: dict[str, bool], kind: OutcomeKind
+) -> None:
+    found = judge(Gang(wanted, ranks, launched=True, **more), 1.0)  # type: ignore[arg-type]
+    assert found.outcome is not None
+    assert found.outcome.kind is kind
+
+
+def test_the_rank_that_failed_first_is_named() -> None:
+    ranks = (ended(0, signal=15, at=2.0), ended(1, code=3, at=1.0))
+    outcome = core.settle(Gang(RUN, ranks, launched=True))
+    assert (outcome.rank, outcome.exit_code) == (1, 3)
+
+
+def test_a_gang_that_is_not_launched_is_launched_unless_it_is_to_stop() -> None:
+    assert judge(Gang(RUN), 1.0).todo == (Todo.LAUNCH,)
+    assert judge(Gang(STOP), 1.0).phase is Phase.ENDED
+
+
+def test_a_rank_that_rests_at_another_level_is_not_disobedient() -> None:
+    assert not core.is_disobedient(Gang(OFFLOAD, (resting(0, RankState.PAUSED, 7),), launched=True))
+    assert core.is_disobedient(Gang(OFFLOAD, (RUNNING,), launched=True))
+
+
+RANKS = st.lists(
+    st.builds(
+        Rank,
+        rank=st.integers(0, 3),
+        state=st.integers(0, 12),
+        phase=st.integers(0, 7),
+        reached_sequence=st.integers(0, 9),
+        reached_step=st.integers(0, 3),
+        first_step=st.booleans(),
+        hello=st.booleans(),
+        opaque=st.booleans(),
+        exit=st.none() | st.builds(Exit, st.integers(0, 80), st.sampled_from([0, 9, 15]), st.booleans()),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(st.sampled_from([RUN, PAUSE, OFFLOAD, SAVE, HAND, PREPARE, STOP]), RANKS, st.booleans(), st.none() | st.just(3))
+def test_parked_is_never_claimed_unless_all_ranks_agree(
+    wanted: Wanted, ranks: list[Rank], freed: bool, published: int | None
+) -> None:
+    found = judge(Gang(wanted, tuple(ranks), launched=True, memory_freed=freed, published_step=published), 1.0)
+    assert (found.phase is Phase.ENDED) == (found.outcome is not None and found.phase is not Phase.PARKED)
+    if found.phase is Phase.PARKED:
+        live = [rank for rank in ranks if rank.exit is None]
+        assert len({rank.reached_step for rank in live}) <= 1
+        assert all(rank.reached_sequence >= 5 for rank in live)
+        if found.level is Level.CHECKPOINT:
+            assert not live
+            assert published is not None
+        if wanted is OFFLOAD:
+            assert freed

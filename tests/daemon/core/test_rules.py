@@ -1,0 +1,134 @@
+"""The small rules: escalation, relay, leases, retune, offload, checkpoints that may go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ganger_daemon.checkpoints.collect import surplus
+from ganger_daemon.checkpoints.layout import CheckpointName
+from ganger_daemon.checkpoints.publish import Gathering, Shard
+from ganger_daemon.checkpoints.schedule import Schedule, asked, due
+from ganger_daemon.control.offload import compare
+from ganger_daemon.control.rates import Look, rate_between
+from ganger_daemon.control.retune import Retune, RetuneStep
+from ganger_daemon.core import escalation
+from ganger_daemon.core.escalation import Rung
+from ganger_daemon.core.leases import expired, lease_until
+from ganger_daemon.core.relay import Point, decided, merge, merge_all
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def rungs(ladder: escalation.Ladder, until: float) -> list[tuple[float, Rung]]:
+    seen, now = [], 0.0
+    while now <= until:
+        climbed = escalation.climb(ladder, now)
+        if climbed is not ladder:
+            seen.append((now, climbed.rung))
+            ladder = climbed
+        now += 1.0
+    return seen
+
+
+def test_an_order_climbs_from_dump_to_kill() -> None:
+    ladder = escalation.begin(0.0, 0.1, grace=10.0)
+    assert rungs(ladder, 200.0) == [(30.0, Rung.DUMP), (60.0, Rung.TERMINATE), (70.0, Rung.KILL)]
+
+
+def test_long_iterations_get_two_of_themselves() -> None:
+    assert rungs(escalation.begin(0.0, 50.0, grace=5.0), 300.0)[0] == (100.0, Rung.DUMP)
+
+
+def test_a_stop_begins_with_the_signal_and_ends_with_the_kill() -> None:
+    assert rungs(escalation.begin_stop(0.0, 7.0), 50.0) == [(7.0, Rung.KILL)]
+
+
+def test_evaluation_moves_the_clock_but_not_for_ever() -> None:
+    ladder = escalation.extend(escalation.begin(0.0, 0.0, 5.0), 100.0)
+    assert rungs(ladder, 400.0)[0] == (130.0, Rung.DUMP)
+    endless = escalation.extend(ladder, 1e9)
+    assert endless.extended == escalation.EXTENSION_SECONDS
+
+
+POINTS = st.builds(
+    Point,
+    rank=st.just(0),
+    step=st.integers(0, 50),
+    ack_sequence=st.integers(0, 3),
+    ack_step=st.integers(0, 50),
+    done=st.booleans(),
+)
+
+
+@given(POINTS, POINTS, POINTS)
+def test_merging_points_needs_no_order_and_never_goes_back(a: Point, b: Point, c: Point) -> None:
+    assert merge(merge(a, b), c) == merge(a, merge(b, c))
+    assert merge(a, b) == merge(b, a)
+    both = merge(a, b)
+    assert both.step >= max(a.step, b.step)
+    assert merge(both, a) == both
+
+
+def test_nobody_tells_us_about_our_own_ranks_or_unknown_ones() -> None:
+    known = {0: Point(0, 5), 1: Point(1, 3)}
+    merged = merge_all(known, [Point(0, 99), Point(1, 4), Point(7, 1)], frozenset({0}))
+    assert merged == {0: Point(0, 5), 1: Point(1, 4)}
+
+
+def test_the_stop_is_decided_when_all_have_acked() -> None:
+    points = {0: Point(0, 9, 4, 8), 1: Point(1, 7)}
+    assert decided(points, 4) is None
+    assert decided({**points, 1: Point(1, 7, 4, 7)}, 4) == 9
+    assert decided({**points, 1: Point(1, 20, done=True)}, 4) == 21
+    assert decided({0: Point(0, 9, 4, 8)}, 4) == 8
+
+
+def test_a_lease_counts_from_the_sending_and_never_means_never() -> None:
+    assert lease_until(1_000, 2.0) == 2_000_001_000
+    assert lease_until(1_000, None) == 0
+    assert not expired(0, 10**20)
+    assert expired(10, 11)
+
+
+def test_shrinking_tells_first_and_growing_pins_first() -> None:
+    assert Retune(4, 2).steps() == (RetuneStep.TELL, RetuneStep.WAIT, RetuneStep.PIN)
+    assert Retune(2, 4).steps() == (RetuneStep.PIN, RetuneStep.TELL)
+    assert Retune(2, 2).steps() == (RetuneStep.PIN,)
+
+
+def test_memory_counts_as_free_when_nearly_all_of_it_was_seen_to_go() -> None:
+    assert compare({1: 400 << 20}, {1: 90 << 20}, 310 << 20).enough
+    assert not compare({1: 400 << 20}, {1: 300 << 20}, 310 << 20).enough
+    assert not compare({1: 400 << 20}, {1: -1}, 310 << 20).enough
+
+
+def test_rates_are_means_and_a_restart_counts_as_nothing() -> None:
+    early, late = Look(10.0, 100, 0, 0), Look(12.0, 150, 0, 1_000_000_000)
+    assert rate_between(early, late).steps_per_second == 25.0
+    assert rate_between(early, late).data_wait_share == 0.5
+    assert rate_between(late, replace(early, time_seconds=20.0)).steps_per_second == 0.0
+    assert rate_between(None, late).steps_per_second == 0.0
+
+
+def test_the_two_newest_checkpoints_and_the_pinned_stay() -> None:
+    names = [CheckpointName(step, 1) for step in (10, 20, 30, 40)]
+    assert surplus(names) == (names[0], names[1])
+    assert surplus(names, pinned=[names[0]]) == (names[1],)
+    assert surplus(names[:2]) == ()
+
+
+def test_shards_of_another_step_begin_a_gathering_afresh() -> None:
+    gathering = Gathering(2, 10).add(10, (Shard(0, "a", 1, "x:1"),))
+    assert not gathering.complete
+    assert gathering.add(9, (Shard(1, "b", 1, "x:2"),)) == gathering
+    assert not gathering.add(11, (Shard(1, "b", 1, "x:2"),)).complete
+    assert gathering.add(10, (Shard(1, "b", 1, "x:2"),)).complete
+
+
+def test_a_checkpoint_is_due_by_time_or_by_request_once() -> None:
+    schedule = Schedule(100.0)
+    assert not due(schedule, 150.0, 60.0, 0)
+    assert due(schedule, 160.0, 60.0, 0)
+    assert not due(schedule, 1e9, 0.0, 0)
+    assert due(schedule, 101.0, 0.0, 1)
+    assert not due(asked(schedule, 101.0, 1), 102.0, 0.0, 1)

@@ -1,0 +1,69 @@
+"""One log stream per rank: offsets go on across epochs, and what is missing is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ganger_daemon.logs import LogStore
+
+
+def write(store: LogStore, epoch: int, text: str) -> Path:
+    path = store.begin("job", 0, epoch)
+    with open(path, "a") as file:
+        file.write(text)
+    return path
+
+
+def text_of(store: LogStore, offset: int = 0) -> str:
+    return b"".join(chunk.data for chunk in store.read("job", 0, offset)).decode()
+
+
+def test_segments_of_several_epochs_read_as_one_stream(tmp_path: Path) -> None:
+    store = LogStore(tmp_path / "here")
+    write(store, 1, "one\n")
+    write(store, 5, "two\n")
+    assert text_of(store) == "one\ntwo\n"
+    assert text_of(store, 2) == "e\ntwo\n"
+    assert text_of(store, 4) == "two\n"
+    assert store.end("job", 0) == 8
+
+
+def test_another_node_reads_what_was_sealed_from_storage(tmp_path: Path) -> None:
+    storage = tmp_path / "storage"
+    storage.mkdir()
+    first, second = LogStore(tmp_path / "a", storage), LogStore(tmp_path / "b", storage)
+    write(first, 1, "from a\n")
+    first.mirror("job", 0, 1, sealed=True)
+    write(second, 2, "from b\n")
+    assert text_of(second) == "from a\nfrom b\n"
+    first.forget("job")
+    assert not first.segment_path("job", 0, 1).exists()
+    assert text_of(first).startswith("from a\n")
+
+
+def test_the_tail_a_lost_node_had_not_copied_is_reported_as_lost(tmp_path: Path) -> None:
+    storage = tmp_path / "storage"
+    storage.mkdir()
+    lost, other = LogStore(tmp_path / "a", storage), LogStore(tmp_path / "b", storage)
+    path = write(lost, 1, "copied\n")
+    lost.mirror("job", 0, 1)
+    (storage / "job" / "logs" / path.name).write_text("copi")
+    write(other, 2, "next\n")
+    chunks = list(other.read("job", 0, 0))
+    assert [(chunk.data, chunk.lost_bytes) for chunk in chunks] == [(b"copi", 0), (b"next\n", 3)]
+    assert chunks[1].offset == 7
+
+
+def test_a_segment_over_its_limit_loses_its_oldest_bytes_and_says_how_many(tmp_path: Path) -> None:
+    store = LogStore(tmp_path / "here", limit_bytes=64 << 10)
+    write(store, 1, "".join(f"{number:015d}\n" for number in range(8192)))
+    store.mirror("job", 0, 1)
+    chunks = list(store.read("job", 0, 0))
+    dropped = chunks[0].lost_bytes
+    assert dropped == chunks[0].offset > 0
+    assert dropped + sum(len(chunk.data) for chunk in chunks) == 8192 * 16 == store.end("job", 0)
+    assert chunks[0].data.startswith(f"{dropped // 16:015d}".encode())
+
+
+def test_a_log_nobody_knows_has_no_segments(tmp_path: Path) -> None:
+    assert LogStore(tmp_path).segments("job", 0) == ()
