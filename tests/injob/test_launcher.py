@@ -521,6 +521,20 @@ def test_idle_launcher_ends_by_itself() -> None:
         shutil.rmtree(directory)
 
 
+def test_launcher_whose_socket_is_gone_ends_when_its_last_rank_has(mortal: Place) -> None:
+    launch = mortal.launch(["/bin/sh", "-c", "read line < go; exit 0"])
+    os.mkfifo(os.path.join(launch["cwd"], "go"))
+    mortal.fork(launch)
+    with Launcher(mortal.socket) as launcher:
+        info = launcher.info()
+    os.unlink(mortal.socket)
+    with open(os.path.join(launch["cwd"], "go"), "w") as go:
+        go.write("\n")
+    assert _ended(launch)["code"] == 0
+    eventually(lambda: start_ticks(info["pid"]) != info["start_ticks"], what="the launcher's end")
+    mortal.start()
+
+
 def test_interpreter_that_cannot_run_a_launcher_is_named(tmp_path: Path) -> None:
     with pytest.raises(LauncherError, match="/bin/false runs no launcher"):
         start_launcher(

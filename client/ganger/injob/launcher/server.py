@@ -26,6 +26,7 @@ from ganger.injob.launcher.store import serve_store
 
 _REQUEST_LIMIT = 4 << 20  # bytes of one request: an environment and an argument vector fit many times over
 _RETRY_SECONDS = 1.0
+_LOOK_SECONDS = 2.0
 
 
 class ChildTask(BaseException):
@@ -74,14 +75,16 @@ class Server:
         """Serve until idle for long enough. Raises ChildTask in forked children."""
         busy_at = time.monotonic()
         while not self._stopping:
-            for key, _ in self._selector.select(_RETRY_SECONDS if self._unrecorded else min(10.0, self._idle_seconds)):
+            for key, _ in self._selector.select(
+                _RETRY_SECONDS if self._unrecorded else min(_LOOK_SECONDS, self._idle_seconds)
+            ):
                 if key.fd in self._selector.get_map():  # an earlier one of this round may have ended it
                     key.data()
             self._record_again()
             if self._children or self._callers or self._unrecorded:
                 busy_at = time.monotonic()
-            elif time.monotonic() - busy_at >= self._idle_seconds:
-                break
+            elif time.monotonic() - busy_at >= self._idle_seconds or not os.path.exists(self._path):
+                break  # without its socket nobody could reach it any more
         try:
             os.unlink(self._path)
         except FileNotFoundError:
