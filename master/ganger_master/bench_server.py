@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import grpc
-
 from ganger.resources.values import Claim, ConfigurationSet, DeviceGroup, Level, Role, Socket, TaskShape
 from ganger.v1 import job_pb2, job_service_pb2, scheduling_pb2
+
 from ganger_master.app import Master
 from ganger_master.config import Config
 from ganger_master.core import commands
@@ -84,7 +84,10 @@ async def _fill(master: Master, nodes: int, jobs: int) -> None:
     for start in range(0, nodes, _AT_ONCE):
         part = names[start : start + _AT_ONCE]
         opened = await master.writer.submit_all(
-            [commands.OpenSession(name, f"machine-{name}", configuration_set(), rack=f"r{int(name[1:]) // 32}") for name in part]
+            [
+                commands.OpenSession(name, f"machine-{name}", configuration_set(), rack=f"r{int(name[1:]) // 32}")
+                for name in part
+            ]
         )
         sessions = [answer for answer in opened if isinstance(answer, SessionAnswer)]
         _expect_none_refused(opened)
@@ -93,6 +96,7 @@ async def _fill(master: Master, nodes: int, jobs: int) -> None:
                 [commands.Observe(answer.node, answer.session, 1, 0, storage_proved=True) for answer in sessions]
             )
         )
+
 
 def _expect_none_refused(answers: Sequence[object]) -> None:
     refused = next((answer for answer in answers if isinstance(answer, Refused)), None)

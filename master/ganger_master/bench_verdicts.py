@@ -19,14 +19,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import grpc.aio
-
 from ganger.resources.values import Claim, GangShape
 from ganger.resources.view import View
 from ganger.v1 import scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire import convert, names
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint
+
 from ganger_master import bench_server
 from ganger_master.approval.verdicts import Approved, approve
 
@@ -46,11 +45,14 @@ _START_SECONDS: Final = 300.0
 def main(nodes: int = NODES, rounds: int = ROUNDS) -> Mapping[str, Any]:
     """Figures, limits and samples; smaller arguments make a quick trial."""
     total = rounds * (UNARY_PER_ROUND + BATCHED_PER_ROUND) + UNARY_PER_ROUND
-    with tempfile.TemporaryDirectory(prefix="ganger-bench-") as directory, serving(Path(directory), nodes, total) as endpoint:
+    with (
+        tempfile.TemporaryDirectory(prefix="ganger-bench-") as directory,
+        serving(Path(directory), nodes, total) as endpoint,
+    ):
         figures, samples = asyncio.run(_measure(endpoint, nodes, rounds))
     approver = approver_seconds(nodes)
     figures["approver_p50_ms"] = 1e3 * statistics.median(approver)
-    figures["approver_p99_ms"] = 1e3 * _percentile(approver, 0.99)
+    figures["approver_p99_ms"] = 1e3 * percentile(approver, 0.99)
     samples += [{"path": "approver", "seconds": seconds} for seconds in approver]
     limits = {
         "unary_over_empty": {"min": 0.8},
@@ -101,7 +103,9 @@ class Placer:
             return tuple(bench_server.claim(f"n{number:05}", mask) for number, mask in enumerate(masks))
         claims = []
         while size:
-            if self._used == bench_server.DEVICES or (size > 1 and self._used and size > bench_server.DEVICES - self._used):
+            if self._used == bench_server.DEVICES or (
+                size > 1 and self._used and size > bench_server.DEVICES - self._used
+            ):
                 self._node, self._used = self._node + 1, 0
             part = min(size, bench_server.DEVICES - self._used)
             claims.append(bench_server.claim(f"n{self._node % self._nodes:05}", ((1 << part) - 1) << self._used))
@@ -150,9 +154,7 @@ def _requests(placer: Placer, first: int, count: int) -> list[scheduling_pb2.Gan
             revision=1,
             mode=scheduling_pb2.GangRequest.MODE_EXCLUSIVE,
             candidates=[
-                scheduling_pb2.Candidate(
-                    claims=convert.claims_to_wire(placer.claims(bench_server.size_of(number)))
-                )
+                scheduling_pb2.Candidate(claims=convert.claims_to_wire(placer.claims(bench_server.size_of(number))))
             ],
         )
         for number in range(first, first + count)
@@ -214,7 +216,7 @@ async def _measure(endpoint: Endpoint, nodes: int, rounds: int) -> tuple[dict[st
         "unary_per_second": statistics.median(rates["unary"]),
         "batched_per_second": statistics.median(rates["batched"]),
         "unary_p50_ms": 1e3 * statistics.median(latencies),
-        "unary_p99_ms": 1e3 * _percentile(latencies, 0.99),
+        "unary_p99_ms": 1e3 * percentile(latencies, 0.99),
     }
     return figures, samples
 
@@ -244,7 +246,8 @@ async def _batched(
 ) -> tuple[float, int]:
     """Seconds, and how many were approved; a few messages of many requests are on their way at once."""
     messages = [
-        scheduling_pb2.GangRequests(requests=requests[start : start + BATCH]) for start in range(0, len(requests), BATCH)
+        scheduling_pb2.GangRequests(requests=requests[start : start + BATCH])
+        for start in range(0, len(requests), BATCH)
     ]
     room = asyncio.Semaphore(BATCHES_IN_FLIGHT)
 
@@ -262,6 +265,6 @@ async def _batched(
     return time.perf_counter() - began, approved
 
 
-def _percentile(values: Sequence[float], share: float) -> float:
+def percentile(values: Sequence[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc.aio
-
 from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
 from ganger.resources.values import ConfigurationSet, Socket
 from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, node_pb2_grpc, resources_pb2, scheduling_pb2_grpc
@@ -66,7 +65,9 @@ async def serving(directory: Path, store: Store | None = None, **more: object) -
 
 
 def spec_of(gpus: int = 1, name: str = "test", **more: object) -> job_pb2.JobSpec:
-    role = resources_pb2.Role(name="worker", tasks=gpus, shape=resources_pb2.TaskShape(gpus=1, millicores=2000, memory_bytes=1 << 30))
+    role = resources_pb2.Role(
+        name="worker", tasks=gpus, shape=resources_pb2.TaskShape(gpus=1, millicores=2000, memory_bytes=1 << 30)
+    )
     return job_pb2.JobSpec(
         display_name=name,
         command=["python", "train.py"],

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-
 from ganger.agent.v1 import agent_pb2
 from ganger.v1 import job_pb2, job_service_pb2, node_pb2, resources_pb2, scheduling_pb2
 from ganger.wire.errors import from_rpc_error

@@ -9,7 +9,6 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-
 from ganger.v1 import job_pb2, job_service_pb2, node_pb2
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint
@@ -126,7 +125,9 @@ def test_names_that_are_none_and_jobs_that_are_not_there_are_told_apart(tmp_path
             get = served.jobs.GetJob
             assert await reason(get(job_service_pb2.GetJobRequest(name="jobs/99"))) == "JOB_NOT_FOUND"
             assert await reason(get(job_service_pb2.GetJobRequest(name="../etc"))) == "NAME_INVALID"
-            assert await reason(served.jobs.ResumeJob(job_service_pb2.ResumeJobRequest(name="jobs/9"))) == "JOB_NOT_FOUND"
+            assert (
+                await reason(served.jobs.ResumeJob(job_service_pb2.ResumeJobRequest(name="jobs/9"))) == "JOB_NOT_FOUND"
+            )
             drain = served.nodes.DrainNode(node_pb2.DrainNodeRequest(name="nodes/n9", reason="x"))
             assert await reason(drain) == "NODE_NOT_FOUND"
 

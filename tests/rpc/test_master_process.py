@@ -13,7 +13,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-
 from ganger.v1 import job_service_pb2, job_service_pb2_grpc
 from ganger.wire.channels import open_channel
 from ganger.wire.endpoints import read_endpoint

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-
 from ganger_master.runtime import failpoints
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from ganger.wire.endpoints import read_endpoint
 from ganger_master.runtime.state_directory import StartError, StateDirectory, storage_token
 

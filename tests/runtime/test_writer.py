@@ -8,7 +8,6 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-
 from ganger.resources.values import Role, TaskShape
 from ganger.wire.errors import Internal, NotReady
 from ganger_master.core import machine
