@@ -13,6 +13,7 @@ import pytest
 from ganger.cli import cluster
 from ganger.cli.cluster import Settings, Started, programs, start_ticks
 from ganger.cli.failures import CommandError
+from ganger.cli.main import run
 from ganger.client import Client
 from ganger.wire.endpoints import EndpointError
 from ganger.wire.errors import ApiError
@@ -63,6 +64,20 @@ def test_a_program_that_will_not_start_is_told_with_its_log(tmp_path: Path) -> N
     finally:
         supervisor.stop()
     assert not (tmp_path / "up.json").exists()
+
+
+def test_what_an_earlier_run_logged_is_not_told_again(tmp_path: Path) -> None:
+    path = tmp_path / "n1.log"
+    path.write_text("old\nnew\nlast\n")
+    assert cluster.tail(path, after=4) == "  new\n  last"
+    assert cluster.tail(path, lines=1) == "  last"
+    assert "no log" in cluster.tail(tmp_path / "none.log")
+
+
+def test_a_state_directory_that_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert run(["up", "--state-dir", str(tmp_path / "file" / "x")]) == 4
+    assert f"{tmp_path}/file/x: not a directory" in capsys.readouterr().err
 
 
 @pytest.mark.system

@@ -109,6 +109,8 @@ class Supervisor:
         self._programs = programs(settings, run_directory_for(settings.state_directory))
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._starts: dict[str, list[float]] = {}
+        # Where in its log a program's present run begins.
+        self._log_starts: dict[str, int] = {}
 
     def start(self) -> None:
         directory = self._settings.state_directory
@@ -129,7 +131,7 @@ class Supervisor:
             now = time.monotonic()
             recent = [each for each in self._starts[program.name] if now - each < _RESTART_WINDOW_SECONDS]
             if len(recent) > _MAX_RESTARTS:
-                raise CommandError(f"{program.name} died {len(recent)} times in a minute:\n{tail(program.log)}")
+                raise CommandError(f"{program.name} died {len(recent)} times in a minute:\n{self._told(program)}")
             self._say(f"{program.name} ended ({describe(code)}); starting it again")
             self._starts[program.name] = recent
             self._start(program)
@@ -140,7 +142,7 @@ class Supervisor:
         for program in self._programs:
             code = self._running[program.name].poll()
             if code is not None:
-                raise CommandError(f"{program.name} ended at once ({describe(code)}):\n{tail(program.log)}")
+                raise CommandError(f"{program.name} ended at once ({describe(code)}):\n{self._told(program)}")
 
     def stop(self) -> None:
         """Daemons first, so that the master still learns what they report."""
@@ -162,7 +164,11 @@ class Supervisor:
     def _start(self, program: Program) -> None:
         self._starts.setdefault(program.name, []).append(time.monotonic())
         with program.log.open("ab") as log:
+            self._log_starts[program.name] = log.tell()
             self._running[program.name] = _spawn(program.arguments, log)
+
+    def _told(self, program: Program) -> str:
+        return tail(program.log, after=self._log_starts[program.name])
 
     def _write(self, is_ready: bool) -> None:
         started = [Started("up", os.getpid(), start_ticks(os.getpid()) or 0)]
@@ -266,11 +272,11 @@ def wait_until_ready(settings: Settings, check_alive: Callable[[], None], timeou
     )
 
 
-def tail(path: Path, lines: int = 15) -> str:
-    """The last lines of a log, indented."""
+def tail(path: Path, lines: int = 15, after: int = 0) -> str:
+    """The last lines of a log, from the byte `after` on, indented."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 8_192))
+            file.seek(max(after, path.stat().st_size - 8_192))
             text = file.read().decode(errors="replace")
     except OSError:
         return f"  (no log at {path})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -50,6 +51,10 @@ def report(error: BaseException) -> int:
         # The reader (head, less) has had enough. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.OK
+    if isinstance(error, OSError) and error.strerror and (error.filename or error.errno == errno.ENOSPC):
+        # The machine's state, not our bug: a directory that is a file, a disk that is full, missing rights.
+        _say(f"{error.filename or 'the disk'}: {error.strerror.lower()}")
+        return Exit.NOT_PERMITTED if isinstance(error, PermissionError) else Exit.REFUSED
     if isinstance(error, CommandError):
         _say(str(error))
         return error.code

@@ -98,6 +98,7 @@ def _role(role: object) -> str:
 def _wants(job: Job) -> str:
     from ganger.cli.job_lines import locality_text
     from ganger.units import format_duration
+    from ganger.v1.resources_pb2 import LEVEL_CLUSTER
     from ganger.wire import times
 
     spec, locality, parts = job.spec, job.spec.locality, []
@@ -107,7 +108,7 @@ def _wants(job: Job) -> str:
         parts.append(f"{spec.nodes} nodes")
     if locality.wish:
         parts.append(f"{locality_text(locality.wish)} within {format_duration(times.seconds(locality.patience))}")
-    if locality.widest:
+    if locality.widest not in (0, LEVEL_CLUSTER):
         parts.append(f"at most {locality_text(locality.widest)} apart")
     if spec.priority:
         parts.append(f"priority {spec.priority}")

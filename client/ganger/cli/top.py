@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -82,7 +83,7 @@ def _job_row(job: object) -> tuple[str, ...]:
         job_lines.elapsed(job),
         str(progress.step or ""),
         f"{progress.steps_per_second:.3g}" if progress.steps_per_second else "",
-        f"{progress.loss:.4g}" if progress.step else "",
+        f"{progress.loss:.4g}" if progress.loss and math.isfinite(progress.loss) else "",
         f"{progress.data_wait_share:.0%}" if progress.step else "",
         job_lines.note(job),
     )

@@ -11,7 +11,6 @@ from typing import Any
 
 from ganger.cli.demonstration.trial import Action, Outcome
 
-
 WIDTH = 150
 
 
