@@ -23,7 +23,7 @@ from rpc.kit import Served, Speaker, serving, spec_of
 
 pytestmark = pytest.mark.system
 
-WAIT_SECONDS = 15.0
+WAIT_SECONDS = 30.0
 
 
 def on_a_master(tmp_path: Path, story: Callable[[Served], Coroutine[Any, Any, None]], nodes: int = 2) -> None:

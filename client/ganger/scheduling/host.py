@@ -22,6 +22,7 @@ import grpc
 import grpc.aio
 
 from ganger.placement.candidates import candidates
+from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import GangShape, Role, TaskShape
 from ganger.scheduling.default import DefaultScheduler
 from ganger.scheduling.mirror import Mirror
@@ -39,6 +40,8 @@ _BACKOFF_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 _HEALTHY_SECONDS = 5.0
 # Schedulers keep what they learnt of a job between its turns; the one not asked for longest is forgotten first.
 _SCHEDULERS_KEPT = 4096
+# A claim that does not add up never will; twice is no accident, and each time costs the job seconds.
+_MISTAKES_ALLOWED = 2
 _WARM_UP = GangShape((Role("worker", 2, TaskShape(1)),))
 _FINAL = frozenset({job_pb2.Job.STATE_SUCCEEDED, job_pb2.Job.STATE_FAILED, job_pb2.Job.STATE_CANCELLED})
 
@@ -63,6 +66,8 @@ class Host:
         self._name = name or f"{'run' if jobs else 'default'}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._schedulers: OrderedDict[str, JobScheduler] = OrderedDict()
         self._open_jobs = set(jobs)
+        self._mistakes = 0
+        self._given_up = asyncio.Event()
         self._turns: set[asyncio.Task[None]] = set()
         self.mirror = Mirror()
 
@@ -70,7 +75,7 @@ class Host:
         """Connects, serves, and starts over with growing pauses when the master is away."""
         attempt = 0
         loop = asyncio.get_running_loop()
-        while self._open_jobs or not self._jobs:
+        while self._is_needed():
             started = loop.time()
             try:
                 await self._serve()
@@ -79,8 +84,11 @@ class Host:
                     raise from_rpc_error(error) from error
                 log.info("master is away", extra={"reason": _why(error)})
             attempt = 0 if loop.time() - started > _HEALTHY_SECONDS else attempt + 1
-            if self._open_jobs or not self._jobs:
+            if self._is_needed():
                 await asyncio.sleep(_BACKOFF_SECONDS[min(attempt, len(_BACKOFF_SECONDS) - 1)])
+
+    def _is_needed(self) -> bool:
+        return not self._jobs or (bool(self._open_jobs) and not self._given_up.is_set())
 
     async def _serve(self) -> None:
         """One connection, until a stream breaks or all jobs have ended."""
@@ -91,7 +99,7 @@ class Host:
             parts: list[Coroutine[Any, Any, None]] = [self._watch_view(scheduling), self._watch_turns(scheduling)]
             parts += [self._watch_job(channel, job, stop) for job in self._open_jobs]
             if self._jobs:
-                parts.append(_until(stop))
+                parts += [_until(stop), _until(self._given_up)]
             await _first_end(parts)
             for task in list(self._turns):
                 task.cancel()
@@ -142,6 +150,7 @@ class Host:
                     return
                 self.mirror.hear(convert.node_row_from_wire(row) for row in rejected.rows)
                 refusals = convert.refusals_from_wire(rejected.refusals)
+                self._note_mistake(turn.job, refusals)
                 proposal = scheduler.on_rejected(turn, self.mirror.view, refusals)
                 if not rejected.turn_kept:
                     return
@@ -185,6 +194,15 @@ class Host:
             self.mirror.take(turn.shape, proposal.candidates[verdict.approved.candidate])
         self._schedulers.pop(turn.job, None)
         return None
+
+    def _note_mistake(self, job: str, refusals: Sequence[Refusal]) -> None:
+        """A user's scheduler that keeps asking for what does not add up is given up, for the default one to go on."""
+        if not (self._jobs and refusals and refusals[0].reason is Reason.CLAIM_MISMATCH):
+            return
+        self._mistakes += 1
+        if self._mistakes >= _MISTAKES_ALLOWED:
+            log.error("job scheduler given up", extra={"job": job, "reason": refusals[0].message})
+            self._given_up.set()
 
     def _scheduler_of(self, job: str) -> JobScheduler:
         scheduler = self._schedulers.get(job)
