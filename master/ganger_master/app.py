@@ -19,7 +19,7 @@ from ganger_master.config import Config
 from ganger_master.core.settings import Settings
 from ganger_master.policies import policy_named
 from ganger_master.rpc.server import MasterServer
-from ganger_master.runtime.failpoints import Failpoints
+from ganger_master.runtime import failpoints
 from ganger_master.runtime.progress import ProgressBoard
 from ganger_master.runtime.scheduler_process import SupervisedProcess, host_command
 from ganger_master.runtime.state_directory import StartError, StateDirectory, storage_token
@@ -98,7 +98,7 @@ class Master:
             session_alive_seconds=config.session_alive_seconds,
         )
         store = self._given_store or SqlStore(config.url)
-        writer = Writer(store, settings, self._clock, Failpoints.of_environment())
+        writer = Writer(store, settings, self._clock, failpoints.of_environment())
         await writer.start()
         self._writer = writer
         self._server = MasterServer(

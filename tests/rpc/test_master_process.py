@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from ganger.failpoints import VARIABLE
 from ganger.v1 import job_service_pb2, job_service_pb2_grpc
 from ganger.wire.channels import open_channel
 from ganger.wire.endpoints import read_endpoint
@@ -103,7 +104,7 @@ def test_kill_in_a_storm_of_submissions_loses_none_that_was_acknowledged(tmp_pat
 def test_kill_around_a_commit_never_loses_an_answer(tmp_path: Path, name: str) -> None:
     with master_process(tmp_path) as master:
         # The first start commits the counters; let the storm begin before the count is reached.
-        assert master.start({failpoints.VARIABLE: f"{name}:20"})
+        assert master.start({VARIABLE: f"{name}:20"})
         storm = Submitter(master.state_dir)
         wait_until_dead(master)
         acknowledged = storm.end()

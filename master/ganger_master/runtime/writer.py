@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final, TypeVar
 
+from ganger.failpoints import Failpoints
 from ganger.wire.errors import Internal, NotReady
 
 from ganger_master.core import machine
@@ -106,7 +107,7 @@ class Writer:
         store: Store,
         settings: Settings,
         clock: Callable[[], float],
-        failpoints_of_process: failpoints.Failpoints | None = None,
+        failpoints_of_process: Failpoints | None = None,
     ) -> None:
         self.committed = Committed()
         self.turn_streams = TurnStreams()
@@ -116,7 +117,7 @@ class Writer:
         self._store = store
         self._settings = settings
         self._clock = clock
-        self._failpoints = failpoints_of_process or failpoints.Failpoints({})
+        self._failpoints = failpoints_of_process or Failpoints(failpoints.NAMES, "")
         self._thread = ThreadPoolExecutor(1, "store")
         self._codec = Codec()
         self._pace = Pace()

@@ -1,0 +1,66 @@
+"""A small job for system tests: trains a little model and tells, outside the system, each step it did.
+
+Appends one line per step to FILE.RANK: `step loss-as-hex pid`, and at the end `done sha256-of-weights pid`. The file is
+the test harness's own record: nothing of Ganger writes or reads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import time
+
+import ganger
+import torch
+from torch import nn
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--record", required=True)
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="how long a step takes, in place of a device")
+    parser.add_argument("--slow-until", default="", help="take a quarter of a second a step until this file is there")
+    parser.add_argument("--fail-at", type=int, default=-1)
+    parser.add_argument("--state-megabytes", type=int, default=0)
+    options = parser.parse_args()
+
+    torch.manual_seed(7)
+    torch.set_num_threads(1)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        torch.distributed.init_process_group("gloo")
+    net: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 1))
+    if options.state_megabytes:
+        net.register_buffer("ballast", torch.zeros(options.state_megabytes << 18))
+    trained = nn.parallel.DistributedDataParallel(net) if world > 1 else net
+    optimizer = torch.optim.Adam(trained.parameters(), lr=1e-2)
+    inputs = torch.randn(64 * world, 8, generator=torch.Generator().manual_seed(1))
+    data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+    job = ganger.attach(model=net, optimizer=optimizer)
+    loader = job.dataloader(data, global_batch=8 * world, shuffle=True)
+    record = f"{options.record}.{os.environ.get('RANK', '0')}"
+    for _ in job.epochs(options.steps // 8):
+        for x, y in loader:
+            loss = nn.functional.mse_loss(trained(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            is_slow = options.slow_until and not os.path.exists(options.slow_until)
+            time.sleep(0.25 if is_slow else options.step_seconds)
+            with open(record, "a") as out:
+                out.write(f"{job.step_count + 1} {float(loss).hex()} {os.getpid()}\n")
+            if job.step_count + 1 == options.fail_at:
+                os._exit(3)
+            job.step(loss)
+    weights = hashlib.sha256()
+    for tensor in net.state_dict().values():
+        weights.update(tensor.numpy().tobytes())
+    with open(record, "a") as out:
+        out.write(f"done {weights.hexdigest()} {os.getpid()}\n")
+
+
+if __name__ == "__main__":
+    main()
