@@ -6,6 +6,7 @@ fresh.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,16 +44,16 @@ class Proposal:
     blockers: tuple[Refusal, ...] = ()
 
 
-class JobScheduler:
+class JobScheduler(ABC):
     """Derive from it and say what your job should ask for.
 
     One instance serves one job for as long as it waits. It must not block: while it thinks, its lease runs, and after
     three lost leases the default scheduler takes over.
     """
 
+    @abstractmethod
     def propose(self, turn: Turn, view: View) -> Proposal:
         """What to ask for. The view is the newest known; do not change it, work on `view.copy()`."""
-        raise NotImplementedError
 
     def on_rejected(self, turn: Turn, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
         """What to ask for instead; None passes the turn on. The view has the fresh rows already.
