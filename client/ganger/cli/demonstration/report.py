@@ -41,6 +41,8 @@ def checks_of(outcomes: Sequence[Outcome], approved: int, rejected: int, seconds
         checks.append(_median(f"suspend latency, {level}", (action.seconds for action in of_level)))
         checks.append(_median(f"resume latency, {level}", (action.resume_seconds for action in of_level)))
     checks.append(Check("moves", bool(moves), len(moves), "moves"))
+    given_up = sum(outcome.moves_given_up for outcome in outcomes)
+    checks.append(Check("moves given up before their commit, and repeated", True, given_up, "moves"))
     checks.append(_median("move pause", (action.seconds for action in moves)))
     moved = [action for action in repins if action.before != action.after]
     checks.append(Check("re-pins to other cores", bool(moved), len(moved), "re-pins"))

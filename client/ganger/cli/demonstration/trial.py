@@ -20,6 +20,7 @@ from ganger.v1 import job_pb2
 
 POLL_SECONDS = 0.01
 ACTION_SECONDS = 60.0
+AGAIN_SECONDS = 1.0
 TRAINING_SECONDS = 180.0
 ALONE_SECONDS = 180.0
 
@@ -61,6 +62,7 @@ class Outcome:
     steps_per_second: float = 0.0
     rate_before_repin: float = 0.0
     rate_after_repin: float = 0.0
+    moves_given_up: int = 0
     trouble: str = ""
 
 
@@ -196,9 +198,23 @@ class _Disturbed:
         nodes, pids, epoch = _nodes(before), _pids(before), before.gang.epoch
         step, ordered = self._watch.steps, time.monotonic()
         self._job.move()
-        after = self._until(
-            lambda message: _runs(message) and message.gang.epoch > epoch and _nodes(message) != nodes, "moved"
-        )
+        tried = ordered
+
+        def has_moved(message: job_pb2.Job) -> bool:
+            nonlocal tried
+            if not _runs(message):
+                return False
+            if message.gang.epoch > epoch:
+                return _nodes(message) != nodes
+            # running where it was: the move was given up before the commit, which harms nothing, and is tried again
+            if time.monotonic() - tried > AGAIN_SECONDS:
+                tried = time.monotonic()
+                self._outcome.moves_given_up += 1
+                self._say(f"{self._example.title}: the move was given up before its commit; ordering it again")
+                self._job.move()
+            return False
+
+        after = self._until(has_moved, "moved")
         self._watch.wait_for(self._watch.steps + 1, ACTION_SECONDS, self._ended)
         pause = largest_gap(self._watch.seen(), ordered, time.monotonic())
         if set(_pids(after)) & set(pids):
