@@ -19,7 +19,7 @@ from typing import Any
 from ganger.injob.page import Level, Order, Page, Phase, Word
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 60.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel", "sklearn.datasets", __name__])
