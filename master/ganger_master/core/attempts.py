@@ -397,7 +397,7 @@ def _begin_move(state: State, job: Job, source: Gang, claims: Sequence[Claim], l
 
 def _forget(state: State, job: Job, gang: Gang) -> None:
     state.forget_gang(gang.epoch)
-    if job.epoch == gang.epoch and job.ending is None:
+    if job.epoch == gang.epoch:
         state.put_job(replace(job, epoch=0))
 
 

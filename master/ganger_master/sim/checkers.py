@@ -57,7 +57,9 @@ class Oracle:
         if from_parked:
             raise RuleBrokenError(f"{uid} epoch {epoch}: a move lost steps {step}..{training.step}")
         if training.deaths <= training.deaths_used:
-            raise RuleBrokenError(f"{uid} epoch {epoch} goes back from {training.step} to {step}, though nothing of it died")
+            raise RuleBrokenError(
+                f"{uid} epoch {epoch} goes back from {training.step} to {step}, though nothing of it died"
+            )
         training.deaths_used = training.deaths
         training.step = step
 

@@ -88,7 +88,7 @@ class SimMaster:
             msgspec.json.decode(data, type=ELEMENT_TYPES[kind]) for (kind, _), data in sorted(self.durable.items())
         ]
         self.state = State.restore(self.settings, elements, self.now())
-        self.committed = {}
+        self.committed = dict(self.state.desired)
         self.is_up = True
         self._last_commit = self.engine.now
         self._wake = None

@@ -1,0 +1,63 @@
+"""Faults of every kind against the production core, judged by separate oracles. A failing seed replays: `run(SEED)`."""
+
+from __future__ import annotations
+
+import pytest
+from ganger.resources.topology import parse_topology
+from ganger.resources.values import Role, TaskShape
+from ganger_master.core.model import JobSpec
+from ganger_master.core.settings import Settings
+from ganger_master.sim import faults
+from ganger_master.sim.cluster import Cluster, require_progress
+from ganger_master.sim.engine import Engine
+
+_GIB = 1 << 30
+SERVER = parse_topology("2x2", name="v4", millicores=16_000, memory_bytes=64 * _GIB, device_memory_bytes=_GIB)
+
+
+def run(seed: int, jobs: int, seconds: float) -> Cluster:
+    """A storm drawn from the seed, users who meddle, then everything heals and every job must end."""
+    storm = faults.storm(Engine(seed))
+    nodes = [(name, SERVER) for name in ("n1", "n2", "n3")]
+    cluster = Cluster(seed, nodes, Settings(lost_after_seconds=60.0), storm)
+    dice = cluster.engine.random
+    cluster.run_for(5.0)
+    cluster.unleash()
+    cluster.unleash_users(15.0)
+    for _ in range(jobs):
+        shape = TaskShape(1, 2_000, 4 * _GIB)
+        cluster.submit(
+            JobSpec(
+                ("train", str(dice.randint(20, 80))),
+                (Role("worker", dice.choice([1, 2, 3, 4, 5, 8]), shape),),
+                priority=dice.choice([0, 0, 5]),
+                gpu_memory_bytes=dice.choice([0, _GIB]),
+            )
+        )
+        cluster.run_for(dice.uniform(0.0, 20.0))
+    cluster.run_for(seconds)
+    cluster.check()
+    require_progress(cluster, 4_000.0)
+    return cluster
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_short_storm_breaks_no_rule_and_every_job_ends(seed: int) -> None:
+    run(seed, jobs=6, seconds=150.0)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("block", range(40))
+def test_long_storms_break_no_rule_and_every_job_ends(block: int) -> None:
+    for seed in range(1_000 + 10 * block, 1_010 + 10 * block):
+        try:
+            run(seed, jobs=12, seconds=600.0)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    one, other = run(7, jobs=4, seconds=60.0), run(7, jobs=4, seconds=60.0)
+    assert one.master.history == other.master.history
+    assert one.master.durable == other.master.durable
+    assert one.oracle.steps == other.oracle.steps

@@ -1,0 +1,264 @@
+"""Stories of single jobs, told by the simulated cluster: suspend, move, loss, drain, cancel, and why a job waits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from ganger.resources.reasons import Reason
+from ganger.resources.topology import parse_topology
+from ganger.resources.values import Level, Locality, Role, TaskShape
+from ganger_master.core.answers import JobAnswer, NodeAnswer, Refused
+from ganger_master.core.commands import (
+    CancelJob,
+    CordonNode,
+    DeclareLost,
+    DrainNode,
+    MoveJob,
+    ResumeJob,
+    SuspendJob,
+    UncordonNode,
+)
+from ganger_master.core.explain import explain
+from ganger_master.core.model import Gang, GangPhase, Job, JobSpec, JobState, SuspendLevel
+from ganger_master.core.settings import Settings
+from ganger_master.sim.cluster import Cluster
+
+_GIB = 1 << 30
+SERVER = parse_topology("2x2", name="v4", millicores=16_000, memory_bytes=64 * _GIB, device_memory_bytes=_GIB)
+
+
+def job_of(gpus: int, steps: int = 60, *, millicores: int = 2_000, memory: int = 4 * _GIB) -> JobSpec:
+    return JobSpec(
+        ("train", str(steps)), (Role("worker", gpus, TaskShape(1, millicores, memory)),), gpu_memory_bytes=_GIB
+    )
+
+
+def cluster_of(nodes: int = 2, settings: Settings | None = None) -> Cluster:
+    cluster = Cluster(1, [(f"n{number}", SERVER) for number in range(1, nodes + 1)], settings)
+    cluster.run_for(5.0)
+    return cluster
+
+
+def started(cluster: Cluster, spec: JobSpec, user: str = "") -> int:
+    submission = cluster.submit(spec, user)
+    number = submission.number
+    assert cluster.run_until(lambda: submission.number > 0, 10.0)
+    number = submission.number
+    assert cluster.run_until(lambda: phase(cluster, number) is GangPhase.RUNNING, 30.0)
+    return number
+
+
+def job(cluster: Cluster, number: int) -> Job:
+    return cluster.state.jobs[number]
+
+
+def gang(cluster: Cluster, number: int) -> Gang | None:
+    return cluster.state.gangs.get(job(cluster, number).epoch)
+
+
+def phase(cluster: Cluster, number: int) -> GangPhase | None:
+    held = gang(cluster, number) if number in cluster.state.jobs else None
+    return held.phase if held is not None else None
+
+
+def ends(cluster: Cluster, number: int, state: JobState = JobState.SUCCEEDED) -> None:
+    assert cluster.run_until(lambda: job(cluster, number).state.is_final, 500.0), job(cluster, number)
+    assert job(cluster, number).state is state
+    cluster.check()
+
+
+@pytest.mark.parametrize("level", [SuspendLevel.PAUSE, SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT])
+def test_a_suspended_job_rests_at_its_level_and_resumes_without_losing_a_step(level: SuspendLevel) -> None:
+    cluster = cluster_of(1)
+    number = started(cluster, job_of(2))
+    epoch = job(cluster, number).epoch
+    assert isinstance(cluster.ask(SuspendJob(number, level)), JobAnswer)
+    assert cluster.run_until(lambda: job(cluster, number).suspended_level is level, 30.0)
+    held = 2 if level is SuspendLevel.PAUSE else 0
+    assert cluster.state.rows["n1"].free_mask.bit_count() == 4 - held
+    cluster.ask(ResumeJob(number))
+    assert cluster.run_until(lambda: phase(cluster, number) is GangPhase.RUNNING, 30.0)
+    assert (job(cluster, number).epoch == epoch) is (level is not SuspendLevel.CHECKPOINT)
+    ends(cluster, number)
+
+
+def test_an_offloaded_job_whose_devices_were_taken_goes_on_elsewhere() -> None:
+    cluster = cluster_of(2)
+    number = started(cluster, job_of(4))
+    held = gang(cluster, number)
+    assert held is not None
+    home = held.nodes[0]
+    cluster.ask(SuspendJob(number, SuspendLevel.OFFLOAD))
+    assert cluster.run_until(lambda: job(cluster, number).suspended_level is SuspendLevel.OFFLOAD, 30.0)
+    other = "n1" if home == "n2" else "n2"
+    cluster.ask(CordonNode(other, "so that the next job goes home"))
+    second = started(cluster, job_of(4, steps=100))
+    cluster.ask(UncordonNode(other))
+    cluster.ask(ResumeJob(number))
+    assert cluster.run_until(lambda: phase(cluster, number) is GangPhase.RUNNING, 60.0)
+    held = gang(cluster, number)
+    assert held is not None
+    assert held.nodes == (other,)
+    ends(cluster, number)
+    ends(cluster, second)
+
+
+def test_a_move_changes_the_node_and_loses_no_step() -> None:
+    cluster = cluster_of(2)
+    number = started(cluster, job_of(2))
+    before = gang(cluster, number)
+    assert before is not None
+    assert isinstance(cluster.ask(MoveJob(number)), JobAnswer)
+    assert cluster.run_until(lambda: job(cluster, number).moved_from == before.epoch, 60.0)
+    after = gang(cluster, number)
+    assert after is not None
+    assert set(after.nodes).isdisjoint(before.nodes)
+    ends(cluster, number)
+    assert job(cluster, number).preemptions == 0
+
+
+def test_a_move_whose_destination_dies_before_the_commit_leaves_the_source_running() -> None:
+    cluster = cluster_of(2)
+    number = started(cluster, job_of(2, steps=200))
+    epoch = job(cluster, number).epoch
+    cluster.ask(MoveJob(number))
+    coming = job(cluster, number).next_epoch
+    destination = cluster.state.gangs[coming].nodes[0]
+    assert cluster.run_until(lambda: (coming, destination) in cluster.physics.ranks, 10.0)
+    cluster.daemons[destination].reboot()
+    cluster.engine.after(5.0, cluster.daemons[destination].start)
+    assert cluster.run_until(lambda: job(cluster, number).next_epoch == 0, 60.0)
+    assert job(cluster, number).epoch == epoch
+    ends(cluster, number)
+
+
+def test_a_move_whose_destination_dies_after_the_commit_goes_back_as_a_newer_epoch() -> None:
+    cluster = cluster_of(2)
+    number = started(cluster, job_of(2, steps=200))
+    epoch = job(cluster, number).epoch
+    cluster.ask(MoveJob(number))
+    assert cluster.run_until(lambda: job(cluster, number).moved_from == epoch, 60.0)
+    held = gang(cluster, number)
+    assert held is not None
+    cluster.daemons[held.nodes[0]].reboot()
+    cluster.engine.after(5.0, cluster.daemons[held.nodes[0]].start)
+    assert cluster.run_until(lambda: job(cluster, number).epoch > held.epoch, 120.0)
+    ends(cluster, number)
+
+
+def test_the_jobs_of_a_lost_node_go_on_elsewhere_from_the_last_checkpoint() -> None:
+    cluster = cluster_of(2, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    for daemon in cluster.daemons.values():
+        daemon.storage_proved = True
+    number = started(cluster, job_of(4))
+    held = gang(cluster, number)
+    assert held is not None
+    cluster.run_for(25.0)
+    cluster.daemons[held.nodes[0]].reboot()
+    answer = cluster.ask(DeclareLost(held.nodes[0]))
+    assert isinstance(answer, Refused)
+    assert answer.reason == "NODE_ALIVE"
+    assert cluster.run_until(lambda: cluster.state.nodes[held.nodes[0]].lost, 70.0)
+    ends(cluster, number)
+    assert job(cluster, number).preemptions == 1
+
+
+def test_a_draining_node_empties_by_moves() -> None:
+    cluster = cluster_of(2)
+    numbers = [started(cluster, job_of(1, steps=200)), started(cluster, job_of(1, steps=200))]
+    held = gang(cluster, numbers[0])
+    assert held is not None
+    assert isinstance(cluster.ask(DrainNode(held.nodes[0], "new fan")), NodeAnswer)
+    assert cluster.run_until(lambda: not cluster.state.gangs_on[held.nodes[0]], 60.0)
+    for number in numbers:
+        ends(cluster, number)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.5, 1.5, 10.0])
+def test_cancel_ends_a_job_in_every_phase(seconds: float) -> None:
+    cluster = cluster_of(1)
+    submission = cluster.submit(job_of(2))
+    assert cluster.run_until(lambda: submission.number > 0, 10.0)
+    cluster.run_for(seconds)
+    cluster.ask(CancelJob(submission.number))
+    ends(cluster, submission.number, JobState.CANCELLED)
+    cluster.run_for(10.0)
+    assert cluster.state.rows["n1"].free_mask == 0b1111
+
+
+def first_blocker(cluster: Cluster, number: int) -> Reason:
+    return explain(cluster.state, number, cluster.master.now()).blockers[0].reason
+
+
+def waits_for(cluster: Cluster, spec: JobSpec, reason: Reason, user: str = "") -> int:
+    submission = cluster.submit(spec, user)
+    assert cluster.run_until(lambda: submission.number > 0, 10.0)
+    cluster.run_for(10.0)
+    assert job(cluster, submission.number).state is JobState.PENDING
+    assert first_blocker(cluster, submission.number) is reason
+    return submission.number
+
+
+@pytest.mark.parametrize(
+    ("holder", "waiting", "reason"),
+    [
+        (job_of(3), job_of(2), Reason.GPUS),
+        (job_of(2, millicores=7_000), job_of(1, millicores=3_000), Reason.CORES),
+        (job_of(2, memory=28 * _GIB), job_of(1, memory=20 * _GIB), Reason.MEMORY),
+        (job_of(1), replace(job_of(4), priority=0), Reason.GPUS),
+    ],
+)
+def test_why_names_the_missing_pieces_and_the_job_starts_once_they_are_free(
+    holder: JobSpec, waiting: JobSpec, reason: Reason
+) -> None:
+    cluster = cluster_of(1)
+    first = started(cluster, holder)
+    number = waits_for(cluster, waiting, reason)
+    cluster.ask(CancelJob(first))
+    ends(cluster, number)
+
+
+def test_why_names_locality() -> None:
+    cluster = cluster_of(2)
+    holders = [started(cluster, job_of(3, steps=500)), started(cluster, job_of(3, steps=500))]
+    near = replace(job_of(2), locality=Locality(widest=Level.NODE))
+    number = waits_for(cluster, near, Reason.LOCALITY)
+    cluster.ask(CancelJob(holders[0]))
+    ends(cluster, number)
+
+
+def test_why_names_an_unavailable_node() -> None:
+    cluster = cluster_of(1)
+    cluster.ask(CordonNode("n1", "being cleaned"))
+    number = waits_for(cluster, job_of(1), Reason.NODE_UNAVAILABLE)
+    cluster.ask(UncordonNode("n1"))
+    ends(cluster, number)
+
+
+def test_why_names_who_goes_first() -> None:
+    cluster = cluster_of(1)
+    first = started(cluster, job_of(3, steps=500))
+    blocked = waits_for(cluster, job_of(4), Reason.GPUS)
+    number = waits_for(cluster, job_of(1), Reason.PROTECTED)
+    cluster.ask(CancelJob(blocked))
+    assert cluster.run_until(lambda: phase(cluster, number) is GangPhase.RUNNING, 30.0)
+    cluster.ask(CancelJob(first))
+    ends(cluster, number)
+
+
+def test_why_names_a_used_up_quota() -> None:
+    cluster = cluster_of(1, Settings(quota_devices={"ann": 2}))
+    first = started(cluster, job_of(2, steps=500), "ann")
+    number = waits_for(cluster, job_of(1), Reason.QUOTA, "ann")
+    cluster.ask(CancelJob(first))
+    ends(cluster, number)
+
+
+def test_why_names_a_daemon_that_cannot_become_the_user() -> None:
+    cluster = Cluster(1, [])
+    cluster.add_node("n1", SERVER, {"switch_user": "no", "user": "root"})
+    cluster.run_for(5.0)
+    number = waits_for(cluster, job_of(1), Reason.CANNOT_SWITCH_USER, "ann")
+    cluster.add_node("n2", SERVER, {"switch_user": "yes"})
+    ends(cluster, number)
