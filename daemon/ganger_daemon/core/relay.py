@@ -20,16 +20,12 @@ class Point:
 
 
 def merge(known: Point, heard: Point) -> Point:
-    """The newer truth of one rank. Sequences of stops rise, so the ack of the higher one is the present one."""
+    """What is known of one rank after hearing this. Points of a rank arrive in the order it wrote them, so between two
+    acks at one step the one heard last is the newer; their numbers say nothing (checkpoints and stops count apart)."""
     assert known.rank == heard.rank, "points of different ranks never merge"
-    ack = max((known.ack_sequence, known.ack_step), (heard.ack_sequence, heard.ack_step))
-    return Point(
-        known.rank,
-        max(known.step, heard.step, known.ack_step, heard.ack_step),
-        ack[0],
-        ack[1],
-        known.done or heard.done,
-    )
+    newer = heard if heard.ack_sequence and heard.ack_step >= known.ack_step else known
+    step = max(known.step, heard.step, known.ack_step, heard.ack_step)
+    return Point(known.rank, step, newer.ack_sequence, newer.ack_step, known.done or heard.done)
 
 
 def merge_all(known: Mapping[int, Point], heard: Iterable[Point], own: frozenset[int]) -> dict[int, Point]:

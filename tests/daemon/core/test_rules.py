@@ -60,13 +60,21 @@ POINTS = st.builds(
 )
 
 
-@given(POINTS, POINTS, POINTS)
-def test_merging_points_needs_no_order_and_never_goes_back(a: Point, b: Point, c: Point) -> None:
-    assert merge(merge(a, b), c) == merge(a, merge(b, c))
-    assert merge(a, b) == merge(b, a)
-    both = merge(a, b)
-    assert both.step >= max(a.step, b.step)
-    assert merge(both, a) == both
+@given(POINTS, POINTS)
+def test_merging_points_never_goes_back(known: Point, heard: Point) -> None:
+    both = merge(known, heard)
+    assert both.step >= max(known.step, heard.step)
+    assert both.ack_step >= known.ack_step
+    assert both.step >= both.ack_step
+    assert merge(both, heard) == both
+    assert both.done or not (known.done or heard.done)
+
+
+def test_the_ack_of_a_stop_follows_that_of_a_checkpoint_whatever_their_numbers() -> None:
+    checkpoint = Point(0, 10, 1 << 62 | 1, 10)
+    stop = Point(0, 10, 3, 10)
+    assert merge(checkpoint, stop) == stop
+    assert merge(stop, Point(0, 12, 1 << 62 | 2, 12)).ack_sequence == 1 << 62 | 2
 
 
 def test_nobody_tells_us_about_our_own_ranks_or_unknown_ones() -> None:
