@@ -1,4 +1,4 @@
-"""A real master for benchmarks: its own process, SQLite on disk, filled with nodes and jobs, plus methods that do nothing.
+"""A real master for benchmarks: own process, SQLite on disk, filled with nodes and jobs, plus methods that do nothing.
 
 `python -m ganger_master.bench_server DIRECTORY NODES JOBS` prints `ready ADDRESS TOKEN` and serves until its standard
 input closes. The empty methods take and give the same messages as the real ones, through the same server.

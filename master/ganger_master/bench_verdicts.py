@@ -14,12 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from ganger.resources.values import Claim, GangShape
+from ganger.resources.values import Claim, GangShape, NodeRow
 from ganger.resources.view import View
 from ganger.v1 import scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire import convert, names
@@ -28,6 +28,7 @@ from ganger.wire.endpoints import Endpoint
 
 from ganger_master import bench_server
 from ganger_master.approval.verdicts import Approved, approve
+from ganger_master.bench_report import AtLeast, AtMost, report
 
 NODES: Final = 16_000
 CONCURRENCY: Final = 32
@@ -42,8 +43,8 @@ CONFLICT_EVERY: Final = 5
 _START_SECONDS: Final = 300.0
 
 
-def main(nodes: int = NODES, rounds: int = ROUNDS) -> Mapping[str, Any]:
-    """Figures, limits and samples; smaller arguments make a quick trial."""
+def main(nodes: int = NODES, rounds: int = ROUNDS) -> dict[str, Any]:
+    """The whole report; smaller arguments make a quick trial."""
     total = rounds * (UNARY_PER_ROUND + BATCHED_PER_ROUND) + UNARY_PER_ROUND
     with (
         tempfile.TemporaryDirectory(prefix="ganger-bench-") as directory,
@@ -54,13 +55,13 @@ def main(nodes: int = NODES, rounds: int = ROUNDS) -> Mapping[str, Any]:
     figures["approver_p50_ms"] = 1e3 * statistics.median(approver)
     figures["approver_p99_ms"] = 1e3 * percentile(approver, 0.99)
     samples += [{"path": "approver", "seconds": seconds} for seconds in approver]
-    limits = {
-        "unary_over_empty": {"min": 0.8},
-        "batched_over_empty": {"min": 4.0},
-        "approved_share": {"min": 0.5},
-        "approver_p99_ms": {"max": 0.1},
+    limits: dict[str, AtLeast | AtMost] = {
+        "unary_over_empty": AtLeast(0.8),
+        "batched_over_empty": AtLeast(4.0),
+        "approved_share": AtLeast(0.5),
+        "approver_p99_ms": AtMost(0.1),
     }
-    return {"figures": {"nodes": nodes, **figures}, "limits": limits, "samples": samples}
+    return report("verdicts", {"nodes": nodes, **figures}, limits, samples)
 
 
 @contextmanager
@@ -134,9 +135,7 @@ def approver_seconds(nodes: int) -> list[float]:
     return taken
 
 
-def _empty_row(node: str) -> Any:
-    from ganger.resources.values import NodeRow
-
+def _empty_row(node: str) -> NodeRow:
     configuration_set = bench_server.configuration_set()
     return NodeRow(
         node,
