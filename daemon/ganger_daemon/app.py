@@ -142,6 +142,8 @@ class Daemon:
             await self._peers.close()
             self.host.launchers.close()
             self.host.devices.close()
+            # goes only if no gang is left: their groups lie below
+            self.host.cgroups.tidy()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
