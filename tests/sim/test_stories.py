@@ -220,9 +220,10 @@ def test_why_names_the_missing_pieces_and_the_job_starts_once_they_are_free(
 
 
 def test_why_names_locality() -> None:
-    cluster = cluster_of(2)
-    holders = [started(cluster, job_of(3, steps=500)), started(cluster, job_of(3, steps=500))]
-    near = replace(job_of(2), locality=Locality(widest=Level.NODE))
+    cluster = cluster_of(1)
+    # Two small jobs land on different sockets, so that no socket has two devices left.
+    holders = [started(cluster, job_of(1, steps=500)), started(cluster, job_of(1, steps=500))]
+    near = replace(job_of(2), locality=Locality(widest=Level.SOCKET))
     number = waits_for(cluster, near, Reason.LOCALITY)
     cluster.ask(CancelJob(holders[0]))
     ends(cluster, number)

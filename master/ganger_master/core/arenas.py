@@ -1,4 +1,4 @@
-"""Host memory for OFFLOAD: reserved for a running gang as soon as its peak is known, if it fits beside everything else."""
+"""Host memory for OFFLOAD: reserved for a running gang as soon as its peak is known, if it fits beside all else."""
 
 from __future__ import annotations
 

@@ -161,10 +161,7 @@ def _review_once(state: State, number: int, now: float, cause: str) -> bool:
             _complete(state, job, gangs, now, cause)
             return True
         return False
-    for gang in gangs:
-        if gang.role is not GangRole.LEAVING and _follow(state, job, gang, now, cause):
-            return True
-    return False
+    return any(gang.role is not GangRole.LEAVING and _follow(state, job, gang, now, cause) for gang in gangs)
 
 
 def _follow(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from ganger.resources.reasons import Refusal
 
@@ -132,6 +132,10 @@ class OpenSession:
     storage_token: str = ""
 
 
+_NO_OUTCOME: Final = Outcome()
+_NOTHING_KNOWN: Final = Capabilities()
+
+
 @dataclass(frozen=True, slots=True)
 class ObservedGang:
     """A node's part of a gang as its daemon sees it."""
@@ -145,10 +149,10 @@ class ObservedGang:
     stop_sequence: int = 0
     stop_step: int = 0
     pids: tuple[int, ...] = ()
-    outcome: Outcome = Outcome()
+    outcome: Outcome = _NO_OUTCOME
     checkpoint: Checkpoint | None = None
     peak_device_bytes: int = 0
-    capabilities: Capabilities = Capabilities()
+    capabilities: Capabilities = _NOTHING_KNOWN
     arena_bytes: int = 0
     threads: int = 0
     repin_done: int = 0

@@ -8,12 +8,14 @@ from ganger_master.core.state import State
 
 
 def follow(state: State, now: float) -> None:
-    """One pass over the nodes that drain."""
+    """Starts the next job of a draining node on its way; one at a time: each must see the place the last one took."""
     for name in state.draining:
         for epoch in list(state.gangs_on.get(name, ())):
             gang = state.gangs.get(epoch)
             if gang is not None:
                 _empty(state, state.jobs[gang.job], gang, now, f"drain:{name}")
+            if state.dirty.jobs:
+                return
 
 
 def _empty(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:

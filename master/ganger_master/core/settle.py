@@ -10,8 +10,8 @@ from ganger_master.core.effects import Effect, JobNews, NodeNews, TurnsNews, Vie
 from ganger_master.core.rows import row_of
 from ganger_master.core.state import State
 
-# Consequences of consequences (a drain's move, an end's freed node) settle in a few rounds or never.
-_ROUNDS_LIMIT = 16
+# A drain takes one round per gang of its nodes; what needs many more feeds itself.
+_ROUNDS_LIMIT = 20_000
 _TICK_SECONDS = 0.001
 
 
