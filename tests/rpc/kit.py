@@ -97,6 +97,7 @@ class Speaker:
     session: str = ""
     observation: int = 0
     desired_version: int = 0
+    peer_address: str = "127.0.0.1:1"
 
     async def open(self, storage_token: str = "") -> agent_pb2.Session:
         session = await self.served.agents.CreateSession(
@@ -105,7 +106,7 @@ class Speaker:
                 machine_uuid=f"machine-of-{self.node}",
                 boot_id="boot",
                 configuration_set=convert.configuration_set_to_wire(configuration_set()),
-                peer_address="127.0.0.1:1",
+                peer_address=self.peer_address,
                 stream_address="127.0.0.1:2",
                 capabilities={"virtual_devices": "true"},
                 version="test",

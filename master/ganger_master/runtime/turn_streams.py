@@ -29,6 +29,10 @@ class TurnStreams:
         """Whether the stream with this queue still has the name."""
         return self._queues.get(scheduler) is queue
 
+    def has_other_host(self, scheduler: str) -> bool:
+        """Whether another default host than this one listens."""
+        return any(not jobs and other != scheduler for other, jobs in self._claims.items())
+
     @contextmanager
     def opened(self, scheduler: str, jobs: tuple[int, ...]) -> Iterator[asyncio.Queue[Turn | None]]:
         """The queue of a stream; a later stream of the same name takes the name over, and None ends this

@@ -1,0 +1,90 @@
+"""A rank's log as one stream, whatever nodes hold its parts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
+from ganger.v1 import job_service_pb2
+from ganger.wire.servers import bind, make_server
+from rpc.kit import Served, Speaker, serving
+
+
+class Segments(peer_pb2_grpc.PeerServiceServicer):
+    """A daemon that holds some bytes of a log, each part with its logical offset."""
+
+    def __init__(self, *parts: tuple[int, bytes]) -> None:
+        self._parts = parts
+
+    async def ReadLog(  # noqa: N802 - as in the proto
+        self, request: peer_pb2.ReadPeerLogRequest, context: Any
+    ) -> AsyncIterator[job_service_pb2.LogChunk]:
+        for offset, data in self._parts:
+            if offset + len(data) > request.offset:
+                cut = max(0, request.offset - offset)
+                yield job_service_pb2.LogChunk(offset=offset + cut, data=data[cut:])
+
+
+@asynccontextmanager
+async def cluster(tmp_path: Path, **nodes: Segments) -> AsyncIterator[Served]:
+    async with AsyncExitStack() as stack:
+        served = await stack.enter_async_context(serving(tmp_path))
+        for name, segments in nodes.items():
+            server = make_server(served.master.token)
+            peer_pb2_grpc.add_PeerServiceServicer_to_server(segments, server)
+            address = bind(server, "127.0.0.1:0")
+            await server.start()
+            stack.push_async_callback(server.stop, None)
+            await Speaker(served, name, peer_address=address).join()
+        await served.submit()
+        yield served
+
+
+async def read(served: Served, **request: Any) -> list[job_service_pb2.LogChunk]:
+    stream = served.jobs.ReadLog(job_service_pb2.ReadLogRequest(name="jobs/1", **request))
+    return [chunk async for chunk in stream]
+
+
+def test_parts_of_several_nodes_come_as_one_stream_without_a_byte_twice(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with cluster(tmp_path, a=Segments((0, b"one ")), b=Segments((2, b"e two "), (8, b"three"))) as served:
+            chunks = await read(served)
+            assert b"".join(chunk.data for chunk in chunks) == b"one two three"
+            assert [chunk.lost_bytes for chunk in chunks] == [0] * len(chunks)
+
+    asyncio.run(story())
+
+
+def test_bytes_nobody_has_are_said_to_be_lost(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with cluster(tmp_path, a=Segments((0, b"one ")), b=Segments((10, b"three"))) as served:
+            chunks = await read(served)
+            assert [(chunk.offset, chunk.data, chunk.lost_bytes) for chunk in chunks] == [
+                (0, b"one ", 0),
+                (10, b"three", 6),
+            ]
+
+    asyncio.run(story())
+
+
+def test_negative_offset_reads_the_end(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with cluster(tmp_path, a=Segments((0, b"one two ")), b=Segments((8, b"three"))) as served:
+            chunks = await read(served, offset=-7)
+            assert (chunks[0].offset, b"".join(chunk.data for chunk in chunks)) == (6, b"o three")
+
+    asyncio.run(story())
+
+
+def test_follower_of_a_job_that_is_over_gets_all_and_the_end(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with cluster(tmp_path, a=Segments((0, b"all"))) as served:
+            await served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name="jobs/1"))
+            chunks = await asyncio.wait_for(read(served, follow=True), 10.0)
+            assert b"".join(chunk.data for chunk in chunks) == b"all"
+
+    asyncio.run(story())
