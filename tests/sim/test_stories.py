@@ -224,7 +224,12 @@ def test_why_names_locality() -> None:
     # Two small jobs land on different sockets, so that no socket has two devices left.
     holders = [started(cluster, job_of(1, steps=500)), started(cluster, job_of(1, steps=500))]
     near = replace(job_of(2), locality=Locality(widest=Level.SOCKET))
-    number = waits_for(cluster, near, Reason.LOCALITY)
+    submission = cluster.submit(near)
+    cluster.run_for(10.0)
+    number = submission.number
+    # A further device beside a free one would help as well.
+    reasons = {one.reason for one in explain(cluster.state, number, cluster.master.now()).blockers}
+    assert reasons == {Reason.LOCALITY, Reason.GPUS}
     cluster.ask(CancelJob(holders[0]))
     ends(cluster, number)
 
@@ -262,4 +267,31 @@ def test_why_names_a_daemon_that_cannot_become_the_user() -> None:
     cluster.run_for(5.0)
     number = waits_for(cluster, job_of(1), Reason.CANNOT_SWITCH_USER, "ann")
     cluster.add_node("n2", SERVER, {"switch_user": "yes"})
+    ends(cluster, number)
+
+
+def test_why_names_storage_that_the_node_does_not_see() -> None:
+    cluster = cluster_of(1)
+    number = started(cluster, job_of(2, steps=100))
+    cluster.ask(SuspendJob(number, SuspendLevel.CHECKPOINT))
+    assert cluster.run_until(lambda: job(cluster, number).suspended_level is SuspendLevel.CHECKPOINT, 30.0)
+    cluster.daemons["n1"].storage_proved = False
+    cluster.run_for(10.0)
+    cluster.ask(ResumeJob(number))
+    cluster.run_for(10.0)
+    assert job(cluster, number).state is JobState.PENDING
+    assert first_blocker(cluster, number) is Reason.STORAGE_NOT_SHARED
+    cluster.daemons["n1"].storage_proved = True
+    ends(cluster, number)
+
+
+def test_why_names_a_reservation() -> None:
+    cluster = cluster_of(1, Settings(policy="backfill"))
+    first = started(cluster, job_of(3, steps=2_000))
+    large = waits_for(cluster, job_of(4), Reason.GPUS)
+    cluster.run_for(150.0)
+    number = waits_for(cluster, job_of(1), Reason.RESERVED)
+    cluster.ask(CancelJob(large))
+    assert cluster.run_until(lambda: phase(cluster, number) is GangPhase.RUNNING, 30.0)
+    cluster.ask(CancelJob(first))
     ends(cluster, number)
