@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ganger.injob.page import Level, Order, Word
+from ganger.injob.page import Word
 from training.harness import EXAMPLES, Rank, free_port, losses, run_in_parts, run_to_end
 
 pytestmark = pytest.mark.torch
@@ -56,13 +56,11 @@ def test_two_ranks_stop_at_one_step_and_go_on_alike(tmp_path: Path, form: str) -
         part, shards = tmp_path / f"part-{number}", tmp_path / f"checkpoint-{number}"
         (part / "orders").mkdir(parents=True)
         (part / "orders/2.json").write_text(json.dumps({"checkpoint": str(shards)}))
-        ranks = _ranks(part, form, arguments, agent=FORMS[form], restore=restore)
-        ranks[0].at_step(stop_after)
-        for rank in ranks:
-            rank.page.write_order(2, Order.STOP, stop_seq=2, level=Level.CHECKPOINT)
+        # each rank finds the order while it makes this step and acknowledges it: the gang stops at the next one
+        ranks = _ranks(part, form, arguments, agent=FORMS[form], restore=restore, stop_at=stop_after)
         assert [rank.end() for rank in ranks] == [75, 75], "".join(rank.output() for rank in ranks)
         steps = {rank.page.get(Word.CHECKPOINT_STEP) for rank in ranks}
-        assert len(steps) == 1, "no rank is a step ahead"
+        assert steps == {stop_after + 1}, "no rank is a step ahead"
         restore = {"kind": "checkpoint", "path": str(shards), "step": steps.pop()}
     for rank in _ranks(tmp_path / "last", form, arguments, agent=FORMS[form], restore=restore):
         assert rank.end() == 0, rank.output()
