@@ -1,0 +1,81 @@
+"""The same report twice changes nothing, and a restart from what is durable gives the same elements."""
+
+from __future__ import annotations
+
+import msgspec
+from ganger.resources.topology import parse_topology
+from ganger.resources.values import Role, TaskShape
+from ganger_master.core import machine
+from ganger_master.core.answers import Done, JobAnswer, Refused, SessionAnswer
+from ganger_master.core.commands import Observe, OpenSession, SubmitJob
+from ganger_master.core.model import JobSpec
+from ganger_master.core.settings import Settings
+from ganger_master.core.state import ELEMENT_TYPES, State
+
+SERVER = parse_topology("2x2", name="v4")
+SPEC = JobSpec(("train",), (Role("worker", 1, TaskShape(1)),))
+
+
+def joined() -> tuple[State, str]:
+    state = State(Settings(), 0.0)
+    answer = machine.step(state, OpenSession("n1", "m1", SERVER), 1.0).answer
+    assert isinstance(answer, SessionAnswer)
+    assert machine.step(state, Observe("n1", answer.session, 1, 0), 2.0).answer == Done()
+    return state, answer.session
+
+
+def test_the_same_report_twice_changes_nothing() -> None:
+    state, session = joined()
+    state.take_changes()
+    step = machine.step(state, Observe("n1", session, 1, 0), 3.0)
+    assert not state.take_changes()
+    assert step.effects == ()
+
+
+def test_a_report_of_a_void_session_is_refused() -> None:
+    state, _ = joined()
+    answer = machine.step(state, Observe("n1", "n1-0", 9, 0), 3.0).answer
+    assert isinstance(answer, Refused)
+    assert answer.reason == "SESSION_SUPERSEDED"
+
+
+def test_a_request_id_gives_the_first_answer_again_and_never_another_job() -> None:
+    state, _ = joined()
+    first = machine.step(state, SubmitJob(SPEC, "u1", "ann", "r1"), 3.0).answer
+    assert machine.step(state, SubmitJob(SPEC, "u2", "ann", "r1"), 4.0).answer == first == JobAnswer(1)
+    other = JobSpec(("other",), SPEC.roles)
+    answer = machine.step(state, SubmitJob(other, "u3", "ann", "r1"), 5.0).answer
+    assert isinstance(answer, Refused)
+    assert answer.reason == "REQUEST_REUSED"
+
+
+def test_all_mistakes_of_a_spec_are_told_at_once() -> None:
+    state, _ = joined()
+    bad = JobSpec((), (), working_directory="here", priority=5_000)
+    answer = machine.step(state, SubmitJob(bad, "u1"), 3.0).answer
+    assert isinstance(answer, Refused)
+    paths = {path for path, _ in answer.violations}
+    assert paths == {"spec.command", "spec.roles", "spec.working_directory", "spec.priority"}
+
+
+def test_a_gang_no_cluster_could_hold_is_refused_with_the_largest_that_fits() -> None:
+    state, _ = joined()
+    answer = machine.step(state, SubmitJob(JobSpec(("train",), (Role("worker", 5, TaskShape(1)),)), "u1"), 3.0).answer
+    assert isinstance(answer, Refused)
+    assert answer.reason == "GANG_IMPOSSIBLE"
+    assert answer.metadata["largest"] == "4"
+
+
+def test_a_restart_keeps_every_element_and_takes_no_verdicts_before_the_first_report() -> None:
+    state, _ = joined()
+    machine.step(state, SubmitJob(SPEC, "u1"), 3.0)
+    puts = state.take_changes().puts
+    elements = [
+        msgspec.json.decode(msgspec.json.encode(element), type=ELEMENT_TYPES[kind])
+        for (kind, _), element in puts.items()
+    ]
+    again = State.restore(Settings(), elements, 10.0)
+    assert again.jobs == state.jobs
+    assert again.counters.next_job == 2
+    assert not again.rows["n1"].available
+    assert again.nodes["n1"].session == ""
