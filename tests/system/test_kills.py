@@ -11,6 +11,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -214,7 +215,7 @@ def test_a_killed_rank_goes_back_to_the_last_complete_checkpoint_and_no_further(
     run.check(references[world], may_repeat=True)
     for rank in range(world):
         steps = [line.step for line in run.lines(rank)]
-        restarts = [after for before, after in zip(steps, steps[1:], strict=False) if after <= before]
+        restarts = [after for before, after in pairwise(steps) if after <= before]
         assert restarts in ([], [saved + 1]), f"rank {rank} went back to {restarts}, saved was {saved}"
 
 

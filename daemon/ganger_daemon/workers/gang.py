@@ -461,7 +461,7 @@ class LocalGang:
         if self.wanted.stop_sequence:
             self.memory.sample(self.pages, self.deaths.processes)
             agreement = self.wanted.stop_sequence
-            acked = [rank.ack_sequence == agreement for rank in ranks]
+            acked = [point.ack_sequence == agreement for point in self.pages.points().values()]
             if any(acked) and not all(acked):
                 hit("partial-acks")
         if self.wanted.intent is Intent.RUN and self.judgement.phase is Phase.RUNNING:
