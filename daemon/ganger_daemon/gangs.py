@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 # Jobs whose last epoch is remembered so that it never starts again; the oldest are forgotten first.
 _FINISHED_LIMIT = 10_000
+# Between two complaints about gangs that take long to adopt.
+_JUDGED_SECONDS = 10.0
 
 
 class GangSet:
@@ -59,6 +61,16 @@ class GangSet:
                 continue
             gang.adopt()
             self._begin(gang)
+
+    async def judged(self) -> None:
+        """Returns once something true can be said of every gang that was adopted. A session must not open before: a
+        gang that is missing in its first observed set counts as gone."""
+        waiting = [asyncio.create_task(gang.judged.wait()) for gang in self._gangs.values()]
+        while waiting:
+            _, pending = await asyncio.wait(waiting, timeout=_JUDGED_SECONDS)
+            if pending:
+                log.warning("gangs are still being adopted", extra={"gangs": len(pending)})
+            waiting = list(pending)
 
     def new_session(self) -> None:
         """What an earlier session wanted says nothing about absence in this one."""
@@ -101,12 +113,7 @@ class GangSet:
 
     def observed(self) -> list[agent_pb2.ObservedGang]:
         """The complete observed set, in a fixed order."""
-        found = []
-        for key in sorted(self._gangs):
-            message = self._gangs[key].observed
-            if message is not None:
-                found.append(message)
-        return found
+        return [self._gangs[key].observed for key in sorted(self._gangs)]
 
     def all(self) -> tuple[LocalGang, ...]:
         return tuple(self._gangs[key] for key in sorted(self._gangs))
@@ -141,6 +148,7 @@ class GangSet:
             log.error("gang refused", extra={"job": desired.job, "error": str(error)})
             return
         log.info("gang starts", extra={"job": desired.job, "epoch": desired.epoch, "intent": gang.wanted.intent.name})
+        gang.announce()
         self._begin(gang)
 
     def _begin(self, gang: LocalGang) -> None:

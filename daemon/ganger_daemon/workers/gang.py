@@ -119,7 +119,11 @@ class LocalGang:
         self._look: Look | None = None
         self._iteration = 0.0
         self._observed: bytes = b""
+        # set once the observed set can say something true of it
+        self.judged = asyncio.Event()
         self._handed_logs = 0
+        # from the first moment: a desired version that wants this gang is answered with what is known of it
+        self.observed = observe(self)
 
     # -- what others ask ------------------------------------------------------------------------------------------
 
@@ -138,10 +142,15 @@ class LocalGang:
     def wake(self) -> None:
         self._wake.set()
 
+    def announce(self) -> None:
+        """A new gang is in the observed set from its first moment, also while others are launched before it."""
+        self._publish_observation()
+
     def mark_gone(self, outcome: Outcome) -> None:
         """Nothing of it is here: only its outcome is reported."""
         self._settled = outcome
         self._reaped = True
+        self._look_again()
 
     def news(self) -> None:
         """Something changed that the observed set may show."""
@@ -161,7 +170,7 @@ class LocalGang:
                 "job": desired.job,
                 "epoch": desired.epoch,
                 "intent": wanted.intent.name,
-                "level": wanted.level.name,
+                "suspend_level": wanted.level.name,
             },
         )
         if self._launched and self.pages.mapped:
@@ -252,6 +261,7 @@ class LocalGang:
             for rank in self.part.ranks:
                 self.deaths.watch(rank, ProcessId(0, 0))
         self._begin_ladder()
+        self._look_again()
         log.info(
             "gang adopted", extra={"job": self.desired.job, "epoch": self.desired.epoch, "running": self._launched}
         )
@@ -716,6 +726,11 @@ class LocalGang:
             leader.peer_address, self.desired.job_uid, self.desired.epoch, agreement, step, shards
         )
 
+    def _look_again(self) -> None:
+        """What is reported until the first tick."""
+        self.judgement = core.judge(self.facts(), time.monotonic())
+        self.observed = observe(self)
+
     def _publish_observation(self) -> None:
         if self.judgement.phase is Phase.PARKED and self._handed_logs != self.wanted.order.master_sequence:
             self._handed_logs = self.wanted.order.master_sequence
@@ -729,9 +744,8 @@ class LocalGang:
                 hit("before-move-commit")
             self._observed = new
             self.observed = message
+            self.judged.set()
             self.host.changed()
-
-    observed: agent_pb2.ObservedGang | None = None
 
 
 def recall_desired(wanted_file: Path, gang_file: Path) -> agent_pb2.DesiredGang | None:

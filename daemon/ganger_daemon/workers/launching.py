@@ -106,12 +106,12 @@ class Launching:
         environment = environment_of(desired.spec, host.devices.environment(desired.claim.device_mask))
         async with host.launch_lock:
             files = await asyncio.to_thread(self._make_group, desired)
-            interpreter = interpreter_of(tuple(desired.spec.command), environment, desired.spec.working_directory)
-            self._key = host.launchers.key(interpreter, environment)
-            self._arena_bytes = arena_bytes_per_rank(
-                desired, len(part.ranks), host.inventory.configuration_set.device_memory_bytes
-            )
-            launcher = await asyncio.to_thread(host.launchers.get, self._key, interpreter, environment)
+        interpreter = interpreter_of(tuple(desired.spec.command), environment, desired.spec.working_directory)
+        self._key = host.launchers.key(interpreter, environment)
+        self._arena_bytes = arena_bytes_per_rank(
+            desired, len(part.ranks), host.inventory.configuration_set.device_memory_bytes
+        )
+        launcher = await asyncio.to_thread(host.launchers.get, self._key, interpreter, environment)
         rendezvous = await self._meet(desired, launcher)
         return await asyncio.to_thread(
             self._fork_all, desired, environment, launcher, rendezvous, restore, files, threads, pages
