@@ -125,7 +125,7 @@ class Daemon:
         self.gangs.adopt()
         await self._listen(endpoint.token, known)
         self._write_node()
-        self._tasks.append(asyncio.create_task(self.session.run(), name="session"))
+        self._tasks.append(asyncio.create_task(self._hold_session(), name="session"))
         self._tasks.append(asyncio.create_task(self._tend(), name="tend"))
 
     async def stop(self) -> None:
@@ -232,6 +232,10 @@ class Daemon:
             capabilities=capabilities,
             version=VERSION,
         )
+
+    async def _hold_session(self) -> None:
+        await self.gangs.judged()
+        await self.session.run()
 
     async def _tend(self) -> None:
         """Slow things: launchers that died are replaced, faults are noticed, what storage is said is kept."""
