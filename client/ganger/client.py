@@ -35,6 +35,7 @@ class Client:
     Thread-safe. Raises EndpointError if no master can be named."""
 
     def __init__(self, master: str | Endpoint | None = None, *, patience_seconds: float = 60.0) -> None:
+        self._master = master
         self.endpoint = master if isinstance(master, Endpoint) else find_endpoint(master)
         self._patience_seconds = patience_seconds
         self._channel = open_channel(self.endpoint)
@@ -64,7 +65,10 @@ class Client:
         return self.submit_spec(make_spec(description), request_id=request_id)
 
     def submit_spec(self, spec: job_pb2.JobSpec, *, request_id: str | None = None) -> Job:
-        """Submits a ready-made spec. Give the same `request_id` (a UUID) to repeat a submission safely."""
+        """Submits a ready-made spec. Give the same `request_id` (a UUID) to repeat a submission safely.
+
+        A scheduler of the user's own (`spec.scheduler`) is started as a process that outlives this one; see
+        `Job.scheduler_log`. Raises SpecInvalid if it cannot be loaded."""
         import uuid
 
         request = job_service_pb2.CreateJobRequest(spec=spec, request_id=request_id or str(uuid.uuid4()))
@@ -74,7 +78,13 @@ class Client:
                 f"the submission is {request.ByteSize()} bytes, a message holds {MAX_MESSAGE_BYTES}:"
                 " put large environment values and arguments into files"
             )
-        return Job(self, self._call(self._jobs.CreateJob, request))
+        if not spec.scheduler:
+            return Job(self, self._call(self._jobs.CreateJob, request))
+        from ganger.scheduling.detached import DetachedScheduler
+
+        with DetachedScheduler(spec.scheduler, self._master) as scheduler:
+            message = self._call(self._jobs.CreateJob, request)
+            return Job(self, message, scheduler_log=scheduler.serve(message.name, message.uid))
 
     def job(self, job: str | int) -> Job:
         """A handle on an existing job: 7, "7" or "jobs/7". Raises JobNotFound."""

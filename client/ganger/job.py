@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from ganger.v1 import job_pb2
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ganger.client import Client
 
 FINISHED = frozenset({job_pb2.Job.STATE_SUCCEEDED, job_pb2.Job.STATE_FAILED, job_pb2.Job.STATE_CANCELLED})
@@ -41,11 +43,13 @@ class JobFailedError(Exception):
 
 
 class Job:
-    """What a submission returns. Properties ask the master; `message` is the job as last seen."""
+    """What a submission returns. Properties ask the master; `message` is the job as last seen; `scheduler_log` is where
+    the job scheduler started with the submission writes, if it was."""
 
-    def __init__(self, client: Client, message: job_pb2.Job) -> None:
+    def __init__(self, client: Client, message: job_pb2.Job, *, scheduler_log: Path | None = None) -> None:
         self._client = client
         self.message = message
+        self.scheduler_log = scheduler_log
 
     def __repr__(self) -> str:
         return f"Job({self.name!r}, {state_of(self.message)})"

@@ -34,7 +34,7 @@ _LEVELS = "nvlink, switch, socket, node, rack, fabric, cluster"
 @click.option("--max-failures", metavar="N", help="Restarts after failures of its own.")
 @click.option("--checkpoint-every", metavar="TIME|never", help="Interval of checkpoints to storage.")
 @click.option("--not-preemptible", is_flag=True, help="Never suspend or move it unless a person asks.")
-@click.option("--scheduler", metavar="MODULE:CLASS", help="Your own job scheduler.")
+@click.option("--scheduler", metavar="MODULE:CLASS", help="Your own job scheduler, started with the job.")
 @click.option("--agent", metavar="automatic|none", help="none: inject nothing into the script.")
 @click.option("--env", "-e", "variables", multiple=True, metavar="NAME[=VALUE]", help="Set or pass on a variable.")
 @click.option("--label", "-l", "labels", multiple=True, metavar="NAME=VALUE", help="A label to find it by.")
@@ -86,6 +86,8 @@ def submit(
         else:
             # Scripts take the number from stdout; the hint is for people.
             print(f"submitted job {job.id}", flush=True)
+        if job.scheduler_log is not None:
+            print(f"ganger: {spec.scheduler} places it, and writes to {job.scheduler_log}", file=sys.stderr)
         if follow:
             from ganger.cli.logs import follow_job
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+import traceback
 from pathlib import Path
 
 import click
@@ -27,9 +29,11 @@ def host(master: str | None, until_stdin_closes: bool) -> None:
 
 @scheduler.command()
 @click.argument("name", metavar="MODULE:CLASS")
-@click.option("--job", "jobs", multiple=True, required=True, help="Job to serve, 'jobs/7'; may be repeated.")
+@click.option("--job", "jobs", multiple=True, help="Job to serve, 'jobs/7'; may be repeated.")
+@click.option("--job-from-stdin", is_flag=True, hidden=True, help="Say 'ready', then read the job's name.")
 @click.option("--master", "--state-dir", "master", help="State directory of the master, or its address.")
-def run(name: str, jobs: tuple[str, ...], master: str | None) -> None:
+@click.pass_context
+def run(context: click.Context, name: str, jobs: tuple[str, ...], job_from_stdin: bool, master: str | None) -> None:
     """Serve jobs with a scheduler of your own, until they have ended.
 
     MODULE is looked for in the working directory first.
@@ -38,14 +42,29 @@ def run(name: str, jobs: tuple[str, ...], master: str | None) -> None:
 
     from ganger.scheduling.host import Host, run_host
     from ganger.wire.endpoints import find_endpoint
-    from ganger.wire.errors import ApiError
+    from ganger.wire.names import job_name_from_text
 
+    if bool(jobs) == job_from_stdin:
+        raise click.UsageError("name the jobs to serve: --job jobs/7")
+    names = [job_name_from_text(job) for job in jobs]
     made = _load(name)
-    full_names = [job if job.startswith("jobs/") else f"jobs/{job}" for job in jobs]
-    try:
-        asyncio.run(run_host(Host(lambda: find_endpoint(master), made, jobs=full_names)))
-    except ApiError as error:
-        raise click.ClickException(error.message) from error
+    if job_from_stdin:
+        names = _read_job()
+        if not names:
+            return
+    master = master or context.find_root().obj
+    asyncio.run(run_host(Host(lambda: find_endpoint(master), made, jobs=names)))
+
+
+def _read_job() -> list[str]:
+    """The job that was submitted, once it is; none if the submission failed."""
+    from ganger.scheduling.detached import READY
+
+    os.write(sys.stdout.fileno(), READY)
+    # Whoever waited for that goes away: what the user's code prints belongs to the log.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    line = sys.stdin.readline().strip()
+    return [line] if line else []
 
 
 def _load(name: str) -> type:
@@ -60,6 +79,13 @@ def _load(name: str) -> type:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise click.UsageError(f"scheduler {name!r} cannot be loaded: {error}") from error
+    except Exception as error:
+        # The user's own code: where it broke is what its author wants to know.
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise click.UsageError(
+            f"scheduler {name!r} cannot be loaded: {type(error).__name__}: {error},"
+            f" in {where.filename}, line {where.lineno}"
+        ) from error
     if not (isinstance(found, type) and issubclass(found, JobScheduler)):
         raise click.UsageError(f"scheduler {name!r} does not derive from ganger.scheduling.JobScheduler")
     return found

@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
 import sys
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -42,6 +43,8 @@ _HEALTHY_SECONDS = 5.0
 _SCHEDULERS_KEPT = 4096
 # A claim that does not add up never will; twice is no accident, and each time costs the job seconds.
 _MISTAKES_ALLOWED = 2
+# A decision takes milliseconds and a turn half a second.
+_HUNG_SECONDS = 10.0
 _WARM_UP = GangShape((Role("worker", 2, TaskShape(1)),))
 _FINAL = frozenset({job_pb2.Job.STATE_SUCCEEDED, job_pb2.Job.STATE_FAILED, job_pb2.Job.STATE_CANCELLED})
 
@@ -139,11 +142,11 @@ class Host:
         try:
             turn = _turn_of(message)
             scheduler = self._scheduler_of(turn.job)
-            proposal: Proposal | None = scheduler.propose(turn, self.mirror.view)
+            proposal: Proposal | None = self._propose(scheduler, turn)
             nothing = not (proposal and proposal.candidates)
             # What was freed for this turn may not have been heard of yet.
             if nothing and await self.mirror.reach(message.view_version, turn.lease_seconds / 2):
-                proposal = scheduler.propose(turn, self.mirror.view)
+                proposal = self._propose(scheduler, turn)
             while True:
                 rejected = await self._ask(scheduling, turn, proposal or Proposal())
                 if rejected is None:
@@ -151,7 +154,8 @@ class Host:
                 self.mirror.hear(convert.node_row_from_wire(row) for row in rejected.rows)
                 refusals = convert.refusals_from_wire(rejected.refusals)
                 self._note_mistake(turn.job, refusals)
-                proposal = scheduler.on_rejected(turn, self.mirror.view, refusals)
+                with self._bounded():
+                    proposal = scheduler.on_rejected(turn, self.mirror.view, refusals)
                 if not rejected.turn_kept:
                     return
                 if proposal is None or not proposal.candidates:
@@ -161,6 +165,22 @@ class Host:
         except Exception:
             # A scheduler that raises loses this turn; the job goes on by the default one after three.
             log.exception("job scheduler failed", extra={"job": message.job})
+
+    def _propose(self, scheduler: JobScheduler, turn: Turn) -> Proposal:
+        with self._bounded():
+            return scheduler.propose(turn, self.mirror.view)
+
+    @contextlib.contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """Ends a user's process whose code hangs, saying where: its job has long gone on without it."""
+        if not self._jobs:
+            yield
+            return
+        faulthandler.dump_traceback_later(_HUNG_SECONDS, exit=True)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     async def _ask(self, scheduling: Any, turn: Turn, proposal: Proposal) -> scheduling_pb2.Rejection | None:
         """None when the gang was approved, or the turn passed."""

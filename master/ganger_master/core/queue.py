@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ganger.resources.reasons import Kind
 from ganger_master.core.capacity import reservations_of
 from ganger_master.core.commands import ClaimTurns
 from ganger_master.core.events import GangRefused
@@ -79,6 +80,11 @@ def note_refused(state: State, event: GangRefused) -> None:
         state.dirty.news[event.number] = None
     turn = state.turns.get(state.turn_of.get(event.number, 0))
     if turn is None or turn.turn != event.turn:
+        return
+    if turn.scheduler and event.refusals and event.refusals[0].reason.kind is Kind.MISTAKE:
+        # What can never be is no use of a turn: a scheduler that answers every one so would starve its job.
+        state.drop_turn(event.number)
+        state.lost_turns[event.number] = state.lost_turns.get(event.number, 0) + 1
         return
     state.lost_turns.pop(event.number, None)
     if event.turn_kept:

@@ -1,0 +1,143 @@
+"""`ganger submit --scheduler module:Class`: it places its job, and however useless it is the job still starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import ganger
+import pytest
+from kit.cluster import Cluster
+from kit.waiting import eventually
+
+pytestmark = pytest.mark.system
+
+HERE = Path(__file__).parent / "jobs"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    directory = tmp_path_factory.mktemp("schedulers")
+    with Cluster(directory, environment={"XDG_STATE_HOME": str(directory / "state")}) as running:
+        yield running
+
+
+def submit(cluster: Cluster, scheduler: str, *options: str, ok: bool = True) -> CompletedProcess[str]:
+    return cluster.run("submit", "--scheduler", scheduler, *options, "--", "true", cwd=HERE, ok=ok)
+
+
+def number(submitted: CompletedProcess[str]) -> str:
+    return submitted.stdout.split()[-1]
+
+
+def log_of(submitted: CompletedProcess[str]) -> Path:
+    return Path(submitted.stderr.split()[-1])
+
+
+def nodes_used(cluster: Cluster, job: str) -> str:
+    return next(line for line in cluster.run("history", job).stdout.splitlines() if "gang_approved" in line)
+
+
+def processes(name: str) -> list[int]:
+    """Pids of detached schedulers of that class."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"schedulers:{name}".encode() in words and b"run" in words:
+            found.append(int(path.parent.name))
+    return found
+
+
+def succeeds(cluster: Cluster, job: str) -> None:
+    done = cluster.run("wait", job, "--timeout", "60", ok=False)
+    assert done.returncode == 0, f"{done.stderr}\n{cluster.run('history', job).stdout}\n{cluster.story()}"
+
+
+def test_it_places_its_job_and_ends_with_it(cluster: Cluster) -> None:
+    submitted = submit(cluster, "schedulers:Last")
+    succeeds(cluster, number(submitted))
+    assert "nodes=n1" in nodes_used(cluster, number(submitted)), "the default would have taken n0"
+    assert f"asked for jobs/{number(submitted)}" in log_of(submitted).read_text()
+    assert log_of(submitted).stat().st_mode & 0o077 == 0
+    eventually(lambda: not processes("Last"), what="the scheduler has ended with its job")
+
+
+def test_the_library_starts_it_too(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(HERE)
+    monkeypatch.setenv("XDG_STATE_HOME", cluster.environment["XDG_STATE_HOME"])
+    with ganger.Client(str(cluster.master_directory)) as client:
+        job = client.submit(["true"], scheduler="schedulers:Last")
+        assert job.wait(60) == "SUCCEEDED"
+        assert job.scheduler_log is not None
+        assert f"asked for {job.name}" in job.scheduler_log.read_text()
+        assert client.submit(["true"]).scheduler_log is None
+    assert "nodes=n1" in nodes_used(cluster, str(job.id))
+
+
+@pytest.mark.parametrize("kind", ["Killed", "Raising", "Absurd", "Spamming"])
+def test_a_useless_one_loses_its_turns_to_the_default(cluster: Cluster, kind: str) -> None:
+    submitted = submit(cluster, f"schedulers:{kind}")
+    succeeds(cluster, number(submitted))
+    for pid in processes(kind):
+        os.kill(pid, signal.SIGKILL)
+    # Others were not kept waiting either.
+    succeeds(cluster, number(cluster.run("submit", "--", "true")))
+
+
+def test_a_hung_one_loses_its_turns_and_ends_with_the_place_where_it_hung(cluster: Cluster) -> None:
+    submitted = submit(cluster, "schedulers:Hung")
+    succeeds(cluster, number(submitted))
+    eventually(lambda: not processes("Hung"), what="the hung scheduler has ended", within_seconds=40)
+    assert "schedulers.py" in log_of(submitted).read_text()
+
+
+def test_killed_while_its_job_waits_it_is_replaced_by_the_default(cluster: Cluster) -> None:
+    filler = str(cluster.json("submit", "--gpus", "8", "--", "sleep", "600")["name"]).removeprefix("jobs/")
+    eventually(lambda: cluster.json("show", filler)["state"] == "HOLDING", what="the cluster is full")
+    submitted = submit(cluster, "schedulers:Last")
+    eventually(lambda: "asked for" in log_of(submitted).read_text(), what="it had a turn")
+    explained: dict[str, Any] = cluster.json("why", number(submitted))
+    assert explained["blockers"], explained
+    for pid in processes("Last"):
+        os.kill(pid, signal.SIGKILL)
+    cluster.run("cancel", filler)
+    succeeds(cluster, number(submitted))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "why"),
+    [
+        ("nowhere:Class", "No module named 'nowhere'"),
+        ("schedulers:Missing", "has no attribute 'Missing'"),
+        ("schedulers:Turn", "does not derive from ganger.scheduling.JobScheduler"),
+        ("broken:Any", "RuntimeError: wrong on line 2, in"),
+        ("schedulers", "'schedulers' is not module:Class"),
+    ],
+)
+def test_one_that_cannot_be_loaded_stops_the_submission(
+    cluster: Cluster, tmp_path: Path, scheduler: str, why: str
+) -> None:
+    before = cluster.run("queue", "--all", "--json").stdout.count('"name": "jobs/')
+    (tmp_path / "broken.py").write_text("# the user's own mistake\nraise RuntimeError('wrong on line 2')\n")
+    (tmp_path / "schedulers.py").symlink_to(HERE / "schedulers.py")
+    done = cluster.run("submit", "--scheduler", scheduler, "--", "true", cwd=tmp_path, ok=False)
+    assert done.returncode == 2
+    assert why in done.stderr
+    assert "Traceback" not in done.stderr
+    assert cluster.run("queue", "--all", "--json").stdout.count('"name": "jobs/') == before
+    assert not list(Path(cluster.environment["XDG_STATE_HOME"]).rglob("starting-*"))
+
+
+def test_it_is_not_left_behind_when_the_submission_is_refused(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = submit(cluster, "schedulers:Raising", "--gpus", "500", ok=False)
+    assert done.returncode == 4
+    assert not processes("Raising")
