@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ganger.resources.reasons import Kind
+
 from ganger_master.core.capacity import reservations_of
 from ganger_master.core.commands import ClaimTurns
 from ganger_master.core.events import GangRefused
