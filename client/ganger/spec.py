@@ -13,12 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ganger.resources.values import Level
 from ganger.units import parse_cores, parse_duration, parse_memory
 from ganger.v1.job_pb2 import JobSpec
-from ganger.v1.resources_pb2 import Locality, Role, TaskShape
+from ganger.v1.resources_pb2 import Level, Locality, Role, TaskShape
 from ganger.wire import times
-from ganger.wire.convert import level_to_wire
 from ganger.wire.errors import SpecInvalid, Violation
 
 Value = TypeVar("Value")
@@ -276,24 +274,29 @@ def _locality(reader: _Reader) -> Locality:
     widest = reader.read("tolerance", _level, None)
     patience = reader.read("patience", parse_duration, None)
     if wish is not None and widest is not None and wish > widest:
-        reader.complain("locality", f"{wish.name.lower()} is wider than the tolerance {widest.name.lower()}")
+        reader.complain("locality", f"{_level_text(wish)} is wider than the tolerance {_level_text(widest)}")
     if patience is not None and (wish is None or widest is None):
         reader.complain("patience", "goes with both a locality and a wider tolerance")
     if wish is not None and widest is None:
         # A wish without a tolerance is a demand.
-        return Locality(widest=level_to_wire(wish))
-    locality = Locality(widest=level_to_wire(widest), wish=level_to_wire(wish))
+        return Locality(widest=wish)
+    locality = Locality(widest=widest or Level.LEVEL_UNSPECIFIED, wish=wish or Level.LEVEL_UNSPECIFIED)
     if wish is not None:
         locality.patience.CopyFrom(times.duration(_DEFAULT_PATIENCE_SECONDS if patience is None else patience))
     return locality
 
 
-def _level(value: object) -> Level:
-    try:
-        return Level[str(value).upper()]
-    except KeyError:
-        names = ", ".join(level.name.lower() for level in Level)
-        raise ValueError(f"{value!r} is not a level; there are {names}") from None
+# The wire's levels and not those of ganger.resources: the closer, the smaller, here too, and a submission loads less.
+def _level(value: object) -> Level.ValueType:
+    levels = {_level_text(number): number for number in Level.values() if number != Level.LEVEL_UNSPECIFIED}
+    found = levels.get(str(value).lower())
+    if found is None:
+        raise ValueError(f"{value!r} is not a level; there are {', '.join(levels)}")
+    return found
+
+
+def _level_text(level: Level.ValueType) -> str:
+    return Level.Name(level).removeprefix("LEVEL_").lower()
 
 
 def _name(value: object) -> str:

@@ -6,6 +6,7 @@ the command is called. Programs add theirs through the entry-point group "ganger
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -49,6 +50,7 @@ _ADDED_HELP = {
     "simulate": "Replay a trace in virtual time.",
 }
 ENTRY_POINTS = "ganger.commands"
+_OBJECTS_BETWEEN_COLLECTIONS = 50_000
 
 
 class _Commands(click.Group):
@@ -57,6 +59,8 @@ class _Commands(click.Group):
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name in COMMANDS:
+            # Importing makes objects that stay; looking through them again and again takes a tenth of a command's time.
+            gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
             module, attribute, _ = COMMANDS[name]
             command = getattr(import_module(module), attribute)
         elif name in (added := _added()):
