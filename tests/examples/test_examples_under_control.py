@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from ganger.injob.page import Word
-from training.harness import EXAMPLES, Rank, free_port, losses, run_in_parts, run_to_end
+from training.harness import EXAMPLES, Rank, Rendezvous, end_together, losses, run_in_parts, run_to_end
 
 pytestmark = pytest.mark.torch
 
@@ -38,9 +38,9 @@ def test_char_transformer_with_tied_weights_and_one_cycle_schedule_goes_on_alike
 
 
 def _ranks(directory: Path, form: str, arguments: list[object], **options: Any) -> list[Rank]:
-    port = free_port()
+    store = Rendezvous()
     return [
-        Rank(directory, EXAMPLES / f"ddp/{form}.py", arguments, rank=rank, world=2, port=port, **options)
+        Rank(directory, EXAMPLES / f"ddp/{form}.py", arguments, rank=rank, world=2, rendezvous=store, **options)
         for rank in range(2)
     ]
 
@@ -48,8 +48,8 @@ def _ranks(directory: Path, form: str, arguments: list[object], **options: Any) 
 @pytest.mark.parametrize("form", FORMS)
 def test_two_ranks_stop_at_one_step_and_go_on_alike(tmp_path: Path, form: str) -> None:
     alone = ["--epochs", 2, "--batch", 256, *_outputs(tmp_path / "alone")]
-    for rank in _ranks(tmp_path / "alone", form, alone, managed=False):
-        assert rank.end() == 0, rank.output()
+    ranks = _ranks(tmp_path / "alone", form, alone, managed=False)
+    assert end_together(ranks) == [0, 0], "".join(rank.output() for rank in ranks)
     arguments = ["--epochs", 2, "--batch", 256, *_outputs(tmp_path / "parts")]
     restore = None
     for number, stop_after in enumerate([2, 7]):
@@ -58,10 +58,10 @@ def test_two_ranks_stop_at_one_step_and_go_on_alike(tmp_path: Path, form: str) -
         (part / "orders/2.json").write_text(json.dumps({"checkpoint": str(shards)}))
         # each rank finds the order while it makes this step and acknowledges it: the gang stops at the next one
         ranks = _ranks(part, form, arguments, agent=FORMS[form], restore=restore, stop_at=stop_after)
-        assert [rank.end() for rank in ranks] == [75, 75], "".join(rank.output() for rank in ranks)
+        assert end_together(ranks) == [75, 75], "".join(rank.output() for rank in ranks)
         steps = {rank.page.get(Word.CHECKPOINT_STEP) for rank in ranks}
         assert steps == {stop_after + 1}, "no rank is a step ahead"
         restore = {"kind": "checkpoint", "path": str(shards), "step": steps.pop()}
-    for rank in _ranks(tmp_path / "last", form, arguments, agent=FORMS[form], restore=restore):
-        assert rank.end() == 0, rank.output()
+    ranks = _ranks(tmp_path / "last", form, arguments, agent=FORMS[form], restore=restore)
+    assert end_together(ranks) == [0, 0], "".join(rank.output() for rank in ranks)
     _compare(tmp_path / "parts", tmp_path / "alone", 12)

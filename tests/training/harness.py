@@ -9,20 +9,23 @@ import json
 import multiprocessing
 import os
 import runpy
-import socket
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ganger.injob.arm import print_stacks_on_request
 from ganger.injob.page import Level, Order, Page, Phase, Word
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PATIENCE_SECONDS = 60.0
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel", "sklearn.datasets", __name__])
+_context.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.nn.parallel", "sklearn.datasets", __name__, "training.warm"]
+)
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -33,11 +36,19 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.002)
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+class Rendezvous:
+    """A store outside the ranks, as the launcher's: a port found free and left to rank 0 can be taken meanwhile."""
+
+    def __init__(self) -> None:
+        import torch.distributed
+
+        self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.environment = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
 
 
 class Rank:
@@ -51,7 +62,7 @@ class Rank:
         *,
         rank: int = 0,
         world: int = 1,
-        port: int = 0,
+        rendezvous: Rendezvous | None = None,
         managed: bool = True,
         agent: bool = False,
         restore: dict[str, Any] | None = None,
@@ -69,9 +80,10 @@ class Rank:
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
         }
+        self._rendezvous = rendezvous
+        if rendezvous is not None:
+            environment.update(rendezvous.environment)
         self.arena_fd = arena_fd
         if managed:
             path = directory / f"rank-{rank}.page"
@@ -124,8 +136,9 @@ class Rank:
         """Wait for the end; returns the exit code."""
         self.process.join(PATIENCE_SECONDS)
         if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+            os.kill(self.process.pid or 0, signal.SIGUSR2)
+            self.process.join(0.5)
+            self.kill()
             raise AssertionError(f"the rank did not end\n{self.output()}")
         code = self.process.exitcode
         assert code is not None
@@ -147,6 +160,7 @@ def _run(plan: dict[str, Any], arena: str | None) -> None:
     os.dup2(log, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
+    print_stacks_on_request()
     os.environ.update(plan["environment"])
     if arena is not None:
         descriptor = os.open(arena, os.O_RDWR)
@@ -174,6 +188,21 @@ def _stop_at(step: int) -> None:
             page.write_order(2, Order.STOP, stop_seq=2, level=Level.CHECKPOINT)
 
     register_optimizer_step_post_hook(hook)
+
+
+def end_together(ranks: Sequence[Rank]) -> list[int]:
+    """The exit codes of a gang. When one fails the others are not waited for: they would wait for it."""
+    wait_until(
+        lambda: (
+            all(not rank.process.is_alive() for rank in ranks)
+            or any(rank.process.exitcode not in (None, 0, 75) for rank in ranks)
+        ),
+        "the end of the gang",
+    )
+    for rank in ranks:
+        if rank.process.is_alive():
+            rank.kill()
+    return [rank.end() for rank in ranks]
 
 
 def run_to_end(directory: Path, script: Path, arguments: Sequence[object], **options: Any) -> None:

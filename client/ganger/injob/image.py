@@ -12,8 +12,9 @@ import os
 import struct
 import zlib
 from dataclasses import dataclass, replace
-from typing import Any, Callable, Union
+from typing import Any, Callable, TypeVar, Union
 
+_xxh3_64: Any
 try:
     from xxhash import xxh3_64 as _xxh3_64
 except ImportError:  # the user's environment need not have it
@@ -31,6 +32,8 @@ MAX_CHUNK_BYTES = 1 << 30
 
 XXH3 = 1
 CRC32 = 2
+
+_T = TypeVar("_T")
 
 
 class ImageError(Exception):
@@ -249,7 +252,7 @@ def verify(source: Source) -> Summary:
     return _with_descriptor(source, _verify)
 
 
-def _with_descriptor(source: Source, action: Callable[[int], Any]) -> Any:
+def _with_descriptor(source: Source, action: Callable[[int], _T]) -> _T:
     if isinstance(source, int):
         return action(source)
     descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,12 +1,14 @@
-"""Finds what an unmodified script trains: optimizers, schedulers and scalers as they are made, modules by a search.
+"""Finds what an unmodified script trains: modules, optimizers, schedulers and scalers are noted as they are made.
 
-The order must be the same in every run of the script, as names are numbers in that order.
+The order must be the same in every run of the script, as names are numbers in that order. A search of the heap would
+find modules too, but takes up to a second in a large program, and it would take it in every pause.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import weakref
 from typing import Any
 
@@ -16,14 +18,16 @@ from ganger.training.state import Training, unwrapped
 
 
 class Discovery:
-    """Notes every optimizer, scheduler and gradient scaler that is made from now on, in order."""
+    """Notes every module, optimizer, scheduler and gradient scaler that is made from now on, in order."""
 
     def __init__(self) -> None:
+        self._modules: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
         self._optimizers: list[weakref.ref[Any]] = []
         self._schedulers: list[weakref.ref[Any]] = []
         self._scalers: list[weakref.ref[Any]] = []
 
     def watch(self) -> None:
+        _note_modules(self._modules)
         schedulers = torch.optim.lr_scheduler
         _note_instances(torch.optim.Optimizer, self._optimizers)
         _note_instances(schedulers.LRScheduler, self._schedulers)
@@ -39,7 +43,12 @@ class Discovery:
     def training(self) -> Training:
         """What is alive now."""
         optimizers = _alive(self._optimizers)
-        models = _root_modules(optimizers)
+        models = _root_modules(list(self._modules.values()), optimizers)
+        if len(optimizers) > 1 or any(_is_untrained(model, optimizers) for model in models):
+            # some of it may be dead and only not collected yet, which would be so in this run and not in the next
+            gc.collect()
+            optimizers = _alive(self._optimizers)
+            models = _root_modules(list(self._modules.values()), optimizers)
         return Training(
             models={f"model{number}": model for number, model in enumerate(models)},
             optimizers={f"optimizer{number}": item for number, item in enumerate(optimizers)},
@@ -70,13 +79,26 @@ def _outermost(schedulers: list[Any]) -> list[Any]:
     return [item for item in schedulers if id(item) not in inner]
 
 
-def _root_modules(optimizers: list[Any]) -> list[torch.nn.Module]:
+def _note_modules(found: weakref.WeakValueDictionary[int, torch.nn.Module]) -> None:
+    """`found` gets each module under its number. Copies and unpickled modules come by __setstate__ alone."""
+    numbers = itertools.count()
+    for name in ("__init__", "__setstate__"):
+        original = getattr(torch.nn.Module, name)
+
+        def noted(self: Any, *arguments: Any, _original: Any = original, **options: Any) -> None:
+            if "_modules" not in self.__dict__:
+                found[next(numbers)] = self
+            _original(self, *arguments, **options)
+
+        setattr(torch.nn.Module, name, functools.wraps(original)(noted))
+
+
+def _root_modules(modules: list[torch.nn.Module], optimizers: list[Any]) -> list[torch.nn.Module]:
     """Modules with tensors that are part of no other module: trained ones in the order of their parameters, then rest.
 
     Copies such as moving averages of weights change in training without an optimizer, so they belong to the state.
     """
-    gc.collect()
-    modules = [item for item in gc.get_objects() if _is_module(item)]
+    modules = [module for module in modules if "_modules" in module.__dict__]  # scripted ones keep theirs in C++
     children = {id(child) for module in modules for child in module._modules.values() if child is not None}
     roots = [unwrapped(module) for module in modules if id(module) not in children]
     owned = [
@@ -96,6 +118,6 @@ def _root_modules(optimizers: list[Any]) -> list[torch.nn.Module]:
     return sorted(distinct, key=key)
 
 
-def _is_module(item: Any) -> bool:
-    # not isinstance: it asks objects for __class__, and proxies of other libraries act on that
-    return issubclass(type(item), torch.nn.Module) and "_modules" in item.__dict__
+def _is_untrained(model: torch.nn.Module, optimizers: list[Any]) -> bool:
+    trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    return not any(id(parameter) in trained for parameter in model.parameters())
