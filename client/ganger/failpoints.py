@@ -2,8 +2,8 @@
 
 Off unless the environment variable GANGER_FAILPOINTS is set. `before-commit` dies at the first passage,
 `before-commit:3` at the third, several are separated by commas; names of other programs are passed over, because
-programs started together share the variable. `@PATH` names a file with such a text instead, which may come and go while the
-process runs and is removed by the passage that kills.
+programs started together share the variable. `@PATH` names a file with such a text instead, which may come and go
+while the process runs and is removed by the passage that kills.
 """
 
 from __future__ import annotations

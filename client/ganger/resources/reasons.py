@@ -1,7 +1,7 @@
 """Why something cannot be: the one vocabulary of refusals.
 
-A *blocker* stands in the way until the cluster changes, a *race* may go away at the next try, a *mistake* is the caller's
-and will never work.
+A *blocker* stands in the way until the cluster changes, a *race* may go away at the next try, a *mistake* is the
+caller's and will never work.
 """
 
 from __future__ import annotations
