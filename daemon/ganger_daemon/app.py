@@ -123,13 +123,15 @@ class Daemon:
         self.session = Session(self.host, self.gangs, lambda: find_endpoint(settings.master), self._describe)
         self.host.changed = self.session.news
         self.gangs.adopt()
+        await asyncio.to_thread(self.host.launchers.stop_idle, True)
+        self.host.launchers.warm_up()
         await self._listen(endpoint.token, known)
         self._write_node()
         self._tasks.append(asyncio.create_task(self._hold_session(), name="session"))
         self._tasks.append(asyncio.create_task(self._tend(), name="tend"))
 
     async def stop(self) -> None:
-        """Ends this daemon only: ranks, launchers and groups stay."""
+        """Ends this daemon only: ranks, their launchers and their groups stay."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -141,6 +143,7 @@ class Daemon:
             await self.gangs.close()
             await self._peers.close()
             self.host.launchers.close()
+            await asyncio.to_thread(self.host.launchers.stop_idle, False)
             self.host.devices.close()
             # goes only if no gang is left: their groups lie below
             self.host.cgroups.tidy()
@@ -247,6 +250,7 @@ class Daemon:
                 for gang in self.gangs.all():
                     if gang.deaths.live():
                         await asyncio.to_thread(gang.launching.revive)
+                self.host.launchers.let_go({gang.launching.launcher_key for gang in self.gangs.all()})
                 for event in self.host.devices.take_events():
                     log.warning("device event", extra={"device": event.device, "event": event.message})
                 if self.host.devices.faults() != faults:

@@ -71,6 +71,9 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
             # the member's desired set may come before the leader's
             gang = self._gangs.find(request.job_uid, request.epoch)
             if gang is not None:
+                if gang.launching.rendezvous is not None:
+                    host, port = gang.launching.rendezvous
+                    return peer_pb2.Rendezvous(host=host, port=port)
                 fields = read_json(gang.paths.rendezvous)
                 if fields:
                     return peer_pb2.Rendezvous(host=str(fields["host"]), port=int(fields["port"]))

@@ -147,11 +147,21 @@ def write_json(path: Path, fields: Any, durable: bool = False) -> None:
             os.fsync(file.fileno())
     os.replace(new, path)
     if durable:
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        _sync(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Waits until a file that is there, and its name, are on the disk."""
+    _sync(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ganger_daemon.transfer.arrival import Leg
 from ganger_daemon.transfer.frames import StreamRequest
 
 from .desired import LocalPart, to_json
-from .directories import GangPaths, read_json, write_json
+from .directories import GangPaths, read_json, sync_file, write_json
 from .launch import (
     LaunchRefusedError,
     Rendezvous,
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_RENDEZVOUS_SECONDS = 60.0
-
 
 class Launching:
     """Steps of one gang's launch. Idempotent: what a former daemon had done is found and kept."""
@@ -64,6 +62,7 @@ class Launching:
         self._arena_bytes = 0
         self.gang: LocalGang | None = None
         self.warnings: tuple[str, ...] = ()
+        self.rendezvous: tuple[str, int] | None = None  # known on the leader's node, before its file is there
 
     def recall(self, left: Mapping[str, Any]) -> None:
         self._key = str(left.get("launcher", ""))
@@ -71,6 +70,10 @@ class Launching:
 
     def journal(self) -> dict[str, Any]:
         return {"launcher": self._key, "arena_bytes": self._arena_bytes}
+
+    @property
+    def launcher_key(self) -> str:
+        return self._key
 
     def running_launcher(self) -> Launcher | None:
         """Blocks for a moment. None when it is not there now."""
@@ -87,8 +90,19 @@ class Launching:
         check_command(desired.spec)
         if self._blocked_by(self.gang):
             return None
+        paths = self._paths
+        self._write_gang(desired)
+        # the disk may take its time while the ranks are prepared: it has to be done before anybody is told
+        durable = asyncio.ensure_future(asyncio.to_thread(sync_file, paths.gang))
+        try:
+            return await self._launch(desired, wanted, pages)
+        finally:
+            await durable
+
+    async def _launch(
+        self, desired: agent_pb2.DesiredGang, wanted: Wanted, pages: ControlPages
+    ) -> dict[int, ProcessId]:
         paths, host, part = self._paths, self._host, self._part
-        await asyncio.to_thread(self._write_gang, desired)
         storage = host.storage.path if host.storage.proved else None
         restore, self.warnings = await asyncio.to_thread(restore_plan, desired, storage, part)
         threads = self._threads(desired)
@@ -204,7 +218,7 @@ class Launching:
         self._paths.job.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._paths.orders.mkdir(exist_ok=True)
         if not self._paths.gang.exists():
-            write_json(self._paths.gang, to_json(desired), durable=True)
+            write_json(self._paths.gang, to_json(desired))
 
     def _threads(self, desired: agent_pb2.DesiredGang) -> int:
         if desired.threads:
@@ -229,21 +243,21 @@ class Launching:
             leader = desired.members[0]
             found = await self._peers.rendezvous(leader.peer_address, desired.job_uid, desired.epoch)
             return Rendezvous(*found)
+        known = read_json(paths.rendezvous)
+        if known and is_alive(ProcessId(int(known.get("pid") or 0), int(known.get("start_ticks") or 0))):
+            return Rendezvous(str(known["host"]), int(known["port"]))  # a former daemon had it started
         try:
-            await asyncio.to_thread(launcher.store, str(paths.run), host)
+            port = (await asyncio.to_thread(launcher.store, str(paths.run), host)).port
         except LauncherError as error:
             if error.reason != "NO_TORCH":
                 raise
             # nothing here speaks torch's protocol; a job that wants to meet gets an address, and rank 0 serves
-            write_json(paths.rendezvous, {"host": host, "port": free_port(host), "pid": 0})
-        deadline = asyncio.get_running_loop().time() + _RENDEZVOUS_SECONDS
-        while True:
-            fields = read_json(paths.rendezvous)
-            if fields:
-                return Rendezvous(str(fields["host"]), int(fields["port"]), bool(fields.get("pid")))
-            if asyncio.get_running_loop().time() > deadline:
-                raise LaunchRefusedError("the rendezvous store did not start; see the launcher's log")
-            await asyncio.sleep(0.003)
+            port = free_port(host)
+            write_json(paths.rendezvous, {"host": host, "port": port, "pid": 0})
+            self.rendezvous = (host, port)
+            return Rendezvous(host, port, store=False)
+        self.rendezvous = (host, port)
+        return Rendezvous(host, port)
 
     def _fork_all(
         self,
@@ -258,16 +272,17 @@ class Launching:
     ) -> dict[int, ProcessId]:
         known = forked_already(launcher)
         processes: dict[int, ProcessId] = {}
+        mappings: dict[int, dict[str, Any]] = {}
         cpus = self._host.cpus_of(self._paths.group)
         for rank in self._part.ranks:
             process = pages.process(rank)
             name = self._paths.name(rank)
             if process.pid:
-                pass  # a former daemon had it forked
+                processes[rank] = process  # a former daemon had it forked
             elif name in known:
-                process = ProcessId(*known[name])
+                processes[rank] = ProcessId(*known[name])
             else:
-                mapping = launch_mapping(
+                mappings[rank] = launch_mapping(
                     desired=desired,
                     paths=self._paths,
                     part=self._part,
@@ -282,10 +297,11 @@ class Launching:
                     inject=self._host.launchers.inject,
                     arena_bytes=self._arena_bytes,
                 )
-                process = ProcessId(*launcher.fork(mapping))
-            processes[rank] = process
+        for rank, forked in zip(mappings, launcher.fork_all(list(mappings.values())), strict=True):
+            processes[rank] = ProcessId(*forked)
+        for process in processes.values():
             self._host.cgroups.track(self._paths.group, process.pid)
-        return processes
+        return dict(sorted(processes.items()))
 
 
 def _without_injection(environment: Mapping[str, str], host: Host) -> dict[str, str]:

@@ -32,6 +32,7 @@ class Child:
         self.pidfd = os.pidfd_open(pid) if pidfd is None else pidfd
         self.start_ticks = (start_ticks(pid) or 0) if ticks is None else ticks
         self.launch_error: dict[str, str] = {}
+        self.port = 0  # of a store
 
 
 def make_arena(existing: int | None, name: str, size: int) -> int:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ganger.injob.launcher.exits import Exit
@@ -26,6 +26,14 @@ class LauncherError(Exception):
 class Forked(NamedTuple):
     pid: int
     start_ticks: int
+
+
+class Store(NamedTuple):
+    """A rendezvous store: its process, and the port that takes connections already."""
+
+    pid: int
+    start_ticks: int
+    port: int
 
 
 def start_launcher(
@@ -129,14 +137,27 @@ class Launcher:
         answer = self._call("fork", launch=dict(launch))
         return Forked(answer["pid"], answer["start_ticks"])
 
+    def fork_all(self, launches: Sequence[Mapping[str, Any]]) -> list[Forked]:
+        """Start several ranks at once, in the time of one. Raises LauncherError for the first that was refused, once
+        all have been answered."""
+        with self._lock:
+            numbers = [self._send("fork", launch=dict(launch)) for launch in launches]
+            answers: dict[int, dict[str, Any]] = {}
+            while len(answers) < len(numbers):
+                answer = self._read()
+                if answer.get("id") in numbers:
+                    answers[answer["id"]] = answer
+        found = [_checked(answers[number]) for number in numbers]
+        return [Forked(answer["pid"], answer["start_ticks"]) for answer in found]
+
     def prepare(self, launch: Mapping[str, Any]) -> Forked:
         """Start a rank ahead of its state: as fork, and its arena's memory is made resident meanwhile."""
         return self.fork({**launch, "touch_arena": True})
 
-    def store(self, directory: str, host: str) -> Forked:
+    def store(self, directory: str, host: str) -> Store:
         """Start (or find) the rendezvous store of an epoch; rendezvous.json appears in ``directory``."""
         answer = self._call("store", directory=directory, host=host)
-        return Forked(answer["pid"], answer["start_ticks"])
+        return Store(answer["pid"], answer["start_ticks"], answer["port"])
 
     def arena(self, name: str, size: int = 0) -> int:
         """Return a descriptor of an arena, the caller's to close; made if there is none and ``size`` is given."""
@@ -198,6 +219,13 @@ class Launcher:
             return self._exchange(operation, **fields)
 
     def _exchange(self, operation: str, **fields: Any) -> dict[str, Any]:
+        number = self._send(operation, **fields)
+        while True:
+            answer = self._read()
+            if answer.get("id") == number:
+                return _checked(answer)
+
+    def _send(self, operation: str, **fields: Any) -> int:
         self._number += 1
         while self._descriptors:
             os.close(self._descriptors.pop())  # of an answer that came too late for its caller
@@ -206,13 +234,7 @@ class Launcher:
             self._connection.sendall(data)
         except OSError as error:
             raise LauncherError("UNREACHABLE", f"the launcher is gone: {error}") from error
-        while True:
-            answer = self._read()
-            if answer.get("id") == self._number:
-                break
-        if answer.get("error"):
-            raise LauncherError(answer["error"]["reason"], answer["error"]["message"])
-        return answer
+        return self._number
 
     def _read(self) -> dict[str, Any]:
         while b"\n" not in self._received:
@@ -234,6 +256,12 @@ class Launcher:
         line, _, self._received = self._received.partition(b"\n")
         message: dict[str, Any] = json.loads(line)
         return message
+
+
+def _checked(answer: dict[str, Any]) -> dict[str, Any]:
+    if answer.get("error"):
+        raise LauncherError(answer["error"]["reason"], answer["error"]["message"])
+    return answer
 
 
 def _answers(socket_path: str, timeout: float) -> bool:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 # Variables an interpreter or a library reads once, when it starts: a forked child could not honour a different value.
 _STARTUP_PREFIXES = ("PYTHON", "LD_", "MALLOC_", "TORCH_", "PYTORCH_", "KMP_", "GOMP_", "OMP_", "MKL_", "OPENBLAS_")
-_STARTUP_NAMES = ("LANG", "LC_ALL", "LC_CTYPE")
 # Of those, the ones that are set again in the child, or by the launcher itself.
 _NOT_STARTUP = (
     "PYTHONPATH",
@@ -129,12 +128,17 @@ def python_command(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> Pyt
 
 
 def startup_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the part of an environment a launcher has to be started with: ranks that differ in it need another one."""
-    return {
-        key: value
-        for key, value in env.items()
-        if (key.startswith(_STARTUP_PREFIXES) or key in _STARTUP_NAMES) and key not in _NOT_STARTUP
-    }
+    """Return the part of an environment a launcher has to be started with: ranks that differ in it need another one.
+
+    Of the locale what counts is the character set, under the one name LC_CTYPE: an interpreter that finds none, or C,
+    gives itself C.UTF-8 (PEP 538) and would look different from what it was started with.
+    """
+    found = {key: value for key, value in env.items() if key.startswith(_STARTUP_PREFIXES) and key not in _NOT_STARTUP}
+    locale = env.get("LC_ALL") or env.get("LC_CTYPE") or env.get("LANG") or "C"
+    if locale == "C" and not env.get("LC_ALL") and env.get("PYTHONCOERCECLOCALE") != "0":
+        locale = "C.UTF-8"
+    found["LC_CTYPE"] = locale
+    return found
 
 
 def _is_this_python(program: str, env: Mapping[str, str], cwd: str) -> bool:

@@ -22,7 +22,7 @@ from ganger.injob.launcher.children import Child, make_arena, recover_arena
 from ganger.injob.launcher.exits import Exit, from_page, from_wait, record, start_ticks
 from ganger.injob.launcher.launch import Launch, LaunchError, parse_launch
 from ganger.injob.launcher.publish import publish
-from ganger.injob.launcher.store import serve_store
+from ganger.injob.launcher.store import open_listener, serve_store
 
 _REQUEST_LIMIT = 4 << 20  # bytes of one request: an environment and an argument vector fit many times over
 _RETRY_SECONDS = 1.0
@@ -226,14 +226,18 @@ class Server:
             raise LaunchError("NO_TORCH", f"{sys.executable} has no torch, so it can serve no rendezvous store")
         for other in self._children.values():
             if other.kind == "store" and other.name == directory:
-                self._reply(caller, number, pid=other.pid, start_ticks=other.start_ticks)
+                self._reply(caller, number, pid=other.pid, start_ticks=other.start_ticks, port=other.port)
                 return
-        pid = os.fork()
-        if pid == 0:
-            self._become_child(keep=[])
-            raise ChildTask(lambda: _run_store(directory, host))
-        new = self._add(Child(directory, "store", pid))
-        self._reply(caller, number, pid=new.pid, start_ticks=new.start_ticks)
+        # Opened here, so that the answer need not wait for the child: who connects early waits in its queue.
+        with open_listener(host) as listener:
+            pid = os.fork()
+            if pid == 0:
+                self._become_child(keep=[])
+                held = listener.dup()
+                raise ChildTask(lambda: _run_store(directory, host, held))
+            new = self._add(Child(directory, "store", pid))
+            new.port = listener.getsockname()[1]
+        self._reply(caller, number, pid=new.pid, start_ticks=new.start_ticks, port=new.port)
 
     def _publish(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
         temporary, final, manifest = str(request["temporary"]), str(request["final"]), dict(request["manifest"])
@@ -403,10 +407,10 @@ def _run_rank(launch: Launch, may_fork: bool, arena: int | None, write_end: int)
         os._exit(127)
 
 
-def _run_store(directory: str, host: str) -> NoReturn:
+def _run_store(directory: str, host: str, listener: socket.socket) -> NoReturn:
     os.setsid()
     try:
-        serve_store(directory, host)
+        serve_store(directory, host, listener)
     except BaseException as error:
         print(f"ganger launcher: no rendezvous store in {directory}: {error!r}", file=sys.stderr)
         os._exit(1)

@@ -15,18 +15,26 @@ from ganger.injob.launcher.exits import start_ticks, write_durably
 _LOOK_EVERY_SECONDS = 2.0
 
 
-def serve_store(directory: str, host: str) -> NoReturn:
-    """Serve in this (forked) process until the directory is gone; writes rendezvous.json there once it listens.
+def open_listener(host: str) -> socket.socket:
+    """A socket at a port of the kernel's choice that takes connections from now on. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        listener.bind((host, 0))
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
-    Listens on ``host`` only, at a port of the kernel's choice. Nobody needs to stop it: it ends when the
-    epoch's directory is removed.
+
+def serve_store(directory: str, host: str, listener: socket.socket) -> NoReturn:
+    """Serve in this (forked) process until the directory is gone; writes rendezvous.json there.
+
+    Listens on ``host`` only. Nobody needs to stop it: it ends when the epoch's directory is removed.
     """
     distributed = importlib.import_module("torch.distributed")
 
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind((host, 0))
-    listener.listen(1024)
     port = listener.getsockname()[1]
     # torch alone would listen on every address of the machine.
     store = distributed.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -1,0 +1,134 @@
+"""Launchers outlive daemons: which one a rank gets, and which ones go."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from daemon.kit import stop_launcher
+from ganger.injob.launcher.client import Launcher, LauncherError
+from ganger_daemon.workers import launchers as module
+from ganger_daemon.workers.launchers import Launchers, interpreter_of
+from ganger_daemon.workers.preloaded import code_of
+from kit.waiting import eventually
+
+ENVIRONMENT = {"PATH": os.environ["PATH"]}
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="gl", dir="/tmp"))
+    (directory / "run").mkdir()
+    yield directory
+    for path in (directory / "run").glob("*.sock"):
+        stop_launcher(path)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def make(place: Path) -> Launchers:
+    return Launchers(place / "run", place / "inject", preload=False)
+
+
+def start(launchers: Launchers) -> Launcher:
+    return launchers.get(launchers.key(sys.executable, ENVIRONMENT), sys.executable, ENVIRONMENT)
+
+
+def sleeper(place: Path) -> dict[str, object]:
+    return {
+        "name": "sleeper",
+        "argv": ["sleep", "60"],
+        "env": ENVIRONMENT,
+        "cwd": str(place),
+        "log": str(place / "log"),
+        "exit_path": str(place / "exit.json"),
+    }
+
+
+def answers(path: Path) -> bool:
+    try:
+        with Launcher(str(path), 1.0) as launcher:
+            launcher.info()
+    except LauncherError:
+        return False
+    return True
+
+
+def test_the_code_of_the_library_is_part_of_the_key(tmp_path: Path) -> None:
+    for part in ("injob", "training"):
+        (tmp_path / part).mkdir()
+    (tmp_path / "__init__.py").write_text("")
+    (tmp_path / "injob" / "page.py").write_text("WORDS = 512\n")
+    before = code_of(tmp_path)
+    assert before == code_of(tmp_path)
+    (tmp_path / "injob" / "page.py").write_text("WORDS = 513\n")
+    os.utime(tmp_path / "injob" / "page.py", ns=(1, 1))
+    changed = code_of(tmp_path)
+    assert changed != before
+    (tmp_path / "training" / "new.py").write_text("")
+    assert code_of(tmp_path) not in (before, changed)
+
+
+def test_a_launcher_with_older_code_is_not_used_and_ends_once_it_is_idle(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "code_of", lambda: "00000000")
+    yesterday = make(place)
+    old = start(yesterday)
+    old_path = yesterday.socket_path(yesterday.key(sys.executable, ENVIRONMENT))
+    sleeping = old.fork(sleeper(place))
+    yesterday.close()
+    monkeypatch.undo()
+
+    today = make(place)
+    today.stop_idle(older_only=True)
+    assert answers(old_path), "it still has a rank"
+    new = start(today)
+    assert new.info()["pid"] != 0
+    assert len(list((place / "run").glob("*.sock"))) == 2
+    with Launcher(str(old_path)) as launcher:
+        launcher.kill(sleeping.pid, sleeping.start_ticks, 9)
+        eventually(lambda: not launcher.list(), what="the end of its rank")
+    today.stop_idle(older_only=True)
+    eventually(lambda: not answers(old_path), what="the end of the old launcher")
+    assert new.info()["pid"], "ours goes on"
+    today.close()
+
+
+def test_idle_launchers_end_with_the_daemon_that_asks_them_to(place: Path) -> None:
+    launchers = make(place)
+    start(launchers)
+    path = launchers.socket_path(launchers.key(sys.executable, ENVIRONMENT))
+    launchers.close()
+    launchers.stop_idle(older_only=False)
+    eventually(lambda: not path.exists(), what="the end of the launcher")
+
+
+def test_a_launcher_that_no_gang_needs_is_let_go(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_UNUSED_SECONDS", 0.0)
+    launchers = make(place)
+    launcher = start(launchers)
+    key = launchers.key(sys.executable, ENVIRONMENT)
+    launchers.let_go({key})
+    assert launcher.info()["pid"]
+    launchers.let_go(())
+    with pytest.raises(LauncherError):
+        launcher.info()
+    assert launchers.running(key) is not None, "it is found again while it lasts"
+    launchers.close()
+
+
+def test_names_of_one_interpreter_share_a_launcher_and_other_paths_do_not(tmp_path: Path) -> None:
+    directory = os.path.dirname(sys.executable)
+    one = interpreter_of(("python", "a.py"), {"PATH": directory}, "/")
+    other = interpreter_of(("python3", "a.py"), {"PATH": directory}, "/")
+    assert Launchers.key(one, {}) == Launchers.key(other, {})
+    assert Launchers.key(one, {"PATH": "/bin"}) == Launchers.key(one, {})
+    assert Launchers.key(one, {"PYTHONPATH": "/there"}) != Launchers.key(one, {})
+    link = tmp_path / "python"
+    link.symlink_to(os.path.realpath(sys.executable))
+    assert Launchers.key(str(link), {}) != Launchers.key(one, {})
