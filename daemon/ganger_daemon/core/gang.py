@@ -18,8 +18,8 @@ EXIT_NO_STATE = 77
 SIGKILL = 9
 SIGTERM = 15
 
-# A script without an agent never says hello; after this long its processes count as running.
-HELLO_SECONDS = 10.0
+# A Python that nobody attached and whose agent found no training never says hello; after this long it counts as opaque.
+HELLO_SECONDS = 5.0
 
 
 class RankState(IntEnum):
@@ -84,6 +84,9 @@ class Gang:
     ranks: tuple[Rank, ...] = ()
     launched: bool = False
     launched_at: float = 0.0
+    world: int = 1
+    no_agent: bool = False  # not a Python, or the user wanted no agent: nobody waits for its hello
+    frozen: bool = False  # every process stands still
     launch_failure: str = ""
     memory_freed: bool = False  # device memory seen free since this stop
     published_step: int | None = None  # a checkpoint of this stop is on storage (or handed to the leader, on a member)
@@ -129,9 +132,9 @@ def judge(gang: Gang, now: float) -> Judgement:
         todo = () if gang.stop_signalled else (Todo.TERMINATE,)
         return Judgement(Phase.STOPPING, todo=todo)
     if gang.wanted.intent in (Intent.PARK, Intent.HAND_OVER):
-        return _parking(gang)
+        return _parking(gang, now)
     if gang.wanted.intent is Intent.PREPARE:
-        return Judgement(_prepare_phase(gang))
+        return _preparing(gang)
     return Judgement(_run_phase(gang, now))
 
 
@@ -158,7 +161,35 @@ def _stopping(gang: Gang) -> Judgement:
     return Judgement(Phase.STOPPING, todo=() if gang.stop_signalled else (Todo.TERMINATE,))
 
 
-def _parking(gang: Gang) -> Judgement:
+def is_opaque(gang: Gang, rank: Rank, now: float) -> bool:
+    """Whether nothing in this rank can obey an order at a boundary."""
+    silent = gang.no_agent or now - gang.launched_at >= HELLO_SECONDS
+    return rank.opaque or (silent and not rank.hello)
+
+
+def is_paused_by_freezing(gang: Gang, now: float) -> bool:
+    """PAUSE of a job without boundaries: it stands still where it is. Only for one process alone: of several, some
+    would be caught in the middle of a collective operation, and time out there."""
+    live = [rank for rank in gang.ranks if rank.exit is None]
+    if gang.wanted.intent is not Intent.PARK or gang.wanted.level is not Level.PAUSE or gang.world != 1:
+        return False
+    return bool(live) and all(is_opaque(gang, rank, now) for rank in live)
+
+
+def should_freeze(gang: Gang, now: float, lease_is_over: bool) -> bool:
+    """Whether the processes must stand still now: PAUSE without boundaries, or no lease and no agent that minds it."""
+    live = [rank for rank in gang.ranks if rank.exit is None]
+    if not live or gang.wanted.intent is Intent.STOP or gang.stop_signalled:
+        return False
+    if lease_is_over and any(rank.opaque or not rank.hello for rank in live):
+        return True
+    return is_paused_by_freezing(gang, now)
+
+
+def _parking(gang: Gang, now: float) -> Judgement:
+    if is_paused_by_freezing(gang, now):
+        stood = max(rank.step for rank in gang.ranks)
+        return Judgement(Phase.PARKED, Level.PAUSE, stood) if gang.frozen else Judgement(Phase.STOPPING)
     step = reached_step(gang)
     if step is None:
         return Judgement(Phase.STOPPING)
@@ -173,13 +204,15 @@ def _parking(gang: Gang) -> Judgement:
     return Judgement(Phase.STOPPING)  # CHECKPOINT is reached by leaving
 
 
-def _prepare_phase(gang: Gang) -> Phase:
+def _preparing(gang: Gang) -> Judgement:
     live = [rank for rank in gang.ranks if rank.exit is None]
     if all(rank.state == RankState.READY for rank in live):
-        return Phase.READY
+        # the master commits only what stands where the source stopped
+        steps = {rank.reached_step for rank in live}
+        return Judgement(Phase.READY, stop_step=steps.pop() if len(steps) == 1 else 0)
     if all(rank.hello for rank in live):
-        return Phase.PREPARED
-    return Phase.STARTING
+        return Judgement(Phase.PREPARED)
+    return Judgement(Phase.STARTING)
 
 
 def _run_phase(gang: Gang, now: float) -> Phase:
@@ -188,8 +221,7 @@ def _run_phase(gang: Gang, now: float) -> Phase:
         return Phase.RUNNING
     if gang.wanted.moves_in:
         return Phase.READY if all(rank.state == RankState.READY for rank in live) else Phase.STARTING
-    silent = now - gang.launched_at >= HELLO_SECONDS
-    if all(rank.first_step or rank.opaque or (silent and not rank.hello) for rank in live):
+    if all(rank.first_step or is_opaque(gang, rank, now) for rank in live):
         return Phase.RUNNING
     return Phase.STARTING
 
@@ -217,7 +249,9 @@ def reached_step(gang: Gang) -> int | None:
 
 def is_disobedient(gang: Gang) -> bool:
     """Whether some live rank neither rests at a boundary nor leaves. One that rests at another level than ordered said
-    why in its error, and is not killed for it."""
+    why in its error, and is not killed for it; nor is one that stands still."""
+    if gang.frozen:
+        return False
     resting = (RankState.PAUSED, RankState.OFFLOADED, RankState.HANDED_OVER)
     return any(rank.exit is None and rank.state not in resting for rank in gang.ranks)
 

@@ -97,7 +97,7 @@ def resume(state: State, number: int, now: float, cause: str) -> None:
     gang = state.gangs.get(job.epoch)
     if job.ending is JobState.SUSPENDED:
         # On its way to storage: it waits again once it is there.
-        state.put_job(replace(job, state=JobState.HOLDING, ending=JobState.PENDING))
+        state.put_job(replace(job, state=JobState.HOLDING, ending=JobState.PENDING, suspend_wanted=SuspendLevel.NONE))
         return
     job = replace(job, revision=job.revision + 1, suspend_wanted=SuspendLevel.NONE, suspended_level=SuspendLevel.NONE)
     if gang is not None and gang.parked_by_plan and job.state is JobState.HOLDING:
@@ -130,6 +130,8 @@ def end(
     for gang in state.gangs_of_job(number):
         state.put_gang(orders.stop(gang, reason, now, checkpoint_first))
     job = replace(_clock_stopped(job, now), ending=becomes, failure=failure, reason=reason, next_epoch=0)
+    # Where it rested is among what is stopped.
+    job = replace(job, suspended_level=SuspendLevel.NONE)
     state.put_job(replace(job, revision=job.revision + 1, pending_since=0.0))
 
 
@@ -230,14 +232,22 @@ def _let_hand_over(state: State, job: Job) -> bool:
 
 
 def _commit(state: State, job: Job, now: float, cause: str) -> bool:
-    """Both sides are ready at the same boundary: from here on only the new epoch may step."""
+    """Both sides are ready at the same boundary: from here on only the new epoch may step. A destination that is ready
+    with the state of another one is given up."""
     source, destination = state.gangs.get(job.epoch), state.gangs.get(job.next_epoch)
     if source is None or destination is None or seen_of(destination) is not Seen.READY:
         return False
     if seen_of(source) is not Seen.PARKED or source.intent not in (Intent.HAND_OVER, Intent.PARK):
         return False
     step = source.pieces[0].stop_step
-    if any(piece.stop_step not in (0, step) for piece in destination.pieces):
+    for piece in destination.pieces:
+        if piece.stop_step == step:
+            continue
+        if piece.stop_step:
+            where = f"nodes/{piece.claim.node} has the state of step {piece.stop_step}"
+            _abort(state, job, destination, now, cause, f"{where}, not that of step {step}, where the source stopped")
+            return True
+        # It has not said yet which state it has.
         return False
     state.put_gang(replace(source, role=GangRole.SOURCE, phase=GangPhase.PARKED, stop_step=step))
     state.put_gang(orders.run(destination, now))

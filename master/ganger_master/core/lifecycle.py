@@ -108,7 +108,7 @@ def seen_of(gang: Gang) -> Seen:
     if gang.is_gone:
         done = all(piece.outcome.kind is OutcomeKind.DONE for piece in pieces)
         return Seen.DONE if done else Seen.YIELDED
-    if gang.intent in (Intent.PREPARE, Intent.HAND_OVER) and any(piece.trouble for piece in pieces):
+    if gang.intent in (Intent.PREPARE, Intent.HAND_OVER) and any(_is_troubled(gang, piece) for piece in pieces):
         return Seen.TROUBLED
     if all(_is_parked(gang, piece) for piece in pieces) and len({piece.stop_step for piece in pieces}) == 1:
         return Seen.PARKED
@@ -147,6 +147,11 @@ _TELLING: Final = (
 
 def _ended_badly(piece: Piece) -> bool:
     return piece.gone and piece.outcome.kind not in (OutcomeKind.DONE, OutcomeKind.YIELDED)
+
+
+def _is_troubled(gang: Gang, piece: Piece) -> bool:
+    # What an earlier order met says nothing about this one.
+    return bool(piece.trouble) and piece.master_sequence >= gang.master_sequence
 
 
 def _is_parked(gang: Gang, piece: Piece) -> bool:

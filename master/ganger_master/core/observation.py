@@ -108,12 +108,13 @@ def _observe_piece(state: State, gang: Gang, piece: Piece, observed: ObservedGan
 
 
 def _observe_absence(state: State, gang: Gang, report: Observe) -> None:
-    """A part that is not reported: nothing, if the daemon cannot have heard of it yet; else it is gone."""
+    """A part that is not reported is gone if the version the daemon has applied wanted it; of an older one it says
+    nothing, be it that the daemon has not heard of the gang or that it has just restarted. What it then finds nothing
+    of, it is told to want without a spec, and cannot start."""
     piece = gang.piece(report.node)
     if piece is None or (piece.gone and not piece.lost):
         return
-    heard_of = 0 < piece.wanted_from <= report.desired_version
-    if not heard_of and piece.phase is ObservedPhase.NONE and not piece.lost:
+    if not 0 < piece.wanted_from <= report.desired_version:
         return
     if piece.lost:
         state.put_gang(_with_piece(gang, replace(piece, held=None, lost=False)))

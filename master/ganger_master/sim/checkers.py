@@ -90,6 +90,16 @@ class Oracle:
             if self.users.get(device) == (uid, epoch):
                 del self.users[device]
 
+    def moved(self, uid: str, epoch: int, stopped_at: set[int], has: set[int]) -> None:
+        """A move was committed: the steps at which the source's ranks stand, and of which the destination's have the
+        state."""
+        if len(stopped_at) != 1 or has != stopped_at:
+            raise RuleBrokenError(f"{uid} epoch {epoch} took over with steps {has}, the source stands at {stopped_at}")
+
+    def spoiled(self, uid: str) -> None:
+        """An image was broken: if that happens too often, the job may go back to its checkpoint."""
+        self.trainings[uid].deaths += 1
+
     def died(self, uid: str) -> None:
         self.trainings[uid].deaths += 1
 

@@ -10,6 +10,7 @@ from ganger.resources.values import ConfigurationSet
 
 from ganger_master.core.answers import Answer, JobAnswer
 from ganger_master.core.commands import CancelJob, Command, MoveJob, RequestGang, ResumeJob, SubmitJob, SuspendJob
+from ganger_master.core.effects import History
 from ganger_master.core.model import JobSpec, JobState, OutcomeKind, SuspendLevel
 from ganger_master.core.settings import Settings
 from ganger_master.core.state import State, Turn
@@ -49,7 +50,10 @@ class Cluster:
         self.network = Network(self.engine, faults)
         self.oracle = Oracle()
         self.physics = Physics(self.engine, self.oracle, step_seconds)
-        self.master = SimMaster(self.engine, settings or Settings(), faults, self._on_news, self._on_turns)
+        self.physics.faults = faults
+        self.master = SimMaster(
+            self.engine, settings or Settings(), faults, self._on_news, self._on_turns, self._on_history
+        )
         self.daemons: dict[str, SimDaemon] = {}
         self.submissions: list[Submission] = []
         self.scheduler_is_up = True
@@ -137,7 +141,7 @@ class Cluster:
 
     def heal(self) -> None:
         """Nothing goes wrong from here on; everything that is down comes back by itself."""
-        self.faults = self.network.faults = self.master.faults = self.faults.healed()
+        self.faults = self.network.faults = self.master.faults = self.physics.faults = self.faults.healed()
 
     def unleash_users(self, mean_seconds: float) -> None:
         """Users who suspend, resume, move and cancel whatever they have, without asking what it does."""
@@ -167,7 +171,7 @@ class Cluster:
     def _crash_node(self) -> None:
         daemon = self._pick(self.daemons)
         if daemon.is_up:
-            daemon.reboot()
+            daemon.reboot(self.engine.chance(self.faults.wiped))
             self.engine.after(self.engine.between(5.0, self.faults.node_away_seconds), lambda: self._start(daemon))
 
     @staticmethod
@@ -214,6 +218,15 @@ class Cluster:
         if node in self.daemons:
             self.daemons[node].on_news(desired)
 
+    def _on_history(self, row: History) -> None:
+        if row.kind == "move_committed":
+            source, epoch = int(row.figures["source"]), int(row.figures["epoch"])
+            stopped_at = {ranks.stop_step for (of, _), ranks in self.physics.ranks.items() if of == source}
+            has = {ranks.restored_step for (of, _), ranks in self.physics.ranks.items() if of == epoch}
+            # A side whose machine lost its disk meanwhile tells nothing any more.
+            if stopped_at and has:
+                self.oracle.moved(row.subject, epoch, stopped_at, has)
+
     def _on_turns(self, turns: list[Turn]) -> None:
         for turn in turns:
             self.network.send(lambda turn=turn: self._take_turn(turn))  # type: ignore[misc]
@@ -231,7 +244,12 @@ class Cluster:
             reserved_nodes=turn.reserved_nodes,
         )
         command = RequestGang(
-            turn.number, turn.revision, tuple(found.candidates), turn.turn, blockers=tuple(found.refusals)
+            turn.number,
+            turn.revision,
+            tuple(found.candidates),
+            turn.turn,
+            blockers=tuple(found.refusals),
+            view_version=self.state.view.version,
         )
         self.send(command)
 

@@ -26,6 +26,13 @@ class Faults:
     scheduler_crash_seconds: float = 0.0
     # A node that crashed stays away for up to this long; longer than lost_after now and then.
     node_away_seconds: float = 120.0
+    # A daemon is busy with one gang of a desired set while the others wait: it reports, with the version before.
+    late: float = 0.0
+    # A node that crashed comes back without its disk.
+    wiped: float = 0.0
+    # A destination's image is that of an earlier stop; or it is ready before it can say of which step.
+    spoiled_image: float = 0.0
+    late_step: float = 0.0
     # The master's clock may be off by up to this much after a restart.
     clock_jump_seconds: float = 0.0
 
@@ -49,6 +56,10 @@ def storm(seed_engine: Engine) -> Faults:
         "node_crash_seconds": seed_engine.between(60.0, 400.0),
         "rank_crash_seconds": seed_engine.between(30.0, 300.0),
         "scheduler_crash_seconds": seed_engine.between(20.0, 200.0),
+        "late": seed_engine.between(0.0, 0.3),
+        "wiped": seed_engine.between(0.0, 0.5),
+        "spoiled_image": seed_engine.between(0.0, 0.3),
+        "late_step": seed_engine.between(0.0, 0.3),
         "clock_jump_seconds": seed_engine.between(0.0, 3600.0),
     }
     chosen = {name: value for name, value in kinds.items() if seed_engine.chance(0.6)}

@@ -34,7 +34,8 @@ class Released:
 
 
 class SimMaster:
-    """`on_news(node, desired set)` and `on_turns(turns)` are called once what caused them is durable."""
+    """`on_news(node, desired set)`, `on_turns(turns)` and `on_history(row)` are called once what caused them is
+    durable."""
 
     def __init__(
         self,
@@ -43,12 +44,14 @@ class SimMaster:
         faults: Faults,
         on_news: Callable[[str, DesiredSet], None],
         on_turns: Callable[[list[Turn]], None],
+        on_history: Callable[[History], None] = lambda row: None,
     ) -> None:
         self.engine = engine
         self.settings = settings
         self.faults = faults
         self.on_news = on_news
         self.on_turns = on_turns
+        self.on_history = on_history
         self.state = State(settings, engine.now)
         self.durable: dict[tuple[str, str], bytes] = {}
         self.history: list[History] = []
@@ -131,6 +134,8 @@ class SimMaster:
         for key in released.changes.removes:
             self.durable.pop(key, None)
         self.history.extend(released.history)
+        for row in released.history:
+            self.on_history(row)
         self.committed.update(released.desired)
         if released.reply is not None:
             released.reply(released.answer)

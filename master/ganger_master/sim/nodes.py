@@ -18,6 +18,7 @@ from ganger_master.sim.master import SimMaster
 from ganger_master.sim.ranks import Doing, Physics, Ranks
 
 _HEARTBEAT_SECONDS = 2.0
+_BUSY_SECONDS = 8.0
 _PEAK_BYTES = 1 << 30
 _ALL_LEVELS = Capabilities(pause=True, offload=True, checkpoint=True, known=True)
 
@@ -66,12 +67,14 @@ class SimDaemon:
         self.incarnation += 1
         self.session = ""
 
-    def reboot(self) -> None:
-        """The machine goes down: its ranks with it."""
+    def reboot(self, wiped: bool = False) -> None:
+        """The machine goes down: its ranks with it, and all that is known of them if its disk is wiped."""
         self.crash()
         for ranks in list(self.physics.ranks.values()):
             if ranks.node == self.name and ranks.is_alive:
                 self.physics.kill(self.name, ranks.order.epoch, OutcomeKind.UNKNOWN, "the machine went down")
+            if ranks.node == self.name and wiped:
+                self.physics.forget(self.name, ranks.order.epoch)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -162,6 +165,25 @@ class SimDaemon:
             return
         self.last_contact = max(self.last_contact, sent)
         self.physics.thaw(self.name)
+        if desired.version > self.desired_version and self.engine.chance(self.network.faults.late):
+            self._obey_slowly(session, desired)
+        else:
+            self._obey(desired)
+
+    def _obey_slowly(self, session: str, desired: DesiredSet) -> None:
+        """Busy with the first gangs; says what it has meanwhile, with the version before."""
+        for gang in desired.gangs[: self.engine.random.randint(0, len(desired.gangs))]:
+            self.wanted.add(gang.epoch)
+            self.physics.obey(self.name, gang)
+        self.report()
+
+        def rest() -> None:
+            if self.is_up and session == self.session and desired.version >= self.desired_version:
+                self._obey(desired)
+
+        self.engine.after(self.engine.between(0.1, _BUSY_SECONDS), rest)
+
+    def _obey(self, desired: DesiredSet) -> None:
         before = self._observed()
         self.desired_version = desired.version
         for epoch in desired.acknowledged_epochs:

@@ -13,6 +13,7 @@ from ganger_master.core.model import Intent, JobSpec, OutcomeKind, SuspendLevel
 from ganger_master.core.wanted import DesiredGang
 from ganger_master.sim.checkers import Oracle
 from ganger_master.sim.engine import Engine
+from ganger_master.sim.faults import NONE
 
 
 class Doing(Enum):
@@ -34,6 +35,8 @@ class Ranks:
     level: SuspendLevel = SuspendLevel.NONE
     stop_sequence: int = 0
     stop_step: int = 0
+    # Whose state it has, whatever is reported.
+    restored_step: int = 0
     outcome: OutcomeKind = OutcomeKind.NONE
     message: str = ""
     exit_code: int = 0
@@ -74,14 +77,16 @@ class Physics:
         self.checkpoints: dict[str, int] = {}
         # Nodes whose ranks hold still: their lease ran out.
         self.frozen: set[str] = set()
+        self.faults = NONE
 
     def obey(self, node: str, order: DesiredGang) -> None:
         """What the daemon of a node makes its ranks do."""
         ranks = self.ranks.get((order.epoch, node))
         if ranks is None:
-            if order.intent is Intent.STOP:
-                return
-            self._fork(node, order)
+            if order.intent not in (Intent.RUN, Intent.PREPARE):
+                self._report_gone(node, order)
+            elif order.needs_spec:
+                self._fork(node, order)
             return
         if order.master_sequence < ranks.order.master_sequence:
             return
@@ -103,12 +108,20 @@ class Physics:
                 self._go(ranks.order.epoch)
 
     def _fork(self, node: str, order: DesiredGang) -> None:
-        gang = self.gangs.get(order.epoch)
-        if gang is None:
-            nodes = tuple(member.node for member in order.members)
-            gang = self.gangs[order.epoch] = Gang(order.uid, order.epoch, nodes)
+        self._know(order)
         ranks = self.ranks[order.epoch, node] = Ranks(node, order)
         self.engine.after(self.engine.between(0.1, self.fork_seconds), lambda: self._forked(ranks))
+
+    def _report_gone(self, node: str, order: DesiredGang) -> None:
+        """Wanted, but nothing of it is here and it must not start: that is said as an outcome."""
+        self._know(order)
+        kind = OutcomeKind.STOPPED if order.intent is Intent.STOP else OutcomeKind.UNKNOWN
+        self.ranks[order.epoch, node] = Ranks(node, order, Doing.ENDED, outcome=kind, message="nothing of it is here")
+
+    def _know(self, order: DesiredGang) -> None:
+        if order.epoch not in self.gangs:
+            nodes = tuple(member.node for member in order.members)
+            self.gangs[order.epoch] = Gang(order.uid, order.epoch, nodes)
 
     def _forked(self, ranks: Ranks) -> None:
         if ranks.doing is not Doing.FORKING or self.ranks.get((ranks.order.epoch, ranks.node)) is not ranks:
@@ -149,10 +162,21 @@ class Physics:
         steps = {source.stop_step for source in sources if source is not None}
         assert len(steps) == 1, f"sources of epoch {order.epoch} are parked at {steps}"
         gang.step = steps.pop()
+        if gang.step > 1 and self.engine.chance(self.faults.spoiled_image):
+            gang.step -= 1
+            self.oracle.spoiled(gang.uid)
         gang.restored = True
-        ranks.stop_step = gang.step
+        ranks.restored_step = ranks.stop_step = gang.step
+        if self.engine.chance(self.faults.late_step):
+            ranks.stop_step = 0
+            self.engine.after(self.engine.between(0.1, 5.0), lambda: self._say_step(ranks))
         ranks.doing = Doing.READY
         self._follow(ranks)
+
+    @staticmethod
+    def _say_step(ranks: Ranks) -> None:
+        if ranks.doing is Doing.READY:
+            ranks.stop_step = ranks.restored_step
 
     def _follow(self, ranks: Ranks) -> None:
         order = ranks.order

@@ -137,3 +137,12 @@ def test_parked_is_never_claimed_unless_all_ranks_agree(
             assert published is not None
         if wanted is OFFLOAD:
             assert freed
+
+
+def test_a_destination_that_is_ready_says_of_which_step_and_nothing_where_its_ranks_differ() -> None:
+    def ready(*steps: int) -> core.Judgement:
+        ranks = tuple(Rank(k, state=RankState.READY, hello=True, reached_step=step) for k, step in enumerate(steps))
+        return judge(Gang(PREPARE, ranks, launched=True), 0.0)
+
+    assert ready(7, 7) == core.Judgement(Phase.READY, stop_step=7)
+    assert ready(7, 8) == core.Judgement(Phase.READY, stop_step=0)
