@@ -89,6 +89,8 @@ class RequestGang:
     mode: str = "EXCLUSIVE"
     blockers: tuple[Refusal, ...] = ()
     scheduler: str = ""
+    # Of the view it was computed from; zero when not said.
+    view_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)

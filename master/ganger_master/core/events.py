@@ -71,6 +71,8 @@ class GangRefused:
     refusals: tuple[Refusal, ...]
     turn: int
     turn_kept: bool
+    # Of the view the refusals were found on: what changed since may help.
+    view_version: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,8 +65,7 @@ def valid_turn(state: State, number: int, turn: int, now: float) -> Turn | None:
 def expire(state: State, now: float) -> None:
     """Takes back leases that were not used; their jobs are asked again, behind those that were not asked yet."""
     for turn in [turn for turn in state.turns.values() if now > turn.expires]:
-        state.drop_turn(turn.number)
-        state.lost_turns[turn.number] = state.lost_turns.get(turn.number, 0) + 1
+        _lose(state, turn)
 
 
 def note_approved(state: State, number: int) -> None:
@@ -75,24 +74,35 @@ def note_approved(state: State, number: int) -> None:
 
 
 def note_refused(state: State, event: GangRefused) -> None:
-    """Keeps why, for `explain`; the turn stays for another try, or its job waits until the view changes."""
-    if state.refusals.get(event.number) != event.refusals:
+    """Keeps why, for `explain`; the turn stays for another try, or its job waits until the view changes.
+
+    A request without the job's turn changes nothing about it.
+    """
+    is_mistake = bool(event.refusals) and event.refusals[0].reason.kind is Kind.MISTAKE
+    turn = state.turns.get(state.turn_of.get(event.number, 0))
+    in_turn = turn is not None and turn.turn == event.turn
+    # A blocker that is known stands against what a stranger got wrong.
+    if (in_turn or not is_mistake) and state.refusals.get(event.number) != event.refusals:
         state.refusals[event.number] = event.refusals
         state.dirty.news[event.number] = None
-    turn = state.turns.get(state.turn_of.get(event.number, 0))
-    if turn is None or turn.turn != event.turn:
+    if turn is None or not in_turn:
         return
-    if turn.scheduler and event.refusals and event.refusals[0].reason.kind is Kind.MISTAKE:
+    if is_mistake:
         # What can never be is no use of a turn: a scheduler that answers every one so would starve its job.
-        state.drop_turn(event.number)
-        state.lost_turns[event.number] = state.lost_turns.get(event.number, 0) + 1
+        _lose(state, turn)
+        if not turn.scheduler:
+            # There is nobody else to ask: not again before something changes.
+            state.passed[event.number] = (state.view.version, event.time)
         return
     state.lost_turns.pop(event.number, None)
     if event.turn_kept:
         state.turns[turn.turn] = replace(turn, tries=turn.tries + 1)
         return
     state.conflicts[event.number] = state.conflicts.get(event.number, 0) + turn.tries + 1
-    state.passed[event.number] = (state.view.version, event.time)
+    # One that passes again on the same old view would learn nothing by being asked at once.
+    before = state.passed.get(event.number, (0, 0.0))[0]
+    version = event.view_version if event.view_version > before else state.view.version
+    state.passed[event.number] = (version, event.time)
     state.drop_turn(event.number)
 
 
@@ -123,6 +133,11 @@ def next_time(state: State, now: float) -> float | None:
 
 # An instant at which a lease still holds is not yet past it.
 _JUST_AFTER = 0.001
+
+
+def _lose(state: State, turn: Turn) -> None:
+    state.drop_turn(turn.number)
+    state.lost_turns[turn.number] = state.lost_turns.get(turn.number, 0) + 1
 
 
 def _reserved_nodes(state: State, job: Job, now: float) -> tuple[str, ...]:

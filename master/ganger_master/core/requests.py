@@ -42,7 +42,8 @@ def request_gang(state: State, command: commands.RequestGang, now: float) -> Res
     cause = f"scheduler:{command.scheduler}"
     if not command.candidates:
         refusals = why_waiting(state, job, command.blockers)
-        event = events.GangRefused(now, cause, job.number, refusals, command.turn, False)
+        version = min(command.view_version or state.view.version, state.view.version)
+        event = events.GangRefused(now, cause, job.number, refusals, command.turn, False, version)
         return (event,), _rejected(state, job, refusals, False)
     rank = state.queue_rank(job.number) if turn is not None else 0
     verdict = judge(state, job, command.candidates, rank, now)
@@ -52,7 +53,9 @@ def request_gang(state: State, command: commands.RequestGang, now: float) -> Res
     # Another candidate may fit; what is kept for others stays kept.
     is_conflict = verdict.refusals[0].reason in WAITS_FOR_PIECES or verdict.refusals[0].reason.kind is Kind.RACE
     kept = is_conflict and turn is not None and turn.tries + 1 < _TRIES_LIMIT
-    refused = events.GangRefused(now, cause, job.number, tuple(verdict.refusals), command.turn, kept)
+    refused = events.GangRefused(
+        now, cause, job.number, tuple(verdict.refusals), command.turn, kept, state.view.version
+    )
     rejected = answers.Rejected(job.number, tuple(verdict.refusals), tuple(verdict.rows), state.view.version, kept)
     return (refused,), rejected
 

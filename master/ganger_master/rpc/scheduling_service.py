@@ -219,6 +219,7 @@ def _gang_request(message: scheduling_pb2.GangRequest) -> commands.RequestGang:
         turn=message.turn,
         mode=mode,
         blockers=convert.refusals_from_wire(message.blockers) if message.blockers else (),
+        view_version=message.view_version,
     )
 
 
