@@ -24,6 +24,7 @@ from ganger.wire.names import is_node_id
 from ganger.wire.servers import bind, make_server
 
 from ganger_daemon.cgroups.probe import choose_cgroups
+from ganger_daemon.core import escalation
 from ganger_daemon.cores import CoreTable
 from ganger_daemon.devices.choose import choose_devices
 from ganger_daemon.devices.virtual import VirtualSpec
@@ -35,6 +36,7 @@ from ganger_daemon.session import Session
 from ganger_daemon.transfer.serving import ParkedArenas
 from ganger_daemon.transfer.stream import StreamServer
 from ganger_daemon.workers.directories import DaemonPaths, DirectoryError, read_json, write_json
+from ganger_daemon.workers.launch import own_user
 from ganger_daemon.workers.launchers import Launchers
 
 log = logging.getLogger(__name__)
@@ -66,6 +68,8 @@ class Settings:
     storage: Path | None = None
     listen_host: str = "127.0.0.1"
     preload: bool = True
+    order_patience_seconds: float = escalation.PATIENCE_SECONDS
+    order_deadline_seconds: float = escalation.DEADLINE_SECONDS
 
 
 class Daemon:
@@ -115,6 +119,8 @@ class Daemon:
             core_table=CoreTable.empty(inventory.core_map),
             storage=storage,
             address_host=settings.listen_host,
+            order_patience_seconds=settings.order_patience_seconds,
+            order_deadline_seconds=settings.order_deadline_seconds,
         )
         endpoint = await self._wait_for_endpoint()
         self.host.token = endpoint.token
@@ -222,7 +228,12 @@ class Daemon:
         write_json(self.paths.state / "node.json", fields, durable=True)
 
     def _describe(self) -> agent_pb2.CreateSessionRequest:
-        capabilities = {**self.host.cgroups.capabilities, **self.host.devices.capabilities, "switch_user": "false"}
+        capabilities = {
+            **self.host.cgroups.capabilities,
+            **self.host.devices.capabilities,
+            "user": own_user(),
+            "switch_user": "no",
+        }
         return agent_pb2.CreateSessionRequest(
             node=self.host.name,
             machine_uuid=self._machine_uuid,

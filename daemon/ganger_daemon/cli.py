@@ -49,6 +49,13 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
 @click.option("--fabric", default="", help="Network place: fabric.")
 @click.option("--storage", type=click.Path(path_type=Path), help="Where this node sees the cluster's storage.")
 @click.option("--no-preload", is_flag=True, help="Launchers do not import PyTorch ahead.")
+@click.option(
+    "--order-deadline",
+    type=click.FloatRange(min=0.1),
+    default=60.0,
+    show_default=True,
+    help="Seconds after which a job that does not obey is told to end; its stacks are dumped after half of it.",
+)
 @click.option("--verbose", is_flag=True, help="Log more.")
 def daemon(
     state_dir: Path,
@@ -67,6 +74,7 @@ def daemon(
     fabric: str,
     storage: Path | None,
     no_preload: bool,
+    order_deadline: float,
     verbose: bool,
 ) -> None:
     """Run the daemon of this node. SIGTERM ends the daemon only: jobs go on, and the next daemon takes them over."""
@@ -96,6 +104,8 @@ def daemon(
         fabric=fabric,
         storage=storage,
         preload=not no_preload,
+        order_patience_seconds=order_deadline / 2,
+        order_deadline_seconds=order_deadline,
     )
     try:
         asyncio.run(run_daemon(settings))

@@ -10,6 +10,7 @@ from pathlib import Path
 from ganger_daemon import cores
 from ganger_daemon.cgroups.contract import Cgroups
 from ganger_daemon.checkpoints import storage as storage_checks
+from ganger_daemon.core import escalation
 from ganger_daemon.devices.contract import Devices, Inventory
 from ganger_daemon.logs import LogStore
 from ganger_daemon.workers.directories import DaemonPaths
@@ -52,6 +53,9 @@ class Host:
     checkpoint_interval_seconds: float = 0.0
     changed: Callable[[], None] = lambda: None
     address_host: str = "127.0.0.1"
+    # How long an order may go unheeded before stacks are dumped, and before SIGTERM.
+    order_patience_seconds: float = escalation.PATIENCE_SECONDS
+    order_deadline_seconds: float = escalation.DEADLINE_SECONDS
     # One at a time: two launches that rewrite cpusets at once would fight over the same files.
     launch_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,8 +32,11 @@ from ganger_daemon.progress import report_progress
 log = logging.getLogger(__name__)
 
 MAX_WAIT_SECONDS = 60.0
-_FIRST_RETRY_SECONDS = 0.1
-_LAST_RETRY_SECONDS = 10.0
+# A master that restarts is back within seconds, and jobs may wait for it: ask often at first, and never seldom.
+_FIRST_RETRY_SECONDS = 0.05
+_LAST_RETRY_SECONDS = 2.0
+_LASTING_RETRY_SECONDS = 10.0
+_LOOK_SECONDS = 0.05
 # Reasons that will not go away by asking again soon; a person has to do something.
 _LASTING = frozenset(
     {"NODE_NAME_TAKEN", "STORAGE_MISMATCH", "CONFIGURATION_SET_MISMATCH", "NAME_INVALID", "TOKEN_INVALID"}
@@ -73,6 +77,7 @@ class Session:
         self._find_master = find_master
         self._describe = describe
         self._news = asyncio.Event()
+        self._wait = _FIRST_RETRY_SECONDS
         self.connected = asyncio.Event()
 
     def news(self) -> None:
@@ -80,18 +85,21 @@ class Session:
         self._news.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
-        wait = _FIRST_RETRY_SECONDS
+        """Until cancelled. The session outlives a broken connection, as long as the master knows it."""
+        conversation: Conversation | None = None
+        self._wait = _FIRST_RETRY_SECONDS
         while True:
+            endpoint: Endpoint | None = None
             try:
                 endpoint = self._find_master()
                 async with open_aio_channel(endpoint) as channel:
                     stub: Any = agent_pb2_grpc.AgentServiceStub(channel)
-                    conversation = await self._open(stub)
-                    wait = _FIRST_RETRY_SECONDS
+                    if conversation is None:
+                        conversation = await self._open(stub)
                     await self._converse(stub, conversation)
             except SupersededError:
                 log.info("session superseded")
+                conversation = None
             except EndpointError as error:
                 log.info("no master", extra={"error": str(error)})
             except grpc.aio.AioRpcError as error:
@@ -99,10 +107,21 @@ class Session:
                 level = logging.ERROR if reason in _LASTING else logging.INFO
                 log.log(level, "master not reached", extra={"reason": reason, "error": error.details()})
                 if reason in _LASTING:
-                    wait = _LAST_RETRY_SECONDS
+                    self._wait = _LASTING_RETRY_SECONDS
             self.connected.clear()
-            await asyncio.sleep(wait * (0.5 + random.random()))
-            wait = min(_LAST_RETRY_SECONDS, wait * 2)
+            await self._pause(endpoint)
+            self._wait = min(_LAST_RETRY_SECONDS, self._wait * 2)
+
+    async def _pause(self, tried: Endpoint | None) -> None:
+        """Waits before the next attempt, no longer than until a master announces itself elsewhere."""
+        until = time.monotonic() + self._wait * (0.5 + random.random())
+        while (left := until - time.monotonic()) > 0:
+            await asyncio.sleep(min(_LOOK_SECONDS, left))
+            try:
+                if self._find_master() != tried:
+                    return
+            except EndpointError:
+                continue
 
     async def _open(self, stub: Any) -> Conversation:
         request = self._describe()
@@ -121,7 +140,7 @@ class Session:
 
     async def _converse(self, stub: Any, conversation: Conversation) -> None:
         progress = asyncio.create_task(report_progress(stub, conversation.session, self._gangs))
-        failures = 0
+        conversation.said = None  # whether the last words were heard is not known: say everything again
         try:
             while True:
                 request = self._request(conversation)
@@ -131,15 +150,10 @@ class Session:
                 except grpc.aio.AioRpcError as error:
                     if reason_of(from_rpc_error(error)) == "SESSION_SUPERSEDED":
                         raise SupersededError from error
-                    failures += 1
-                    conversation.said = None  # whether it was heard is not known: say everything again
-                    if failures > 5:
-                        raise
-                    await asyncio.sleep(min(2.0, _FIRST_RETRY_SECONDS * 2**failures) * (0.5 + random.random()))
-                    continue
+                    raise
                 if answer is None:
                     continue  # news came first
-                failures = 0
+                self._wait = _FIRST_RETRY_SECONDS
                 await self._take(answer, conversation, sent_at)
                 self.connected.set()
         finally:

@@ -172,6 +172,12 @@ class Cluster:
         await self._server.start()
         write_endpoint(self.directory / "master", address, token_file)
 
+    async def stop_master(self) -> None:
+        """The master goes away; what it knows and wants stays."""
+        assert self._server is not None
+        await self._server.stop(0)
+        self._server = None
+
     async def daemon(self, node: str, **changes: Any) -> Daemon:
         """A daemon in this process."""
         values: dict[str, Any] = {
@@ -235,6 +241,7 @@ class Cluster:
         steps: int = 0,
         pause: float = 0.01,
         size: int = 1024,
+        mode: str = "",
         **changes: Any,
     ) -> agent_pb2.DesiredGang:
         ranks = placement[node]
@@ -254,7 +261,7 @@ class Cluster:
             ),
             members=[self.member(other, numbers) for other, numbers in placement.items()],
             spec=job_pb2.JobSpec(
-                command=command or [sys.executable, str(TINY_JOB), str(steps), str(pause), str(size)],
+                command=command or [sys.executable, str(TINY_JOB), str(steps), str(pause), str(size), mode],
                 working_directory=str(self.directory),
                 environment={"PATH": os.environ["PATH"]},
                 roles=[resources_pb2.Role(name="worker", tasks=len(ranks), shape=resources_pb2.TaskShape(gpus=1))],

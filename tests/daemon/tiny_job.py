@@ -1,10 +1,12 @@
 """A job as small as a job can be: steps, a state of some bytes, and all that a framework does at a boundary.
 
-argv: number of steps (0: for ever), seconds per step, bytes of state. Prints one line per step.
+argv: number of steps (0: for ever), seconds per step, bytes of state, and how it misbehaves: "keeps" its memory when it
+is to give it up, or is "deaf" to all orders. Prints one line per step.
 """
 
 import json
 import os
+import signal
 import sys
 import time
 
@@ -36,12 +38,14 @@ def read_image(whole):
 
 def main():
     steps, pause, size = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+    mode = sys.argv[4] if len(sys.argv) > 4 else ""
     control = Control.from_environment()
     assert control is not None
     assert control.claim()
     agent.stand_down()
     page = control.page
     state = {"data": bytearray(padded(size))}
+    state["data"][:] = bytes(padded(size))  # memory counts once it is written to
     control.hello(Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT)
 
     def current():
@@ -60,6 +64,8 @@ def main():
 
     def offload(request):
         freed = fill(request)
+        if mode == "keeps":
+            state["kept"] = state["data"]
         state["data"] = bytearray()
         return freed
 
@@ -95,6 +101,12 @@ def main():
         first, state["data"] = read_image(os.pread(control.arena_fd, total, 0))
     control.start(first)
     page.set(Word.PHASE, Phase.TRAINING)
+    if mode == "deaf":
+        control.boundary()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("deaf", flush=True)
+        while True:
+            time.sleep(1)
     while steps == 0 or control.step < steps:
         time.sleep(pause)
         at = control.step % max(1, size - 8)

@@ -31,11 +31,15 @@ def arm() -> None:
         return
     try:
         page = Page.open(path)
-        if page.get(Word.PID) == os.getpid():
+        is_rank = page.get(Word.PID) == os.getpid()
+        if is_rank:
             exitcode.watch(page)
-            print_stacks_on_request()
         else:
             page.close()
+        if os.environ.get("GANGER_AGENT") == "none":
+            return  # the user wants no agent: how it ends is all we note
+        if is_rank:
+            print_stacks_on_request()
         importlib.import_module("ganger.training.agent").install()
     except (OSError, PageError, ImportError) as problem:
         print(f"ganger: this process runs without control: {problem}", file=sys.stderr)

@@ -28,9 +28,10 @@ _is_installed = False
 
 
 def install() -> None:
-    """Wait for a training loop in this process. Does nothing outside Ganger; harmless where torch is never imported."""
+    """Wait for a training loop in this process. Does nothing outside Ganger or where the user wants no agent; harmless
+    where torch is never imported."""
     global _is_installed, _diversion, _waiting
-    if _is_installed or not os.environ.get("GANGER_PAGE"):
+    if _is_installed or not os.environ.get("GANGER_PAGE") or os.environ.get("GANGER_AGENT") == "none":
         return
     _is_installed = True
     if os.environ.get("GANGER_RESTORE") and _is_rank():

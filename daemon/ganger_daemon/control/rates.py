@@ -15,6 +15,7 @@ class Look:
     samples: int
     data_wait_ns: int
     loss: float = math.nan
+    restored_step: int = 0  # where this attempt began: what lies before was not done here
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ def rate_between(earlier: Look | None, later: Look) -> Rate:
         return Rate(0.0, 0.0)
     seconds = later.time_seconds - earlier.time_seconds
     waited = max(0, later.data_wait_ns - earlier.data_wait_ns) / 1e9
-    return Rate((later.step - earlier.step) / seconds, min(1.0, waited / seconds))
+    steps = later.step - max(earlier.step, min(later.step, later.restored_step))
+    return Rate(steps / seconds, min(1.0, waited / seconds))
 
 
 def iteration_seconds(rate: Rate) -> float:

@@ -37,9 +37,15 @@ class Ladder:
     terminated_at: float | None = None
 
 
-def begin(now: float, iteration_seconds: float, grace: float, deadline: float = DEADLINE_SECONDS) -> Ladder:
-    patience = max(min(PATIENCE_SECONDS, deadline), 2.0 * iteration_seconds)
-    return Ladder(now, patience, max(deadline, 2.0 * patience), grace)
+def begin(
+    now: float,
+    iteration_seconds: float,
+    grace: float,
+    deadline: float = DEADLINE_SECONDS,
+    patience: float = PATIENCE_SECONDS,
+) -> Ladder:
+    patient = max(min(patience, deadline), 2.0 * iteration_seconds)
+    return Ladder(now, patient, max(deadline, 2.0 * patient), grace)
 
 
 def begin_stop(now: float, grace: float) -> Ladder:

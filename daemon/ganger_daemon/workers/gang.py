@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.launcher.client import LauncherError
 from ganger.injob.page import CHECKPOINT_BIT, now_ns
+from ganger.v1 import job_pb2
 
 from ganger_daemon.checkpoints.keeper import Keeper, publish_here
 from ganger_daemon.checkpoints.publish import Shard
@@ -41,6 +42,7 @@ from . import signals
 from .deaths import Deaths
 from .desired import from_json, local_part, order_key_to_wire, to_json, wanted_of, with_spec_of
 from .directories import read_json, write_json
+from .launchers import is_python
 from .launching import Launching
 from .observation import observe
 from .processes import ProcessId
@@ -255,6 +257,8 @@ class LocalGang:
                 self._launched_at = time.monotonic()
                 for rank, process in found.items():
                     self.deaths.watch(rank, process)
+                    self.host.cgroups.track(self.paths.group, process.pid)
+                self._frozen = self.host.cgroups.frozen(self.paths.group)
         elif any(self.paths.launch(rank).exists() for rank in self.part.ranks):
             # the pages went with the machine's memory, and so did the processes
             self._launched = True
@@ -302,6 +306,9 @@ class LocalGang:
             ranks=ranks,
             launched=self._launched,
             launched_at=self._launched_at,
+            world=self.part.world,
+            no_agent=self._has_no_agent(),
+            frozen=self._frozen,
             launch_failure=self._launch_failure,
             memory_freed=self.memory.freed,
             published_step=self._published_step(),
@@ -313,6 +320,10 @@ class LocalGang:
             stop_signalled=self._stop_signalled,
             settled=self._settled,
         )
+
+    def _has_no_agent(self) -> bool:
+        spec = self.desired.spec
+        return spec.agent == job_pb2.JobSpec.AGENT_NONE or not is_python(spec.command)
 
     def _has_killed(self) -> bool:
         return any(ending.signal == core.SIGKILL for ending in self.deaths.exits.values())
@@ -407,7 +418,7 @@ class LocalGang:
         await asyncio.to_thread(
             write_details, self.paths.orders, str(order.sequence), storage, self.desired.job_uid, self.desired.epoch
         )
-        deadline = now_ns() + int(escalation.DEADLINE_SECONDS * 1e9) if order.stop_sequence else 0
+        deadline = now_ns() + int(self.host.order_deadline_seconds * 1e9) if order.stop_sequence else 0
         self.pages.write_order(order.sequence, order.order, order.stop_sequence, order.level, deadline)
         self._order_due = False
         self._write_local()
@@ -478,7 +489,7 @@ class LocalGang:
             await self.pinning.follow(self.desired, self._iteration)
             self._ask_checkpoint(now)
         await self._durable_shards(ranks)
-        await self._freeze_if_expired(ranks)
+        await self._freeze_or_thaw(now)
         if now - self._logs_at >= _LOG_SECONDS:
             self._logs_at = now
             await asyncio.to_thread(self._mirror_logs, False)
@@ -528,14 +539,15 @@ class LocalGang:
             if len(steps) == 1:
                 await self.keeper.durable(storage, self.wanted.stop_sequence, steps.pop(), self.part.ranks)
 
-    async def _freeze_if_expired(self, ranks: tuple[core.Rank, ...]) -> None:
-        """An opaque job cannot stop itself when the lease is over."""
-        over = expired(self.host.lease_until_ns or 0, now_ns()) and any(rank.opaque or not rank.hello for rank in ranks)
-        if over == self._frozen:
+    async def _freeze_or_thaw(self, now: float) -> None:
+        """A job without boundaries cannot stop itself: not when the lease is over, not for a PAUSE."""
+        due = core.should_freeze(self.facts(), now, expired(self.host.lease_until_ns or 0, now_ns()))
+        if due == self._frozen:
             return
-        act = self.host.cgroups.freeze if over else self.host.cgroups.thaw
-        await asyncio.to_thread(act, self.paths.group)
-        self._frozen = over
+        act = self.host.cgroups.freeze if due else self.host.cgroups.thaw
+        if await asyncio.to_thread(act, self.paths.group):
+            self._frozen = due
+            log.info("gang stands still" if due else "gang goes on", extra={"job": self.desired.job})
 
     def _mirror_logs(self, sealed: bool) -> None:
         for rank in self.part.ranks:
@@ -552,7 +564,13 @@ class LocalGang:
             return
         stops = self.wanted.intent in (Intent.PARK, Intent.HAND_OVER)
         if stops or (self.wanted.intent is Intent.STOP and self.wanted.checkpoint_first):
-            self._ladder = escalation.begin(now, self._iteration, self.wanted.grace_seconds)
+            self._ladder = escalation.begin(
+                now,
+                self._iteration,
+                self.wanted.grace_seconds,
+                self.host.order_deadline_seconds,
+                self.host.order_patience_seconds,
+            )
         else:
             self._ladder = None
 
@@ -674,6 +692,10 @@ class LocalGang:
             if at > self._errors_before.get(rank, 0.0):
                 fields = read_json(self.paths.error(rank))
                 return f"rank {rank}: {fields.get('reason', 'UNKNOWN')}: {fields.get('message', '')}"[:1000]
+        if self.judgement.phase is Phase.STOPPING and self.wanted.intent is Intent.PARK and not self._frozen:
+            facts, now = self.facts(), time.monotonic()
+            if any(core.is_opaque(facts, rank, now) for rank in facts.ranks if rank.exit is None):
+                return f"this job has no boundaries: {self.wanted.level.name} cannot be had of it"
         if self.wanted.intent in (Intent.PREPARE, Intent.HAND_OVER):
             return ""  # nothing else stands in the way of a move
         return self.memory.trouble or self.pinning.trouble or self.keeper.trouble
@@ -685,6 +707,9 @@ class LocalGang:
         found = [self.pages.progress(rank) for rank in self.part.ranks]
         if not any(progress.step for progress in found):
             return None
+        if any(progress.phase == core.RankPhase.REPLAY for progress in found):
+            self._look = None  # steps done before are walked through, not made
+            return None
         slowest = min(found, key=lambda progress: progress.step)
         look = Look(
             time.monotonic(),
@@ -692,6 +717,7 @@ class LocalGang:
             slowest.samples,
             max(progress.data_wait_ns for progress in found),
             slowest.loss,
+            max(progress.restored_step for progress in found),
         )
         rate = rate_between(self._look, look)
         self._look = look
@@ -713,6 +739,7 @@ class LocalGang:
         if launcher is None:
             publish_here(tmp, final, manifest)
             return
+        hit("before-rename")
         try:
             launcher.publish(str(tmp), str(final), manifest)
         except LauncherError as error:

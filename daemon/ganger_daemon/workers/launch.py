@@ -7,6 +7,7 @@ What is durable comes first: gang.json, then the pages with the order in them, t
 from __future__ import annotations
 
 import os
+import pwd
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,6 +67,25 @@ def check_command(spec: job_pb2.JobSpec) -> None:
     directory = spec.working_directory or "/"
     if not os.path.isdir(directory):
         raise LaunchRefusedError(f"working directory {directory} does not exist on this node")
+
+
+def own_user() -> str:
+    """Name of the user this daemon and its ranks run as; the number where it has no name."""
+    uid = os.geteuid()
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def check_user(user: str) -> None:
+    """Raises LaunchRefusedError for a user this daemon cannot become: ranks run as the daemon's own."""
+    own = own_user()
+    if user and user not in (own, str(os.geteuid())):
+        raise LaunchRefusedError(
+            f"CANNOT_SWITCH_USER: this daemon runs as {own} and cannot become {user}; submit as {own}, or run a daemon"
+            f" of {user} on this node"
+        )
 
 
 def restore_plan(

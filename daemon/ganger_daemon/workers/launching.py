@@ -30,6 +30,7 @@ from .launch import (
     arena_bytes_per_rank,
     arena_name,
     check_command,
+    check_user,
     environment_of,
     forked_already,
     free_port,
@@ -87,6 +88,7 @@ class Launching:
     ) -> dict[int, ProcessId] | None:
         """Processes by rank; None when the pieces are not free yet. Raises one of REFUSALS."""
         assert self.gang is not None, "set before the first launch"
+        check_user(desired.user)
         check_command(desired.spec)
         if self._blocked_by(self.gang):
             return None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ganger.agent.v1 import agent_pb2
-from ganger.injob.page import Capability
+from ganger.injob.page import Capability, Progress
 from ganger.v1 import job_pb2
 from google.protobuf import timestamp_pb2
 
+from ganger_daemon.core.gang import is_opaque
 from ganger_daemon.core.orders import Phase
 
 from .desired import order_key_to_wire
@@ -74,19 +77,38 @@ def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> Non
     message.peak_device_bytes = -(-max(per_device) // (64 << 20)) * (64 << 20) if max(per_device) else 0
     if gang.judgement.phase in (Phase.PARKED, Phase.STOPPING):
         message.arena_bytes = sum(progress.arena_size for progress in found)
-    if all(progress.hello_time_ns for progress in found):
-        able = ~0
-        for progress in found:
-            able &= progress.capabilities
-        capabilities = message.capabilities
-        capabilities.pause = bool(able & Capability.PAUSE)
-        capabilities.offload = bool(able & Capability.OFFLOAD)
-        capabilities.checkpoint = bool(able & Capability.CHECKPOINT) and gang.host.storage.proved
-        if not capabilities.pause:
-            capabilities.missing["PAUSE"] = "the script has no boundaries the agent could find"
-        if not capabilities.offload:
-            capabilities.missing["OFFLOAD"] = "the agent cannot move this job's state out of the device"
-        if able & Capability.CHECKPOINT and not gang.host.storage.proved:
-            capabilities.missing["CHECKPOINT"] = "the storage of this node is not the cluster's"
-        elif not capabilities.checkpoint:
-            capabilities.missing["CHECKPOINT"] = "the agent cannot save and restore this script"
+    now = time.monotonic()
+    facts = gang.facts()
+    live = [rank for rank in facts.ranks if rank.exit is None]
+    if live and any(is_opaque(facts, rank, now) for rank in live):
+        _add_what_an_opaque_job_can(message.capabilities, gang)
+    elif all(progress.hello_time_ns for progress in found):
+        _add_what_the_agent_can(message.capabilities, gang, found)
+
+
+def _add_what_an_opaque_job_can(capabilities: job_pb2.Capabilities, gang: LocalGang) -> None:
+    freezer = gang.host.cgroups.capabilities.get("freeze", "none")
+    capabilities.pause = gang.part.world == 1 and not freezer.startswith("none")
+    if gang.part.world != 1:
+        capabilities.missing["PAUSE"] = "no agent: of several processes some would be stopped in a collective operation"
+    elif not capabilities.pause:
+        capabilities.missing["PAUSE"] = f"no agent, and processes cannot be frozen on this node ({freezer})"
+    capabilities.missing["OFFLOAD"] = "no agent that could move this job's state out of the device"
+    capabilities.missing["CHECKPOINT"] = "no agent that could save and restore this job"
+
+
+def _add_what_the_agent_can(capabilities: job_pb2.Capabilities, gang: LocalGang, found: Sequence[Progress]) -> None:
+    able = ~0
+    for progress in found:
+        able &= progress.capabilities
+    capabilities.pause = bool(able & Capability.PAUSE)
+    capabilities.offload = bool(able & Capability.OFFLOAD)
+    capabilities.checkpoint = bool(able & Capability.CHECKPOINT) and gang.host.storage.proved
+    if not capabilities.pause:
+        capabilities.missing["PAUSE"] = "the script has no boundaries the agent could find"
+    if not capabilities.offload:
+        capabilities.missing["OFFLOAD"] = "the agent cannot move this job's state out of the device"
+    if able & Capability.CHECKPOINT and not gang.host.storage.proved:
+        capabilities.missing["CHECKPOINT"] = "the storage of this node is not the cluster's"
+    elif not capabilities.checkpoint:
+        capabilities.missing["CHECKPOINT"] = "the agent cannot save and restore this script"

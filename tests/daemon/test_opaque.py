@@ -1,0 +1,146 @@
+"""Jobs that no agent controls, jobs that will not obey, and a master that is away: nobody holds a device in vain."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
+from ganger.v1 import job_pb2
+from kit.waiting import eventually
+
+pytestmark = pytest.mark.system
+
+PAUSE = {"intent": Intents.INTENT_PARK, "level": job_pb2.SUSPEND_LEVEL_PAUSE}
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the kernel runs nothing of this process: stopped by a signal, or frozen."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "T"
+
+
+async def until(holds: object, what: str) -> None:
+    await asyncio.to_thread(eventually, holds, what=what)  # type: ignore[arg-type]
+
+
+def test_a_plain_command_runs_at_once_is_paused_by_freezing_and_says_what_it_cannot() -> None:
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1")
+        gang = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), command=["sleep", "600"])
+        await made.master.want("n1", gang)
+        running = await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING), patience=8)
+        assert running.capabilities.pause
+        assert not running.capabilities.offload
+        assert not running.capabilities.checkpoint
+        assert set(running.capabilities.missing) == {"OFFLOAD", "CHECKPOINT"}
+        pid = running.ranks[0].pid
+        for sequence in (2, 4):
+            await made.master.want("n1", with_changes(gang, sequence, stop_sequence=sequence, **PAUSE))
+            parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+            assert parked.level == job_pb2.SUSPEND_LEVEL_PAUSE
+            assert is_stopped(pid)
+            await made.master.want("n1", with_changes(gang, sequence + 1))
+            await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+            assert not is_stopped(pid)
+        await made.master.want("n1", with_changes(gang, 6, stop_sequence=6, **PAUSE))
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        await made.master.want("n1", with_changes(gang, 7, intent=Intents.INTENT_STOP))
+        ended = await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
+        assert ended.outcome.kind == 5, "a frozen job hears SIGTERM too"
+
+    run(story)
+
+
+def test_several_processes_without_an_agent_cannot_be_paused_and_the_reason_is_said() -> None:
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1")
+        gang = made.gang({"n1": [0, 1]}, "n1", uid=str(uuid.uuid4()), command=["sleep", "600"])
+        await made.master.want("n1", gang)
+        running = await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING), patience=8)
+        assert not running.capabilities.pause
+        assert "collective" in running.capabilities.missing["PAUSE"]
+
+    run(story)
+
+
+def test_without_an_agent_a_python_is_left_alone_but_for_its_exit_code() -> None:
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1")
+        uid = str(uuid.uuid4())
+        says = "import sys; print('agent' if 'ganger.training.agent' in sys.modules else 'alone'); sys.exit(3)"
+        gang = made.gang({"n1": [0]}, "n1", uid=uid, command=[sys.executable, "-c", says])
+        gang.spec.agent = job_pb2.JobSpec.AGENT_NONE
+        await made.master.want("n1", gang)
+        ended = await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
+        assert ended.outcome.exit_code == 3
+        assert log_of(made.directory, "n1", uid, 0, 1) == ["alone"]
+
+    run(story)
+
+
+def test_a_job_that_ignores_every_order_loses_its_devices() -> None:
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1", order_patience_seconds=0.2, order_deadline_seconds=0.5)
+        uid = str(uuid.uuid4())
+        gang = made.gang({"n1": [0]}, "n1", uid=uid, mode="deaf")
+        gang.grace.FromMilliseconds(300)
+        await made.master.want("n1", gang)
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        await until(lambda: "deaf" in log_of(made.directory, "n1", uid, 0, 1), "a job that hears nothing")
+        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **PAUSE))
+        ended = await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
+        assert ended.outcome.kind == 9, ended.outcome
+        assert "did not obey" in ended.outcome.message
+        assert "most recent call first" in "\n".join(log_of(made.directory, "n1", uid, 0, 1)), (
+            "its stacks are in its log"
+        )
+
+    run(story)
+
+
+def test_without_a_lease_jobs_stand_still_until_the_master_is_back() -> None:
+    async def story(made: Cluster) -> None:
+        made.master.lost_after = 1.0
+        await made.daemon("n1")
+        steps, plain = str(uuid.uuid4()), str(uuid.uuid4())
+        await made.master.want("n1", made.gang({"n1": [0]}, "n1", uid=steps, pause=0.005))
+        sleeping = made.gang({"n1": [0]}, "n1", uid=plain, epoch=2, command=["sleep", "600"])
+        sleeping.claim.device_mask = 2
+        await made.master.want("n1", sleeping)
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        pid = (await made.master.until("n1", 2, in_phase(Observed.PHASE_RUNNING))).ranks[0].pid
+        await made.stop_master()
+        await until(lambda: is_stopped(pid), "the plain command standing still")
+        stood = 0
+
+        def stands() -> bool:
+            nonlocal stood
+            before, stood = stood, len(log_of(made.directory, "n1", steps, 0, 1))
+            return before == stood
+
+        await asyncio.to_thread(eventually, stands, every_seconds=0.3, what="the training standing still")
+        await made.start()
+        await until(lambda: not is_stopped(pid), "the plain command going on")
+        await until(lambda: len(log_of(made.directory, "n1", steps, 0, 1)) > stood, "the training going on")
+
+    run(story)
+
+
+def test_a_user_the_daemon_cannot_become_is_refused_by_name() -> None:
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1")
+        gang = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), user="somebody-else")
+        await made.master.want("n1", gang)
+        ended = await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
+        assert ended.outcome.kind == 7
+        assert "CANNOT_SWITCH_USER" in ended.outcome.message
+        own = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), epoch=2, steps=3, user=str(os.geteuid()))
+        await made.master.want("n1", own)
+        done = await made.master.until("n1", 2, in_phase(Observed.PHASE_ENDED))
+        assert done.outcome.kind == 1
+
+    run(story)
