@@ -423,4 +423,7 @@ def _parse_yaml(path: Path, text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise SpecInvalid(f"the job file {path} is not YAML: {' '.join(str(error).split())}") from error
+        mark = getattr(error, "problem_mark", None)
+        where = f" (at line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
+        why = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise SpecInvalid(f"the job file {path} is not YAML: {why}{where}") from error

@@ -5,6 +5,7 @@ the same trainings left alone."""
 from __future__ import annotations
 
 import secrets
+import signal
 import threading
 import time
 from pathlib import Path
@@ -32,6 +33,7 @@ def demo(report: Path, seed: int | None, everything: bool, examples: Path | None
     Takes one to two minutes on two cores. Exits with 0 only if every check holds.
     """
     # Loaded here: `ganger --help` must not pay for the demo.
+    from ganger.cli.demonstration.alone import Alone
     from ganger.cli.demonstration.cluster import Cluster, ClusterError
     from ganger.cli.demonstration.report import checks_of, is_ok, print_tables, write_report
     from ganger.cli.demonstration.stage import find_examples, play, programme
@@ -41,13 +43,19 @@ def demo(report: Path, seed: int | None, everything: bool, examples: Path | None
     say(f"seed {chosen}")
     try:
         planned = programme(find_examples(examples))
-        say("starting a master and three nodes with four virtual GPUs each")
-        with Cluster(keep=keep) as cluster, cluster.client() as client:
-            outcomes = play(planned, cluster.directory / "runs", chosen, client, say, everything=everything)
+        say("starting a master and two nodes with four virtual GPUs each")
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        cluster = Cluster(keep=keep)
+        # begun before the cluster, so that both import at once
+        with Alone(cluster.directory / "alone.log") as alone, cluster, cluster.client() as client:
+            outcomes = play(planned, cluster.directory / "runs", chosen, client, say, alone, everything=everything)
             figures = client.get_cluster()
             trouble = cluster.trouble()
             if keep:
                 say(f"logs stay in {cluster.directory}")
+    except KeyboardInterrupt:
+        click.echo("interrupted; everything the demo had started is gone", err=True)
+        raise SystemExit(130) from None
     except FileNotFoundError as problem:
         raise click.UsageError(str(problem)) from problem
     except ClusterError as problem:

@@ -7,6 +7,7 @@ the command is called. Programs add theirs through the entry-point group "ganger
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -120,6 +121,8 @@ def ganger(context: click.Context, master: str | None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point: runs a command and exits. Never shows a traceback."""
+    # gRPC's own lines ("add_port.cc:83 ...") before our one sentence help nobody.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     sys.exit(run(arguments))
 
 

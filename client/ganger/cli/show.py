@@ -65,7 +65,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("waits for data", f"{job.progress.data_wait_share:.0%}" if job.progress.data_wait_share else ""),
         ("can suspend", "\n".join([", ".join(can), *missing]).strip()),
         ("checkpoint", _checkpoint(job)),
-        ("failures", f"{job.failures} of {spec.max_failures} allowed" if job.failures or spec.max_failures else ""),
+        ("failures", f"{job.failures}, {spec.max_failures} allowed" if job.failures or spec.max_failures else ""),
         ("preemptions", str(job.preemptions or "")),
         ("submitted", instant(job.create_time)),
         ("first step", instant(job.start_time)),
@@ -81,7 +81,9 @@ def _failure(job: Job) -> str:
     if not job.HasField("failure"):
         return ""
     failure = job.failure
-    return f"{failure.reason}: {failure.message} (rank {failure.rank}, exit code {failure.exit_code})"
+    # Without an exit code it never ran.
+    code = f", exit code {failure.exit_code}" if failure.exit_code else ""
+    return f"{failure.reason}: {failure.message} (rank {failure.rank}{code})"
 
 
 def _role(role: object) -> str:

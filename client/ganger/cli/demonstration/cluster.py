@@ -3,13 +3,17 @@ programs of their own, as `ganger up` and an operator start them."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ganger.client import Client
@@ -28,7 +32,7 @@ class Cluster:
     """`nodes` daemons of `gpus` virtual devices each. `keep`: its directory, with all logs, stays."""
 
     def __init__(
-        self, nodes: int = 3, gpus: int = 4, topology: str = "2x2", cores: int = 8, *, keep: bool = False
+        self, nodes: int = 2, gpus: int = 4, topology: str = "2x2", cores: int = 8, *, keep: bool = False
     ) -> None:
         self.keep = keep
         self.directory = Path(tempfile.mkdtemp(prefix="ganger-demo-"))
@@ -36,6 +40,7 @@ class Cluster:
         # pages belong on a tmpfs, and a socket's path has to be short
         self._run = Path(tempfile.mkdtemp(prefix="ganger-demo-", dir=shared if os.access(shared, os.W_OK) else None))
         self.master_directory = self.directory / "master"
+        self._group = f"ganger-demo-{os.getpid()}"
         self._names = [f"n{number + 1}" for number in range(nodes)]
         self._options = [
             *("--virtual-gpus", str(gpus)),
@@ -73,7 +78,12 @@ class Cluster:
             return ""
 
     def stop(self) -> None:
-        """Ends the programs and every process they left: launchers and ranks outlive their daemons by design."""
+        """Ends the programs and every process they left (launchers and ranks outlive their daemons by design), and
+        removes their groups and directories. An interrupt has to wait for it."""
+        with _uninterrupted():
+            self._stop()
+
+    def _stop(self) -> None:
         for process in self._processes.values():
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -89,6 +99,7 @@ class Cluster:
             except (ProcessLookupError, PermissionError):
                 continue
         self._processes.clear()
+        _remove_groups(self._group)
         shutil.rmtree(self._run, ignore_errors=True)
         if not self.keep:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -107,7 +118,7 @@ class Cluster:
                     *("--master", str(self.master_directory)),
                     *("--state-dir", str(self.directory / name)),
                     *("--run-dir", str(self._run / name)),
-                    *("--cgroup-root", f"ganger-demo-{os.getpid()}-{name}"),
+                    *("--cgroup-root", f"{self._group}-{name}"),
                     *self._options,
                 ],
             )
@@ -151,6 +162,46 @@ class Cluster:
             if any(mark in text for mark in marks):
                 found.append(int(entry.name))
         return found
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _remove_groups(prefix: str) -> None:
+    """The cgroups of daemons that could not tidy up: empty now, for all their processes have ended."""
+    roots = [found for hierarchy in _hierarchies() for found in hierarchy.glob(f"**/{prefix}-*")]
+    deadline = time.monotonic() + STOP_SECONDS
+    for root in roots:
+        groups = sorted((path for path in root.glob("**/") if path.is_dir()), reverse=True)
+        for group in groups:
+            while True:
+                try:
+                    group.rmdir()
+                except OSError as problem:
+                    # a killed process leaves its group some time after it can no longer be seen
+                    if problem.errno == errno.EBUSY and time.monotonic() < deadline:
+                        time.sleep(0.01)
+                        continue
+                break
+
+
+def _hierarchies() -> list[Path]:
+    """Where the kernel's groups are mounted."""
+    try:
+        lines = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return []
+    return [Path(words[1]) for words in map(str.split, lines) if words[2] in ("cgroup", "cgroup2")]
 
 
 def _ready(client: Client) -> int:

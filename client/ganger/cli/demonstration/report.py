@@ -11,7 +11,7 @@ from typing import Any
 
 from ganger.cli.demonstration.trial import Action, Outcome
 
-WIDTH = 150
+WIDTH = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def checks_of(outcomes: Sequence[Outcome], approved: int, rejected: int, seconds
         checks.append(_median(f"resume latency, {level}", (action.resume_seconds for action in of_level)))
     checks.append(Check("moves", bool(moves), len(moves), "moves"))
     given_up = sum(outcome.moves_given_up for outcome in outcomes)
-    checks.append(Check("moves given up before their commit, and repeated", True, given_up, "moves"))
+    checks.append(Check("moves given up and ordered again", True, given_up, "moves"))
     checks.append(_median("move pause", (action.seconds for action in moves)))
     moved = [action for action in repins if action.before != action.after]
     checks.append(Check("re-pins to other cores", bool(moved), len(moved), "re-pins"))
@@ -87,27 +87,33 @@ def print_tables(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> None:
         # into a file or a pipe: nobody's window is too narrow
         console = Console(highlight=False, width=WIDTH)
     story = Table(title="What was done to the jobs", box=box.SIMPLE_HEAD)
-    for column in ("job", "action", "at step", "took", "then resumed in", "before", "after"):
-        story.add_column(column, justify="right" if column in ("at step", "took", "then resumed in") else "left")
+    for column in ("action", "at step", "took", "next step"):
+        story.add_column(column, justify="left" if column == "action" else "right", no_wrap=True)
+    story.add_column("what changed")
     for outcome in outcomes:
+        story.add_row(f"[bold]{outcome.example.title}[/]")
         for action in outcome.actions:
-            resumed = _milliseconds(action.resume_seconds) if action.resume_seconds else ""
-            story.add_row(
-                outcome.example.title,
-                action.kind,
-                str(action.step),
-                _milliseconds(action.seconds),
-                resumed,
-                action.before,
-                action.after,
-            )
+            resumed = f"+ {_milliseconds(action.resume_seconds)}" if action.resume_seconds else ""
+            story.add_row(f"  {action.kind}", str(action.step), _milliseconds(action.seconds), resumed, _change(action))
     console.print(story)
     table = Table(title="What holds", box=box.SIMPLE_HEAD)
     for column in ("", "check", "figure", "unit"):
-        table.add_column(column, justify="right" if column == "figure" else "left")
+        table.add_column(column, justify="right" if column == "figure" else "left", no_wrap=column != "check")
+    title = ""
     for check in checks:
-        table.add_row("[green]ok[/]" if check.ok else "[red]FAILED[/]", check.name, f"{check.figure:g}", check.unit)
+        group, _, name = check.name.rpartition(": ")
+        if group != title:
+            title = group
+            table.add_row("", f"[bold]{group or 'all jobs'}[/]")
+        mark = "[green]ok[/]" if check.ok else "[red]FAILED[/]"
+        table.add_row(mark, f"  {name}", f"{check.figure:g}", check.unit)
     console.print(table)
+
+
+def _change(action: Action) -> str:
+    if action.before == action.after:
+        return f"same {action.before.partition(' ')[0]}"
+    return f"{action.before} -> {action.after}"
 
 
 def _of_example(outcome: Outcome) -> Iterable[Check]:

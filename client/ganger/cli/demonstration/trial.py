@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ganger.cli.demonstration.alone import Alone
 from ganger.cli.demonstration.losses import Comparison, Training, compare, largest_gap, read_training
 from ganger.cli.demonstration.watch import StepWatch
 from ganger.client import Client
@@ -35,6 +35,7 @@ class Example:
     ranks: int
     steps: int
     actions: tuple[str, ...]
+    options: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -64,43 +65,42 @@ class Outcome:
     rate_after_repin: float = 0.0
     moves_given_up: int = 0
     trouble: str = ""
+    ended_early: bool = False
 
 
-def train_alone(example: Example, directory: Path, seed: int) -> Training:
-    """The run nothing happens to, without Ganger. Raises RuntimeError with the end of its output."""
-    losses, weights = directory / "alone.losses", directory / "alone.weights"
+class EarlyEndError(Exception):
+    """The training was over before everything had been done to it: too few steps for this machine, no fault."""
+
+
+class InterruptedDemoError(Exception):
+    """The demo is being ended."""
+
+
+def train_alone(example: Example, directory: Path, seed: int, alone: Alone, look: Callable[[], None]) -> Training:
+    """The run nothing happens to, without Ganger. `look` is called while it runs and may raise. Raises RuntimeError
+    with the end of its output, AloneError when it cannot be run."""
+    losses, weights, log = (directory / f"alone.{what}" for what in ("losses", "weights", "log"))
     directory.mkdir(parents=True, exist_ok=True)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GANGER_")}
-    environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "WORLD_SIZE": str(example.ranks)}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    with (directory / "alone.log").open("wb") as log:
-        ranks = [
-            subprocess.Popen(
-                command(example, losses, weights, seed),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                cwd=directory,
-            )
-            for rank in range(example.ranks)
-        ]
-        try:
-            codes = [rank.wait(ALONE_SECONDS) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-    if any(codes):
-        output = (directory / "alone.log").read_text(errors="replace")[-2000:]
+    world = {"WORLD_SIZE": str(example.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    ranks = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(example.ranks)]
+    arguments = command(example, losses, weights, seed)[1:]
+    if any(alone.run(arguments, ranks, directory, log, ALONE_SECONDS, look)):
+        output = log.read_text(errors="replace")[-2000:]
         raise RuntimeError(f"{example.title} does not run even alone:\n{output}")
     return read_training(losses, weights)
 
 
 def train_disturbed(
-    example: Example, directory: Path, seed: int, client: Client, expected: Training, say: Callable[[str], None]
+    example: Example,
+    directory: Path,
+    seed: int,
+    client: Client,
+    expected: Training,
+    say: Callable[[str], None],
+    look: Callable[[], None],
 ) -> Outcome:
-    """The run everything happens to. Trouble is told in the outcome, not raised."""
+    """The run everything happens to. Trouble is told in the outcome, not raised; only what `look` raises, which is
+    called while it waits, goes through."""
     outcome = Outcome(example)
     losses, weights = directory / "ganger.losses", directory / "ganger.weights"
     job: Job | None = None
@@ -114,13 +114,18 @@ def train_disturbed(
                 directory=str(directory),
             )
             say(f"{example.title}: submitted as {job.name}")
-            _Disturbed(job, example, watch, random.Random(f"{seed} {example.title}"), outcome, say).run()
-            if job.wait(TRAINING_SECONDS, check=False) is not JobState.SUCCEEDED:
+            _Disturbed(job, example, watch, random.Random(f"{seed} {example.title}"), outcome, say, look).run()
+            if _ends(job, look) is not JobState.SUCCEEDED:
                 raise RuntimeError(f"{job.name} ended {job.state}: {job.message.failure.message}\n{_tail(job)}")
             seen = watch.seen()
             outcome.steps_per_second = watch.rate(seen[0][0], seen[-1][0])
         outcome.comparison = compare(expected, read_training(losses, weights))
         say(f"{example.title}: {_verdict(outcome.comparison)}")
+    except InterruptedDemoError:
+        raise
+    except EarlyEndError as problem:
+        outcome.ended_early = True
+        outcome.trouble = str(problem)
     except Exception as problem:  # one example that fails must not hide how the others fare
         outcome.trouble = f"{type(problem).__name__}: {problem}"
         if job is not None:
@@ -138,6 +143,7 @@ def command(example: Example, losses: Path, weights: Path, seed: int) -> list[st
         *("--steps", str(example.steps)),
         *("--seed", str(seed % 10_000)),
         *("--threads", "1"),
+        *example.options,
         *("--losses", str(losses)),
         *("--weights", str(weights)),
     ]
@@ -154,9 +160,10 @@ class _Disturbed:
         dice: random.Random,
         outcome: Outcome,
         say: Callable[[str], None],
+        look: Callable[[], None],
     ) -> None:
         self._job, self._example, self._watch, self._dice = job, example, watch, dice
-        self._outcome, self._say = outcome, say
+        self._outcome, self._say, self._look = outcome, say, look
 
     def run(self) -> None:
         actions = list(self._example.actions)
@@ -243,11 +250,12 @@ class _Disturbed:
     def _until(self, holds: Callable[[job_pb2.Job], bool], what: str) -> job_pb2.Job:
         deadline = time.monotonic() + ACTION_SECONDS
         while True:
+            self._look()
             message = self._job.refresh()
             if holds(message):
                 return message
             if message.state in FINISHED:
-                raise RuntimeError(f"{self._job.name} ended before it was {what}: {self._ended()}")
+                raise RuntimeError(f"{self._job.name} was not {what}: {self._ended()}")
             if time.monotonic() > deadline:
                 phase = job_pb2.Gang.Phase.Name(message.gang.phase)
                 state = job_pb2.Job.State.Name(message.state)
@@ -255,10 +263,13 @@ class _Disturbed:
             time.sleep(POLL_SECONDS)
 
     def _ended(self) -> str:
+        self._look()
         message = self._job.refresh()
         if message.state not in FINISHED:
             return ""
-        why = message.failure.message or "its last step came before the last action: give it more steps"
+        if message.state == job_pb2.Job.STATE_SUCCEEDED:
+            raise EarlyEndError(f"{self._job.name} came to its last step before everything had been done to it")
+        why = message.failure.message
         return f"{self._job.name} ended {job_pb2.Job.State.Name(message.state)}: {why}\n{_tail(self._job)}"
 
     def _settle(self) -> None:
@@ -272,6 +283,14 @@ class _Disturbed:
 
     def _pids(self) -> list[int]:
         return list(_pids(self._job.refresh()))
+
+
+def _ends(job: Job, look: Callable[[], None]) -> JobState:
+    deadline = time.monotonic() + TRAINING_SECONDS
+    while job.refresh().state not in FINISHED and time.monotonic() < deadline:
+        look()
+        time.sleep(POLL_SECONDS)
+    return job.state
 
 
 def _rests(message: job_pb2.Job, level: str) -> bool:

@@ -1,0 +1,331 @@
+"""What is wrong is said in one clear sentence, with the documented exit code, and nothing is lost by it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ganger.v1.job_service_pb2_grpc import JobServiceStub
+from ganger.wire.channels import open_channel
+from ganger.wire.endpoints import find_endpoint
+from kit.cluster import GANGER, Cluster
+from kit.shell import Shell
+from kit.waiting import eventually
+from system.harness import Run
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two nodes without cgroups."""
+    directory = tmp_path_factory.mktemp("bad")
+    state = {"XDG_STATE_HOME": str(directory / "state")}
+    with Cluster(directory, daemon_options=("--cgroups", "none"), environment=state) as running:
+        yield running
+        assert running.master.alive, running.story()
+        assert all(daemon.alive for daemon in running.daemons.values()), running.story()
+        assert "Traceback" not in running.story(10_000)
+
+
+@pytest.fixture(scope="module")
+def shell(cluster: Cluster) -> Shell:
+    return Shell(cluster.master_directory)
+
+
+def refused(shell: Shell, code: int, *arguments: str) -> str:
+    """What `ganger ARGUMENTS` says on stderr; nothing went to stdout and no traceback of ours was shown."""
+    done = shell.try_(*arguments)
+    assert (done.code, done.out) == (code, ""), done
+    assert done.err.startswith("ganger: ")
+    assert "Traceback" not in done.err
+    return done.err
+
+
+def program(cluster: Cluster, *arguments: str, token: str | None = None) -> subprocess.CompletedProcess[str]:
+    """A program or client of its own, which must end with a sentence and not with a traceback."""
+    environment = {**cluster.master.environment}
+    if token is not None:
+        environment["GANGER_TOKEN"] = token
+    done = subprocess.run(
+        [*GANGER, *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr + done.stdout
+    return done
+
+
+def address(cluster: Cluster) -> str:
+    return str(json.loads((cluster.master_directory / "endpoint.json").read_text())["address"])
+
+
+def ended(shell: Shell, *submission: str) -> tuple[str, dict[str, object]]:
+    """Submits, waits for the end, and returns the job's number and last state."""
+    job = shell.submit(*submission)
+    assert shell.try_("wait", job, "--timeout", "60").code in (0, 1)
+    return job, shell.json("show", job)
+
+
+# descriptions
+
+
+def test_all_wrong_flags_are_named_at_once(shell: Shell) -> None:
+    said = refused(
+        shell, 2, *("submit", "--gpus", "many", "--memory", "lots", "--time=-3", "--locality", "moon", "--", "true")
+    )
+    assert re.findall(r"--\w+", said) == ["--gpus", "--memory", "--locality", "--time"]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text"),
+    [
+        ("yaml", "colour: red\ncommand: 7\nroles:\n- tasks: many\n  gpus: -1\n"),
+        ("toml", 'colour = "red"\ncommand = 7\n[[roles]]\ntasks = "many"\ngpus = -1\n'),
+    ],
+)
+def test_all_mistakes_of_a_file_are_named_with_their_paths(
+    shell: Shell, tmp_path: Path, suffix: str, text: str
+) -> None:
+    path = tmp_path / f"job.{suffix}"
+    path.write_text(text)
+    said = refused(shell, 2, "submit", "--file", str(path))
+    paths = {line.strip().partition(": ")[0] for line in said.splitlines()[1:]}
+    assert {"colour", "command", "roles[0].tasks", "roles[0].gpus"} <= paths
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("job.yaml", "gpus: [\n", "is not YAML: expected the node content, but found '<stream end>' (at line 2"),
+        ("job.toml", "gpus = \n", "is not TOML: Invalid value (at line 1"),
+        ("job.yaml", "- a\n- list\n", "must be a mapping"),
+        ("job.json", "{}", "must end in .yaml, .yml or .toml"),
+        ("job.yaml", None, "No such file or directory"),
+    ],
+)
+def test_a_file_that_is_no_description_is_told_with_the_place(
+    shell: Shell, tmp_path: Path, name: str, text: str | None, why: str
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert why in refused(shell, 2, "submit", "--file", str(tmp_path / name))
+
+
+def test_a_file_of_bytes_is_not_text(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "cannot read the job file" in refused(shell, 2, "submit", "--file", str(tmp_path / "job.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--gpus", "9"), "the largest that fits has 8 devices"),
+        (("--gpus", "5", "--locality", "node"), "the largest that fits has 4 devices"),
+        (("--gpus", "8", "--memory", "3G"), "the largest that fits has 4 devices"),
+        (("--gpus", "8", "--memory", "900G"), "not enough free host memory"),
+        (("--gpus", "8", "--cpus-per-gpu", "500"), "cores"),
+        (("--gpu-type", "unheard-of"), "no node has unheard-of"),
+    ],
+)
+def test_a_gang_that_could_never_fit_is_refused_with_the_largest_that_would(
+    shell: Shell, options: tuple[str, ...], why: str
+) -> None:
+    assert why in refused(shell, 4, "submit", *options, "--", "true")
+
+
+def test_what_is_too_large_for_a_message_is_refused_before_it_is_sent(shell: Shell) -> None:
+    environment = [option for number in range(5) for option in ("--env", f"BIG{number}={'x' * 60_000}")]
+    assert "must be at most 262144 bytes" in refused(shell, 2, "submit", *environment, "--", "true")
+
+
+def test_an_oversize_message_is_refused_by_the_master_too(cluster: Cluster) -> None:
+    import grpc
+    from ganger.v1 import job_pb2, job_service_pb2
+
+    endpoint = find_endpoint(str(cluster.master_directory))
+    spec = job_pb2.JobSpec(command=["x" * (5 << 20)])
+    with open_channel(endpoint, [("grpc.max_send_message_length", -1)]) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            JobServiceStub(channel).CreateJob(job_service_pb2.CreateJobRequest(spec=spec))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+# names, tokens, states
+
+
+@pytest.mark.parametrize("command", ["show", "logs", "why", "suspend", "resume", "move", "repin", "cancel", "wait"])
+def test_an_unknown_job_is_named(shell: Shell, command: str) -> None:
+    assert "there is no jobs/4711" in refused(shell, 3, command, "4711")
+    assert "'jobs/x7' is not a job name" in refused(shell, 2, command, "x7")
+
+
+@pytest.mark.parametrize("command", ["drain", "cordon", "uncordon", "lost"])
+def test_an_unknown_node_is_named(shell: Shell, command: str) -> None:
+    reason = ("--reason", "test") if command in ("drain", "cordon") else ("--yes",) if command == "lost" else ()
+    assert "there is no nodes/nowhere" in refused(shell, 3, command, "nowhere", *reason)
+
+
+@pytest.mark.parametrize("command", ["suspend", "resume", "move", "repin", "cancel"])
+def test_an_order_to_a_job_that_has_ended_is_refused(shell: Shell, command: str) -> None:
+    job, _ = ended(shell, "--", "true")
+    assert f"jobs/{job} is SUCCEEDED" in refused(shell, 4, command, job)
+
+
+@pytest.mark.parametrize("token", ["", "wrong"])
+def test_a_missing_or_wrong_token_opens_nothing(cluster: Cluster, token: str) -> None:
+    done = program(cluster, "--master", address(cluster), "queue", token=token)
+    assert done.returncode == 6
+    assert "token" in done.stderr
+
+
+def test_no_master_at_the_address_is_said_with_what_to_do(cluster: Cluster, tmp_path: Path) -> None:
+    done = program(cluster, "--master", f"unix:{tmp_path}/nobody", "queue")
+    assert done.returncode == 5
+    assert "is it running? `ganger up` starts one here" in done.stderr
+
+
+# jobs that cannot run
+
+
+def test_a_command_that_is_not_there_fails_its_job_by_name(shell: Shell) -> None:
+    _, job = ended(shell, "--", "no-such-command-anywhere")
+    assert job["state"] == "FAILED"
+    assert "cannot execute 'no-such-command-anywhere': No such file or directory" in str(job["failure"])
+
+
+def test_a_directory_that_is_gone_on_the_node_fails_its_job_by_name(shell: Shell, tmp_path: Path) -> None:
+    filler = shell.submit("--gpus", "8", "--", "sleep", "600")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    job = shell.submit("--gpus", "8", "--directory", str(gone), "--", "true")
+    gone.rmdir()
+    shell("cancel", filler)
+    assert shell.try_("wait", job, "--timeout", "60").code == 1
+    assert f"working directory {gone} does not exist on this node" in shell("show", job)
+
+
+def test_a_script_that_raises_leaves_its_traceback_in_the_log(shell: Shell, tmp_path: Path) -> None:
+    script = tmp_path / "raises.py"
+    script.write_text("raise RuntimeError('boom on purpose')\n")
+    job, shown = ended(shell, "--", sys.executable, str(script))
+    assert shown["state"] == "FAILED"
+    assert "rank 0 exited with code 1" in str(shown["failure"])
+    log = shell("logs", job)
+    assert 'raises.py", line 1, in <module>' in log
+    assert log.endswith("RuntimeError: boom on purpose\n")
+    assert "ganger/" not in log, "only the user's own frames"
+
+
+def test_a_script_that_cannot_be_read_is_told_in_the_log(shell: Shell, tmp_path: Path) -> None:
+    job, shown = ended(shell, "--", sys.executable, str(tmp_path / "missing.py"))
+    assert shown["state"] == "FAILED"
+    assert "No such file or directory" in shell("logs", job)
+
+
+def test_a_followed_job_that_fails_says_so_with_exit_code_1(shell: Shell) -> None:
+    done = shell.try_("submit", "--follow", "--", "sh", "-c", "echo said; exit 3")
+    assert done.code == 1
+    assert "said\n" in done.out
+    assert "failed: EXIT, rank 0 exited with code 3" in done.err
+
+
+# programs that cannot start
+
+
+def test_a_state_directory_has_one_master_and_one_daemon(cluster: Cluster, tmp_path: Path) -> None:
+    second = program(cluster, "master", "--state-dir", str(cluster.master_directory))
+    assert f"another master (pid {cluster.master.process and cluster.master.process.pid})" in second.stderr
+    options = ("--state-dir", str(cluster.directory / "n0"), "--run-dir", str(cluster.run_directory / "n9"))
+    other = program(cluster, "daemon", "--node", "n9", "--master", str(cluster.master_directory), *options)
+    assert "another daemon" in other.stderr
+
+
+def test_a_port_in_use_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    done = program(cluster, "master", "--state-dir", str(tmp_path / "m"), "--listen", address(cluster))
+    assert f"cannot listen on {address(cluster)}: in use" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_listening_to_the_world_without_certificates_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    done = program(cluster, "master", "--state-dir", str(tmp_path / "m"), "--listen", "0.0.0.0:0")
+    assert "without certificates" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--policy", "wishful"), "policy 'wishful'"),
+        (("--database-url", "nonsense"), "database URL"),
+        (("--lost-after", "soon"), "soon"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_named(
+    cluster: Cluster, tmp_path: Path, options: tuple[str, ...], why: str
+) -> None:
+    assert why in program(cluster, "master", "--state-dir", str(tmp_path / "m"), *options).stderr
+
+
+def test_a_database_that_is_none_is_named_and_left_alone(cluster: Cluster, tmp_path: Path) -> None:
+    state = tmp_path / "m"
+    state.mkdir(mode=0o700)
+    (state / "ganger.db").write_bytes(b"this is not a database" * 500)
+    done = program(cluster, "master", "--state-dir", str(state))
+    assert "database" in done.stderr
+    assert (state / "ganger.db").read_bytes().startswith(b"this is not a database")
+
+
+# disks
+
+
+@pytest.mark.torch
+def test_a_damaged_checkpoint_is_never_restored_from(cluster: Cluster, shell: Shell) -> None:
+    run = Run.submit(cluster, "damaged", steps=400)
+    run.wait_step(2)
+    shell("suspend", run.id, "--level", "checkpoint")
+    (shard,) = (cluster.storage / str(run.show()["uid"]) / "checkpoints").glob("*-*/rank-0.shard")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 255
+    shard.write_bytes(content)
+    steps = run.last_step()
+    shell.try_("resume", run.id, "--no-wait")
+    assert shell.try_("wait", run.id, "--timeout", "60").code == 1
+    assert "no checkpoint can be restored: checkpoint" in shell("show", run.id)
+    assert run.last_step() == steps, "it did not start anew in silence"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_a_full_disk_under_the_database_is_said_and_loses_nothing(tmp_path: Path) -> None:
+    directory = tmp_path / "master"
+    directory.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(directory)], check=False).returncode:
+        pytest.skip("no right to mount")
+    try:
+        with Cluster(tmp_path, nodes=0) as cluster:
+            shell = Shell(cluster.master_directory)
+            kept = shell.submit("--", "true")
+            fill = directory / "fill"
+            with fill.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+            large = ("--env", f"BIG={'x' * 60_000}", "--", "true")
+            accepted = {kept}
+            # What the database had set aside for itself takes some more.
+            while (done := shell.try_("submit", *large)).code == 0:
+                accepted.add(done.out.split()[-1])
+            assert "the disk is full: free some space" in done.err
+            fill.unlink()
+            eventually(lambda: shell.try_("submit", "--", "true").code == 0, what="it accepts jobs again")
+            listed = {job["name"].removeprefix("jobs/") for job in shell.json("queue", "--all")}
+            assert accepted <= listed
+            cluster.master.kill()
+            cluster.start_master()
+            assert listed <= {job["name"].removeprefix("jobs/") for job in shell.json("queue", "--all")}
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
