@@ -143,15 +143,15 @@ def test_command_that_breaks_the_core_costs_its_caller_an_error_and_nobody_a_job
     async def story() -> None:
         writer = await started(GatedStore())
         assert await writer.submit(submission(1)) == JobAnswer(1)
-        whole = machine.step
+        whole = machine.advance
 
-        def broken(state: Any, command: Any, now: float) -> machine.Step:
+        def broken(state: Any, command: Any, now: float) -> Any:
             if isinstance(command, CancelJob):
                 state.jobs.clear()
                 raise AssertionError("a bug")
             return whole(state, command, now)
 
-        monkeypatch.setattr(machine, "step", broken)
+        monkeypatch.setattr(machine, "advance", broken)
         with pytest.raises(Internal):
             await writer.submit(CancelJob(1))
         for _ in range(1_000):

@@ -244,6 +244,10 @@ class View:
     def topology(self, name: str) -> Topology:
         return self.topologies[self.slots[name]]
 
+    def topology_named(self, configuration_set: str) -> Topology:
+        """KeyError for an unknown configuration set."""
+        return self._topology_of[configuration_set]
+
     def changed_since(self, version: int) -> tuple[NodeRow, ...]:
         return tuple(self._row(slot) for slot, at in enumerate(self._versions) if at > version and self.nodes[slot])
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Final
 
 from ganger_master.core import attempts, events, observation, orders, queue
-from ganger_master.core.effects import Effect
 from ganger_master.core.events import Event
 from ganger_master.core.model import Failure, Job, JobState, Node
+from ganger_master.core.replacing import replace
 from ganger_master.core.settle import settle
 from ganger_master.core.state import State
 
 
-def apply(state: State, event: Event) -> list[Effect]:
-    """Mutates the state and returns what the shell owes once the changes are durable."""
+def apply(state: State, event: Event) -> None:
+    """Mutates the state; what the shell owes for it comes with `settle.finish`."""
     _HANDLERS[type(event)](state, event)
-    return settle(state, event.time, event.cause)
+    settle(state, event.time, event.cause)
 
 
 def _job_submitted(state: State, event: events.JobSubmitted) -> None:
@@ -30,7 +29,7 @@ def _job_submitted(state: State, event: events.JobSubmitted) -> None:
         request_id=event.request_id,
         pending_since=event.time,
     )
-    state.put_counters(replace(state.counters, next_job=max(state.counters.next_job, event.number + 1)))
+    state.counters.next_job = max(state.counters.next_job, event.number + 1)
     state.put_job(job)
     state.history(event.time, job.name, "job_submitted", event.cause, gpus=job.spec.gpus, tasks=job.spec.tasks)
 
@@ -52,7 +51,7 @@ def _job_resumed(state: State, event: events.JobResumed) -> None:
 def _gang_approved(state: State, event: events.GangApproved) -> None:
     queue.note_approved(state, event.number)
     attempts.start(state, event.number, event.claims, event.level, event.time, event.cause)
-    state.put_counters(replace(state.counters, approved=state.counters.approved + 1))
+    state.counters.approved += 1
 
 
 def _gang_refused(state: State, event: events.GangRefused) -> None:
@@ -102,7 +101,7 @@ def _session_opened(state: State, event: events.SessionOpened) -> None:
     )
     if not node.draining and not node.cordoned:
         node = replace(node, state_reason="")
-    state.put_counters(replace(state.counters, next_session=state.counters.next_session + 1))
+    state.counters.next_session += 1
     state.put_node(node)
     state.note_answer(node.name, event.time)
     state.history(event.time, f"nodes/{node.name}", "session_opened", event.cause, peer=node.peer_address)

@@ -5,7 +5,7 @@ Adds to them what only the state knows: quotas, shared storage, users a daemon c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ganger.placement.candidates import candidates
 from ganger.resources.fit import fit, gang_level
@@ -16,7 +16,7 @@ from ganger_master.approval.reservations import Reservation, Wanting, begins, re
 from ganger_master.approval.verdicts import Approved, Rejected, approve
 from ganger_master.core import orders
 from ganger_master.core.model import Claim, Job, Level, Node
-from ganger_master.core.state import State
+from ganger_master.core.state import Kept, State
 
 # Blockers that only a change of the cluster's free pieces removes: their jobs are kept room for.
 WAITS_FOR_PIECES = frozenset({Reason.GPUS, Reason.CORES, Reason.MEMORY, Reason.LOCALITY, Reason.NODE_UNAVAILABLE})
@@ -147,33 +147,75 @@ def holding_of(state: State, job: Job, claims: Sequence[Claim]) -> tuple[Claim, 
 
 def protected_from(state: State, job: Job, now: float) -> Protected:
     """What is kept for blocked jobs ahead of this one in the policy's order."""
-    ahead = _blocked_ahead(state, job)
+    blocked = _first_blocked(state)
+    if not blocked:
+        return NOTHING
+    key = (state.policy.key(job), job.number)
+    ahead = [other for other in blocked if (state.policy.key(other), other.number) < key]
     if not ahead:
         return NOTHING
     if state.policy.protects_all:
         return Protected(everything=(ahead[0].name, state.queue_rank(ahead[0].number)))
-    return protect(state.view, reservations_of(state, ahead, now))
+    found = _reservations(state, blocked, ahead, now)
+    return protect(state.view, found) if found else NOTHING
 
 
-def reservations_of(state: State, ahead: Sequence[Job], now: float) -> tuple[Reservation, ...]:
-    """Places for those that waited long enough, in rank order."""
-    wanting = [
-        Wanting(job.name, state.queue_rank(job.number), job.spec.shape(job.arena_bytes_per_device))
-        for job in ahead[: state.settings.protected_jobs]
-        if begins(state.conflicts.get(job.number, 0), now - job.pending_since)
-    ]
-    return reserve(state.view, wanting) if wanting else ()
+def reservations_of(state: State, jobs: Sequence[Job], now: float) -> tuple[Reservation, ...]:
+    """Places of those of the jobs that are among the first who wait for pieces and waited long enough, by rank."""
+    return _reservations(state, _first_blocked(state), jobs, now)
 
 
-def _blocked_ahead(state: State, job: Job) -> list[Job]:
-    if not state.refusals:
-        return []
-    key = (state.policy.key(job), job.number)
+def _reservations(state: State, blocked: Sequence[Job], jobs: Sequence[Job], now: float) -> tuple[Reservation, ...]:
+    waited = [job for job in blocked if begins(state.conflicts.get(job.number, 0), now - job.pending_since)]
+    if not waited:
+        return ()
+    names = {job.name for job in jobs}
+    if all(job.name not in names for job in waited):
+        return ()
+    places = _places_for(state, waited, now)
+    return tuple(
+        Reservation(job.name, state.queue_rank(job.number), places[job.name])
+        for job in waited
+        if job.name in names and job.name in places
+    )
+
+
+def _places_for(state: State, waited: Sequence[Job], now: float) -> Mapping[str, tuple[Claim, ...]]:
+    """A place kept stays good while the view changes a little, and to look for one takes as long as many verdicts."""
+    numbers = tuple(job.number for job in waited)
+    kept = state.kept
+    if (
+        kept is None
+        or kept.numbers != numbers
+        or (kept.view_version != state.view.version and not 0.0 <= now - kept.time < _KEPT_SECONDS)
+    ):
+        wanting = [
+            Wanting(job.name, rank, job.spec.shape(job.arena_bytes_per_device)) for rank, job in enumerate(waited, 1)
+        ]
+        places = {found.job: found.claims for found in reserve(state.view, wanting)}
+        kept = state.kept = Kept(numbers, state.view.version, now, places)
+    return kept.places
+
+
+_KEPT_SECONDS = 0.5
+
+
+def _first_blocked(state: State) -> list[Job]:
+    """The first waiting jobs that lack pieces; those ahead of any job are the first ones of them."""
     blocked: list[Job] = []
-    for entry in state.waiting:
-        if entry >= key or len(blocked) >= state.settings.protected_jobs:
-            break
-        refusals = state.refusals.get(entry[1], ())
-        if refusals and refusals[0].reason in WAITS_FOR_PIECES:
-            blocked.append(state.jobs[entry[1]])
+    if len(state.refusals) <= _FEW:
+        # The queue may be long.
+        jobs = [state.jobs[number] for number in state.refusals]
+        refused: Iterable[Job] = sorted(jobs, key=lambda job: (state.policy.key(job), job.number))
+    else:
+        refused = (state.jobs[number] for _, number in state.waiting if number in state.refusals)
+    for job in refused:
+        refusals = state.refusals[job.number]
+        if refusals and refusals[0].reason in WAITS_FOR_PIECES and state.is_waiting(job):
+            blocked.append(job)
+            if len(blocked) >= state.settings.protected_jobs:
+                break
     return blocked
+
+
+_FEW = 8

@@ -1,12 +1,16 @@
-"""From the state to what each node is to want: a pure projection. Its version rises exactly when it changes."""
+"""From the state to what each node is to want: a pure projection, made once per batch for the nodes that were touched.
+
+A node's version rises exactly when its set changes; versions are drawn from one counter, so that nothing of a node must
+become durable for it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
-from ganger_master.core.model import Claim, Gang, Intent, Job, Node, ObservedPhase, Role, Stray
+from ganger_master.core.model import Claim, Gang, Intent, Job, Node, ObservedPhase, Piece, Restore, Role, Stray
 from ganger_master.core.wanted import DesiredGang, DesiredRestore, DesiredSet, Member
 
 if TYPE_CHECKING:
@@ -15,18 +19,53 @@ if TYPE_CHECKING:
 
 def desired_of(state: State, node: str) -> DesiredSet:
     """What was last projected for a node; empty for one that never joined."""
-    return state.desired.get(node, DesiredSet())
+    return state.desired.get(node, _NOTHING)
 
 
-def project(state: State, node: Node) -> DesiredSet:
-    """What the node is to want now, under its present version."""
-    gangs = [
-        _desired_gang(state, state.jobs[gang.job], gang, node.name)
-        for gang in (state.gangs[epoch] for epoch in sorted(state.gangs_on.get(node.name, ())))
-        if _is_wanted_on(gang, node.name)
-    ]
+@dataclass(frozen=True, slots=True)
+class Projected:
+    """What a gang means for one node, and all that it was made of: as long as that is the same, so is what it means."""
+
+    gang: Gang
+    members: tuple[Member, ...]
+    source_members: tuple[Member, ...]
+    desired: DesiredGang
+
+
+def project(state: State, node: Node) -> tuple[DesiredGang, ...]:
+    """The gangs the node is to want now, by epoch; then the strays it is to stop."""
+    known = state.projected.get(node.name, {})
+    fresh: dict[int, Projected] = {}
+    for epoch, place in state.gangs_on.get(node.name, {}).items():
+        gang = state.gangs[epoch]
+        piece = gang.pieces[place]
+        # A lost piece counts as gone for its job, but is to be stopped should the node come back.
+        if not piece.gone or piece.lost:
+            fresh[epoch] = _projected(state, gang, piece, known.get(epoch))
+    state.projected[node.name] = fresh
+    gangs = [projected.desired for projected in fresh.values()]
     gangs.extend(_desired_stray(state, node.name, stray) for stray in node.strays if not stray.quarantined)
-    return DesiredSet(node.desired_version, tuple(gangs), node.acknowledged)
+    return tuple(gangs)
+
+
+def refresh(state: State) -> list[str]:
+    """Projects the nodes that were touched anew; those whose set differs from before, under one new version."""
+    version = state.counters.desired_version + 1
+    changed = []
+    for name in state.dirty.wants:
+        node = state.nodes.get(name)
+        if node is None:
+            continue
+        old = state.desired.get(name, _NOTHING)
+        gangs = project(state, node)
+        is_same = gangs == old.gangs and node.acknowledged == old.acknowledged_epochs
+        state.desired[name] = DesiredSet(old.version if is_same else version, gangs, node.acknowledged)
+        if not is_same:
+            changed.append(name)
+    state.dirty.wants.clear()
+    if changed:
+        state.counters.desired_version = version
+    return changed
 
 
 def ranks_by_claim(roles: Sequence[Role], claims: Sequence[Claim]) -> tuple[tuple[int, ...], ...]:
@@ -42,7 +81,14 @@ def ranks_by_claim(roles: Sequence[Role], claims: Sequence[Claim]) -> tuple[tupl
 
 
 def members_of(state: State, job: Job, gang: Gang) -> tuple[Member, ...]:
-    """Everybody, the node that holds rank 0 first."""
+    """Everybody, the node that holds rank 0 first. The state forgets them when a node's addresses change."""
+    known = state.members.get(gang.epoch)
+    if known is None:
+        known = state.members[gang.epoch] = _members(state, job, gang)
+    return known
+
+
+def _members(state: State, job: Job, gang: Gang) -> tuple[Member, ...]:
     members = []
     for claim, ranks in zip(gang.claims, ranks_by_claim(job.spec.roles, gang.claims), strict=True):
         node = state.nodes.get(claim.node)
@@ -56,16 +102,22 @@ def threads_of(claims: Sequence[Claim]) -> int:
     return max(1, min(sum(claim.millicores) // 1000 // max(1, sum(claim.tasks)) for claim in claims))
 
 
-def _is_wanted_on(gang: Gang, node: str) -> bool:
-    # A lost piece counts as gone for its job, but is to be stopped should the node come back.
-    piece = gang.piece(node)
-    return piece is not None and (not piece.gone or piece.lost)
+def _projected(state: State, gang: Gang, piece: Piece, known: Projected | None) -> Projected:
+    job = state.jobs[gang.job]
+    members = members_of(state, job, gang)
+    source = state.gangs.get(gang.restore.parked_epoch)
+    source_members = members_of(state, job, source) if source is not None else ()
+    # What else it depends on never changes: spec, uid and user of a job, settings.
+    if known is not None and known.gang is gang and known.members is members and known.source_members is source_members:
+        return known
+    return Projected(gang, members, source_members, _desired_gang(state, job, gang, piece, members, source_members))
 
 
-def _desired_gang(state: State, job: Job, gang: Gang, node: str) -> DesiredGang:
-    piece = gang.piece(node)
-    assert piece is not None
+def _desired_gang(
+    state: State, job: Job, gang: Gang, piece: Piece, members: tuple[Member, ...], source_members: tuple[Member, ...]
+) -> DesiredGang:
     interval = job.spec.checkpoint_interval_seconds or state.settings.checkpoint_interval_seconds
+    restore = gang.restore
     return DesiredGang(
         job=job.number,
         uid=job.uid,
@@ -75,10 +127,12 @@ def _desired_gang(state: State, job: Job, gang: Gang, node: str) -> DesiredGang:
         level=gang.park_level,
         stop_sequence=gang.stop_sequence,
         claim=piece.claim,
-        members=members_of(state, job, gang),
+        members=members,
         spec=job.spec,
         user=job.user,
-        restore=_restore_of(state, job, gang),
+        restore=_FROM_THE_BEGINNING
+        if restore == _NO_RESTORE
+        else DesiredRestore(restore.checkpoint_path, restore.parked_epoch, source_members, restore.step),
         threads=gang.threads,
         checkpoint_interval_seconds=max(0.0, interval),
         checkpoint_request=gang.checkpoint_request,
@@ -89,11 +143,9 @@ def _desired_gang(state: State, job: Job, gang: Gang, node: str) -> DesiredGang:
     )
 
 
-def _restore_of(state: State, job: Job, gang: Gang) -> DesiredRestore:
-    restore = gang.restore
-    source = state.gangs.get(restore.parked_epoch)
-    members = members_of(state, job, source) if source else ()
-    return DesiredRestore(restore.checkpoint_path, restore.parked_epoch, members, restore.step)
+_NO_RESTORE: Final = Restore()
+_FROM_THE_BEGINNING: Final = DesiredRestore()
+_NOTHING: Final = DesiredSet()
 
 
 def _desired_stray(state: State, node: str, stray: Stray) -> DesiredGang:
@@ -107,27 +159,3 @@ def _desired_stray(state: State, node: str, stray: Stray) -> DesiredGang:
         grace_seconds=state.settings.grace_seconds,
         needs_spec=False,
     )
-
-
-def refresh(state: State, name: str) -> bool:
-    """Projects a node anew; raises its version if that differs from before. True if it did."""
-    node = state.nodes[name]
-    old = state.desired.get(name, DesiredSet())
-    fresh = project(state, node)
-    if (fresh.gangs, fresh.acknowledged_epochs) == (old.gangs, old.acknowledged_epochs):
-        state.desired[name] = replace(fresh, version=old.version or node.desired_version)
-        return False
-    version = node.desired_version + 1
-    state.put_node(replace(node, desired_version=version))
-    state.desired[name] = replace(fresh, version=version)
-    for desired in fresh.gangs:
-        _note_first_wanted(state, desired.epoch, name, version)
-    return True
-
-
-def _note_first_wanted(state: State, epoch: int, node: str, version: int) -> None:
-    gang = state.gangs.get(epoch)
-    piece = gang.piece(node) if gang else None
-    if gang is not None and piece is not None and piece.wanted_from == 0:
-        pieces = tuple(replace(p, wanted_from=version) if p is piece else p for p in gang.pieces)
-        state.put_gang(replace(gang, pieces=pieces))

@@ -32,7 +32,7 @@ def _pieces(state: State) -> Iterator[str]:
         memory = sum(claim.memory_bytes + claim.arena_bytes for claim in held)
         if memory > configuration_set.memory_bytes:
             yield f"{name}: {memory} of {configuration_set.memory_bytes} bytes are held"
-        if state.rows.get(name) != row_of(node, configuration_set, held, state.affinity_of(name)):
+        if state.rows.get(name) != row_of(node, state.view.topology(name), held, state.affinity_of(name)):
             yield f"{name}: its row in the view is not what its gangs hold"
 
 
@@ -109,8 +109,8 @@ def _job(state: State, job: Job) -> Iterator[str]:
 def _derived(state: State) -> Iterator[str]:
     for name in sorted(state.desired):
         desired = state.desired[name]
-        if desired.version != state.nodes[name].desired_version:
-            yield f"{name}: desired version {desired.version} is not {state.nodes[name].desired_version}"
+        if desired.version > state.counters.desired_version:
+            yield f"{name}: desired version {desired.version} is beyond {state.counters.desired_version}"
     for turn in state.turns.values():
         if state.turn_of.get(turn.number) != turn.turn or not state.is_waiting(state.jobs[turn.number]):
             yield f"turn {turn.turn} belongs to jobs/{turn.number}, which does not wait for it"

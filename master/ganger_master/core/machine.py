@@ -1,7 +1,8 @@
 """One step of the machine: decide, apply, answer. What every shell (the master's writer, the simulator) calls.
 
-The caller's obligations, in order: (1) make `state.take_changes()` and every `History` effect durable in one
-transaction; (2) only then send the answer and let the other effects out; (3) if that fails, refuse every caller of the
+A shell that commits several commands at once calls `advance` for each and `finish` once for all of them; `step` is both
+for one. The caller's obligations, in order: (1) make `state.take_changes()` and every `History` effect durable in one
+transaction; (2) only then send the answers and let the other effects out; (3) if that fails, refuse every caller of the
 batch and go on from `State.restore`.
 """
 
@@ -16,6 +17,7 @@ from ganger_master.core.commands import Command
 from ganger_master.core.decide import decide
 from ganger_master.core.effects import Effect
 from ganger_master.core.events import Event
+from ganger_master.core.settle import finish as finish_batch
 from ganger_master.core.state import State
 
 
@@ -27,12 +29,22 @@ class Step:
 
 
 def step(state: State, command: Command, now: float) -> Step:
-    """Carries one command through."""
+    """Carries one command through, as a batch of its own. Without events there are no effects."""
+    answer, events = advance(state, command, now)
+    return Step(answer, events, finish(state, now) if events else ())
+
+
+def advance(state: State, command: Command, now: float) -> tuple[Answer, tuple[Event, ...]]:
+    """Carries one command of a batch through: what to answer, and what happened. Its effects come with `finish`."""
     decision = decide(state, command, now)
-    effects: list[Effect] = []
     for event in decision.events:
-        effects.extend(apply(state, event))
-    return Step(_complete(state, decision.answer), decision.events, tuple(effects))
+        apply(state, event)
+    return _complete(state, decision.answer), decision.events
+
+
+def finish(state: State, now: float) -> tuple[Effect, ...]:
+    """What the shell owes for all that advanced since the last call, in order; before `state.take_changes`."""
+    return tuple(finish_batch(state, now))
 
 
 def _complete(state: State, answer: Answer) -> Answer:
@@ -40,12 +52,8 @@ def _complete(state: State, answer: Answer) -> Answer:
     match answer:
         case answers.Approved():
             job = state.jobs[answer.number]
-            return replace(
-                answer,
-                epoch=job.next_epoch or job.epoch,
-                revision=job.revision,
-                view_version=state.view.version,
-            )
+            epoch = job.next_epoch or job.epoch
+            return answers.Approved(job.number, epoch, job.revision, state.view.version, answer.candidate)
         case answers.PlanAnswer():
             verdicts = tuple(
                 replace(verdict, revision=state.jobs[verdict.number].revision)

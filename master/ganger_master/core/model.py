@@ -303,7 +303,7 @@ class Piece:
     repin_done: int = 0
     arena_bytes: int = 0
     capabilities: Capabilities = Capabilities()
-    # Desired version of the node with which the gang was first wanted there: only then absence means something.
+    # Desired version with which the gang was first wanted on the node: only then absence means something.
     wanted_from: int = 0
     # Nothing of it is left on the node, or the node is lost and counts as such for the job.
     gone: bool = False
@@ -407,8 +407,6 @@ class Node:
     state_reason: str = ""
     device_faults: Mapping[int, str] = field(default_factory=dict)
     storage_proved: bool = False
-    # Raised when what is wanted on the node changes.
-    desired_version: int = 0
     # Of the newest report that was applied.
     observation: int = 0
     applied_version: int = 0
@@ -432,15 +430,21 @@ class Node:
         return self.state is NodeState.READY
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Counters:
-    """What is never given twice. Epochs are unique in the cluster, so they name a gang alone."""
+    """What is never given twice. Epochs are unique in the cluster, so they name a gang alone.
+
+    The one element that its state changes in place, because nearly every event counts something: what leaves the state
+    is a copy.
+    """
 
     next_job: int = 1
     next_epoch: int = 1
     next_event: int = 1
     next_session: int = 1
     view_version: int = 0
+    # Of the newest set of gangs that any node is to want.
+    desired_version: int = 0
     approved: int = 0
     rejected: int = 0
     storage_token: str = ""

@@ -6,7 +6,6 @@ Pure functions from gang to gang, and what a gang still holds at each level.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ganger_master.core.desired import threads_of
 from ganger_master.core.model import (
@@ -21,6 +20,7 @@ from ganger_master.core.model import (
     Restore,
     SuspendLevel,
 )
+from ganger_master.core.replacing import replace
 
 
 def new_gang(

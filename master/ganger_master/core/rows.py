@@ -3,53 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import TypeAlias
 
-from ganger.resources.topology import innermost_groups
-from ganger.resources.values import Claim, ConfigurationSet, NodeRow
+from ganger.resources.topology import Topology
+from ganger.resources.values import Claim, NodeRow
 
 from ganger_master.core.model import Node
 
+# Devices of a claim, and its cores by socket.
+_Pieces: TypeAlias = tuple[int, tuple[int, ...]]
+_Counts: TypeAlias = tuple[int, ...]
 
-def row_of(node: Node, configuration_set: ConfigurationSet, held: Sequence[Claim], affinity: int = 0) -> NodeRow:
+
+def row_of(node: Node, topology: Topology, held: Sequence[Claim], affinity: int = 0) -> NodeRow:
     """What is free on a node whose gangs hold these claims. Strays hold their devices, faulty devices are not free."""
-    used_mask = 0
+    used_mask = used_memory = 0
+    free_cores = [socket.millicores for socket in topology.configuration_set.sockets]
     for claim in held:
         used_mask |= claim.device_mask
+        used_memory += claim.memory_bytes + claim.arena_bytes
+        for index, millicores in enumerate(claim.millicores):
+            free_cores[index] -= millicores
     for stray in node.strays:
         used_mask |= stray.device_mask
     for device in node.device_faults:
         used_mask |= 1 << device
-    sockets = configuration_set.sockets
-    free_cores = [socket.millicores for socket in sockets]
-    for claim in held:
-        for index, millicores in enumerate(claim.millicores):
-            free_cores[index] -= millicores
-    used_memory = sum(claim.memory_bytes + claim.arena_bytes for claim in held)
-    all_mask = (1 << configuration_set.devices) - 1
+    pieces = tuple([(claim.device_mask, claim.millicores) for claim in held])
+    at_sockets, in_groups, on_devices = _neighbours(topology.sockets, topology.groups, topology.devices, pieces)
     return NodeRow(
         node=node.name,
         configuration_set=node.configuration_set,
-        free_mask=all_mask & ~used_mask,
-        free_millicores=tuple(max(0, cores) for cores in free_cores),
-        free_memory_bytes=max(0, configuration_set.memory_bytes - used_memory),
+        free_mask=topology.all_mask & ~used_mask,
+        free_millicores=tuple([max(0, cores) for cores in free_cores]),
+        free_memory_bytes=max(0, topology.configuration_set.memory_bytes - used_memory),
         available=node.takes_gangs,
         rack=node.rack,
         fabric=node.fabric,
-        socket_jobs=tuple(_jobs_at_socket(configuration_set, index, held) for index in range(len(sockets))),
-        group_jobs=tuple(
-            sum(1 for claim in held if claim.device_mask & mask) for mask in innermost_groups(configuration_set)
-        ),
-        device_rows=tuple(
-            sum(1 for claim in held if claim.device_mask >> device & 1) for device in range(configuration_set.devices)
-        ),
+        socket_jobs=at_sockets,
+        group_jobs=in_groups,
+        device_rows=on_devices,
         affinity=affinity,
     )
 
 
-def _jobs_at_socket(configuration_set: ConfigurationSet, index: int, held: Sequence[Claim]) -> int:
-    devices = configuration_set.sockets[index].device_mask
-    return sum(
-        1
-        for claim in held
-        if claim.device_mask & devices or (index < len(claim.millicores) and claim.millicores[index])
-    )
+@lru_cache(16_384)
+def _neighbours(
+    sockets: tuple[int, ...], groups: tuple[int, ...], devices: int, held: tuple[_Pieces, ...]
+) -> tuple[_Counts, _Counts, _Counts]:
+    """How many claims there are at each socket, in each group and on each device. Many nodes are filled alike."""
+    at_sockets = (sum(1 for mask, cores in held if mask & at or any(cores[i : i + 1])) for i, at in enumerate(sockets))
+    in_groups = (sum(1 for mask, _ in held if mask & group) for group in groups)
+    on_devices = (sum(1 for mask, _ in held if mask >> device & 1) for device in range(devices))
+    return tuple(at_sockets), tuple(in_groups), tuple(on_devices)

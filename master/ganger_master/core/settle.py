@@ -1,13 +1,14 @@
-"""What every event ends with: consequences drawn, rows and desired sets projected anew, turns given, effects named.
+"""What every event ends with, and what every batch of them: consequences drawn; turns given, effects named.
 
-Nothing here decides about one job alone (`attempts`) or about one request (`decide`).
+The next request is judged by the rows of the view, so those follow each event. What leaves the master follows once per
+batch, because it leaves only when the batch is durable. Nothing here decides about one job alone (`attempts`) or about
+one request (`decide`).
 """
 
 from __future__ import annotations
 
 from ganger_master.core import arenas, attempts, desired, draining, queue
 from ganger_master.core.effects import Effect, JobNews, NodeNews, TurnsNews, ViewNews, WakeAt
-from ganger_master.core.rows import row_of
 from ganger_master.core.state import State
 
 # A drain takes one round per gang of its nodes; what needs many more feeds itself.
@@ -15,35 +16,30 @@ _ROUNDS_LIMIT = 20_000
 _TICK_SECONDS = 0.001
 
 
-def settle(state: State, now: float, cause: str) -> list[Effect]:
-    """Brings everything derived up to date and returns what the shell owes, history first."""
-    rows: dict[str, None] = {}
-    wants: dict[str, None] = {}
+def settle(state: State, now: float, cause: str) -> None:
+    """Draws every consequence of an event and brings the view up to date."""
     for _ in range(_ROUNDS_LIMIT):
         _review_jobs(state, now, cause)
-        rows.update(dict.fromkeys(_refresh_rows(state)))
+        _refresh_rows(state)
         arenas.follow(state)
         draining.follow(state, now)
         if not state.dirty.jobs and not state.dirty.rows:
-            break
-    else:
-        raise AssertionError("the state does not come to rest")
-    while state.dirty.wants:
-        name = next(iter(state.dirty.wants))
-        del state.dirty.wants[name]
-        if name in state.nodes and desired.refresh(state, name):
-            wants[name] = None
-    # Noting since when a part is wanted touches gangs, but nothing that follows from them.
-    state.dirty.jobs.clear()
-    state.dirty.rows.clear()
+            return
+    raise AssertionError("the state does not come to rest")
+
+
+def finish(state: State, now: float) -> list[Effect]:
+    """Brings what leaves the master up to date and returns what the shell owes for the events so far, history first."""
+    wants = desired.refresh(state)
     given = queue.hand_out(state, now)
     effects: list[Effect] = [*state.outbox]
     state.outbox.clear()
-    effects.extend(JobNews(number) for number in state.dirty.news)
+    effects.extend([JobNews(number) for number in state.dirty.news])
     state.dirty.news.clear()
-    effects.extend(NodeNews(name) for name in wants)
-    if rows:
-        effects.append(ViewNews(tuple(rows)))
+    effects.extend([NodeNews(name) for name in wants])
+    if state.dirty.shown:
+        effects.append(ViewNews(tuple(state.dirty.shown)))
+        state.dirty.shown.clear()
     if given:
         effects.append(TurnsNews(given))
     wake = next_wake(state, now)
@@ -80,14 +76,8 @@ def _review_jobs(state: State, now: float, cause: str) -> None:
             attempts.review(state, number, now, cause)
 
 
-def _refresh_rows(state: State) -> list[str]:
-    changed = []
+def _refresh_rows(state: State) -> None:
     for name in state.dirty.rows:
-        node = state.nodes.get(name)
-        if node is None:
-            continue
-        configuration_set = state.configuration_sets[node.configuration_set]
-        if state.put_row(row_of(node, configuration_set, state.held_on(name), state.affinity_of(name))):
-            changed.append(name)
+        if name in state.nodes and state.refresh_row(name):
+            state.dirty.shown[name] = None
     state.dirty.rows.clear()
-    return changed

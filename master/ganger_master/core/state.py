@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from ganger.resources.reasons import Refusal
 from ganger.resources.values import ConfigurationSet, NodeRow
 from ganger.resources.view import View
 
-from ganger_master.core.desired import project
+from ganger_master.core.desired import Projected, project
 from ganger_master.core.effects import Effect, History
 from ganger_master.core.model import Claim, Counters, Element, Gang, Job, JobState, Node
+from ganger_master.core.replacing import replace
 from ganger_master.core.rows import row_of
 from ganger_master.core.settings import Settings
-from ganger_master.core.wanted import DesiredSet
+from ganger_master.core.wanted import DesiredSet, Member
 from ganger_master.policies import policy_named
 
 ELEMENT_TYPES: Final[Mapping[str, type[Element]]] = {
@@ -60,15 +61,27 @@ class Turn:
     reserved_nodes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The places that were last found for the jobs of these numbers, by job."""
+
+    numbers: tuple[int, ...]
+    view_version: int
+    time: float
+    places: Mapping[str, tuple[Claim, ...]]
+
+
 @dataclass(slots=True)
 class Dirty:
-    """What the present event touched: settled before `apply` returns."""
+    """What was touched: `jobs`, `rows` and `arenas` by the present event, the others by the events of the batch."""
 
     jobs: dict[int, None] = field(default_factory=dict)
     rows: dict[str, None] = field(default_factory=dict)
+    arenas: dict[int, None] = field(default_factory=dict)
     wants: dict[str, None] = field(default_factory=dict)
     news: dict[int, None] = field(default_factory=dict)
-    arenas: dict[int, None] = field(default_factory=dict)
+    # Nodes whose rows differ from before.
+    shown: dict[str, None] = field(default_factory=dict)
 
 
 class State:
@@ -88,7 +101,8 @@ class State:
         self.rows: dict[str, NodeRow] = {}
         self.free_devices = 0
         self.gangs_of: dict[int, list[int]] = {}
-        self.gangs_on: dict[str, dict[int, None]] = {}
+        # By node and epoch, in the order of epochs: which of the gang's pieces is there.
+        self.gangs_on: dict[str, dict[int, int]] = {}
         self.requests: dict[str, int] = {}
         self.live: dict[int, None] = {}
         self.waiting: list[tuple[tuple[int, ...], int]] = []
@@ -96,12 +110,16 @@ class State:
         self.moving: dict[int, None] = {}
         self.draining: dict[str, None] = {}
         self.desired: dict[str, DesiredSet] = {}
+        # What `desired` is made of, by epoch, and by node and epoch.
+        self.members: dict[int, tuple[Member, ...]] = {}
+        self.projected: dict[str, dict[int, Projected]] = {}
         # Volatile.
         self.last_answer: dict[str, float] = {}
         # No node can be lost before this time; None while none can be.
         self.next_lost_check: float | None = None
         self.refusals: dict[int, tuple[Refusal, ...]] = {}
         self.conflicts: dict[int, int] = {}
+        self.kept: Kept | None = None
         self.turns: dict[int, Turn] = {}
         self.turn_of: dict[int, int] = {}
         self.next_turn = 1
@@ -115,7 +133,7 @@ class State:
         self.outbox: list[Effect] = []
         self._puts: dict[tuple[str, str], Element] = {}
         self._removes: dict[tuple[str, str], None] = {}
-        self._put(("counters", ""), self.counters)
+        self._counters_taken: Counters | None = None
 
     # -- elements ------------------------------------------------------------------------------------------------------
 
@@ -133,6 +151,10 @@ class State:
         old = self.gangs.get(gang.epoch)
         if old == gang:
             return
+        if old is None and not gang.pieces[0].wanted_from:
+            # Its nodes will want it with the end of this batch.
+            version = self.counters.desired_version + 1
+            gang = replace(gang, pieces=tuple([replace(piece, wanted_from=version) for piece in gang.pieces]))
         self.gangs[gang.epoch] = gang
         self._index_gang(old, gang)
         self._put(("gang", str(gang.epoch)), gang)
@@ -145,6 +167,7 @@ class State:
     def forget_gang(self, epoch: int) -> None:
         gang = self.gangs.pop(epoch)
         self._unindex_gang(gang)
+        self.members.pop(epoch, None)
         key = ("gang", str(epoch))
         self._puts.pop(key, None)
         self._removes[key] = None
@@ -175,8 +198,9 @@ class State:
         self._put(("node", node.name), node)
         self.dirty.rows[node.name] = None
         self.dirty.wants[node.name] = None
-        if old is not None and (old.peer_address, old.stream_address) != (node.peer_address, node.stream_address):
+        if old is None or (old.peer_address, old.stream_address) != (node.peer_address, node.stream_address):
             for epoch in self.gangs_on[node.name]:
+                self.members.pop(epoch, None)
                 for other in self._listeners(self.gangs[epoch]):
                     self.dirty.wants[other] = None
 
@@ -185,12 +209,11 @@ class State:
         self.view.put_configuration_set(configuration_set)
         self._put(("configuration_set", configuration_set.name), configuration_set)
 
-    def put_counters(self, counters: Counters) -> None:
-        self.counters = counters
-        self._put(("counters", ""), counters)
-
     def take_changes(self) -> Changes:
         """What became different since the last call; the caller makes it durable before any effect leaves."""
+        if self.counters != self._counters_taken:
+            self._counters_taken = replace(self.counters)
+            self._put(("counters", ""), self._counters_taken)
         changes = Changes(self._puts, tuple(self._removes))
         self._puts, self._removes = {}, {}
         return changes
@@ -226,16 +249,17 @@ class State:
 
     def held_on(self, node: str) -> list[Claim]:
         """What the gangs of a node hold there, by epoch."""
-        pieces = (self.gangs[epoch].piece(node) for epoch in sorted(self.gangs_on.get(node, ())))
-        return [piece.held for piece in pieces if piece is not None and piece.held is not None]
+        places = self.gangs_on.get(node, {}).items()
+        held = [self.gangs[epoch].pieces[place].held for epoch, place in places]
+        return [claim for claim in held if claim is not None]
 
     def affinity_of(self, node: str) -> int:
         """Devices of the gangs that live on a node, by its oldest one; zero when it is idle."""
-        for epoch in sorted(self.gangs_on.get(node, ())):
+        for epoch, place in self.gangs_on.get(node, {}).items():
             gang = self.gangs[epoch]
-            piece = gang.piece(node)
-            if piece is not None and piece.held is not None and piece.held.device_mask:
-                return sum(claim.device_mask.bit_count() for claim in gang.claims)
+            held = gang.pieces[place].held
+            if held is not None and held.device_mask:
+                return sum([piece.claim.device_mask.bit_count() for piece in gang.pieces])
         return 0
 
     # -- restart -------------------------------------------------------------------------------------------------------
@@ -252,7 +276,7 @@ class State:
             state.put_configuration_set(configuration_set)
         for counters in by_kind["counters"]:
             assert isinstance(counters, Counters)
-            state.counters = counters
+            state.counters = replace(counters)
             state.view.version = counters.view_version
         for node in by_kind["node"]:
             assert isinstance(node, Node)
@@ -265,9 +289,8 @@ class State:
             state.put_job(job)
         for name in sorted(state.nodes):
             node = state.nodes[name]
-            configuration_set = state.configuration_sets[node.configuration_set]
-            state.put_row(row_of(node, configuration_set, state.held_on(name), state.affinity_of(name)))
-            state.desired[name] = project(state, node)
+            state.refresh_row(name)
+            state.desired[name] = DesiredSet(state.counters.desired_version, project(state, node), node.acknowledged)
         state.take_changes()
         state.dirty = Dirty()
         return state
@@ -276,26 +299,28 @@ class State:
 
     def history(self, now: float, subject: str, kind: str, cause: str, message: str = "", **figures: object) -> None:
         sequence = self.counters.next_event
-        self.put_counters(replace(self.counters, next_event=sequence + 1))
+        self.counters.next_event += 1
         texts = {name: str(value) for name, value in sorted(figures.items())}
         self.outbox.append(History(sequence, now, subject, kind, cause, message, texts))
 
     def take_epoch(self) -> int:
         epoch = self.counters.next_epoch
-        self.put_counters(replace(self.counters, next_epoch=epoch + 1))
+        self.counters.next_epoch += 1
         return epoch
 
-    def put_row(self, row: NodeRow) -> bool:
-        """Whether the view changed by it."""
-        if self.rows.get(row.node) == row:
-            return False
+    def refresh_row(self, name: str) -> bool:
+        """Computes a node's row anew; whether the view changed by it."""
+        node = self.nodes[name]
+        topology = self.view.topology_named(node.configuration_set)
+        row = row_of(node, topology, self.held_on(name), self.affinity_of(name))
         old = self.rows.get(row.node)
+        if old == row:
+            return False
         self.free_devices += _free(row) - (_free(old) if old is not None else 0)
         self.rows[row.node] = row
-        devices = self.configuration_sets[row.configuration_set].devices
-        faulty = sum(1 << device for device in self.nodes[row.node].device_faults)
-        self.view.put(row, ((1 << devices) - 1) & ~faulty)
-        self.put_counters(replace(self.counters, view_version=self.view.version))
+        faulty = sum([1 << device for device in node.device_faults])
+        self.view.put(row, topology.all_mask & ~faulty)
+        self.counters.view_version = self.view.version
         return True
 
     def note_answer(self, node: str, now: float) -> None:
@@ -355,8 +380,8 @@ class State:
     def _index_gang(self, old: Gang | None, gang: Gang) -> None:
         if old is None:
             insort(self.gangs_of.setdefault(gang.job, []), gang.epoch)
-            for node in gang.nodes:
-                self.gangs_on.setdefault(node, {})[gang.epoch] = None
+            for place, piece in enumerate(gang.pieces):
+                self.gangs_on.setdefault(piece.claim.node, {})[gang.epoch] = place
 
     def _unindex_gang(self, gang: Gang) -> None:
         self.gangs_of[gang.job].remove(gang.epoch)

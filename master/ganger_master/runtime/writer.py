@@ -13,7 +13,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Final, TypeVar
 
@@ -51,7 +51,7 @@ _MOVE_COMMITTED: Final = "move_committed"
 
 @dataclass(slots=True)
 class _Batch:
-    """Effects of commands since the last batch was sealed, and who waits for them."""
+    """Who waits for the commands since the last batch was sealed, and their effects once it is."""
 
     history: list[History] = field(default_factory=list)
     nodes: dict[str, None] = field(default_factory=dict)
@@ -176,13 +176,12 @@ class Writer:
         now = self._clock()
         for command in commands:
             try:
-                step = machine.step(self.state, command, now)
+                answer, happened = machine.advance(self.state, command, now)
             except Exception:
-                future.set_exception(self._crashed(command))
+                future.set_exception(self._crashed(type(command).__name__))
                 return future
-            batch.note(step.effects)
-            batch.is_touched = batch.is_touched or bool(step.effects) or bool(step.events)
-            answers.append(step.answer)
+            batch.is_touched = batch.is_touched or bool(happened)
+            answers.append(answer)
         if not batch.is_touched and not self._committing:
             # Nothing is in doubt: what the answers rest on is durable.
             future.set_result(answers)
@@ -218,9 +217,15 @@ class Writer:
         if self._scheduled is not None:
             self._scheduled.cancel()
             self._scheduled = None
-        batch, self._open = self._open, _Batch()
-        changes = self.state.take_changes()
         state = self.state
+        try:
+            effects = machine.finish(state, self._clock())
+        except Exception:
+            self._crashed("batch")
+            return
+        batch, self._open = self._open, _Batch()
+        batch.note(effects)
+        changes = state.take_changes()
         publication = Publication(
             puts=changes.puts,
             removes=tuple(changes.removes),
@@ -293,10 +298,10 @@ class Writer:
         if self._is_ready and not self._is_closing:
             self.tell(Tick())
 
-    def _crashed(self, command: Command) -> Internal:
-        """A command broke the core. Nothing uncommitted can be trusted, so all of it goes; what is durable stays."""
+    def _crashed(self, what: str) -> Internal:
+        """The core broke. Nothing uncommitted can be trusted, so all of it goes; what is durable stays."""
         crash = uuid.uuid4().hex[:12]
-        log.exception("core failed", extra={"command": type(command).__name__, "id": crash})
+        log.exception("core failed", extra={"command": what, "id": crash})
         lost, self._open = self._open, _Batch()
         self._is_ready = False
         if self._scheduled is not None:
@@ -352,7 +357,7 @@ class Writer:
         # From the state, not from the store: a restart voids sessions.
         self.committed.reset(
             [
-                state.counters,
+                replace(state.counters),
                 *state.configuration_sets.values(),
                 *state.nodes.values(),
                 *state.jobs.values(),

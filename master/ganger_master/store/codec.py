@@ -7,13 +7,13 @@ largest part, so it has a row of its own that is written once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 
 from ganger_master.core.effects import History
 from ganger_master.core.model import ConfigurationSet, Counters, Element, Gang, Job, JobSpec, Node
+from ganger_master.core.replacing import replace
 from ganger_master.store.contract import Batch, Cell, HistoryEntry, Problem, Put, Remove, StoredRow, StoreError
 
 # Kind of an element, as the core names it, to the table that keeps it.
