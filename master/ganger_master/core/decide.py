@@ -14,7 +14,8 @@ from ganger_master.core.checks import busy, check_move, check_suspend, find_job,
 from ganger_master.core.commands import Command
 from ganger_master.core.events import Event
 from ganger_master.core.model import Claim, Intent, JobState, SuspendLevel
-from ganger_master.core.requests import propose_plan, release_gang, request_gang
+from ganger_master.core.plans import propose_plan
+from ganger_master.core.requests import release_gang, request_gang
 from ganger_master.core.state import State
 from ganger_master.core.submission import check_submission
 

@@ -1,0 +1,243 @@
+"""What a plan asks for: changes that are approved one by one, or as one where they bear the same id.
+
+Each change is judged as if those approved before it had happened, so that a plan can put two gangs on one node, and
+never more than there is. What a change will free counts only once it is free.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from ganger.resources.reasons import Reason, Refusal
+
+from ganger_master.approval.verdicts import Approved
+from ganger_master.core import answers, commands, events, orders
+from ganger_master.core.answers import Answer, Refused
+from ganger_master.core.arenas import per_device
+from ganger_master.core.capacity import judge, judge_change, level_of
+from ganger_master.core.checks import check_move, check_suspend, unfinished
+from ganger_master.core.events import Event
+from ganger_master.core.model import Claim, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.state import State
+
+Result: TypeAlias = tuple[tuple[Event, ...], Answer]
+
+_CHANGES_LIMIT = 10_000
+_BUILT = frozenset({"START", "MOVE", "SUSPEND", "RESUME", "CORES"})
+
+
+def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Result:
+    """Verdicts in the order of the changes; what is approved happens in the order in which it was judged."""
+    if len(command.changes) > _CHANGES_LIMIT:
+        return (), Refused("PLAN_INVALID", f"at most {_CHANGES_LIMIT} changes")
+    numbers = [change.number for change in command.changes]
+    if len(set(numbers)) != len(numbers):
+        return (), Refused("PLAN_INVALID", "one change per job")
+    unbuilt = next((change.kind for change in command.changes if change.kind not in _BUILT), None)
+    if unbuilt is not None:
+        return (), Refused("NOT_SUPPORTED", f"{unbuilt.lower()} changes are not built yet")
+    trial = _Trial(state)
+    happening: list[Event] = []
+    verdicts: dict[int, answers.ChangeAnswer] = {}
+    for group in _groups(command.changes):
+        events_of_group, refusals = _judge_group(trial, group, command.proposer, now)
+        happening.extend(events_of_group)
+        for change in group:
+            own = (refusals[change.number],) if change.number in refusals else ()
+            verdicts[change.number] = answers.ChangeAnswer(change.number, not refusals, 0, own)
+    ordered = tuple(verdicts[number] for number in numbers)
+    return tuple(happening), answers.PlanAnswer(ordered, state.view.version)
+
+
+def _groups(changes: Sequence[commands.Change]) -> list[list[commands.Change]]:
+    """Those of one non-zero `together` are one, at the place of the first of them."""
+    groups: dict[tuple[bool, int], list[commands.Change]] = {}
+    for change in changes:
+        key = (True, change.together) if change.together else (False, change.number)
+        groups.setdefault(key, []).append(change)
+    return list(groups.values())
+
+
+def _judge_group(
+    trial: _Trial, group: Sequence[commands.Change], proposer: str, now: float
+) -> tuple[list[Event], dict[int, Refusal]]:
+    """All of its events, or for every change why not; the trial is as before if one is refused."""
+    happening: list[Event] = []
+    refused: dict[int, Refusal] = {}
+    mark = trial.mark()
+    for change in group:
+        judged = _judge_change(trial.state, change, proposer, now)
+        if isinstance(judged, Refusal):
+            refused[change.number] = judged
+            break
+        happening.extend(judged)
+        for event in judged:
+            trial.happen(event)
+    if not refused:
+        return happening, {}
+    trial.undo(mark)
+    blamed = f"jobs/{next(iter(refused))}"
+    for change in group:
+        if change.number not in refused:
+            detail = f"it is to happen together with a change of {blamed}, which is refused"
+            refused[change.number] = Refusal(Reason.STALE_REVISION, detail=detail, job=f"jobs/{change.number}")
+    return [], refused
+
+
+class _Trial:
+    """The state as it will be once the changes approved so far have happened, as far as the next ones can see it: what
+    is free, and the users' shares. A shallow copy: only for judging."""
+
+    def __init__(self, state: State) -> None:
+        self.state = copy.copy(state)
+        self._given_and_taken: list[tuple[tuple[Claim, ...], tuple[Claim, ...]]] = []
+        self._has_own_view = False
+        self._settings = [state.settings]
+
+    def mark(self) -> tuple[int, int]:
+        return len(self._given_and_taken), len(self._settings)
+
+    def happen(self, event: Event) -> None:
+        given, taken = _exchange(self.state, event)
+        if taken and not self._has_own_view:
+            self.state.view = self.state.view.copy()
+            self._has_own_view = True
+        if taken:
+            self._given_and_taken.append((given, taken))
+            self._exchange(given, taken)
+        if isinstance(event, events.GangApproved):
+            self._use_share(self.state.jobs[event.number])
+
+    def undo(self, mark: tuple[int, int]) -> None:
+        for given, taken in reversed(self._given_and_taken[mark[0] :]):
+            self._exchange(taken, given)
+        del self._given_and_taken[mark[0] :], self._settings[mark[1] :]
+        self.state.settings = self._settings[-1]
+
+    def _exchange(self, given: Sequence[Claim], taken: Sequence[Claim]) -> None:
+        for claim in given:
+            self.state.view.give(claim)
+        for claim in taken:
+            self.state.view.take(claim)
+
+    def _use_share(self, job: Job) -> None:
+        quotas = self.state.settings.quota_devices
+        limit = quotas.get(job.user, quotas.get("", -1))
+        if limit >= 0:
+            left = {**quotas, job.user: max(0, limit - job.spec.gpus)}
+            self._settings.append(replace(self.state.settings, quota_devices=left))
+            self.state.settings = self._settings[-1]
+
+
+def _exchange(state: State, event: Event) -> tuple[tuple[Claim, ...], tuple[Claim, ...]]:
+    """What an event gives back and takes at once."""
+    match event:
+        case events.GangApproved(number=number, claims=claims):
+            parked = state.gangs.get(state.jobs[number].epoch)
+            if parked is None or not orders.same_place(parked.claims, claims):
+                return (), claims
+            return tuple(piece.held for piece in parked.pieces if piece.held is not None), claims
+        case events.MoveBegun(claims=claims):
+            return (), claims
+        case events.CoresChanged(number=number, claims=claims):
+            return state.gangs[state.jobs[number].epoch].claims, claims
+        case events.JobResumed(number=number):
+            gang = state.gangs[state.jobs[number].epoch]
+            return tuple(piece.held for piece in gang.pieces if piece.held is not None), gang.claims
+        case _:
+            return (), ()
+
+
+def _judge_change(state: State, change: commands.Change, proposer: str, now: float) -> tuple[Event, ...] | Refusal:
+    job = unfinished(state, change.number)
+    if isinstance(job, Refused):
+        return Refusal(Reason.WRONG_STATE, detail=job.message, job=f"jobs/{change.number}")
+    if change.revision != job.revision:
+        return Refusal(Reason.STALE_REVISION, {"revision": job.revision, "given": change.revision}, job=job.name)
+    if not job.spec.preemptible and change.kind in ("MOVE", "SUSPEND"):
+        return Refusal(Reason.WRONG_STATE, detail="the job is not to be suspended or moved by plans", job=job.name)
+    match change.kind:
+        case "START":
+            return _judge_start(state, job, change, proposer, now)
+        case "MOVE":
+            return _judge_move(state, job, change, proposer, now)
+        case "CORES":
+            return _judge_cores(state, job, change, proposer, now)
+        case "SUSPEND":
+            return _judge_suspend(state, job, change, proposer, now)
+        case _:
+            return _judge_resume(state, job, change, proposer, now)
+
+
+def _judge_start(
+    state: State, job: Job, change: commands.Change, proposer: str, now: float
+) -> tuple[Event, ...] | Refusal:
+    if not state.is_waiting(job) or not change.claims:
+        return Refusal(Reason.WRONG_STATE, job=job.name)
+    verdict = judge(state, job, (change.claims,), 0, now)
+    if isinstance(verdict, Approved):
+        return (events.GangApproved(now, proposer, job.number, tuple(verdict.claims), verdict.level),)
+    return verdict.refusals[0]
+
+
+def _judge_move(
+    state: State, job: Job, change: commands.Change, proposer: str, now: float
+) -> tuple[Event, ...] | Refusal:
+    claims = check_move(state, job, (), change.claims)
+    if isinstance(claims, Refused):
+        return _refusal_of(job, claims)
+    return (events.MoveBegun(now, proposer, job.number, claims, level_of(state, claims)),)
+
+
+def _judge_cores(
+    state: State, job: Job, change: commands.Change, proposer: str, now: float
+) -> tuple[Event, ...] | Refusal:
+    gang = state.gangs.get(job.epoch)
+    if gang is None or gang.intent is not Intent.RUN or job.next_epoch or job.ending is not None:
+        return Refusal(Reason.WRONG_STATE, job=job.name)
+    held = [(c.node, c.device_mask, c.memory_bytes, c.arena_bytes, c.tasks) for c in gang.claims]
+    if [(c.node, c.device_mask, c.memory_bytes, c.arena_bytes, c.tasks) for c in change.claims] != held:
+        return Refusal(Reason.CLAIM_MISMATCH, job=job.name, detail="only the cores may differ from what is held")
+    refusals = judge_change(state, job, change.claims, holding=gang.claims, retune=True, arena=per_device(gang))
+    if refusals:
+        return refusals[0]
+    return (events.CoresChanged(now, proposer, job.number, change.claims, False),)
+
+
+def _judge_suspend(
+    state: State, job: Job, change: commands.Change, proposer: str, now: float
+) -> tuple[Event, ...] | Refusal:
+    gang = state.gangs.get(job.epoch)
+    if job.state is not JobState.HOLDING or gang is None or job.ending is not None:
+        return Refusal(Reason.WRONG_STATE, job=job.name)
+    level = check_suspend(state, job, change.level)
+    if isinstance(level, Refused):
+        return _refusal_of(job, level)
+    if level is SuspendLevel.NONE or (gang.intent is Intent.PARK and gang.park_level == level):
+        return ()
+    return (events.JobSuspended(now, proposer, job.number, level, by_plan=True),)
+
+
+def _judge_resume(
+    state: State, job: Job, change: commands.Change, proposer: str, now: float
+) -> tuple[Event, ...] | Refusal:
+    gang = state.gangs.get(job.epoch)
+    if job.state is not JobState.HOLDING or gang is None or gang.intent is not Intent.PARK or job.next_epoch:
+        return Refusal(Reason.WRONG_STATE, job=job.name)
+    if gang.park_level is SuspendLevel.CHECKPOINT or job.ending is not None:
+        return Refusal(Reason.WRONG_STATE, job=job.name, detail="its checkpoint is being written")
+    if gang.phase is GangPhase.PARKED:
+        held = tuple(piece.held for piece in gang.pieces if piece.held is not None)
+        refusals = judge_change(state, job, gang.claims, holding=held, retune=True, arena=per_device(gang))
+        if refusals:
+            return refusals[0]
+    return (events.JobResumed(now, proposer, job.number),)
+
+
+def _refusal_of(job: Job, refused: Refused) -> Refusal:
+    unavailable = refused.reason == "LEVEL_UNAVAILABLE"
+    reason = Reason.LEVEL_UNAVAILABLE if unavailable else Reason.WRONG_STATE
+    return Refusal(reason, detail=refused.message, job=job.name)

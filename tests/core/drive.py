@@ -1,0 +1,112 @@
+"""A state driven by hand: commands at times, reports of daemons as they are told to be."""
+
+from __future__ import annotations
+
+from ganger.placement.candidates import candidates
+from ganger.resources.topology import parse_topology
+from ganger.resources.values import Claim, Role, TaskShape
+from ganger_master.core import machine
+from ganger_master.core.answers import Answer, Approved, JobAnswer, SessionAnswer
+from ganger_master.core.commands import Command, Observe, ObservedGang, OpenSession, RequestGang, SubmitJob
+from ganger_master.core.desired import desired_of
+from ganger_master.core.invariants import violations
+from ganger_master.core.model import Capabilities, Gang, Job, JobSpec, ObservedPhase
+from ganger_master.core.settings import Settings
+from ganger_master.core.state import State
+
+GIB = 1 << 30
+SERVER = parse_topology("2x2", name="v4", millicores=16_000, memory_bytes=64 * GIB, device_memory_bytes=GIB)
+ALL_LEVELS = Capabilities(pause=True, offload=True, checkpoint=True, known=True)
+
+
+def job_of(gpus: int, memory: int = 4 * GIB) -> JobSpec:
+    return JobSpec(("train",), (Role("worker", gpus, TaskShape(1, 2_000, memory)),), gpu_memory_bytes=GIB)
+
+
+class Drive:
+    def __init__(self, nodes: int = 1, settings: Settings | None = None) -> None:
+        self.state = State(settings or Settings(), 0.0)
+        self.now = 1.0
+        self.sessions: dict[str, str] = {}
+        self.observations = 0
+        for number in range(1, nodes + 1):
+            self.join(f"n{number}")
+
+    def step(self, command: Command) -> Answer:
+        self.now += 0.01
+        answer = machine.step(self.state, command, self.now).answer
+        assert violations(self.state) == []
+        return answer
+
+    def join(self, node: str) -> None:
+        answer = self.step(OpenSession(node, f"machine-{node}", SERVER))
+        assert isinstance(answer, SessionAnswer)
+        self.sessions[node] = answer.session
+        self.observe(node, version=0)
+
+    def observe(self, node: str, *gangs: ObservedGang, version: int | None = None) -> Answer:
+        """A complete report, of the newest desired version if not told otherwise."""
+        self.observations += 1
+        applied = desired_of(self.state, node).version if version is None else version
+        return self.step(Observe(node, self.sessions[node], self.observations, applied, gangs, storage_proved=True))
+
+    def submit(self, spec: JobSpec, user: str = "") -> int:
+        answer = self.step(SubmitJob(spec, f"uid-{len(self.state.jobs)}", user))
+        assert isinstance(answer, JobAnswer)
+        return answer.number
+
+    def places(self, number: int) -> tuple[tuple[Claim, ...], ...]:
+        job = self.state.jobs[number]
+        return candidates(self.state.view, job.spec.shape(job.arena_bytes_per_device), waited=1e9).candidates
+
+    def request(
+        self, number: int, *places: tuple[Claim, ...], turn: int | None = None, view_version: int = 0
+    ) -> Answer:
+        held = self.state.turn_of.get(number, 0) if turn is None else turn
+        command = RequestGang(number, self.state.jobs[number].revision, places, held, view_version=view_version)
+        return self.step(command)
+
+    def start(self, number: int) -> int:
+        """Its epoch."""
+        answer = self.request(number, *self.places(number))
+        assert isinstance(answer, Approved), answer
+        return answer.epoch
+
+    def runs(self, number: int) -> None:
+        """Its daemons say that it steps."""
+        self.seen(number, self.job(number).epoch, ObservedPhase.RUNNING)
+
+    def seen(self, number: int, epoch: int, phase: ObservedPhase, stop_step: int = 0) -> None:
+        """One gang is reported so by all its nodes, beside whatever else they have, as it was last reported."""
+        for node in self.state.gangs[epoch].nodes:
+            others = [self.reported(gang, node) for gang in self.on(node) if gang.epoch != epoch]
+            gang = self.state.gangs.get(epoch)
+            if gang is not None:
+                self.observe(node, *(one for one in others if one), self.report(gang, phase, stop_step))
+
+    def on(self, node: str) -> list[Gang]:
+        return [self.state.gangs[epoch] for epoch in sorted(self.state.gangs_on[node])]
+
+    def reported(self, gang: Gang, node: str) -> ObservedGang | None:
+        piece = gang.piece(node)
+        assert piece is not None
+        if piece.phase in (ObservedPhase.NONE, ObservedPhase.ENDED):
+            return None
+        return self.report(gang, piece.phase, piece.stop_step)
+
+    def report(self, gang: Gang, phase: ObservedPhase, stop_step: int = 0) -> ObservedGang:
+        parked = phase is ObservedPhase.PARKED
+        return ObservedGang(
+            gang.job,
+            self.state.jobs[gang.job].uid,
+            gang.epoch,
+            phase,
+            gang.master_sequence,
+            level=gang.park_level,
+            stop_sequence=gang.stop_sequence if parked else 0,
+            stop_step=stop_step,
+            capabilities=ALL_LEVELS,
+        )
+
+    def job(self, number: int) -> Job:
+        return self.state.jobs[number]

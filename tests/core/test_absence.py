@@ -1,0 +1,71 @@
+"""What a report says nothing about is gone only if the version its daemon has applied wanted it."""
+
+from __future__ import annotations
+
+from core.drive import Drive, job_of
+from ganger_master.core.commands import MoveJob
+from ganger_master.core.desired import desired_of
+from ganger_master.core.model import GangPhase, Intent, JobState, ObservedPhase
+
+
+def test_a_daemon_that_has_not_heard_of_a_gang_does_not_end_it() -> None:
+    drive = Drive()
+    number = drive.submit(job_of(1))
+    before = desired_of(drive.state, "n1").version
+    epoch = drive.start(number)
+    for _ in range(3):
+        drive.observe("n1", version=before)
+    assert drive.job(number).epoch == epoch
+    assert drive.job(number).preemptions == 0
+
+
+def test_a_daemon_busy_with_the_first_of_two_gangs_does_not_end_the_second() -> None:
+    drive = Drive()
+    first, second = drive.submit(job_of(1)), drive.submit(job_of(1))
+    drive.start(first)
+    before = desired_of(drive.state, "n1").version
+    epoch = drive.start(second)
+    gang = drive.state.gangs[drive.job(first).epoch]
+    drive.observe("n1", drive.report(gang, ObservedPhase.STARTING), version=before)
+    assert drive.job(second).epoch == epoch
+    assert drive.job(first).epoch == gang.epoch
+
+
+def test_a_restarted_daemon_that_has_applied_nothing_yet_ends_nothing() -> None:
+    drive = Drive()
+    number = drive.submit(job_of(1))
+    epoch = drive.start(number)
+    drive.runs(number)
+    drive.join("n1")
+    assert drive.job(number).epoch == epoch
+    assert drive.state.gangs[epoch].phase is GangPhase.RUNNING
+    drive.runs(number)
+    assert drive.job(number).preemptions == 0
+
+
+def test_what_is_still_missing_once_its_version_is_applied_is_gone_and_starts_again_under_a_new_epoch() -> None:
+    drive = Drive()
+    number = drive.submit(job_of(1))
+    epoch = drive.start(number)
+    drive.runs(number)
+    drive.join("n1")
+    drive.observe("n1")
+    assert drive.job(number).state is JobState.PENDING
+    assert drive.job(number).preemptions == 1
+    assert drive.start(number) > epoch
+
+
+def test_a_late_report_of_an_older_version_aborts_no_move() -> None:
+    drive = Drive(2)
+    number = drive.submit(job_of(2))
+    source = drive.start(number)
+    drive.runs(number)
+    other = next(node for node in ("n1", "n2") if node not in drive.state.gangs[source].nodes)
+    before = desired_of(drive.state, other).version
+    drive.step(MoveJob(number, (other,)))
+    destination = drive.job(number).next_epoch
+    drive.observe(other, version=before)
+    assert drive.job(number).next_epoch == destination
+    drive.observe(other)
+    assert drive.job(number).next_epoch == 0
+    assert drive.state.gangs[source].intent is Intent.RUN

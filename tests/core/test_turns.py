@@ -1,0 +1,62 @@
+"""Turns: who loses one, who keeps it, and when a job is asked again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from core.drive import Drive, job_of
+from ganger.resources.values import Claim
+from ganger_master.core.answers import Rejected
+from ganger_master.core.commands import CancelJob, ClaimTurns
+from ganger_master.core.settings import Settings
+
+NONSENSE = (Claim("n1", 0b1, (0, 0), 1, 0, (1,)),)
+
+
+def test_a_scheduler_whose_claims_never_add_up_loses_its_turns_to_the_default_one() -> None:
+    drive = Drive()
+    number = drive.submit(replace(job_of(2), scheduler="mine:Scheduler"))
+    drive.step(ClaimTurns("mine:Scheduler", (number,)))
+    for lost in range(1, Settings().lost_turns_allowed + 1):
+        turn = drive.state.turn_of[number]
+        assert drive.state.turns[turn].scheduler == "mine:Scheduler"
+        assert isinstance(drive.request(number, NONSENSE), Rejected)
+        assert drive.state.lost_turns[number] == lost
+        assert drive.state.turn_of.get(number) != turn
+    assert drive.state.turns[drive.state.turn_of[number]].scheduler == ""
+    drive.start(number)
+
+
+def test_nonsense_of_the_default_scheduler_waits_for_news() -> None:
+    drive = Drive()
+    number = drive.submit(job_of(2))
+    drive.request(number, NONSENSE)
+    assert number not in drive.state.turn_of
+
+
+def test_a_request_without_a_turn_leaves_the_turn_alone() -> None:
+    drive = Drive()
+    number = drive.submit(job_of(2))
+    turn = drive.state.turns[drive.state.turn_of[number]]
+    assert isinstance(drive.request(number, NONSENSE, turn=0), Rejected)
+    assert isinstance(drive.request(number, turn=0), Rejected)
+    assert drive.state.turns[drive.state.turn_of[number]] == turn
+    assert number not in drive.state.lost_turns
+    assert number not in drive.state.passed
+
+
+def test_a_job_whose_scheduler_passed_on_an_older_view_is_asked_again_at_once_and_only_once() -> None:
+    drive = Drive()
+    holder = drive.submit(job_of(4))
+    drive.start(holder)
+    number = drive.submit(job_of(2))
+    seen = drive.state.view.version
+    drive.step(CancelJob(holder))
+    drive.observe("n1")
+    assert drive.state.view.version > seen
+    first = drive.state.turn_of[number]
+    drive.request(number, view_version=seen)
+    again = drive.state.turn_of[number]
+    assert again > first
+    drive.request(number, view_version=seen)
+    assert number not in drive.state.turn_of
