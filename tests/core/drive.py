@@ -60,11 +60,20 @@ class Drive:
         return candidates(self.state.view, job.spec.shape(job.arena_bytes_per_device), waited=1e9).candidates
 
     def request(
-        self, number: int, *places: tuple[Claim, ...], turn: int | None = None, view_version: int = 0
+        self,
+        number: int,
+        *places: tuple[Claim, ...],
+        turn: int | None = None,
+        view_version: int = 0,
+        blockers: bool = False,
     ) -> Answer:
+        """In turn, if it has one and nothing else is said; without places it passes."""
         held = self.state.turn_of.get(number, 0) if turn is None else turn
-        command = RequestGang(number, self.state.jobs[number].revision, places, held, view_version=view_version)
-        return self.step(command)
+        job = self.state.jobs[number]
+        found = candidates(self.state.view, job.spec.shape(job.arena_bytes_per_device)).refusals if blockers else ()
+        return self.step(
+            RequestGang(number, job.revision, places, held, blockers=tuple(found), view_version=view_version)
+        )
 
     def start(self, number: int) -> int:
         """Its epoch."""
@@ -83,6 +92,11 @@ class Drive:
             gang = self.state.gangs.get(epoch)
             if gang is not None:
                 self.observe(node, *(one for one in others if one), self.report(gang, phase, stop_step))
+
+    def seen_without(self, node: str, number: int) -> None:
+        """A job's gang has gone from a node, the others are as they were last reported."""
+        others = [self.reported(gang, node) or self.report(gang, ObservedPhase.STARTING) for gang in self.on(node)]
+        self.observe(node, *(one for one in others if one.job != number))
 
     def on(self, node: str) -> list[Gang]:
         return [self.state.gangs[epoch] for epoch in sorted(self.state.gangs_on[node])]

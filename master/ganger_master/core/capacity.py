@@ -36,7 +36,7 @@ def judge(state: State, job: Job, wanted: Sequence[tuple[Claim, ...]], rank: int
         allowed,
         rank=rank,
         job=job.name,
-        protected=protected_from(state, job, now),
+        protected=protected_from(state, job, now, out_of_turn=not rank),
         holding=holding_of(state, job, allowed[0]),
     )
     if isinstance(verdict, Approved):
@@ -145,13 +145,17 @@ def holding_of(state: State, job: Job, claims: Sequence[Claim]) -> tuple[Claim, 
     return tuple(piece.held for piece in parked.pieces if piece.held is not None)
 
 
-def protected_from(state: State, job: Job, now: float) -> Protected:
-    """What is kept for blocked jobs ahead of this one in the policy's order."""
+def protected_from(state: State, job: Job, now: float, out_of_turn: bool = False) -> Protected:
+    """What is kept for blocked jobs ahead of this one in the policy's order; out of turn, for all but this one."""
     blocked = _first_blocked(state)
     if not blocked:
         return NOTHING
     key = (state.policy.key(job), job.number)
-    ahead = [other for other in blocked if (state.policy.key(other), other.number) < key]
+    ahead = [
+        other
+        for other in blocked
+        if (state.policy.key(other), other.number) < key or (out_of_turn and other.number != job.number)
+    ]
     if not ahead:
         return NOTHING
     if state.policy.protects_all:

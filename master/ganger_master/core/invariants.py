@@ -117,3 +117,6 @@ def _derived(state: State) -> Iterator[str]:
     free = sum(row.free_mask.bit_count() for row in state.rows.values() if row.available)
     if free != state.free_devices:
         yield f"{free} devices are free, not {state.free_devices}"
+    available = [state.configuration_sets[row.configuration_set] for row in state.rows.values() if row.available]
+    if sum(configuration_set.devices for configuration_set in available) != state.devices:
+        yield f"{state.devices} devices are not those of the nodes that take gangs"

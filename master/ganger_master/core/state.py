@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from ganger.placement.load import choose_mode
 from ganger.resources.reasons import Refusal
 from ganger.resources.values import ConfigurationSet, NodeRow
 from ganger.resources.view import View
@@ -99,6 +100,8 @@ class State:
         self.view = View()
         # Derived.
         self.rows: dict[str, NodeRow] = {}
+        # Of the nodes that take gangs.
+        self.devices = 0
         self.free_devices = 0
         self.gangs_of: dict[int, list[int]] = {}
         # By node and epoch, in the order of epochs: which of the gang's pieces is there.
@@ -317,6 +320,8 @@ class State:
         if old == row:
             return False
         self.free_devices += _free(row) - (_free(old) if old is not None else 0)
+        self.devices += topology.devices * (row.available - (old is not None and old.available))
+        self.view.mode = choose_mode(self.view.mode, self.devices - self.free_devices, self.devices)
         self.rows[row.node] = row
         faulty = sum([1 << device for device in node.device_faults])
         self.view.put(row, topology.all_mask & ~faulty)
