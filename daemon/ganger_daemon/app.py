@@ -128,6 +128,7 @@ class Daemon:
         self.gangs = GangSet(self.host, self._peers)
         self.session = Session(self.host, self.gangs, lambda: find_endpoint(settings.master), self._describe)
         self.host.changed = self.session.news
+        self.host.storage_learned = self._write_node
         self.gangs.adopt()
         await asyncio.to_thread(self.host.launchers.stop_idle, True)
         self.host.launchers.warm_up()

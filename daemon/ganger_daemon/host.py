@@ -52,6 +52,8 @@ class Host:
     lease_until_ns: int | None = None
     checkpoint_interval_seconds: float = 0.0
     changed: Callable[[], None] = lambda: None
+    # The master said where storage is: the next daemon must know it before its first session.
+    storage_learned: Callable[[], None] = lambda: None
     address_host: str = "127.0.0.1"
     # How long an order may go unheeded before stacks are dumped, and before SIGTERM.
     order_patience_seconds: float = escalation.PATIENCE_SECONDS

@@ -129,6 +129,7 @@ class Session:
         request.storage_token = token_found(storage.path)
         answer: agent_pb2.Session = await stub.CreateSession(request, timeout=10.0)
         storage.learn(answer.storage, answer.storage_token)
+        self._host.storage_learned()
         self._host.logs.storage = storage.path if storage.proved else None
         self._host.checkpoint_interval_seconds = seconds(answer.checkpoint_interval)
         self._gangs.new_session()

@@ -21,13 +21,14 @@ def padded(size):
     return -(-size // 64) * 64
 
 
-def make_image(step, rank, world, data):
+def image_parts(step, rank, world, data):
+    """What comes before the data, the data itself and not a copy of it, what comes after."""
     header = {"format": 1, "step": step, "samples": step, "rank": rank, "world": world, "tensors": [], "tree": None}
     kind = image.preferred_digest()
     preamble, encoded = image.lay_out(header, len(data), kind)
     digests = image.ChunkDigests(kind, image.CHUNK_BYTES)
     digests.update(data)
-    return preamble.pack() + encoded + bytes(data) + digests.trailer()
+    return preamble.pack() + encoded, memoryview(data), digests.trailer()
 
 
 def read_image(whole):
@@ -45,22 +46,23 @@ def main():
     agent.stand_down()
     page = control.page
     state = {"data": bytearray(padded(size))}
-    state["data"][:] = bytes(padded(size))  # memory counts once it is written to
+    for at in range(0, size, 4096):
+        state["data"][at] = 0  # memory counts once it is written to
     control.hello(Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT)
 
     def current():
-        return make_image(control.step, control.rank, control.world, state["data"])
+        return image_parts(control.step, control.rank, control.world, state["data"])
 
     def fill(request):
-        whole = current()
+        front, data, back = current()
+        half = len(data) // 2
         page.set(Word.ARENA_FILLED, 0)
-        page.set(Word.ARENA_SIZE, len(whole))
-        half = len(whole) // 2
-        os.pwrite(control.arena_fd, whole[:half], 0)
-        page.set(Word.ARENA_FILLED, half)
-        os.pwrite(control.arena_fd, whole[half:], half)
-        page.set(Word.ARENA_FILLED, len(whole))
-        return len(whole)
+        page.set(Word.ARENA_SIZE, len(front) + len(data) + len(back))
+        filled = 0
+        for part in (front, data[:half], data[half:], back):
+            filled += os.pwrite(control.arena_fd, part, filled)
+            page.set(Word.ARENA_FILLED, filled)
+        return filled
 
     def offload(request):
         freed = fill(request)
@@ -77,9 +79,9 @@ def main():
         directory = request.details["checkpoint"].replace("{step}", str(request.step))
         os.makedirs(directory, exist_ok=True)
         path = os.path.join(directory, f"rank-{control.rank}.shard")
-        whole = os.pread(control.arena_fd, page.get(Word.ARENA_SIZE), 0) if request.offloaded else current()
+        kept = (os.pread(control.arena_fd, page.get(Word.ARENA_SIZE), 0),) if request.offloaded else current()
         with open(path, "wb") as file:
-            file.write(whole)
+            file.writelines(kept)
             os.fsync(file.fileno())
         if not request.exiting:
             control.checkpoint_durable(request.seq, request.step)
@@ -111,7 +113,7 @@ def main():
         time.sleep(pause)
         at = control.step % max(1, size - 8)
         state["data"][at] = (state["data"][at] + control.step) % 256
-        digest = xxhash.xxh3_64_hexdigest(bytes(state["data"]))
+        digest = xxhash.xxh3_64_hexdigest(state["data"])
         print(f"step {control.step + 1} state {digest}", flush=True)
         control.boundary()
     control.finish()

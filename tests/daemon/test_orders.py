@@ -1,0 +1,112 @@
+"""What a running gang is asked besides stopping: other cores, checkpoints now and then, its memory, its log."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from pathlib import Path
+
+import pytest
+from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
+from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
+from ganger.v1 import job_pb2
+from ganger.wire.channels import open_aio_channel
+from ganger.wire.endpoints import Endpoint
+from ganger_daemon.control import memory
+from ganger_daemon.workers.processes import anonymous_bytes
+
+pytestmark = pytest.mark.system
+
+MEBIBYTE = 1 << 20
+OFFLOAD = {"intent": Intents.INTENT_PARK, "level": job_pb2.SUSPEND_LEVEL_OFFLOAD}
+
+
+def test_cores_and_threads_change_while_the_job_runs() -> None:
+    async def story(made: Cluster) -> None:
+        daemon = await made.daemon("n1")
+        uid = str(uuid.uuid4())
+        gang = made.gang({"n1": [0]}, "n1", uid=uid, pause=0.005)
+        await made.master.want("n1", gang)
+        running = await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        before = len(running.cores[0].split(","))
+        for sequence, threads, cores in ((2, 2, 2), (3, 1, 1)):
+            wanted = with_changes(gang, sequence, threads=threads)
+            wanted.claim.millicores[:] = [1000 * cores, 0]
+            await made.master.want("n1", wanted)
+            seen = await made.master.until(
+                "n1", 1, lambda seen, t=threads, s=sequence: seen.threads == t and seen.order.master_sequence == s
+            )
+            held = await made.master.until(
+                "n1", 1, lambda seen, c=cores: sum(share for _, share in daemon.host.shares_of(f"{uid}-1")) == 1000 * c
+            )
+            assert held.phase == seen.phase == Observed.PHASE_RUNNING
+        assert before == 1
+        assert len(log_of(made.directory, "n1", uid, 0, 1)) > 0
+
+    run(story)
+
+
+def test_checkpoints_come_as_often_as_the_job_asked_and_old_ones_go() -> None:
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1")
+        uid = str(uuid.uuid4())
+        gang = made.gang({"n1": [0]}, "n1", uid=uid)
+        gang.checkpoint_interval.FromMilliseconds(200)
+        await made.master.want("n1", gang)
+        steps: list[int] = []
+        while len(steps) < 4:
+            last = steps[-1] if steps else 0
+            seen = await made.master.until("n1", 1, lambda seen, last=last: seen.checkpoint.step > last)
+            assert seen.phase == Observed.PHASE_RUNNING
+            steps.append(seen.checkpoint.step)
+        kept = sorted(path.name for path in (made.storage / uid / "checkpoints").glob("*-1"))
+        assert 1 <= len(kept) <= 3
+
+    run(story)
+
+
+@pytest.mark.parametrize("mode", ["", "keeps"])
+def test_offloaded_is_said_only_of_memory_seen_free(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_TROUBLE_SECONDS", 0.3)
+
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1")
+        gang = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), pause=0.02, size=48 * MEBIBYTE, mode=mode)
+        await made.master.want("n1", gang)
+        running = await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        pid = running.ranks[0].pid
+        before = anonymous_bytes(pid) or 0
+        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **OFFLOAD))
+        if mode == "keeps":
+            seen = await made.master.until("n1", 1, lambda seen: "not free" in seen.trouble)
+            assert seen.phase == Observed.PHASE_STOPPING
+            return
+        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        assert parked.level == job_pb2.SUSPEND_LEVEL_OFFLOAD
+        assert parked.arena_bytes >= 48 * MEBIBYTE
+        assert before - (anonymous_bytes(pid) or 0) >= 0.9 * 48 * MEBIBYTE
+
+    run(story)
+
+
+def test_a_log_is_read_from_any_offset_and_followed_to_its_end() -> None:
+    async def story(made: Cluster) -> None:
+        daemon = await made.daemon("n1")
+        uid = str(uuid.uuid4())
+        await made.master.want("n1", made.gang({"n1": [0]}, "n1", uid=uid, steps=100, pause=0.01))
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+
+        async def read(stub: peer_pb2_grpc.PeerServiceAsyncStub, offset: int, follow: bool) -> bytes:
+            request = peer_pb2.ReadPeerLogRequest(job_uid=uid, rank=0, offset=offset, follow=follow)
+            return b"".join([chunk.data async for chunk in stub.ReadLog(request)])
+
+        async with open_aio_channel(Endpoint(daemon.peer_address, daemon.host.token)) as channel:
+            stub = peer_pb2_grpc.PeerServiceStub(channel)
+            whole, now = await asyncio.gather(read(stub, 0, True), read(stub, 0, False))
+            assert whole.startswith(now)
+            path = Path(made.directory, "n1", "logs", uid, "rank-0.1.log")
+            assert whole == await asyncio.to_thread(path.read_bytes)
+            assert whole.count(b"step ") == 100
+            assert await read(stub, 700, False) == whole[700:]
+
+    run(story)
