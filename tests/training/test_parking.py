@@ -152,7 +152,8 @@ def test_an_arena_that_is_too_small_is_reported_and_the_rank_stays_paused(
     rank.wait_word(Word.ERROR, Error.STORAGE_FAILED)
     rank.order(3, Order.STOP, Level.OFFLOAD, stop=2)
     rank.wait_word(Word.ERROR, Error.ARENA_TOO_SMALL)
-    assert rank.page.get(Word.STATE) == State.PAUSED
+    # the error is told before the rank is back in its place
+    rank.wait_word(Word.STATE, State.PAUSED)
     assert "--gpu-memory" in (tmp_path / "parked/rank-0.error.json").read_text()
     rank.order(4, Order.RUN)
     assert rank.end() == 0, rank.output()

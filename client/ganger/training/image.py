@@ -10,6 +10,8 @@ import ctypes
 import errno
 import os
 import platform
+import queue
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Callable, Protocol
@@ -20,7 +22,10 @@ from ganger.injob import image as form
 from ganger.injob.image import ImageError, Preamble
 from ganger.training.codec import dtype_named
 
-PIECE_BYTES = form.CHUNK_BYTES
+# Large enough that calls cost nothing, small enough that who streams an image is never far behind who fills it.
+PIECE_BYTES = 4 << 20
+# Below this a thread that hashes beside the copying takes longer to start than it saves.
+HASHED_BESIDE_FROM = 32 << 20
 MAX_PENDING_PIECES = 512  # below IOV_MAX
 
 
@@ -89,7 +94,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 class Sink(Protocol):
     """Takes the image front to back."""
 
-    def put(self, data: Any) -> None: ...
+    def put(self, data: Any) -> memoryview | None:
+        """Returns the data where it now lies for good; None if it is out of reach."""
 
     def flush(self) -> None: ...
 
@@ -99,29 +105,65 @@ def write_image(plan: ImagePlan, sink: Sink) -> str:
     preamble = plan.preamble
     sink.put(preamble.pack())
     sink.put(plan.header)
-    digests = form.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
-    position = 0
-    for tensor, offset in zip(plan.tensors, plan.offsets):
-        if offset > position:
-            _put(bytes(offset - position), sink, digests)
-        for piece in host_pieces(tensor):
-            _put(piece, sink, digests)
-        position = offset + tensor.numel() * tensor.element_size()
-    _put(bytes(preamble.data_bytes - position), sink, digests)
+    digests = _Digests(preamble)
+    try:
+        position = 0
+        for tensor, offset in zip(plan.tensors, plan.offsets):
+            if offset > position:
+                _put(bytes(offset - position), sink, digests)
+            for piece in host_pieces(tensor):
+                _put(piece, sink, digests)
+            position = offset + tensor.numel() * tensor.element_size()
+        _put(bytes(preamble.data_bytes - position), sink, digests)
+    finally:
+        digests.finish()
     trailer = digests.trailer()
     sink.put(trailer)
     sink.flush()
     return trailer[-8:][::-1].hex()
 
 
-def _put(data: Any, sink: Sink, digests: form.ChunkDigests) -> None:
+def _put(data: Any, sink: Sink, digests: _Digests) -> None:
     if len(data):
-        digests.update(data)
-        sink.put(data)
+        kept = sink.put(data)
+        digests.update(data if kept is None else kept, lasting=kept is not None)
+
+
+class _Digests:
+    """Hashes what has been written: beside the writing if it lies still somewhere, else at once."""
+
+    def __init__(self, preamble: Preamble) -> None:
+        self._digests = form.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
+        self._is_large = preamble.data_bytes >= HASHED_BESIDE_FROM
+        self._pieces: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def update(self, data: Any, *, lasting: bool) -> None:
+        if self._thread is None and not (lasting and self._is_large):
+            self._digests.update(data)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._hash, name="ganger-digests", daemon=True)
+            self._thread.start()
+        self._pieces.put(data if lasting else memoryview(bytes(data)))
+
+    def _hash(self) -> None:
+        for piece in iter(self._pieces.get, None):
+            self._digests.update(piece)
+
+    def finish(self) -> None:
+        """Wait for what is still to be hashed."""
+        if self._thread is not None:
+            self._pieces.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def trailer(self) -> bytes:
+        return self._digests.trailer()
 
 
 def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in logical order, in pieces of at most 16 MiB, each valid until the next is asked for."""
+    """The bytes of a tensor in logical order, in small pieces, each valid until the next is asked for."""
     if tensor.numel() == 0:
         return
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -208,17 +250,30 @@ class ArenaSink:
         self._progress = progress
         self._filled = 0
 
-    def put(self, data: Any) -> None:
+    def put(self, data: Any) -> memoryview:
         view = memoryview(data).cast("B")
-        end = self._filled + len(view)
+        start, end = self._filled, self._filled + len(view)
         if end > len(self._arena):
             raise ArenaTooSmallError(end, len(self._arena))
-        self._arena[self._filled : end] = view
+        kept = self._arena[start:end]
+        if len(view):
+            _copy(kept, view)
         self._filled = end
         self._progress(end)
+        return kept
 
     def flush(self) -> None:
         pass
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Without the interpreter's lock, so that others (who hash, who count what is filled) run meanwhile."""
+    if source.readonly or len(source) < 64 << 10:
+        target[:] = source
+        return
+    size = len(source)
+    to, start = (ctypes.c_ubyte * size).from_buffer(target), (ctypes.c_ubyte * size).from_buffer(source)
+    ctypes.memmove(to, start, size)
 
 
 class ArenaTooSmallError(Exception):
@@ -270,11 +325,22 @@ def _sync_directory(directory: str) -> None:
 
 
 class ByteSource(Protocol):
+    # whether its bytes were checked on their way here, so that reading them a second time would show nothing new
+    is_verified: bool
+    # whether `fill` can copy to an accelerator
+    reaches_devices: bool
+
     def read_into(self, view: memoryview, offset: int) -> None:
         """Fill `view` from byte `offset` of the image. Raises ImageError (TRUNCATED), OSError."""
 
+    def fill(self, target: torch.Tensor, offset: int) -> None:
+        """The same for a contiguous tensor of bytes. Copies to an accelerator may still be under way on return."""
+
 
 class FileSource:
+    is_verified = False
+    reaches_devices = False
+
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
@@ -286,20 +352,38 @@ class FileSource:
                 raise ImageError("TRUNCATED", f"the image ends at byte {offset + done}")
             done += count
 
+    def fill(self, target: torch.Tensor, offset: int) -> None:
+        self.read_into(host_view(target), offset)
+
 
 class ArenaSource:
-    """Reads mapped memory that may still be filling; `wait(n)` returns once n bytes are there, or raises."""
+    """Reads mapped memory that may still be filling; `wait(n)` returns once n bytes are there, or raises.
+
+    What arrives in an arena was checked frame by frame by the daemons that streamed it.
+    """
+
+    is_verified = True
+    reaches_devices = True
 
     def __init__(self, arena: memoryview, wait: Callable[[int], None]) -> None:
         self._arena = arena
         self._wait = wait
+        self._bytes = torch.frombuffer(arena, dtype=torch.uint8)
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        end = offset + len(view)
+        end = self._arrived(offset, len(view))
+        view[:] = self._arena[offset:end]
+
+    def fill(self, target: torch.Tensor, offset: int) -> None:
+        end = self._arrived(offset, target.numel())
+        target.copy_(self._bytes[offset:end], non_blocking=True)
+
+    def _arrived(self, offset: int, size: int) -> int:
+        end = offset + size
         if end > len(self._arena):
             raise ImageError("TRUNCATED", f"the image wants byte {end} of an arena of {len(self._arena)} bytes")
         self._wait(end)
-        view[:] = self._arena[offset:end]
+        return end
 
 
 @dataclass(frozen=True)
@@ -334,12 +418,12 @@ def read_tensors(
 ) -> dict[int, torch.Tensor]:
     """Read every tensor: into its destination where one is given, else into a new tensor.
 
-    Everything is checked against the digests before this returns. Raises ImageError, OSError, ValueError (a
-    destination of another shape). After an error the destinations hold a mixture and must not be used.
+    What nobody has checked before is checked against the digests before this returns. Raises ImageError, OSError,
+    ValueError (a destination of another shape). After an error the destinations hold a mixture and must not be used.
     """
     table = image.header["tensors"]
     preamble = image.preamble
-    digests = form.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
+    digests = None if image.source.is_verified else form.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
     position = 0
     result: dict[int, torch.Tensor] = {}
     for index in sorted(range(len(table)), key=lambda i: (table[i]["offset"], i)):
@@ -351,13 +435,17 @@ def read_tensors(
         position = entry["offset"] + entry["bytes"]
     _skip(image, position, preamble.data_bytes, digests)
     found = bytearray(preamble.trailer_bytes)
+    # the last bytes: with them all of the image has arrived
     image.source.read_into(memoryview(found), preamble.trailer_offset)
-    form.check_trailer(digests.trailer(), bytes(found))
+    if digests is not None:
+        form.check_trailer(digests.trailer(), bytes(found))
+    else:
+        form.check_trailer_itself(preamble, bytes(found))
     return result
 
 
-def _skip(image: OpenImage, start: int, end: int, digests: form.ChunkDigests) -> None:
-    while start < end:
+def _skip(image: OpenImage, start: int, end: int, digests: form.ChunkDigests | None) -> None:
+    while digests is not None and start < end:
         gap = bytearray(min(end - start, PIECE_BYTES))
         image.source.read_into(memoryview(gap), image.preamble.data_offset + start)
         digests.update(gap)
@@ -369,7 +457,7 @@ def _read_tensor(
     entry: dict[str, Any],
     destination: torch.Tensor | None,
     device_of: Callable[[str], torch.device],
-    digests: form.ChunkDigests,
+    digests: form.ChunkDigests | None,
 ) -> torch.Tensor:
     try:
         dtype, shape = dtype_named(entry["dtype"]), tuple(int(n) for n in entry["shape"])
@@ -385,14 +473,15 @@ def _read_tensor(
         )
     if destination is None:
         destination = _new_tensor(entry, shape, dtype, device_of(entry.get("device", "cpu")))
-    direct = destination.device.type == "cpu" and destination.is_contiguous()
+    reachable = destination.device.type == "cpu" or image.source.reaches_devices
+    direct = reachable and destination.is_contiguous()
     target = destination.detach() if direct else torch.empty(shape, dtype=dtype)
-    if target.numel():
-        view = host_view(target.reshape(-1).view(torch.uint8))
-        for start in range(0, len(view), PIECE_BYTES):
-            piece = view[start : start + PIECE_BYTES]
-            image.source.read_into(piece, image.preamble.data_offset + entry["offset"] + start)
-            digests.update(piece)
+    flat = target.reshape(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), PIECE_BYTES):
+        piece = flat[start : start + PIECE_BYTES]
+        image.source.fill(piece, image.preamble.data_offset + entry["offset"] + start)
+        if digests is not None:
+            digests.update(host_view(piece))
     if not direct:
         with torch.no_grad():
             destination.detach().copy_(target)

@@ -73,7 +73,10 @@ class TrainingJob:
         self._epoch = 0
         self._steps = 0
         self._samples = 0
+        self._waited_nanoseconds = 0
+        self._told = 0
         self._held = 0
+        self._tell_at_next_step: Callable[[], None] = lambda: None
         self._restored: Restored | None = None
         self._resize_callbacks: list[Callable[[int, int], None]] = []
 
@@ -81,16 +84,18 @@ class TrainingJob:
         control.hello(FIVE_LINE, torch=str(torch.__version__))
         keeper = StateKeeper(control, lambda: self._training, self._position, gradients=False)
         keeper.before_saving = self._drop_gradients
+        keeper.when_stopped = self._show
         self._keeper = keeper
         control.handlers = keeper.handlers()
         self._progress = Progress(control.page, self._training, keeper)
         restored = keeper.restore_at_start()
         if restored is not None:
             self._restored = restored
-            self._steps = restored.step
+            self._steps = self._told = restored.position["steps"]
             self._epoch = restored.position["epoch"]
             self._samples = restored.position["samples"]
-        control.start(self._steps)
+        control.start(0 if restored is None else restored.step)
+        self.step, self._tell_at_next_step = _managed_step(self, control.boundary)  # type: ignore[method-assign]
 
     # -- what a script may ask
 
@@ -159,6 +164,7 @@ class TrainingJob:
                 self._control.page.set(Word.TRAINING_EPOCH, epoch)
             yield epoch
         if self._control is not None:
+            self._show()
             self._control.finish()
 
     def step(self, loss: Any = None) -> None:
@@ -167,13 +173,6 @@ class TrainingJob:
         Here a job may be paused, parked, saved or ended (exit code 75). Gradients are dead here: they may be dropped.
         """
         self._steps += 1
-        progress = self._progress
-        if progress is None:
-            return
-        progress.publish(self._samples, loss)
-        if not self._held:
-            assert self._control is not None
-            self._control.boundary()
 
     def register(self, name: str, item: Any) -> Any:
         """Make `item` part of the state: a tensor, a torch.Generator, or anything with state_dict/load_state_dict.
@@ -195,6 +194,7 @@ class TrainingJob:
     def no_suspend(self) -> Iterator[None]:
         """Inside, steps are counted but are no boundaries. Every rank must enter and leave at the same step."""
         self._held += 1
+        self._tell_at_next_step()
         try:
             yield
         finally:
@@ -217,8 +217,7 @@ class TrainingJob:
 
     def took_batch(self, samples: int, waited_nanoseconds: int) -> None:
         self._samples += samples
-        if self._progress is not None:
-            self._progress.data_wait_nanoseconds += waited_nanoseconds
+        self._waited_nanoseconds += waited_nanoseconds
 
     def resumed_pass(self) -> None:
         """The loader that was being read at the boundary is about to go on."""
@@ -229,6 +228,16 @@ class TrainingJob:
 
     # -- inside
 
+    def _tell(self, loss: Any) -> int:
+        """Publish what the steps since the last call came to; returns how many steps may pass until the next call."""
+        assert self._progress is not None
+        passed, self._told = self._steps - self._told, self._steps
+        return self._progress.publish(passed, self._samples, self._waited_nanoseconds, loss)
+
+    def _show(self) -> None:
+        if self._progress is not None:
+            self._progress.show(self._samples, self._waited_nanoseconds)
+
     def _set_random(self) -> None:
         # not in attach: what the script draws before its loop (splits, weights) must come out as in the first run
         if self._restored is not None:
@@ -237,6 +246,8 @@ class TrainingJob:
     def _position(self) -> dict[str, Any]:
         return {
             "epoch": self._epoch,
+            # not the image's step: inside no_suspend steps are made that are no boundaries
+            "steps": self._steps,
             "samples": self._samples,
             "loaders": [loader.position() for loader in self._loaders],
         }
@@ -244,6 +255,31 @@ class TrainingJob:
     def _drop_gradients(self) -> None:
         for optimizer in self._training.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
+
+
+def _managed_step(job: TrainingJob, boundary: Callable[[], None]) -> tuple[Callable[..., None], Callable[[], None]]:
+    """TrainingJob.step under control, as a closure: it is called in every step, and most have nothing to tell.
+
+    The second function makes the next step tell, whatever the first one thought.
+    """
+    untold = 0
+
+    def step(loss: Any = None) -> None:
+        nonlocal untold
+        job._steps += 1
+        untold -= 1
+        if untold <= 0:
+            untold = job._tell(loss)
+            if job._held:
+                untold = 0
+                return
+        boundary()
+
+    def tell_at_next_step() -> None:
+        nonlocal untold
+        untold = 0
+
+    return step, tell_at_next_step
 
 
 def _rank_and_world(control: Control | None) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -12,6 +13,8 @@ from torch.utils.data import IterableDataset
 from ganger.training.enumeration import count_from
 from ganger.training.randomness import capture_random, generator_bytes, generator_tensor, restore_random
 
+_clock = time.perf_counter_ns
+
 
 class Script(Protocol):
     """What a loop tells the script it belongs to."""
@@ -19,6 +22,8 @@ class Script(Protocol):
     def before_fetch(self, loop: Loop) -> None: ...
 
     def after_fetch(self, loop: Loop, waited_nanoseconds: int) -> None: ...
+
+    def ended(self, loop: Loop) -> None: ...
 
     def kept_batch(self, loader: Any, original: Any) -> Any: ...
 
@@ -32,6 +37,9 @@ class Loop:
 
     def __init__(self, script: Script, loader: Any, original: Any, number: int) -> None:
         self._script = script
+        self._before_fetch = script.before_fetch
+        self._after_fetch = script.after_fetch
+        self.reference = weakref.ref(self)
         self.number = number
         self.taken = 0
         self.exhausted = False
@@ -46,15 +54,16 @@ class Loop:
         return self
 
     def __next__(self) -> Any:
-        self._script.before_fetch(self)
-        began = time.perf_counter_ns()
+        self._before_fetch(self)
+        began = _clock()
         try:
             batch = next(self._iterator)
         except StopIteration:
             self.exhausted = True
+            self._script.ended(self)
             raise
         self.taken += 1
-        self._script.after_fetch(self, time.perf_counter_ns() - began)
+        self._after_fetch(self, _clock() - began)
         return batch
 
     def __len__(self) -> int:

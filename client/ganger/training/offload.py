@@ -80,6 +80,7 @@ class StateKeeper:
         self._writer: threading.Thread | None = None
         self._finished: Callable[[], None] | None = None
         self.before_saving: Callable[[], None] = lambda: None
+        self.when_stopped: Callable[[], None] = lambda: None
         self.workers: int | None = None
         self.arena: Arena | None = None if control.arena_fd is None else Arena(control.arena_fd)
 
@@ -87,13 +88,18 @@ class StateKeeper:
 
     def handlers(self) -> Handlers:
         return Handlers(
-            on_stop=lambda step: _synchronize(),
+            on_stop=self.stopped,
             on_offload=self.offload,
             on_restore=self.bring_back,
             on_checkpoint=self.checkpoint,
             on_hand_over=self.hand_over,
             on_retune=self.retune,
         )
+
+    def stopped(self, step: int) -> None:
+        """The rank stands at `step`: let the device finish, and the page tell all there is to tell."""
+        _synchronize()
+        self.when_stopped()
 
     def offload(self, request: StopRequest) -> int:
         """Park the state in the arena and free the device memory it used; returns the bytes freed."""
@@ -176,7 +182,9 @@ class StateKeeper:
         """
         if self._control.restore is None:
             return None
-        return self._from_assigned_state(lambda image: restore(self._training(), image))
+        restored = self._from_assigned_state(lambda image: restore(self._training(), image))
+        _synchronize()
+        return restored
 
     def _from_assigned_state(self, use: Callable[[OpenImage], _T]) -> _T:
         order = self._control.restore
@@ -185,6 +193,7 @@ class StateKeeper:
             if order.kind == "arena":
                 if self.arena is None:
                     raise ImageError("TRUNCATED", "told to restore from the arena, but no arena came with the launch")
+                self.arena.map_ahead(order.size)
                 self._wait_for_arena(1)
                 return use(_not_older(open_image(ArenaSource(self.arena.view(), self._wait_for_arena)), order.step))
             shard = os.path.join(order.path, f"rank-{self._control.rank}.shard")

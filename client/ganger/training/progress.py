@@ -13,28 +13,33 @@ from ganger.training.offload import StateKeeper, device_bytes
 from ganger.training.state import Training
 
 LOSS_EVERY_SECONDS = 1.0
+# Steps worth the name are told of one by one; shorter ones a few at a time, so that telling costs next to nothing. Few,
+# because the next step may be a long one.
+PUBLISH_EVERY_SECONDS = 0.005
+MOST_STEPS_UNTOLD = 16
 # Optimizers make their state in the first step, activations peak soon after; later changes are rare.
 MEASURED_STEPS = (1, 2, 3, 10, 100)
+MEASURED_EVERY = 1000
 
 
 class Progress:
+    """Writes the page's words that change with every step, as often as somebody could want to know."""
+
     def __init__(self, page: Page, training: Training, keeper: StateKeeper | None) -> None:
         self._page = page
         self._words = page.words
         self.training = training
         self._keeper = keeper
-        self._calls = 0
+        self._steps = 0
+        self._measure_at = MEASURED_STEPS[0]
+        self._published = time.monotonic()
         self._loss_due = 0.0
         self._pending: tuple[torch.Tensor, Any] | None = None
         self._peak = 0
-        self.data_wait_nanoseconds = 0
 
-    def publish(self, samples: int, loss: Any) -> None:
-        """Called before each boundary."""
-        words = self._words
-        words[Word.SAMPLES] = samples
-        words[Word.DATA_WAIT] = self.data_wait_nanoseconds
-        self._calls += 1
+    def publish(self, passed: int, samples: int, waited_nanoseconds: int, loss: Any) -> int:
+        """`passed` steps were made since the last call. Returns after how many more this wants to be called again."""
+        self.show(samples, waited_nanoseconds)
         now = time.monotonic()
         if now >= self._loss_due:
             self._loss_due = now + LOSS_EVERY_SECONDS
@@ -42,8 +47,18 @@ class Progress:
                 self._keeper.tend()
             if loss is not None:
                 self._look_at(loss)
-        if self._calls in MEASURED_STEPS or self._calls % 1000 == 0:
+        self._steps += passed
+        if self._steps >= self._measure_at:
+            self._measure_at = _after(self._steps)
             self.measure()
+        untold = int(PUBLISH_EVERY_SECONDS * passed / max(now - self._published, 1e-9))
+        self._published = now
+        return max(1, min(untold, MOST_STEPS_UNTOLD, self._measure_at - self._steps))
+
+    def show(self, samples: int, waited_nanoseconds: int) -> None:
+        """Samples taken by this rank, and how long it has waited for them."""
+        self._words[Word.SAMPLES] = samples
+        self._words[Word.DATA_WAIT] = waited_nanoseconds
 
     def measure(self) -> None:
         """Publish device memory now and at its peak."""
@@ -70,3 +85,8 @@ class Progress:
     def _set(self, loss: float) -> None:
         if math.isfinite(loss):
             self._page.set_float(Word.LOSS, loss)
+
+
+def _after(steps: int) -> int:
+    """The step at which to measure next."""
+    return next((step for step in MEASURED_STEPS if step > steps), steps + MEASURED_EVERY)

@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Callable
 
 import torch
 from torch.utils.data import DataLoader
@@ -36,7 +36,6 @@ class UnmodifiedScript:
     """One process. Inert until a loop begins in the process of the rank with an optimizer alive."""
 
     def __init__(self, diversion: Diversion | None) -> None:
-        self._pid = os.getpid()
         self._diversion = diversion
         self._retired = False
         self._discovery = Discovery()
@@ -54,6 +53,10 @@ class UnmodifiedScript:
         self._has_stepped = False
         self._fetched = 0
         self._samples = 0
+        self._waited_nanoseconds = 0
+        self._untold = 0
+        self._told_after = 1
+        self._stop_waiting_for_step: Callable[[], None] = lambda: None
         self._steps_without_loader = 0
         self._boundary_loop: Loop | None = None
         # going back
@@ -75,8 +78,9 @@ class UnmodifiedScript:
         DataLoader.__iter__ = begin  # type: ignore[method-assign]
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        register_optimizer_step_pre_hook(self._before_step)
+        self._stop_waiting_for_step = register_optimizer_step_pre_hook(self._before_step).remove
         register_optimizer_step_post_hook(self._after_step)
+        os.register_at_fork(after_in_child=self._forget_in_child)
 
     def retire(self) -> None:
         """Let go of the page; the hooks stay and do nothing."""
@@ -85,10 +89,14 @@ class UnmodifiedScript:
             self._control.close()
             self._control = None
 
+    def _forget_in_child(self) -> None:
+        # the control looks after itself; what is at the page stays the parent's
+        self._retired = True
+        self._control = None
+
     def _is_concerned(self) -> bool:
         return (
             not self._retired
-            and os.getpid() == self._pid
             and threading.current_thread() is threading.main_thread()
             and self._discovery.has_optimizer
         )
@@ -113,7 +121,7 @@ class UnmodifiedScript:
 
     def _watched(self, loop: Loop) -> Loop:
         self._alive = [reference for reference in self._alive if reference() is not None]
-        self._alive.append(weakref.ref(loop))
+        self._alive.append(loop.reference)
         return loop
 
     def _living(self) -> Iterator[Loop | None]:
@@ -125,7 +133,7 @@ class UnmodifiedScript:
             self._take_page()
 
     def _after_step(self, *_: Any) -> None:
-        if self._control is None or os.getpid() != self._pid or self._going_back:
+        if self._control is None or self._going_back:
             return
         self._has_stepped = True
         self._stepping = self._last
@@ -137,17 +145,26 @@ class UnmodifiedScript:
 
     def before_fetch(self, loop: Loop) -> None:
         """`loop` is about to fetch: a boundary if it has made a step since its last fetch."""
-        if self._has_stepped and self._stepping is not None and self._stepping() is loop:
-            self._boundary(loop)
-        self._fetched += 1
-        if self._fetched == BATCHES_BEFORE_OPAQUE and not self._refined and self._control is not None:
-            self._control.hello(Capability.OPAQUE, reason="no optimizer of torch.optim ever stepped")
+        if self._has_stepped:
+            if self._stepping is loop.reference:
+                self._boundary(loop)
+        elif not self._refined:
+            self._fetched += 1
+            if self._fetched == BATCHES_BEFORE_OPAQUE and self._control is not None:
+                self._control.hello(Capability.OPAQUE, reason="no optimizer of torch.optim ever stepped")
 
     def after_fetch(self, loop: Loop, waited_nanoseconds: int) -> None:
-        self._last = weakref.ref(loop)
+        self._last = loop.reference
         self._samples += loop.batch_size
+        self._waited_nanoseconds += waited_nanoseconds
+
+    def ended(self, loop: Loop) -> None:
+        """`loop` has no more batches: perhaps the script's last."""
+        self._show()
+
+    def _show(self) -> None:
         if self._progress is not None:
-            self._progress.data_wait_nanoseconds += waited_nanoseconds
+            self._progress.show(self._samples, self._waited_nanoseconds)
 
     # -- boundaries
 
@@ -159,7 +176,9 @@ class UnmodifiedScript:
             self._retired = True
             return False
         self._control = control
+        self._stop_waiting_for_step()
         self._keeper = StateKeeper(control, self._training, self._position, gradients=True)
+        self._keeper.when_stopped = self._show
         control.handlers = self._keeper.handlers()
         self._progress = Progress(control.page, Training(), self._keeper)
         if self._going_back:
@@ -179,7 +198,10 @@ class UnmodifiedScript:
         self._boundary_loop = loop
         if not self._refined:
             self._refine(loop)
-        self._progress.publish(self._samples, None)
+        self._untold += 1
+        if self._untold >= self._told_after:
+            passed, self._untold = self._untold, 0
+            self._told_after = self._progress.publish(passed, self._samples, self._waited_nanoseconds, None)
         self._control.boundary()
         self._boundary_loop = None
 
