@@ -1,0 +1,177 @@
+"""Stories as text: commands, `----`, and exactly what they print. Blocks are separated by empty lines.
+
+node NAME TOPOLOGY [type=T] [user=U]       policy NAME | quota USER=DEVICES ...   (before nodes)
+submit GPUS [steps= cores= memory= type= within= user= priority=]
+cancel|resume|why|show JOB                 suspend JOB LEVEL              move JOB [NODE]
+cordon|uncordon|drain|reboot|storage|nostorage NODE                       run SECONDS      nodes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ganger.resources.topology import parse_topology
+from ganger.resources.values import Level, Locality, Role, TaskShape
+from ganger_master.core import commands
+from ganger_master.core.answers import Answer, Refused
+from ganger_master.core.explain import explain
+from ganger_master.core.model import JobSpec, SuspendLevel
+from ganger_master.core.settings import Settings
+from ganger_master.sim.cluster import Cluster
+
+SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
+_GIB = 1 << 30
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_the_scenario_prints_what_its_file_says(path: Path, request: pytest.FixtureRequest) -> None:
+    told = path.read_text()
+    printed = _told_again(told)
+    if request.config.getoption("--rewrite", default=False):
+        path.write_text(printed)
+    else:
+        assert printed == told
+
+
+def _told_again(text: str) -> str:
+    story = _Story()
+    blocks = []
+    for block in text.strip().split("\n\n"):
+        lines = block.split("\n----")[0].splitlines()
+        said = [line for command in lines if not command.startswith("#") for line in story.tell(command)]
+        blocks.append("\n".join([*lines, "----", *said]) if said else "\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
+
+
+class _Story:
+    def __init__(self) -> None:
+        self._cluster: Cluster | None = None
+        self._settings = Settings()
+
+    @property
+    def cluster(self) -> Cluster:
+        if self._cluster is None:
+            self._cluster = Cluster(1, [], self._settings)
+        return self._cluster
+
+    def tell(self, line: str) -> Iterator[str]:
+        verb, *words = line.split()
+        named = dict(word.split("=", 1) for word in words if "=" in word)
+        yield from getattr(self, f"_{verb}")(*[word for word in words if "=" not in word], **named)
+
+    def _policy(self, name: str) -> Iterator[str]:
+        self._settings = Settings(policy=name)
+        yield from ()
+
+    def _quota(self, **devices: str) -> Iterator[str]:
+        self._settings = Settings(quota_devices={user: int(count) for user, count in devices.items()})
+        yield from ()
+
+    def _node(self, name: str, topology: str, type: str = "virtual", user: str = "") -> Iterator[str]:
+        made = parse_topology(
+            topology,
+            name=f"{type}-{topology}",
+            device_type=type,
+            millicores=16_000,
+            memory_bytes=64 * _GIB,
+            device_memory_bytes=_GIB,
+        )
+        self.cluster.add_node(name, made, {"switch_user": "no", "user": user} if user else None)
+        self.cluster.run_for(5.0)
+        yield from ()
+
+    def _submit(
+        self,
+        gpus: str,
+        steps: str = "60",
+        cores: str = "2",
+        memory: str = "4",
+        type: str = "",
+        within: str = "CLUSTER",
+        user: str = "",
+        priority: str = "0",
+    ) -> Iterator[str]:
+        shape = TaskShape(1, int(cores) * 1000, int(memory) * _GIB)
+        spec = JobSpec(
+            ("train", steps),
+            (Role("worker", int(gpus), shape),),
+            device_type=type,
+            locality=Locality(widest=Level[within]),
+            priority=int(priority),
+            gpu_memory_bytes=_GIB,
+        )
+        submission = self.cluster.submit(spec, user)
+        self.cluster.run_until(lambda: submission.number > 0 or submission.refused, 10.0)
+        self.cluster.run_for(10.0)
+        yield from self._show(str(submission.number)) if submission.number else ["refused"]
+
+    def _show(self, number: str) -> Iterator[str]:
+        state = self.cluster.state
+        job = state.jobs[int(number)]
+        gang = state.gangs.get(job.epoch)
+        words = [job.name, job.state.value]
+        if job.suspended_level:
+            words.append(f"at {job.suspended_level.name}")
+        if gang is not None:
+            places = " ".join(f"{claim.node}:{claim.device_mask:#x}" for claim in gang.claims)
+            words.append(f"epoch {gang.epoch} {gang.phase.value} on {places}")
+        yield " ".join(words)
+
+    def _why(self, number: str) -> Iterator[str]:
+        found = explain(self.cluster.state, int(number), self.cluster.master.now())
+        for blocker in found.blockers[:2]:
+            yield f"{blocker.reason.name}: {blocker.message}"
+        if not found.blockers:
+            yield found.assumption
+
+    def _nodes(self) -> Iterator[str]:
+        for name, row in sorted(self.cluster.state.rows.items()):
+            memory = row.free_memory_bytes / _GIB
+            yield f"{name} {self.cluster.state.nodes[name].state.value} free {row.free_mask:#x} {memory:.1f} GiB"
+
+    def _run(self, seconds: str) -> Iterator[str]:
+        self.cluster.run_for(float(seconds))
+        self.cluster.check()
+        yield from ()
+
+    def _cancel(self, number: str) -> Iterator[str]:
+        yield from self._ask(commands.CancelJob(int(number)))
+
+    def _suspend(self, number: str, level: str) -> Iterator[str]:
+        yield from self._ask(commands.SuspendJob(int(number), SuspendLevel[level]))
+
+    def _resume(self, number: str) -> Iterator[str]:
+        yield from self._ask(commands.ResumeJob(int(number)))
+
+    def _move(self, number: str, *nodes: str) -> Iterator[str]:
+        yield from self._ask(commands.MoveJob(int(number), nodes))
+
+    def _cordon(self, node: str) -> Iterator[str]:
+        yield from self._ask(commands.CordonNode(node, "repair"))
+
+    def _uncordon(self, node: str) -> Iterator[str]:
+        yield from self._ask(commands.UncordonNode(node))
+
+    def _drain(self, node: str) -> Iterator[str]:
+        yield from self._ask(commands.DrainNode(node, "repair"))
+
+    def _reboot(self, node: str) -> Iterator[str]:
+        daemon = self.cluster.daemons[node]
+        daemon.reboot()
+        self.cluster.engine.after(5.0, daemon.start)
+        yield from ()
+
+    def _storage(self, node: str) -> Iterator[str]:
+        self.cluster.daemons[node].storage_proved = True
+        yield from ()
+
+    def _nostorage(self, node: str) -> Iterator[str]:
+        self.cluster.daemons[node].storage_proved = False
+        yield from ()
+
+    def _ask(self, command: commands.Command) -> Iterator[str]:
+        answer: Answer = self.cluster.ask(command)
+        if isinstance(answer, Refused):
+            yield f"{answer.reason}: {answer.message}"
