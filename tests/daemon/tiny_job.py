@@ -1,7 +1,7 @@
 """A job as small as a job can be: steps, a state of some bytes, and all that a framework does at a boundary.
 
 argv: number of steps (0: for ever), seconds per step, bytes of state, and how it misbehaves: "keeps" its memory when it
-is to give it up, or is "deaf" to all orders. Prints one line per step.
+is to give it up, is "deaf" to all orders, or its ranks come to their boundaries "apart". Prints one line per step.
 """
 
 import json
@@ -110,7 +110,7 @@ def main():
         while True:
             time.sleep(1)
     while steps == 0 or control.step < steps:
-        time.sleep(pause)
+        time.sleep(pause * (1 + control.rank) if mode == "apart" else pause)
         at = control.step % max(1, size - 8)
         state["data"][at] = (state["data"][at] + control.step) % 256
         digest = xxhash.xxh3_64_hexdigest(state["data"])
