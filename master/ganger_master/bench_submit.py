@@ -40,8 +40,10 @@ _STORM_SECONDS: Final = 1.0
 _WAIT_SECONDS: Final = 60.0
 
 
-def main(rounds: int = ROUNDS, starts: int = STARTS) -> dict[str, Any]:
-    """The whole report; smaller arguments make a quick trial."""
+def main(rounds: int = ROUNDS, starts: int = STARTS, quick: bool = False) -> dict[str, Any]:
+    """The whole report; `quick` takes one round and few starts."""
+    if quick:
+        rounds, starts = 1, 3
     with (
         tempfile.TemporaryDirectory(prefix="ganger-bench-") as directory,
         serving(Path(directory), 2, 0) as endpoint,

@@ -45,8 +45,10 @@ _LOOKS: Final = 3
 _START_SECONDS: Final = 300.0
 
 
-def main(nodes: int = NODES, rounds: int = ROUNDS) -> dict[str, Any]:
-    """The whole report; smaller arguments make a quick trial."""
+def main(nodes: int = NODES, rounds: int = ROUNDS, quick: bool = False) -> dict[str, Any]:
+    """The whole report; `quick` tries it on a small cluster."""
+    if quick:
+        nodes, rounds = 3_000, 1
     total = rounds * (UNARY_PER_ROUND + BATCHED_PER_ROUND) + UNARY_PER_ROUND
     with (
         tempfile.TemporaryDirectory(prefix="ganger-bench-") as directory,

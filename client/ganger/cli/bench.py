@@ -1,7 +1,7 @@
 """`ganger bench`: runs benchmarks that programs register in the entry-point group "ganger.benches".
 
 A benchmark is a function without required arguments that returns one object: name, ok, figures, limits, machine; or
-name and skipped, with the reason.
+name and skipped, with the reason. One that takes `quick` can be tried in seconds, to see that it runs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ _GROUP = "ganger.benches"
 @click.argument("name", required=False)
 @click.option("--list", "is_list", is_flag=True, help="Name the benchmarks.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def bench(name: str | None, is_list: bool, as_json: bool) -> int:
+@click.option("--quick", is_flag=True, help="Try it on a small scale; its figures mean little.")
+def bench(name: str | None, is_list: bool, as_json: bool, quick: bool) -> int:
     """Run benchmark NAME; exit code 0 only if it keeps all its limits. Raw samples go to build/bench."""
+    import inspect
     from importlib.metadata import entry_points
 
     found = {point.name: point for point in entry_points(group=_GROUP)}
@@ -32,7 +34,10 @@ def bench(name: str | None, is_list: bool, as_json: bool) -> int:
     if name not in found:
         known = ", ".join(sorted(found)) or "none installed"
         raise click.UsageError(f"there is no benchmark {name!r}: there are {known}" if name else f"name one of {known}")
-    result: dict[str, Any] = found[name].load()()
+    run = found[name].load()
+    if quick and "quick" not in inspect.signature(run).parameters:
+        raise click.UsageError(f"benchmark {name!r} has no quick form: leave out --quick")
+    result: dict[str, Any] = run(quick=True) if quick else run()
     if as_json:
         print(json.dumps(result))
     else:

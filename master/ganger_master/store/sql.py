@@ -1,7 +1,8 @@
 """The store on a SQL database: SQLite in WAL mode with synchronous=FULL by default, any SQLAlchemy URL otherwise.
 
 A commit is one transaction. Statements are built by SQLAlchemy once per table and then run as the driver's own text,
-because at small batches building them costs more than the disk does.
+because at small batches building them costs more than the disk does. On SQLite one statement takes many rows: its
+driver lets the interpreter go for every statement, and a busy event loop is slow to give it back.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from sqlalchemy import Connection, Engine, Table, bindparam, create_engine, delete, event, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
@@ -24,10 +25,15 @@ from ganger_master.store import migrate
 from ganger_master.store.contract import Batch, Cell, HistoryEntry, Problem, Put, Remove, StoredRow, StoreError
 from ganger_master.store.tables import STATE, events, writer
 
+# Parameters of one row, or of each of several.
+_Values: TypeAlias = dict[str, Any] | list[dict[str, Any]]
+
 _HISTORY_COLUMNS: Final = tuple(column.name for column in events.columns)
 # Rows of one statement; keeps the driver's memory and the time of one lock bounded.
 _ROWS_PER_STATEMENT: Final = 5_000
 _ROWS_PER_FETCH: Final = 1_000
+# On SQLite: rows of one statement, the most first. Its parameters are at most 32,766.
+_ROWS_TOGETHER: Final = (64, 8, 1)
 _BUSY_MILLISECONDS: Final = 5_000
 
 
@@ -39,7 +45,7 @@ class SqlStore:
         self._engine = _engine_for(url)
         self._connection: Connection | None = None
         self._generation = 0
-        self._statements: dict[tuple[str, str], _Statement] = {}
+        self._statements: dict[tuple[str, str, int], _Statement] = {}
 
     def open(self) -> None:
         with _explained(self._url):
@@ -135,15 +141,24 @@ class SqlStore:
         if verb == "put" and connection.dialect.name not in _UPSERTS:
             self._run(connection, "remove", table, [{"key": row["key"]} for row in rows])
             verb = "append"
+        start = 0
+        if connection.dialect.name == "sqlite":
+            for size in _ROWS_TOGETHER:
+                statement = self._statement(verb, table, size)
+                while len(rows) - start >= size:
+                    statement.run_together(connection, rows[start : start + size])
+                    start += size
+            return
         statement = self._statement(verb, table)
         for start in range(0, len(rows), _ROWS_PER_STATEMENT):
             statement.run(connection, rows[start : start + _ROWS_PER_STATEMENT])
 
-    def _statement(self, verb: str, table: str) -> _Statement:
-        found = self._statements.get((verb, table))
+    def _statement(self, verb: str, table: str, rows: int = 0) -> _Statement:
+        """`rows` 0: for one row, to be run for each of several."""
+        found = self._statements.get((verb, table, rows))
         if found is None:
-            found = _Statement.of(_built(verb, table, self._engine.dialect.name), self._engine)
-            self._statements[verb, table] = found
+            found = _Statement.of(_built(verb, table, self._engine.dialect.name, rows), self._engine)
+            self._statements[verb, table, rows] = found
         return found
 
 
@@ -168,26 +183,36 @@ class _Statement:
             parameters = [tuple(row[name] for name in self.order) for row in rows]
         return connection.exec_driver_sql(self.text, parameters if len(parameters) > 1 else parameters[0]).rowcount
 
+    def run_together(self, connection: Connection, rows: Sequence[Mapping[str, Cell]]) -> None:
+        """For a statement of just so many rows whose parameters the driver numbers, row by row."""
+        assert self.order is not None
+        columns = [name.removesuffix("_0") for name in self.order[: len(self.order) // len(rows)]]
+        connection.exec_driver_sql(self.text, tuple([row[name] for row in rows for name in columns]))
+
 
 _UPSERTS: Final = ("sqlite", "postgresql")
 
 
-def _built(verb: str, table_name: str, dialect: str) -> Executable:
+def _built(verb: str, table_name: str, dialect: str, rows: int) -> Executable:
     if verb == "fence":
         # Changing nothing would do, but an update also takes the row's lock where locks are rows'.
         return update(writer).where(writer.c.generation == bindparam("generation")).values(id=writer.c.id)
     table = events if table_name == events.name else STATE[table_name]
     names = [column.name for column in table.columns]
     if verb == "remove":
+        if rows:
+            return delete(table).where(table.c.key.in_([bindparam(f"key_{row}") for row in range(rows)]))
         return delete(table).where(table.c.key == bindparam("key"))
-    values = {name: bindparam(name, type_=table.c[name].type) for name in names}
+    values: _Values = {name: bindparam(name, type_=table.c[name].type) for name in names}
+    if rows:
+        values = [{name: bindparam(f"{name}_{row}", type_=table.c[name].type) for name in names} for row in range(rows)]
     if verb == "append":
         return insert(table).values(values)
     return _upsert(table, values, dialect)
 
 
-def _upsert(table: Table, values: Mapping[str, Any], dialect: str) -> Executable:
-    others = [name for name in values if name != "key"]
+def _upsert(table: Table, values: _Values, dialect: str) -> Executable:
+    others = [column.name for column in table.columns if column.name != "key"]
     if dialect == "postgresql":
         into_postgresql = postgresql.insert(table).values(values)
         return into_postgresql.on_conflict_do_update(

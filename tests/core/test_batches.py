@@ -1,0 +1,124 @@
+"""What is done once per batch, or remembered, gives what doing it each time would."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ganger.resources.topology import Topology, innermost_groups, parse_topology
+from ganger.resources.values import Claim, Role, TaskShape
+from ganger_master.approval.reservations import Reservation, Wanting, reserve
+from ganger_master.core import capacity, commands, desired, machine
+from ganger_master.core.answers import Approved, SessionAnswer
+from ganger_master.core.effects import NodeNews
+from ganger_master.core.invariants import violations
+from ganger_master.core.model import Job, JobSpec, Node
+from ganger_master.core.replacing import replace
+from ganger_master.core.rows import row_of
+from ganger_master.core.settings import Settings
+from ganger_master.core.state import State
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+SERVER = parse_topology("2x2", name="v4")
+SPEC = JobSpec(("train",), (Role("worker", 1, TaskShape(1, 1_000, 1 << 20)),))
+
+
+def claim(node: str, device: int) -> Claim:
+    return Claim(node, 1 << device, (1_000, 0) if device < 2 else (0, 1_000), 1 << 20, 0, (1,))
+
+
+def story() -> list[commands.Command]:
+    """Two nodes, six gangs on them, two that conflict, one that is cancelled."""
+    told: list[commands.Command] = []
+    for number, node in enumerate(("n1", "n2"), 1):
+        told.append(commands.OpenSession(node, f"m-{node}", SERVER))
+        told.append(commands.Observe(node, f"{node}-{number}", 1, 0))
+    told += [commands.SubmitJob(SPEC, f"u{number}", "ann") for number in range(1, 9)]
+    places = [claim("n1", 0), claim("n1", 1), claim("n1", 1), claim("n2", 3), claim("n2", 2), claim("n1", 3)]
+    told += [commands.RequestGang(number, 1, ((place,),)) for number, place in enumerate(places, 1)]
+    return [*told, commands.CancelJob(2), commands.Observe("n1", "n1-1", 2, 0)]
+
+
+def with_policy() -> State:
+    return State(Settings(policy="backfill"), 0.0)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.sets(st.integers(0, 19)))
+def test_batches_of_any_size_end_in_the_same_state(ends: set[int]) -> None:
+    alone, together = with_policy(), with_policy()
+    news: set[str] = set()
+    for position, command in enumerate(story()):
+        expected = machine.step(alone, command, 1.0)
+        answer, _ = machine.advance(together, command, 1.0)
+        if isinstance(answer, SessionAnswer | Approved):
+            assert answer == expected.answer
+        if position in ends:
+            news |= {effect.node for effect in machine.finish(together, 1.0) if isinstance(effect, NodeNews)}
+            together.take_changes()
+    news |= {effect.node for effect in machine.finish(together, 1.0) if isinstance(effect, NodeNews)}
+    assert not list(violations(together))
+    assert news == {"n1", "n2"}
+    assert together.jobs == alone.jobs
+    assert together.rows == alone.rows
+    assert {name: found.gangs for name, found in together.desired.items()} == {
+        name: found.gangs for name, found in alone.desired.items()
+    }
+    for state in (alone, together):
+        for name, node in state.nodes.items():
+            remembered = desired.project(state, node)
+            state.members.clear()
+            state.projected.clear()
+            assert desired.project(state, node) == remembered == state.desired[name].gangs
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 15), st.integers(0, 2), st.integers(0, 2)), max_size=5))
+def test_a_row_counts_its_neighbours(held: list[tuple[int, int, int]]) -> None:
+    claims = [Claim("n1", mask, tuple(cores), 0) for mask, *cores in held]
+    row = row_of(Node("n1", "m", SERVER.name), Topology(SERVER), claims)
+    assert row.device_rows == tuple(sum(one.device_mask >> device & 1 for one in claims) for device in range(4))
+    assert row.group_jobs == tuple(
+        sum(bool(one.device_mask & mask) for one in claims) for mask in innermost_groups(SERVER)
+    )
+    assert row.socket_jobs == tuple(
+        sum(bool(one.device_mask & socket.device_mask or one.millicores[index]) for one in claims)
+        for index, socket in enumerate(SERVER.sockets)
+    )
+
+
+def test_replace_is_that_of_dataclasses() -> None:
+    job = Job(1, "u1", "ann", SPEC, 1.0)
+    assert replace(job, revision=2, reason="x") == dataclasses.replace(job, revision=2, reason="x")
+    assert replace(job) == job
+
+
+def test_places_kept_for_the_blocked_are_looked_for_again_after_a_while_only() -> None:
+    state = with_policy()
+    for command in story()[:4]:
+        machine.step(state, command, 0.0)
+    big = JobSpec(("train",), (Role("worker", 4, TaskShape(1, 1_000, 1 << 20)),))
+    for number, spec in enumerate([SPEC, big, SPEC, SPEC], 1):
+        machine.step(state, commands.SubmitJob(spec, f"u{number}", "ann"), 0.0)
+    four = Claim("n1", 0xF, (2_000, 2_000), 4 << 20, 0, (4,))
+    assert isinstance(ask(state, 1, claim("n1", 0), 1.0), Approved)
+    assert not isinstance(ask(state, 2, four, 1.0), Approved)
+    late = 200.0
+    first = capacity.reservations_of(state, [state.jobs[2]], late)
+    assert first == naive(state, 2)
+    assert first[0].nodes == ("n2",)
+    assert not isinstance(ask(state, 3, claim("n2", 1), late), Approved)
+    assert isinstance(ask(state, 3, claim("n1", 1), late), Approved)
+    assert capacity.reservations_of(state, [state.jobs[2]], late + 0.1) == first
+    assert capacity.reservations_of(state, [state.jobs[2]], late + 1.0) == naive(state, 2)
+    assert capacity.reservations_of(state, [state.jobs[4]], late) == ()
+
+
+def ask(state: State, number: int, wanted: Claim, now: float) -> object:
+    request = commands.RequestGang(number, state.jobs[number].revision, ((wanted,),))
+    return machine.step(state, request, now).answer
+
+
+def naive(state: State, number: int) -> tuple[Reservation, ...]:
+    job = state.jobs[number]
+    return reserve(state.view, [Wanting(job.name, state.queue_rank(number), job.spec.shape())])
