@@ -8,6 +8,7 @@ import secrets
 import signal
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
@@ -38,23 +39,28 @@ def demo(report: Path, seed: int | None, everything: bool, examples: Path | None
     from ganger.cli.demonstration.report import checks_of, is_ok, print_tables, write_report
     from ganger.cli.demonstration.stage import find_examples, play, programme
 
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     say = _Teller()
     chosen = secrets.randbelow(1 << 30) if seed is None else seed
     say(f"seed {chosen}")
     try:
         planned = programme(find_examples(examples))
         say("starting a master and two nodes with four virtual GPUs each")
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        cluster = Cluster(keep=keep)
-        # begun before the cluster, so that both import at once
-        with Alone(cluster.directory / "alone.log") as alone, cluster, cluster.client() as client:
+        with ExitStack() as stack:
+            cluster = Cluster(keep=keep)
+            stack.callback(cluster.remove)
+            # begun before the cluster, so that both import at once
+            alone = stack.enter_context(Alone(cluster.directory / "alone.log"))
+            stack.enter_context(cluster)
+            client = stack.enter_context(cluster.client())
             outcomes = play(planned, cluster.directory / "runs", chosen, client, say, alone, everything=everything)
             figures = client.get_cluster()
             trouble = cluster.trouble()
             if keep:
                 say(f"logs stay in {cluster.directory}")
     except KeyboardInterrupt:
-        click.echo("interrupted; everything the demo had started is gone", err=True)
+        click.echo("everything is gone", err=True)
         raise SystemExit(130) from None
     except FileNotFoundError as problem:
         raise click.UsageError(str(problem)) from problem
@@ -68,6 +74,14 @@ def demo(report: Path, seed: int | None, everything: bool, examples: Path | None
     say(f"{'everything holds' if is_ok(checks) else 'NOT everything holds'}; written to {report}")
     if not is_ok(checks):
         raise SystemExit(1)
+
+
+def _interrupt(*_: object) -> None:
+    """Once: everything the demo started is then removed, which a second signal must not disturb."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    click.echo("interrupted: ending what the demo has started", err=True)
+    raise KeyboardInterrupt
 
 
 class _Teller:

@@ -79,7 +79,7 @@ class Cluster:
 
     def stop(self) -> None:
         """Ends the programs and every process they left (launchers and ranks outlive their daemons by design), and
-        removes their groups and directories. An interrupt has to wait for it."""
+        removes their groups. An interrupt has to wait for it."""
         with _uninterrupted():
             self._stop()
 
@@ -101,8 +101,13 @@ class Cluster:
         self._processes.clear()
         _remove_groups(self._group)
         shutil.rmtree(self._run, ignore_errors=True)
-        if not self.keep:
-            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def remove(self) -> None:
+        """The last thing to do, when nothing writes into its directory any more."""
+        with _uninterrupted():
+            shutil.rmtree(self._run, ignore_errors=True)
+            if not self.keep:
+                shutil.rmtree(self.directory, ignore_errors=True)
 
     def _start(self) -> None:
         storage = self.directory / "storage"

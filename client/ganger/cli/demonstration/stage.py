@@ -56,12 +56,12 @@ def programme(examples: Path) -> tuple[Example, ...]:
     # destination has imported what the script needs.
     small, wide = ("--batch", "4", "--width", "32"), ("--width", "32")
     return (
-        example("ddp", "attached", 2, 1500, THREE_SUSPENDS_TWO_MOVES, wide),
-        example("digits_cnn", "attached", 1, 1000, every, wide),
-        example("char_transformer", "attached", 1, 500, every, small),
-        example("char_transformer", "plain", 1, 500, THREE_SUSPENDS_TWO_MOVES, small),
-        example("digits_cnn", "plain", 1, 1000, THREE_SUSPENDS_TWO_MOVES, wide),
-        example("ddp", "plain", 2, 1500, THREE_SUSPENDS_TWO_MOVES, wide),
+        example("ddp", "attached", 2, 1000, THREE_SUSPENDS_TWO_MOVES, wide),
+        example("digits_cnn", "attached", 1, 800, every, wide),
+        example("char_transformer", "attached", 1, 400, every, small),
+        example("char_transformer", "plain", 1, 400, THREE_SUSPENDS_TWO_MOVES, small),
+        example("digits_cnn", "plain", 1, 800, THREE_SUSPENDS_TWO_MOVES, wide),
+        example("ddp", "plain", 2, 1000, THREE_SUSPENDS_TWO_MOVES, wide),
     )
 
 

@@ -19,10 +19,10 @@ from ganger.job import FINISHED, Job, JobState
 from ganger.v1 import job_pb2
 
 POLL_SECONDS = 0.01
-ACTION_SECONDS = 60.0
-AGAIN_SECONDS = 1.0
-TRAINING_SECONDS = 180.0
-ALONE_SECONDS = 180.0
+ACTION_SECONDS = 120.0
+AGAIN_SECONDS = 3.0
+TRAINING_SECONDS = 600.0
+ALONE_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
