@@ -13,7 +13,7 @@ import numpy as np
 from ganger.placement.scan import NOTHING, Scan
 from ganger.resources.fit import demand
 from ganger.resources.reasons import Reason, Refusal
-from ganger.resources.values import GangShape, Level
+from ganger.resources.values import ConfigurationSet, GangShape, Level
 
 _CONSTRAINTS = (Reason.GPUS, Reason.CORES, Reason.MEMORY, Reason.LOCALITY)
 
@@ -28,7 +28,7 @@ def blockers(scan: Scan, widest: Level) -> tuple[Refusal, ...]:
         detail = f"no node has {wanted}" if scan.view.slots else "no node has joined yet"
         return (Refusal(Reason.DEVICE_TYPE if scan.view.slots else Reason.NODE_UNAVAILABLE, detail=detail),)
     if _feasible(scan, widest, (Reason.NODE_UNAVAILABLE,)):
-        return (_unavailable(scan),)
+        return (*_type_out_of_service(scan, typed), _unavailable(scan))
     reasons = [reason for reason in _CONSTRAINTS if _feasible(scan, widest, (reason,))]
     if not reasons:
         reasons = [
@@ -75,6 +75,14 @@ def _enough(shape: GangShape, rooms: Iterable[tuple[int, np.ndarray]], spans: np
         else:
             enough &= np.bincount(spans, weights=np.minimum(room, tasks), minlength=count) >= tasks
     return bool(enough.any())
+
+
+def _type_out_of_service(scan: Scan, typed: Collection[ConfigurationSet]) -> tuple[Refusal, ...]:
+    """A job that names a device type waits for just its nodes, though others are in service."""
+    usable = [scan.view.topologies[slot].configuration_set for slot in np.flatnonzero(scan.usable)]
+    if not scan.shape.device_type or not usable or any(one in typed for one in usable):
+        return ()
+    return (Refusal(Reason.DEVICE_TYPE, detail=f"no node with {scan.shape.device_type} is in service"),)
 
 
 def _unavailable(scan: Scan) -> Refusal:

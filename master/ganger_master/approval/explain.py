@@ -40,7 +40,15 @@ class Estimate:
 
 def order(refusals: Sequence[Refusal]) -> tuple[Refusal, ...]:
     """The true blocker first: mistakes, then what lasts, then what a retry may solve; else in the order given."""
-    return tuple(sorted(refusals, key=lambda one: (_KINDS.index(one.reason.kind), one.reason not in _FIRST)))
+    return tuple(
+        sorted(refusals, key=lambda one: (_KINDS.index(one.reason.kind), one.reason not in _FIRST, _is_indirect(one)))
+    )
+
+
+def _is_indirect(refusal: Refusal) -> bool:
+    """More devices would help, but enough are free: what they lack comes first."""
+    figures = refusal.figures
+    return refusal.reason is Reason.GPUS and figures.get("largest_free", 0) >= figures.get("needed", 1)
 
 
 def explain(
