@@ -52,6 +52,7 @@ PAIRS = (
     Pair("partial-acks", "leader", "offload", world=2),
     Pair("partial-acks", "member", "offload", world=2),
     Pair("mid-fsync", "leader", "checkpoint"),
+    Pair("before-rename", "leader", "checkpoint"),
     Pair("after-rename", "leader", "checkpoint"),
     Pair("parked-before-report", "leader", "offload"),
     Pair("parked-before-report", "leader", "move"),
@@ -64,7 +65,6 @@ PAIRS = (
 # Places that no row of PAIRS reaches, and where they are tested instead.
 ELSEWHERE = {
     "mid-load": "test_a_master_killed_while_it_loads_loads_the_next_time",
-    "before-rename": "the daemon publishes by itself only when the launcher is gone: tests/daemon",
 }
 
 
