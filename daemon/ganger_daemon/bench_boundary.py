@@ -1,7 +1,8 @@
 """`ganger bench boundary`: what a boundary costs while nothing is ordered, and how fast and exactly a gang stops.
 
 The gangs have stragglers, read the loss every ten steps, and are spread over nodes whose relay is slowed down; every
-stop must find all ranks at one step, and none may run over it or wait for ever.
+stop must find all ranks at one step, and none may run over it or wait for ever. And how long a re-pin to other cores
+takes.
 """
 
 from __future__ import annotations
@@ -18,66 +19,90 @@ from ganger.injob.page import Level, Order, Page, Word
 from ganger.injob.pages import page_path
 
 from ganger_daemon.bench_gang import LEVELS, Gang, Stop, StuckError
+from ganger_daemon.bench_repin import measure_repin
 from ganger_daemon.bench_report import Report, quantile
 
 HOOK_LIMIT_MICROSECONDS = 0.5
 ZERO_LINE_LIMIT_MICROSECONDS = 3.0
 SLACK_SECONDS = 0.015
 RESUME_SLACK_SECONDS = 0.020
+HOOK_ROUNDS = 101
+REPINS = 200
+QUICK_CYCLES = 4
 # ranks, nodes, relay delay one way in seconds, cycles
 GANGS = ((2, 1, 0.0, 80), (2, 2, 0.005, 60), (4, 2, 0.010, 60))
 
-# The five-line form: rounds that alternate between the hook and an empty call. The zero-line form: a loop over a loader
-# whose optimizer does nothing, first without the agent and then with it, because it finds its boundary between the two.
+# What is compared runs in turn, in many short rounds, and CPU time is counted: other load on the machine stretches the
+# wall clock of a round, and slow spells of a core hit both sides alike. The figure is the median of the differences.
+# The agent changes PyTorch for its whole process, so the zero-line form is a fork beside its parent, in turn with it.
 HOOKS = """
-import json, statistics, sys, time
+import gc, json, os, statistics, sys, time
 import torch
 torch.set_num_threads(1)
-ROUNDS = 9
+ROUNDS = int(sys.argv[2])
 
 def empty(): pass
 
-def cost(call, calls=50_000):
-    def one(f):
-        begin = time.perf_counter_ns()
-        for _ in range(calls): f()
-        return (time.perf_counter_ns() - begin) / calls / 1000
-    one(call), one(empty)
-    return [one(call) - one(empty) for _ in range(ROUNDS)]
+def one(call, calls):
+    begin = time.process_time_ns()
+    for _ in range(calls): call()
+    return (time.process_time_ns() - begin) / calls / 1000
+
+def cost(call, calls=5_000):
+    one(call, calls), one(empty, calls)
+    return [one(call, calls) - one(empty, calls) for _ in range(ROUNDS)]
 
 class Still(torch.optim.Optimizer):
     def __init__(self): super().__init__([torch.nn.Parameter(torch.zeros(1))], {})
     def step(self, closure=None): pass
 
 class Numbers(torch.utils.data.Dataset):
-    def __len__(self): return 20_000
+    def __len__(self): return 2_000
     def __getitem__(self, index): return index
 
-def loop():
-    loader, step, rounds = torch.utils.data.DataLoader(Numbers(), batch_size=None), Still().step, []
-    for _ in range(ROUNDS):
-        begin = time.perf_counter_ns()
+def make_loop():
+    loader, step = torch.utils.data.DataLoader(Numbers(), batch_size=None), Still().step
+    def loop():
+        begin = time.process_time_ns()
         for _ in loader: step()
-        rounds.append((time.perf_counter_ns() - begin) / 20_000 / 1000)
-    return rounds
+        return (time.process_time_ns() - begin) / 2_000 / 1000
+    return loop
 
+gc.disable()
 if sys.argv[1] == "attached":
     import ganger
     job = ganger.attach()
     print(json.dumps({"boundary": cost(job._control.boundary), "five_line": cost(job.step)}))
 else:
-    from ganger.injob.arm import arm
-    without = statistics.median(loop())
-    arm()
-    print(json.dumps({"zero_line": [value - without for value in loop()]}))
+    turn, back = os.pipe(), os.pipe()
+    if os.fork() == 0:
+        from ganger.injob.arm import arm
+        arm()
+        loop = make_loop()
+        loop()
+        while os.read(turn[0], 1) == b"t":
+            os.write(back[1], (repr(loop()) + "\\n").encode())
+        os._exit(0)
+    loop, answers, differences = make_loop(), os.fdopen(back[0]), []
+    loop()
+    for _ in range(ROUNDS):
+        without = loop()
+        os.write(turn[1], b"t")
+        differences.append(float(answers.readline()) - without)
+    os.write(turn[1], b"e")
+    os.wait()
+    print(json.dumps({"zero_line": differences}))
 """
 
 
-def main(cycles: int = 0) -> dict[str, object]:
-    """Run it; `cycles` per gang instead of the usual number."""
+def main(cycles: int = 0, quick: bool = False) -> dict[str, object]:
+    """Run it; `cycles` per gang instead of the usual number, which `quick` makes a few."""
     report = Report("boundary")
+    if quick:
+        cycles = cycles or QUICK_CYCLES
     with tempfile.TemporaryDirectory(prefix="ganger-bench-", dir=_tmpfs()) as directory:
-        _measure_hooks(report, Path(directory))
+        _measure_hooks(report, Path(directory), HOOK_ROUNDS // 4 if quick else HOOK_ROUNDS)
+        measure_repin(report, REPINS // 10 if quick else REPINS)
         seed = random.SystemRandom().randrange(1 << 30)
         report.figure("seed", seed)
         for number, (ranks, nodes, delay, usual) in enumerate(GANGS):
@@ -87,7 +112,7 @@ def main(cycles: int = 0) -> dict[str, object]:
     return report.result()
 
 
-def _measure_hooks(report: Report, directory: Path) -> None:
+def _measure_hooks(report: Report, directory: Path, rounds_each: int) -> None:
     for form in ("attached", "plain"):
         report.say(f"hook cost, {form} form")
         place = directory / form
@@ -96,7 +121,7 @@ def _measure_hooks(report: Report, directory: Path) -> None:
         page.write_order(1, Order.RUN)
         environment = {**os.environ, "GANGER_PAGE": page.path, "GANGER_JOB_DIR": str(place), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [sys.executable, "-c", HOOKS, form],
+            [sys.executable, "-c", HOOKS, form, str(rounds_each)],
             env=environment,
             capture_output=True,
             text=True,

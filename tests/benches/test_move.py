@@ -13,7 +13,7 @@ from ganger_daemon.bench_move import main
 @pytest.mark.system
 def test_a_move_of_a_small_state_is_measured_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    result = main(sizes=(20 * 10**6,), moves=1)
+    result = main(quick=True)
     assert {"name", "ok", "figures", "limits", "machine"} <= set(result)
     figures = result["figures"]
     assert isinstance(figures, dict)
