@@ -12,7 +12,7 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,34 +70,35 @@ class Rank:
         arena_fd: int | None = None,
         stop_at: int = 0,
         order: int = Order.RUN,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "orders").mkdir(exist_ok=True)
         self.directory = directory
         self.log = directory / f"rank-{rank}.log"
         self.rank = rank
-        environment = {
+        variables = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world),
         }
         self._rendezvous = rendezvous
         if rendezvous is not None:
-            environment.update(rendezvous.environment)
+            variables.update(rendezvous.environment)
         self.arena_fd = arena_fd
         if managed:
             path = directory / f"rank-{rank}.page"
             self.page = Page.create(str(path), epoch=1, rank=rank, world=world, local_rank=rank)
             self.page.write_order(1, order)
-            environment.update(GANGER_PAGE=str(path), GANGER_JOB_DIR=str(directory))
+            variables.update(GANGER_PAGE=str(path), GANGER_JOB_DIR=str(directory))
             if restore is not None:
                 (directory / "restore.json").write_text(json.dumps(restore))
-                environment["GANGER_RESTORE"] = str(directory / "restore.json")
+                variables["GANGER_RESTORE"] = str(directory / "restore.json")
             if arena_bytes:
                 self.arena_fd = os.memfd_create("arena")
                 os.ftruncate(self.arena_fd, arena_bytes)
         plan = {
-            "environment": environment,
+            "environment": {**variables, **(environment or {})},
             "arguments": [str(script), *map(str, arguments)],
             "log": str(self.log),
             "agent": agent,

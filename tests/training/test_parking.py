@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -155,6 +157,59 @@ def test_an_arena_that_is_too_small_is_reported_and_the_rank_stays_paused(
     # the error is told before the rank is back in its place
     rank.wait_word(Word.STATE, State.PAUSED)
     assert "--gpu-memory" in (tmp_path / "parked/rank-0.error.json").read_text()
+    rank.order(4, Order.RUN)
+    assert rank.end() == 0, rank.output()
+    assert rank.output() == _undisturbed(tmp_path, path)
+
+
+def test_a_move_after_an_offload_hands_over_the_newer_state(tmp_path: Path, script: tuple[Path, bool]) -> None:
+    """What an earlier stop left in the arena must not be taken for the state of a later one."""
+    path, agent = script
+    # long enough that the second order meets it
+    path.write_text(path.read_text().replace("torch.randn(12, 1024)", "torch.randn(120, 1024)"))
+    rank = Rank(tmp_path / "source", path, agent=agent, arena_bytes=ARENA_BYTES, stop_at=1)
+    rank.wait_word(Word.ERROR, Error.STORAGE_FAILED)
+    rank.order(3, Order.STOP, Level.OFFLOAD, stop=2)
+    assert rank.reached(3) == 1
+    rank.order(4, Order.RUN)
+    rank.at_step(2)
+    rank.order(5, Order.STOP, Level.HAND_OVER, stop=5)
+    step = rank.reached(5)
+    assert step > 1
+    assert rank.arena_fd is not None
+    assert form.verify(rank.arena_fd).step == step
+    # handed over while it is parked: the image is there already
+    rank.order(6, Order.STOP, Level.OFFLOAD, stop=5)
+    rank.reached(6)
+    rank.order(7, Order.STOP, Level.HAND_OVER, stop=5)
+    assert rank.reached(7) == step
+    assert rank.page.get(Word.ARENA_FILLED) == rank.page.get(Word.ARENA_SIZE) > 0
+    assert form.verify(rank.arena_fd).step == step
+    rank.order(8, Order.RUN)
+    assert rank.end() == 0, rank.output()
+    assert rank.output() == _undisturbed(tmp_path, path)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a small file system")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_disk_without_room_is_named_and_training_goes_on(tmp_path: Path, small_disk: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(FORMS["attached"])
+    rank = Rank(tmp_path / "parked", path, stop_at=2)
+    rank.wait_word(Word.ERROR, Error.STORAGE_FAILED)
+    rank.order(3, Order.STOP, Level.CHECKPOINT, stop=2, details={"checkpoint": str(small_disk / "saved")})
+    rank.wait_word(Word.ERROR, Error.STORAGE_FULL)
+    rank.wait_word(Word.STATE, State.PAUSED)
+    assert list((small_disk / "saved").iterdir()) == []
     rank.order(4, Order.RUN)
     assert rank.end() == 0, rank.output()
     assert rank.output() == _undisturbed(tmp_path, path)
