@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 PROTOC := .venv-protos
 
-.PHONY: help setup demo test chaos check bench protos clean
+.PHONY: help setup demo test retest chaos check bench protos clean
 .DEFAULT_GOAL := help
 
 help: ## say what can be made
@@ -26,6 +26,9 @@ demo: $(STAMP) ## real jobs: placed as gangs, paused, moved, re-pinned; the proo
 
 test: $(STAMP) ## every test but the long ones (at most 15 minutes on 2 cores)
 	@$(BIN)/python -m pytest -q -m "not chaos"
+
+retest: $(STAMP) ## only the tests that failed the last time
+	@$(BIN)/python -m pytest -q -m "not chaos" --last-failed --last-failed-no-failures none
 
 chaos: $(STAMP) ## the whole matrix of kills (at most an hour)
 	@$(BIN)/python -m pytest -q -m chaos
