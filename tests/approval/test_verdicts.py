@@ -62,7 +62,7 @@ def test_request_without_candidates_is_a_mistake() -> None:
     assert verdict.refusals[0].reason is Reason.CLAIM_MISMATCH
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(shapes=st.lists(gangs(), min_size=2, max_size=12), seed=st.integers(0, 1 << 30))
 def test_concurrent_stale_schedulers_never_hold_a_piece_twice_and_gangs_are_whole(
     shapes: list[GangShape], seed: int
@@ -150,7 +150,7 @@ def test_place_is_kept_after_three_conflicts_or_two_minutes(conflicts: int, wait
     assert begins(conflicts, waited) is kept
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 1 << 30), large=st.integers(4, 8))
 def test_large_gang_is_not_starved_by_a_stream_of_small_ones(seed: int, large: int) -> None:
     choose = random.Random(seed)

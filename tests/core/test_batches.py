@@ -43,7 +43,7 @@ def with_policy() -> State:
     return State(Settings(policy="backfill"), 0.0)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.sets(st.integers(0, 19)))
 def test_batches_of_any_size_end_in_the_same_state(ends: set[int]) -> None:
     alone, together = with_policy(), with_policy()
@@ -72,7 +72,7 @@ def test_batches_of_any_size_end_in_the_same_state(ends: set[int]) -> None:
             assert desired.project(state, node) == remembered == state.desired[name].gangs
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 15), st.integers(0, 2), st.integers(0, 2)), max_size=5))
 def test_a_row_counts_its_neighbours(held: list[tuple[int, int, int]]) -> None:
     claims = [Claim("n1", mask, tuple(cores), 0) for mask, *cores in held]

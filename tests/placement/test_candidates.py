@@ -169,7 +169,7 @@ def test_mode_changes_with_the_load_and_hysteresis(previous: Mode, held: int, mo
     assert choose_mode(previous, held, 100) is mode
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(shapes=st.lists(gangs(), min_size=1, max_size=10), mode=st.sampled_from(Mode), per_rack=st.sampled_from([0, 2]))
 def test_every_candidate_fits_and_every_refusal_has_a_reason(
     shapes: list[GangShape], mode: Mode, per_rack: int
@@ -193,7 +193,7 @@ def naive_single(view: View, gpus: int, widest: Level) -> bool:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     masks=st.lists(st.integers(0, 15), min_size=1, max_size=4),
     cores=st.lists(st.integers(0, 4), min_size=4, max_size=4),

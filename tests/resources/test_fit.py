@@ -134,7 +134,7 @@ def naive_fits(view: View, shape: GangShape, claims: tuple[Claim, ...]) -> bool:
     return gang_level(view, claims) <= shape.locality.widest
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     gpus=st.integers(1, 10),
     widest=st.sampled_from([Level.SOCKET, Level.NODE, Level.CLUSTER]),

@@ -18,7 +18,7 @@ def rows(view: View) -> list[object]:
     return [replace(row, version=0) for row in view.rows()]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes=st.lists(gangs(), max_size=8), order=st.randoms(use_true_random=False))
 def test_freed_is_what_was_held_in_any_order(shapes: list[GangShape], order: object) -> None:
     view = cluster(4, per_rack=2)

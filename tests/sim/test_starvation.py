@@ -21,7 +21,7 @@ def job_of(gpus: int, steps: int) -> JobSpec:
     return JobSpec(("train", str(steps)), (Role("worker", gpus, TaskShape(1, 2_000, 4 * _GIB)),))
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(
     smalls=st.lists(st.tuples(st.integers(1, 3), st.integers(5, 40), st.floats(2.0, 8.0)), min_size=12, max_size=30),
     large=st.integers(5, 8),

@@ -51,7 +51,7 @@ def _batches(loader: ElasticLoader) -> list[list[int]]:
     return [sorted(batch.tolist()) for batch in loader]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 60), st.sampled_from([1, 2, 3, 4]), st.integers(1, 5), st.integers(0, 3))
 def test_each_global_batch_is_the_same_for_any_number_of_ranks(length: int, world: int, per: int, number: int) -> None:
     batch = world * per * 12
