@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import replace
 
 import pytest
 from ganger.placement.candidates import candidates
@@ -18,6 +17,7 @@ from ganger_master.approval.verdicts import Approved, Rejected, approve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import cluster, gang, gangs, server
+from msgspec.structs import replace
 
 
 def take(view: View, shape: GangShape, verdict: Approved | Rejected) -> tuple[Claim, ...]:

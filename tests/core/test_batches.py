@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from ganger.resources.topology import Topology, innermost_groups, parse_topology
 from ganger.resources.values import Claim, Role, TaskShape
 from ganger_master.approval.reservations import Reservation, Wanting, reserve
@@ -11,8 +9,7 @@ from ganger_master.core import capacity, commands, desired, machine
 from ganger_master.core.answers import Approved, SessionAnswer
 from ganger_master.core.effects import NodeNews
 from ganger_master.core.invariants import violations
-from ganger_master.core.model import Job, JobSpec, Node
-from ganger_master.core.replacing import replace
+from ganger_master.core.model import JobSpec, Node
 from ganger_master.core.rows import row_of
 from ganger_master.core.settings import Settings
 from ganger_master.core.state import State
@@ -85,12 +82,6 @@ def test_a_row_counts_its_neighbours(held: list[tuple[int, int, int]]) -> None:
         sum(bool(one.device_mask & socket.device_mask or one.millicores[index]) for one in claims)
         for index, socket in enumerate(SERVER.sockets)
     )
-
-
-def test_replace_is_that_of_dataclasses() -> None:
-    job = Job(1, "u1", "ann", SPEC, 1.0)
-    assert replace(job, revision=2, reason="x") == dataclasses.replace(job, revision=2, reason="x")
-    assert replace(job) == job
 
 
 def test_places_kept_for_the_blocked_are_looked_for_again_after_a_while_only() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from core.drive import Drive, job_of
 from ganger.resources.reasons import Reason
 from ganger.resources.values import Level, Locality
 from ganger_master.approval.reservations import SECONDS_BEFORE
 from ganger_master.core.answers import Approved, Rejected
 from ganger_master.core.settings import Settings
+from msgspec.structs import replace
 
 
 def blocked_large(policy: str) -> tuple[Drive, int]:

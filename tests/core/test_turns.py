@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from core.drive import Drive, job_of
 from ganger.resources.values import Claim
 from ganger_master.core.answers import Rejected
 from ganger_master.core.commands import CancelJob, ClaimTurns
 from ganger_master.core.settings import Settings
+from msgspec.structs import replace
 
 NONSENSE = (Claim("n1", 0b1, (0, 0), 1, 0, (1,)),)
 

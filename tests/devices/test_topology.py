@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from ganger.resources.values import ConfigurationSet, Level
 from ganger_daemon.devices.topology import device_type_of, groups_of, named
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 LEVELS = st.sampled_from([Level.NVLINK, Level.SWITCH, Level.SOCKET, Level.NODE])
 

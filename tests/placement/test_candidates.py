@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import pytest
 from ganger.placement.candidates import candidates
@@ -16,6 +15,7 @@ from ganger.resources.view import Mode, View
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import GIB, cluster, gang, gangs, idle_row, server
+from msgspec.structs import replace
 
 
 def start(view: View, shape: GangShape, **more: object) -> list[str]:

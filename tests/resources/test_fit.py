@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from ganger.placement.candidates import candidates
@@ -14,6 +13,7 @@ from ganger.resources.view import View
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import GIB, cluster, gang, idle_row, server
+from msgspec.structs import replace
 
 PAIR = Claim("s0", 0b0011, (4000, 0), demand(server(), gang(2), (2,)).memory_bytes, 0, (2,))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from ganger.placement.candidates import candidates
@@ -12,6 +10,7 @@ from ganger.resources.view import View
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import cluster, gang, gangs, idle_row, server
+from msgspec.structs import replace
 
 
 def rows(view: View) -> list[object]:

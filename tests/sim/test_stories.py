@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from ganger.resources.reasons import Reason
 from ganger.resources.topology import parse_topology
@@ -23,6 +21,7 @@ from ganger_master.core.explain import explain
 from ganger_master.core.model import Gang, GangPhase, Job, JobSpec, JobState, SuspendLevel
 from ganger_master.core.settings import Settings
 from ganger_master.sim.cluster import Cluster
+from msgspec.structs import replace
 
 _GIB = 1 << 30
 SERVER = parse_topology("2x2", name="v4", millicores=16_000, memory_bytes=64 * _GIB, device_memory_bytes=_GIB)

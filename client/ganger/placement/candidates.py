@@ -10,9 +10,10 @@ packing.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ganger.placement.blockers import blockers
@@ -28,8 +29,7 @@ _MOST_SPANS = 4
 _SLOT_BITS = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(Struct, frozen=True):
     """`candidates` in order of preference; without any, `refusals` with the true blocker first.
 
     `share_with`: the least loaded node whose devices a time slice could share (the last line of Algorithm 1), if any.

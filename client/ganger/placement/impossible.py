@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from weakref import WeakKeyDictionary
+
+from msgspec.structs import replace
 
 from ganger.placement.candidates import candidates
 from ganger.resources.reasons import Reason, Refusal

@@ -7,7 +7,8 @@ It reads plain Python lists of the view: a verdict touches few nodes, and NumPy 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import Claim, ConfigurationSet, GangShape, Level
@@ -18,8 +19,7 @@ _MOST_REFUSALS = 16
 _CORE = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(Struct, frozen=True):
     """What some tasks of a gang need on one node: devices, thousandths of cores, bytes, bytes."""
 
     gpus: int

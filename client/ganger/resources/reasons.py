@@ -7,8 +7,9 @@ caller's and will never work.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import Enum
+
+from msgspec import Struct, field
 
 
 class Kind(Enum):
@@ -51,8 +52,7 @@ class Reason(Enum):
         return self.value[1]
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(Struct, frozen=True):
     """One reason with its figures: `Refusal(Reason.GPUS, {"needed": 8, "largest_free": 4}, node="n1")`."""
 
     reason: Reason

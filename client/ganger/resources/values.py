@@ -7,8 +7,9 @@ Everything here is immutable and ordered by name where order matters. Cores are 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import IntEnum
+
+from msgspec import Struct, field
 
 
 class Level(IntEnum):
@@ -23,22 +24,19 @@ class Level(IntEnum):
     CLUSTER = 7
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceGroup:
+class DeviceGroup(Struct, frozen=True):
     """Devices that reach each other at `level` or better."""
 
     level: Level
     device_mask: int
 
 
-@dataclass(frozen=True, slots=True)
-class Socket:
+class Socket(Struct, frozen=True):
     millicores: int
     device_mask: int
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigurationSet:
+class ConfigurationSet(Struct, frozen=True):
     """Servers of identical hardware. Few and immutable."""
 
     name: str
@@ -51,8 +49,7 @@ class ConfigurationSet:
     dimensions: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRow:
+class NodeRow(Struct, frozen=True):
     """One node as the view shows it."""
 
     node: str
@@ -70,8 +67,7 @@ class NodeRow:
     affinity: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TaskShape:
+class TaskShape(Struct, frozen=True):
     """One task. Zero millicores or memory means: a share of the node in proportion to its devices."""
 
     gpus: int = 1
@@ -79,15 +75,13 @@ class TaskShape:
     memory_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Role:
+class Role(Struct, frozen=True):
     name: str
     tasks: int
     shape: TaskShape
 
 
-@dataclass(frozen=True, slots=True)
-class Locality:
+class Locality(Struct, frozen=True):
     """What a job tolerates: `widest` at once, `wish` if it comes within `patience_seconds`."""
 
     widest: Level = Level.CLUSTER
@@ -95,8 +89,7 @@ class Locality:
     patience_seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(Struct, frozen=True):
     """What a gang holds, or asks for, on one node. `tasks[r]` tasks of role r; ranks run role by role, then claim by
     claim."""
 
@@ -108,8 +101,7 @@ class Claim:
     tasks: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class GangShape:
+class GangShape(Struct, frozen=True):
     """All that placement needs to know of a job: its roles and what it tolerates."""
 
     roles: tuple[Role, ...]

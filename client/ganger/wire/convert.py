@@ -8,7 +8,8 @@ sensible: a value that cannot exist (a level nobody knows) raises RequestInvalid
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from ganger.resources.values import ConfigurationSet, DeviceGroup, Level, Socket
+from msgspec.structs import replace
 
 from ganger_daemon.cores import CoreMap
 from ganger_daemon.devices.contract import Device

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ganger.placement.candidates import candidates, widest_now
 from ganger.resources.reasons import Kind, Reason, Refusal
 from ganger.resources.values import Claim, GangShape
 from ganger.resources.view import View
+from msgspec import Struct
 
 from ganger_master.approval.protected import NOTHING, Protected, trespass
 
@@ -20,8 +20,7 @@ _CANDIDATES = 16
 _NEVER = 1e12
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(Struct, frozen=True):
     """A gang's claims and when it ends at the latest (None: nobody knows)."""
 
     job: str
@@ -29,8 +28,7 @@ class Holder:
     ends_by: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(Struct, frozen=True):
     """Seconds from now; both zero when unknown, and then `assumption` says why."""
 
     after: float

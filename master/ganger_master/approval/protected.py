@@ -7,17 +7,16 @@ kept. Pieces are kept with the rank and the job they are kept for, so that a ref
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import Claim
 from ganger.resources.view import View
+from msgspec import Struct, field
 
 from ganger_master.approval.reservations import Reservation
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(Struct, frozen=True):
     """One node's pieces kept for one job."""
 
     job: str
@@ -27,8 +26,7 @@ class Kept:
     memory_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Protected:
+class Protected(Struct, frozen=True):
     """By node, in rank order. `everything`: job and rank of the first in a strict queue; nobody may pass it."""
 
     nodes: Mapping[str, tuple[Kept, ...]] = field(default_factory=dict)

@@ -7,7 +7,6 @@ free already is taken, so that the last piece frees soonest. Being recomputed, i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 from ganger.placement.candidates import candidates
@@ -17,6 +16,8 @@ from ganger.resources.fit import demand
 from ganger.resources.topology import Topology, bits
 from ganger.resources.values import Claim, GangShape, Level
 from ganger.resources.view import Mode, View
+from msgspec import Struct
+from msgspec.structs import replace
 
 # A gang is kept a place after so many refusals, or so long a wait.
 CONFLICTS_BEFORE = 3
@@ -25,8 +26,7 @@ SECONDS_BEFORE = 120.0
 _NODES_TRIED = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Wanting:
+class Wanting(Struct, frozen=True):
     """A waiting job that has earned a place."""
 
     job: str
@@ -34,8 +34,7 @@ class Wanting:
     shape: GangShape
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(Struct, frozen=True):
     job: str
     rank: int
     claims: tuple[Claim, ...]

@@ -7,12 +7,12 @@ fine if what it claims is still free. A rejection brings fresh rows of just the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ganger.resources.fit import fit, gang_level
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import Claim, GangShape, Level, NodeRow
 from ganger.resources.view import View
+from msgspec import Struct
 
 from ganger_master.approval.explain import order
 from ganger_master.approval.protected import NOTHING, Protected, trespass
@@ -21,8 +21,7 @@ from ganger_master.approval.protected import NOTHING, Protected, trespass
 MOST_CANDIDATES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Approved:
+class Approved(Struct, frozen=True):
     """Candidate `candidate` (from 0) may be taken; `level` is the gang's worst pair."""
 
     candidate: int
@@ -30,8 +29,7 @@ class Approved:
     level: Level
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(Struct, frozen=True):
     """Of the last candidate tried, the true blocker first; `rows` of all nodes any candidate failed on."""
 
     refusals: tuple[Refusal, ...]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from ganger.resources.reasons import Refusal
 from ganger.resources.values import NodeRow
+from msgspec import Struct, field
 
 # gRPC status code by reason.
 CODES: Final[Mapping[str, str]] = {
@@ -37,8 +37,7 @@ CODES: Final[Mapping[str, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Struct, frozen=True):
     """Nothing happened. `violations` are (path in the request, what is wrong) pairs."""
 
     reason: str
@@ -51,20 +50,17 @@ class Refused:
         return CODES[self.reason]
 
 
-@dataclass(frozen=True, slots=True)
-class JobAnswer:
+class JobAnswer(Struct, frozen=True):
     """The job as it is after the command: `state.jobs[number]`."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class NodeAnswer:
+class NodeAnswer(Struct, frozen=True):
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Approved:
+class Approved(Struct, frozen=True):
     number: int
     epoch: int
     revision: int
@@ -72,8 +68,7 @@ class Approved:
     candidate: int
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(Struct, frozen=True):
     number: int
     refusals: tuple[Refusal, ...]
     rows: tuple[NodeRow, ...]
@@ -81,28 +76,24 @@ class Rejected:
     turn_kept: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ChangeAnswer:
+class ChangeAnswer(Struct, frozen=True):
     number: int
     approved: bool
     revision: int
     refusals: tuple[Refusal, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PlanAnswer:
+class PlanAnswer(Struct, frozen=True):
     verdicts: tuple[ChangeAnswer, ...]
     view_version: int
 
 
-@dataclass(frozen=True, slots=True)
-class SessionAnswer:
+class SessionAnswer(Struct, frozen=True):
     node: str
     session: str
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(Struct, frozen=True):
     """It is done; there is nothing to say."""
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from ganger_master.core import attempts, events, observation, orders, queue
 from ganger_master.core.events import Event
 from ganger_master.core.model import Failure, Job, JobState, Node
-from ganger_master.core.replacing import replace
 from ganger_master.core.settle import settle
 from ganger_master.core.state import State
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ganger_master.core import orders
 from ganger_master.core.model import Claim, Gang, Intent

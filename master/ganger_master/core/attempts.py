@@ -7,7 +7,8 @@ nothing the second time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ganger_master.core import orders
 from ganger_master.core.lifecycle import Act, Seen, act_of, bad_outcome, seen_of

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from ganger.resources.reasons import Refusal
+from msgspec import Struct, field
 
 from ganger_master.core.model import (
     Capabilities,
@@ -20,8 +20,7 @@ from ganger_master.core.model import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SubmitJob:
+class SubmitJob(Struct, frozen=True):
     """`uid` is made by the shell; `request_id` makes the call idempotent for 24 h."""
 
     spec: JobSpec
@@ -30,15 +29,13 @@ class SubmitJob:
     request_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class CancelJob:
+class CancelJob(Struct, frozen=True):
     number: int
     reason: str = ""
     user: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SuspendJob:
+class SuspendJob(Struct, frozen=True):
     """NONE takes the level that frees most without leaving memory."""
 
     number: int
@@ -46,14 +43,12 @@ class SuspendJob:
     user: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeJob:
+class ResumeJob(Struct, frozen=True):
     number: int
     user: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class MoveJob:
+class MoveJob(Struct, frozen=True):
     """Without `nodes` the placement chooses others than the present ones."""
 
     number: int
@@ -61,8 +56,7 @@ class MoveJob:
     user: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RetuneJob:
+class RetuneJob(Struct, frozen=True):
     """Millicores per task; `repin` asks for other cores of the same number."""
 
     number: int
@@ -71,15 +65,13 @@ class RetuneJob:
     user: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ResizeJob:
+class ResizeJob(Struct, frozen=True):
     number: int
     gpus: int
     user: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestGang:
+class RequestGang(Struct, frozen=True):
     """Candidates are tuples of claims in order of preference; none: the scheduler passes, for `blockers`."""
 
     number: int
@@ -93,15 +85,13 @@ class RequestGang:
     view_version: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseGang:
+class ReleaseGang(Struct, frozen=True):
     number: int
     epoch: int
     scheduler: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Struct, frozen=True):
     """One change of a plan: kind START, MOVE, SUSPEND, RESUME, CORES, RESIZE or ROW."""
 
     number: int
@@ -112,15 +102,13 @@ class Change:
     together: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ProposePlan:
+class ProposePlan(Struct, frozen=True):
     changes: tuple[Change, ...]
     reason: str = ""
     proposer: str = "planner"
 
 
-@dataclass(frozen=True, slots=True)
-class OpenSession:
+class OpenSession(Struct, frozen=True):
     node: str
     machine_uuid: str
     configuration_set: ConfigurationSet
@@ -138,8 +126,7 @@ _NO_OUTCOME: Final = Outcome()
 _NOTHING_KNOWN: Final = Capabilities()
 
 
-@dataclass(frozen=True, slots=True)
-class ObservedGang:
+class ObservedGang(Struct, frozen=True):
     """A node's part of a gang as its daemon sees it."""
 
     job: int
@@ -163,8 +150,7 @@ class ObservedGang:
     device_mask: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Observe:
+class Observe(Struct, frozen=True):
     """The complete observed set of a node. Sent for every call that says `changed`; others are `NodeAnswered`."""
 
     node: str
@@ -176,8 +162,7 @@ class Observe:
     storage_proved: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """The shell is about to answer a Reconcile: from this instant the lost-node time counts. Not durable."""
 
     node: str
@@ -185,34 +170,29 @@ class Answer:
     desired_version: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class DrainNode:
+class DrainNode(Struct, frozen=True):
     node: str
     reason: str
     user: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class CordonNode:
+class CordonNode(Struct, frozen=True):
     node: str
     reason: str
     user: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class UncordonNode:
+class UncordonNode(Struct, frozen=True):
     node: str
     user: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class DeclareLost:
+class DeclareLost(Struct, frozen=True):
     node: str
     user: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimTurns:
+class ClaimTurns(Struct, frozen=True):
     """A turn stream opened or closed: it claims these jobs, or is a default host when it claims none."""
 
     scheduler: str
@@ -220,8 +200,7 @@ class ClaimTurns:
     connected: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """Time has passed; the shell sends it when the last `WakeAt` says so."""
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any, Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ganger_master.core import commands, events
 from ganger_master.core.answers import Answer, Done, JobAnswer, NodeAnswer, Refused, SessionAnswer
@@ -20,8 +22,7 @@ from ganger_master.core.state import State
 from ganger_master.core.submission import check_submission
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Struct, frozen=True):
     """What happens, and what to answer once it has; a refusal comes with no events, or with volatile ones."""
 
     events: tuple[Event, ...]

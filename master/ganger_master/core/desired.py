@@ -7,8 +7,10 @@ become durable for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ganger_master.core.model import Claim, Gang, Intent, Job, Node, ObservedPhase, Piece, Restore, Role, Stray
 from ganger_master.core.wanted import DesiredGang, DesiredRestore, DesiredSet, Member
@@ -22,8 +24,7 @@ def desired_of(state: State, node: str) -> DesiredSet:
     return state.desired.get(node, _NOTHING)
 
 
-@dataclass(frozen=True, slots=True)
-class Projected:
+class Projected(Struct, frozen=True):
     """What a gang means for one node, and all that it was made of: as long as that is the same, so is what it means."""
 
     gang: Gang
@@ -58,7 +59,7 @@ def refresh(state: State) -> list[str]:
             continue
         old = state.desired.get(name, _NOTHING)
         gangs = project(state, node)
-        is_same = gangs == old.gangs and node.acknowledged == old.acknowledged_epochs
+        is_same = _alike(gangs, old.gangs) and node.acknowledged == old.acknowledged_epochs
         state.desired[name] = DesiredSet(old.version if is_same else version, gangs, node.acknowledged)
         if not is_same:
             changed.append(name)
@@ -66,6 +67,13 @@ def refresh(state: State) -> list[str]:
     if changed:
         state.counters.desired_version = version
     return changed
+
+
+def _alike(one: tuple[DesiredGang, ...], other: tuple[DesiredGang, ...]) -> bool:
+    """Whether the same is wanted; that a spec need not be sent any more is no change."""
+    return len(one) == len(other) and all(
+        a is b or replace(a, needs_spec=b.needs_spec) == b for a, b in zip(one, other, strict=True)
+    )
 
 
 def ranks_by_claim(roles: Sequence[Role], claims: Sequence[Claim]) -> tuple[tuple[int, ...], ...]:

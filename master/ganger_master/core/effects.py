@@ -7,40 +7,36 @@ effects out, in the order given.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from msgspec import Struct, field
 
-@dataclass(frozen=True, slots=True)
-class NodeNews:
+
+class NodeNews(Struct, frozen=True):
     """What is wanted on a node changed: answer its held Reconcile with `desired.desired_of(state, node)`."""
 
     node: str
 
 
-@dataclass(frozen=True, slots=True)
-class JobNews:
+class JobNews(Struct, frozen=True):
     """A job changed in a way its watchers see."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class TurnsNews:
+class TurnsNews(Struct, frozen=True):
     """Turns were given: send these turn numbers (`state.turns`) to the stream of their scheduler."""
 
     turns: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ViewNews:
+class ViewNews(Struct, frozen=True):
     """Rows of these nodes changed in the view."""
 
     nodes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class History:
+class History(Struct, frozen=True):
     """One row of history, not truth. `subject` is "jobs/7" or "nodes/n1"; `kind` is lower_snake."""
 
     sequence: int
@@ -52,8 +48,7 @@ class History:
     figures: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class WakeAt:
+class WakeAt(Struct, frozen=True):
     """Send `Tick` at this time, if nothing wakes the core before; replaces any earlier one."""
 
     time: float

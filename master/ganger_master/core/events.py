@@ -6,17 +6,16 @@ same events give the same state, always.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from ganger.resources.reasons import Refusal
+from msgspec import Struct
 
 from ganger_master.core.commands import ClaimTurns, Observe, OpenSession
 from ganger_master.core.model import Claim, JobSpec, Level, SuspendLevel
 
 
-@dataclass(frozen=True, slots=True)
-class JobSubmitted:
+class JobSubmitted(Struct, frozen=True):
     time: float
     cause: str
     number: int
@@ -26,16 +25,14 @@ class JobSubmitted:
     spec: JobSpec
 
 
-@dataclass(frozen=True, slots=True)
-class JobCancelled:
+class JobCancelled(Struct, frozen=True):
     time: float
     cause: str
     number: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class JobSuspended:
+class JobSuspended(Struct, frozen=True):
     time: float
     cause: str
     number: int
@@ -43,15 +40,13 @@ class JobSuspended:
     by_plan: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class JobResumed:
+class JobResumed(Struct, frozen=True):
     time: float
     cause: str
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class GangApproved:
+class GangApproved(Struct, frozen=True):
     """A gang for a PENDING job: in place if these are its parked pieces, else under a new epoch."""
 
     time: float
@@ -61,8 +56,7 @@ class GangApproved:
     level: Level
 
 
-@dataclass(frozen=True, slots=True)
-class GangRefused:
+class GangRefused(Struct, frozen=True):
     """Kept for `why`; changes nothing durable."""
 
     time: float
@@ -75,15 +69,13 @@ class GangRefused:
     view_version: int
 
 
-@dataclass(frozen=True, slots=True)
-class GangReleased:
+class GangReleased(Struct, frozen=True):
     time: float
     cause: str
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class MoveBegun:
+class MoveBegun(Struct, frozen=True):
     time: float
     cause: str
     number: int
@@ -91,8 +83,7 @@ class MoveBegun:
     level: Level
 
 
-@dataclass(frozen=True, slots=True)
-class CoresChanged:
+class CoresChanged(Struct, frozen=True):
     """New claims on the same nodes and devices, or the same ones for a re-pin."""
 
     time: float
@@ -102,31 +93,27 @@ class CoresChanged:
     repin: bool
 
 
-@dataclass(frozen=True, slots=True)
-class SessionOpened:
+class SessionOpened(Struct, frozen=True):
     time: float
     cause: str
     request: OpenSession
     session: str
 
 
-@dataclass(frozen=True, slots=True)
-class NodeObserved:
+class NodeObserved(Struct, frozen=True):
     time: float
     cause: str
     report: Observe
 
 
-@dataclass(frozen=True, slots=True)
-class NodeAnswered:
+class NodeAnswered(Struct, frozen=True):
     time: float
     cause: str
     node: str
     desired_version: int
 
 
-@dataclass(frozen=True, slots=True)
-class NodeMarked:
+class NodeMarked(Struct, frozen=True):
     """An operator's word: DRAIN, CORDON or UNCORDON."""
 
     time: float
@@ -136,23 +123,20 @@ class NodeMarked:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class NodeLost:
+class NodeLost(Struct, frozen=True):
     time: float
     cause: str
     node: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class TurnsClaimed:
+class TurnsClaimed(Struct, frozen=True):
     time: float
     cause: str
     claim: ClaimTurns
 
 
-@dataclass(frozen=True, slots=True)
-class TimePassed:
+class TimePassed(Struct, frozen=True):
     time: float
     cause: str = "clock"
 

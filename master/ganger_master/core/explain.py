@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import GangShape
+from msgspec import Struct
 
 from ganger_master.approval import explain as approval
 from ganger_master.core import capacity
@@ -13,8 +12,7 @@ from ganger_master.core.model import Job, JobState
 from ganger_master.core.state import State
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(Struct, frozen=True):
     """Seconds from now; both zero when unknown, and then `assumption` says why."""
 
     blockers: tuple[Refusal, ...]

@@ -8,7 +8,8 @@ batch and go on from `State.restore`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ganger_master.core import answers
 from ganger_master.core.answers import Answer
@@ -21,8 +22,7 @@ from ganger_master.core.settle import finish as finish_batch
 from ganger_master.core.state import State
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(Struct, frozen=True):
     answer: Answer
     events: tuple[Event, ...] = ()
     effects: tuple[Effect, ...] = ()

@@ -7,11 +7,11 @@ Times are Unix seconds, memory is bytes, cores are millicores, node and job name
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Final, TypeAlias
 
 from ganger.resources.values import Claim, ConfigurationSet, GangShape, Level, Locality, NodeRow, Role
+from msgspec import Struct, field
 
 __all__ = [
     "Agent",
@@ -142,8 +142,7 @@ class Agent(StrEnum):
 _ANYWHERE: Final = Locality()
 
 
-@dataclass(frozen=True, slots=True)
-class JobSpec:
+class JobSpec(Struct, frozen=True):
     """What a user asked for; `ganger.v1.JobSpec` as plain values. Zero and empty mean what they mean on the wire."""
 
     command: tuple[str, ...]
@@ -179,8 +178,7 @@ class JobSpec:
         return GangShape(self.roles, self.device_type, self.locality, self.nodes, arena_bytes_per_device)
 
 
-@dataclass(frozen=True, slots=True)
-class Capabilities:
+class Capabilities(Struct, frozen=True):
     """Which levels the job offers; `missing` says why not, by level name. Nothing is known before `known`."""
 
     pause: bool = False
@@ -201,8 +199,7 @@ class Capabilities:
                 return False
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(Struct, frozen=True):
     step: int
     epoch: int
     path: str
@@ -210,8 +207,7 @@ class Checkpoint:
     create_time: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Struct, frozen=True):
     """Why a FAILED job failed: EXIT, OUT_OF_MEMORY, TIME_LIMIT, LAUNCH_FAILED, NO_CHECKPOINT, ESCALATED."""
 
     reason: str
@@ -221,8 +217,7 @@ class Failure:
     epoch: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(Struct, frozen=True):
     number: int
     uid: str
     user: str
@@ -272,16 +267,14 @@ class Job:
         return peak + peak // 10
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Struct, frozen=True):
     kind: OutcomeKind = OutcomeKind.NONE
     exit_code: int = 0
     rank: int = 0
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """A gang's part on one node: what it holds there and what was last seen of it."""
 
     # The placement, unchanged while the gang lives (RETUNE changes its millicores).
@@ -310,8 +303,7 @@ class Piece:
     lost: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Restore:
+class Restore(Struct, frozen=True):
     """Where the first step starts from: a checkpoint's path, or the arenas of a parked epoch. `step` is the lowest that
     is acceptable."""
 
@@ -320,8 +312,7 @@ class Restore:
     step: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Gang:
+class Gang(Struct, frozen=True):
     """One attempt on one placement. The first piece's node holds rank 0 and leads."""
 
     epoch: int
@@ -368,8 +359,7 @@ class Gang:
         return next((piece for piece in self.pieces if piece.claim.node == node), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Stray:
+class Stray(Struct, frozen=True):
     """A gang seen on a node that the master does not want there.
 
     `quarantined` ones (unknown job, epoch from the future) are left alone and hold their devices until they go; others
@@ -385,8 +375,7 @@ class Stray:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(Struct, frozen=True):
     name: str
     machine_uuid: str
     configuration_set: str
@@ -430,8 +419,7 @@ class Node:
         return self.state is NodeState.READY
 
 
-@dataclass(slots=True)
-class Counters:
+class Counters(Struct):
     """What is never given twice. Epochs are unique in the cluster, so they name a gang alone.
 
     The one element that its state changes in place, because nearly every event counts something: what leaves the state

@@ -6,7 +6,7 @@ disappearance.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ganger_master.core.commands import Observe, ObservedGang
 from ganger_master.core.model import (

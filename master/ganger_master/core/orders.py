@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from ganger_master.core.desired import threads_of
 from ganger_master.core.model import (
     Claim,
@@ -20,7 +22,6 @@ from ganger_master.core.model import (
     Restore,
     SuspendLevel,
 )
-from ganger_master.core.replacing import replace
 
 
 def new_gang(

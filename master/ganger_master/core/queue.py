@@ -6,9 +6,8 @@ for those who go first. Losing a turn costs its job nothing but time.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ganger.resources.reasons import Kind
+from msgspec.structs import replace
 
 from ganger_master.core.capacity import reservations_of
 from ganger_master.core.commands import ClaimTurns

@@ -15,11 +15,12 @@ from ganger.placement.load import choose_mode
 from ganger.resources.reasons import Refusal
 from ganger.resources.values import ConfigurationSet, NodeRow
 from ganger.resources.view import View
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ganger_master.core.desired import Projected, project
 from ganger_master.core.effects import Effect, History
 from ganger_master.core.model import Claim, Counters, Element, Gang, Job, JobState, Node
-from ganger_master.core.replacing import replace
 from ganger_master.core.rows import row_of
 from ganger_master.core.settings import Settings
 from ganger_master.core.wanted import DesiredSet, Member
@@ -36,8 +37,7 @@ _LOST_TICK_SECONDS: Final = 0.001
 _KINDS: Final = {element: kind for kind, element in ELEMENT_TYPES.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Changes:
+class Changes(Struct, frozen=True):
     """Elements to insert or replace, and keys to remove: (kind, key)."""
 
     puts: Mapping[tuple[str, str], Element]
@@ -47,8 +47,7 @@ class Changes:
         return bool(self.puts or self.removes)
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(Struct, frozen=True):
     """A lease to request a gang. Only the holder's requests count as in turn, until `expires`."""
 
     turn: int
@@ -62,8 +61,7 @@ class Turn:
     reserved_nodes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(Struct, frozen=True):
     """The places that were last found for the jobs of these numbers, by job."""
 
     numbers: tuple[int, ...]

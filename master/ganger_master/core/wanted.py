@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct
 
 from ganger_master.core.model import Claim, Intent, JobSpec, SuspendLevel
 
 NO_CLAIM = Claim("", 0, (), 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(Struct, frozen=True):
     """One node of a gang; `ranks` ascend. The first member leads."""
 
     node: str
@@ -19,8 +18,7 @@ class Member:
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DesiredRestore:
+class DesiredRestore(Struct, frozen=True):
     """`checkpoint_path`, or the arenas of `parked_epoch` on `parked_members`; neither: from the beginning."""
 
     checkpoint_path: str = ""
@@ -29,8 +27,7 @@ class DesiredRestore:
     step: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class DesiredGang:
+class DesiredGang(Struct, frozen=True):
     job: int
     uid: str
     epoch: int
@@ -50,11 +47,10 @@ class DesiredGang:
     grace_seconds: float = 0.0
     checkpoint_first: bool = False
     # The daemon has not yet reported this epoch. No change of what is wanted.
-    needs_spec: bool = field(default=True, compare=False)
+    needs_spec: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class DesiredSet:
+class DesiredSet(Struct, frozen=True):
     """All that is wanted on a node, by epoch. Gangs not named are not wanted."""
 
     version: int = 0

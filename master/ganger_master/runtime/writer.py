@@ -13,12 +13,13 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final, TypeVar
 
 from ganger.failpoints import Failpoints
 from ganger.wire.errors import Internal, NotReady
+from msgspec.structs import replace
 
 from ganger_master.core import machine
 from ganger_master.core.answers import Answer

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from ganger_master.core.effects import History
 from ganger_master.core.model import ConfigurationSet, Counters, Element, Gang, Job, JobSpec, Node
-from ganger_master.core.replacing import replace
 from ganger_master.store.contract import Batch, Cell, HistoryEntry, Problem, Put, Remove, StoredRow, StoreError
 
 # Kind of an element, as the core names it, to the table that keeps it.

@@ -8,9 +8,10 @@ not know what elements mean: `codec` turns the core's values into rows and back.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
+
+from msgspec import Struct, field
 
 Cell = int | float | str | None
 
@@ -34,8 +35,7 @@ class StoreError(Exception):
         self.problem = problem
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
+class Put(Struct, frozen=True):
     """Inserts or replaces one element. `columns` are those of its table besides `key`, always the same ones in the
     same order for one table."""
 
@@ -44,14 +44,12 @@ class Put:
     columns: Mapping[str, Cell]
 
 
-@dataclass(frozen=True, slots=True)
-class Remove:
+class Remove(Struct, frozen=True):
     table: str
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class HistoryEntry:
+class HistoryEntry(Struct, frozen=True):
     """One thing that happened. Sequences are unique and rise; time is Unix seconds."""
 
     sequence: int
@@ -63,8 +61,7 @@ class HistoryEntry:
     figures: str = "{}"
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(Struct, frozen=True):
     """What one commit makes durable, as one. Of changes to one key the last stands; `changes` holds one per key."""
 
     changes: Sequence[Put | Remove] = ()
@@ -75,8 +72,7 @@ class Batch:
         return not self.changes and not self.history
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRow:
+class StoredRow(Struct, frozen=True):
     table: str
     key: str
     columns: Mapping[str, Cell] = field(default_factory=dict)
