@@ -185,16 +185,30 @@ class Cluster:
         """Ends the services and every process they left: those run in the cluster's directories."""
         for service in (*self.daemons.values(), self.master):
             service.stop()
-        for pid in self.survivors():
+        self._kill_all(self.survivors())
+        shutil.rmtree(self.run_directory, ignore_errors=True)
+
+    def destroy_node(self, name: str) -> None:
+        """As if the server had burnt: its daemon, launchers and ranks are killed, its memory and its disk are gone."""
+        self.daemons[name].kill()
+        mine = (self.directory / name, self.run_directory / name)
+        # Killed one by one, so until nobody is left: one that dies may just have forked another.
+        eventually(lambda: not self._kill_all(self.survivors(*mine)), what=f"nothing of {name} is left")
+        for directory in mine:
+            shutil.rmtree(directory)
+
+    @staticmethod
+    def _kill_all(pids: Sequence[int]) -> Sequence[int]:
+        for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-        shutil.rmtree(self.run_directory, ignore_errors=True)
+        return pids
 
-    def survivors(self) -> list[int]:
-        """Processes whose environment or command line names the cluster's directories: ranks, launchers, stores."""
-        marks = (str(self.directory).encode(), str(self.run_directory).encode())
+    def survivors(self, *directories: Path) -> list[int]:
+        """Processes whose environment or command line names a directory of the cluster: ranks, launchers, stores."""
+        marks = [f"{path}".encode() for path in directories or (self.directory, self.run_directory)]
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit() or int(entry.name) == os.getpid():
