@@ -6,7 +6,8 @@ It reads plain Python lists of the view: a verdict touches few nodes, and NumPy 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from msgspec import Struct
 
@@ -71,12 +72,12 @@ def fit(
     `holding`: pieces the gang holds already and would give up for these. With `retune` the cores may differ from what
     the shape asks for. Mistakes come first, then what is missing node by node, then the gang's locality.
     """
-    if not claims or len({claim.node for claim in claims}) != len(claims):
+    if not claims or (len(claims) > 1 and len({claim.node for claim in claims}) != len(claims)):
         return (Refusal(Reason.CLAIM_MISMATCH, {"claims": len(claims)}, detail="a gang claims each node once"),)
     mistake = _mismatch(shape, claims)
     if mistake is not None:
         return (mistake,)
-    own = {claim.node: claim for claim in holding}
+    own = {claim.node: claim for claim in holding} if holding else _NOTHING
     refusals: list[Refusal] = []
     for claim in claims:
         slot = view.slots.get(claim.node)
@@ -88,10 +89,10 @@ def fit(
             return tuple(refusals)
     if refusals:
         return tuple(refusals)
-    level = gang_level(view, claims)
-    if level > shape.locality.widest:
-        figures = {"level": int(level), "widest": int(shape.locality.widest)}
-        detail = f"the gang's worst pair is at {level.name}, the job accepts {shape.locality.widest.name}"
+    widest = shape.locality.widest
+    if widest is not Level.CLUSTER and (level := gang_level(view, claims)) > widest:
+        figures = {"level": int(level), "widest": int(widest)}
+        detail = f"the gang's worst pair is at {level.name}, the job accepts {widest.name}"
         return (Refusal(Reason.LOCALITY, figures, detail=detail),)
     return ()
 
@@ -101,7 +102,7 @@ def gang_level(view: View, claims: Sequence[Claim]) -> Level:
 
     Nodes whose rack or fabric nobody named are only known to be in one cluster.
     """
-    placed = [claim for claim in claims if claim.device_mask] or list(claims)
+    placed = claims if len(claims) == 1 else [claim for claim in claims if claim.device_mask] or claims
     if len(placed) == 1:
         claim = placed[0]
         return view.topologies[view.slots[claim.node]].level(claim.device_mask)
@@ -115,19 +116,25 @@ def gang_level(view: View, claims: Sequence[Claim]) -> Level:
     return Level.CLUSTER
 
 
+_NOTHING: Final[Mapping[str, Claim]] = {}
+
+
 def _mismatch(shape: GangShape, claims: Sequence[Claim]) -> Refusal | None:
     roles = len(shape.roles)
-    if any(len(claim.tasks) != roles or min(claim.tasks, default=0) < 0 for claim in claims):
-        return Refusal(
-            Reason.CLAIM_MISMATCH, {"roles": roles}, detail="a claim counts tasks of each of the job's roles"
-        )
+    for claim in claims:
+        tasks = claim.tasks
+        if len(tasks) != roles or (roles and min(tasks) < 0):
+            return Refusal(
+                Reason.CLAIM_MISMATCH, {"roles": roles}, detail="a claim counts tasks of each of the job's roles"
+            )
     for index, role in enumerate(shape.roles):
-        placed = sum(claim.tasks[index] for claim in claims)
+        placed = sum([claim.tasks[index] for claim in claims])
         if placed != role.tasks:
             figures = {"needed": role.tasks, "claimed": placed}
             return Refusal(Reason.CLAIM_MISMATCH, figures, detail=f"tasks of role {role.name} do not add up")
-    if any(not any(claim.tasks) for claim in claims):
-        return Refusal(Reason.CLAIM_MISMATCH, detail="a claim without tasks")
+    for claim in claims:
+        if not any(claim.tasks):
+            return Refusal(Reason.CLAIM_MISMATCH, detail="a claim without tasks")
     if shape.nodes and len(claims) != shape.nodes:
         figures = {"needed": shape.nodes, "claimed": len(claims)}
         return Refusal(Reason.CLAIM_MISMATCH, figures, detail="the job asks for another number of nodes")
@@ -163,7 +170,8 @@ def _fit_node(
     if mask & ~free:
         figures = {"needed": mask.bit_count(), "free": free.bit_count(), "conflicting": (mask & ~free).bit_count()}
         refusals.append(Refusal(Reason.GPUS, figures, node=node))
-    for socket, (wanted, have) in enumerate(zip(claim.millicores, millicores, strict=True)):
+    for socket, wanted in enumerate(claim.millicores):
+        have = millicores[socket]
         if wanted > have:
             figures = {"needed_millicores": wanted, "free_millicores": have, "socket": socket}
             refusals.append(Refusal(Reason.CORES, figures, node=node))

@@ -89,7 +89,7 @@ class Locality(Struct, frozen=True):
     patience_seconds: float = 0.0
 
 
-class Claim(Struct, frozen=True):
+class Claim(Struct, frozen=True, omit_defaults=True):
     """What a gang holds, or asks for, on one node. `tasks[r]` tasks of role r; ranks run role by role, then claim by
     claim."""
 

@@ -416,6 +416,8 @@ def _zeros(topology: Topology) -> tuple[tuple[int, ...], tuple[int, ...], tuple[
 
 
 def _padded(counts: tuple[int, ...], length: int) -> tuple[int, ...]:
+    if len(counts) == length:
+        return counts
     return tuple(counts[:length]) + (0,) * (length - len(counts))
 
 

@@ -176,7 +176,7 @@ def claims_to_wire(values: Iterable[Claim]) -> list[resources_pb2.Claim]:
 
 
 def claims_from_wire(messages: Iterable[resources_pb2.Claim]) -> tuple[Claim, ...]:
-    return tuple(claim_from_wire(message) for message in messages)
+    return tuple([claim_from_wire(message) for message in messages])
 
 
 def arena_bytes_for(gpu_memory_bytes: int) -> int:

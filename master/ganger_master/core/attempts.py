@@ -155,8 +155,10 @@ def _review_once(state: State, number: int, now: float, cause: str) -> bool:
     if job is None:
         return False
     gangs = state.gangs_of_job(number)
-    for gang in gangs:
-        if act_of(gang) is Act.FORGET and all(piece.held is None for piece in gang.pieces):
+    # They stand until something changes, and then all is looked at again.
+    acts = [act_of(gang) for gang in gangs]
+    for gang, act in zip(gangs, acts, strict=True):
+        if act is Act.FORGET and all(piece.held is None for piece in gang.pieces):
             _forget(state, job, gang)
             return True
     if job.ending is not None:
@@ -164,12 +166,14 @@ def _review_once(state: State, number: int, now: float, cause: str) -> bool:
             _complete(state, job, gangs, now, cause)
             return True
         return False
-    return any(gang.role is not GangRole.LEAVING and _follow(state, job, gang, now, cause) for gang in gangs)
+    for gang, act in zip(gangs, acts, strict=True):
+        if act is not Act.WAIT and gang.role is not GangRole.LEAVING and _follow(state, job, gang, act, now, cause):
+            return True
+    return False
 
 
-def _follow(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool:
+def _follow(state: State, job: Job, gang: Gang, act: Act, now: float, cause: str) -> bool:
     """Carries out what the table says of one gang; False when nothing changed."""
-    act = act_of(gang)
     if gang.role is GangRole.SOURCE:
         # Committed elsewhere: its loss costs nothing unless the new gang fails too.
         if act in (Act.FAIL, Act.SUCCEED):

@@ -147,8 +147,9 @@ def holding_of(state: State, job: Job, claims: Sequence[Claim]) -> tuple[Claim, 
 
 def protected_from(state: State, job: Job, now: float, out_of_turn: bool = False) -> Protected:
     """What is kept for blocked jobs ahead of this one in the policy's order; out of turn, for all but this one."""
-    blocked = _first_blocked(state)
-    if not blocked:
+    blocked = first_blocked(state)
+    # Where not all is kept, only who has waited long is kept anything.
+    if not blocked or not (state.policy.protects_all or _waited(state, blocked, now)):
         return NOTHING
     key = (state.policy.key(job), job.number)
     ahead = [
@@ -166,11 +167,11 @@ def protected_from(state: State, job: Job, now: float, out_of_turn: bool = False
 
 def reservations_of(state: State, jobs: Sequence[Job], now: float) -> tuple[Reservation, ...]:
     """Places of those of the jobs that are among the first who wait for pieces and waited long enough, by rank."""
-    return _reservations(state, _first_blocked(state), jobs, now)
+    return _reservations(state, first_blocked(state), jobs, now)
 
 
 def _reservations(state: State, blocked: Sequence[Job], jobs: Sequence[Job], now: float) -> tuple[Reservation, ...]:
-    waited = [job for job in blocked if begins(state.conflicts.get(job.number, 0), now - job.pending_since)]
+    waited = _waited(state, blocked, now)
     if not waited:
         return ()
     names = {job.name for job in jobs}
@@ -182,6 +183,10 @@ def _reservations(state: State, blocked: Sequence[Job], jobs: Sequence[Job], now
         for job in waited
         if job.name in names and job.name in places
     )
+
+
+def _waited(state: State, blocked: Sequence[Job], now: float) -> list[Job]:
+    return [job for job in blocked if begins(state.conflicts.get(job.number, 0), now - job.pending_since)]
 
 
 def _places_for(state: State, waited: Sequence[Job], now: float) -> Mapping[str, tuple[Claim, ...]]:
@@ -204,9 +209,15 @@ def _places_for(state: State, waited: Sequence[Job], now: float) -> Mapping[str,
 _KEPT_SECONDS = 0.5
 
 
-def _first_blocked(state: State) -> list[Job]:
+def first_blocked(state: State) -> list[Job]:
     """The first waiting jobs that lack pieces; those ahead of any job are the first ones of them."""
-    blocked: list[Job] = []
+    if state.first_blocked is None:
+        state.first_blocked = tuple(_find_first_blocked(state))
+    return [state.jobs[number] for number in state.first_blocked]
+
+
+def _find_first_blocked(state: State) -> list[int]:
+    blocked: list[int] = []
     if len(state.refusals) <= _FEW:
         # The queue may be long.
         jobs = [state.jobs[number] for number in state.refusals]
@@ -216,7 +227,7 @@ def _first_blocked(state: State) -> list[Job]:
     for job in refused:
         refusals = state.refusals[job.number]
         if refusals and refusals[0].reason in WAITS_FOR_PIECES and state.is_waiting(job):
-            blocked.append(job)
+            blocked.append(job.number)
             if len(blocked) >= state.settings.protected_jobs:
                 break
     return blocked

@@ -107,7 +107,7 @@ def _members(state: State, job: Job, gang: Gang) -> tuple[Member, ...]:
 
 def threads_of(claims: Sequence[Claim]) -> int:
     """Threads per rank: the whole cores of its share on the tightest node, at least one."""
-    return max(1, min(sum(claim.millicores) // 1000 // max(1, sum(claim.tasks)) for claim in claims))
+    return max(1, min([sum(claim.millicores) // 1000 // (sum(claim.tasks) or 1) for claim in claims]))
 
 
 def _projected(state: State, gang: Gang, piece: Piece, known: Projected | None) -> Projected:

@@ -101,6 +101,12 @@ def act_of(gang: Gang) -> Act:
 def seen_of(gang: Gang) -> Seen:
     """The parts of a gang seen together; a bad end of one part outweighs everything."""
     pieces = gang.pieces
+    for piece in pieces:
+        if piece.phase is not ObservedPhase.NONE or piece.gone or piece.trouble:
+            break
+    else:
+        # Nothing was heard of any part yet, as of every gang that was just approved.
+        return Seen.BUSY
     if gang.is_gone and gang.intent is Intent.STOP:
         return Seen.GONE
     if any(_ended_badly(piece) for piece in pieces):

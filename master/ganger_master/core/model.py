@@ -142,7 +142,7 @@ class Agent(StrEnum):
 _ANYWHERE: Final = Locality()
 
 
-class JobSpec(Struct, frozen=True):
+class JobSpec(Struct, frozen=True, omit_defaults=True):
     """What a user asked for; `ganger.v1.JobSpec` as plain values. Zero and empty mean what they mean on the wire."""
 
     command: tuple[str, ...]
@@ -178,7 +178,7 @@ class JobSpec(Struct, frozen=True):
         return GangShape(self.roles, self.device_type, self.locality, self.nodes, arena_bytes_per_device)
 
 
-class Capabilities(Struct, frozen=True):
+class Capabilities(Struct, frozen=True, omit_defaults=True):
     """Which levels the job offers; `missing` says why not, by level name. Nothing is known before `known`."""
 
     pause: bool = False
@@ -199,7 +199,7 @@ class Capabilities(Struct, frozen=True):
                 return False
 
 
-class Checkpoint(Struct, frozen=True):
+class Checkpoint(Struct, frozen=True, omit_defaults=True):
     step: int
     epoch: int
     path: str
@@ -207,7 +207,7 @@ class Checkpoint(Struct, frozen=True):
     create_time: float = 0.0
 
 
-class Failure(Struct, frozen=True):
+class Failure(Struct, frozen=True, omit_defaults=True):
     """Why a FAILED job failed: EXIT, OUT_OF_MEMORY, TIME_LIMIT, LAUNCH_FAILED, NO_CHECKPOINT, ESCALATED."""
 
     reason: str
@@ -217,7 +217,7 @@ class Failure(Struct, frozen=True):
     epoch: int = 0
 
 
-class Job(Struct, frozen=True):
+class Job(Struct, frozen=True, omit_defaults=True):
     number: int
     uid: str
     user: str
@@ -267,14 +267,14 @@ class Job(Struct, frozen=True):
         return peak + peak // 10
 
 
-class Outcome(Struct, frozen=True):
+class Outcome(Struct, frozen=True, omit_defaults=True):
     kind: OutcomeKind = OutcomeKind.NONE
     exit_code: int = 0
     rank: int = 0
     message: str = ""
 
 
-class Piece(Struct, frozen=True):
+class Piece(Struct, frozen=True, omit_defaults=True):
     """A gang's part on one node: what it holds there and what was last seen of it."""
 
     # The placement, unchanged while the gang lives (RETUNE changes its millicores).
@@ -303,7 +303,7 @@ class Piece(Struct, frozen=True):
     lost: bool = False
 
 
-class Restore(Struct, frozen=True):
+class Restore(Struct, frozen=True, omit_defaults=True):
     """Where the first step starts from: a checkpoint's path, or the arenas of a parked epoch. `step` is the lowest that
     is acceptable."""
 
@@ -312,7 +312,7 @@ class Restore(Struct, frozen=True):
     step: int = 0
 
 
-class Gang(Struct, frozen=True):
+class Gang(Struct, frozen=True, omit_defaults=True):
     """One attempt on one placement. The first piece's node holds rank 0 and leads."""
 
     epoch: int
@@ -345,11 +345,15 @@ class Gang(Struct, frozen=True):
 
     @property
     def claims(self) -> tuple[Claim, ...]:
-        return tuple(piece.claim for piece in self.pieces)
+        return tuple([piece.claim for piece in self.pieces])
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        return tuple(piece.claim.node for piece in self.pieces)
+        return tuple([piece.claim.node for piece in self.pieces])
+
+    @property
+    def devices(self) -> int:
+        return sum([piece.claim.device_mask.bit_count() for piece in self.pieces])
 
     @property
     def is_gone(self) -> bool:
@@ -359,7 +363,7 @@ class Gang(Struct, frozen=True):
         return next((piece for piece in self.pieces if piece.claim.node == node), None)
 
 
-class Stray(Struct, frozen=True):
+class Stray(Struct, frozen=True, omit_defaults=True):
     """A gang seen on a node that the master does not want there.
 
     `quarantined` ones (unknown job, epoch from the future) are left alone and hold their devices until they go; others
@@ -375,7 +379,7 @@ class Stray(Struct, frozen=True):
     note: str = ""
 
 
-class Node(Struct, frozen=True):
+class Node(Struct, frozen=True, omit_defaults=True):
     name: str
     machine_uuid: str
     configuration_set: str

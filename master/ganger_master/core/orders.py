@@ -40,7 +40,7 @@ def new_gang(
         job=job,
         role=role,
         phase=GangPhase.MOVING if moving else GangPhase.STARTING,
-        pieces=tuple(Piece(claim, claim) for claim in claims),
+        pieces=tuple([Piece(claim, claim) for claim in claims]),
         level=level,
         create_time=now,
         intent=Intent.PREPARE if moving else Intent.RUN,

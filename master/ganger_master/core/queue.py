@@ -82,7 +82,7 @@ def note_refused(state: State, event: GangRefused) -> None:
     in_turn = turn is not None and turn.turn == event.turn
     # A blocker that is known stands against what a stranger got wrong.
     if (in_turn or not is_mistake) and state.refusals.get(event.number) != event.refusals:
-        state.refusals[event.number] = event.refusals
+        state.note_refusals(event.number, event.refusals)
         state.dirty.news[event.number] = None
     if turn is None or not in_turn:
         return

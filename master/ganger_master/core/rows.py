@@ -18,25 +18,27 @@ _Counts: TypeAlias = tuple[int, ...]
 
 def row_of(node: Node, topology: Topology, held: Sequence[Claim], affinity: int = 0) -> NodeRow:
     """What is free on a node whose gangs hold these claims. Strays hold their devices, faulty devices are not free."""
+    configuration_set = topology.configuration_set
     used_mask = used_memory = 0
-    free_cores = [socket.millicores for socket in topology.configuration_set.sockets]
+    free_cores = [socket.millicores for socket in configuration_set.sockets]
+    pieces = []
     for claim in held:
         used_mask |= claim.device_mask
         used_memory += claim.memory_bytes + claim.arena_bytes
+        pieces.append((claim.device_mask, claim.millicores))
         for index, millicores in enumerate(claim.millicores):
             free_cores[index] -= millicores
     for stray in node.strays:
         used_mask |= stray.device_mask
     for device in node.device_faults:
         used_mask |= 1 << device
-    pieces = tuple([(claim.device_mask, claim.millicores) for claim in held])
-    at_sockets, in_groups, on_devices = _neighbours(topology.sockets, topology.groups, topology.devices, pieces)
+    at_sockets, in_groups, on_devices = _neighbours(topology.sockets, topology.groups, topology.devices, tuple(pieces))
     return NodeRow(
         node=node.name,
         configuration_set=node.configuration_set,
         free_mask=topology.all_mask & ~used_mask,
-        free_millicores=tuple([max(0, cores) for cores in free_cores]),
-        free_memory_bytes=max(0, topology.configuration_set.memory_bytes - used_memory),
+        free_millicores=tuple([cores if cores > 0 else 0 for cores in free_cores]),
+        free_memory_bytes=max(0, configuration_set.memory_bytes - used_memory),
         available=node.takes_gangs,
         rack=node.rack,
         fabric=node.fabric,

@@ -119,6 +119,8 @@ class State:
         # No node can be lost before this time; None while none can be.
         self.next_lost_check: float | None = None
         self.refusals: dict[int, tuple[Refusal, ...]] = {}
+        # What `capacity.first_blocked` found, until a refusal comes or goes.
+        self.first_blocked: tuple[int, ...] | None = None
         self.conflicts: dict[int, int] = {}
         self.kept: Kept | None = None
         self.turns: dict[int, Turn] = {}
@@ -184,7 +186,7 @@ class State:
         key = ("job", str(number))
         self._puts.pop(key, None)
         self._removes[key] = None
-        self.refusals.pop(number, None)
+        self._forget_refusals(number)
 
     def put_node(self, node: Node) -> None:
         old = self.nodes.get(node.name)
@@ -260,7 +262,7 @@ class State:
             gang = self.gangs[epoch]
             held = gang.pieces[place].held
             if held is not None and held.device_mask:
-                return sum([piece.claim.device_mask.bit_count() for piece in gang.pieces])
+                return gang.devices
         return 0
 
     # -- restart -------------------------------------------------------------------------------------------------------
@@ -304,6 +306,14 @@ class State:
         texts = {name: str(value) for name, value in sorted(figures.items())}
         self.outbox.append(History(sequence, now, subject, kind, cause, message, texts))
 
+    def note_refusals(self, number: int, refusals: tuple[Refusal, ...]) -> None:
+        self.refusals[number] = refusals
+        self.first_blocked = None
+
+    def _forget_refusals(self, number: int) -> None:
+        if self.refusals.pop(number, None) is not None:
+            self.first_blocked = None
+
     def take_epoch(self) -> int:
         epoch = self.counters.next_epoch
         self.counters.next_epoch += 1
@@ -313,16 +323,28 @@ class State:
         """Computes a node's row anew; whether the view changed by it."""
         node = self.nodes[name]
         topology = self.view.topology_named(node.configuration_set)
-        row = row_of(node, topology, self.held_on(name), self.affinity_of(name))
-        old = self.rows.get(row.node)
+        held: list[Claim] = []
+        affinity = 0
+        # `held_on` and `affinity_of` at once, for this is asked for every node of every gang that comes or goes.
+        for epoch, place in self.gangs_on.get(name, {}).items():
+            gang = self.gangs[epoch]
+            claim = gang.pieces[place].held
+            if claim is not None:
+                held.append(claim)
+                if not affinity and claim.device_mask:
+                    affinity = gang.devices
+        row = row_of(node, topology, held, affinity)
+        old = self.rows.get(name)
         if old == row:
             return False
         self.free_devices += _free(row) - (_free(old) if old is not None else 0)
         self.devices += topology.devices * (row.available - (old is not None and old.available))
         self.view.mode = choose_mode(self.view.mode, self.devices - self.free_devices, self.devices)
-        self.rows[row.node] = row
-        faulty = sum([1 << device for device in node.device_faults])
-        self.view.put(row, topology.all_mask & ~faulty)
+        self.rows[name] = row
+        in_service = topology.all_mask
+        for device in node.device_faults:
+            in_service &= ~(1 << device)
+        self.view.put(row, in_service)
         self.counters.view_version = self.view.version
         return True
 
@@ -365,10 +387,11 @@ class State:
         if was and not waits and old is not None:
             del self.waiting[bisect_left(self.waiting, (self.policy.key(old), old.number))]
             self.drop_turn(job.number)
-            self.refusals.pop(job.number, None)
+            self._forget_refusals(job.number)
             self.conflicts.pop(job.number, None)
             self.passed.pop(job.number, None)
         elif waits and not was:
+            self.first_blocked = None if job.number in self.refusals else self.first_blocked
             insort(self.waiting, (self.policy.key(job), job.number))
         if job.spec.time_limit_seconds is not None:
             if job.running_since and not job.state.is_final:

@@ -1,8 +1,7 @@
 """The store on a SQL database: SQLite in WAL mode with synchronous=FULL by default, any SQLAlchemy URL otherwise.
 
 A commit is one transaction. Statements are built by SQLAlchemy once per table and then run as the driver's own text,
-because at small batches building them costs more than the disk does. On SQLite one statement takes many rows: its
-driver lets the interpreter go for every statement, and a busy event loop is slow to give it back.
+because at small batches building them costs more than the disk does. On SQLite a commit is even one statement.
 """
 
 from __future__ import annotations
@@ -12,28 +11,23 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, cast
 
-from sqlalchemy import Connection, Engine, Table, bindparam, create_engine, delete, event, func, insert, select, update
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import Connection, Engine, bindparam, create_engine, delete, event, func, insert, select, update
+from sqlalchemy.dialects import postgresql
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 from sqlalchemy.sql import Executable
 
-from ganger_master.store import migrate
+from ganger_master.store import migrate, one_statement
 from ganger_master.store.contract import Batch, Cell, HistoryEntry, Problem, Put, Remove, StoredRow, StoreError
 from ganger_master.store.tables import STATE, events, writer
-
-# Parameters of one row, or of each of several.
-_Values: TypeAlias = dict[str, Any] | list[dict[str, Any]]
 
 _HISTORY_COLUMNS: Final = tuple(column.name for column in events.columns)
 # Rows of one statement; keeps the driver's memory and the time of one lock bounded.
 _ROWS_PER_STATEMENT: Final = 5_000
 _ROWS_PER_FETCH: Final = 1_000
-# On SQLite: rows of one statement, the most first. Its parameters are at most 32,766.
-_ROWS_TOGETHER: Final = (64, 8, 1)
 _BUSY_MILLISECONDS: Final = 5_000
 
 
@@ -45,15 +39,15 @@ class SqlStore:
         self._engine = _engine_for(url)
         self._connection: Connection | None = None
         self._generation = 0
-        self._statements: dict[tuple[str, str, int], _Statement] = {}
+        self._statements: dict[tuple[str, str], _Statement] = {}
 
     def open(self) -> None:
         with _explained(self._url):
             _create_file(self._url)
             migrate.upgrade(self._engine)
-            self._connection = self._engine.connect()
-            with self._connection.begin():
-                self._generation = _take_over(self._connection)
+            connection = self._open_connection()
+            with connection.begin():
+                self._generation = _take_over(connection)
 
     def load(self) -> Iterator[StoredRow]:
         with _explained(self._url), self._engine.connect() as connection:
@@ -70,6 +64,9 @@ class SqlStore:
             return
         with _explained(self._url):
             connection = self._open_connection()
+            if connection.dialect.name == "sqlite":
+                self._write_as_one(connection, batch)
+                return
             try:
                 with connection.begin():
                     self._check_generation(connection)
@@ -113,12 +110,25 @@ class SqlStore:
     def _open_connection(self) -> Connection:
         if self._connection is None:
             self._connection = self._engine.connect()
+            if self._connection.dialect.name == "sqlite":
+                one_statement.prepare(_driver_of(self._connection))
         return self._connection
+
+    def _write_as_one(self, connection: Connection, batch: Batch) -> None:
+        try:
+            one_statement.commit(_driver_of(connection), self._generation, batch)
+        except sqlite3.IntegrityError as error:
+            if one_statement.FENCED in str(error):
+                raise self._fenced() from error
+            raise
+
+    def _fenced(self) -> StoreError:
+        return StoreError(Problem.FENCED, f"{_shown(self._url)} has a newer master")
 
     def _check_generation(self, connection: Connection) -> None:
         statement = self._statement("fence", "writer")
         if statement.run(connection, [{"generation": self._generation}]) != 1:
-            raise StoreError(Problem.FENCED, f"{_shown(self._url)} has a newer master")
+            raise self._fenced()
 
     def _write(self, connection: Connection, batch: Batch) -> None:
         puts: dict[str, list[Mapping[str, Cell]]] = {}
@@ -141,24 +151,16 @@ class SqlStore:
         if verb == "put" and connection.dialect.name not in _UPSERTS:
             self._run(connection, "remove", table, [{"key": row["key"]} for row in rows])
             verb = "append"
-        start = 0
-        if connection.dialect.name == "sqlite":
-            for size in _ROWS_TOGETHER:
-                statement = self._statement(verb, table, size)
-                while len(rows) - start >= size:
-                    statement.run_together(connection, rows[start : start + size])
-                    start += size
-            return
         statement = self._statement(verb, table)
         for start in range(0, len(rows), _ROWS_PER_STATEMENT):
             statement.run(connection, rows[start : start + _ROWS_PER_STATEMENT])
 
-    def _statement(self, verb: str, table: str, rows: int = 0) -> _Statement:
-        """`rows` 0: for one row, to be run for each of several."""
-        found = self._statements.get((verb, table, rows))
+    def _statement(self, verb: str, table: str) -> _Statement:
+        """For one row, to be run for each of several."""
+        found = self._statements.get((verb, table))
         if found is None:
-            found = _Statement.of(_built(verb, table, self._engine.dialect.name, rows), self._engine)
-            self._statements[verb, table, rows] = found
+            found = _Statement.of(_built(verb, table, self._engine.dialect.name), self._engine)
+            self._statements[verb, table] = found
         return found
 
 
@@ -183,45 +185,29 @@ class _Statement:
             parameters = [tuple(row[name] for name in self.order) for row in rows]
         return connection.exec_driver_sql(self.text, parameters if len(parameters) > 1 else parameters[0]).rowcount
 
-    def run_together(self, connection: Connection, rows: Sequence[Mapping[str, Cell]]) -> None:
-        """For a statement of just so many rows whose parameters the driver numbers, row by row."""
-        assert self.order is not None
-        columns = [name.removesuffix("_0") for name in self.order[: len(self.order) // len(rows)]]
-        connection.exec_driver_sql(self.text, tuple([row[name] for row in rows for name in columns]))
+
+_UPSERTS: Final = ("postgresql",)
 
 
-_UPSERTS: Final = ("sqlite", "postgresql")
-
-
-def _built(verb: str, table_name: str, dialect: str, rows: int) -> Executable:
+def _built(verb: str, table_name: str, dialect: str) -> Executable:
     if verb == "fence":
         # Changing nothing would do, but an update also takes the row's lock where locks are rows'.
         return update(writer).where(writer.c.generation == bindparam("generation")).values(id=writer.c.id)
     table = events if table_name == events.name else STATE[table_name]
     names = [column.name for column in table.columns]
     if verb == "remove":
-        if rows:
-            return delete(table).where(table.c.key.in_([bindparam(f"key_{row}") for row in range(rows)]))
         return delete(table).where(table.c.key == bindparam("key"))
-    values: _Values = {name: bindparam(name, type_=table.c[name].type) for name in names}
-    if rows:
-        values = [{name: bindparam(f"{name}_{row}", type_=table.c[name].type) for name in names} for row in range(rows)]
+    values = {name: bindparam(name, type_=table.c[name].type) for name in names}
     if verb == "append":
         return insert(table).values(values)
-    return _upsert(table, values, dialect)
+    assert dialect == "postgresql"
+    into = postgresql.insert(table).values(values)
+    others = [name for name in names if name != "key"]
+    return into.on_conflict_do_update(index_elements=["key"], set_={name: into.excluded[name] for name in others})
 
 
-def _upsert(table: Table, values: _Values, dialect: str) -> Executable:
-    others = [column.name for column in table.columns if column.name != "key"]
-    if dialect == "postgresql":
-        into_postgresql = postgresql.insert(table).values(values)
-        return into_postgresql.on_conflict_do_update(
-            index_elements=["key"], set_={name: into_postgresql.excluded[name] for name in others}
-        )
-    into_sqlite = sqlite.insert(table).values(values)
-    return into_sqlite.on_conflict_do_update(
-        index_elements=["key"], set_={name: into_sqlite.excluded[name] for name in others}
-    )
+def _driver_of(connection: Connection) -> sqlite3.Connection:
+    return cast(sqlite3.Connection, connection.connection.driver_connection)
 
 
 def _take_over(connection: Connection) -> int:
