@@ -38,7 +38,8 @@ def test_restart_at_epoch_edges_and_one_step_around_them_changes_no_bit(
     tmp_path: Path, reference: tuple[int, Path]
 ) -> None:
     workers, directory = reference
-    stops = [1, STEPS_PER_EPOCH - 1, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1, 2 * STEPS_PER_EPOCH]
+    edges = range(0, EPOCHS * STEPS_PER_EPOCH + 1, STEPS_PER_EPOCH)
+    stops = [step for edge in edges for step in (edge - 1, edge, edge + 1) if 0 < step <= EPOCHS * STEPS_PER_EPOCH]
     run_in_parts(tmp_path, EXAMPLES / "digits_cnn/plain.py", _arguments(tmp_path, workers), stops, agent=True)
     _compare(tmp_path, directory)
 
@@ -50,6 +51,23 @@ def test_restart_at_random_steps_changes_no_bit(tmp_path: Path, reference: tuple
     stops = sorted(random.Random(seed).sample(range(1, EPOCHS * STEPS_PER_EPOCH), 3))
     run_in_parts(tmp_path, EXAMPLES / "digits_cnn/plain.py", _arguments(tmp_path, workers), stops, agent=True)
     _compare(tmp_path, directory)
+
+
+def test_a_perturbed_step_fails_the_comparison(tmp_path: Path, reference: tuple[int, Path]) -> None:
+    workers, directory = reference
+    script = tmp_path / "perturbed.py"
+    source = (EXAMPLES / "digits_cnn/plain.py").read_text()
+    marker = "            schedule.step()\n"
+    assert marker in source
+    nudge = "            if schedule.last_epoch == 8:\n                network[-1].bias.data[0] += 1e-5\n"
+    script.write_text(source.replace(marker, nudge + marker))
+    run_in_parts(tmp_path, script, _arguments(tmp_path, workers), [4], agent=True)
+    parts, alone = losses(tmp_path / "losses"), losses(directory / "losses")
+    # made after step 9's loss; a loss may hide so little by rounding, the weights do not
+    assert min(step for step in alone if parts[step] != alone[step]) > 9
+    assert (tmp_path / "weights").read_text() != (directory / "weights").read_text()
+    with pytest.raises(AssertionError):
+        _compare(tmp_path, directory)
 
 
 def test_the_examples_for_the_agent_contain_nothing_of_ganger() -> None:
