@@ -9,6 +9,7 @@ from ganger_master.core import machine
 from ganger_master.core.answers import Answer, Approved, JobAnswer, SessionAnswer
 from ganger_master.core.commands import Command, Observe, ObservedGang, OpenSession, RequestGang, SubmitJob
 from ganger_master.core.desired import desired_of
+from ganger_master.core.effects import History
 from ganger_master.core.invariants import violations
 from ganger_master.core.model import Capabilities, Gang, Job, JobSpec, ObservedPhase
 from ganger_master.core.settings import Settings
@@ -29,14 +30,16 @@ class Drive:
         self.now = 1.0
         self.sessions: dict[str, str] = {}
         self.observations = 0
+        self.told: list[History] = []
         for number in range(1, nodes + 1):
             self.join(f"n{number}")
 
     def step(self, command: Command) -> Answer:
         self.now += 0.01
-        answer = machine.step(self.state, command, self.now).answer
+        done = machine.step(self.state, command, self.now)
+        self.told += done.effects.history
         assert violations(self.state) == []
-        return answer
+        return done.answer
 
     def join(self, node: str) -> None:
         answer = self.step(OpenSession(node, f"machine-{node}", SERVER))

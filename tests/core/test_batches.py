@@ -7,7 +7,6 @@ from ganger.resources.values import Claim, Role, TaskShape
 from ganger_master.approval.reservations import Reservation, Wanting, reserve
 from ganger_master.core import capacity, commands, desired, machine
 from ganger_master.core.answers import Approved, SessionAnswer
-from ganger_master.core.effects import NodeNews
 from ganger_master.core.invariants import violations
 from ganger_master.core.model import JobSpec, Node
 from ganger_master.core.rows import row_of
@@ -51,9 +50,9 @@ def test_batches_of_any_size_end_in_the_same_state(ends: set[int]) -> None:
         if isinstance(answer, SessionAnswer | Approved):
             assert answer == expected.answer
         if position in ends:
-            news |= {effect.node for effect in machine.finish(together, 1.0) if isinstance(effect, NodeNews)}
+            news.update(machine.finish(together, 1.0).nodes)
             together.take_changes()
-    news |= {effect.node for effect in machine.finish(together, 1.0) if isinstance(effect, NodeNews)}
+    news.update(machine.finish(together, 1.0).nodes)
     assert not list(violations(together))
     assert news == {"n1", "n2"}
     assert together.jobs == alone.jobs

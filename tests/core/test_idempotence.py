@@ -8,6 +8,7 @@ from ganger.resources.values import Role, TaskShape
 from ganger_master.core import machine
 from ganger_master.core.answers import Done, JobAnswer, Refused, SessionAnswer
 from ganger_master.core.commands import Observe, OpenSession, SubmitJob
+from ganger_master.core.effects import Effects
 from ganger_master.core.model import JobSpec
 from ganger_master.core.settings import Settings
 from ganger_master.core.state import ELEMENT_TYPES, State
@@ -29,7 +30,7 @@ def test_the_same_report_twice_changes_nothing() -> None:
     state.take_changes()
     step = machine.step(state, Observe("n1", session, 1, 0), 3.0)
     assert not state.take_changes()
-    assert step.effects == ()
+    assert step.effects == Effects()
 
 
 def test_a_report_of_a_void_session_is_refused() -> None:

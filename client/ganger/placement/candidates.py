@@ -29,7 +29,7 @@ _MOST_SPANS = 4
 _SLOT_BITS = 20
 
 
-class Placement(Struct, frozen=True):
+class Placement(Struct, frozen=True, gc=False):
     """`candidates` in order of preference; without any, `refusals` with the true blocker first.
 
     `share_with`: the least loaded node whose devices a time slice could share (the last line of Algorithm 1), if any.

@@ -20,7 +20,7 @@ _MOST_REFUSALS = 16
 _CORE = 1000
 
 
-class Demand(Struct, frozen=True):
+class Demand(Struct, frozen=True, gc=False):
     """What some tasks of a gang need on one node: devices, thousandths of cores, bytes, bytes."""
 
     gpus: int

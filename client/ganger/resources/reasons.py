@@ -52,7 +52,7 @@ class Reason(Enum):
         return self.value[1]
 
 
-class Refusal(Struct, frozen=True):
+class Refusal(Struct, frozen=True, gc=False):
     """One reason with its figures: `Refusal(Reason.GPUS, {"needed": 8, "largest_free": 4}, node="n1")`."""
 
     reason: Reason

@@ -24,19 +24,19 @@ class Level(IntEnum):
     CLUSTER = 7
 
 
-class DeviceGroup(Struct, frozen=True):
+class DeviceGroup(Struct, frozen=True, gc=False):
     """Devices that reach each other at `level` or better."""
 
     level: Level
     device_mask: int
 
 
-class Socket(Struct, frozen=True):
+class Socket(Struct, frozen=True, gc=False):
     millicores: int
     device_mask: int
 
 
-class ConfigurationSet(Struct, frozen=True):
+class ConfigurationSet(Struct, frozen=True, gc=False):
     """Servers of identical hardware. Few and immutable."""
 
     name: str
@@ -49,7 +49,7 @@ class ConfigurationSet(Struct, frozen=True):
     dimensions: Mapping[str, float] = field(default_factory=dict)
 
 
-class NodeRow(Struct, frozen=True):
+class NodeRow(Struct, frozen=True, gc=False):
     """One node as the view shows it."""
 
     node: str
@@ -67,7 +67,7 @@ class NodeRow(Struct, frozen=True):
     affinity: int = 0
 
 
-class TaskShape(Struct, frozen=True):
+class TaskShape(Struct, frozen=True, gc=False):
     """One task. Zero millicores or memory means: a share of the node in proportion to its devices."""
 
     gpus: int = 1
@@ -75,13 +75,13 @@ class TaskShape(Struct, frozen=True):
     memory_bytes: int = 0
 
 
-class Role(Struct, frozen=True):
+class Role(Struct, frozen=True, gc=False):
     name: str
     tasks: int
     shape: TaskShape
 
 
-class Locality(Struct, frozen=True):
+class Locality(Struct, frozen=True, gc=False):
     """What a job tolerates: `widest` at once, `wish` if it comes within `patience_seconds`."""
 
     widest: Level = Level.CLUSTER
@@ -89,7 +89,7 @@ class Locality(Struct, frozen=True):
     patience_seconds: float = 0.0
 
 
-class Claim(Struct, frozen=True, omit_defaults=True):
+class Claim(Struct, frozen=True, gc=False, omit_defaults=True):
     """What a gang holds, or asks for, on one node. `tasks[r]` tasks of role r; ranks run role by role, then claim by
     claim."""
 
@@ -101,7 +101,7 @@ class Claim(Struct, frozen=True, omit_defaults=True):
     tasks: tuple[int, ...] = ()
 
 
-class GangShape(Struct, frozen=True):
+class GangShape(Struct, frozen=True, gc=False):
     """All that placement needs to know of a job: its roles and what it tolerates."""
 
     roles: tuple[Role, ...]

@@ -190,6 +190,10 @@ class View:
         """KeyError for an unknown node."""
         return self._row(self.slots[name])
 
+    def version_of(self, name: str) -> int:
+        """Version of a node's last change."""
+        return self._versions[self.slots[name]]
+
     def total(self, name: str) -> NodeRow:
         """The row as if nothing were held."""
         slot = self.slots[name]

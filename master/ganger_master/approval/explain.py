@@ -20,7 +20,7 @@ _CANDIDATES = 16
 _NEVER = 1e12
 
 
-class Holder(Struct, frozen=True):
+class Holder(Struct, frozen=True, gc=False):
     """A gang's claims and when it ends at the latest (None: nobody knows)."""
 
     job: str
@@ -28,7 +28,7 @@ class Holder(Struct, frozen=True):
     ends_by: float | None
 
 
-class Estimate(Struct, frozen=True):
+class Estimate(Struct, frozen=True, gc=False):
     """Seconds from now; both zero when unknown, and then `assumption` says why."""
 
     after: float

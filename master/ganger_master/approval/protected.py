@@ -16,7 +16,7 @@ from msgspec import Struct, field
 from ganger_master.approval.reservations import Reservation
 
 
-class Kept(Struct, frozen=True):
+class Kept(Struct, frozen=True, gc=False):
     """One node's pieces kept for one job."""
 
     job: str
@@ -26,7 +26,7 @@ class Kept(Struct, frozen=True):
     memory_bytes: int
 
 
-class Protected(Struct, frozen=True):
+class Protected(Struct, frozen=True, gc=False):
     """By node, in rank order. `everything`: job and rank of the first in a strict queue; nobody may pass it."""
 
     nodes: Mapping[str, tuple[Kept, ...]] = field(default_factory=dict)

@@ -26,7 +26,7 @@ SECONDS_BEFORE = 120.0
 _NODES_TRIED = 8
 
 
-class Wanting(Struct, frozen=True):
+class Wanting(Struct, frozen=True, gc=False):
     """A waiting job that has earned a place."""
 
     job: str
@@ -34,7 +34,7 @@ class Wanting(Struct, frozen=True):
     shape: GangShape
 
 
-class Reservation(Struct, frozen=True):
+class Reservation(Struct, frozen=True, gc=False):
     job: str
     rank: int
     claims: tuple[Claim, ...]

@@ -21,7 +21,7 @@ from ganger_master.approval.protected import NOTHING, Protected, trespass
 MOST_CANDIDATES = 16
 
 
-class Approved(Struct, frozen=True):
+class Approved(Struct, frozen=True, gc=False):
     """Candidate `candidate` (from 0) may be taken; `level` is the gang's worst pair."""
 
     candidate: int
@@ -29,7 +29,7 @@ class Approved(Struct, frozen=True):
     level: Level
 
 
-class Rejected(Struct, frozen=True):
+class Rejected(Struct, frozen=True, gc=False):
     """Of the last candidate tried, the true blocker first; `rows` of all nodes any candidate failed on."""
 
     refusals: tuple[Refusal, ...]

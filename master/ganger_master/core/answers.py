@@ -37,7 +37,7 @@ CODES: Final[Mapping[str, str]] = {
 }
 
 
-class Refused(Struct, frozen=True):
+class Refused(Struct, frozen=True, gc=False):
     """Nothing happened. `violations` are (path in the request, what is wrong) pairs."""
 
     reason: str
@@ -50,17 +50,17 @@ class Refused(Struct, frozen=True):
         return CODES[self.reason]
 
 
-class JobAnswer(Struct, frozen=True):
+class JobAnswer(Struct, frozen=True, gc=False):
     """The job as it is after the command: `state.jobs[number]`."""
 
     number: int
 
 
-class NodeAnswer(Struct, frozen=True):
+class NodeAnswer(Struct, frozen=True, gc=False):
     name: str
 
 
-class Approved(Struct, frozen=True):
+class Approved(Struct, frozen=True, gc=False):
     number: int
     epoch: int
     revision: int
@@ -68,7 +68,7 @@ class Approved(Struct, frozen=True):
     candidate: int
 
 
-class Rejected(Struct, frozen=True):
+class Rejected(Struct, frozen=True, gc=False):
     number: int
     refusals: tuple[Refusal, ...]
     rows: tuple[NodeRow, ...]
@@ -76,24 +76,24 @@ class Rejected(Struct, frozen=True):
     turn_kept: bool
 
 
-class ChangeAnswer(Struct, frozen=True):
+class ChangeAnswer(Struct, frozen=True, gc=False):
     number: int
     approved: bool
     revision: int
     refusals: tuple[Refusal, ...] = ()
 
 
-class PlanAnswer(Struct, frozen=True):
+class PlanAnswer(Struct, frozen=True, gc=False):
     verdicts: tuple[ChangeAnswer, ...]
     view_version: int
 
 
-class SessionAnswer(Struct, frozen=True):
+class SessionAnswer(Struct, frozen=True, gc=False):
     node: str
     session: str
 
 
-class Done(Struct, frozen=True):
+class Done(Struct, frozen=True, gc=False):
     """It is done; there is nothing to say."""
 
 

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from ganger_master.core import orders
-from ganger_master.core.lifecycle import Act, Seen, act_of, bad_outcome, seen_of
+from ganger_master.core.lifecycle import Act, Seen, act_of, bad_outcome, is_refused, seen_of
 from ganger_master.core.model import (
+    Checkpoint,
     Claim,
     Failure,
     Gang,
@@ -63,7 +64,7 @@ def start(state: State, number: int, claims: Sequence[Claim], level: Level, now:
 
 def begin_move(state: State, number: int, claims: Sequence[Claim], level: Level, now: float, cause: str) -> int:
     """A running job is to go on elsewhere; the source runs until the destination is prepared."""
-    job = replace(state.jobs[number], revision=state.jobs[number].revision + 1)
+    job = replace(state.jobs[number], revision=state.jobs[number].revision + 1, trouble="")
     source = state.gangs[job.epoch]
     state.put_gang(replace(source, phase=GangPhase.MOVING))
     epoch = _begin_move(state, job, source, claims, level, now)
@@ -81,7 +82,7 @@ def suspend(state: State, number: int, level: SuspendLevel, now: float, cause: s
         return
     if not by_plan:
         job = replace(job, state=JobState.SUSPENDED, suspend_wanted=level, suspended_level=SuspendLevel.NONE)
-    job = replace(_clock_stopped(job, now), revision=job.revision + 1, pending_since=0.0)
+    job = replace(_clock_stopped(job, now), revision=job.revision + 1, pending_since=0.0, trouble="")
     if gang is None:
         state.put_job(replace(job, suspend_wanted=SuspendLevel.CHECKPOINT, suspended_level=SuspendLevel.CHECKPOINT))
     elif gang.phase is GangPhase.PARKED and gang.park_level >= level:
@@ -192,6 +193,9 @@ def _follow(state: State, job: Job, gang: Gang, act: Act, now: float, cause: str
             return True
         case Act.REST:
             return _rest(state, job, gang, now, cause)
+        case Act.STAY:
+            _stay(state, job, gang, now, cause)
+            return True
         case Act.SUCCEED:
             state.history(now, job.name, "gang_done", cause, epoch=gang.epoch)
             end(state, job.number, JobState.SUCCEEDED, now, "every rank has finished")
@@ -308,6 +312,23 @@ def _rest(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool:
     return True
 
 
+def _stay(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
+    """The level wanted cannot be had: it rests where it rested before, else it goes on. Nothing is lost."""
+    trouble = next(piece.trouble for piece in gang.pieces if is_refused(gang, piece))
+    figures = {"level": gang.park_level.name}
+    state.history(now, job.name, "suspend_refused", cause, trouble, epoch=gang.epoch, **figures)
+    # What was moved away may never step again, so it stands where it is.
+    back = gang.rested_level or (SuspendLevel.PAUSE if _is_superseded(state, gang) else SuspendLevel.NONE)
+    gang = replace(gang, refused_at=now)
+    job = replace(job, revision=job.revision + 1, trouble=trouble)
+    if back is not SuspendLevel.NONE:
+        state.put_gang(orders.park(gang, back, now, gang.parked_by_plan))
+        state.put_job(replace(job, suspend_wanted=back) if job.state is JobState.SUSPENDED else job)
+    else:
+        state.put_gang(orders.run(gang, now))
+        state.put_job(replace(job, state=JobState.HOLDING, suspend_wanted=SuspendLevel.NONE))
+
+
 def _fail(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
     """The attempt has failed. Who is to blame decides which budget pays; the job goes on from its last checkpoint."""
     outcome = bad_outcome(gang)
@@ -315,6 +336,9 @@ def _fail(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
         now, job.name, "attempt_failed", cause, outcome.message, epoch=gang.epoch, outcome=outcome.kind,
         exit_code=outcome.exit_code, rank=outcome.rank,
     )  # fmt: skip
+    if outcome.kind is OutcomeKind.STATE_UNREADABLE and job.checkpoint is not None:
+        _fall_back(state, job, gang, job.checkpoint, outcome, now, cause)
+        return
     failure = _failure_of(gang, outcome)
     if _is_users(outcome):
         job = replace(job, failures=job.failures + 1)
@@ -330,6 +354,28 @@ def _fail(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
             end(state, job.number, JobState.FAILED, now, failure.message, failure)
             return
     _requeue(state, job, now, failure.message)
+
+
+def _fall_back(
+    state: State, job: Job, gang: Gang, newest: Checkpoint, outcome: Outcome, now: float, cause: str
+) -> None:
+    """A checkpoint is damaged or gone: on from the complete one before it, steps back but never from the beginning."""
+    if gang.restore.checkpoint_path != newest.path:
+        # A newer one is there by now.
+        _requeue(state, job, now, outcome.message)
+        return
+    # Of two damaged ones both are named.
+    earlier = [job.trouble] if job.trouble.startswith(f"{OutcomeKind.STATE_UNREADABLE}:") else []
+    trouble = "; ".join([*earlier, f"{OutcomeKind.STATE_UNREADABLE}: {outcome.message}"])
+    before = job.checkpoint_before
+    figures = {"step": newest.step, "goes_on_from": before.step if before else "nowhere"}
+    state.history(now, job.name, "checkpoint_unreadable", cause, outcome.message, epoch=gang.epoch, **figures)
+    if before is None:
+        text = f"{trouble}; there is no older checkpoint, and nothing was deleted"
+        end(state, job.number, JobState.FAILED, now, text, Failure("NO_CHECKPOINT", text, epoch=gang.epoch))
+        return
+    state.put_job(replace(job, checkpoint=before, checkpoint_before=None, trouble=trouble))
+    _requeue(state, job, now, f"{trouble}; it goes on from step {before.step}")
 
 
 def _requeue(state: State, job: Job, now: float, reason: str) -> None:

@@ -20,7 +20,7 @@ from ganger_master.core.model import (
 )
 
 
-class SubmitJob(Struct, frozen=True):
+class SubmitJob(Struct, frozen=True, gc=False):
     """`uid` is made by the shell; `request_id` makes the call idempotent for 24 h."""
 
     spec: JobSpec
@@ -29,13 +29,13 @@ class SubmitJob(Struct, frozen=True):
     request_id: str = ""
 
 
-class CancelJob(Struct, frozen=True):
+class CancelJob(Struct, frozen=True, gc=False):
     number: int
     reason: str = ""
     user: str = ""
 
 
-class SuspendJob(Struct, frozen=True):
+class SuspendJob(Struct, frozen=True, gc=False):
     """NONE takes the level that frees most without leaving memory."""
 
     number: int
@@ -43,12 +43,12 @@ class SuspendJob(Struct, frozen=True):
     user: str = ""
 
 
-class ResumeJob(Struct, frozen=True):
+class ResumeJob(Struct, frozen=True, gc=False):
     number: int
     user: str = ""
 
 
-class MoveJob(Struct, frozen=True):
+class MoveJob(Struct, frozen=True, gc=False):
     """Without `nodes` the placement chooses others than the present ones."""
 
     number: int
@@ -56,7 +56,7 @@ class MoveJob(Struct, frozen=True):
     user: str = ""
 
 
-class RetuneJob(Struct, frozen=True):
+class RetuneJob(Struct, frozen=True, gc=False):
     """Millicores per task; `repin` asks for other cores of the same number."""
 
     number: int
@@ -65,13 +65,13 @@ class RetuneJob(Struct, frozen=True):
     user: str = ""
 
 
-class ResizeJob(Struct, frozen=True):
+class ResizeJob(Struct, frozen=True, gc=False):
     number: int
     gpus: int
     user: str = ""
 
 
-class RequestGang(Struct, frozen=True):
+class RequestGang(Struct, frozen=True, gc=False):
     """Candidates are tuples of claims in order of preference; none: the scheduler passes, for `blockers`."""
 
     number: int
@@ -85,13 +85,13 @@ class RequestGang(Struct, frozen=True):
     view_version: int = 0
 
 
-class ReleaseGang(Struct, frozen=True):
+class ReleaseGang(Struct, frozen=True, gc=False):
     number: int
     epoch: int
     scheduler: str = ""
 
 
-class Change(Struct, frozen=True):
+class Change(Struct, frozen=True, gc=False):
     """One change of a plan: kind START, MOVE, SUSPEND, RESUME, CORES, RESIZE or ROW."""
 
     number: int
@@ -102,13 +102,13 @@ class Change(Struct, frozen=True):
     together: int = 0
 
 
-class ProposePlan(Struct, frozen=True):
+class ProposePlan(Struct, frozen=True, gc=False):
     changes: tuple[Change, ...]
     reason: str = ""
     proposer: str = "planner"
 
 
-class OpenSession(Struct, frozen=True):
+class OpenSession(Struct, frozen=True, gc=False):
     node: str
     machine_uuid: str
     configuration_set: ConfigurationSet
@@ -126,7 +126,7 @@ _NO_OUTCOME: Final = Outcome()
 _NOTHING_KNOWN: Final = Capabilities()
 
 
-class ObservedGang(Struct, frozen=True):
+class ObservedGang(Struct, frozen=True, gc=False):
     """A node's part of a gang as its daemon sees it."""
 
     job: int
@@ -142,6 +142,8 @@ class ObservedGang(Struct, frozen=True):
     checkpoint: Checkpoint | None = None
     peak_device_bytes: int = 0
     capabilities: Capabilities = _NOTHING_KNOWN
+    # No rank has said what it can: `capabilities` are those of an opaque job.
+    presumed: bool = False
     arena_bytes: int = 0
     threads: int = 0
     repin_done: int = 0
@@ -150,7 +152,7 @@ class ObservedGang(Struct, frozen=True):
     device_mask: int = 0
 
 
-class Observe(Struct, frozen=True):
+class Observe(Struct, frozen=True, gc=False):
     """The complete observed set of a node. Sent for every call that says `changed`; others are `NodeAnswered`."""
 
     node: str
@@ -162,7 +164,7 @@ class Observe(Struct, frozen=True):
     storage_proved: bool = False
 
 
-class Answer(Struct, frozen=True):
+class Answer(Struct, frozen=True, gc=False):
     """The shell is about to answer a Reconcile: from this instant the lost-node time counts. Not durable."""
 
     node: str
@@ -170,29 +172,29 @@ class Answer(Struct, frozen=True):
     desired_version: int = 0
 
 
-class DrainNode(Struct, frozen=True):
+class DrainNode(Struct, frozen=True, gc=False):
     node: str
     reason: str
     user: str = ""
 
 
-class CordonNode(Struct, frozen=True):
+class CordonNode(Struct, frozen=True, gc=False):
     node: str
     reason: str
     user: str = ""
 
 
-class UncordonNode(Struct, frozen=True):
+class UncordonNode(Struct, frozen=True, gc=False):
     node: str
     user: str = ""
 
 
-class DeclareLost(Struct, frozen=True):
+class DeclareLost(Struct, frozen=True, gc=False):
     node: str
     user: str = ""
 
 
-class ClaimTurns(Struct, frozen=True):
+class ClaimTurns(Struct, frozen=True, gc=False):
     """A turn stream opened or closed: it claims these jobs, or is a default host when it claims none."""
 
     scheduler: str
@@ -200,8 +202,8 @@ class ClaimTurns(Struct, frozen=True):
     connected: bool = True
 
 
-class Tick(Struct, frozen=True):
-    """Time has passed; the shell sends it when the last `WakeAt` says so."""
+class Tick(Struct, frozen=True, gc=False):
+    """Time has passed; the shell sends it when the last `wake_at` says so."""
 
 
 Command: TypeAlias = (

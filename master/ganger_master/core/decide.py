@@ -22,7 +22,7 @@ from ganger_master.core.state import State
 from ganger_master.core.submission import check_submission
 
 
-class Decision(Struct, frozen=True):
+class Decision(Struct, frozen=True, gc=False):
     """What happens, and what to answer once it has; a refusal comes with no events, or with volatile ones."""
 
     events: tuple[Event, ...]

@@ -24,7 +24,7 @@ def desired_of(state: State, node: str) -> DesiredSet:
     return state.desired.get(node, _NOTHING)
 
 
-class Projected(Struct, frozen=True):
+class Projected(Struct, frozen=True, gc=False):
     """What a gang means for one node, and all that it was made of: as long as that is the same, so is what it means."""
 
     gang: Gang

@@ -6,6 +6,9 @@ from ganger_master.core import attempts, capacity
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
 from ganger_master.core.state import State
 
+# A job whose storage was full is not stopped again sooner: each try costs it a pause.
+_REFUSED_SECONDS = 60.0
+
 
 def follow(state: State, now: float) -> None:
     """Starts the next job of a draining node on its way; one at a time: each must see the place the last one took."""
@@ -38,6 +41,8 @@ def _empty(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
 def _to_storage(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
     """A job that cannot be saved stays until it ends: draining loses no work."""
     if not job.capabilities.checkpoint or gang.park_level is SuspendLevel.CHECKPOINT:
+        return
+    if gang.refused_at and now - gang.refused_at < _REFUSED_SECONDS:
         return
     by_plan = job.state is not JobState.SUSPENDED
     attempts.suspend(state, job.number, SuspendLevel.CHECKPOINT, now, cause, by_plan=by_plan)

@@ -1,42 +1,17 @@
-"""What a shell owes the core after an event, once the state that caused it is durable.
+"""What a shell owes the core after a batch, once the state that caused it is durable.
 
-The order of obligations: commit `state.take_changes()` and every `History` row in one transaction, then let the other
-effects out, in the order given.
+The order of obligations: commit `state.take_changes()` and every `History` row in one transaction, then let the rest
+out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
 
 from msgspec import Struct, field
 
 
-class NodeNews(Struct, frozen=True):
-    """What is wanted on a node changed: answer its held Reconcile with `desired.desired_of(state, node)`."""
-
-    node: str
-
-
-class JobNews(Struct, frozen=True):
-    """A job changed in a way its watchers see."""
-
-    number: int
-
-
-class TurnsNews(Struct, frozen=True):
-    """Turns were given: send these turn numbers (`state.turns`) to the stream of their scheduler."""
-
-    turns: tuple[int, ...]
-
-
-class ViewNews(Struct, frozen=True):
-    """Rows of these nodes changed in the view."""
-
-    nodes: tuple[str, ...]
-
-
-class History(Struct, frozen=True):
+class History(Struct, frozen=True, gc=False):
     """One row of history, not truth. `subject` is "jobs/7" or "nodes/n1"; `kind` is lower_snake."""
 
     sequence: int
@@ -48,10 +23,17 @@ class History(Struct, frozen=True):
     figures: Mapping[str, str] = field(default_factory=dict)
 
 
-class WakeAt(Struct, frozen=True):
-    """Send `Tick` at this time, if nothing wakes the core before; replaces any earlier one."""
+class Effects(Struct, frozen=True, gc=False):
+    """All that is owed for one batch; empty when nothing happened."""
 
-    time: float
-
-
-Effect: TypeAlias = NodeNews | JobNews | TurnsNews | ViewNews | History | WakeAt
+    history: tuple[History, ...] = ()
+    # Jobs that changed in a way their watchers see.
+    jobs: tuple[int, ...] = ()
+    # Nodes whose wanted set changed: answer their held Reconcile with `desired.desired_of(state, node)`.
+    nodes: tuple[str, ...] = ()
+    # Nodes whose rows in the view changed.
+    rows: tuple[str, ...] = ()
+    # Turns that were given: send them (`state.turns`) to the stream of their scheduler.
+    turns: tuple[int, ...] = ()
+    # Send `Tick` at this time, if nothing wakes the core before; replaces any earlier one. None: as said before.
+    wake_at: float | None = None

@@ -15,7 +15,7 @@ from ganger_master.core.commands import ClaimTurns, Observe, OpenSession
 from ganger_master.core.model import Claim, JobSpec, Level, SuspendLevel
 
 
-class JobSubmitted(Struct, frozen=True):
+class JobSubmitted(Struct, frozen=True, gc=False):
     time: float
     cause: str
     number: int
@@ -25,14 +25,14 @@ class JobSubmitted(Struct, frozen=True):
     spec: JobSpec
 
 
-class JobCancelled(Struct, frozen=True):
+class JobCancelled(Struct, frozen=True, gc=False):
     time: float
     cause: str
     number: int
     reason: str
 
 
-class JobSuspended(Struct, frozen=True):
+class JobSuspended(Struct, frozen=True, gc=False):
     time: float
     cause: str
     number: int
@@ -40,13 +40,13 @@ class JobSuspended(Struct, frozen=True):
     by_plan: bool = False
 
 
-class JobResumed(Struct, frozen=True):
+class JobResumed(Struct, frozen=True, gc=False):
     time: float
     cause: str
     number: int
 
 
-class GangApproved(Struct, frozen=True):
+class GangApproved(Struct, frozen=True, gc=False):
     """A gang for a PENDING job: in place if these are its parked pieces, else under a new epoch."""
 
     time: float
@@ -56,7 +56,7 @@ class GangApproved(Struct, frozen=True):
     level: Level
 
 
-class GangRefused(Struct, frozen=True):
+class GangRefused(Struct, frozen=True, gc=False):
     """Kept for `why`; changes nothing durable."""
 
     time: float
@@ -69,13 +69,13 @@ class GangRefused(Struct, frozen=True):
     view_version: int
 
 
-class GangReleased(Struct, frozen=True):
+class GangReleased(Struct, frozen=True, gc=False):
     time: float
     cause: str
     number: int
 
 
-class MoveBegun(Struct, frozen=True):
+class MoveBegun(Struct, frozen=True, gc=False):
     time: float
     cause: str
     number: int
@@ -83,7 +83,7 @@ class MoveBegun(Struct, frozen=True):
     level: Level
 
 
-class CoresChanged(Struct, frozen=True):
+class CoresChanged(Struct, frozen=True, gc=False):
     """New claims on the same nodes and devices, or the same ones for a re-pin."""
 
     time: float
@@ -93,27 +93,27 @@ class CoresChanged(Struct, frozen=True):
     repin: bool
 
 
-class SessionOpened(Struct, frozen=True):
+class SessionOpened(Struct, frozen=True, gc=False):
     time: float
     cause: str
     request: OpenSession
     session: str
 
 
-class NodeObserved(Struct, frozen=True):
+class NodeObserved(Struct, frozen=True, gc=False):
     time: float
     cause: str
     report: Observe
 
 
-class NodeAnswered(Struct, frozen=True):
+class NodeAnswered(Struct, frozen=True, gc=False):
     time: float
     cause: str
     node: str
     desired_version: int
 
 
-class NodeMarked(Struct, frozen=True):
+class NodeMarked(Struct, frozen=True, gc=False):
     """An operator's word: DRAIN, CORDON or UNCORDON."""
 
     time: float
@@ -123,20 +123,20 @@ class NodeMarked(Struct, frozen=True):
     reason: str
 
 
-class NodeLost(Struct, frozen=True):
+class NodeLost(Struct, frozen=True, gc=False):
     time: float
     cause: str
     node: str
     reason: str
 
 
-class TurnsClaimed(Struct, frozen=True):
+class TurnsClaimed(Struct, frozen=True, gc=False):
     time: float
     cause: str
     claim: ClaimTurns
 
 
-class TimePassed(Struct, frozen=True):
+class TimePassed(Struct, frozen=True, gc=False):
     time: float
     cause: str = "clock"
 

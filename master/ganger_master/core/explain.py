@@ -12,7 +12,7 @@ from ganger_master.core.model import Job, JobState
 from ganger_master.core.state import State
 
 
-class Explanation(Struct, frozen=True):
+class Explanation(Struct, frozen=True, gc=False):
     """Seconds from now; both zero when unknown, and then `assumption` says why."""
 
     blockers: tuple[Refusal, ...]
@@ -25,7 +25,8 @@ def explain(state: State, number: int, now: float) -> Explanation:
     """KeyError for an unknown job."""
     job = state.jobs[number]
     if not state.is_waiting(job):
-        return Explanation((), assumption=_at_rest(state, job))
+        trouble = f"; {job.trouble}" if job.trouble and not job.state.is_final else ""
+        return Explanation((), assumption=_at_rest(state, job) + trouble)
     blockers = blockers_of(state, job, now)
     holders = tuple(_holders(state, now))
     if any(blocker.reason not in capacity.WAITS_FOR_PIECES | _BEHIND for blocker in blockers[:1]):

@@ -25,6 +25,8 @@ class Seen(StrEnum):
     RUNNING = "RUNNING"
     # Every part rests at the same step, for the present stop, at the wanted level.
     PARKED = "PARKED"
+    # A part rests, but not at the level wanted, and says why that cannot be had.
+    REFUSED = "REFUSED"
     # A part of a move says that it cannot go on.
     TROUBLED = "TROUBLED"
     # Every part ended well.
@@ -51,6 +53,8 @@ class Act(StrEnum):
     ABORT = "ABORT"
     # It rests where it was asked to: release what the level does not keep.
     REST = "REST"
+    # It rests where it rested before, or runs on.
+    STAY = "STAY"
     # The job has finished.
     SUCCEED = "SUCCEED"
     # The attempt has failed: stop what is left of it, then decide by the budgets.
@@ -65,6 +69,7 @@ _ANYWHERE: Final = {
     Seen.READY: Act.WAIT,
     Seen.RUNNING: Act.WAIT,
     Seen.PARKED: Act.WAIT,
+    Seen.REFUSED: Act.WAIT,
     Seen.TROUBLED: Act.WAIT,
     Seen.DONE: Act.SUCCEED,
     Seen.YIELDED: Act.FAIL,
@@ -84,7 +89,7 @@ _ROWS: Final[Mapping[Intent, Mapping[Seen, Act]]] = {
         Seen.BROKEN: Act.ABORT,
         Seen.GONE: Act.ABORT,
     },
-    Intent.PARK: {**_ANYWHERE, Seen.PARKED: Act.REST, Seen.YIELDED: Act.REST},
+    Intent.PARK: {**_ANYWHERE, Seen.PARKED: Act.REST, Seen.REFUSED: Act.STAY, Seen.YIELDED: Act.REST},
     Intent.HAND_OVER: {**_ANYWHERE, Seen.PARKED: Act.COMMIT, Seen.TROUBLED: Act.ABORT},
     Intent.STOP: {**dict.fromkeys(Seen, Act.WAIT), Seen.GONE: Act.FORGET},
 }
@@ -118,6 +123,8 @@ def seen_of(gang: Gang) -> Seen:
         return Seen.TROUBLED
     if all(_is_parked(gang, piece) for piece in pieces) and len({piece.stop_step for piece in pieces}) == 1:
         return Seen.PARKED
+    if gang.intent is Intent.PARK and any(is_refused(gang, piece) for piece in pieces):
+        return Seen.REFUSED
     phases = {piece.phase for piece in pieces}
     if phases == {ObservedPhase.RUNNING}:
         return Seen.RUNNING
@@ -136,8 +143,15 @@ def bad_outcome(gang: Gang) -> Outcome:
     return min(bad, key=lambda piece: (_TELLING.index(piece.outcome.kind), piece.claim.node)).outcome
 
 
+def is_refused(gang: Gang, piece: Piece) -> bool:
+    """Whether a part that is to rest says, of the present order, that it rests short of the level wanted."""
+    short = piece.phase is ObservedPhase.PARKED and piece.level < gang.park_level
+    return short and piece.stop_sequence == gang.stop_sequence and _is_troubled(gang, piece)
+
+
 # Most telling first: a rank that died of its own takes its peers along.
 _TELLING: Final = (
+    OutcomeKind.STATE_UNREADABLE,
     OutcomeKind.OUT_OF_MEMORY,
     OutcomeKind.LAUNCH_FAILED,
     OutcomeKind.FAILED,

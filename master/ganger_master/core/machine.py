@@ -1,12 +1,14 @@
 """One step of the machine: decide, apply, answer. What every shell (the master's writer, the simulator) calls.
 
 A shell that commits several commands at once calls `advance` for each and `finish` once for all of them; `step` is both
-for one. The caller's obligations, in order: (1) make `state.take_changes()` and every `History` effect durable in one
+for one. The caller's obligations, in order: (1) make `state.take_changes()` and all history durable in one
 transaction; (2) only then send the answers and let the other effects out; (3) if that fails, refuse every caller of the
 batch and go on from `State.restore`.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -16,22 +18,24 @@ from ganger_master.core.answers import Answer
 from ganger_master.core.apply import apply
 from ganger_master.core.commands import Command
 from ganger_master.core.decide import decide
-from ganger_master.core.effects import Effect
+from ganger_master.core.effects import Effects
 from ganger_master.core.events import Event
 from ganger_master.core.settle import finish as finish_batch
 from ganger_master.core.state import State
 
+_NONE: Final = Effects()
 
-class Step(Struct, frozen=True):
+
+class Step(Struct, frozen=True, gc=False):
     answer: Answer
     events: tuple[Event, ...] = ()
-    effects: tuple[Effect, ...] = ()
+    effects: Effects = _NONE
 
 
 def step(state: State, command: Command, now: float) -> Step:
     """Carries one command through, as a batch of its own. Without events there are no effects."""
     answer, events = advance(state, command, now)
-    return Step(answer, events, finish(state, now) if events else ())
+    return Step(answer, events, finish(state, now) if events else _NONE)
 
 
 def advance(state: State, command: Command, now: float) -> tuple[Answer, tuple[Event, ...]]:
@@ -42,9 +46,9 @@ def advance(state: State, command: Command, now: float) -> tuple[Answer, tuple[E
     return _complete(state, decision.answer), decision.events
 
 
-def finish(state: State, now: float) -> tuple[Effect, ...]:
-    """What the shell owes for all that advanced since the last call, in order; before `state.take_changes`."""
-    return tuple(finish_batch(state, now))
+def finish(state: State, now: float) -> Effects:
+    """What the shell owes for all that advanced since the last call; before `state.take_changes`."""
+    return finish_batch(state, now)
 
 
 def _complete(state: State, answer: Answer) -> Answer:

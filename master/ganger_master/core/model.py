@@ -124,6 +124,7 @@ class OutcomeKind(StrEnum):
     LAUNCH_FAILED = "LAUNCH_FAILED"
     FENCED = "FENCED"
     ESCALATED = "ESCALATED"
+    STATE_UNREADABLE = "STATE_UNREADABLE"
 
 
 class NodeState(StrEnum):
@@ -142,7 +143,7 @@ class Agent(StrEnum):
 _ANYWHERE: Final = Locality()
 
 
-class JobSpec(Struct, frozen=True, omit_defaults=True):
+class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
     """What a user asked for; `ganger.v1.JobSpec` as plain values. Zero and empty mean what they mean on the wire."""
 
     command: tuple[str, ...]
@@ -178,7 +179,7 @@ class JobSpec(Struct, frozen=True, omit_defaults=True):
         return GangShape(self.roles, self.device_type, self.locality, self.nodes, arena_bytes_per_device)
 
 
-class Capabilities(Struct, frozen=True, omit_defaults=True):
+class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
     """Which levels the job offers; `missing` says why not, by level name. Nothing is known before `known`."""
 
     pause: bool = False
@@ -199,7 +200,7 @@ class Capabilities(Struct, frozen=True, omit_defaults=True):
                 return False
 
 
-class Checkpoint(Struct, frozen=True, omit_defaults=True):
+class Checkpoint(Struct, frozen=True, gc=False, omit_defaults=True):
     step: int
     epoch: int
     path: str
@@ -207,7 +208,7 @@ class Checkpoint(Struct, frozen=True, omit_defaults=True):
     create_time: float = 0.0
 
 
-class Failure(Struct, frozen=True, omit_defaults=True):
+class Failure(Struct, frozen=True, gc=False, omit_defaults=True):
     """Why a FAILED job failed: EXIT, OUT_OF_MEMORY, TIME_LIMIT, LAUNCH_FAILED, NO_CHECKPOINT, ESCALATED."""
 
     reason: str
@@ -217,7 +218,7 @@ class Failure(Struct, frozen=True, omit_defaults=True):
     epoch: int = 0
 
 
-class Job(Struct, frozen=True, omit_defaults=True):
+class Job(Struct, frozen=True, gc=False, omit_defaults=True):
     number: int
     uid: str
     user: str
@@ -246,6 +247,8 @@ class Job(Struct, frozen=True, omit_defaults=True):
     # The newest epoch a committed move left behind: it and older ones never step again.
     moved_from: int = 0
     checkpoint: Checkpoint | None = None
+    # The one before it, for when it turns out to be damaged; daemons keep the files of both.
+    checkpoint_before: Checkpoint | None = None
     capabilities: Capabilities = Capabilities()
     peak_device_bytes: int = 0
     # What a user's suspend aims at, and where it rests (NONE until it does).
@@ -255,6 +258,8 @@ class Job(Struct, frozen=True, omit_defaults=True):
     ending: JobState | None = None
     failure: Failure | None = None
     reason: str = ""
+    # What went wrong last without ending it, until the next suspend, move or checkpoint.
+    trouble: str = ""
 
     @property
     def name(self) -> str:
@@ -267,14 +272,14 @@ class Job(Struct, frozen=True, omit_defaults=True):
         return peak + peak // 10
 
 
-class Outcome(Struct, frozen=True, omit_defaults=True):
+class Outcome(Struct, frozen=True, gc=False, omit_defaults=True):
     kind: OutcomeKind = OutcomeKind.NONE
     exit_code: int = 0
     rank: int = 0
     message: str = ""
 
 
-class Piece(Struct, frozen=True, omit_defaults=True):
+class Piece(Struct, frozen=True, gc=False, omit_defaults=True):
     """A gang's part on one node: what it holds there and what was last seen of it."""
 
     # The placement, unchanged while the gang lives (RETUNE changes its millicores).
@@ -303,7 +308,7 @@ class Piece(Struct, frozen=True, omit_defaults=True):
     lost: bool = False
 
 
-class Restore(Struct, frozen=True, omit_defaults=True):
+class Restore(Struct, frozen=True, gc=False, omit_defaults=True):
     """Where the first step starts from: a checkpoint's path, or the arenas of a parked epoch. `step` is the lowest that
     is acceptable."""
 
@@ -312,7 +317,7 @@ class Restore(Struct, frozen=True, omit_defaults=True):
     step: int = 0
 
 
-class Gang(Struct, frozen=True, omit_defaults=True):
+class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
     """One attempt on one placement. The first piece's node holds rank 0 and leads."""
 
     epoch: int
@@ -342,6 +347,10 @@ class Gang(Struct, frozen=True, omit_defaults=True):
     parked_by_plan: bool = False
     # It was told to stop: its ending is not the job's.
     stop_reason: str = ""
+    # Where it rests, also while it is to rest deeper; NONE once it runs.
+    rested_level: SuspendLevel = SuspendLevel.NONE
+    # When a part last said that the level wanted cannot be had; zero if never.
+    refused_at: float = 0.0
 
     @property
     def claims(self) -> tuple[Claim, ...]:
@@ -363,7 +372,7 @@ class Gang(Struct, frozen=True, omit_defaults=True):
         return next((piece for piece in self.pieces if piece.claim.node == node), None)
 
 
-class Stray(Struct, frozen=True, omit_defaults=True):
+class Stray(Struct, frozen=True, gc=False, omit_defaults=True):
     """A gang seen on a node that the master does not want there.
 
     `quarantined` ones (unknown job, epoch from the future) are left alone and hold their devices until they go; others
@@ -379,7 +388,7 @@ class Stray(Struct, frozen=True, omit_defaults=True):
     note: str = ""
 
 
-class Node(Struct, frozen=True, omit_defaults=True):
+class Node(Struct, frozen=True, gc=False, omit_defaults=True):
     name: str
     machine_uuid: str
     configuration_set: str

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ganger_master.core.commands import Observe, ObservedGang
 from ganger_master.core.model import (
     Capabilities,
+    Checkpoint,
     Gang,
     GangRole,
     Node,
@@ -40,6 +41,9 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
             elif observed.phase is ObservedPhase.ENDED:
                 acknowledged.append(observed.epoch)
             continue
+        if observed.presumed and state.jobs[gang.job].capabilities.known:
+            # What its ranks said before stands until they say something else.
+            observed = replace(observed, capabilities=Capabilities())
         _observe_piece(state, gang, piece, observed)
         _learn(state, gang, observed, now)
         if observed.phase is ObservedPhase.ENDED:
@@ -132,12 +136,17 @@ def _learn(state: State, gang: Gang, observed: ObservedGang, now: float) -> None
     if observed.capabilities.known and gang.role is not GangRole.DESTINATION:
         fresh = replace(fresh, capabilities=_common(state.gangs[gang.epoch]))
     checkpoint = observed.checkpoint
-    if checkpoint is not None and (fresh.checkpoint is None or checkpoint.step > fresh.checkpoint.step):
-        fresh = replace(fresh, checkpoint=checkpoint)
+    if checkpoint is not None and _is_newer(checkpoint, fresh.checkpoint):
+        fresh = replace(fresh, checkpoint=checkpoint, checkpoint_before=fresh.checkpoint, trouble="")
         state.history(now, job.name, "checkpoint_complete", f"epoch:{gang.epoch}", step=checkpoint.step)
     if fresh != job:
         state.put_job(fresh)
     state.dirty.arenas[job.number] = None
+
+
+def _is_newer(one: Checkpoint, other: Checkpoint | None) -> bool:
+    """A later epoch's is newer whatever its step: it may have had to go back behind a damaged one."""
+    return other is None or (one.epoch, one.step) > (other.epoch, other.step)
 
 
 def _common(gang: Gang) -> Capabilities:

@@ -61,6 +61,7 @@ def run(gang: Gang, now: float) -> Gang:
             park_level=SuspendLevel.NONE,
             stop_sequence=0,
             stop_step=0,
+            rested_level=SuspendLevel.NONE,
             phase=phase,
             parked_by_plan=False,
             # A report from before the order says nothing about the steps after it.
@@ -119,7 +120,14 @@ def rested(gang: Gang, now: float) -> Gang:
     pieces = gang.pieces
     if gang.park_level is SuspendLevel.OFFLOAD:
         pieces = tuple(replace(piece, held=kept_offloaded(piece.claim)) for piece in pieces)
-    return replace(gang, pieces=pieces, phase=GangPhase.PARKED, stop_step=pieces[0].stop_step, since=now)
+    return replace(
+        gang,
+        pieces=pieces,
+        phase=GangPhase.PARKED,
+        rested_level=gang.park_level,
+        stop_step=pieces[0].stop_step,
+        since=now,
+    )
 
 
 def kept_offloaded(claim: Claim) -> Claim:

@@ -8,7 +8,7 @@ one request (`decide`).
 from __future__ import annotations
 
 from ganger_master.core import arenas, attempts, desired, draining, queue
-from ganger_master.core.effects import Effect, JobNews, NodeNews, TurnsNews, ViewNews, WakeAt
+from ganger_master.core.effects import Effects
 from ganger_master.core.state import State
 
 # A drain takes one round per gang of its nodes; what needs many more feeds itself.
@@ -28,27 +28,23 @@ def settle(state: State, now: float, cause: str) -> None:
     raise AssertionError("the state does not come to rest")
 
 
-def finish(state: State, now: float) -> list[Effect]:
-    """Brings what leaves the master up to date and returns what the shell owes for the events so far, history first."""
-    wants = desired.refresh(state)
-    given = queue.hand_out(state, now)
-    effects: list[Effect] = [*state.outbox]
-    state.outbox.clear()
-    effects.extend([JobNews(number) for number in state.dirty.news])
-    state.dirty.news.clear()
-    effects.extend([NodeNews(name) for name in wants])
-    if state.dirty.shown:
-        effects.append(ViewNews(tuple(state.dirty.shown)))
-        state.dirty.shown.clear()
-    if given:
-        effects.append(TurnsNews(given))
+def finish(state: State, now: float) -> Effects:
+    """Brings what leaves the master up to date and returns what the shell owes for the events so far."""
+    nodes = tuple(desired.refresh(state))
+    turns = queue.hand_out(state, now)
     wake = next_wake(state, now)
     if wake is not None:
         # Never at once again: what did not follow from this instant follows from a later one.
         wake = max(wake, now + _TICK_SECONDS)
-    if wake is not None and wake != state.wake_at:
-        effects.append(WakeAt(wake))
+    is_said = wake == state.wake_at
     state.wake_at = wake
+    dirty = state.dirty
+    effects = Effects(
+        tuple(state.outbox), tuple(dirty.news), nodes, tuple(dirty.shown), turns, None if is_said else wake
+    )
+    state.outbox.clear()
+    dirty.news.clear()
+    dirty.shown.clear()
     return effects
 
 

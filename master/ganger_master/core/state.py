@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ganger_master.core.desired import Projected, project
-from ganger_master.core.effects import Effect, History
+from ganger_master.core.effects import History
 from ganger_master.core.model import Claim, Counters, Element, Gang, Job, JobState, Node
 from ganger_master.core.rows import row_of
 from ganger_master.core.settings import Settings
@@ -37,7 +37,7 @@ _LOST_TICK_SECONDS: Final = 0.001
 _KINDS: Final = {element: kind for kind, element in ELEMENT_TYPES.items()}
 
 
-class Changes(Struct, frozen=True):
+class Changes(Struct, frozen=True, gc=False):
     """Elements to insert or replace, and keys to remove: (kind, key)."""
 
     puts: Mapping[tuple[str, str], Element]
@@ -47,7 +47,7 @@ class Changes(Struct, frozen=True):
         return bool(self.puts or self.removes)
 
 
-class Turn(Struct, frozen=True):
+class Turn(Struct, frozen=True, gc=False):
     """A lease to request a gang. Only the holder's requests count as in turn, until `expires`."""
 
     turn: int
@@ -61,7 +61,7 @@ class Turn(Struct, frozen=True):
     reserved_nodes: tuple[str, ...] = ()
 
 
-class Kept(Struct, frozen=True):
+class Kept(Struct, frozen=True, gc=False):
     """The places that were last found for the jobs of these numbers, by job."""
 
     numbers: tuple[int, ...]
@@ -133,7 +133,7 @@ class State:
         self.wake_at: float | None = None
         # Changes since the last take_changes.
         self.dirty = Dirty()
-        self.outbox: list[Effect] = []
+        self.outbox: list[History] = []
         self._puts: dict[tuple[str, str], Element] = {}
         self._removes: dict[tuple[str, str], None] = {}
         self._counters_taken: Counters | None = None

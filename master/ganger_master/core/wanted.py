@@ -9,7 +9,7 @@ from ganger_master.core.model import Claim, Intent, JobSpec, SuspendLevel
 NO_CLAIM = Claim("", 0, (), 0)
 
 
-class Member(Struct, frozen=True):
+class Member(Struct, frozen=True, gc=False):
     """One node of a gang; `ranks` ascend. The first member leads."""
 
     node: str
@@ -18,7 +18,7 @@ class Member(Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
-class DesiredRestore(Struct, frozen=True):
+class DesiredRestore(Struct, frozen=True, gc=False):
     """`checkpoint_path`, or the arenas of `parked_epoch` on `parked_members`; neither: from the beginning."""
 
     checkpoint_path: str = ""
@@ -27,7 +27,7 @@ class DesiredRestore(Struct, frozen=True):
     step: int = 0
 
 
-class DesiredGang(Struct, frozen=True):
+class DesiredGang(Struct, frozen=True, gc=False):
     job: int
     uid: str
     epoch: int
@@ -50,7 +50,7 @@ class DesiredGang(Struct, frozen=True):
     needs_spec: bool = True
 
 
-class DesiredSet(Struct, frozen=True):
+class DesiredSet(Struct, frozen=True, gc=False):
     """All that is wanted on a node, by epoch. Gangs not named are not wanted."""
 
     version: int = 0

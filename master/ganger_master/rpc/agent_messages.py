@@ -75,6 +75,7 @@ def observed_gang_from_wire(message: agent_pb2.ObservedGang) -> commands.Observe
             if message.HasField("capabilities")
             else Capabilities()
         ),
+        presumed=message.capabilities_presumed,
         arena_bytes=message.arena_bytes,
         threads=message.threads,
         repin_done=message.repin_done,

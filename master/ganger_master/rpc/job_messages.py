@@ -126,6 +126,7 @@ def job_to_wire(
         queue_rank=queue_rank,
         checkpoint=None if job.checkpoint is None else checkpoint_to_wire(job.checkpoint),
         capabilities=capabilities_to_wire(job.capabilities) if job.capabilities.known else None,
+        trouble=job.trouble,
         progress=None if sample is None else progress_to_wire(sample),
     )
     if gang is not None and not job.state.is_final:

@@ -7,12 +7,11 @@ given. Watchers hold a mark and ask again, so a slow one costs a flag and never 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from ganger.placement.load import choose_mode
 from ganger.resources.values import ConfigurationSet, NodeRow
 from ganger.resources.view import Mode
 
@@ -27,9 +26,13 @@ class Publication:
     puts: Mapping[tuple[str, str], Element] = field(default_factory=dict)
     removes: tuple[tuple[str, str], ...] = ()
     desired: Mapping[str, DesiredSet] = field(default_factory=dict)
-    rows: Mapping[str, NodeRow] = field(default_factory=dict)
+    rows: Sequence[NodeRow] = ()
     view_version: int = 0
-    jobs: frozenset[int] = frozenset()
+    jobs: Sequence[int] = ()
+    # Of the nodes that take gangs: all devices, and those that are free.
+    devices: int = 0
+    free_devices: int = 0
+    mode: Mode = Mode.SPREAD
 
 
 class Committed:
@@ -57,6 +60,9 @@ class Committed:
         desired: Mapping[str, DesiredSet],
         rows: Iterable[NodeRow],
         view_version: int,
+        devices: int,
+        free_devices: int,
+        mode: Mode,
     ) -> None:
         """Starts over from what a store holds; every watcher is woken."""
         for mapping in (self.jobs, self.gangs, self.nodes, self.configuration_sets, self.desired, self.rows):
@@ -64,10 +70,9 @@ class Committed:
         for element in elements:
             self._install(element)
         self.desired.update(desired)
-        self.devices = self.free_devices = 0
-        for row in sorted(rows, key=_by_version):
-            self._show(row)
+        self._show(rows)
         self.view_version = view_version
+        self.devices, self.free_devices, self.mode = devices, free_devices, mode
         for subject in list(self._watchers):
             self.wake(subject)
 
@@ -77,15 +82,17 @@ class Committed:
         for element in news.puts.values():
             self._install(element)
         self.desired.update(news.desired)
-        for number in news.jobs:
-            self.wake(f"jobs/{number}")
-        for node in news.desired:
-            self.wake(f"nodes/{node}")
         if news.rows:
-            for row in sorted(news.rows.values(), key=_by_version):
-                self._show(row)
+            self._show(news.rows)
             self.view_version = news.view_version
-            self.wake("view")
+            self.devices, self.free_devices, self.mode = news.devices, news.free_devices, news.mode
+        if self._watchers:
+            for number in news.jobs:
+                self.wake(f"jobs/{number}")
+            for node in news.desired:
+                self.wake(f"nodes/{node}")
+            if news.rows:
+                self.wake("view")
 
     def rows_after(self, version: int) -> list[NodeRow]:
         """Rows that changed after a version of the view, newest first."""
@@ -109,16 +116,11 @@ class Committed:
         for mark in self._watchers.get(subject, ()):
             mark.set()
 
-    def _show(self, row: NodeRow) -> None:
-        self._count(self.rows.pop(row.node, None), -1)
-        self._count(row, 1)
-        self.rows[row.node] = row
-        self.mode = choose_mode(self.mode, self.devices - self.free_devices, self.devices)
-
-    def _count(self, row: NodeRow | None, sign: int) -> None:
-        if row is not None and row.available:
-            self.devices += sign * self.configuration_sets[row.configuration_set].devices
-            self.free_devices += sign * row.free_mask.bit_count()
+    def _show(self, rows: Iterable[NodeRow]) -> None:
+        shown = self.rows
+        for row in sorted(rows, key=_by_version):
+            shown.pop(row.node, None)
+            shown[row.node] = row
 
     def _install(self, element: Element) -> None:
         match element:
@@ -143,7 +145,7 @@ class Committed:
             case "node":
                 self.nodes.pop(key, None)
                 self.desired.pop(key, None)
-                self._count(self.rows.pop(key, None), -1)
+                self.rows.pop(key, None)
                 self.wake("view")
             case "configuration_set":
                 self.configuration_sets.pop(key, None)

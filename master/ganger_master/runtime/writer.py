@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from ganger.failpoints import Failpoints
 from ganger.wire.errors import Internal, NotReady
@@ -25,7 +25,7 @@ from ganger_master.core import machine
 from ganger_master.core.answers import Answer
 from ganger_master.core.commands import Command, Tick
 from ganger_master.core.desired import desired_of
-from ganger_master.core.effects import Effect, History, JobNews, NodeNews, TurnsNews, ViewNews, WakeAt
+from ganger_master.core.effects import Effects
 from ganger_master.core.settings import Settings
 from ganger_master.core.state import Changes, State, Turn
 from ganger_master.runtime import failpoints
@@ -50,34 +50,16 @@ _WORTH_SAYING: Final = frozenset({"node_ready", "node_lost", "node_draining", "n
 _MOVE_COMMITTED: Final = "move_committed"
 
 
+# Who waits, and for what answer.
+_Caller: TypeAlias = tuple[asyncio.Future[Any], object]
+
+
 @dataclass(slots=True)
 class _Batch:
-    """Who waits for the commands since the last batch was sealed, and their effects once it is."""
+    """Who waits for the commands since the last batch was sealed."""
 
-    history: list[History] = field(default_factory=list)
-    nodes: dict[str, None] = field(default_factory=dict)
-    jobs: dict[int, None] = field(default_factory=dict)
-    turns: list[int] = field(default_factory=list)
-    rows: dict[str, None] = field(default_factory=dict)
-    wake_at: float | None = None
-    callers: list[tuple[asyncio.Future[Sequence[Answer]], Sequence[Answer]]] = field(default_factory=list)
+    callers: list[_Caller] = field(default_factory=list)
     is_touched: bool = False
-
-    def note(self, effects: Sequence[Effect]) -> None:
-        for effect in effects:
-            match effect:
-                case History():
-                    self.history.append(effect)
-                case NodeNews(node):
-                    self.nodes[node] = None
-                case JobNews(number):
-                    self.jobs[number] = None
-                case TurnsNews(turns):
-                    self.turns.extend(turns)
-                case ViewNews(nodes):
-                    self.rows.update(dict.fromkeys(nodes))
-                case WakeAt(time):
-                    self.wake_at = time
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +67,18 @@ class _Sealed:
     """A batch as it goes to the store; nothing in it changes any more."""
 
     changes: Changes
-    history: Sequence[History]
+    effects: Effects
     publication: Publication
     turns: Sequence[Turn]
-    wake_at: float | None
-    callers: Sequence[tuple[asyncio.Future[Sequence[Answer]], Sequence[Answer]]]
+    callers: Sequence[_Caller]
 
     @property
     def is_durable_already(self) -> bool:
-        return not (self.changes.puts or self.changes.removes or self.history)
+        return not (self.changes.puts or self.changes.removes or self.effects.history)
 
     @property
     def commits_a_move(self) -> bool:
-        return any(entry.kind == _MOVE_COMMITTED for entry in self.history)
+        return any(entry.kind == _MOVE_COMMITTED for entry in self.effects.history)
 
 
 class Writer:
@@ -158,21 +139,23 @@ class Writer:
         self._thread.shutdown()
         self.stopped.set()
 
-    async def submit(self, command: Command) -> Answer:
+    def submit(self, command: Command) -> asyncio.Future[Answer]:
         """The answer, once what it says is durable. Raises NotReady or Internal; refusals are answers."""
-        return (await self.submit_all((command,)))[0]
+        return self._taken((command,), _only)
 
     def submit_all(self, commands: Sequence[Command]) -> asyncio.Future[Sequence[Answer]]:
         """Answers in the order of the commands, as one: durable together with the last of them."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Sequence[Answer]] = loop.create_future()
+        return self._taken(commands, _all)
+
+    def _taken(self, commands: Sequence[Command], answer_of: Callable[[list[Answer]], _T]) -> asyncio.Future[_T]:
+        future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         if not self._is_ready or self._is_closing:
             future.set_exception(NotReady("the master is starting or stopping: try again"))
             return future
-        if len(self._open.callers) >= _MOST_WAITING:
+        batch = self._open
+        if len(batch.callers) >= _MOST_WAITING:
             future.set_exception(NotReady("too many calls wait for the store: try again"))
             return future
-        batch = self._open
         answers: list[Answer] = []
         now = self._clock()
         for command in commands:
@@ -181,20 +164,21 @@ class Writer:
             except Exception:
                 future.set_exception(self._crashed(type(command).__name__))
                 return future
-            batch.is_touched = batch.is_touched or bool(happened)
+            if happened:
+                batch.is_touched = True
             answers.append(answer)
         if not batch.is_touched and not self._committing:
             # Nothing is in doubt: what the answers rest on is durable.
-            future.set_result(answers)
+            future.set_result(answer_of(answers))
         else:
-            batch.callers.append((future, answers))
+            batch.callers.append((future, answer_of(answers)))
             batch.is_touched = True
             self._seal_soon()
         return future
 
     def tell(self, command: Command) -> None:
         """Submits without waiting for the answer."""
-        self.submit_all((command,)).add_done_callback(_seen)
+        self.submit(command).add_done_callback(_seen)
 
     async def history(self, subject: str, after_sequence: int, limit: int) -> Sequence[HistoryEntry]:
         return await asyncio.to_thread(self._store.history, subject, after_sequence, limit)
@@ -225,37 +209,50 @@ class Writer:
             self._crashed("batch")
             return
         batch, self._open = self._open, _Batch()
-        batch.note(effects)
         changes = state.take_changes()
+        version_of = state.view.version_of
         publication = Publication(
             puts=changes.puts,
-            removes=tuple(changes.removes),
-            desired={node: desired_of(state, node) for node in batch.nodes if node in state.nodes},
-            rows={node: state.view.row(node) for node in batch.rows if node in state.nodes},
+            removes=changes.removes,
+            desired={node: desired_of(state, node) for node in effects.nodes},
+            rows=[replace(state.rows[node], version=version_of(node)) for node in effects.rows],
             view_version=state.view.version,
-            jobs=frozenset(batch.jobs),
+            jobs=effects.jobs,
+            devices=state.devices,
+            free_devices=state.free_devices,
+            mode=state.view.mode,
         )
-        turns = [state.turns[turn] for turn in batch.turns if turn in state.turns]
-        sealed = _Sealed(changes, batch.history, publication, turns, batch.wake_at, batch.callers)
+        turns = [state.turns[turn] for turn in effects.turns if turn in state.turns]
+        sealed = _Sealed(changes, effects, publication, turns, batch.callers)
         if sealed.is_durable_already:
             self._let_out(sealed)
             return
         self._committing = True
         self._idle.clear()
-        self._start(self._commit(sealed))
-
-    async def _commit(self, sealed: _Sealed) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         self._pace.began(began)
+        # Not awaited: a task and two futures would cost more than the rest of a small commit.
+        self._thread.submit(self._write_and_tell, sealed, loop, began)
+
+    def _write_and_tell(self, sealed: _Sealed, loop: asyncio.AbstractEventLoop, began: float) -> None:
+        problem: BaseException | None = None
         try:
-            await self._in_thread(self._write, sealed)
-        except StoreError as error:
-            await self._start_over(sealed, error)
-            return
-        self._pace.ended(len(sealed.callers), loop.time() - began)
+            self._write(sealed)
+        except BaseException as error:
+            problem = error
+        loop.call_soon_threadsafe(self._written, sealed, began, problem)
+
+    def _written(self, sealed: _Sealed, began: float, problem: BaseException | None) -> None:
         self._committing = False
         self._idle.set()
+        if isinstance(problem, StoreError):
+            self._start_over(sealed, problem)
+            return
+        if problem is not None:
+            self._give_up(problem)
+            return
+        self._pace.ended(len(sealed.callers), asyncio.get_running_loop().time() - began)
         self.commits += 1
         if sealed.callers:
             self._failpoints.passing(failpoints.COMMIT_BEFORE_REPLY)
@@ -264,7 +261,7 @@ class Writer:
 
     def _write(self, sealed: _Sealed) -> None:
         # In the store's thread, so that encoding does not hold up the loop.
-        batch = self._codec.batch(sealed.changes.puts, sealed.changes.removes, sealed.history)
+        batch = self._codec.batch(sealed.changes.puts, sealed.changes.removes, sealed.effects.history)
         self._failpoints.passing(failpoints.BEFORE_COMMIT)
         if sealed.commits_a_move:
             self._failpoints.passing(failpoints.BEFORE_MOVE_COMMIT)
@@ -276,17 +273,18 @@ class Writer:
     def _let_out(self, sealed: _Sealed) -> None:
         # Before the answers: who is answered may look, and must find what the answer says.
         self.committed.publish(sealed.publication)
-        for future, answers in sealed.callers:
+        for future, answer in sealed.callers:
             if not future.done():
-                future.set_result(answers)
+                future.set_result(answer)
         for turn in sealed.turns:
             self.turn_streams.give(turn)
-        for entry in sealed.history:
-            level = logging.INFO if entry.kind in _WORTH_SAYING else logging.DEBUG
-            if log.isEnabledFor(level):
+        says_all = log.isEnabledFor(logging.DEBUG)
+        for entry in sealed.effects.history:
+            if says_all or entry.kind in _WORTH_SAYING:
+                level = logging.INFO if entry.kind in _WORTH_SAYING else logging.DEBUG
                 log.log(level, entry.kind, extra={"subject": entry.subject, "cause": entry.cause, "id": entry.sequence})
-        if sealed.wake_at is not None:
-            self._set_alarm(sealed.wake_at)
+        if sealed.effects.wake_at is not None:
+            self._set_alarm(sealed.effects.wake_at)
 
     def _set_alarm(self, time: float) -> None:
         if self._alarm is not None:
@@ -318,19 +316,17 @@ class Writer:
             self._start(self._reload())
         return Internal(f"internal error {crash}: see the master's log", id=crash)
 
-    async def _start_over(self, sealed: _Sealed, error: StoreError) -> None:
+    def _start_over(self, sealed: _Sealed, error: StoreError) -> None:
         log.error("commit failed", extra={"error": str(error), "callers": len(sealed.callers)})
         self._is_ready = False
         behind, self._open = self._open, _Batch()
-        self._committing = False
-        self._idle.set()
         refusal = NotReady(f"not accepted: {error}")
         _refuse(sealed.callers, refusal)
         _refuse(behind.callers, refusal)
         if error.problem is Problem.FENCED:
             self.stopped.set()
             return
-        await self._reload()
+        self._start(self._reload())
 
     async def _reload(self) -> None:
         if self._is_reloading:
@@ -367,6 +363,9 @@ class Writer:
             {node: desired_of(state, node) for node in state.nodes},
             [state.view.row(node) for node in state.nodes],
             state.view.version,
+            state.devices,
+            state.free_devices,
+            state.view.mode,
         )
         self._is_ready = True
         self.tell(Tick())
@@ -380,21 +379,32 @@ class Writer:
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.critical("writer failed", exc_info=task.exception())
-            self._is_ready = False
-            self.stopped.set()
+        if not task.cancelled() and (problem := task.exception()) is not None:
+            self._give_up(problem)
+
+    def _give_up(self, problem: BaseException) -> None:
+        log.critical("writer failed", exc_info=problem)
+        self._is_ready = False
+        self.stopped.set()
 
     async def _in_thread(self, work: Callable[..., _T], *arguments: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
 
-def _refuse(callers: Sequence[tuple[asyncio.Future[Sequence[Answer]], Sequence[Answer]]], error: NotReady) -> None:
+def _only(answers: list[Answer]) -> Answer:
+    return answers[0]
+
+
+def _all(answers: list[Answer]) -> Sequence[Answer]:
+    return answers
+
+
+def _refuse(callers: Sequence[_Caller], error: NotReady) -> None:
     for future, _ in callers:
         if not future.done():
             future.set_exception(error)
 
 
-def _seen(future: asyncio.Future[Sequence[Answer]]) -> None:
+def _seen(future: asyncio.Future[Answer]) -> None:
     if not future.cancelled():
         future.exception()

@@ -11,7 +11,7 @@ from ganger_master.core import machine
 from ganger_master.core.answers import Answer
 from ganger_master.core.commands import Command, Tick
 from ganger_master.core.desired import desired_of
-from ganger_master.core.effects import Effect, History, NodeNews, TurnsNews, WakeAt
+from ganger_master.core.effects import Effects, History
 from ganger_master.core.invariants import violations
 from ganger_master.core.settings import Settings
 from ganger_master.core.state import ELEMENT_TYPES, Changes, State, Turn
@@ -100,22 +100,13 @@ class SimMaster:
             raise RuleBrokenError(f"after a restart: {'; '.join(found)}")
         self.call(Tick())
 
-    def _released(
-        self, answer: Answer, effects: tuple[Effect, ...], reply: Callable[[Answer], None] | None
-    ) -> Released:
+    def _released(self, answer: Answer, effects: Effects, reply: Callable[[Answer], None] | None) -> Released:
         released = Released(self.state.take_changes(), answer, reply)
-        for effect in effects:
-            match effect:
-                case NodeNews(node):
-                    released.desired[node] = desired_of(self.state, node)
-                case TurnsNews(turns):
-                    released.turns.extend(self.state.turns[turn] for turn in turns if turn in self.state.turns)
-                case History():
-                    released.history.append(effect)
-                case WakeAt(time):
-                    self._wake_at(time)
-                case _:
-                    pass
+        released.desired.update((node, desired_of(self.state, node)) for node in effects.nodes)
+        released.turns.extend(self.state.turns[turn] for turn in effects.turns if turn in self.state.turns)
+        released.history.extend(effects.history)
+        if effects.wake_at is not None:
+            self._wake_at(effects.wake_at)
         return released
 
     def _commit(self, released: Released) -> None:

@@ -35,7 +35,7 @@ class StoreError(Exception):
         self.problem = problem
 
 
-class Put(Struct, frozen=True):
+class Put(Struct, frozen=True, gc=False):
     """Inserts or replaces one element. `columns` are those of its table besides `key`, always the same ones in the
     same order for one table."""
 
@@ -44,12 +44,12 @@ class Put(Struct, frozen=True):
     columns: Mapping[str, Cell]
 
 
-class Remove(Struct, frozen=True):
+class Remove(Struct, frozen=True, gc=False):
     table: str
     key: str
 
 
-class HistoryEntry(Struct, frozen=True):
+class HistoryEntry(Struct, frozen=True, gc=False):
     """One thing that happened. Sequences are unique and rise; time is Unix seconds."""
 
     sequence: int
@@ -61,7 +61,7 @@ class HistoryEntry(Struct, frozen=True):
     figures: str = "{}"
 
 
-class Batch(Struct, frozen=True):
+class Batch(Struct, frozen=True, gc=False):
     """What one commit makes durable, as one. Of changes to one key the last stands; `changes` holds one per key."""
 
     changes: Sequence[Put | Remove] = ()
@@ -72,7 +72,7 @@ class Batch(Struct, frozen=True):
         return not self.changes and not self.history
 
 
-class StoredRow(Struct, frozen=True):
+class StoredRow(Struct, frozen=True, gc=False):
     table: str
     key: str
     columns: Mapping[str, Cell] = field(default_factory=dict)
