@@ -117,7 +117,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         )
         await gang.keeper.gather(storage, request.stop_sequence, request.step, shards)
         gang.wake()
-        return peer_pb2.ShardWrittenResponse()
+        return peer_pb2.ShardWrittenResponse(published=gang.keeper.is_settled(request.stop_sequence))
 
     async def ReadLog(  # noqa: N802
         self, request: peer_pb2.ReadPeerLogRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -185,8 +185,9 @@ class PeerCalls:
 
     async def shard_written(
         self, address: str, job_uid: str, epoch: int, agreement: int, step: int, shards: tuple[Shard, ...]
-    ) -> None:
-        await self._stub(address).ShardWritten(
+    ) -> bool:
+        """Whether the whole checkpoint is published by now."""
+        answer = await self._stub(address).ShardWritten(
             peer_pb2.ShardWrittenRequest(
                 job_uid=job_uid,
                 epoch=epoch,
@@ -198,6 +199,7 @@ class PeerCalls:
                 ],
             )
         )
+        return bool(answer.published)
 
     def link(self, address: str, heard: Callable[[Heard], None]) -> Link:
         return Link(self._stub(address), heard)

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 from ganger.injob import image
-from ganger_daemon.checkpoints.collect import collect
+from ganger_daemon.checkpoints.collect import collect, collect_abandoned
 from ganger_daemon.checkpoints.keeper import publish_here
 from ganger_daemon.checkpoints.layout import CheckpointName, complete
 from ganger_daemon.checkpoints.publish import Gathering, Shard, manifest
 from ganger_daemon.checkpoints.storage import proved, room_missing
-from ganger_daemon.checkpoints.verify import Unreadable, Verified, choose, describe_shard, verify
+from ganger_daemon.checkpoints.verify import Unreadable, Verified, describe_shard, verify
 
 
 def make(directory: Path, step: int, epoch: int = 1, world: int = 2) -> Path:
@@ -45,16 +45,14 @@ def test_a_published_checkpoint_verifies(tmp_path: Path) -> None:
     assert (found.step, found.world) == (7, 2)
 
 
-def test_one_wrong_bit_makes_it_unreadable_and_the_one_before_is_taken(tmp_path: Path) -> None:
-    older, newer = make(tmp_path, 7), make(tmp_path, 9)
-    damage(newer / "rank-1.shard")
-    found, broken = choose(newer, 0)
-    assert found is not None
-    assert found.path == older
-    assert [unreadable.path for unreadable in broken] == [newer]
-    assert choose(newer, 8)[0] is None
+def test_one_wrong_bit_makes_it_unreadable_and_names_the_file(tmp_path: Path) -> None:
+    path = make(tmp_path, 9)
+    damage(path / "rank-1.shard")
+    found = verify(path)
+    assert isinstance(found, Unreadable)
+    assert found.why.startswith("rank-1.shard")
     # a node that does not restore rank 1 has no need to read it
-    assert isinstance(verify(newer, ranks=(0,)), Verified)
+    assert isinstance(verify(path, ranks=(0,)), Verified)
 
 
 def test_a_missing_shard_a_short_shard_and_a_broken_manifest_are_named(tmp_path: Path) -> None:
@@ -64,18 +62,24 @@ def test_a_missing_shard_a_short_shard_and_a_broken_manifest_are_named(tmp_path:
     (three / "MANIFEST.json").write_text(json.dumps({"files": []}))
     for path in (one, two, three):
         assert isinstance(verify(path), Unreadable)
-    assert choose(three, 0)[0] is None
 
 
 def test_old_checkpoints_dead_leftovers_and_trash_go_and_living_ones_stay(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 4):
-        make(tmp_path, step)
-    (tmp_path / "5-1.tmp").mkdir()
-    (tmp_path / "6-2.tmp").mkdir()
-    (tmp_path / ".trash-0-1").mkdir()
-    collect(tmp_path, live_epochs={2}, pinned=(CheckpointName(1, 1),))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1-1", "3-1", "4-1", "6-2.tmp"]
-    assert complete(tmp_path) == (CheckpointName(1, 1), CheckpointName(3, 1), CheckpointName(4, 1))
+    for step, epoch in ((1, 1), (2, 1), (3, 1), (4, 2)):
+        make(tmp_path, step, epoch)
+    for name in ("5-1.tmp", "3-2.tmp", "6-2.tmp", ".trash-0-1"):
+        (tmp_path / name).mkdir()
+    collect(tmp_path, CheckpointName(4, 2), restored=CheckpointName(1, 1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1-1", "3-1", "4-2", "6-2.tmp"]
+    assert complete(tmp_path) == (CheckpointName(1, 1), CheckpointName(3, 1), CheckpointName(4, 2))
+
+
+def test_what_was_begun_and_given_up_goes_unless_somebody_writes_it(tmp_path: Path) -> None:
+    for name in ("5-1.tmp", "6-1.tmp", "6-2.tmp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "6-1.tmp" / "rank-0.shard.part").touch()
+    collect_abandoned(tmp_path, epoch=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["6-1.tmp", "6-2.tmp"]
 
 
 def test_storage_counts_only_with_its_token(tmp_path: Path) -> None:

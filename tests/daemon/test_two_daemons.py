@@ -97,6 +97,52 @@ def test_a_checkpoint_of_a_gang_on_two_nodes_is_published_once_all_shards_are_th
     run(story)
 
 
+def test_where_storage_is_full_for_one_rank_all_stay_and_go_on_and_can_be_asked_again() -> None:
+    async def story(made: Cluster) -> None:
+        await asyncio.gather(made.daemon("n1"), made.daemon("n2"))
+        uid = str(uuid.uuid4())
+        placement = {"n1": [0], "n2": [1]}
+        gangs = {node: made.gang(placement, node, uid=uid, pause=0.01) for node in placement}
+
+        async def order(sequence: int, **changes: object) -> None:
+            for node, gang in gangs.items():
+                await made.master.want(node, with_changes(gang, sequence, **changes))
+
+        save = {"intent": PARK, "level": job_pb2.SUSPEND_LEVEL_CHECKPOINT}
+        await order(1)
+        for node in placement:
+            await made.master.until(node, 1, in_phase(Observed.PHASE_RUNNING))
+        full = made.directory / "full-1"
+        full.touch()
+        await order(2, **save, stop_sequence=2)
+        refused = await made.master.until("n2", 1, in_phase(Observed.PHASE_PARKED))
+        assert refused.level == job_pb2.SUSPEND_LEVEL_PAUSE
+        checkpoints = made.storage / uid / "checkpoints"
+        begun = checkpoints / f"{refused.stop_step}-1.tmp"
+        assert refused.trouble.startswith(f"STORAGE_FULL: rank 1: [Errno 28] No space left on device: '{begun}'; ")
+        assert f"{made.storage} has " in refused.trouble
+        other = await made.master.until("n1", 1, lambda seen: seen.order.master_sequence == 2)
+        assert other.ranks, "the rank that could save waits for the others"
+        await order(3)
+        for node in placement:
+            await made.master.until(
+                node, 1, lambda seen: seen.phase == Observed.PHASE_RUNNING and seen.order.master_sequence == 3
+            )
+        async with asyncio.timeout(10):
+            while begun.exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # a thread of the daemon removes it
+        full.unlink()
+        await order(4, **save, stop_sequence=4)
+        parked = [
+            await made.master.until(node, 1, lambda seen: seen.level == job_pb2.SUSPEND_LEVEL_CHECKPOINT)
+            for node in placement
+        ]
+        assert parked[0].stop_step == parked[1].stop_step > refused.stop_step
+        assert not parked[0].trouble + parked[1].trouble
+
+    run(story)
+
+
 async def move(
     made: Cluster, uid: str, source: str, target: str, gang: agent_pb2.DesiredGang, epoch: int, sequence: int
 ) -> tuple[agent_pb2.DesiredGang, int]:

@@ -1,9 +1,11 @@
 """A job as small as a job can be: steps, a state of some bytes, and all that a framework does at a boundary.
 
 argv: number of steps (0: for ever), seconds per step, bytes of state, and how it misbehaves: "keeps" its memory when it
-is to give it up, is "deaf" to all orders, or its ranks come to their boundaries "apart". Prints one line per step.
+is to give it up, is "deaf" to all orders, or its ranks come to their boundaries "apart". For a rank K whose directory
+has a file full-K storage is full. Prints one line per step.
 """
 
+import errno
 import json
 import os
 import signal
@@ -78,6 +80,8 @@ def main():
     def checkpoint(request):
         directory = request.details["checkpoint"].replace("{step}", str(request.step))
         os.makedirs(directory, exist_ok=True)
+        if os.path.exists(f"full-{control.rank}"):
+            raise OSError(errno.ENOSPC, "No space left on device", directory)
         path = os.path.join(directory, f"rank-{control.rank}.shard")
         kept = (os.pread(control.arena_fd, page.get(Word.ARENA_SIZE), 0),) if request.offloaded else current()
         with open(path, "wb") as file:

@@ -180,6 +180,30 @@ def test_full_storage_is_named_as_such_and_training_goes_on(page: Page, control:
     assert control.step == 2
 
 
+def test_a_rank_that_saved_for_good_stays_until_its_checkpoint_is_published_and_may_go_on(
+    page: Page, control: Control
+) -> None:
+    saved: list[int] = []
+    control.handlers = Handlers(on_checkpoint=lambda request: saved.append(request.step))
+    control.start(0)
+    control.boundary()
+    page.write_order(2, Order.STOP, stop_seq=2, level=Level.CHECKPOINT)
+
+    def daemon() -> None:
+        _within(lambda: page.progress().reached_seq == 2, "the shard")
+        assert (page.progress().state, page.progress().checkpoint_step) == (State.PAUSED, 2)
+        # another rank's storage was full: asked again it need not write again, and running is always possible
+        page.write_order(3, Order.STOP, stop_seq=2, level=Level.CHECKPOINT)
+        _within(lambda: page.progress().reached_seq == 3, "the same shard")
+        page.let_leave(2)
+        page.write_order(4, Order.RUN)
+
+    thread = _meanwhile(daemon)
+    control.boundary()
+    thread.join()
+    assert (control.step, page.progress().state, saved) == (2, State.RUNNING, [2])
+
+
 def test_checkpoint_request_is_served_once_and_training_goes_on(page: Page, control: Control) -> None:
     saved: list[StopRequest] = []
 
@@ -397,6 +421,12 @@ class _Gang:
             every_seconds=0.002,
         )
 
+    def publish(self, seq: int) -> None:
+        self.all(lambda page: page.progress().reached_seq == seq, "every shard")
+        assert all(process.poll() is None for process in self.processes), "none may leave before the others saved"
+        for page in self.own:
+            page.let_leave(seq)
+
     def end(self) -> list[int]:
         codes = [process.wait(timeout=60) for process in self.processes]
         self.close()
@@ -439,6 +469,7 @@ def test_gang_stops_at_the_same_step_every_time(
             gang.order(seq, Order.RUN)
         stop = seq + 1
         gang.order(stop, Order.STOP, stop_seq=stop, level=Level.CHECKPOINT)
+        gang.publish(stop)
         assert gang.end() == [EXIT_YIELDED] * world
         assert len({page.progress().checkpoint_step for page in gang.own}) == 1
         assert {page.progress().exit_code for page in gang.own} == {EXIT_YIELDED}
@@ -467,6 +498,7 @@ def test_checkpoints_and_stops_that_cross_leave_no_rank_behind(tmp_path: Path) -
             seq += 1
             gang.order(seq, Order.RUN)
         gang.order(seq + 1, Order.STOP, stop_seq=seq + 1, level=Level.CHECKPOINT)
+        gang.publish(seq + 1)
         assert gang.end() == [EXIT_YIELDED] * 4
     finally:
         gang.close()

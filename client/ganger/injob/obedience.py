@@ -50,7 +50,7 @@ class StopRequest(NamedTuple):
     """What a handler is asked to do at a boundary.
 
     ``details`` is the content of the order's file; ``offloaded``: the state is in the arena and not on the device;
-    ``exiting``: the process ends when the handler returns, so its work must be durable by then.
+    ``exiting``: the process may end once the handler returns, so its work must be durable by then.
     """
 
     seq: int
@@ -97,6 +97,7 @@ class Obedience:
         self._checkpoint_handled = 0
         self._attempted = 0  # ORDER_SEQ last carried out or failed at
         self._failed_restore = 0  # ORDER_SEQ under which the state could not be brought back
+        self._saved = (0, 0)  # (STOP_SEQ, step) whose shard is durable
         self._held = False  # stopped at a boundary since the last RUN
         self._offloaded = False
         self._fresh = True  # no boundary passed since the last start or resume
@@ -162,6 +163,7 @@ class Obedience:
                         self._hold(order, step)
                         sleeping = _Sleep()
                         continue
+                    self._leave_if_saved(order)
                 elif step < decision.limit and self._is_able(order) and self._may_step(order):
                     return FIRST_LOOK
             elif order.order == Order.WAIT:
@@ -267,12 +269,19 @@ class Obedience:
         self._socket.send(
             {"event": "reached", "rank": self._rank, "seq": order.seq, "step": step, "level": order.level}, now_ns()
         )
-        if order.level == Level.CHECKPOINT:
+
+    def _leave_if_saved(self, order: PageOrder) -> None:
+        """End once the whole checkpoint is published: a shard alone is nothing, and until then all can go on."""
+        words = self._words
+        if order.level == Level.CHECKPOINT and words[Word.REACHED_SEQ] == order.seq <= words[Word.LEAVE_SEQ]:
             self._leave(EXIT_YIELDED)
 
     def _enter(self, order: PageOrder, step: int) -> bool:
         words, handlers = self._words, self.handlers
         exiting = order.level == Level.CHECKPOINT
+        if not exiting:
+            # what was saved before is given up by whoever orders this, and may be gone when it is asked for again
+            self._saved = (0, 0)
         request = StopRequest(order.seq, step, order.level, self._details(str(order.seq)), self._offloaded, exiting)
         if order.level == Level.PAUSE:
             if self._offloaded and not self._bring_back():
@@ -308,10 +317,12 @@ class Obedience:
         save = handlers.on_checkpoint
         if save is None or order.level != Level.CHECKPOINT:
             return self._refuse(order)
-        if not self._try(lambda: save(request), Error.STATE_UNSAVEABLE):
-            return False
+        if self._saved != (order.stop_seq, step):
+            if not self._try(lambda: save(request), Error.STATE_UNSAVEABLE):
+                return False
+            self._saved = (order.stop_seq, step)
         words[Word.CHECKPOINT_STEP] = step
-        words[Word.STATE] = State.EXITING
+        words[Word.STATE] = State.OFFLOADED if self._offloaded else State.PAUSED
         return True
 
     def _save_and_go_on(self, agreement: int, step: int) -> None:

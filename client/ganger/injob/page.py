@@ -55,6 +55,7 @@ class Word:
     RETUNE_SEQ = 16  # D: raised after THREADS and WORKERS are written
     THREADS = 17  # D
     WORKERS = 18  # D: hint for data loaders
+    LEAVE_SEQ = 19  # D: highest ORDER_SEQ whose checkpoint is published: a rank that saved for it may end now
 
     # line 3: the boundary
     ACK_SEQ = 24  # J: STOP_SEQ acked; written after ACK_STEP
@@ -104,7 +105,7 @@ class Order:
 class Level:
     PAUSE = 1
     OFFLOAD = 2
-    CHECKPOINT = 3  # write shard, then exit with EXIT_YIELDED
+    CHECKPOINT = 3  # write shard, rest until LEAVE_SEQ, then exit with EXIT_YIELDED
     HAND_OVER = 4  # state into the arena, tensors may stay; wait
 
 
@@ -391,6 +392,10 @@ class Page:
         seq = number | CHECKPOINT_BIT
         self.set(Word.CHECKPOINT_SEQ, seq)
         return seq
+
+    def let_leave(self, seq: int) -> None:
+        """Say that the checkpoint of order ``seq`` is published; before that a rank that saved for it stays."""
+        self.set(Word.LEAVE_SEQ, max(seq, self.get(Word.LEAVE_SEQ)))
 
     def mirror(self, point: RawPoint) -> None:
         """Store what was relayed of a rank on another node. An older point than the one here changes nothing."""

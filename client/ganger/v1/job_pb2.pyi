@@ -99,6 +99,7 @@ class Job(google.protobuf.message.Message):
     CHECKPOINT_FIELD_NUMBER: builtins.int
     PROGRESS_FIELD_NUMBER: builtins.int
     CAPABILITIES_FIELD_NUMBER: builtins.int
+    TROUBLE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """"jobs/{n}". Output only."""
     uid: builtins.str
@@ -116,6 +117,10 @@ class Job(google.protobuf.message.Message):
     """Preemptions, lost nodes and unknown exits so far; not limited."""
     queue_rank: builtins.int
     """Position among waiting jobs by the policy, from 1; zero when not waiting. Output only."""
+    trouble: builtins.str
+    """What went wrong last without ending it: a suspend that was given up, a checkpoint that could not be read. Stands
+    until the next suspend, move or complete checkpoint. "REASON: text". Output only.
+    """
     @property
     def spec(self) -> Global___JobSpec: ...
     @property
@@ -172,10 +177,11 @@ class Job(google.protobuf.message.Message):
         checkpoint: Global___Checkpoint | None = ...,
         progress: Global___Progress | None = ...,
         capabilities: Global___Capabilities | None = ...,
+        trouble: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "gang", b"gang", "progress", b"progress", "spec", b"spec", "start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blockers", b"blockers", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "failures", b"failures", "gang", b"gang", "name", b"name", "preemptions", b"preemptions", "progress", b"progress", "queue_rank", b"queue_rank", "revision", b"revision", "spec", b"spec", "start_time", b"start_time", "state", b"state", "suspended_level", b"suspended_level", "uid", b"uid", "user", b"user"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blockers", b"blockers", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "failures", b"failures", "gang", b"gang", "name", b"name", "preemptions", b"preemptions", "progress", b"progress", "queue_rank", b"queue_rank", "revision", b"revision", "spec", b"spec", "start_time", b"start_time", "state", b"state", "suspended_level", b"suspended_level", "trouble", b"trouble", "uid", b"uid", "user", b"user"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job

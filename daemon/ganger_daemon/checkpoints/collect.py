@@ -1,5 +1,8 @@
-"""Which checkpoints may go: all but the newest complete ones, those pinned, and what a living epoch is still
-writing."""
+"""Which checkpoints may go: all but the newest complete ones, what a job began from, and what is still being written.
+
+Newer is what a later epoch wrote, whatever its step: a job that had to go back to an older checkpoint leaves unreadable
+ones of higher steps behind, and those must not crowd out the good ones.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +13,57 @@ from pathlib import Path
 
 from .layout import CheckpointName, complete, parse_unfinished
 
+# The newest, and the one before it for when the newest turns out to be damaged.
 KEEP = 2
 _TRASH = ".trash-"
 
 
 def surplus(
-    names: Collection[CheckpointName], pinned: Collection[CheckpointName] = (), keep: int = KEEP
+    names: Collection[CheckpointName], newest: CheckpointName, restored: CheckpointName | None = None
 ) -> tuple[CheckpointName, ...]:
-    """What to remove, oldest first; the `keep` newest and the pinned ones stay."""
-    return tuple(name for name in sorted(names)[: max(0, len(names) - keep)] if name not in pinned)
+    """What to remove once `newest` is published, oldest first. What its epoch was restored from is known to be good and
+    stays until the epoch has KEEP of its own."""
+    ordered = sorted(names, key=lambda name: (name.epoch, name.step))
+    own = sum(name.epoch == newest.epoch for name in ordered)
+    kept = {*ordered[-KEEP:], newest}
+    if restored is not None and own < KEEP:
+        kept.add(restored)
+    return tuple(name for name in ordered if name not in kept)
 
 
-def collect(
-    directory: Path, live_epochs: Collection[int], pinned: Collection[CheckpointName] = (), keep: int = KEEP
-) -> tuple[str, ...]:
-    """Removes surplus checkpoints, leftovers of dead epochs and old trash from one job's directory; names removed.
+def is_leftover(unfinished: CheckpointName, newest: CheckpointName) -> bool:
+    """Whether nobody writes there any more: of an older epoch, or passed over by its own."""
+    return (unfinished.epoch, unfinished.step) <= (newest.epoch, newest.step)
+
+
+def collect(directory: Path, newest: CheckpointName, restored: CheckpointName | None = None) -> tuple[str, ...]:
+    """Removes surplus checkpoints, leftovers and old trash from one job's directory, `newest` being just published;
+    names removed.
 
     A checkpoint is renamed before it is deleted, so that nobody ever finds half of one under its name.
     """
     if not directory.is_dir():
         return ()
+    doomed = [str(name) for name in surplus(complete(directory), newest, restored)]
+    doomed += [name for name, unfinished in _unfinished(directory) if is_leftover(unfinished, newest)]
+    return _remove(directory, doomed)
+
+
+def collect_abandoned(directory: Path, epoch: int) -> tuple[str, ...]:
+    """Removes what the ranks of an epoch began and did not bring to an end, where nobody is writing just now."""
+    if not directory.is_dir():
+        return ()
+    mine = [name for name, unfinished in _unfinished(directory) if unfinished.epoch == epoch]
+    return _remove(directory, [name for name in mine if not any((directory / name).glob("*.part"))])
+
+
+def _unfinished(directory: Path) -> list[tuple[str, CheckpointName]]:
+    found = [(path.name, parse_unfinished(path.name)) for path in sorted(directory.iterdir())]
+    return [(name, unfinished) for name, unfinished in found if unfinished is not None]
+
+
+def _remove(directory: Path, doomed: Collection[str]) -> tuple[str, ...]:
     removed: list[str] = []
-    doomed = [str(name) for name in surplus(complete(directory), pinned, keep)]
-    for path in sorted(directory.iterdir()):
-        unfinished = parse_unfinished(path.name)
-        if unfinished is not None and unfinished.epoch not in live_epochs:
-            doomed.append(path.name)
     for name in doomed:
         try:
             os.replace(directory / name, directory / f"{_TRASH}{name}")

@@ -1,12 +1,13 @@
 """The checkpoints of one running gang: asks for them when due, tells the leader of durable shards, publishes, collects.
 
-The leader's daemon publishes; a member's only reports. Everything can be done again after a crash: what is durable
-is found on storage, what is not is asked for anew.
+The leader's daemon publishes; a member's reports until it hears that this was done. Everything can be done again after
+a crash: what is durable is found on storage, what is not is asked for anew.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from ganger.injob.image import ImageError
 from ganger_daemon.failpoints import hit
 
 from . import storage as storage_checks
-from .collect import collect
+from .collect import collect, collect_abandoned
 from .layout import CheckpointName, checkpoints_directory, complete, read_manifest
 from .publish import Gathering, Shard, directories, manifest
 from .schedule import Schedule, asked, due
@@ -29,8 +30,10 @@ from .verify import describe_shard
 
 log = logging.getLogger(__name__)
 
-# Shards are reported again at this pace until the leader has answered.
+# What failed is tried again at this pace.
 _RETRY_SECONDS = 0.5
+# A member asks the leader so soon whether all is published, then ever later up to the pace above.
+_ASK_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +45,22 @@ class Published:
     time_seconds: float
 
 
+class StorageError(Exception):
+    """Storage does not take a checkpoint: asking again at once would not help. `reason` is the control page's word."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 Publish = Callable[[Path, Path, dict[str, Any]], None]
-Report = Callable[[int, int, tuple[Shard, ...]], Awaitable[None]]
+Report = Callable[[int, int, tuple[Shard, ...]], Awaitable[bool]]
 
 
 class Keeper:
-    """`publish(tmp, final, manifest)` blocks (the launcher does it); `report` tells the leader, on a member."""
+    """`publish(tmp, final, manifest)` blocks (the launcher does it) and raises StorageError, or OSError for what may
+    pass; `report` tells the leader, on a member, and returns whether the checkpoint is published. `restored` is what
+    the gang began from: it is kept until this epoch has as many of its own."""
 
     def __init__(
         self,
@@ -58,6 +71,7 @@ class Keeper:
         publish: Publish,
         report: Report,
         changed: Callable[[], None],
+        restored: CheckpointName | None = None,
     ) -> None:
         self._job_uid = job_uid
         self._epoch = epoch
@@ -66,14 +80,15 @@ class Keeper:
         self._publish = publish
         self._report = report
         self._changed = changed
+        self._restored = restored
         self._gatherings: dict[int, Gathering] = {}
         self._described: dict[tuple[int, int], Shard] = {}  # by (agreement, rank)
-        self._reported: set[tuple[int, int]] = set()
-        self._done: set[int] = set()
+        self._refused: dict[int, str] = {}
         self._lock = asyncio.Lock()
         self._retry_at = 0.0
+        self._ask_again = _ASK_SECONDS
         self.published: Published | None = None
-        self.handed: dict[int, int] = {}  # agreement -> step whose shards the leader has
+        self.handed: dict[int, int] = {}  # agreement -> step of its published checkpoint
         self.schedule = Schedule(time.monotonic())
         self.trouble = ""
 
@@ -97,12 +112,27 @@ class Keeper:
         return storage_checks.room_missing(storage, size)
 
     def is_settled(self, agreement: int) -> bool:
-        """Whether every shard of this node has got where it must go."""
-        return agreement in self._done
+        """Whether the checkpoint of an agreement is published."""
+        return agreement in self.handed
+
+    def refusal(self, agreement: int) -> str:
+        """Why the checkpoint of an agreement could not be published; empty while it may be."""
+        return self._refused.get(agreement, "")
+
+    def abandon(self, agreement: int) -> None:
+        """The ranks of a stop go on without its checkpoint; asked again for the same stop they save anew."""
+        self._gatherings.pop(agreement, None)
+        self._refused.pop(agreement, None)
+        self._described = {key: shard for key, shard in self._described.items() if key[0] != agreement}
+
+    def tidy(self, storage: Path) -> None:
+        """What came of checkpoints that were given up goes. Blocks."""
+        if self._leads:
+            collect_abandoned(checkpoints_directory(storage, self._job_uid), self._epoch)
 
     async def durable(self, storage: Path, agreement: int, step: int, ranks: tuple[int, ...]) -> None:
         """All local shards of an agreement are durable: describe them, then report or gather them. Idempotent."""
-        if agreement in self._done or time.monotonic() < self._retry_at:
+        if agreement in self.handed or agreement in self._refused or time.monotonic() < self._retry_at:
             return
         async with self._lock:
             tmp, final = directories(storage, self._job_uid, self._epoch, step)
@@ -121,17 +151,22 @@ class Keeper:
         async with self._lock:
             gathering = self._gatherings.get(agreement, Gathering(self._world, step)).add(step, shards)
             self._gatherings = {agreement: gathering}
-            if not gathering.complete or agreement in self._done:
+            if not gathering.complete or agreement in self.handed or agreement in self._refused:
                 return
             try:
                 await asyncio.to_thread(self._publish_now, storage, gathering)
+            except StorageError as error:
+                self.trouble = f"{error.reason}: the checkpoint at step {step} cannot be published: {error}"
+                self._refused = {agreement: self.trouble}
+                log.warning("checkpoint refused", extra={"job": self._job_uid, "step": step, "error": str(error)})
+                self._changed()
+                return
             except OSError as error:
-                self.trouble = f"checkpoint at step {step} cannot be published: {error}"
+                self.trouble = f"the checkpoint at step {step} is not published yet: {error}"
                 self._retry_at = time.monotonic() + _RETRY_SECONDS
                 log.warning("checkpoint not published", extra={"job": self._job_uid, "step": step, "error": str(error)})
                 return
             self.trouble = ""
-            self._done.add(agreement)
             self.handed[agreement] = step
         self._changed()
 
@@ -144,9 +179,7 @@ class Keeper:
         name = CheckpointName(gathering.step, self._epoch)
         self.published = _published(storage, self._job_uid, name)
         log.info("checkpoint published", extra={"job": self._job_uid, "checkpoint": str(name)})
-        collect(
-            checkpoints_directory(storage, self._job_uid), _epochs_from(self._epoch, storage, self._job_uid), (name,)
-        )
+        collect(checkpoints_directory(storage, self._job_uid), name, self._restored)
 
     async def _describe(
         self, tmp: Path, final: Path, agreement: int, ranks: tuple[int, ...]
@@ -159,7 +192,8 @@ class Keeper:
             try:
                 size, digest = await asyncio.to_thread(describe_shard, directory / file)
             except (OSError, ImageError) as error:
-                self.trouble = f"shard of rank {rank} is unreadable: {error}"
+                self.trouble = f"STORAGE_FAILED: shard of rank {rank} is unreadable: {error}"
+                self._refused = {agreement: self.trouble}
                 log.warning("shard unreadable: %s", error, extra={"job": self._job_uid, "rank": rank})
                 return None
             self._described[agreement, rank] = Shard(rank, file, size, digest)
@@ -169,27 +203,35 @@ class Keeper:
 
     async def _tell_leader(self, agreement: int, step: int, shards: tuple[Shard, ...]) -> None:
         try:
-            await self._report(agreement, step, shards)
+            published = await self._report(agreement, step, shards)
         except Exception as error:  # the leader may be away for a while: asked again until it answers
             self._retry_at = time.monotonic() + _RETRY_SECONDS
             log.info("leader not told of shards yet", extra={"job": self._job_uid, "error": str(error)})
             return
-        self._done.add(agreement)
+        if not published:
+            self._retry_at = time.monotonic() + self._ask_again
+            self._ask_again = min(_RETRY_SECONDS, 2 * self._ask_again)
+            return
+        self._ask_again = _ASK_SECONDS
         self.handed[agreement] = step
         self._changed()
 
 
 def publish_here(tmp: Path, final: Path, fields: dict[str, Any]) -> None:
-    """What a launcher does, for when there is none: manifest, fsyncs, rename."""
+    """What a launcher does, for when there is none: manifest, fsyncs, rename. Raises StorageError."""
     path = tmp / "MANIFEST.json"
-    with open(path, "w") as file:
-        json.dump(fields, file)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_directory(tmp)
-    hit("before-rename")
-    os.replace(tmp, final)
-    _sync_directory(final.parent)
+    try:
+        with open(path, "w") as file:
+            json.dump(fields, file)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync_directory(tmp)
+        hit("before-rename")
+        os.replace(tmp, final)
+        _sync_directory(final.parent)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise StorageError("STORAGE_FULL" if full else "STORAGE_FAILED", str(error)) from error
 
 
 def _sync_directory(path: Path) -> None:
@@ -198,17 +240,6 @@ def _sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _epochs_from(epoch: int, storage: Path, job_uid: str) -> tuple[int, ...]:
-    """This epoch and all later ones that have begun to write: older ones are over once this one publishes."""
-    directory = checkpoints_directory(storage, job_uid)
-    epochs = {epoch}
-    for path in directory.glob("*.tmp"):
-        _, _, text = path.name.removesuffix(".tmp").rpartition("-")
-        if text.isdigit() and int(text) >= epoch:
-            epochs.add(int(text))
-    return tuple(sorted(epochs))
 
 
 def _published(storage: Path, job_uid: str, name: CheckpointName) -> Published:

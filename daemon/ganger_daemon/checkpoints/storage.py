@@ -26,9 +26,14 @@ def proved(storage: Path | None, token: str) -> bool:
 
 def room_missing(storage: Path, size_bytes: int) -> int:
     """Bytes that lack for a checkpoint of this size; 0 when it fits, or when the file system does not say."""
+    free = free_bytes(storage)
+    return 0 if free is None else max(0, size_bytes * _ROOM_NUMERATOR // _ROOM_DENOMINATOR - free)
+
+
+def free_bytes(storage: Path) -> int | None:
+    """None when the file system does not say."""
     try:
         state = os.statvfs(storage)
     except OSError:
-        return 0
-    free = state.f_bavail * state.f_frsize
-    return max(0, size_bytes * _ROOM_NUMERATOR // _ROOM_DENOMINATOR - free)
+        return None
+    return state.f_bavail * state.f_frsize

@@ -1,4 +1,4 @@
-"""Whether a checkpoint on storage can be trusted, and which older one is taken when it cannot."""
+"""Whether a checkpoint on storage can be trusted. Which older one is taken when it cannot is for the master to say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ganger.injob import image
 
-from .layout import MANIFEST, complete, parse_final, read_manifest
+from .layout import MANIFEST, read_manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +52,10 @@ def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Verified | 
             _, digest = describe_shard(shard)
             if digest != str(entry["digest"]):
                 return Unreadable(directory, f"{shard.name} has digest {digest}, {MANIFEST} says {entry['digest']}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        return Unreadable(directory, f"{error.filename or directory}: {error.strerror}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return Unreadable(directory, f"{type(error).__name__}: {error}")
     except image.ImageError as error:
-        return Unreadable(directory, str(error))
+        return Unreadable(directory, f"{shard.name}: {error}")
     return Verified(directory, step, world, size)
-
-
-def choose(
-    wanted: Path, lowest_step: int, ranks: tuple[int, ...] | None = None
-) -> tuple[Verified | None, tuple[Unreadable, ...]]:
-    """The wanted checkpoint, or the newest readable one before it that is not below `lowest_step`; and what was
-    unreadable."""
-    broken: list[Unreadable] = []
-    first = verify(wanted, ranks)
-    if isinstance(first, Verified):
-        return (first if first.step >= lowest_step else None), ()
-    broken.append(first)
-    limit = parse_final(wanted.name)
-    for name in reversed(complete(wanted.parent)):
-        if limit is not None and name >= limit:
-            continue
-        if name.step < lowest_step:
-            break
-        found = verify(wanted.parent / str(name), ranks)
-        if isinstance(found, Verified):
-            return found, tuple(broken)
-        broken.append(found)
-    return None, tuple(broken)

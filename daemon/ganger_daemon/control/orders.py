@@ -10,7 +10,7 @@ from ganger.injob import page
 from ganger_daemon.checkpoints.layout import unfinished_template
 from ganger_daemon.core.orders import Intent, Level, Wanted
 from ganger_daemon.failpoints import hit
-from ganger_daemon.workers.directories import write_json
+from ganger_daemon.workers.directories import read_json, write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,14 @@ def page_order(wanted: Wanted) -> PageOrder | None:
 
 
 def write_details(orders: Path, name: str, storage: Path | None, job_uid: str, epoch: int) -> None:
-    """orders/NAME.json: where a shard goes. Written before the order is published, so that whoever sees it finds it."""
+    """orders/NAME.json: where a shard goes. Written before the order is published, so that whoever sees it finds it;
+    not again by a daemon that takes over, for its time is when the order was given."""
     orders.mkdir(parents=True, exist_ok=True)
     details = {}
     if storage is not None:
         template = unfinished_template(storage, job_uid, epoch)
         details = {"checkpoint_directory": template, "checkpoint": template}
-    write_json(orders / f"{name}.json", details)
+    path = orders / f"{name}.json"
+    if not path.exists() or read_json(path) != details:
+        write_json(path, details)
     hit("order-half-written")

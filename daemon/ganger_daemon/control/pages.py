@@ -88,6 +88,11 @@ class ControlPages:
             if page.read_order().seq < sequence:
                 page.write_order(sequence, order, stop_seq=stop_sequence, level=level, deadline_ns=deadline_ns)
 
+    def let_leave(self, sequence: int) -> None:
+        """The checkpoint of an order is published: ranks that saved for it may end."""
+        for rank in self.local:
+            self._pages[rank].let_leave(sequence)
+
     def extend_lease(self, until_ns: int) -> None:
         for rank in self.local:
             self._pages[rank].extend_lease(until_ns)

@@ -7,7 +7,7 @@ order and at one step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 
 from .orders import Intent, Level, Outcome, OutcomeKind, Phase, Wanted
@@ -87,9 +87,11 @@ class Gang:
     world: int = 1
     no_agent: bool = False  # not a Python, or the user wanted no agent: nobody waits for its hello
     frozen: bool = False  # every process stands still
-    launch_failure: str = ""
+    launch_failure: Outcome | None = None
+    has_room: bool = True  # for the state of a gang that moves in: bytes can come
     memory_freed: bool = False  # device memory seen free since this stop
-    published_step: int | None = None  # a checkpoint of this stop is on storage (or handed to the leader, on a member)
+    published_step: int | None = None  # a checkpoint of this stop is on storage
+    refusal: str = ""  # why the wanted level cannot be had: a rank said so, or its checkpoint cannot be published
     escalated: bool = False  # killed because it ignored an order
     out_of_memory: bool = False
     stop_signalled: bool = False  # SIGTERM sent for INTENT_STOP or after a rank's failure
@@ -116,8 +118,8 @@ class Judgement:
 
 def judge(gang: Gang, now: float) -> Judgement:
     """The phase to report and what to do, from the facts alone."""
-    if gang.launch_failure:
-        outcome = gang.settled or Outcome(OutcomeKind.LAUNCH_FAILED, message=gang.launch_failure)
+    if gang.launch_failure is not None:
+        outcome = gang.settled or gang.launch_failure
         return Judgement(Phase.ENDED, outcome=outcome, todo=(Todo.REAP,))
     if not gang.launched and gang.settled is not None:
         return Judgement(Phase.ENDED, outcome=gang.settled, todo=(Todo.REAP,))
@@ -156,7 +158,8 @@ def _after_exit(gang: Gang) -> Judgement:
 
 
 def _stopping(gang: Gang) -> Judgement:
-    if gang.wanted.checkpoint_first and not gang.stop_signalled and _controllable(gang):
+    saves = gang.wanted.checkpoint_first and _controllable(gang) and not (gang.refusal and _rest(gang))
+    if saves and not gang.stop_signalled:
         return Judgement(Phase.STOPPING)  # the page orders CHECKPOINT; ranks leave by themselves, or the ladder ends it
     return Judgement(Phase.STOPPING, todo=() if gang.stop_signalled else (Todo.TERMINATE,))
 
@@ -192,7 +195,7 @@ def _parking(gang: Gang, now: float) -> Judgement:
         return Judgement(Phase.PARKED, Level.PAUSE, stood) if gang.frozen else Judgement(Phase.STOPPING)
     step = reached_step(gang)
     if step is None:
-        return Judgement(Phase.STOPPING)
+        return (_rest(gang) if gang.refusal else None) or Judgement(Phase.STOPPING)
     if gang.wanted.intent is Intent.HAND_OVER:
         return Judgement(Phase.PARKED, Level.OFFLOAD, step)
     if gang.wanted.level is Level.OFFLOAD:
@@ -210,7 +213,8 @@ def _preparing(gang: Gang) -> Judgement:
         # the master commits only what stands where the source stopped
         steps = {rank.reached_step for rank in live}
         return Judgement(Phase.READY, stop_step=steps.pop() if len(steps) == 1 else 0)
-    if all(rank.hello for rank in live):
+    # the source trains on while memory is made ready here; once it stops, every page would cost it time
+    if gang.has_room and all(rank.hello for rank in live):
         return Judgement(Phase.PREPARED)
     return Judgement(Phase.STARTING)
 
@@ -247,12 +251,34 @@ def reached_step(gang: Gang) -> int | None:
     return steps.pop() if everyone and len(steps) == 1 else None
 
 
+def _rest(gang: Gang) -> Judgement | None:
+    """PARKED where the live ranks all rest at one step, at the level they share, whatever was wanted; else None."""
+    live = [rank for rank in gang.ranks if rank.exit is None]
+    steps = {rank.step for rank in live}
+    if len(live) != len(gang.ranks) or len(steps) != 1 or any(rank.state not in _AT_REST for rank in live):
+        return None
+    offloaded = all(rank.state == RankState.OFFLOADED for rank in live)
+    return Judgement(Phase.PARKED, Level.OFFLOAD if offloaded else Level.PAUSE, steps.pop())
+
+
+_AT_REST = (RankState.PAUSED, RankState.OFFLOADED)
+
+
+def refuses(gang: Gang, rank: Rank) -> bool:
+    """Whether a rank that reported an error under the present order rests without having carried it out. What it met on
+    the way (a checkpoint begun earlier) counts no more once it has."""
+    parks = gang.wanted.intent is Intent.PARK and gang.wanted.level > Level.PAUSE
+    saves = gang.wanted.intent is Intent.STOP and gang.wanted.checkpoint_first
+    behind = rank.reached_sequence < gang.wanted.order.master_sequence
+    return (parks or saves) and rank.exit is None and rank.state in _AT_REST and behind
+
+
 def is_disobedient(gang: Gang) -> bool:
     """Whether some live rank neither rests at a boundary nor leaves. One that rests at another level than ordered said
-    why in its error, and is not killed for it; nor is one that stands still."""
+    why in its error, and is not killed for it; nor is one that stands still. Who is to end may not rest for ever."""
     if gang.frozen:
         return False
-    resting = (RankState.PAUSED, RankState.OFFLOADED, RankState.HANDED_OVER)
+    resting = (*_AT_REST, RankState.HANDED_OVER) if gang.wanted.intent is not Intent.STOP else ()
     return any(rank.exit is None and rank.state not in resting for rank in gang.ranks)
 
 
@@ -298,13 +324,3 @@ def settle(gang: Gang) -> Outcome:
         return Outcome(OutcomeKind.FAILED, code, failed.rank, f"rank {failed.rank} could not restore its state")
     how = f"was killed by signal {ending.signal}" if ending.signal else f"exited with code {ending.code}"
     return Outcome(OutcomeKind.FAILED, code, failed.rank, f"rank {failed.rank} {how}")
-
-
-def restarted(gang: Gang, wanted: Wanted) -> Gang:
-    """The facts under a newer order: what was found true of the last stop has to be found again."""
-    same_stop = wanted.stop_sequence == gang.wanted.stop_sequence and wanted.stop_sequence != 0
-    return replace(
-        gang,
-        wanted=wanted,
-        memory_freed=gang.memory_freed and same_stop and wanted.level is Level.OFFLOAD,
-    )

@@ -53,6 +53,7 @@ class OutcomeKind(IntEnum):
     LAUNCH_FAILED = 7
     FENCED = 8
     ESCALATED = 9
+    STATE_UNREADABLE = 10
 
 
 @dataclass(frozen=True, slots=True)

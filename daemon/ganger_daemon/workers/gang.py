@@ -17,10 +17,13 @@ from typing import Any, Protocol
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.launcher.client import LauncherError
 from ganger.injob.page import CHECKPOINT_BIT, now_ns
+from ganger.injob.page import Level as PageLevel
 from ganger.v1 import job_pb2
 
-from ganger_daemon.checkpoints.keeper import Keeper, publish_here
+from ganger_daemon.checkpoints.keeper import Keeper, StorageError, publish_here
+from ganger_daemon.checkpoints.layout import parse_final
 from ganger_daemon.checkpoints.publish import Shard
+from ganger_daemon.checkpoints.storage import free_bytes
 from ganger_daemon.control.jobsocket import JobSocket
 from ganger_daemon.control.memory import MemoryWatch
 from ganger_daemon.control.orders import page_order, write_details
@@ -31,7 +34,7 @@ from ganger_daemon.control.relaying import Heard, Hub, Link, to_wire
 from ganger_daemon.core import escalation
 from ganger_daemon.core import gang as core
 from ganger_daemon.core.leases import expired
-from ganger_daemon.core.orders import Intent, Outcome, OutcomeKind, Phase
+from ganger_daemon.core.orders import Intent, Level, Outcome, OutcomeKind, Phase, Wanted
 from ganger_daemon.core.relay import merge_all
 from ganger_daemon.failpoints import hit
 from ganger_daemon.host import Host
@@ -39,9 +42,11 @@ from ganger_daemon.transfer.arrival import Arrival
 from ganger_daemon.transfer.frames import StreamRequest
 
 from . import signals
+from .complaints import complaint_of
 from .deaths import Deaths
 from .desired import from_json, local_part, order_key_to_wire, to_json, wanted_of, with_spec_of
 from .directories import read_json, write_json
+from .launch import StateUnreadableError
 from .launchers import is_python
 from .launching import Launching
 from .observation import observe
@@ -54,6 +59,7 @@ _BUSY_SECONDS = 0.005
 _SLOW_SECONDS = 0.25
 _LOG_SECONDS = 10.0
 _FAILURE_GRACE_SECONDS = 5.0
+_STORAGE_REASONS = ("STORAGE_FULL", "STORAGE_FAILED")
 _RESTING_PHASES = (core.RankPhase.EVALUATION, core.RankPhase.COMPILATION, core.RankPhase.REPLAY)
 
 
@@ -64,7 +70,7 @@ class Peers(Protocol):
 
     async def shard_written(
         self, address: str, job_uid: str, epoch: int, agreement: int, step: int, shards: tuple[Shard, ...]
-    ) -> None: ...
+    ) -> bool: ...
 
     def link(self, address: str, heard: Callable[[Heard], None]) -> Link: ...
 
@@ -94,6 +100,7 @@ class LocalGang:
             self._publish,
             self._report_shards,
             self.news,
+            parse_final(Path(desired.restore.checkpoint_path).name),
         )
         self.hub = Hub()
         self.judgement = core.Judgement(Phase.STARTING)
@@ -105,7 +112,7 @@ class LocalGang:
         self._wake = asyncio.Event()
         self._launched = False
         self._launched_at = 0.0
-        self._launch_failure = ""
+        self._launch_failure: Outcome | None = None
         self._order_due = True
         self._mark = RunMark()
         self._ladder: escalation.Ladder | None = None
@@ -113,11 +120,12 @@ class LocalGang:
         self._stop_signalled = False
         self._settled: Outcome | None = None
         self._reaped = False
-        self._errors_before: dict[int, float] = {}
+        self._refused = (0, "")  # (order, why its level cannot be had)
         self._last_tick = time.monotonic()
         self._logs_at = time.monotonic()
         self._lease_written = -1
         self._frozen = False
+        self._tidy_due = False
         self._look: Look | None = None
         self._iteration = 0.0
         self._observed: bytes = b""
@@ -176,17 +184,25 @@ class LocalGang:
             },
         )
         if self._launched and self.pages.mapped:
+            self._abandon_checkpoint(wanted)
             if wanted.intent is Intent.RUN and not was_running and self.wanted.intent is not Intent.PREPARE:
                 steps = {rank: self.pages.progress(rank).step for rank in self.part.ranks}
                 self._mark = RunMark(now_ns(), steps)
             if not same_stop:
                 self.memory.begin(self.deaths.processes)
         self.desired, self.wanted = merged, wanted
-        self._errors_before = self._error_times()
         self._order_due = True
         write_json(self.paths.wanted, to_json(merged)) if self.paths.job.exists() else None
         self._begin_ladder()
         self.wake()
+
+    def _abandon_checkpoint(self, newer: Wanted) -> None:
+        """The ranks were to save and end, and are to do something else now."""
+        order = page_order(newer)
+        if self.wanted.level is not Level.CHECKPOINT or (order and order.level == PageLevel.CHECKPOINT):
+            return
+        self.keeper.abandon(self.wanted.stop_sequence)
+        self._tidy_due = True
 
     def stop(self, grace_seconds: float = 10.0) -> None:
         """Nobody wants it any more."""
@@ -248,8 +264,8 @@ class LocalGang:
             )
             if settled.get("step") is not None:
                 self.keeper.handed[self.wanted.stop_sequence] = int(settled["step"])
-            if self._settled.kind is OutcomeKind.LAUNCH_FAILED:
-                self._launch_failure = self._settled.message
+            if self._settled.kind in (OutcomeKind.LAUNCH_FAILED, OutcomeKind.STATE_UNREADABLE):
+                self._launch_failure = self._settled
         if self.pages.open():
             found = {rank: self.pages.process(rank) for rank in self.part.ranks}
             if all(process.pid for process in found.values()):
@@ -301,6 +317,10 @@ class LocalGang:
             else:
                 ranks = tuple(core.Rank(rank) for rank in self.part.ranks)
             ranks = tuple(replace(rank, exit=self.deaths.exits.get(rank.rank)) for rank in ranks)
+        facts = self._facts(ranks)
+        return replace(facts, refusal=self._refusal(facts))
+
+    def _facts(self, ranks: tuple[core.Rank, ...]) -> core.Gang:
         return core.Gang(
             wanted=self.wanted,
             ranks=ranks,
@@ -310,6 +330,7 @@ class LocalGang:
             no_agent=self._has_no_agent(),
             frozen=self._frozen,
             launch_failure=self._launch_failure,
+            has_room=not self.wanted.moves_in if self._arrival is None else self._arrival.has_room,
             memory_freed=self.memory.freed,
             published_step=self._published_step(),
             escalated=self._escalated,
@@ -320,6 +341,29 @@ class LocalGang:
             stop_signalled=self._stop_signalled,
             settled=self._settled,
         )
+
+    def _refusal(self, facts: core.Gang) -> str:
+        """Why the level of the present order cannot be had. Stands until there is another order."""
+        sequence = self.wanted.order.master_sequence
+        if self._refused[0] == sequence:
+            return self._refused[1]
+        said = [complaint_of(self.paths, rank.rank, sequence) for rank in facts.ranks if core.refuses(facts, rank)]
+        complaint = next((one for one in said if one is not None), None)
+        text = str(complaint or self.keeper.refusal(self.wanted.stop_sequence))
+        if not text:
+            return ""
+        if complaint is not None and complaint.reason == "STORAGE_FULL" and self.host.storage.path is not None:
+            text += self._room(self.host.storage.path)
+        self._refused = (sequence, text)
+        return text
+
+    def _room(self, storage: Path) -> str:
+        needed = sum(
+            max(progress.device_bytes, progress.arena_size)
+            for progress in (self.pages.progress(rank) for rank in self.part.ranks)
+        )
+        free = free_bytes(storage)
+        return f"; {storage} has {free} bytes free, this node's part needs about {needed}" if free is not None else ""
 
     def _has_no_agent(self) -> bool:
         spec = self.desired.spec
@@ -359,7 +403,9 @@ class LocalGang:
         except Exception as error:
             if not isinstance(error, self.launching.REFUSALS):
                 log.exception("launch failed", extra={"job": self.desired.job})
-            self._launch_failure = str(error) or type(error).__name__
+            unreadable = isinstance(error, StateUnreadableError)
+            kind = OutcomeKind.STATE_UNREADABLE if unreadable else OutcomeKind.LAUNCH_FAILED
+            self._launch_failure = Outcome(kind, message=str(error) or type(error).__name__)
             self.wake()
             return
         if launched is None:
@@ -485,16 +531,20 @@ class LocalGang:
             acked = [point.ack_sequence == agreement for point in self.pages.points().values()]
             if any(acked) and not all(acked):
                 hit("partial-acks")
+        if self._tidy_due and self.judgement.phase in (Phase.RUNNING, Phase.PARKED) and self.host.storage.path:
+            # not sooner: until they rest or run again the ranks may be saving
+            self._tidy_due = False
+            await asyncio.to_thread(self.keeper.tidy, self.host.storage.path)
         if self.wanted.intent is Intent.RUN and self.judgement.phase is Phase.RUNNING:
             await self.pinning.follow(self.desired, self._iteration)
-            self._ask_checkpoint(now)
+            await self._ask_checkpoint(now)
         await self._durable_shards(ranks)
         await self._freeze_or_thaw(now)
         if now - self._logs_at >= _LOG_SECONDS:
             self._logs_at = now
             await asyncio.to_thread(self._mirror_logs, False)
 
-    def _ask_checkpoint(self, now: float) -> None:
+    async def _ask_checkpoint(self, now: float) -> None:
         if not self.host.storage.proved or self.host.storage.path is None or self.deaths.exits:
             return
         seconds = self.desired.checkpoint_interval.ToTimedelta().total_seconds()
@@ -505,6 +555,7 @@ class LocalGang:
         if (
             running
             and not self.keeper.is_settled(running)
+            and not self.keeper.refusal(running)
             and now - self.keeper.schedule.last < escalation.DEADLINE_SECONDS
         ):
             return  # one agreement at a time
@@ -514,6 +565,8 @@ class LocalGang:
             self.keeper.trouble = f"storage lacks {missing} bytes for a checkpoint; the last one is kept"
             log.warning("checkpoint skipped", extra={"job": self.desired.job, "missing_bytes": missing})
             return
+        if running and not self.keeper.is_settled(running):
+            await asyncio.to_thread(self.keeper.tidy, self.host.storage.path)
         self._request_checkpoint((running & ~CHECKPOINT_BIT) + 1)
 
     def _request_checkpoint(self, number: int) -> None:
@@ -531,13 +584,15 @@ class LocalGang:
             steps = {progress.checkpoint_step for progress in found if progress.checkpoint_done == agreement}
             if all(progress.checkpoint_done == agreement for progress in found) and len(steps) == 1:
                 await self.keeper.durable(storage, agreement, steps.pop(), self.part.ranks)
-        exits = [self.deaths.exits.get(rank) for rank in self.part.ranks]
-        if self.wanted.stop_sequence and all(
-            ending is not None and ending.code == core.EXIT_YIELDED for ending in exits
-        ):
-            steps = {self.pages.progress(rank).checkpoint_step for rank in self.part.ranks}
-            if len(steps) == 1:
-                await self.keeper.durable(storage, self.wanted.stop_sequence, steps.pop(), self.part.ranks)
+        order = page_order(self.wanted)
+        if order is None or order.level != PageLevel.CHECKPOINT:
+            return
+        found = [self.pages.progress(rank) for rank in self.part.ranks]
+        steps = {progress.checkpoint_step for progress in found}
+        if all(progress.reached_seq >= order.sequence for progress in found) and len(steps) == 1:
+            await self.keeper.durable(storage, order.stop_sequence, steps.pop(), self.part.ranks)
+        if self.keeper.is_settled(order.stop_sequence):
+            self.pages.let_leave(order.sequence)
 
     async def _freeze_or_thaw(self, now: float) -> None:
         """A job without boundaries cannot stop itself: not when the lease is over, not for a PAUSE."""
@@ -646,7 +701,7 @@ class LocalGang:
 
     def _shards_are_on_their_way(self, facts: core.Gang) -> bool:
         """All ranks yielded, and the leader has not everything yet: the pages are still needed."""
-        if facts.launch_failure or not facts.ranks or core.settle(facts).kind is not OutcomeKind.YIELDED:
+        if facts.launch_failure is not None or not facts.ranks or core.settle(facts).kind is not OutcomeKind.YIELDED:
             return False
         return facts.published_step is None and bool(self.wanted.stop_sequence) and self.host.storage.path is not None
 
@@ -676,23 +731,17 @@ class LocalGang:
             return _FAST_SECONDS
         return _SLOW_SECONDS
 
-    def _error_times(self) -> dict[int, float]:
-        times = {}
-        for rank in self.part.ranks:
-            try:
-                times[rank] = self.paths.error(rank).stat().st_mtime
-            except OSError:
-                continue
-        return times
-
     def trouble(self) -> str:
         """Why a move, or a stop at the wanted level, cannot go on; else what the last checkpoint suffered from."""
         if self._arrival is not None and self._arrival.trouble:
             return self._arrival.trouble
-        for rank, at in sorted(self._error_times().items()):
-            if at > self._errors_before.get(rank, 0.0):
-                fields = read_json(self.paths.error(rank))
-                return f"rank {rank}: {fields.get('reason', 'UNKNOWN')}: {fields.get('message', '')}"[:1000]
+        sequence = self.wanted.order.master_sequence
+        if self._refused[0] == sequence:
+            return self._refused[1]
+        for rank in self.part.ranks:
+            complaint = complaint_of(self.paths, rank, sequence)
+            if complaint is not None:
+                return str(complaint)
         if self.judgement.phase is Phase.STOPPING and self.wanted.intent is Intent.PARK and not self._frozen:
             facts, now = self.facts(), time.monotonic()
             if any(core.is_opaque(facts, rank, now) for rank in facts.ranks if rank.exit is None):
@@ -746,11 +795,13 @@ class LocalGang:
         except LauncherError as error:
             if final.exists():
                 return
+            if error.reason in _STORAGE_REASONS:
+                raise StorageError(error.reason, str(error)) from error
             raise OSError(str(error)) from error
 
-    async def _report_shards(self, agreement: int, step: int, shards: tuple[Shard, ...]) -> None:
+    async def _report_shards(self, agreement: int, step: int, shards: tuple[Shard, ...]) -> bool:
         leader = self.desired.members[0]
-        await self.peers.shard_written(
+        return await self.peers.shard_written(
             leader.peer_address, self.desired.job_uid, self.desired.epoch, agreement, step, shards
         )
 

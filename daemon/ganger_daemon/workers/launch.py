@@ -20,7 +20,7 @@ from ganger.injob.launcher.client import Launcher
 from ganger.injob.pages import page_path
 from ganger.v1 import job_pb2
 
-from ganger_daemon.checkpoints.verify import choose
+from ganger_daemon.checkpoints.verify import Unreadable, verify
 
 from .desired import LocalPart
 from .directories import GangPaths, write_json
@@ -31,6 +31,10 @@ _ARENA_ALIGNMENT = 2 << 20
 
 class LaunchRefusedError(Exception):
     """The gang cannot start here; the message says why, for the user."""
+
+
+class StateUnreadableError(LaunchRefusedError):
+    """What it was to start from is damaged or gone; the message names the files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,30 +92,29 @@ def check_user(user: str) -> None:
         )
 
 
-def restore_plan(
-    desired: agent_pb2.DesiredGang, storage: Path | None, part: LocalPart
-) -> tuple[RestorePlan, tuple[str, ...]]:
-    """What the ranks start from, and warnings about checkpoints that were unreadable. Raises LaunchRefusedError.
+def restore_plan(desired: agent_pb2.DesiredGang, storage: Path | None, part: LocalPart) -> RestorePlan:
+    """What the ranks start from. Raises LaunchRefusedError, StateUnreadableError.
 
-    Where several nodes must agree every shard is read by each of them, for one node must not take another checkpoint.
+    Just the checkpoint that is named: all nodes of a gang must start from the same, so none may take another one. Of
+    the shards only those of this node are read; the other nodes read theirs.
     """
     source = desired.restore.WhichOneof("source")
     if source is None:
-        return RestorePlan(), ()
+        return RestorePlan()
     if source == "parked":
-        return RestorePlan("arena", step=desired.restore.step), ()
+        return RestorePlan("arena", step=desired.restore.step)
     if storage is None:
         raise LaunchRefusedError("the checkpoint lies on storage this node does not see")
     path = Path(desired.restore.checkpoint_path)
     if not path.is_absolute():
         path = storage / desired.job_uid / path
-    ranks = part.ranks if len(part.ranks) == part.world else None
-    found, broken = choose(path, desired.restore.step, ranks)
-    warnings = tuple(f"checkpoint {unreadable.path.name} is unreadable: {unreadable.why}" for unreadable in broken)
-    if found is None:
-        why = "; ".join(warnings) or f"none is at step {desired.restore.step} or later"
-        raise LaunchRefusedError(f"no checkpoint can be restored: {why}")
-    return RestorePlan("checkpoint", str(found.path), found.step), warnings
+    found = verify(path, part.ranks)
+    if isinstance(found, Unreadable):
+        raise StateUnreadableError(f"checkpoint {path} cannot be restored: {found.why}")
+    if found.step < desired.restore.step or found.world != part.world:
+        said = f"is of step {found.step} and {found.world} ranks"
+        raise StateUnreadableError(f"checkpoint {path} {said}, not of {desired.restore.step} and {part.world}")
+    return RestorePlan("checkpoint", str(path), found.step)
 
 
 def arena_bytes_per_rank(desired: agent_pb2.DesiredGang, ranks: int, device_memory_bytes: int) -> int:

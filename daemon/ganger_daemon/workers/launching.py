@@ -62,7 +62,6 @@ class Launching:
         self._key = ""
         self._arena_bytes = 0
         self.gang: LocalGang | None = None
-        self.warnings: tuple[str, ...] = ()
         self.rendezvous: tuple[str, int] | None = None  # known on the leader's node, before its file is there
 
     def recall(self, left: Mapping[str, Any]) -> None:
@@ -106,7 +105,7 @@ class Launching:
     ) -> dict[int, ProcessId]:
         paths, host, part = self._paths, self._host, self._part
         storage = host.storage.path if host.storage.proved else None
-        restore, self.warnings = await asyncio.to_thread(restore_plan, desired, storage, part)
+        restore = await asyncio.to_thread(restore_plan, desired, storage, part)
         threads = self._threads(desired)
         # run directory, then the pages with the order in them, before anybody could read them
         paths.run.mkdir(parents=True, exist_ok=True, mode=0o700)

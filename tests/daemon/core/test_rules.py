@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ganger_daemon.checkpoints.collect import surplus
+from ganger_daemon.checkpoints.collect import is_leftover, surplus
 from ganger_daemon.checkpoints.layout import CheckpointName
 from ganger_daemon.checkpoints.publish import Gathering, Shard
 from ganger_daemon.checkpoints.schedule import Schedule, asked, due
@@ -118,11 +118,24 @@ def test_rates_are_means_and_a_restart_counts_as_nothing() -> None:
     assert rate_between(None, late).steps_per_second == 0.0
 
 
-def test_the_two_newest_checkpoints_and_the_pinned_stay() -> None:
+def test_the_two_newest_checkpoints_stay() -> None:
     names = [CheckpointName(step, 1) for step in (10, 20, 30, 40)]
-    assert surplus(names) == (names[0], names[1])
-    assert surplus(names, pinned=[names[0]]) == (names[1],)
-    assert surplus(names[:2]) == ()
+    assert surplus(names, names[3]) == (names[0], names[1])
+    assert surplus(names[:2], names[1]) == ()
+
+
+def test_a_good_checkpoint_is_not_crowded_out_by_a_damaged_one_of_a_higher_step() -> None:
+    good, damaged, *own = CheckpointName(10, 1), CheckpointName(20, 1), CheckpointName(14, 2), CheckpointName(18, 2)
+    assert surplus([good, damaged, own[0]], own[0], restored=good) == ()
+    assert surplus([good, damaged, *own], own[1], restored=good) == (good, damaged)
+
+
+def test_what_an_epoch_passed_over_is_nobodys_any_more() -> None:
+    newest = CheckpointName(30, 4)
+    assert is_leftover(CheckpointName(40, 3), newest)
+    assert is_leftover(CheckpointName(20, 4), newest)
+    assert not is_leftover(CheckpointName(31, 4), newest)
+    assert not is_leftover(CheckpointName(1, 5), newest)
 
 
 def test_shards_of_another_step_begin_a_gathering_afresh() -> None:

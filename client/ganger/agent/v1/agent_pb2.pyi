@@ -485,7 +485,9 @@ class ObservedGang(google.protobuf.message.Message):
         PHASE_STOPPING: ObservedGang._Phase.ValueType  # 5
         """Stop ordered, not all local ranks there yet."""
         PHASE_PARKED: ObservedGang._Phase.ValueType  # 6
-        """All local ranks at stop_step, at `level` (device memory seen free for OFFLOAD, published for CHECKPOINT)."""
+        """All local ranks at stop_step, at `level` (device memory seen free for OFFLOAD, published for CHECKPOINT). With a
+        lower level than the one ordered: that one cannot be had, `trouble` says why, and they wait for another order.
+        """
         PHASE_ENDED: ObservedGang._Phase.ValueType  # 7
         """All local processes gone; see `outcome`."""
 
@@ -501,7 +503,9 @@ class ObservedGang(google.protobuf.message.Message):
     PHASE_STOPPING: ObservedGang.Phase.ValueType  # 5
     """Stop ordered, not all local ranks there yet."""
     PHASE_PARKED: ObservedGang.Phase.ValueType  # 6
-    """All local ranks at stop_step, at `level` (device memory seen free for OFFLOAD, published for CHECKPOINT)."""
+    """All local ranks at stop_step, at `level` (device memory seen free for OFFLOAD, published for CHECKPOINT). With a
+    lower level than the one ordered: that one cannot be had, `trouble` says why, and they wait for another order.
+    """
     PHASE_ENDED: ObservedGang.Phase.ValueType  # 7
     """All local processes gone; see `outcome`."""
 
@@ -524,6 +528,7 @@ class ObservedGang(google.protobuf.message.Message):
     TROUBLE_FIELD_NUMBER: builtins.int
     CORES_FIELD_NUMBER: builtins.int
     CLAIM_DEVICE_MASK_FIELD_NUMBER: builtins.int
+    CAPABILITIES_PRESUMED_FIELD_NUMBER: builtins.int
     job: builtins.str
     job_uid: builtins.str
     epoch: builtins.int
@@ -538,8 +543,10 @@ class ObservedGang(google.protobuf.message.Message):
     threads: builtins.int
     repin_done: builtins.int
     trouble: builtins.str
-    """A move that cannot go on (destination failed, source's level missing): why."""
+    """A move, or a stop at the wanted level, that cannot go on: why. "REASON: text" where the reason has a name."""
     claim_device_mask: builtins.int
+    capabilities_presumed: builtins.bool
+    """No rank has said what it can: `capabilities` are those of an opaque job. What was said before stands."""
     @property
     def order(self) -> Global___OrderKey:
         """Highest order obeyed or being obeyed."""
@@ -580,10 +587,11 @@ class ObservedGang(google.protobuf.message.Message):
         trouble: builtins.str = ...,
         cores: collections.abc.Iterable[builtins.str] | None = ...,
         claim_device_mask: builtins.int = ...,
+        capabilities_presumed: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "order", b"order", "outcome", b"outcome"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "claim_device_mask", b"claim_device_mask", "cores", b"cores", "epoch", b"epoch", "job", b"job", "job_uid", b"job_uid", "level", b"level", "order", b"order", "outcome", b"outcome", "peak_device_bytes", b"peak_device_bytes", "phase", b"phase", "ranks", b"ranks", "repin_done", b"repin_done", "stop_sequence", b"stop_sequence", "stop_step", b"stop_step", "threads", b"threads", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "capabilities", b"capabilities", "capabilities_presumed", b"capabilities_presumed", "checkpoint", b"checkpoint", "claim_device_mask", b"claim_device_mask", "cores", b"cores", "epoch", b"epoch", "job", b"job", "job_uid", b"job_uid", "level", b"level", "order", b"order", "outcome", b"outcome", "peak_device_bytes", b"peak_device_bytes", "phase", b"phase", "ranks", b"ranks", "repin_done", b"repin_done", "stop_sequence", b"stop_sequence", "stop_step", b"stop_step", "threads", b"threads", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ObservedGang: typing_extensions.TypeAlias = ObservedGang
@@ -639,6 +647,8 @@ class Outcome(google.protobuf.message.Message):
         KIND_FENCED: Outcome._Kind.ValueType  # 8
         KIND_ESCALATED: Outcome._Kind.ValueType  # 9
         """Did not obey an order within its deadline and was killed."""
+        KIND_STATE_UNREADABLE: Outcome._Kind.ValueType  # 10
+        """The checkpoint it was to start from cannot be read: message names the files; nothing was started."""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
     KIND_UNSPECIFIED: Outcome.Kind.ValueType  # 0
@@ -657,6 +667,8 @@ class Outcome(google.protobuf.message.Message):
     KIND_FENCED: Outcome.Kind.ValueType  # 8
     KIND_ESCALATED: Outcome.Kind.ValueType  # 9
     """Did not obey an order within its deadline and was killed."""
+    KIND_STATE_UNREADABLE: Outcome.Kind.ValueType  # 10
+    """The checkpoint it was to start from cannot be read: message names the files; nothing was started."""
 
     KIND_FIELD_NUMBER: builtins.int
     EXIT_CODE_FIELD_NUMBER: builtins.int

@@ -238,9 +238,16 @@ Global___Shard: typing_extensions.TypeAlias = Shard
 class ShardWrittenResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    PUBLISHED_FIELD_NUMBER: builtins.int
+    published: builtins.bool
+    """The checkpoint is complete and published."""
     def __init__(
         self,
+        *,
+        published: builtins.bool = ...,
     ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["published", b"published"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ShardWrittenResponse: typing_extensions.TypeAlias = ShardWrittenResponse
 

@@ -90,7 +90,8 @@ class PeerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ShardWritten(self, request, context):
-        """A member tells the leader that its shard of a checkpoint is durable. Errors: as RelayBoundary.
+        """A member tells the leader that its shard of a checkpoint is durable, again until all are there and it is published.
+        Errors: as RelayBoundary.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,7 +39,9 @@ class PeerServiceStub:
     Errors: NOT_FOUND/GANG_NOT_FOUND, ABORTED/EPOCH_STALE, FAILED_PRECONDITION/NOT_PARKED.
     """
     ShardWritten: grpc.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.ShardWrittenRequest, ganger.agent.v1.peer_pb2.ShardWrittenResponse]
-    """A member tells the leader that its shard of a checkpoint is durable. Errors: as RelayBoundary."""
+    """A member tells the leader that its shard of a checkpoint is durable, again until all are there and it is published.
+    Errors: as RelayBoundary.
+    """
     ReadLog: grpc.UnaryStreamMultiCallable[ganger.agent.v1.peer_pb2.ReadPeerLogRequest, ganger.v1.job_service_pb2.LogChunk]
     """The segments this daemon has of a rank's log, from a logical offset. Errors: NOT_FOUND/RANK_NOT_FOUND."""
 
@@ -59,7 +61,9 @@ class PeerServiceAsyncStub(PeerServiceStub):
     Errors: NOT_FOUND/GANG_NOT_FOUND, ABORTED/EPOCH_STALE, FAILED_PRECONDITION/NOT_PARKED.
     """
     ShardWritten: grpc.aio.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.ShardWrittenRequest, ganger.agent.v1.peer_pb2.ShardWrittenResponse]  # type: ignore[assignment]
-    """A member tells the leader that its shard of a checkpoint is durable. Errors: as RelayBoundary."""
+    """A member tells the leader that its shard of a checkpoint is durable, again until all are there and it is published.
+    Errors: as RelayBoundary.
+    """
     ReadLog: grpc.aio.UnaryStreamMultiCallable[ganger.agent.v1.peer_pb2.ReadPeerLogRequest, ganger.v1.job_service_pb2.LogChunk]  # type: ignore[assignment]
     """The segments this daemon has of a rank's log, from a logical offset. Errors: NOT_FOUND/RANK_NOT_FOUND."""
 
@@ -100,7 +104,9 @@ class PeerServiceServicer(metaclass=abc.ABCMeta):
         request: ganger.agent.v1.peer_pb2.ShardWrittenRequest,
         context: _ServicerContext,
     ) -> typing.Union[ganger.agent.v1.peer_pb2.ShardWrittenResponse, collections.abc.Awaitable[ganger.agent.v1.peer_pb2.ShardWrittenResponse]]:
-        """A member tells the leader that its shard of a checkpoint is durable. Errors: as RelayBoundary."""
+        """A member tells the leader that its shard of a checkpoint is durable, again until all are there and it is published.
+        Errors: as RelayBoundary.
+        """
 
     @abc.abstractmethod
     def ReadLog(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -17,7 +18,8 @@ def publish(temporary: str, final: str, manifest: Mapping[str, Any]) -> None:
     """Write the manifest into ``temporary``, sync, rename it to ``final``, sync the parent.
 
     Asked again after it was done, it agrees. Raises LaunchError(PUBLISH_FAILED) when shards the manifest names
-    (``files``: name to {"bytes"}) are missing or of another size, OSError for what storage says.
+    (``files``: name to {"bytes"}) are missing or of another size, LaunchError(STORAGE_FULL or STORAGE_FAILED) for what
+    storage says.
     """
     if not os.path.isdir(temporary):
         if os.path.exists(os.path.join(final, MANIFEST)):
@@ -32,6 +34,10 @@ def publish(temporary: str, final: str, manifest: Mapping[str, Any]) -> None:
             raise LaunchError("PUBLISH_FAILED", f"{path} is named in the manifest: {error.strerror}") from error
         if isinstance(facts, Mapping) and facts.get("bytes", size) != size:
             raise LaunchError("PUBLISH_FAILED", f"{path} has {size} bytes, the manifest says {facts['bytes']}")
-    write_durably(os.path.join(temporary, MANIFEST), json.dumps(manifest, indent=1, sort_keys=True).encode(), 0o644)
-    os.rename(temporary, final)
-    sync_directory(os.path.dirname(os.path.abspath(final)))
+    try:
+        write_durably(os.path.join(temporary, MANIFEST), json.dumps(manifest, indent=1, sort_keys=True).encode(), 0o644)
+        os.rename(temporary, final)
+        sync_directory(os.path.dirname(os.path.abspath(final)))
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise LaunchError("STORAGE_FULL" if full else "STORAGE_FAILED", str(error)) from error
