@@ -1,0 +1,95 @@
+"""A checkpoint that cannot be read is passed over for the complete one before it; the job never starts anew in silence."""
+
+from __future__ import annotations
+
+from core.drive import Drive, job_of
+from ganger_master.core.commands import ResumeJob, SuspendJob
+from ganger_master.core.model import Checkpoint, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
+from msgspec.structs import replace
+
+
+def saved(drive: Drive, number: int, step: int) -> None:
+    """The present gang runs, and has published a checkpoint."""
+    gang = drive.state.gangs[drive.job(number).epoch]
+    checkpoint = Checkpoint(step, gang.epoch, f"checkpoints/{step}-{gang.epoch}")
+    drive.observe("n1", replace(drive.report(gang, ObservedPhase.RUNNING), checkpoint=checkpoint))
+
+
+def restarted(drive: Drive, number: int) -> int:
+    """It fails by a lost exit, which costs it nothing, and starts again; its epoch."""
+    ends(drive, number, Outcome(OutcomeKind.UNKNOWN))
+    return drive.start(number)
+
+
+def ends(drive: Drive, number: int, outcome: Outcome) -> None:
+    gang = drive.state.gangs[drive.job(number).epoch]
+    drive.observe("n1", replace(drive.report(gang, ObservedPhase.ENDED), outcome=outcome))
+    drive.observe("n1")
+
+
+def unreadable(name: str) -> Outcome:
+    return Outcome(OutcomeKind.STATE_UNREADABLE, message=f"checkpoint /storage/{name} cannot be restored: rank-0.shard")
+
+
+def begun() -> tuple[Drive, int]:
+    drive = Drive()
+    number = drive.submit(job_of(2))
+    drive.start(number)
+    drive.runs(number)
+    return drive, number
+
+
+def test_the_one_before_is_taken_and_said_and_what_follows_counts_as_newer() -> None:
+    drive, number = begun()
+    saved(drive, number, 10)
+    saved(drive, number, 20)
+    first = drive.job(number).epoch
+    epoch = restarted(drive, number)
+    assert drive.state.gangs[epoch].restore.checkpoint_path == f"checkpoints/20-{first}"
+    ends(drive, number, unreadable(f"20-{first}"))
+    job = drive.job(number)
+    assert job.state is JobState.PENDING
+    assert (job.failures, job.launch_failures) == (0, 0)
+    assert f"/storage/20-{first}" in job.trouble
+    (told,) = [entry for entry in drive.told if entry.kind == "checkpoint_unreadable"]
+    assert dict(told.figures)["goes_on_from"] == "10"
+    epoch = drive.start(number)
+    restore = drive.state.gangs[epoch].restore
+    assert (restore.checkpoint_path, restore.step) == (f"checkpoints/10-{first}", 10)
+    drive.runs(number)
+    saved(drive, number, 15)
+    job = drive.job(number)
+    assert job.checkpoint is not None
+    assert (job.checkpoint.step, job.trouble) == (15, "")
+    assert job.checkpoint_before is not None
+    assert job.checkpoint_before.step == 10
+
+
+def test_when_no_good_one_is_left_the_job_fails_and_names_the_files() -> None:
+    drive, number = begun()
+    saved(drive, number, 10)
+    saved(drive, number, 20)
+    restarted(drive, number)
+    ends(drive, number, unreadable("20"))
+    drive.start(number)
+    ends(drive, number, unreadable("10"))
+    job = drive.job(number)
+    assert job.state is JobState.FAILED
+    assert job.failure is not None
+    assert job.failure.reason == "NO_CHECKPOINT"
+    assert "/storage/20 " in job.failure.message
+    assert "/storage/10 " in job.failure.message
+
+
+def test_a_suspended_job_that_is_resumed_goes_back_too() -> None:
+    drive, number = begun()
+    saved(drive, number, 10)
+    saved(drive, number, 20)
+    drive.step(SuspendJob(number, SuspendLevel.CHECKPOINT))
+    drive.seen(number, drive.job(number).epoch, ObservedPhase.PARKED, 20)
+    drive.observe("n1")
+    drive.step(ResumeJob(number))
+    drive.start(number)
+    ends(drive, number, unreadable("20"))
+    drive.start(number)
+    assert drive.state.gangs[drive.job(number).epoch].restore.step == 10
