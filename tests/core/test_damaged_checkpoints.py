@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be read is passed over for the complete one before it; the job never starts anew in silence."""
+"""A checkpoint that cannot be read is passed over for the complete one before; a job never starts anew in silence."""
 
 from __future__ import annotations
 

@@ -38,14 +38,15 @@ def suspend(job: str, level: str | None, is_waiting: bool, timeout: str, as_json
     """Stop a job between two mini-batches, keeping its state."""
     from ganger.v1.job_pb2 import Gang, Job
 
-    def rests(now: Job) -> bool:
-        stopped = now.state == Job.STATE_SUSPENDED and now.suspended_level != 0
-        return stopped and (not now.HasField("gang") or now.gang.phase == Gang.PHASE_PARKED)
+    def is_settled(now: Job) -> bool:
+        stopped = now.state != Job.STATE_SUSPENDED or now.suspended_level != 0
+        return stopped and (not now.HasField("gang") or now.gang.phase != Gang.PHASE_STOPPING)
 
     with open_client() as client:
         message = client.suspend_job(job, level)
         if is_waiting:
-            message = _until(client, message, rests, timeout, "at rest")
+            message = _until(client, message, is_settled, timeout, "at rest")
+            _check_suspended(message, level)
     _tell(message, as_json)
 
 
@@ -191,6 +192,20 @@ def _until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout
         time.sleep(_POLL_SECONDS)
         message = client.get_job(message.name)
     return message
+
+
+def _check_suspended(now: Job, level: str | None) -> None:
+    """A suspend that was given up, or undone by somebody else meanwhile, is no success."""
+    from ganger.cli.job_lines import state_text
+    from ganger.job import FINISHED
+    from ganger.v1.job_pb2 import SuspendLevel
+
+    wanted = SuspendLevel.Value(f"SUSPEND_LEVEL_{level.upper()}") if level else 0
+    rests = now.state == now.STATE_SUSPENDED and now.suspended_level >= wanted
+    if rests or now.state in FINISHED:
+        return
+    why = now.trouble or "somebody resumed it"
+    raise CommandError(f"job {number(now.name)} could not be suspended and is {state_text(now)}: {why}")
 
 
 def _check_moved(before: Job, after: Job) -> None:

@@ -50,6 +50,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("user", job.user),
         ("state", job_lines.state_text(job) + (f", place {job.queue_rank} in the queue" if job.queue_rank else "")),
         ("failure", _failure(job)),
+        ("trouble", job.trouble),
         ("waits for", "\n".join(f"{each.reason}: {each.message}" for each in job.blockers)),
         ("command", shlex.join(spec.command)),
         ("directory", spec.working_directory),

@@ -2,8 +2,8 @@
 
 An order gets `patience` (30 s, or twice its measured iteration if that is longer); then SIGUSR2, so that the agent
 dumps its stacks; at the deadline SIGTERM to the main processes; after the grace the kill. Phases without boundaries
-(evaluation, compilation, replay) move the clock: time spent there does not count, up to a bound. STOP begins at
-SIGTERM.
+(evaluation, compilation, replay, a state on its way) move the clock: time spent there does not count, up to a bound.
+STOP begins at SIGTERM.
 """
 
 from __future__ import annotations

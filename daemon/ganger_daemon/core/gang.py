@@ -86,6 +86,7 @@ class Gang:
     launched_at: float = 0.0
     world: int = 1
     no_agent: bool = False  # not a Python, or the user wanted no agent: nobody waits for its hello
+    restores: bool = False  # it begins from a saved state, so it has an agent, however long its hello takes
     frozen: bool = False  # every process stands still
     launch_failure: Outcome | None = None
     has_room: bool = True  # for the state of a gang that moves in: bytes can come
@@ -165,9 +166,16 @@ def _stopping(gang: Gang) -> Judgement:
 
 
 def is_opaque(gang: Gang, rank: Rank, now: float) -> bool:
-    """Whether nothing in this rank can obey an order at a boundary."""
-    silent = gang.no_agent or now - gang.launched_at >= HELLO_SECONDS
+    """Whether nothing in this rank can obey an order at a boundary, as far as can be told."""
+    silent = gang.no_agent or (now - gang.launched_at >= HELLO_SECONDS and not gang.restores)
     return rank.opaque or (silent and not rank.hello)
+
+
+def is_busy(gang: Gang) -> bool:
+    """Whether some live rank does what takes its time and has no boundaries: its order's clock waits for it."""
+    phases = (RankPhase.EVALUATION, RankPhase.COMPILATION, RankPhase.REPLAY)
+    states = (RankState.SAVING, RankState.RESTORING)
+    return any(rank.exit is None and (rank.phase in phases or rank.state in states) for rank in gang.ranks)
 
 
 def is_paused_by_freezing(gang: Gang, now: float) -> bool:

@@ -60,7 +60,6 @@ _SLOW_SECONDS = 0.25
 _LOG_SECONDS = 10.0
 _FAILURE_GRACE_SECONDS = 5.0
 _STORAGE_REASONS = ("STORAGE_FULL", "STORAGE_FAILED")
-_RESTING_PHASES = (core.RankPhase.EVALUATION, core.RankPhase.COMPILATION, core.RankPhase.REPLAY)
 
 
 class Peers(Protocol):
@@ -104,6 +103,7 @@ class LocalGang:
         )
         self.hub = Hub()
         self.judgement = core.Judgement(Phase.STARTING)
+        self.judged_under = self.wanted  # the order the judgement is of
         self.stop_wanted = False  # nobody wants it: being stopped
         self.forgotten = False
         self._link: Link | None = None
@@ -302,7 +302,7 @@ class LocalGang:
         elif self.deaths.awaited:
             await self.deaths.settle(lambda rank: None)
         facts = self.facts()
-        self.judgement = core.judge(facts, now)
+        self.judgement, self.judged_under = core.judge(facts, now), facts.wanted
         for todo in self.judgement.todo:
             await self._do(todo, facts, now)
         await self._escalate(self.facts(), now)
@@ -328,6 +328,7 @@ class LocalGang:
             launched_at=self._launched_at,
             world=self.part.world,
             no_agent=self._has_no_agent(),
+            restores=self.desired.HasField("restore"),
             frozen=self._frozen,
             launch_failure=self._launch_failure,
             has_room=not self.wanted.moves_in if self._arrival is None else self._arrival.has_room,
@@ -635,7 +636,7 @@ class LocalGang:
         live = self.deaths.live()
         if not live or (not self._stop_signalled and not core.is_disobedient(facts)):
             return
-        if any(rank.exit is None and rank.phase in _RESTING_PHASES for rank in facts.ranks):
+        if core.is_busy(facts):
             self._ladder = escalation.extend(self._ladder, now - self._last_tick)
         climbed = escalation.climb(self._ladder, now)
         if climbed is self._ladder:
@@ -807,7 +808,7 @@ class LocalGang:
 
     def _look_again(self) -> None:
         """What is reported until the first tick."""
-        self.judgement = core.judge(self.facts(), time.monotonic())
+        self.judgement, self.judged_under = core.judge(self.facts(), time.monotonic()), self.wanted
         self.observed = observe(self)
 
     def _publish_observation(self) -> None:

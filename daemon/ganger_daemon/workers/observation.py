@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 
 def observe(gang: LocalGang) -> agent_pb2.ObservedGang:
     """The present state of a gang as one message; equal messages mean that nothing changed."""
-    desired, judgement = gang.desired, gang.judgement
+    # an order that came after the judgement is not yet answered by it
+    desired, judgement, order = gang.desired, gang.judgement, gang.judged_under
     message = agent_pb2.ObservedGang(
         job=desired.job,
         job_uid=desired.job_uid,
         epoch=desired.epoch,
-        order=order_key_to_wire(gang.wanted.order),
+        order=order_key_to_wire(order.order),
         phase=agent_pb2.ObservedGang.Phase.ValueType(judgement.phase),
         level=job_pb2.SuspendLevel.ValueType(judgement.level),
-        stop_sequence=gang.wanted.stop_sequence,
+        stop_sequence=order.stop_sequence,
         stop_step=judgement.stop_step,
         trouble=gang.trouble(),
         claim_device_mask=desired.claim.device_mask,
@@ -82,6 +83,7 @@ def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> Non
     live = [rank for rank in facts.ranks if rank.exit is None]
     if live and any(is_opaque(facts, rank, now) for rank in live):
         _add_what_an_opaque_job_can(message.capabilities, gang)
+        message.capabilities_presumed = not any(rank.opaque for rank in live) and not facts.no_agent
     elif all(progress.hello_time_ns for progress in found):
         _add_what_the_agent_can(message.capabilities, gang, found)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from ganger_daemon.core import gang as core
 from ganger_daemon.core.gang import Exit, Gang, Rank, RankState, Todo, judge
@@ -102,6 +104,50 @@ def test_a_gang_that_is_not_launched_is_launched_unless_it_is_to_stop() -> None:
 def test_a_rank_that_rests_at_another_level_is_not_disobedient() -> None:
     assert not core.is_disobedient(Gang(OFFLOAD, (resting(0, RankState.PAUSED, 7),), launched=True))
     assert core.is_disobedient(Gang(OFFLOAD, (RUNNING,), launched=True))
+
+
+@pytest.mark.parametrize(
+    ("states", "level"),
+    [
+        ((RankState.PAUSED, RankState.PAUSED), Level.PAUSE),
+        ((RankState.OFFLOADED, RankState.OFFLOADED), Level.OFFLOAD),
+        ((RankState.PAUSED, RankState.SAVING), None),
+    ],
+)
+def test_a_level_that_cannot_be_had_is_said_once_all_ranks_rest_below_it(
+    states: tuple[RankState, ...], level: Level | None
+) -> None:
+    ranks = tuple(Rank(number, state=state, step=7, hello=True) for number, state in enumerate(states))
+    full = Gang(SAVE, ranks, launched=True, refusal="STORAGE_FULL: rank 0: no room")
+    found = judge(full, 1.0)
+    if level is None:
+        assert found.phase is Phase.STOPPING
+    else:
+        assert (found.phase, found.level, found.stop_step) == (Phase.PARKED, level, 7)
+    assert judge(replace(full, refusal=""), 1.0).phase is Phase.STOPPING
+
+
+def test_a_gang_that_is_to_end_ends_though_its_last_checkpoint_finds_no_room() -> None:
+    last = Wanted("u", OrderKey(1, 5), Intent.STOP, stop_sequence=5, checkpoint_first=True)
+    ranks = (Rank(0, state=RankState.PAUSED, step=7, hello=True),)
+    assert judge(Gang(last, ranks, launched=True), 1.0).todo == ()
+    assert judge(Gang(last, ranks, launched=True, refusal="STORAGE_FULL"), 1.0).todo == (Todo.TERMINATE,)
+    # nor may it rest for ever, waiting for a checkpoint that nobody publishes
+    assert core.is_disobedient(Gang(last, ranks, launched=True))
+
+
+def test_an_error_counts_against_an_order_only_while_the_rank_rests_without_having_carried_it_out() -> None:
+    facts = Gang(SAVE, launched=True)
+    assert core.refuses(facts, Rank(0, state=RankState.PAUSED, reached_sequence=4))
+    assert not core.refuses(facts, Rank(0, state=RankState.SAVING, reached_sequence=4))
+    assert not core.refuses(facts, Rank(0, state=RankState.PAUSED, reached_sequence=5))
+    assert not core.refuses(Gang(RUN, launched=True), Rank(0, state=RankState.PAUSED, reached_sequence=4))
+
+
+def test_a_job_that_begins_from_a_saved_state_is_not_taken_for_opaque_because_it_is_slow_to_start() -> None:
+    late = 2 * core.HELLO_SECONDS
+    assert judge(Gang(RUN, (Rank(0),), launched=True), late).phase is Phase.RUNNING
+    assert judge(Gang(RUN, (Rank(0),), launched=True, restores=True), late).phase is Phase.STARTING
 
 
 RANKS = st.lists(

@@ -1,0 +1,44 @@
+"""What a job can do is what its ranks said last; that they are silent yet says nothing."""
+
+from __future__ import annotations
+
+from core.drive import ALL_LEVELS, Drive, job_of
+from ganger_master.core.answers import Refused
+from ganger_master.core.commands import MoveJob
+from ganger_master.core.model import Capabilities, ObservedPhase, Outcome, OutcomeKind
+from msgspec.structs import replace
+
+OPAQUE = Capabilities(pause=True, missing={"OFFLOAD": "no agent"}, known=True)
+
+
+def restarted() -> tuple[Drive, int]:
+    """Its second attempt, not yet heard of."""
+    drive = Drive(2)
+    number = drive.submit(job_of(2))
+    gang = drive.state.gangs[drive.start(number)]
+    node = gang.nodes[0]
+    drive.runs(number)
+    drive.observe(node, replace(drive.report(gang, ObservedPhase.ENDED), outcome=Outcome(OutcomeKind.UNKNOWN)))
+    drive.observe(node)
+    drive.start(number)
+    return drive, number
+
+
+def says(drive: Drive, number: int, capabilities: Capabilities, *, presumed: bool) -> None:
+    gang = drive.state.gangs[drive.job(number).epoch]
+    report = drive.report(gang, ObservedPhase.RUNNING)
+    drive.observe(gang.nodes[0], replace(report, capabilities=capabilities, presumed=presumed))
+
+
+def test_what_was_said_before_stands_while_a_new_attempt_is_silent_so_it_can_be_moved() -> None:
+    drive, number = restarted()
+    says(drive, number, OPAQUE, presumed=True)
+    assert drive.job(number).capabilities == ALL_LEVELS
+    assert not isinstance(drive.step(MoveJob(number)), Refused)
+
+
+def test_a_new_hello_replaces_it() -> None:
+    drive, number = restarted()
+    says(drive, number, OPAQUE, presumed=True)
+    says(drive, number, OPAQUE, presumed=False)
+    assert drive.job(number).capabilities == OPAQUE
