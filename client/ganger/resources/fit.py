@@ -81,6 +81,8 @@ def fit(
     refusals: list[Refusal] = []
     for claim in claims:
         slot = view.slots.get(claim.node)
+        if slot is not None and not holding and _is_free(view, slot, shape, claim):
+            continue
         if slot is None:
             refusals.append(Refusal(Reason.NODE_GONE, node=claim.node))
         else:
@@ -139,6 +141,30 @@ def _mismatch(shape: GangShape, claims: Sequence[Claim]) -> Refusal | None:
         figures = {"needed": shape.nodes, "claimed": len(claims)}
         return Refusal(Reason.CLAIM_MISMATCH, figures, detail="the job asks for another number of nodes")
     return None
+
+
+def _is_free(view: View, slot: int, shape: GangShape, claim: Claim) -> bool:
+    """Whether `_fit_node` would find nothing to say, in a fraction of its time; most claims are made to fit."""
+    mask = claim.device_mask
+    memory = claim.memory_bytes + claim.arena_bytes
+    if not view.available[slot] or mask & ~view.free[slot] or memory > view.memory[slot]:
+        return False
+    configuration_set = view.topologies[slot].configuration_set
+    if mask and shape.device_type and configuration_set.device_type != shape.device_type:
+        return False
+    wanted, have = claim.millicores, view.millicores[slot]
+    if len(wanted) != len(have):
+        return False
+    for index, millicores in enumerate(wanted):
+        if not 0 <= millicores <= have[index]:
+            return False
+    needed = demand(configuration_set, shape, claim.tasks)
+    return (
+        mask.bit_count() == needed.gpus
+        and sum(wanted) == needed.millicores
+        and claim.memory_bytes == needed.memory_bytes
+        and (not claim.arena_bytes or claim.arena_bytes == needed.arena_bytes)
+    )
 
 
 def _fit_node(

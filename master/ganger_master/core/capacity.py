@@ -27,9 +27,13 @@ def judge(state: State, job: Job, wanted: Sequence[tuple[Claim, ...]], rank: int
     refusals = rules(state, job)
     if refusals:
         return Rejected(refusals, ())
-    allowed = [claims for claims in wanted if not node_rules(state, job, claims)]
+    allowed = []
+    for claims in wanted:
+        refusals = node_rules(state, job, claims)
+        if not refusals:
+            allowed.append(claims)
     if not allowed:
-        return Rejected(node_rules(state, job, wanted[-1]), ())
+        return Rejected(refusals, ())
     verdict = approve(
         state.view,
         job.spec.shape(job.arena_bytes_per_device),
@@ -37,9 +41,9 @@ def judge(state: State, job: Job, wanted: Sequence[tuple[Claim, ...]], rank: int
         rank=rank,
         job=job.name,
         protected=protected_from(state, job, now, out_of_turn=not rank),
-        holding=holding_of(state, job, allowed[0]),
+        holding=holding_of(state, job, allowed[0]) if job.epoch else (),
     )
-    if isinstance(verdict, Approved):
+    if isinstance(verdict, Approved) and len(allowed) < len(wanted):
         return Approved(list(wanted).index(allowed[verdict.candidate]), verdict.claims, verdict.level)
     return verdict
 
@@ -83,6 +87,8 @@ _PATIENT = 1e12
 def rules(state: State, job: Job) -> tuple[Refusal, ...]:
     """What keeps the job from any place: its user's quota."""
     quotas = state.settings.quota_devices
+    if not quotas:
+        return ()
     limit = quotas.get(job.user, quotas.get("", -1))
     if limit < 0:
         return ()
@@ -102,13 +108,13 @@ def node_rules(state: State, job: Job, claims: Sequence[Claim]) -> tuple[Refusal
     """What keeps the job from one of these nodes, whatever is free there."""
     refusals = []
     for claim in claims:
-        node = state.nodes.get(claim.node)
-        if node is None:
-            refusals.append(Refusal(Reason.NODE_GONE, node=claim.node))
-            continue
-        reason = node_rule(job, node)
-        if reason is not None:
-            refusals.append(Refusal(reason, node=claim.node, job=job.name))
+        node = claim.node
+        if node not in state.nodes:
+            refusals.append(Refusal(Reason.NODE_GONE, node=node))
+        elif node in state.choosy:
+            reason = node_rule(job, state.nodes[node])
+            if reason is not None:
+                refusals.append(Refusal(reason, node=node, job=job.name))
     return tuple(refusals)
 
 
@@ -129,7 +135,7 @@ def can_become(node: Node, user: str) -> bool:
 def forbidden_nodes(state: State, job: Job) -> tuple[Refusal, ...]:
     """Available nodes the job may not use, with the reason."""
     found = []
-    for name in sorted(state.nodes):
+    for name in sorted(state.choosy):
         node = state.nodes[name]
         reason = node_rule(job, node) if node.takes_gangs else None
         if reason is not None:
@@ -223,7 +229,7 @@ def _find_first_blocked(state: State) -> list[int]:
         jobs = [state.jobs[number] for number in state.refusals]
         refused: Iterable[Job] = sorted(jobs, key=lambda job: (state.policy.key(job), job.number))
     else:
-        refused = (state.jobs[number] for _, number in state.waiting if number in state.refusals)
+        refused = (state.jobs[number] for number in state.waiting if number in state.refusals)
     for job in refused:
         refusals = state.refusals[job.number]
         if refusals and refusals[0].reason in WAITS_FOR_PIECES and state.is_waiting(job):

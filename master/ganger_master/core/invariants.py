@@ -72,7 +72,7 @@ def _gangs(state: State) -> Iterator[str]:
 def _jobs(state: State) -> Iterator[str]:
     for number in sorted(state.jobs):
         yield from _job(state, state.jobs[number])
-    numbers = {number for _, number in state.waiting}
+    numbers = set(state.waiting)
     if numbers != {n for n, job in state.jobs.items() if state.is_waiting(job)}:
         yield "the queue is not what waits"
     if any(number >= state.counters.next_job for number in state.jobs):

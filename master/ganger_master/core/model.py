@@ -57,7 +57,7 @@ class JobState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+        return self is JobState.SUCCEEDED or self is JobState.FAILED or self is JobState.CANCELLED
 
 
 class GangPhase(StrEnum):
@@ -429,7 +429,12 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def takes_gangs(self) -> bool:
-        return self.state is NodeState.READY
+        return self.heard and not (self.lost or self.draining or self.cordoned)
+
+    @property
+    def is_choosy(self) -> bool:
+        """Whether there may be jobs that it cannot take, whatever is free."""
+        return not self.storage_proved or self.capabilities.get("switch_user", "yes") == "no"
 
 
 class Counters(Struct):

@@ -6,7 +6,7 @@ What is volatile (turns, refusals, last answers) is gone after a restart and rec
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -23,6 +23,7 @@ from ganger_master.core.effects import History
 from ganger_master.core.model import Claim, Counters, Element, Gang, Job, JobState, Node
 from ganger_master.core.rows import row_of
 from ganger_master.core.settings import Settings
+from ganger_master.core.waiting import Waiting
 from ganger_master.core.wanted import DesiredSet, Member
 from ganger_master.policies import policy_named
 
@@ -106,10 +107,12 @@ class State:
         self.gangs_on: dict[str, dict[int, int]] = {}
         self.requests: dict[str, int] = {}
         self.live: dict[int, None] = {}
-        self.waiting: list[tuple[tuple[int, ...], int]] = []
+        self.waiting = Waiting()
         self.running_limited: dict[int, None] = {}
         self.moving: dict[int, None] = {}
         self.draining: dict[str, None] = {}
+        # Nodes that may be closed to some jobs.
+        self.choosy: dict[str, None] = {}
         self.desired: dict[str, DesiredSet] = {}
         # What `desired` is made of, by epoch, and by node and epoch.
         self.members: dict[int, tuple[Member, ...]] = {}
@@ -198,6 +201,10 @@ class State:
             self.draining[node.name] = None
         else:
             self.draining.pop(node.name, None)
+        if node.is_choosy:
+            self.choosy[node.name] = None
+        else:
+            self.choosy.pop(node.name, None)
         self._put(("node", node.name), node)
         self.dirty.rows[node.name] = None
         self.dirty.wants[node.name] = None
@@ -237,7 +244,7 @@ class State:
         job = self.jobs.get(number)
         if job is None or not self.is_waiting(job):
             return 0
-        return bisect_left(self.waiting, (self.policy.key(job), number)) + 1
+        return self.waiting.rank((self.policy.key(job), number)) + 1
 
     @staticmethod
     def is_waiting(job: Job) -> bool:
@@ -384,15 +391,15 @@ class State:
         else:
             self.live[job.number] = None
         was, waits = old is not None and self.is_waiting(old), self.is_waiting(job)
-        if was and not waits and old is not None:
-            del self.waiting[bisect_left(self.waiting, (self.policy.key(old), old.number))]
+        if was and not waits:
+            self.waiting.remove((self.policy.key(job), job.number))
             self.drop_turn(job.number)
             self._forget_refusals(job.number)
             self.conflicts.pop(job.number, None)
             self.passed.pop(job.number, None)
         elif waits and not was:
             self.first_blocked = None if job.number in self.refusals else self.first_blocked
-            insort(self.waiting, (self.policy.key(job), job.number))
+            self.waiting.add((self.policy.key(job), job.number))
         if job.spec.time_limit_seconds is not None:
             if job.running_since and not job.state.is_final:
                 self.running_limited[job.number] = None

@@ -1,0 +1,70 @@
+"""The queue: who waits, in the policy's order.
+
+Kept as short sorted runs: in one long list the first place would be as dear to leave as the whole queue is to move.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Final, TypeAlias
+
+# The policy's key of a job, and its number.
+Place: TypeAlias = tuple[tuple[int, ...], int]
+
+_LONGEST_RUN: Final = 512
+
+
+class Waiting:
+    """A sorted set; whoever adds and removes takes care that a place is there at most once."""
+
+    def __init__(self) -> None:
+        self._runs: list[list[Place]] = []
+        # The first of each run.
+        self._heads: list[Place] = []
+        self._count = 0
+
+    def add(self, place: Place) -> None:
+        self._count += 1
+        if not self._runs:
+            self._runs.append([place])
+            self._heads.append(place)
+            return
+        at = max(0, bisect_right(self._heads, place) - 1)
+        run = self._runs[at]
+        insort(run, place)
+        self._heads[at] = run[0]
+        if len(run) > _LONGEST_RUN:
+            half = len(run) // 2
+            self._runs.insert(at + 1, run[half:])
+            self._heads.insert(at + 1, run[half])
+            del run[half:]
+
+    def remove(self, place: Place) -> None:
+        """The place must be there."""
+        at = bisect_right(self._heads, place) - 1
+        run = self._runs[at]
+        del run[bisect_left(run, place)]
+        self._count -= 1
+        if run:
+            self._heads[at] = run[0]
+        else:
+            del self._runs[at], self._heads[at]
+
+    def rank(self, place: Place) -> int:
+        """How many go before it."""
+        at = max(0, bisect_right(self._heads, place) - 1)
+        before = sum([len(run) for run in self._runs[:at]])
+        return before + (bisect_left(self._runs[at], place) if self._runs else 0)
+
+    def first(self, count: int) -> list[int]:
+        """Numbers of the first so many jobs."""
+        return [number for _, number in islice(chain.from_iterable(self._runs), count)]
+
+    def __iter__(self) -> Iterator[int]:
+        """Numbers of all, in order."""
+        return (number for _, number in chain.from_iterable(self._runs))
+
+    def __len__(self) -> int:
+        return self._count
