@@ -214,6 +214,18 @@ def test_a_reader_takes_each_tensor_as_its_bytes_arrive() -> None:
     assert asked[0] == form.PREAMBLE_BYTES
 
 
+def test_a_byte_that_was_changed_on_its_way_into_an_arena_is_found() -> None:
+    table = codec.TensorTable()
+    tree = codec.encode([torch.randn(100), torch.randn(200)], table)
+    plan = plan_image(tree, table.tensors, step=0, samples=0, rank=0, world=1)
+    arena = bytearray(plan.total_bytes)
+    write_image(plan, ArenaSink(memoryview(arena), lambda filled: None))
+    arena[plan.preamble.data_offset + 500] ^= 1
+    image = open_image(ArenaSource(memoryview(arena), lambda needed: None))
+    with pytest.raises(ImageError, match="chunk 0"):
+        read_tensors(image, {}, torch.device)
+
+
 def test_a_failed_write_leaves_no_file_behind(tmp_path: Path) -> None:
     def fail(descriptor: int) -> None:
         os.write(descriptor, b"half")

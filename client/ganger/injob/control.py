@@ -29,7 +29,8 @@ __all__ = ["Control", "Handlers", "RestoreOrder", "StopRequest"]
 
 
 class RestoreOrder(NamedTuple):
-    """Where the first step starts from: a checkpoint directory (``path``), or the arena (``size`` bytes, 0 if unknown).
+    """Where the first step starts from: a checkpoint directory (``path``), or the arena, of which the job has been
+    promised the memory of ``size`` bytes (0: what comes is there, and no more may be touched).
 
     A state older than ``step`` is not to be accepted.
     """

@@ -298,12 +298,6 @@ def check_trailer(computed: bytes, found: bytes) -> None:
     raise ImageError("DIGEST", f"the image is damaged: {where} digest does not match the data")
 
 
-def check_trailer_itself(preamble: Preamble, found: bytes) -> None:
-    """Raise ImageError (DIGEST) if the trailer's last word is not the digest of its others: an incomplete image."""
-    if digest_of(preamble.digest_kind, found[:-8]) != struct.unpack("<Q", found[-8:])[0]:
-        raise ImageError("DIGEST", "the image is damaged: its trailer does not match itself")
-
-
 def _read_exactly(descriptor: int, size: int, offset: int) -> bytes:
     parts: list[bytes] = []
     while size:

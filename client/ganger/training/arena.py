@@ -12,9 +12,8 @@ import threading
 
 import torch
 
+from ganger.injob.pretouch import enter_pages
 from ganger.training.image import ArenaTooSmallError
-
-_MADV_POPULATE_WRITE = 23
 
 
 class Arena:
@@ -42,14 +41,14 @@ class Arena:
         except OSError:
             # memory that is not there now may be there when it is needed, and is reported then
             return
-        _populate(self._map(), size)
+        enter_pages(self._map(), size)
 
     def map_ahead(self, size: int) -> None:
         """Let the first `size` bytes, which are there already or on their way, be reached without page faults."""
         if size > self._touched and self._touching is None:
             self._touched = min(size, os.fstat(self.descriptor).st_size)
             self._touching = threading.Thread(
-                target=lambda: _populate(self._map(), self._touched), name="ganger-arena", daemon=True
+                target=lambda: enter_pages(self._map(), self._touched), name="ganger-arena", daemon=True
             )
             self._touching.start()
 
@@ -85,16 +84,6 @@ class Arena:
         whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
         status = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)  # type: ignore[no-untyped-call]
         self._pinned = int(status) == 0
-
-
-def _populate(mapping: mmap.mmap, size: int) -> None:
-    """Enter the pages of the first `size` bytes into the page table. A fault for each would halve the speed of copies.
-
-    By ctypes, as mmap.madvise keeps the interpreter's lock. Kernels before 5.14 do not know it; then it is slower.
-    """
-    if size:
-        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(mapping))
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
 
 
 def give_free_memory_back() -> None:

@@ -325,20 +325,18 @@ def _sync_directory(directory: str) -> None:
 
 
 class ByteSource(Protocol):
-    # whether its bytes were checked on their way here, so that reading them a second time would show nothing new
-    is_verified: bool
     # whether `fill` can copy to an accelerator
     reaches_devices: bool
 
     def read_into(self, view: memoryview, offset: int) -> None:
         """Fill `view` from byte `offset` of the image. Raises ImageError (TRUNCATED), OSError."""
 
-    def fill(self, target: torch.Tensor, offset: int) -> None:
-        """The same for a contiguous tensor of bytes. Copies to an accelerator may still be under way on return."""
+    def fill(self, target: torch.Tensor, offset: int) -> memoryview:
+        """The same for a contiguous tensor of bytes; returns them as they lie in host memory. Copies to an accelerator
+        may still be under way on return."""
 
 
 class FileSource:
-    is_verified = False
     reaches_devices = False
 
     def __init__(self, descriptor: int) -> None:
@@ -352,17 +350,15 @@ class FileSource:
                 raise ImageError("TRUNCATED", f"the image ends at byte {offset + done}")
             done += count
 
-    def fill(self, target: torch.Tensor, offset: int) -> None:
-        self.read_into(host_view(target), offset)
+    def fill(self, target: torch.Tensor, offset: int) -> memoryview:
+        view = host_view(target)
+        self.read_into(view, offset)
+        return view
 
 
 class ArenaSource:
-    """Reads mapped memory that may still be filling; `wait(n)` returns once n bytes are there, or raises.
+    """Reads mapped memory that may still be filling; `wait(n)` returns once n bytes are there, or raises."""
 
-    What arrives in an arena was checked frame by frame by the daemons that streamed it.
-    """
-
-    is_verified = True
     reaches_devices = True
 
     def __init__(self, arena: memoryview, wait: Callable[[int], None]) -> None:
@@ -374,9 +370,10 @@ class ArenaSource:
         end = self._arrived(offset, len(view))
         view[:] = self._arena[offset:end]
 
-    def fill(self, target: torch.Tensor, offset: int) -> None:
+    def fill(self, target: torch.Tensor, offset: int) -> memoryview:
         end = self._arrived(offset, target.numel())
         target.copy_(self._bytes[offset:end], non_blocking=True)
+        return self._arena[offset:end]
 
     def _arrived(self, offset: int, size: int) -> int:
         end = offset + size
@@ -418,12 +415,12 @@ def read_tensors(
 ) -> dict[int, torch.Tensor]:
     """Read every tensor: into its destination where one is given, else into a new tensor.
 
-    What nobody has checked before is checked against the digests before this returns. Raises ImageError, OSError,
-    ValueError (a destination of another shape). After an error the destinations hold a mixture and must not be used.
+    All of it is checked against the digests before this returns. Raises ImageError, OSError, ValueError (a destination
+    of another shape). After an error the destinations hold a mixture and must not be used.
     """
     table = image.header["tensors"]
     preamble = image.preamble
-    digests = None if image.source.is_verified else form.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
+    digests = form.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
     position = 0
     result: dict[int, torch.Tensor] = {}
     for index in sorted(range(len(table)), key=lambda i: (table[i]["offset"], i)):
@@ -437,15 +434,12 @@ def read_tensors(
     found = bytearray(preamble.trailer_bytes)
     # the last bytes: with them all of the image has arrived
     image.source.read_into(memoryview(found), preamble.trailer_offset)
-    if digests is not None:
-        form.check_trailer(digests.trailer(), bytes(found))
-    else:
-        form.check_trailer_itself(preamble, bytes(found))
+    form.check_trailer(digests.trailer(), bytes(found))
     return result
 
 
-def _skip(image: OpenImage, start: int, end: int, digests: form.ChunkDigests | None) -> None:
-    while digests is not None and start < end:
+def _skip(image: OpenImage, start: int, end: int, digests: form.ChunkDigests) -> None:
+    while start < end:
         gap = bytearray(min(end - start, PIECE_BYTES))
         image.source.read_into(memoryview(gap), image.preamble.data_offset + start)
         digests.update(gap)
@@ -457,7 +451,7 @@ def _read_tensor(
     entry: dict[str, Any],
     destination: torch.Tensor | None,
     device_of: Callable[[str], torch.device],
-    digests: form.ChunkDigests | None,
+    digests: form.ChunkDigests,
 ) -> torch.Tensor:
     try:
         dtype, shape = dtype_named(entry["dtype"]), tuple(int(n) for n in entry["shape"])
@@ -479,9 +473,7 @@ def _read_tensor(
     flat = target.reshape(-1).view(torch.uint8)
     for start in range(0, flat.numel(), PIECE_BYTES):
         piece = flat[start : start + PIECE_BYTES]
-        image.source.fill(piece, image.preamble.data_offset + entry["offset"] + start)
-        if digests is not None:
-            digests.update(host_view(piece))
+        digests.update(image.source.fill(piece, image.preamble.data_offset + entry["offset"] + start))
     if not direct:
         with torch.no_grad():
             destination.detach().copy_(target)

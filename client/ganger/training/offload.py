@@ -83,6 +83,10 @@ class StateKeeper:
         self.when_stopped: Callable[[], None] = lambda: None
         self.workers: int | None = None
         self.arena: Arena | None = None if control.arena_fd is None else Arena(control.arena_fd)
+        order = control.restore
+        if self.arena is not None and order is not None and order.kind == "arena":
+            # long before the first byte comes
+            self.arena.map_ahead(order.size)
 
     # -- orders
 
@@ -193,7 +197,6 @@ class StateKeeper:
             if order.kind == "arena":
                 if self.arena is None:
                     raise ImageError("TRUNCATED", "told to restore from the arena, but no arena came with the launch")
-                self.arena.map_ahead(order.size)
                 self._wait_for_arena(1)
                 return use(_not_older(open_image(ArenaSource(self.arena.view(), self._wait_for_arena)), order.step))
             shard = os.path.join(order.path, f"rank-{self._control.rank}.shard")

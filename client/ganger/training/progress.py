@@ -41,16 +41,17 @@ class Progress:
         """`passed` steps were made since the last call. Returns after how many more this wants to be called again."""
         self.show(samples, waited_nanoseconds)
         now = time.monotonic()
-        if now >= self._loss_due:
-            self._loss_due = now + LOSS_EVERY_SECONDS
-            if self._keeper is not None:
-                self._keeper.tend()
-            if loss is not None:
-                self._look_at(loss)
         self._steps += passed
         if self._steps >= self._measure_at:
             self._measure_at = _after(self._steps)
             self.measure()
+        if now >= self._loss_due:
+            self._loss_due = now + LOSS_EVERY_SECONDS
+            if self._keeper is not None:
+                # after the first measurement: the arena gets its memory from the first step on
+                self._keeper.tend()
+            if loss is not None:
+                self._look_at(loss)
         untold = int(PUBLISH_EVERY_SECONDS * passed / max(now - self._published, 1e-9))
         self._published = now
         return max(1, min(untold, MOST_STEPS_UNTOLD, self._measure_at - self._steps))

@@ -1,1 +1,1 @@
-"""State of a gang from arena to arena: plain TCP, hashed frames, while the source still fills."""
+"""State of a gang from arena to arena: plain TCP from memory to memory, while the source still fills."""

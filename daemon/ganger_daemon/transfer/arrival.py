@@ -1,29 +1,32 @@
-"""A move's destination: fetches the arenas of all local ranks, each in a thread, and raises ARENA_AVAILABLE as bytes
-come."""
+"""A move's destination: makes room for the state of all local ranks while the source still trains, then fetches it,
+each rank's in a thread, and raises ARENA_AVAILABLE as bytes come."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from .frames import StreamError, StreamRequest
-from .stream import fetch
+from .fetching import fetch
+from .landing import Landing, wait_for_pages
+from .request import StreamError, StreamRequest
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One rank's way: from whom, into which arena, and where to say how far it is."""
+    """One rank's way: from whom, into which arena, and where to say how far it is. `is_allocated`: the job gets the
+    whole arena's memory by itself, so it can be waited for."""
 
     rank: int
     address: str
     request: StreamRequest
     open_arena: Callable[[], int]
     arena_bytes: int
+    is_allocated: bool
     available: Callable[[int], None]
 
 
@@ -35,7 +38,7 @@ class Arrival:
         self._changed = changed
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
-        self._sizes: dict[int, int] = {}
+        self._without_room = {leg.rank for leg in legs}
         self._trouble = ""
         self._threads = [
             threading.Thread(target=self._travel, args=(leg,), name=f"state-stream-in-{leg.rank}", daemon=True)
@@ -55,10 +58,10 @@ class Arrival:
             return self._trouble
 
     @property
-    def sizes(self) -> Mapping[int, int]:
-        """Bytes by rank, of those that are complete."""
+    def has_room(self) -> bool:
+        """Whether every rank's state could come now."""
         with self._lock:
-            return dict(self._sizes)
+            return not self._without_room
 
     def _travel(self, leg: Leg) -> None:
         try:
@@ -67,15 +70,21 @@ class Arrival:
             self._fail(f"rank {leg.rank}: the arena cannot be had: {error}")
             return
         try:
-            size = fetch(leg.address, leg.request, fd, leg.arena_bytes, leg.available, self._cancelled)
-        except StreamError as error:
+            if leg.is_allocated:
+                wait_for_pages(fd, leg.arena_bytes, self._cancelled)
+            with Landing(fd, leg.arena_bytes) as landing:
+                if leg.is_allocated:
+                    landing.enter()
+                with self._lock:
+                    self._without_room.discard(leg.rank)
+                self._changed()
+                fetch(leg.address, leg.request, landing, leg.available, self._cancelled)
+        except (StreamError, OSError, ValueError) as error:
             if not self._cancelled.is_set():
                 self._fail(f"rank {leg.rank}: {error}")
             return
         finally:
             os.close(fd)
-        with self._lock:
-            self._sizes[leg.rank] = size
         self._changed()
 
     def _fail(self, why: str) -> None:

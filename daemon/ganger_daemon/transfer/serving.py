@@ -9,7 +9,7 @@ from ganger.injob.page import State
 
 from ganger_daemon.core.orders import Phase
 
-from .frames import StreamError, StreamRequest
+from .request import StreamError, StreamRequest
 
 if TYPE_CHECKING:
     from ganger_daemon.gangs import GangSet

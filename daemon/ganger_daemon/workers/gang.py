@@ -39,7 +39,7 @@ from ganger_daemon.core.relay import merge_all
 from ganger_daemon.failpoints import hit
 from ganger_daemon.host import Host
 from ganger_daemon.transfer.arrival import Arrival
-from ganger_daemon.transfer.frames import StreamRequest
+from ganger_daemon.transfer.request import StreamRequest
 
 from . import signals
 from .complaints import complaint_of

@@ -125,6 +125,12 @@ def arena_bytes_per_rank(desired: agent_pb2.DesiredGang, ranks: int, device_memo
     return -(-total // max(1, ranks) // _ARENA_ALIGNMENT) * _ARENA_ALIGNMENT
 
 
+def is_allocated_ahead(desired: agent_pb2.DesiredGang) -> bool:
+    """Whether the job gets all of its arena's memory before its state comes. Touched pages are charged: only what is
+    claimed may be."""
+    return desired.restore.WhichOneof("source") == "parked" and desired.claim.arena_bytes > 0
+
+
 def arena_name(paths: GangPaths, rank: int) -> str:
     return paths.name(rank)
 
@@ -150,7 +156,8 @@ def launch_mapping(
     restore_path = ""
     if restore.kind:
         restore_file = paths.job / f"rank-{rank}.restore.json"
-        write_json(restore_file, {"kind": restore.kind, "path": restore.path, "step": restore.step, "size": 0})
+        size = arena_bytes if is_allocated_ahead(desired) else 0
+        write_json(restore_file, {"kind": restore.kind, "path": restore.path, "step": restore.step, "size": size})
         restore_path = str(restore_file)
     env = rank_environment(
         base=environment,
@@ -190,8 +197,7 @@ def launch_mapping(
         "umask": 0o022,
         "threads": threads,
         "arena": {"name": arena_name(paths, rank), "bytes": arena_bytes} if arena_bytes else None,
-        # touched pages are charged: only what is claimed may be
-        "touch_arena": desired.claim.arena_bytes > 0 and restore.kind == "arena",
+        "touch_arena": is_allocated_ahead(desired),
     }
     write_json(paths.launch(rank), mapping)
     return mapping

@@ -20,7 +20,7 @@ from ganger_daemon.control.pages import ControlPages
 from ganger_daemon.core.orders import Wanted
 from ganger_daemon.host import Host
 from ganger_daemon.transfer.arrival import Leg
-from ganger_daemon.transfer.frames import StreamRequest
+from ganger_daemon.transfer.request import StreamRequest
 
 from .desired import LocalPart, to_json
 from .directories import GangPaths, read_json, sync_file, write_json
@@ -34,6 +34,7 @@ from .launch import (
     environment_of,
     forked_already,
     free_port,
+    is_allocated_ahead,
     launch_mapping,
     restore_plan,
 )
@@ -134,6 +135,8 @@ class Launching:
 
     def legs(self, requests: tuple[tuple[int, str, StreamRequest], ...], pages: ControlPages) -> tuple[Leg, ...]:
         """How each rank's state travels here, from as far as it had come."""
+        assert self.gang is not None, "set before the first launch"
+        is_allocated = is_allocated_ahead(self.gang.desired)
 
         def leg(rank: int, address: str, request: StreamRequest) -> Leg:
             page = pages[rank]
@@ -149,6 +152,7 @@ class Launching:
                 replace(request, offset=done),
                 lambda: self.open_arena(rank),
                 self._arena_bytes,
+                is_allocated,
                 available,
             )
 
