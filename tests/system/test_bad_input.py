@@ -285,47 +285,99 @@ def test_a_database_that_is_none_is_named_and_left_alone(cluster: Cluster, tmp_p
 
 
 @pytest.mark.torch
-def test_a_damaged_checkpoint_is_never_restored_from(cluster: Cluster, shell: Shell) -> None:
-    run = Run.submit(cluster, "damaged", steps=400)
-    run.wait_step(2)
-    shell("suspend", run.id, "--level", "checkpoint")
-    (shard,) = (cluster.storage / str(run.show()["uid"]) / "checkpoints").glob("*-*/rank-0.shard")
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 255
-    shard.write_bytes(content)
-    steps = run.last_step()
-    shell.try_("resume", run.id, "--no-wait")
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_said(cluster: Cluster, shell: Shell) -> None:
+    run = Run.submit(cluster, "damaged", "--max-failures", "1", steps=400)
+    stops = []
+    for _ in range(2):
+        run.wait_step(run.last_step() + 2)
+        shell("suspend", run.id, "--level", "checkpoint")
+        stops.append(run.last_step())
+        if len(stops) == 1:
+            shell("resume", run.id)
+    older, newer = sorted((cluster.storage / str(run.show()["uid"]) / "checkpoints").glob("*-*/rank-0.shard"))
+    damage(newer)
+    shell("resume", run.id)
+    run.wait_step(stops[1] + 1)
+    steps = [line.step for line in run.lines(0)]
+    assert steps[stops[1] :][:2] == [stops[0] + 1, stops[0] + 2], "it went back to the good one, not to the beginning"
+    assert f"checkpoint {newer.parent} cannot be restored: rank-0.shard" in shell("history", run.id)
+    # with no good one left it must not start anew, and what is there is left to whoever can repair it
+    damage(older)
+    os.kill(run.lines(0)[-1].pid, 9)
     assert shell.try_("wait", run.id, "--timeout", "60").code == 1
-    assert "no checkpoint can be restored: checkpoint" in shell("show", run.id)
-    assert run.last_step() == steps, "it did not start anew in silence"
+    shown = shell("show", run.id)
+    assert "NO_CHECKPOINT" in shown
+    assert str(older.parent) in shown
+    assert older.exists()
+    assert newer.exists()
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 255
+    path.write_bytes(content)
+
+
+@contextlib.contextmanager
+def small_disk(directory: Path, size: str) -> Iterator[Path]:
+    """A file system of its own at a directory, and a file in it that fills it."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(directory)], check=False).returncode:
+        pytest.skip("no right to mount")
+    try:
+        yield directory / "fill"
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_a_job_whose_checkpoint_finds_no_room_runs_on_and_says_why(cluster: Cluster, shell: Shell) -> None:
+    run = Run.submit(cluster, "full", steps=400)
+    run.wait_step(2)
+    checkpoints = cluster.storage / str(run.show()["uid"]) / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    with small_disk(checkpoints, "1m") as filler:
+        fill(filler)
+        said = refused(shell, 4, "suspend", run.id, "--level", "checkpoint")
+        assert re.search(r"is (starting|running): STORAGE_FULL: rank 0: .*No space left on device; .* bytes free", said)
+        assert "STORAGE_FULL" in shell("show", run.id)
+        assert "STORAGE_FULL" in shell("why", run.id)
+        assert "suspend_refused" in shell("history", run.id)
+        run.wait_step(run.last_step() + 2)
+        filler.unlink()
+        shell("suspend", run.id, "--level", "checkpoint")
+        assert len(list(checkpoints.glob("*-*/MANIFEST.json"))) == 1
+        assert not list(checkpoints.glob("*.tmp"))
+        assert "STORAGE_FULL" not in shell("show", run.id)
+        shell("cancel", run.id)
+    steps = [line.step for line in run.lines(0)]
+    assert steps == list(range(1, len(steps) + 1)), "no step was lost or done twice"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_a_full_disk_under_the_database_is_said_and_loses_nothing(tmp_path: Path) -> None:
     directory = tmp_path / "master"
     directory.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(directory)], check=False).returncode:
-        pytest.skip("no right to mount")
-    try:
-        with Cluster(tmp_path, nodes=0) as cluster:
-            shell = Shell(cluster.master_directory)
-            kept = shell.submit("--", "true")
-            fill = directory / "fill"
-            with fill.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-                while True:
-                    file.write(bytes(4096))
-            large = ("--env", f"BIG={'x' * 60_000}", "--", "true")
-            accepted = {kept}
-            # What the database had set aside for itself takes some more.
-            while (done := shell.try_("submit", *large)).code == 0:
-                accepted.add(done.out.split()[-1])
-            assert "the disk is full: free some space" in done.err
-            fill.unlink()
-            eventually(lambda: shell.try_("submit", "--", "true").code == 0, what="it accepts jobs again")
-            listed = {job["name"].removeprefix("jobs/") for job in shell.json("queue", "--all")}
-            assert accepted <= listed
-            cluster.master.kill()
-            cluster.start_master()
-            assert listed <= {job["name"].removeprefix("jobs/") for job in shell.json("queue", "--all")}
-    finally:
-        subprocess.run(["umount", "-l", str(directory)], check=True)
+    with small_disk(directory, "4m") as filler, Cluster(tmp_path, nodes=0) as cluster:
+        shell = Shell(cluster.master_directory)
+        kept = shell.submit("--", "true")
+        fill(filler)
+        large = ("--env", f"BIG={'x' * 60_000}", "--", "true")
+        accepted = {kept}
+        # What the database had set aside for itself takes some more.
+        while (done := shell.try_("submit", *large)).code == 0:
+            accepted.add(done.out.split()[-1])
+        assert "the disk is full: free some space" in done.err
+        filler.unlink()
+        eventually(lambda: shell.try_("submit", "--", "true").code == 0, what="it accepts jobs again")
+        listed = {job["name"].removeprefix("jobs/") for job in shell.json("queue", "--all")}
+        assert accepted <= listed
+        cluster.master.kill()
+        cluster.start_master()
+        assert listed <= {job["name"].removeprefix("jobs/") for job in shell.json("queue", "--all")}

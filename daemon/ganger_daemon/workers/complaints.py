@@ -30,10 +30,10 @@ def complaint_of(paths: GangPaths, rank: int, sequence: int) -> Complaint | None
     if not 0 < written <= reported:
         return None
     fields = read_json(paths.error(rank))
-    return Complaint(rank, str(fields.get("reason", "UNKNOWN")), _summary(str(fields.get("message", ""))))
+    return Complaint(rank, str(fields.get("reason", "UNKNOWN")), summary_of(str(fields.get("message", ""))))
 
 
-def _summary(message: str) -> str:
+def summary_of(message: str) -> str:
     """Of a traceback the line that says what happened, without the name of the exception."""
     lines = [line for line in message.splitlines() if line.strip()]
     return _EXCEPTION.sub("", lines[-1]) if lines else "it did not say why"

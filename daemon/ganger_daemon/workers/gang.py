@@ -42,7 +42,7 @@ from ganger_daemon.transfer.arrival import Arrival
 from ganger_daemon.transfer.request import StreamRequest
 
 from . import signals
-from .complaints import complaint_of
+from .complaints import complaint_of, summary_of
 from .deaths import Deaths
 from .desired import from_json, local_part, order_key_to_wire, to_json, wanted_of, with_spec_of
 from .directories import read_json, write_json
@@ -510,7 +510,8 @@ class LocalGang:
 
     def _heard_packet(self, packet: dict[str, Any]) -> None:
         if packet.get("event") in ("error", "note", "hello"):
-            log.info("job says", extra={"job": self.desired.job, "packet": str(packet)[:500]})
+            said = {**packet, "message": summary_of(str(packet["message"]))} if "message" in packet else packet
+            log.info("job says", extra={"job": self.desired.job, "packet": str(said)[:500]})
         self.wake()
 
     # -- the small things of every tick ---------------------------------------------------------------------------
