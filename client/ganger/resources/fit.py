@@ -37,7 +37,9 @@ def demand(configuration_set: ConfigurationSet, shape: GangShape, tasks: Sequenc
     A task without devices gets one core and the memory that goes with a core.
     """
     gpus = millicores = memory = 0
-    for role, count in zip(shape.roles, tasks, strict=True):
+    assert len(tasks) == len(shape.roles), f"{len(tasks)} numbers of tasks for {len(shape.roles)} roles"
+    for index, role in enumerate(shape.roles):
+        count = tasks[index]
         if count:
             task = role.shape
             gpus += count * task.gpus
@@ -123,6 +125,17 @@ _NOTHING: Final[Mapping[str, Claim]] = {}
 
 def _mismatch(shape: GangShape, claims: Sequence[Claim]) -> Refusal | None:
     roles = len(shape.roles)
+    if roles == 1:
+        # Nearly every job has one role, and nearly every request adds up.
+        placed = 0
+        for claim in claims:
+            tasks = claim.tasks
+            if len(tasks) != 1 or tasks[0] <= 0:
+                break
+            placed += tasks[0]
+        else:
+            if placed == shape.roles[0].tasks and (not shape.nodes or len(claims) == shape.nodes):
+                return None
     for claim in claims:
         tasks = claim.tasks
         if len(tasks) != roles or (roles and min(tasks) < 0):

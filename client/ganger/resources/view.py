@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -190,10 +191,6 @@ class View:
         """KeyError for an unknown node."""
         return self._row(self.slots[name])
 
-    def version_of(self, name: str) -> int:
-        """Version of a node's last change."""
-        return self._versions[self.slots[name]]
-
     def total(self, name: str) -> NodeRow:
         """The row as if nothing were held."""
         slot = self.slots[name]
@@ -306,21 +303,18 @@ class View:
         topology = self.topologies[slot]
         mask = claim.device_mask
         if claim.millicores:
-            pairs = zip(self.millicores[slot], claim.millicores, strict=True)
-            self.millicores[slot] = tuple(have - sign * used for have, used in pairs)
+            have = self.millicores[slot]
+            assert len(have) == len(claim.millicores), f"{claim.node} has {len(have)} sockets, not those of the claim"
+            self.millicores[slot] = tuple([cores - sign * claim.millicores[at] for at, cores in enumerate(have)])
         self.memory[slot] -= sign * (claim.memory_bytes + claim.arena_bytes)
         if mask or any(claim.millicores):
-            self.socket_jobs[slot] = tuple(
-                jobs + sign if devices & mask or (index < len(claim.millicores) and claim.millicores[index]) else jobs
-                for index, (jobs, devices) in enumerate(zip(self.socket_jobs[slot], topology.sockets, strict=True))
-            )
-        if mask:
-            self.group_jobs[slot] = tuple(
-                jobs + sign if devices & mask else jobs
-                for jobs, devices in zip(self.group_jobs[slot], topology.groups, strict=True)
-            )
-            self.device_rows[slot] = tuple(
-                rows + sign if mask >> device & 1 else rows for device, rows in enumerate(self.device_rows[slot])
+            self.socket_jobs[slot], self.group_jobs[slot], self.device_rows[slot] = _counted(
+                topology.sockets,
+                topology.groups,
+                (self.socket_jobs[slot], self.group_jobs[slot], self.device_rows[slot]),
+                mask,
+                claim.millicores,
+                sign,
             )
         self._touch(slot)
 
@@ -417,6 +411,27 @@ _LISTS = (
 
 def _zeros(topology: Topology) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     return (0,) * len(topology.sockets), (0,) * len(topology.groups), (0,) * topology.devices
+
+
+@lru_cache(16_384)
+def _counted(
+    sockets: tuple[int, ...],
+    groups: tuple[int, ...],
+    counts: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
+    mask: int,
+    millicores: tuple[int, ...],
+    sign: int,
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Jobs at each socket, in each group, on each device with a claim more or less. Many nodes are filled alike."""
+    at_sockets, in_groups, on_devices = counts
+    return (
+        tuple(
+            jobs + sign if devices & mask or any(millicores[at : at + 1]) else jobs
+            for at, (jobs, devices) in enumerate(zip(at_sockets, sockets, strict=True))
+        ),
+        tuple(jobs + sign if devices & mask else jobs for jobs, devices in zip(in_groups, groups, strict=True)),
+        tuple(rows + sign if mask >> device & 1 else rows for device, rows in enumerate(on_devices)),
+    )
 
 
 def _padded(counts: tuple[int, ...], length: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from ganger.wire.errors import NameInvalid
 
@@ -34,6 +35,7 @@ def node_name(node: str) -> str:
     return node if node.startswith("nodes/") else f"nodes/{node}"
 
 
+@lru_cache(65_536)
 def parse_node_name(name: str) -> str:
     """The id in "nodes/n1". Raises NameInvalid."""
     prefix, _, node = name.partition("/")

@@ -39,6 +39,6 @@ def _with_arena(claim: Claim, bytes_per_device: int) -> Claim:
 
 def _fits(state: State, gang: Gang, claims: tuple[Claim, ...]) -> bool:
     return all(
-        new.arena_bytes - old.arena_bytes <= state.rows[new.node].free_memory_bytes
+        new.arena_bytes - old.arena_bytes <= state.view.memory[state.view.slots[new.node]]
         for old, new in zip(gang.claims, claims, strict=True)
     )

@@ -49,8 +49,11 @@ def start(state: State, number: int, claims: Sequence[Claim], level: Level, now:
     job = replace(job, state=JobState.HOLDING, revision=job.revision + 1, pending_since=0.0)
     if parked is None:
         epoch = state.take_epoch()
-        state.put_gang(orders.new_gang(epoch, number, claims, level, now, GangRole.ACTIVE, _restore(job)))
+        version = state.next_desired_version
+        state.put_gang(orders.new_gang(epoch, number, claims, level, now, GangRole.ACTIVE, _restore(job), version))
         state.put_job(replace(job, epoch=epoch))
+        # Nothing follows from a gang that nobody has heard of.
+        state.dirty.jobs.pop(number, None)
     elif orders.same_place(parked.claims, claims) and not _is_superseded(state, parked):
         epoch = parked.epoch
         state.put_gang(orders.run(orders.holding(parked, claims), now))
@@ -58,7 +61,7 @@ def start(state: State, number: int, claims: Sequence[Claim], level: Level, now:
     else:
         state.put_job(job)
         epoch = _begin_move(state, job, parked, claims, level, now)
-    state.history(now, job.name, "gang_approved", cause, epoch=epoch, nodes=" ".join(c.node for c in claims))
+    state.history(now, job.name, "gang_approved", cause, epoch=epoch, nodes=" ".join([c.node for c in claims]))
     return epoch
 
 
@@ -448,7 +451,8 @@ def _go_back(state: State, job: Job, source: Gang, now: float, cause: str) -> No
 def _begin_move(state: State, job: Job, source: Gang, claims: Sequence[Claim], level: Level, now: float) -> int:
     epoch = state.take_epoch()
     restore = Restore(parked_epoch=source.epoch, step=source.stop_step)
-    state.put_gang(orders.new_gang(epoch, job.number, claims, level, now, GangRole.DESTINATION, restore))
+    version = state.next_desired_version
+    state.put_gang(orders.new_gang(epoch, job.number, claims, level, now, GangRole.DESTINATION, restore, version))
     state.put_job(replace(job, next_epoch=epoch))
     return epoch
 

@@ -16,6 +16,7 @@ def violations(state: State) -> list[str]:
 
 def _pieces(state: State) -> Iterator[str]:
     """No device twice, nothing over-committed, rows as the pieces say."""
+    rows = state.rows
     for name in sorted(state.nodes):
         node = state.nodes[name]
         configuration_set = state.configuration_sets[node.configuration_set]
@@ -32,7 +33,7 @@ def _pieces(state: State) -> Iterator[str]:
         memory = sum(claim.memory_bytes + claim.arena_bytes for claim in held)
         if memory > configuration_set.memory_bytes:
             yield f"{name}: {memory} of {configuration_set.memory_bytes} bytes are held"
-        if state.rows.get(name) != row_of(node, state.view.topology(name), held, state.affinity_of(name)):
+        if rows.get(name) != row_of(node, state.view.topology(name), held, state.affinity_of(name)):
             yield f"{name}: its row in the view is not what its gangs hold"
 
 
@@ -114,9 +115,10 @@ def _derived(state: State) -> Iterator[str]:
     for turn in state.turns.values():
         if state.turn_of.get(turn.number) != turn.turn or not state.is_waiting(state.jobs[turn.number]):
             yield f"turn {turn.turn} belongs to jobs/{turn.number}, which does not wait for it"
-    free = sum(row.free_mask.bit_count() for row in state.rows.values() if row.available)
+    rows = state.rows.values()
+    free = sum(row.free_mask.bit_count() for row in rows if row.available)
     if free != state.free_devices:
         yield f"{free} devices are free, not {state.free_devices}"
-    available = [state.configuration_sets[row.configuration_set] for row in state.rows.values() if row.available]
+    available = [state.configuration_sets[row.configuration_set] for row in rows if row.available]
     if sum(configuration_set.devices for configuration_set in available) != state.devices:
         yield f"{state.devices} devices are not those of the nodes that take gangs"

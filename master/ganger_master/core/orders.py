@@ -32,15 +32,16 @@ def new_gang(
     now: float,
     role: GangRole,
     restore: Restore,
+    wanted_from: int,
 ) -> Gang:
-    """A gang that runs at once, or prepares to as the destination of a move."""
+    """A gang that runs at once, or prepares to as the destination of a move; its nodes want it from that version on."""
     moving = role is GangRole.DESTINATION
     return Gang(
         epoch=epoch,
         job=job,
         role=role,
         phase=GangPhase.MOVING if moving else GangPhase.STARTING,
-        pieces=tuple([Piece(claim, claim) for claim in claims]),
+        pieces=tuple([Piece(claim, claim, wanted_from=wanted_from) for claim in claims]),
         level=level,
         create_time=now,
         intent=Intent.PREPARE if moving else Intent.RUN,

@@ -26,7 +26,7 @@ def request_gang(state: State, command: commands.RequestGang, now: float) -> Res
     job = find_job(state, command.number)
     if isinstance(job, Refused):
         return (), job
-    if len(command.candidates) > _CANDIDATES_LIMIT or any(not claims for claims in command.candidates):
+    if len(command.candidates) > _CANDIDATES_LIMIT or () in command.candidates:
         return (), Refused("REQUEST_INVALID", f"at most {_CANDIDATES_LIMIT} candidates, none of them empty")
     if command.mode != "EXCLUSIVE":
         return (), Refused("NOT_SUPPORTED", f"mode {command.mode} is not built yet")

@@ -21,8 +21,10 @@ def settle(state: State, now: float, cause: str) -> None:
     for _ in range(_ROUNDS_LIMIT):
         _review_jobs(state, now, cause)
         _refresh_rows(state)
-        arenas.follow(state)
-        draining.follow(state, now)
+        if state.dirty.arenas:
+            arenas.follow(state)
+        if state.draining:
+            draining.follow(state, now)
         if not state.dirty.jobs and not state.dirty.rows:
             return
     raise AssertionError("the state does not come to rest")

@@ -98,7 +98,6 @@ class State:
         self.counters = Counters(storage_token=settings.storage_token)
         self.view = View()
         # Derived.
-        self.rows: dict[str, NodeRow] = {}
         # Of the nodes that take gangs.
         self.devices = 0
         self.free_devices = 0
@@ -157,18 +156,18 @@ class State:
         old = self.gangs.get(gang.epoch)
         if old == gang:
             return
-        if old is None and not gang.pieces[0].wanted_from:
-            # Its nodes will want it with the end of this batch.
-            version = self.counters.desired_version + 1
-            gang = replace(gang, pieces=tuple([replace(piece, wanted_from=version) for piece in gang.pieces]))
         self.gangs[gang.epoch] = gang
         self._index_gang(old, gang)
         self._put(("gang", str(gang.epoch)), gang)
         self.dirty.jobs[gang.job] = None
         self.dirty.news[gang.job] = None
-        for node in gang.nodes:
+        if old is None:
+            self._hold(gang)
+        for piece in gang.pieces:
+            node = piece.claim.node
             self.dirty.wants[node] = None
-            self.dirty.rows[node] = None
+            if old is not None:
+                self.dirty.rows[node] = None
 
     def forget_gang(self, epoch: int) -> None:
         gang = self.gangs.pop(epoch)
@@ -257,6 +256,11 @@ class State:
         """All gangs of a job that still have something somewhere, oldest first."""
         return [self.gangs[epoch] for epoch in self.gangs_of.get(number, ())]
 
+    @property
+    def rows(self) -> dict[str, NodeRow]:
+        """The view by node, without versions."""
+        return {name: replace(self.view.row(name), version=0) for name in self.nodes if name in self.view}
+
     def held_on(self, node: str) -> list[Claim]:
         """What the gangs of a node hold there, by epoch."""
         places = self.gangs_on.get(node, {}).items()
@@ -321,6 +325,11 @@ class State:
         if self.refusals.pop(number, None) is not None:
             self.first_blocked = None
 
+    @property
+    def next_desired_version(self) -> int:
+        """Of what nodes will want with the end of this batch."""
+        return self.counters.desired_version + 1
+
     def take_epoch(self) -> int:
         epoch = self.counters.next_epoch
         self.counters.next_epoch += 1
@@ -341,19 +350,38 @@ class State:
                 if not affinity and claim.device_mask:
                     affinity = gang.devices
         row = row_of(node, topology, held, affinity)
-        old = self.rows.get(name)
-        if old == row:
-            return False
-        self.free_devices += _free(row) - (_free(old) if old is not None else 0)
-        self.devices += topology.devices * (row.available - (old is not None and old.available))
-        self.view.mode = choose_mode(self.view.mode, self.devices - self.free_devices, self.devices)
-        self.rows[name] = row
+        view = self.view
+        slot = view.slots.get(name)
+        was_free = view.free[slot].bit_count() if slot is not None and view.available[slot] else 0
+        was_available = slot is not None and view.available[slot]
         in_service = topology.all_mask
         for device in node.device_faults:
             in_service &= ~(1 << device)
-        self.view.put(row, in_service)
-        self.counters.view_version = self.view.version
+        if not view.put(row, in_service):
+            return False
+        self.free_devices += (row.free_mask.bit_count() if row.available else 0) - was_free
+        self.devices += topology.devices * (row.available - was_available)
+        self._note_view()
         return True
+
+    def _hold(self, gang: Gang) -> None:
+        """Takes what a new gang holds off the view; where more than that has changed, the row is computed anew."""
+        view, dirty = self.view, self.dirty
+        devices = gang.devices
+        for piece in gang.pieces:
+            held, node = piece.held, piece.claim.node
+            if held is None or node in dirty.rows or node not in view.slots:
+                dirty.rows[node] = None
+                continue
+            view.take(held, devices)
+            dirty.shown[node] = None
+            if view.available[view.slots[node]]:
+                self.free_devices -= held.device_mask.bit_count()
+        self._note_view()
+
+    def _note_view(self) -> None:
+        self.view.mode = choose_mode(self.view.mode, self.devices - self.free_devices, self.devices)
+        self.counters.view_version = self.view.version
 
     def note_answer(self, node: str, now: float) -> None:
         """The node's daemon was answered: its lease, and our patience, count from here."""
@@ -430,7 +458,3 @@ class State:
             if self.gangs[epoch].restore.parked_epoch == gang.epoch:
                 nodes.extend(self.gangs[epoch].nodes)
         return nodes
-
-
-def _free(row: NodeRow) -> int:
-    return row.free_mask.bit_count() if row.available else 0

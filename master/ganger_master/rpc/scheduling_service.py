@@ -215,7 +215,7 @@ def _gang_request(message: scheduling_pb2.GangRequest) -> commands.RequestGang:
     return commands.RequestGang(
         number=names.parse_job_name(message.job),
         revision=message.revision,
-        candidates=tuple(convert.claims_from_wire(candidate.claims) for candidate in message.candidates),
+        candidates=tuple([convert.claims_from_wire(candidate.claims) for candidate in message.candidates]),
         turn=message.turn,
         mode=mode,
         blockers=convert.refusals_from_wire(message.blockers) if message.blockers else (),

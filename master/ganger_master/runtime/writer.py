@@ -210,12 +210,11 @@ class Writer:
             return
         batch, self._open = self._open, _Batch()
         changes = state.take_changes()
-        version_of = state.view.version_of
         publication = Publication(
             puts=changes.puts,
             removes=changes.removes,
             desired={node: desired_of(state, node) for node in effects.nodes},
-            rows=[replace(state.rows[node], version=version_of(node)) for node in effects.rows],
+            rows=[state.view.row(node) for node in effects.rows],
             view_version=state.view.version,
             jobs=effects.jobs,
             devices=state.devices,
