@@ -34,7 +34,7 @@ retest: $(STAMP) ## only the tests that failed the last time
 	@$(BIN)/python -m pytest -q -m "not chaos" --last-failed --last-failed-no-failures none; code=$$?; [ $$code -eq 5 ] || exit $$code
 
 chaos: $(STAMP) ## the whole matrix of kills (at most an hour)
-	@$(BIN)/python -m pytest -q -m chaos
+	@$(BIN)/python -m pytest -q -m chaos --timeout 1800
 
 check: $(STAMP) ## lint, types, import contracts, generated code
 	@$(BIN)/ruff check .

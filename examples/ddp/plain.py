@@ -119,8 +119,9 @@ def main():
                     file.write(f"{schedule.last_epoch} {loss.item().hex()}\n")
             if schedule.last_epoch >= steps:
                 break
+        right = accuracy(network, test_loader, device)  # on every rank: they stay together
         if rank == 0:
-            print(f"epoch {epoch}: accuracy {accuracy(network, test_loader, device):.3f}", flush=True)
+            print(f"epoch {epoch}: accuracy {right:.3f}", flush=True)
         if schedule.last_epoch >= steps:
             break
     if arguments.weights and rank == 0:

@@ -51,6 +51,17 @@ class Rendezvous:
         }
 
 
+_started: list[Rank] = []
+
+
+def end_all() -> None:
+    """Kill what a test has left running."""
+    for rank in _started:
+        if rank.process.is_alive():
+            rank.kill()
+    _started.clear()
+
+
 class Rank:
     """One rank: its page, its process, its log. The epoch's directory is shared by all ranks of a gang."""
 
@@ -109,6 +120,7 @@ class Rank:
         arena = None if self.arena_fd is None else f"/proc/{os.getpid()}/fd/{self.arena_fd}"
         self.process = _context.Process(target=_run, args=(plan, arena))
         self.process.start()
+        _started.append(self)
 
     def order(
         self, sequence: int, order: int, level: int = 0, stop: int = 0, details: dict[str, Any] | None = None

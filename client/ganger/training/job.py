@@ -15,6 +15,7 @@ import torch
 from ganger.injob.control import Control
 from ganger.injob.page import Capability, Phase, Word
 from ganger.training import agent
+from ganger.training.ending import keep_default_group
 from ganger.training.loader import ElasticLoader
 from ganger.training.offload import StateKeeper
 from ganger.training.progress import Progress
@@ -81,6 +82,7 @@ class TrainingJob:
         self._resize_callbacks: list[Callable[[int, int], None]] = []
 
     def _start(self, control: Control) -> None:
+        keep_default_group()
         control.hello(FIVE_LINE, torch=str(torch.__version__))
         keeper = StateKeeper(control, lambda: self._training, self._position, gradients=False)
         keeper.before_saving = self._drop_gradients

@@ -21,6 +21,7 @@ from ganger.injob.page import Capability, Phase
 from ganger.training.codec import StateNotSupportedError
 from ganger.training.discovery import Discovery
 from ganger.training.diversion import Diversion
+from ganger.training.ending import keep_default_group
 from ganger.training.loops import Loop, OneBatch, Resumed
 from ganger.training.offload import StateKeeper
 from ganger.training.progress import Progress
@@ -176,6 +177,7 @@ class UnmodifiedScript:
             self._retired = True
             return False
         self._control = control
+        keep_default_group()
         self._stop_waiting_for_step()
         self._keeper = StateKeeper(control, self._training, self._position, gradients=True)
         self._keeper.when_stopped = self._show
