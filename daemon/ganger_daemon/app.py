@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,7 +36,7 @@ from ganger_daemon.peers import PeerCalls, PeerServicer
 from ganger_daemon.session import Session
 from ganger_daemon.transfer.serving import ParkedArenas
 from ganger_daemon.transfer.stream import StreamServer
-from ganger_daemon.workers.directories import DaemonPaths, DirectoryError, read_json, write_json
+from ganger_daemon.workers.directories import DaemonPaths, DirectoryError, DirectoryNameError, read_json, write_json
 from ganger_daemon.workers.launch import own_user
 from ganger_daemon.workers.launchers import Launchers
 
@@ -47,8 +48,20 @@ VERSION = "0.1.0"
 _REVIVE_SECONDS = 2.0
 
 
+class Obstacle(Enum):
+    """What kind of thing keeps a daemon from starting."""
+
+    SETTING = "it was told something that cannot be"
+    STATE = "something is in use"
+    RIGHTS = "it may not use what it needs"
+
+
 class DaemonError(Exception):
     """The daemon cannot start; the message says why and what to do."""
+
+    def __init__(self, message: str, obstacle: Obstacle = Obstacle.STATE) -> None:
+        super().__init__(message)
+        self.obstacle = obstacle
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +93,8 @@ class Daemon:
         self.node = settings.node or socket.gethostname().split(".")[0].lower()
         if not is_node_id(self.node):
             raise DaemonError(
-                f"{self.node!r} cannot name a node: give --node a name of letters, digits, '-', '.' or '_'"
+                f"{self.node!r} cannot name a node: give --node a name of letters, digits, '-', '.' or '_'",
+                Obstacle.SETTING,
             )
         run = settings.run_directory or default_run_directory(self.node)
         self.paths = DaemonPaths(settings.state_directory.absolute(), run.absolute())
@@ -94,14 +108,15 @@ class Daemon:
         try:
             self.paths.prepare()
         except DirectoryError as error:
-            raise DaemonError(str(error)) from error
+            named = isinstance(error, DirectoryNameError)
+            raise DaemonError(str(error), Obstacle.SETTING if named else _obstacle_of(error)) from error
         self._take_lock()
         settings = self._settings
         try:
             devices = choose_devices(settings.virtual, settings.recorded, node=self.node)
             cgroups = await asyncio.to_thread(choose_cgroups, settings.cgroup_root, only=settings.cgroups)
         except ValueError as error:
-            raise DaemonError(str(error)) from error
+            raise DaemonError(str(error), Obstacle.SETTING) from error
         inventory = devices.discover()
         known = read_json(self.paths.state / "node.json")
         self._machine_uuid = str(known.get("machine_uuid") or uuid.uuid4())
@@ -169,7 +184,10 @@ class Daemon:
 
     def _take_lock(self) -> None:
         path = self.paths.state / "daemon.lock"
-        self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise DaemonError(f"cannot use {path}: {error.strerror}", _obstacle_of(error)) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -191,7 +209,9 @@ class Daemon:
                 return find_endpoint(self._settings.master)
             except EndpointError as error:
                 if error.found:
-                    raise DaemonError(str(error)) from error
+                    obstacle = _obstacle_of(error)
+                    wrong = Obstacle.SETTING if obstacle is Obstacle.STATE else obstacle
+                    raise DaemonError(str(error), wrong) from error
                 if not said:
                     log.info("waiting for the master", extra={"error": str(error)})
                     said = True
@@ -273,6 +293,11 @@ class Daemon:
                     self._write_node()
             except OSError as error:
                 log.warning("tending failed", extra={"error": str(error)})
+
+
+def _obstacle_of(error: BaseException) -> Obstacle:
+    denied = isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError)
+    return Obstacle.RIGHTS if denied else Obstacle.STATE
 
 
 def default_run_directory(node: str) -> Path:

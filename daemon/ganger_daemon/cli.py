@@ -78,7 +78,9 @@ def daemon(
     verbose: bool,
 ) -> None:
     """Run the daemon of this node. SIGTERM ends the daemon only: jobs go on, and the next daemon takes them over."""
-    from ganger_daemon.app import DaemonError, JsonLines, Settings, run_daemon
+    from ganger.console.exits import CommandError, Exit
+
+    from ganger_daemon.app import DaemonError, JsonLines, Obstacle, Settings, run_daemon
     from ganger_daemon.devices.virtual import VirtualSpec
 
     handler = logging.StreamHandler(sys.stderr)
@@ -110,5 +112,9 @@ def daemon(
     try:
         asyncio.run(run_daemon(settings))
     except DaemonError as error:
-        click.echo(f"ganger daemon: {error}", err=True)
-        sys.exit(2)
+        codes = {
+            Obstacle.SETTING: Exit.USAGE,
+            Obstacle.STATE: Exit.REFUSED,
+            Obstacle.RIGHTS: Exit.NOT_PERMITTED,
+        }
+        raise CommandError(str(error), codes[error.obstacle]) from error

@@ -22,9 +22,9 @@ from ganger_master.rpc.server import MasterServer
 from ganger_master.runtime import failpoints
 from ganger_master.runtime.progress import ProgressBoard
 from ganger_master.runtime.scheduler_process import SupervisedProcess, host_command
-from ganger_master.runtime.state_directory import StartError, StateDirectory, storage_token
+from ganger_master.runtime.state_directory import Obstacle, StartError, StateDirectory, obstacle_of, storage_token
 from ganger_master.runtime.writer import Writer
-from ganger_master.store.contract import Store, StoreError
+from ganger_master.store.contract import Problem, Store, StoreError
 from ganger_master.store.sql import SqlStore
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Master:
             await self._start()
         except (StoreError, EndpointError) as error:
             await self.stop()
-            raise StartError(str(error)) from error
+            raise StartError(str(error), _obstacle_of(error)) from error
         except BaseException:
             await self.stop()
             raise
@@ -88,7 +88,7 @@ class Master:
         try:
             policy_named(config.policy)
         except (KeyError, ValueError) as error:
-            raise StartError(f"policy {config.policy!r} is not one this master knows") from error
+            raise StartError(f"policy {config.policy!r} is not one this master knows", Obstacle.SETTING) from error
         settings = Settings(
             lost_after_seconds=config.lost_after_seconds,
             policy=config.policy,
@@ -150,8 +150,21 @@ class Master:
             await asyncio.sleep(_HOUSEKEEPING_SECONDS)
 
 
-async def run(config: Config, say: Callable[[str], None]) -> int:
-    """Runs a master until SIGTERM or SIGINT (0), or until it cannot go on (1)."""
+def _obstacle_of(error: StoreError | EndpointError) -> Obstacle:
+    found = obstacle_of(error)
+    if found is Obstacle.RIGHTS or isinstance(error, EndpointError):
+        return found
+    match error.problem:
+        case Problem.URL:
+            return Obstacle.SETTING
+        case Problem.UNREADABLE:
+            return Obstacle.UNREACHABLE
+        case _:
+            return found
+
+
+async def run(config: Config, say: Callable[[str], None]) -> bool:
+    """Runs a master until SIGTERM or SIGINT; False when it could not go on, and its log says why."""
     master = Master(config)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -163,7 +176,7 @@ async def run(config: Config, say: Callable[[str], None]) -> int:
     failed = asyncio.create_task(master.writer.stopped.wait())
     try:
         await asyncio.wait({asked, failed}, return_when=asyncio.FIRST_COMPLETED)
-        return 0 if stop.is_set() else 1
+        return stop.is_set()
     finally:
         asked.cancel()
         failed.cancel()

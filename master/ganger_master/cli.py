@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import click
@@ -27,9 +26,11 @@ def master(config_file: Path | None, **flags: str | Path | bool | None) -> None:
     """
     import asyncio
 
+    from ganger.console.exits import CommandError, Exit
+
     from ganger_master import app, config
     from ganger_master.runtime import logs
-    from ganger_master.runtime.state_directory import StartError
+    from ganger_master.runtime.state_directory import Obstacle, StartError
 
     text = ""
     if config_file is not None:
@@ -43,9 +44,15 @@ def master(config_file: Path | None, **flags: str | Path | bool | None) -> None:
     except config.ConfigError as error:
         raise click.UsageError(str(error)) from error
     logs.set_up(settings.log_level)
+    codes = {
+        Obstacle.SETTING: Exit.USAGE,
+        Obstacle.STATE: Exit.REFUSED,
+        Obstacle.UNREACHABLE: Exit.UNREACHABLE,
+        Obstacle.RIGHTS: Exit.NOT_PERMITTED,
+    }
     try:
-        code = asyncio.run(app.run(settings, lambda line: click.echo(line)))
+        was_asked = asyncio.run(app.run(settings, lambda line: click.echo(line)))
     except StartError as error:
-        click.echo(f"error: {error}", err=True)
-        code = 1
-    sys.exit(code)
+        raise CommandError(str(error), codes[error.obstacle]) from error
+    if not was_asked:
+        raise CommandError("the master could not go on: its log says why", Exit.BUG)

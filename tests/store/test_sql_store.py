@@ -80,6 +80,7 @@ def test_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 def test_unknown_database_url_is_an_error_without_its_password() -> None:
     with pytest.raises(StoreError) as refused:
         SqlStore("nosuchdatabase://user:secret@host/name")
+    assert refused.value.problem is Problem.URL
     assert "secret" not in str(refused.value)
 
 

@@ -49,15 +49,16 @@ def refused(shell: Shell, code: int, *arguments: str) -> str:
     return done.err
 
 
-def program(cluster: Cluster, *arguments: str, token: str | None = None) -> subprocess.CompletedProcess[str]:
-    """A program or client of its own, which must end with a sentence and not with a traceback."""
+def program(cluster: Cluster, *arguments: str, code: int, token: str | None = None) -> subprocess.CompletedProcess[str]:
+    """A program or client of its own, which must end with this exit code, a sentence, and no traceback."""
     environment = {**cluster.master.environment}
     if token is not None:
         environment["GANGER_TOKEN"] = token
     done = subprocess.run(
         [*GANGER, *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode != 0
+    assert done.returncode == code, done
+    assert done.stderr.startswith("ganger: ")
     assert "Traceback" not in done.stderr + done.stdout
     return done
 
@@ -180,14 +181,12 @@ def test_an_order_to_a_job_that_has_ended_is_refused(shell: Shell, command: str)
 
 @pytest.mark.parametrize("token", ["", "wrong"])
 def test_a_missing_or_wrong_token_opens_nothing(cluster: Cluster, token: str) -> None:
-    done = program(cluster, "--master", address(cluster), "queue", token=token)
-    assert done.returncode == 6
+    done = program(cluster, "--master", address(cluster), "queue", token=token, code=6)
     assert "token" in done.stderr
 
 
 def test_no_master_at_the_address_is_said_with_what_to_do(cluster: Cluster, tmp_path: Path) -> None:
-    done = program(cluster, "--master", f"unix:{tmp_path}/nobody", "queue")
-    assert done.returncode == 5
+    done = program(cluster, "--master", f"unix:{tmp_path}/nobody", "queue", code=5)
     assert "is it running? `ganger up` starts one here" in done.stderr
 
 
@@ -240,45 +239,55 @@ def test_a_followed_job_that_fails_says_so_with_exit_code_1(shell: Shell) -> Non
 
 
 def test_a_state_directory_has_one_master_and_one_daemon(cluster: Cluster, tmp_path: Path) -> None:
-    second = program(cluster, "master", "--state-dir", str(cluster.master_directory))
+    second = program(cluster, "master", "--state-dir", str(cluster.master_directory), code=4)
     assert f"another master (pid {cluster.master.process and cluster.master.process.pid})" in second.stderr
     options = ("--state-dir", str(cluster.directory / "n0"), "--run-dir", str(cluster.run_directory / "n9"))
-    other = program(cluster, "daemon", "--node", "n9", "--master", str(cluster.master_directory), *options)
+    other = program(cluster, "daemon", "--node", "n9", "--master", str(cluster.master_directory), *options, code=4)
     assert "another daemon" in other.stderr
 
 
 def test_a_port_in_use_is_named(cluster: Cluster, tmp_path: Path) -> None:
-    done = program(cluster, "master", "--state-dir", str(tmp_path / "m"), "--listen", address(cluster))
+    done = program(cluster, "master", "--state-dir", str(tmp_path / "m"), "--listen", address(cluster), code=4)
     assert f"cannot listen on {address(cluster)}: in use" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_listening_to_the_world_without_certificates_is_refused(cluster: Cluster, tmp_path: Path) -> None:
-    done = program(cluster, "master", "--state-dir", str(tmp_path / "m"), "--listen", "0.0.0.0:0")
-    assert "without certificates" in done.stderr
+@pytest.mark.parametrize(
+    ("code", "options", "why"),
+    [
+        (2, ("--listen", "0.0.0.0:0"), "without certificates"),
+        (2, ("--policy", "wishful"), "policy 'wishful'"),
+        (2, ("--database-url", "nonsense"), "database URL"),
+        (2, ("--lost-after", "soon"), "soon"),
+        (5, ("--database-url", "sqlite:////dev/null/ganger.db"), "/dev/null/ganger.db"),
+    ],
+)
+def test_a_master_that_is_told_what_cannot_be_names_it(
+    cluster: Cluster, tmp_path: Path, code: int, options: tuple[str, ...], why: str
+) -> None:
+    assert why in program(cluster, "master", "--state-dir", str(tmp_path / "m"), *options, code=code).stderr
+
+
+def test_a_daemon_that_is_told_what_cannot_be_names_it(cluster: Cluster, tmp_path: Path) -> None:
+    options = ("--state-dir", str(tmp_path / "d"), "--master", str(cluster.master_directory))
+    assert "cannot name a node" in program(cluster, "daemon", *options, "--node", "a/b", code=2).stderr
+    far = ("--run-dir", str(tmp_path / ("far" * 30)))
+    assert "is too long for sockets" in program(cluster, "daemon", *options, "--node", "n9", *far, code=2).stderr
 
 
 @pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        (("--policy", "wishful"), "policy 'wishful'"),
-        (("--database-url", "nonsense"), "database URL"),
-        (("--lost-after", "soon"), "soon"),
-    ],
+    ("name", "content", "code", "why"),
+    [("ganger.db", b"this is not a database" * 500, 4, "database"), ("token", b"", 4, "the token")],
 )
-def test_a_setting_that_cannot_be_is_named(
-    cluster: Cluster, tmp_path: Path, options: tuple[str, ...], why: str
+def test_a_state_directory_that_is_damaged_is_named_and_left_alone(
+    cluster: Cluster, tmp_path: Path, name: str, content: bytes, code: int, why: str
 ) -> None:
-    assert why in program(cluster, "master", "--state-dir", str(tmp_path / "m"), *options).stderr
-
-
-def test_a_database_that_is_none_is_named_and_left_alone(cluster: Cluster, tmp_path: Path) -> None:
     state = tmp_path / "m"
     state.mkdir(mode=0o700)
-    (state / "ganger.db").write_bytes(b"this is not a database" * 500)
-    done = program(cluster, "master", "--state-dir", str(state))
-    assert "database" in done.stderr
-    assert (state / "ganger.db").read_bytes().startswith(b"this is not a database")
+    (state / name).write_bytes(content)
+    (state / name).chmod(0o600)
+    assert why in program(cluster, "master", "--state-dir", str(state), code=code).stderr
+    assert (state / name).read_bytes() == content
 
 
 # disks

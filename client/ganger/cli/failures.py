@@ -8,30 +8,14 @@ import sys
 import time
 import traceback
 import uuid
-from enum import IntEnum
 from pathlib import Path
 
 import click
 
-
-class Exit(IntEnum):
-    OK = 0
-    JOB_FAILED = 1
-    USAGE = 2
-    NOT_FOUND = 3
-    REFUSED = 4
-    UNREACHABLE = 5
-    NOT_PERMITTED = 6
-    BUG = 7
-    INTERRUPTED = 130
+from ganger.console.exits import CommandError, Exit
 
 
-class CommandError(Exception):
-    """Something a command itself found wrong; the message says what to do."""
-
-    def __init__(self, message: str, code: Exit = Exit.REFUSED) -> None:
-        super().__init__(message)
-        self.code = code
+__all__ = ["CommandError", "Exit", "exit_code", "report"]
 
 
 def report(error: BaseException) -> int:

@@ -19,6 +19,10 @@ class DirectoryError(Exception):
     """A directory of the daemon cannot be used; the message says what to do."""
 
 
+class DirectoryNameError(DirectoryError):
+    """It never could be."""
+
+
 @dataclass(frozen=True, slots=True)
 class GangPaths:
     """One gang's local part: `job` is durable, `run` lies in a tmpfs."""
@@ -93,7 +97,7 @@ class DaemonPaths:
         """Makes the directories, private to this user. Raises DirectoryError."""
         if len(str(self.run)) + _LONGEST_SOCKET > MAX_SOCKET_PATH:
             room = MAX_SOCKET_PATH - _LONGEST_SOCKET
-            raise DirectoryError(
+            raise DirectoryNameError(
                 f"run directory {self.run} is too long for sockets: name one of at most {room} characters"
             )
         for path in (self.state, self.run, self.jobs, self.logs, self.launchers):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+from enum import Enum
 from pathlib import Path
 from typing import Final
 
@@ -18,8 +19,21 @@ LOCK: Final = "master.lock"
 STORAGE_TOKEN: Final = ".ganger-token"
 
 
+class Obstacle(Enum):
+    """What kind of thing keeps a master from starting."""
+
+    SETTING = "it was told something that cannot be"
+    STATE = "something is in use, full or of another version"
+    UNREACHABLE = "its database does not answer"
+    RIGHTS = "it may not use what it needs"
+
+
 class StartError(Exception):
     """The master cannot start; the message says why and what to do."""
+
+    def __init__(self, message: str, obstacle: Obstacle = Obstacle.STATE) -> None:
+        super().__init__(message)
+        self.obstacle = obstacle
 
 
 class StateDirectory:
@@ -32,7 +46,7 @@ class StateDirectory:
             path.chmod(0o700)
             self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise StartError(f"cannot use state directory {path}: {error.strerror}") from error
+            raise StartError(f"cannot use state directory {path}: {error.strerror}", obstacle_of(error)) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -51,7 +65,7 @@ class StateDirectory:
         try:
             return endpoints.ensure_token(self.path)[0]
         except (endpoints.EndpointError, OSError) as error:
-            raise StartError(str(error)) from error
+            raise StartError(str(error), obstacle_of(error)) from error
 
     def write_endpoint(self, address: str) -> None:
         """Tells clients on this machine where the master listens; call it once requests are served."""
@@ -73,10 +87,16 @@ def storage_token(storage: Path) -> str:
             _write_new(path, secrets.token_hex(16) + "\n")
         token = path.read_text().strip()
     except OSError as error:
-        raise StartError(f"cannot use storage {storage}: {error.strerror}") from error
+        raise StartError(f"cannot use storage {storage}: {error.strerror}", obstacle_of(error)) from error
     if not token:
         raise StartError(f"{path} is empty: delete it if no other cluster uses this storage")
     return token
+
+
+def obstacle_of(error: BaseException) -> Obstacle:
+    """RIGHTS where missing rights are behind an error, else STATE."""
+    denied = isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError)
+    return Obstacle.RIGHTS if denied else Obstacle.STATE
 
 
 def _write_new(path: Path, text: str) -> None:

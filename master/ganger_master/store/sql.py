@@ -225,7 +225,7 @@ def _engine_for(url: str) -> Engine:
         # One file handle per use: a pool would keep handles of a file that was replaced.
         engine = create_engine(parsed, poolclass=NullPool, connect_args={"timeout": _BUSY_MILLISECONDS / 1000})
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
-        raise StoreError(Problem.UNREADABLE, f"database URL {_shown(url)} cannot be used: {error}") from error
+        raise StoreError(Problem.URL, f"database URL {_shown(url)} cannot be used: {error}") from error
 
     @event.listens_for(engine, "connect")
     def prepare(connection: sqlite3.Connection, _record: object) -> None:

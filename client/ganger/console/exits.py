@@ -1,0 +1,25 @@
+"""Exit codes of all programs (docs/cli.md), and the error by which a command ends with one of them and a sentence."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    OK = 0
+    JOB_FAILED = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    REFUSED = 4
+    UNREACHABLE = 5
+    NOT_PERMITTED = 6
+    BUG = 7
+    INTERRUPTED = 130
+
+
+class CommandError(Exception):
+    """Something a command itself found wrong; the message says what to do."""
+
+    def __init__(self, message: str, code: Exit = Exit.REFUSED) -> None:
+        super().__init__(message)
+        self.code = code
