@@ -100,6 +100,8 @@ class Session:
             except SupersededError:
                 log.info("session superseded")
                 conversation = None
+                # whoever says so is there: the waits that had grown while it was away are over
+                self._wait = _FIRST_RETRY_SECONDS
             except EndpointError as error:
                 log.info("no master", extra={"error": str(error)})
             except grpc.aio.AioRpcError as error:
