@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import pytest
-from core.drive import Drive, job_of
-from ganger_master.core.answers import JobAnswer
-from ganger_master.core.commands import MoveJob
-from ganger_master.core.model import GangPhase, Intent, ObservedPhase
+from core.drive import GIB, Drive, job_of
+from ganger_master.core.answers import Approved, JobAnswer, Rejected
+from ganger_master.core.commands import MoveJob, ResumeJob, SuspendJob
+from ganger_master.core.model import (
+    GangPhase,
+    Intent,
+    JobSpec,
+    ObservedPhase,
+    Outcome,
+    OutcomeKind,
+    SuspendLevel,
+)
+from msgspec.structs import replace
 
 
-def handed_over(step: int) -> tuple[Drive, int, int]:
+def handed_over(step: int, spec: JobSpec | None = None) -> tuple[Drive, int, int]:
     """A move whose source rests at a step; the job's number and the destination's epoch."""
     drive = Drive(2)
-    number = drive.submit(job_of(2))
+    number = drive.submit(spec or job_of(2))
     source = drive.start(number)
     drive.runs(number)
     assert drive.step(MoveJob(number)) == JobAnswer(number)
@@ -59,3 +68,22 @@ def test_the_ready_destination_waits_for_a_source_that_still_runs() -> None:
     drive.seen(number, destination, ObservedPhase.READY, 40)
     assert drive.job(number).epoch == source
     assert drive.state.gangs[source].phase is GangPhase.MOVING
+
+
+@pytest.mark.parametrize(("gib", "fits"), [(10, True), (20, False)])
+def test_a_copy_that_was_moved_away_from_counts_beside_the_gang_that_starts_from_it_again(gib: int, fits: bool) -> None:
+    drive, number, destination = handed_over(40, job_of(2, memory=gib * GIB))
+    copy = drive.job(number).epoch
+    drive.seen(number, destination, ObservedPhase.READY, 40)
+    # its user wants it to rest, and the node it has just moved to dies: what is left is the copy it came from
+    drive.step(SuspendJob(number, SuspendLevel.OFFLOAD))
+    outcome = Outcome(OutcomeKind.UNKNOWN)
+    gone = drive.report(drive.state.gangs[destination], ObservedPhase.ENDED)
+    node = drive.state.gangs[destination].nodes[0]
+    drive.observe(node, replace(gone, outcome=outcome))
+    drive.seen(number, copy, ObservedPhase.PARKED, 40)
+    assert drive.job(number).suspended_level is SuspendLevel.OFFLOAD
+    drive.step(ResumeJob(number))
+    # the copy may never run: even in its own place the job is a new gang, which needs memory of its own
+    answer = drive.request(number, drive.state.gangs[copy].claims)
+    assert isinstance(answer, Approved if fits else Rejected), answer
