@@ -8,8 +8,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
+import pytest
 from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
 from ganger.v1 import job_service_pb2
+from ganger.wire.errors import OffsetBeyondEnd, from_rpc_error
 from ganger.wire.servers import bind, make_server
 from rpc.kit import Served, Speaker, serving
 
@@ -19,10 +22,15 @@ class Segments(peer_pb2_grpc.PeerServiceServicer):
 
     def __init__(self, *parts: tuple[int, bytes]) -> None:
         self._parts = parts
+        self.asked: list[int] = []
 
     async def ReadLog(  # noqa: N802 - as in the proto
         self, request: peer_pb2.ReadPeerLogRequest, context: Any
     ) -> AsyncIterator[job_service_pb2.LogChunk]:
+        self.asked.append(request.offset)
+        end = max(offset + len(data) for offset, data in self._parts)
+        if request.offset > end:
+            raise OffsetBeyondEnd("nothing there", end=end)
         for offset, data in self._parts:
             if offset + len(data) > request.offset:
                 cut = max(0, request.offset - offset)
@@ -73,9 +81,23 @@ def test_bytes_nobody_has_are_said_to_be_lost(tmp_path: Path) -> None:
 
 def test_negative_offset_reads_the_end(tmp_path: Path) -> None:
     async def story() -> None:
-        async with cluster(tmp_path, a=Segments((0, b"one two ")), b=Segments((8, b"three"))) as served:
+        segments = Segments((0, b"one two "))
+        async with cluster(tmp_path, a=segments, b=Segments((8, b"three"))) as served:
             chunks = await read(served, offset=-7)
             assert (chunks[0].offset, b"".join(chunk.data for chunk in chunks)) == (6, b"o three")
+            assert min(segments.asked) == 6, "a long log is not read for its last bytes"
+            assert b"".join(chunk.data for chunk in await read(served, offset=-99)) == b"one two three"
+
+    asyncio.run(story())
+
+
+def test_offset_beyond_the_end_is_named(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with cluster(tmp_path, a=Segments((0, b"all"))) as served:
+            assert await read(served, offset=3) == []
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await read(served, offset=4)
+            assert isinstance(from_rpc_error(refused.value), OffsetBeyondEnd)
 
     asyncio.run(story())
 

@@ -144,8 +144,8 @@ def forbidden_nodes(state: State, job: Job) -> tuple[Refusal, ...]:
 
 
 def holding_of(state: State, job: Job, claims: Sequence[Claim]) -> tuple[Claim, ...]:
-    """Pieces of the job that count as free for it: those it is parked on, if it asks for just that place. Not those of a
-    copy it moved away from: that one never runs again, so a new gang needs room beside it."""
+    """Pieces of the job that count as free for it: those it is parked on, if it asks for just that place. Not those of
+    a copy it moved away from: that one never runs again, so a new gang needs room beside it."""
     parked = state.gangs.get(job.epoch)
     if parked is None or job.moved_from >= parked.epoch or not orders.same_place(parked.claims, claims):
         return ()

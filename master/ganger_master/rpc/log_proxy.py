@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -25,8 +24,7 @@ from ganger_master.core.model import Job
 from ganger_master.rpc.answers import Shown
 from ganger_master.runtime.writer import Writer
 
-# Largest tail that a negative offset may ask for; it is collected in memory.
-TAIL_MOST_BYTES: Final = 16 * 1024 * 1024
+_BEYOND_EVERYTHING: Final = (1 << 63) - 1
 # A node that does not answer must not hold up the parts others have.
 _FIRST_CHUNK_SECONDS: Final = 5.0
 # How often a follower looks again where nothing tells it that there is more.
@@ -57,22 +55,19 @@ class LogProxy:
     async def read(
         self, number: int, rank: int, offset: int, *, follow: bool
     ) -> AsyncIterator[job_service_pb2.LogChunk]:
-        """Chunks in the order of their offsets. Raises JobNotFound, RankNotFound, OffsetBeyondEnd."""
+        """Chunks in the order of their offsets; a negative offset counts from the end as it is now. Raises JobNotFound,
+        RankNotFound, OffsetBeyondEnd."""
         job = self._shown.job_named(number)
         if rank >= job.spec.tasks:
             raise errors.RankNotFound(f"jobs/{number} has ranks 0 to {job.spec.tasks - 1}, not {rank}")
+        position = offset
         if offset < 0:
-            position = 0
-            async for chunk in self._tail(job, rank, min(-offset, TAIL_MOST_BYTES)):
-                position = chunk.offset + len(chunk.data)
-                yield chunk
-        else:
-            position = offset
-            if offset and not follow and await self._is_beyond(job, rank, offset):
-                raise errors.OffsetBeyondEnd(f"rank {rank} of jobs/{number} has written less than {offset} bytes")
-            async for chunk in self._sweep(job, rank, offset):
-                position = chunk.offset + len(chunk.data)
-                yield chunk
+            position = max(0, await self._end_of(job, rank) + offset)
+        elif offset and not follow and 0 < (end := await self._end_of(job, rank)) < offset:
+            raise errors.OffsetBeyondEnd(f"rank {rank} of jobs/{number} has written {end} bytes, fewer than {offset}")
+        async for chunk in self._sweep(job, rank, position):
+            position = chunk.offset + len(chunk.data)
+            yield chunk
         if follow:
             async for chunk in self._follow(number, rank, position):
                 yield chunk
@@ -168,33 +163,27 @@ class LogProxy:
             if position == before:
                 return
 
-    async def _tail(self, job: Job, rank: int, size: int) -> AsyncIterator[job_service_pb2.LogChunk]:
-        kept: deque[job_service_pb2.LogChunk] = deque()
-        held = 0
-        async for chunk in self._sweep(job, rank, 0):
-            kept.append(chunk)
-            held += len(chunk.data)
-            while kept and held - len(kept[0].data) >= size:
-                held -= len(kept.popleft().data)
-        if kept and held > size:
-            first = _from(kept.popleft(), 0)
-            assert first is not None
-            cut = held - size
-            kept.appendleft(job_service_pb2.LogChunk(offset=first.offset + cut, data=first.data[cut:]))
-        for chunk in kept:
-            yield chunk
+    async def _end_of(self, job: Job, rank: int) -> int:
+        """Right after the last byte any node knows of; 0 when none does."""
+        return max(
+            await asyncio.gather(*(self._end_on(node, job, rank) for node in await self._places(job, rank))), default=0
+        )
 
-    async def _is_beyond(self, job: Job, rank: int, offset: int) -> bool:
-        """Whether not even the byte before the offset exists, while others do."""
-        sources = await self._sources(job, rank, offset - 1)
-        for source in sources:
-            source.call.cancel()
-        if sources:
-            return False
-        sources = await self._sources(job, rank, 0)
-        for source in sources:
-            source.call.cancel()
-        return bool(sources)
+    async def _end_on(self, node: str, job: Job, rank: int) -> int:
+        # Asked for what lies beyond everything, a daemon says where its log ends.
+        call = self._call(node, job, rank, _BEYOND_EVERYTHING, follow=False)
+        if call is None:
+            return 0
+        try:
+            await asyncio.wait_for(call.read(), _FIRST_CHUNK_SECONDS)
+        except grpc.RpcError as error:
+            found = errors.from_rpc_error(error)
+            return int(found.metadata.get("end", 0)) if isinstance(found, errors.OffsetBeyondEnd) else 0
+        except TimeoutError:
+            pass
+        finally:
+            call.cancel()
+        return 0
 
     async def _sources(self, job: Job, rank: int, position: int) -> list[_Source]:
         found = await asyncio.gather(

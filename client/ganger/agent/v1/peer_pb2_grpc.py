@@ -98,7 +98,8 @@ class PeerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReadLog(self, request, context):
-        """The segments this daemon has of a rank's log, from a logical offset. Errors: NOT_FOUND/RANK_NOT_FOUND.
+        """The segments this daemon has of a rank's log, from a logical offset. Errors: NOT_FOUND/RANK_NOT_FOUND,
+        OUT_OF_RANGE/OFFSET_BEYOND_END (metadata "end": where it ends).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,7 +43,9 @@ class PeerServiceStub:
     Errors: as RelayBoundary.
     """
     ReadLog: grpc.UnaryStreamMultiCallable[ganger.agent.v1.peer_pb2.ReadPeerLogRequest, ganger.v1.job_service_pb2.LogChunk]
-    """The segments this daemon has of a rank's log, from a logical offset. Errors: NOT_FOUND/RANK_NOT_FOUND."""
+    """The segments this daemon has of a rank's log, from a logical offset. Errors: NOT_FOUND/RANK_NOT_FOUND,
+    OUT_OF_RANGE/OFFSET_BEYOND_END (metadata "end": where it ends).
+    """
 
 @typing.type_check_only
 class PeerServiceAsyncStub(PeerServiceStub):
@@ -65,7 +67,9 @@ class PeerServiceAsyncStub(PeerServiceStub):
     Errors: as RelayBoundary.
     """
     ReadLog: grpc.aio.UnaryStreamMultiCallable[ganger.agent.v1.peer_pb2.ReadPeerLogRequest, ganger.v1.job_service_pb2.LogChunk]  # type: ignore[assignment]
-    """The segments this daemon has of a rank's log, from a logical offset. Errors: NOT_FOUND/RANK_NOT_FOUND."""
+    """The segments this daemon has of a rank's log, from a logical offset. Errors: NOT_FOUND/RANK_NOT_FOUND,
+    OUT_OF_RANGE/OFFSET_BEYOND_END (metadata "end": where it ends).
+    """
 
 class PeerServiceServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -114,6 +118,8 @@ class PeerServiceServicer(metaclass=abc.ABCMeta):
         request: ganger.agent.v1.peer_pb2.ReadPeerLogRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[ganger.v1.job_service_pb2.LogChunk], collections.abc.AsyncIterator[ganger.v1.job_service_pb2.LogChunk]]:
-        """The segments this daemon has of a rank's log, from a logical offset. Errors: NOT_FOUND/RANK_NOT_FOUND."""
+        """The segments this daemon has of a rank's log, from a logical offset. Errors: NOT_FOUND/RANK_NOT_FOUND,
+        OUT_OF_RANGE/OFFSET_BEYOND_END (metadata "end": where it ends).
+        """
 
 def add_PeerServiceServicer_to_server(servicer: PeerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
