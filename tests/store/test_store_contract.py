@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,9 @@ import sqlalchemy
 from ganger_master.store.contract import Batch, HistoryEntry, Problem, Put, Remove, Store, StoreError
 from ganger_master.store.memory import MemoryStore
 from ganger_master.store.sql import SqlStore
+from ganger_master.store.tables import COLUMNS
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 POSTGRESQL = "GANGER_TEST_POSTGRESQL"
 
@@ -64,26 +69,20 @@ def _drop(admin: sqlalchemy.Engine, schema: str) -> None:
 
 
 def counter(key: str, value: int) -> Put:
-    return Put("counters", key, {"body": str(value)})
+    return Put("counters", key, (str(value),))
 
 
 def job(number: int, state: str = "PENDING", revision: int = 1, end_time: float | None = None) -> Put:
-    columns = {
-        "number": number,
-        "uid": f"uid-{number}",
-        "user": "u",
-        "state": state,
-        "revision": revision,
-        "epoch": 0,
-        "create_time": 1.5,
-        "end_time": end_time,
-        "body": '{"ä": "☃"}',
-    }
-    return Put("jobs", f"jobs/{number}", columns)
+    cells = (number, f"uid-{number}", "u", state, revision, 0, 1.5, end_time, '{"ä": "☃"}')
+    return Put("jobs", f"jobs/{number}", cells)
 
 
 def happened(sequence: int, subject: str = "jobs/1", time: float | None = None) -> HistoryEntry:
     return HistoryEntry(sequence, float(sequence) if time is None else time, subject, "job_submitted", "user:u")
+
+
+def columns_of(put: Put) -> dict[str, object]:
+    return dict(zip(COLUMNS[put.table], put.cells, strict=True))
 
 
 def contents(store: Store) -> dict[tuple[str, str], dict[str, object]]:
@@ -104,16 +103,35 @@ def test_committed_batch_is_there_after_reopening_value_for_value(reopen: Opener
     again = reopen()
     found = contents(again)
     assert found["counters", "next_job"] == {"body": str(2**62)}
-    assert found["jobs", "jobs/1"] == dict(job(1).columns)
-    assert found["jobs", "jobs/2"] == dict(job(2, end_time=0.25).columns)
+    assert found["jobs", "jobs/1"] == columns_of(job(1))
+    assert found["jobs", "jobs/2"] == columns_of(job(2, end_time=0.25))
     assert list(again.history("", 0, 10)) == [happened(1)]
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+
+
+@settings(max_examples=5)
+@given(st.lists(st.tuples(st.floats(1e9, 1e10), TEXTS), min_size=1, max_size=40))
+def test_times_and_texts_come_back_as_they_were(told: list[tuple[float, str]]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        store = SqlStore(f"sqlite:///{directory}/ganger.db")
+        store.open()
+        written = [
+            HistoryEntry(number, time, "jobs/1", "told", "user:u", text, json.dumps({"said": text}))
+            for number, (time, text) in enumerate(told, 1)
+        ]
+        store.commit(Batch([Put("counters", "said", (told[0][1],))], written))
+        assert list(store.history("", 0, 100)) == written
+        assert contents(store) == {("counters", "said"): {"body": told[0][1]}}
+        store.close()
 
 
 def test_put_replaces_and_remove_takes_away(reopen: Opener) -> None:
     store = reopen()
     store.commit(Batch([job(1), job(2)]))
     store.commit(Batch([job(1, "HOLDING", 2), Remove("jobs", "jobs/2"), Remove("jobs", "jobs/9")]))
-    assert contents(store) == {("jobs", "jobs/1"): dict(job(1, "HOLDING", 2).columns)}
+    assert contents(store) == {("jobs", "jobs/1"): columns_of(job(1, "HOLDING", 2))}
 
 
 def test_empty_batch_changes_nothing(reopen: Opener) -> None:
@@ -156,7 +174,7 @@ def test_batch_that_fails_in_the_middle_leaves_nothing(reopen: Opener) -> None:
     with pytest.raises(StoreError):
         # The history's sequence is taken, which only shows after the jobs were written.
         store.commit(Batch([job(1, "HOLDING", 2), job(2)], [happened(1)]))
-    assert contents(store) == {("jobs", "jobs/1"): dict(job(1).columns)}
+    assert contents(store) == {("jobs", "jobs/1"): columns_of(job(1))}
     store.commit(Batch([job(2)], [happened(2)]))
     assert len(contents(store)) == 2
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core.model import Claim, Gang, Intent, Job, Node, ObservedPhase, Piece, Restore, Role, Stray
+from ganger_master.core.model import Claim, Gang, Intent, Job, Node, ObservedPhase, Piece, Role, Stray
 from ganger_master.core.wanted import DesiredGang, DesiredRestore, DesiredSet, Member
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ def _alike(one: tuple[DesiredGang, ...], other: tuple[DesiredGang, ...]) -> bool
 
 def ranks_by_claim(roles: Sequence[Role], claims: Sequence[Claim]) -> tuple[tuple[int, ...], ...]:
     """Ranks are numbered role by role and, within a role, claim by claim."""
+    if len(claims) == 1:
+        return (tuple(range(sum(claims[0].tasks[: len(roles)]))),)
     ranks: list[list[int]] = [[] for _ in claims]
     following = 0
     for role in range(len(roles)):
@@ -85,7 +87,7 @@ def ranks_by_claim(roles: Sequence[Role], claims: Sequence[Claim]) -> tuple[tupl
             count = claim.tasks[role] if role < len(claim.tasks) else 0
             ranks[index].extend(range(following, following + count))
             following += count
-    return tuple(tuple(own) for own in ranks)
+    return tuple([tuple(own) for own in ranks])
 
 
 def members_of(state: State, job: Job, gang: Gang) -> tuple[Member, ...]:
@@ -102,7 +104,9 @@ def _members(state: State, job: Job, gang: Gang) -> tuple[Member, ...]:
         node = state.nodes.get(claim.node)
         peer, stream = (node.peer_address, node.stream_address) if node else ("", "")
         members.append(Member(claim.node, peer, stream, ranks))
-    return tuple(sorted(members, key=lambda member: (0 not in member.ranks, member.ranks)))
+    if len(members) > 1:
+        members.sort(key=lambda member: (0 not in member.ranks, member.ranks))
+    return tuple(members)
 
 
 def threads_of(claims: Sequence[Claim]) -> int:
@@ -111,9 +115,12 @@ def threads_of(claims: Sequence[Claim]) -> int:
 
 
 def _projected(state: State, gang: Gang, piece: Piece, known: Projected | None) -> Projected:
+    parked = gang.restore.parked_epoch
+    if known is not None and known.gang is gang and not parked and known.members is state.members.get(gang.epoch):
+        return known
     job = state.jobs[gang.job]
     members = members_of(state, job, gang)
-    source = state.gangs.get(gang.restore.parked_epoch)
+    source = state.gangs.get(parked) if parked else None
     source_members = members_of(state, job, source) if source is not None else ()
     # What else it depends on never changes: spec, uid and user of a job, settings.
     if known is not None and known.gang is gang and known.members is members and known.source_members is source_members:
@@ -139,7 +146,7 @@ def _desired_gang(
         spec=job.spec,
         user=job.user,
         restore=_FROM_THE_BEGINNING
-        if restore == _NO_RESTORE
+        if not (restore.parked_epoch or restore.checkpoint_path or restore.step)
         else DesiredRestore(restore.checkpoint_path, restore.parked_epoch, source_members, restore.step),
         threads=gang.threads,
         checkpoint_interval_seconds=max(0.0, interval),
@@ -151,7 +158,6 @@ def _desired_gang(
     )
 
 
-_NO_RESTORE: Final = Restore()
 _FROM_THE_BEGINNING: Final = DesiredRestore()
 _NOTHING: Final = DesiredSet()
 

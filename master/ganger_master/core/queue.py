@@ -21,7 +21,9 @@ WINDOW = 64
 
 def hand_out(state: State, now: float) -> tuple[int, ...]:
     """Gives turns while there are any to give; their numbers."""
-    given = []
+    given: list[int] = []
+    if len(state.turns) >= state.settings.turns_at_once:
+        return ()
     for position, number in enumerate(state.waiting.first(WINDOW)):
         if len(state.turns) >= state.settings.turns_at_once:
             break
@@ -125,9 +127,11 @@ def next_time(state: State, now: float) -> float | None:
     """When a lease runs out, or a job that found no place is to be asked again."""
     times = [turn.expires + _JUST_AFTER for turn in state.turns.values()]
     again = state.settings.turn_again_seconds
-    times.extend(state.passed[number][1] + again for number in state.waiting.first(WINDOW) if number in state.passed)
+    if state.passed:
+        first = state.waiting.first(WINDOW)
+        times.extend([state.passed[number][1] + again for number in first if number in state.passed])
     # One that may be asked already waits for a turn to become free, not for time to pass.
-    return min((time for time in times if time > now), default=None)
+    return min([time for time in times if time > now], default=None)
 
 
 # An instant at which a lease still holds is not yet past it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ganger.resources.values import NodeRow
 from ganger.resources.view import Mode
@@ -12,7 +12,7 @@ from ganger.v1 import job_pb2, node_pb2, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire import convert, errors, names, times
 
 from ganger_master.core import commands
-from ganger_master.core.answers import Approved, Done, JobAnswer, PlanAnswer, Refused, Rejected
+from ganger_master.core.answers import Answer, Approved, Done, JobAnswer, PlanAnswer, Refused, Rejected
 from ganger_master.core.model import SuspendLevel
 from ganger_master.core.state import Turn
 from ganger_master.rpc import job_messages
@@ -24,6 +24,8 @@ from ganger_master.runtime.writer import Writer
 _CANDIDATES_MOST: Final = 16
 _REQUESTS_MOST: Final = 1_000
 _CHANGES_MOST: Final = 10_000
+# Messages of one stream that may wait for their commit.
+_MESSAGES_AHEAD: Final = 16
 _MODES: Final = {
     scheduling_pb2.GangRequest.MODE_UNSPECIFIED: "EXCLUSIVE",
     scheduling_pb2.GangRequest.MODE_EXCLUSIVE: "EXCLUSIVE",
@@ -36,6 +38,8 @@ _DELTA_SECONDS: Final = 0.01
 # Rows turned into messages before other calls get their turn.
 _ROWS_AT_ONCE: Final = 500
 _SHORTEST_INTERVAL_SECONDS: Final = 0.1
+
+_Judged: TypeAlias = tuple[scheduling_pb2.GangRequests, asyncio.Future[Sequence[Answer]]]
 
 
 class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
@@ -125,15 +129,37 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
     async def RequestGangs(
         self, request_iterator: AsyncIterator[scheduling_pb2.GangRequests], context: Any
     ) -> AsyncIterator[scheduling_pb2.Verdicts]:
-        async for message in request_iterator:
-            if len(message.requests) > _REQUESTS_MOST:
-                raise errors.RequestInvalid(f"{len(message.requests)} requests in a message: at most {_REQUESTS_MOST}")
-            answers = await self._writer.submit_all([_gang_request(request) for request in message.requests])
-            verdicts = [
-                _verdict_or_refusal(request.job, answer)
-                for request, answer in zip(message.requests, answers, strict=True)
-            ]
-            yield scheduling_pb2.Verdicts(verdicts=verdicts)
+        # Judged as they come, answered in their order: the next message need not wait for the commit of this one.
+        judged: asyncio.Queue[_Judged | None] = asyncio.Queue(_MESSAGES_AHEAD)
+        reading = asyncio.create_task(self._judge(request_iterator, judged))
+        try:
+            while (found := await judged.get()) is not None:
+                message, answers = found
+                verdicts = [
+                    _verdict_or_refusal(request.job, answer)
+                    for request, answer in zip(message.requests, await answers, strict=True)
+                ]
+                yield scheduling_pb2.Verdicts(verdicts=verdicts)
+            await reading
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _judge(
+        self, messages: AsyncIterator[scheduling_pb2.GangRequests], judged: asyncio.Queue[_Judged | None]
+    ) -> None:
+        try:
+            async for message in messages:
+                if len(message.requests) > _REQUESTS_MOST:
+                    many = len(message.requests)
+                    raise errors.RequestInvalid(f"{many} requests in a message: at most {_REQUESTS_MOST}")
+                answers = self._writer.submit_all([_gang_request(request) for request in message.requests])
+                await judged.put((message, answers))
+        except Exception:
+            # Told where it is awaited, after what was judged before it.
+            await judged.put(None)
+            raise
+        await judged.put(None)
 
     async def ReleaseGang(self, request: scheduling_pb2.ReleaseGangRequest, context: Any) -> job_pb2.Job:
         command = commands.ReleaseGang(names.parse_job_name(request.job), request.epoch)

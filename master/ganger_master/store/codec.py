@@ -1,12 +1,12 @@
 """The core's elements as rows of the state tables, and back.
 
-Columns repeat what people query; the body alone is what is read back. A job's spec never changes and is by far its
+Cells repeat what people query; the body alone is what is read back. A job's spec never changes and is by far its
 largest part, so it has a row of its own that is written once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -58,10 +58,10 @@ class Codec:
             if kind == "job":
                 changes.append(Remove("job_specs", key))
                 self._stored_specs.discard(key)
-        for (_kind, key), element in puts.items():
-            changes.append(_put(key, element))
+        for (kind, key), element in puts.items():
+            changes.append(_put(kind, key, element))
             if isinstance(element, Job) and key not in self._stored_specs:
-                changes.append(Put("job_specs", key, {"body": _body(element.spec)}))
+                changes.append(Put("job_specs", key, (_body(element.spec),)))
                 self._stored_specs.add(key)
         return Batch(changes, [_entry(each) for each in history])
 
@@ -84,48 +84,44 @@ class Codec:
         return sorted(found, key=_order)
 
 
-def _put(key: str, element: Element) -> Put:
-    match element:
-        case Job():
-            columns: dict[str, Cell] = {
-                "number": element.number,
-                "uid": element.uid,
-                "user": element.user,
-                "state": element.state.value,
-                "revision": element.revision,
-                "epoch": element.epoch,
-                "create_time": element.create_time,
-                "end_time": element.end_time or None,
-                "body": _body(replace(element, spec=_NO_SPEC)),
-            }
-            return Put("jobs", key, columns)
-        case Gang():
-            return Put(
-                "gangs",
-                key,
-                {
-                    "epoch": element.epoch,
-                    "job": element.job,
-                    "role": element.role.value,
-                    "phase": element.phase.value,
-                    "body": _body(element),
-                },
-            )
-        case Node():
-            return Put(
-                "nodes",
-                key,
-                {
-                    "configuration_set": element.configuration_set,
-                    "rack": element.rack,
-                    "state": element.state.value,
-                    "body": _body(element),
-                },
-            )
-        case ConfigurationSet():
-            return Put("configuration_sets", key, {"body": _body(element)})
-        case Counters():
-            return Put("counters", _COUNTERS_KEY, {"body": _body(element)})
+def _put(kind: str, key: str, element: Any) -> Put:
+    table = TABLE_OF_KIND[kind]
+    return Put(table, _COUNTERS_KEY if kind == "counters" else key, _CELLS[table](element))
+
+
+def _cells_of_job(job: Job) -> tuple[Cell, ...]:
+    return (
+        job.number,
+        job.uid,
+        job.user,
+        job.state.value,
+        job.revision,
+        job.epoch,
+        job.create_time,
+        job.end_time or None,
+        _body(replace(job, spec=_NO_SPEC)),
+    )
+
+
+def _cells_of_gang(gang: Gang) -> tuple[Cell, ...]:
+    return gang.epoch, gang.job, gang.role.value, gang.phase.value, _body(gang)
+
+
+def _cells_of_node(node: Node) -> tuple[Cell, ...]:
+    return node.configuration_set, node.rack, node.state.value, _body(node)
+
+
+def _only_body(element: ConfigurationSet | Counters) -> tuple[Cell, ...]:
+    return (_body(element),)
+
+
+_CELLS: Final[Mapping[str, Callable[[Any], tuple[Cell, ...]]]] = {
+    "jobs": _cells_of_job,
+    "gangs": _cells_of_gang,
+    "nodes": _cells_of_node,
+    "configuration_sets": _only_body,
+    "counters": _only_body,
+}
 
 
 def _body(value: Element | JobSpec) -> str:
@@ -161,6 +157,7 @@ def _entry(history: History) -> HistoryEntry:
         history.subject,
         history.kind,
         history.cause,
-        history.message,
+        # No database keeps a NUL in a text.
+        history.message.replace("\0", "\N{REPLACEMENT CHARACTER}"),
         _encode(dict(history.figures)).decode() if history.figures else "{}",
     )

@@ -37,12 +37,11 @@ class StoreError(Exception):
 
 
 class Put(Struct, frozen=True, gc=False):
-    """Inserts or replaces one element. `columns` are those of its table besides `key`, always the same ones in the
-    same order for one table."""
+    """Inserts or replaces one element. `cells` are its values in the order of the table's columns, `key` left out."""
 
     table: str
     key: str
-    columns: Mapping[str, Cell]
+    cells: tuple[Cell, ...]
 
 
 class Remove(Struct, frozen=True, gc=False):

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 from ganger_master.store.contract import Batch, HistoryEntry, Put, Remove, StoredRow
-from ganger_master.store.tables import STATE
+from ganger_master.store.tables import COLUMNS, STATE
 
 
 class MemoryStore:
@@ -26,8 +26,8 @@ class MemoryStore:
     def commit(self, batch: Batch) -> None:
         for change in batch.changes:
             match change:
-                case Put(table, key, columns):
-                    self._rows[table][key] = StoredRow(table, key, dict(columns))
+                case Put(table, key, cells):
+                    self._rows[table][key] = StoredRow(table, key, dict(zip(COLUMNS[table], cells, strict=True)))
                 case Remove(table, key):
                     self._rows[table].pop(key, None)
         self._history.extend(batch.history)

@@ -10,7 +10,7 @@ when it returns.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any, Final
 
@@ -19,13 +19,12 @@ from sqlalchemy import Table
 from sqlalchemy.dialects import sqlite
 
 from ganger_master.store.contract import Batch, Put
-from ganger_master.store.tables import STATE, events, writer
+from ganger_master.store.tables import COLUMNS, STATE, events, writer
 
 FENCED: Final = "the generation is another one"
 
 _encode: Final = msgspec.json.Encoder().encode
 _quote: Final = sqlite.dialect().identifier_preparer.quote
-_NAMES: Final = {name: tuple(column.name for column in table.columns) for name, table in STATE.items()}
 _history_row: Final = attrgetter(*(column.name for column in events.columns))
 
 
@@ -42,10 +41,7 @@ def commit(connection: sqlite3.Connection, generation: int, batch: Batch) -> Non
     removes: dict[str, list[str]] = {}
     for change in batch.changes:
         if isinstance(change, Put):
-            # Columns may come in any order, and are few.
-            cells = change.columns
-            row = tuple([change.key if name == "key" else cells[name] for name in _NAMES[change.table]])
-            puts.setdefault(change.table, []).append(row)
+            puts.setdefault(change.table, []).append((change.key, *change.cells))
         else:
             removes.setdefault(change.table, []).append(change.key)
     text = _encode({"puts": puts, "removes": removes, "history": [_history_row(entry) for entry in batch.history]})
@@ -60,15 +56,15 @@ def _statements() -> Iterator[str]:
     for table in STATE.values():
         removed = f"SELECT value FROM json_each(NEW.batch, '$.removes.{table.name}')"
         yield f"DELETE FROM {table.name} WHERE key IN ({removed})"
-        others = [_quote(column.name) for column in table.columns if column.name != "key"]
-        changes = ", ".join(f"{name} = excluded.{name}" for name in others)
+        columns = ("key", *COLUMNS[table.name])
+        changes = ", ".join(f"{name} = excluded.{name}" for name in map(_quote, columns[1:]))
         # Without a WHERE the ON would be read as that of a join.
-        yield f"{_insert(table, f'puts.{table.name}')} WHERE true ON CONFLICT (key) DO UPDATE SET {changes}"
-    yield _insert(events, "history")
+        yield f"{_insert(table, columns, f'puts.{table.name}')} WHERE true ON CONFLICT (key) DO UPDATE SET {changes}"
+    yield _insert(events, [column.name for column in events.columns], "history")
 
 
-def _insert(table: Table, path: str) -> str:
+def _insert(table: Table, columns: Sequence[str], path: str) -> str:
     """Rows are arrays with one value per column."""
-    names = ", ".join(_quote(column.name) for column in table.columns)
-    values = ", ".join(f"json_extract(value, '$[{index}]')" for index in range(len(table.columns)))
+    names = ", ".join(map(_quote, columns))
+    values = ", ".join(f"json_extract(value, '$[{index}]')" for index in range(len(columns)))
     return f"INSERT INTO {table.name} ({names}) SELECT {values} FROM json_each(NEW.batch, '$.{path}')"

@@ -22,7 +22,7 @@ from sqlalchemy.sql import Executable
 
 from ganger_master.store import migrate, one_statement
 from ganger_master.store.contract import Batch, Cell, HistoryEntry, Problem, Put, Remove, StoredRow, StoreError
-from ganger_master.store.tables import STATE, events, writer
+from ganger_master.store.tables import COLUMNS, STATE, events, writer
 
 _HISTORY_COLUMNS: Final = tuple(column.name for column in events.columns)
 # Rows of one statement; keeps the driver's memory and the time of one lock bounded.
@@ -52,7 +52,7 @@ class SqlStore:
     def load(self) -> Iterator[StoredRow]:
         with _explained(self._url), self._engine.connect() as connection:
             for table in STATE.values():
-                names = tuple(column.name for column in table.columns if column.name != "key")
+                names = COLUMNS[table.name]
                 rows = connection.execution_options(yield_per=_ROWS_PER_FETCH).execute(
                     select(table.c.key, *(table.c[name] for name in names))
                 )
@@ -135,8 +135,9 @@ class SqlStore:
         removes: dict[str, list[Mapping[str, Cell]]] = {}
         for change in batch.changes:
             match change:
-                case Put(table, key, columns):
-                    puts.setdefault(table, []).append({"key": key, **columns})
+                case Put(table, key, cells):
+                    row = dict(zip(COLUMNS[table], cells, strict=True))
+                    puts.setdefault(table, []).append({"key": key, **row})
                 case Remove(table, key):
                     removes.setdefault(table, []).append({"key": key})
         for table, rows in removes.items():

@@ -99,3 +99,7 @@ events = Table(
 
 # In the order in which they are loaded: an element only names elements of tables before its own.
 STATE: Final = {table.name: table for table in (counters, configuration_sets, nodes, job_specs, jobs, gangs)}
+# Of each state table, `key` left out.
+COLUMNS: Final = {
+    name: tuple(column.name for column in table.columns if column.name != "key") for name, table in STATE.items()
+}
