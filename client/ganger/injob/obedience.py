@@ -254,6 +254,7 @@ class Obedience:
             if not self._held:
                 self._words[Word.STATE] = State.READY
             self._words[Word.REACHED_SEQ] = order.seq
+            self._socket.send({"event": "ready", "rank": self._rank, "seq": order.seq}, now_ns())
 
     def _hold(self, order: PageOrder, step: int) -> None:
         """Stand at the agreed step at the level of the order."""

@@ -10,8 +10,6 @@ import ctypes
 import errno
 import os
 import platform
-import queue
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Callable, Protocol
@@ -22,10 +20,11 @@ from ganger.injob import image as form
 from ganger.injob.image import ImageError, Preamble
 from ganger.training.codec import dtype_named
 
-# Large enough that calls cost nothing, small enough that who streams an image is never far behind who fills it.
-PIECE_BYTES = 4 << 20
-# Below this a thread that hashes beside the copying takes longer to start than it saves.
-HASHED_BESIDE_FROM = 32 << 20
+# Small enough that what was copied is still in the processor's cache when it is hashed: together they take little
+# longer than the copy alone. And who streams an image is never far behind who fills it.
+PIECE_BYTES = 256 << 10
+# Between host and device, and to storage, a call costs more.
+TRANSFER_BYTES = 4 << 20
 MAX_PENDING_PIECES = 512  # below IOV_MAX
 
 
@@ -94,8 +93,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 class Sink(Protocol):
     """Takes the image front to back."""
 
-    def put(self, data: Any) -> memoryview | None:
-        """Returns the data where it now lies for good; None if it is out of reach."""
+    def put(self, data: Any) -> None: ...
 
     def flush(self) -> None: ...
 
@@ -105,79 +103,41 @@ def write_image(plan: ImagePlan, sink: Sink) -> str:
     preamble = plan.preamble
     sink.put(preamble.pack())
     sink.put(plan.header)
-    digests = _Digests(preamble)
-    try:
-        position = 0
-        for tensor, offset in zip(plan.tensors, plan.offsets):
-            if offset > position:
-                _put(bytes(offset - position), sink, digests)
-            for piece in host_pieces(tensor):
-                _put(piece, sink, digests)
-            position = offset + tensor.numel() * tensor.element_size()
-        _put(bytes(preamble.data_bytes - position), sink, digests)
-    finally:
-        digests.finish()
+    digests = form.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
+
+    def put(data: Any) -> None:
+        sink.put(data)
+        digests.update(data)
+
+    position = 0
+    for tensor, offset in zip(plan.tensors, plan.offsets):
+        if offset > position:
+            put(bytes(offset - position))
+        for view in host_views(tensor):
+            for start in range(0, len(view), PIECE_BYTES):
+                put(view[start : start + PIECE_BYTES])
+        position = offset + tensor.numel() * tensor.element_size()
+    put(bytes(preamble.data_bytes - position))
     trailer = digests.trailer()
     sink.put(trailer)
     sink.flush()
     return trailer[-8:][::-1].hex()
 
 
-def _put(data: Any, sink: Sink, digests: _Digests) -> None:
-    if len(data):
-        kept = sink.put(data)
-        digests.update(data if kept is None else kept, lasting=kept is not None)
-
-
-class _Digests:
-    """Hashes what has been written: beside the writing if it lies still somewhere, else at once."""
-
-    def __init__(self, preamble: Preamble) -> None:
-        self._digests = form.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
-        self._is_large = preamble.data_bytes >= HASHED_BESIDE_FROM
-        self._pieces: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def update(self, data: Any, *, lasting: bool) -> None:
-        if self._thread is None and not (lasting and self._is_large):
-            self._digests.update(data)
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._hash, name="ganger-digests", daemon=True)
-            self._thread.start()
-        self._pieces.put(data if lasting else memoryview(bytes(data)))
-
-    def _hash(self) -> None:
-        for piece in iter(self._pieces.get, None):
-            self._digests.update(piece)
-
-    def finish(self) -> None:
-        """Wait for what is still to be hashed."""
-        if self._thread is not None:
-            self._pieces.put(None)
-            self._thread.join()
-            self._thread = None
-
-    def trailer(self) -> bytes:
-        return self._digests.trailer()
-
-
-def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in logical order, in small pieces, each valid until the next is asked for."""
+def host_views(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor in logical order, in parts, each valid until the next is asked for."""
     if tensor.numel() == 0:
         return
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.device.type == "cpu":
-        view = host_view(flat)
-        for start in range(0, len(view), PIECE_BYTES):
-            yield view[start : start + PIECE_BYTES]
+        yield host_view(flat)
         return
     # two staging buffers: the device copies into one while the other is hashed and written
-    staging = [_staging_buffer(min(PIECE_BYTES, flat.numel())) for _ in range(2)]
-    starts = list(range(0, flat.numel(), PIECE_BYTES))
+    staging = [_staging_buffer(min(TRANSFER_BYTES, flat.numel())) for _ in range(2)]
+    starts = list(range(0, flat.numel(), TRANSFER_BYTES))
     pending: tuple[torch.Tensor, Any] | None = None
     for number, start in enumerate(starts):
-        part = flat[start : start + PIECE_BYTES]
+        part = flat[start : start + TRANSFER_BYTES]
         target = staging[number % 2][: part.numel()]
         target.copy_(part, non_blocking=True)
         done: Any = torch.cuda.Event() if flat.is_cuda else None  # type: ignore[no-untyped-call]
@@ -250,24 +210,22 @@ class ArenaSink:
         self._progress = progress
         self._filled = 0
 
-    def put(self, data: Any) -> memoryview:
+    def put(self, data: Any) -> None:
         view = memoryview(data).cast("B")
         start, end = self._filled, self._filled + len(view)
         if end > len(self._arena):
             raise ArenaTooSmallError(end, len(self._arena))
-        kept = self._arena[start:end]
         if len(view):
-            _copy(kept, view)
+            _copy(self._arena[start:end], view)
         self._filled = end
         self._progress(end)
-        return kept
 
     def flush(self) -> None:
         pass
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
-    """Without the interpreter's lock, so that others (who hash, who count what is filled) run meanwhile."""
+    """Without the interpreter's lock: the script's own threads go on meanwhile."""
     if source.readonly or len(source) < 64 << 10:
         target[:] = source
         return
@@ -440,7 +398,7 @@ def read_tensors(
 
 def _skip(image: OpenImage, start: int, end: int, digests: form.ChunkDigests) -> None:
     while start < end:
-        gap = bytearray(min(end - start, PIECE_BYTES))
+        gap = bytearray(min(end - start, TRANSFER_BYTES))
         image.source.read_into(memoryview(gap), image.preamble.data_offset + start)
         digests.update(gap)
         start += len(gap)
@@ -471,8 +429,9 @@ def _read_tensor(
     direct = reachable and destination.is_contiguous()
     target = destination.detach() if direct else torch.empty(shape, dtype=dtype)
     flat = target.reshape(-1).view(torch.uint8)
-    for start in range(0, flat.numel(), PIECE_BYTES):
-        piece = flat[start : start + PIECE_BYTES]
+    step = PIECE_BYTES if flat.device.type == "cpu" else TRANSFER_BYTES
+    for start in range(0, flat.numel(), step):
+        piece = flat[start : start + step]
         digests.update(image.source.fill(piece, image.preamble.data_offset + entry["offset"] + start))
     if not direct:
         with torch.no_grad():

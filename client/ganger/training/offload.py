@@ -18,11 +18,11 @@ import torch
 from ganger.injob import exitcode
 from ganger.injob.control import Control, Handlers, StopRequest
 from ganger.injob.image import ImageError
-from ganger.injob.page import EXIT_NO_STATE, Error, Word
+from ganger.injob.page import EXIT_NO_STATE, Error, State, Word
 from ganger.training.arena import Arena, give_free_memory_back
 from ganger.training.codec import StateNotSupportedError
 from ganger.training.image import (
-    PIECE_BYTES,
+    TRANSFER_BYTES,
     ArenaSink,
     ArenaSource,
     ArenaTooSmallError,
@@ -193,6 +193,7 @@ class StateKeeper:
     def _from_assigned_state(self, use: Callable[[OpenImage], _T]) -> _T:
         order = self._control.restore
         assert order is not None, "asked only when a state is assigned"
+        self._page.set(Word.STATE, State.RESTORING)
         try:
             if order.kind == "arena":
                 if self.arena is None:
@@ -252,8 +253,8 @@ class StateKeeper:
 
         def write(descriptor: int) -> None:
             sink = FileSink(descriptor)
-            for start in range(0, total, PIECE_BYTES):
-                sink.put(view[start : min(start + PIECE_BYTES, total)])
+            for start in range(0, total, TRANSFER_BYTES):
+                sink.put(view[start : min(start + TRANSFER_BYTES, total)])
             sink.flush()
 
         durable_shard(directory, self._control.rank, total, write)

@@ -56,6 +56,8 @@ log = logging.getLogger(__name__)
 
 _FAST_SECONDS = 0.0015
 _BUSY_SECONDS = 0.005
+_COPY_SECONDS = 0.02
+_COPYING = {Phase.STOPPING: core.RankState.SAVING, Phase.PREPARED: core.RankState.RESTORING}
 _SLOW_SECONDS = 0.25
 _LOG_SECONDS = 10.0
 _FAILURE_GRACE_SECONDS = 5.0
@@ -722,6 +724,10 @@ class LocalGang:
             return 60.0
         if not self._launched:
             return 0.05
+        copying = _COPYING.get(phase) if self.pages.mapped else None
+        if copying and any(self.pages.progress(rank).state == copying for rank in self.part.ranks):
+            # the processor belongs to who copies; the rank sends word when it is done
+            return _COPY_SECONDS
         if phase is Phase.STOPPING:
             return _FAST_SECONDS if not self.memory.waiting else _BUSY_SECONDS
         if self.deaths.awaited:
