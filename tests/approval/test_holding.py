@@ -129,6 +129,4 @@ def _first(intent: Intent) -> ObservedPhase:
 
 
 TestHolding = Holding.TestCase
-TestHolding.settings = settings(
-    max_examples=30, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow]
-)
+TestHolding.settings = settings(max_examples=30, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow])

@@ -12,7 +12,7 @@ from ganger.resources.values import Claim, GangShape, Level
 from ganger.resources.view import View
 from ganger_master.approval.explain import Holder, estimate, explain, order
 from ganger_master.approval.protected import Protected, protect
-from ganger_master.approval.reservations import Wanting, begins, reserve
+from ganger_master.approval.reservations import Wanting, begins_at, reserve
 from ganger_master.approval.verdicts import Approved, Rejected, approve
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -147,7 +147,7 @@ def test_place_is_gone_with_its_node() -> None:
 
 @pytest.mark.parametrize(("conflicts", "waited", "kept"), [(2, 119, False), (3, 0, True), (0, 120, True)])
 def test_place_is_kept_after_three_conflicts_or_two_minutes(conflicts: int, waited: float, kept: bool) -> None:
-    assert begins(conflicts, waited) is kept
+    assert (waited >= begins_at(conflicts, 0.0)) is kept
 
 
 @settings(max_examples=30)
@@ -163,7 +163,7 @@ def test_large_gang_is_not_starved_by_a_stream_of_small_ones(seed: int, large: i
             for claim in claims:
                 view.give(claim)
         running = [one for one in running if one[0] > now]
-        waits_long = begins(conflicts=now, waited=0.0)
+        waits_long = begins_at(conflicts=now, since=0.0) <= 0.0
         protected = protect(view, reserve(view, [Wanting("jobs/1", 1, shape)])) if waits_long else Protected()
         verdict = approve(view, shape, candidates(view, shape).candidates, rank=1, job="jobs/1", protected=protected)
         if isinstance(verdict, Approved):

@@ -81,22 +81,24 @@ def configuration_set_from_wire(message: resources_pb2.ConfigurationSet) -> Conf
     )
 
 
-def node_row_to_wire(value: NodeRow) -> node_pb2.NodeRow:
-    return node_pb2.NodeRow(
-        node=names.node_name(value.node),
-        configuration_set=value.configuration_set,
-        free_mask=value.free_mask,
-        free_millicores=value.free_millicores,
-        free_memory_bytes=value.free_memory_bytes,
-        version=value.version,
-        available=value.available,
-        rack=value.rack,
-        fabric=value.fabric,
-        socket_jobs=value.socket_jobs,
-        group_jobs=value.group_jobs,
-        device_rows=value.device_rows,
-        affinity=value.affinity,
-    )
+def node_row_to_wire(value: NodeRow, into: node_pb2.NodeRow | None = None) -> node_pb2.NodeRow:
+    """`into`: an empty message that is to hold it, as one just added to a list."""
+    # Setting fields takes half the time of naming them all to the constructor.
+    message = node_pb2.NodeRow() if into is None else into
+    message.node = names.node_name(value.node)
+    message.configuration_set = value.configuration_set
+    message.free_mask = value.free_mask
+    message.free_millicores.extend(value.free_millicores)
+    message.free_memory_bytes = value.free_memory_bytes
+    message.version = value.version
+    message.available = value.available
+    message.rack = value.rack
+    message.fabric = value.fabric
+    message.socket_jobs.extend(value.socket_jobs)
+    message.group_jobs.extend(value.group_jobs)
+    message.device_rows.extend(value.device_rows)
+    message.affinity = value.affinity
+    return message
 
 
 def node_row_from_wire(message: node_pb2.NodeRow) -> NodeRow:
@@ -161,13 +163,15 @@ def claim_to_wire(value: Claim) -> resources_pb2.Claim:
 
 
 def claim_from_wire(message: resources_pb2.Claim) -> Claim:
+    tasks = message.tasks
     return Claim(
-        node=names.parse_node_name(message.node),
-        device_mask=message.device_mask,
-        millicores=tuple(message.millicores),
-        memory_bytes=message.memory_bytes,
-        arena_bytes=message.arena_bytes,
-        tasks=tuple(message.tasks),
+        names.parse_node_name(message.node),
+        message.device_mask,
+        tuple(message.millicores),
+        message.memory_bytes,
+        message.arena_bytes,
+        # Most jobs have one role, and to iterate takes long.
+        (tasks[0],) if len(tasks) == 1 else tuple(tasks),
     )
 
 
@@ -207,14 +211,18 @@ def gang_shape_to_wire(shape: GangShape) -> job_pb2.JobSpec:
     )
 
 
-def refusal_to_wire(value: Refusal) -> resources_pb2.Refusal:
-    return resources_pb2.Refusal(
-        reason=value.reason.name,
-        message=value.message,
-        figures=dict(value.figures),
-        node=names.node_name(value.node) if value.node else "",
-        job=value.job,
-    )
+def refusal_to_wire(value: Refusal, into: resources_pb2.Refusal | None = None) -> resources_pb2.Refusal:
+    """`into`: an empty message that is to hold it, as one just added to a list."""
+    message = resources_pb2.Refusal() if into is None else into
+    message.reason = value.reason.name
+    message.message = value.message
+    figures = message.figures
+    for name, figure in value.figures.items():
+        figures[name] = figure
+    if value.node:
+        message.node = names.node_name(value.node)
+    message.job = value.job
+    return message
 
 
 def refusal_from_wire(message: resources_pb2.Refusal) -> Refusal:

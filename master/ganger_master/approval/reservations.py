@@ -44,9 +44,9 @@ class Reservation(Struct, frozen=True, gc=False):
         return tuple(claim.node for claim in self.claims)
 
 
-def begins(conflicts: int, waited: float) -> bool:
-    """Whether a waiting gang is kept a place from now on; `waited` in seconds."""
-    return conflicts >= CONFLICTS_BEFORE or waited >= SECONDS_BEFORE
+def begins_at(conflicts: int, since: float) -> float:
+    """From when on a gang that waits since that time is kept a place."""
+    return since if conflicts >= CONFLICTS_BEFORE else since + SECONDS_BEFORE
 
 
 def reserve(view: View, wanting: Sequence[Wanting], limit: int = 8) -> tuple[Reservation, ...]:

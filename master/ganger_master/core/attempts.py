@@ -46,16 +46,15 @@ def start(state: State, number: int, claims: Sequence[Claim], level: Level, now:
     """A PENDING job got a gang: in place from its parked pieces, by a move from them, or afresh. Its epoch."""
     job = state.jobs[number]
     parked = state.gangs.get(job.epoch)
-    job = replace(job, state=JobState.HOLDING, revision=job.revision + 1, pending_since=0.0)
+    epoch = job.epoch if parked is not None else state.take_epoch()
+    job = replace(job, state=JobState.HOLDING, revision=job.revision + 1, pending_since=0.0, epoch=epoch)
     if parked is None:
-        epoch = state.take_epoch()
         version = state.next_desired_version
         state.put_gang(orders.new_gang(epoch, number, claims, level, now, GangRole.ACTIVE, _restore(job), version))
-        state.put_job(replace(job, epoch=epoch))
+        state.put_job(job)
         # Nothing follows from a gang that nobody has heard of.
         state.dirty.jobs.pop(number, None)
     elif orders.same_place(parked.claims, claims) and not _is_superseded(state, parked):
-        epoch = parked.epoch
         state.put_gang(orders.run(orders.holding(parked, claims), now))
         state.put_job(job)
     else:

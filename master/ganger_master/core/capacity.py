@@ -12,11 +12,11 @@ from ganger.resources.fit import fit, gang_level
 from ganger.resources.reasons import Reason, Refusal
 
 from ganger_master.approval.protected import NOTHING, Protected, protect
-from ganger_master.approval.reservations import Reservation, Wanting, begins, reserve
+from ganger_master.approval.reservations import Reservation, Wanting, begins_at, reserve
 from ganger_master.approval.verdicts import Approved, Rejected, approve
 from ganger_master.core import orders
 from ganger_master.core.model import Claim, Job, Level, Node
-from ganger_master.core.state import Kept, State
+from ganger_master.core.state import Blocked, Kept, State
 
 # Blockers that only a change of the cluster's free pieces removes: their jobs are kept room for.
 WAITS_FOR_PIECES = frozenset({Reason.GPUS, Reason.CORES, Reason.MEMORY, Reason.LOCALITY, Reason.NODE_UNAVAILABLE})
@@ -154,10 +154,11 @@ def holding_of(state: State, job: Job, claims: Sequence[Claim]) -> tuple[Claim, 
 
 def protected_from(state: State, job: Job, now: float, out_of_turn: bool = False) -> Protected:
     """What is kept for blocked jobs ahead of this one in the policy's order; out of turn, for all but this one."""
-    blocked = first_blocked(state)
+    found = _blocked(state)
     # Where not all is kept, only who has waited long is kept anything.
-    if not blocked or not (state.policy.protects_all or _waited(state, blocked, now)):
+    if not found.numbers or (now < found.waited_from and not state.policy.protects_all):
         return NOTHING
+    blocked = first_blocked(state)
     key = (state.policy.key(job), job.number)
     ahead = [
         other
@@ -168,8 +169,8 @@ def protected_from(state: State, job: Job, now: float, out_of_turn: bool = False
         return NOTHING
     if state.policy.protects_all:
         return Protected(everything=(ahead[0].name, state.queue_rank(ahead[0].number)))
-    found = _reservations(state, blocked, ahead, now)
-    return protect(state.view, found) if found else NOTHING
+    reservations = _reservations(state, blocked, ahead, now)
+    return protect(state.view, reservations) if reservations else NOTHING
 
 
 def reservations_of(state: State, jobs: Sequence[Job], now: float) -> tuple[Reservation, ...]:
@@ -193,7 +194,7 @@ def _reservations(state: State, blocked: Sequence[Job], jobs: Sequence[Job], now
 
 
 def _waited(state: State, blocked: Sequence[Job], now: float) -> list[Job]:
-    return [job for job in blocked if begins(state.conflicts.get(job.number, 0), now - job.pending_since)]
+    return [job for job in blocked if now >= begins_at(state.conflicts.get(job.number, 0), job.pending_since)]
 
 
 def _places_for(state: State, waited: Sequence[Job], now: float) -> Mapping[str, tuple[Claim, ...]]:
@@ -218,13 +219,19 @@ _KEPT_SECONDS = 0.5
 
 def first_blocked(state: State) -> list[Job]:
     """The first waiting jobs that lack pieces; those ahead of any job are the first ones of them."""
-    if state.first_blocked is None:
-        state.first_blocked = tuple(_find_first_blocked(state))
-    return [state.jobs[number] for number in state.first_blocked]
+    return [state.jobs[number] for number in _blocked(state).numbers]
 
 
-def _find_first_blocked(state: State) -> list[int]:
-    blocked: list[int] = []
+def _blocked(state: State) -> Blocked:
+    if state.blocked is None:
+        jobs = _find_blocked(state)
+        earliest = min([begins_at(state.conflicts.get(job.number, 0), job.pending_since) for job in jobs], default=0.0)
+        state.blocked = Blocked(tuple([job.number for job in jobs]), earliest)
+    return state.blocked
+
+
+def _find_blocked(state: State) -> list[Job]:
+    blocked: list[Job] = []
     if len(state.refusals) <= _FEW:
         # The queue may be long.
         jobs = [state.jobs[number] for number in state.refusals]
@@ -234,7 +241,7 @@ def _find_first_blocked(state: State) -> list[int]:
     for job in refused:
         refusals = state.refusals[job.number]
         if refusals and refusals[0].reason in WAITS_FOR_PIECES and state.is_waiting(job):
-            blocked.append(job.number)
+            blocked.append(job)
             if len(blocked) >= state.settings.protected_jobs:
                 break
     return blocked

@@ -99,7 +99,7 @@ def note_refused(state: State, event: GangRefused) -> None:
     if event.turn_kept:
         state.turns[turn.turn] = replace(turn, tries=turn.tries + 1)
         return
-    state.conflicts[event.number] = state.conflicts.get(event.number, 0) + turn.tries + 1
+    state.note_conflicts(event.number, turn.tries + 1)
     # One that passes again on the same old view would learn nothing by being asked at once.
     before = state.passed.get(event.number, (0, 0.0))[0]
     version = event.view_version if event.view_version > before else state.view.version

@@ -62,6 +62,13 @@ class Turn(Struct, frozen=True, gc=False):
     reserved_nodes: tuple[str, ...] = ()
 
 
+class Blocked(Struct, frozen=True, gc=False):
+    """The first waiting jobs that lack pieces, and since when one of them has waited long enough to be kept room."""
+
+    numbers: tuple[int, ...]
+    waited_from: float
+
+
 class Kept(Struct, frozen=True, gc=False):
     """The places that were last found for the jobs of these numbers, by job."""
 
@@ -121,8 +128,8 @@ class State:
         # No node can be lost before this time; None while none can be.
         self.next_lost_check: float | None = None
         self.refusals: dict[int, tuple[Refusal, ...]] = {}
-        # What `capacity.first_blocked` found, until a refusal comes or goes.
-        self.first_blocked: tuple[int, ...] | None = None
+        # What `capacity` found, until a refusal or a conflict comes or goes.
+        self.blocked: Blocked | None = None
         self.conflicts: dict[int, int] = {}
         self.kept: Kept | None = None
         self.turns: dict[int, Turn] = {}
@@ -243,7 +250,7 @@ class State:
         job = self.jobs.get(number)
         if job is None or not self.is_waiting(job):
             return 0
-        return self.waiting.rank((self.policy.key(job), number)) + 1
+        return self.waiting.rank((*self.policy.key(job), number)) + 1
 
     @staticmethod
     def is_waiting(job: Job) -> bool:
@@ -319,11 +326,15 @@ class State:
 
     def note_refusals(self, number: int, refusals: tuple[Refusal, ...]) -> None:
         self.refusals[number] = refusals
-        self.first_blocked = None
+        self.blocked = None
 
     def _forget_refusals(self, number: int) -> None:
         if self.refusals.pop(number, None) is not None:
-            self.first_blocked = None
+            self.blocked = None
+
+    def note_conflicts(self, number: int, count: int) -> None:
+        self.conflicts[number] = self.conflicts.get(number, 0) + count
+        self.blocked = None
 
     @property
     def next_desired_version(self) -> int:
@@ -420,14 +431,15 @@ class State:
             self.live[job.number] = None
         was, waits = old is not None and self.is_waiting(old), self.is_waiting(job)
         if was and not waits:
-            self.waiting.remove((self.policy.key(job), job.number))
+            self.waiting.remove((*self.policy.key(job), job.number))
             self.drop_turn(job.number)
             self._forget_refusals(job.number)
             self.conflicts.pop(job.number, None)
             self.passed.pop(job.number, None)
         elif waits and not was:
-            self.first_blocked = None if job.number in self.refusals else self.first_blocked
-            self.waiting.add((self.policy.key(job), job.number))
+            if job.number in self.refusals:
+                self.blocked = None
+            self.waiting.add((*self.policy.key(job), job.number))
         if job.spec.time_limit_seconds is not None:
             if job.running_since and not job.state.is_final:
                 self.running_limited[job.number] = None

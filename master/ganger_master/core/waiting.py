@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Final, TypeAlias
 
-# The policy's key of a job, and its number.
-Place: TypeAlias = tuple[tuple[int, ...], int]
+# The policy's key of a job, and its number behind.
+Place: TypeAlias = tuple[int, ...]
 
 _LONGEST_RUN: Final = 512
 
@@ -60,11 +60,11 @@ class Waiting:
 
     def first(self, count: int) -> list[int]:
         """Numbers of the first so many jobs."""
-        return [number for _, number in islice(chain.from_iterable(self._runs), count)]
+        return [place[-1] for place in islice(chain.from_iterable(self._runs), count)]
 
     def __iter__(self) -> Iterator[int]:
         """Numbers of all, in order."""
-        return (number for _, number in chain.from_iterable(self._runs))
+        return (place[-1] for place in chain.from_iterable(self._runs))
 
     def __len__(self) -> int:
         return self._count

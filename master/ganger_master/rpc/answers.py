@@ -103,33 +103,30 @@ class Shown:
         )
 
 
-def verdict_of(job: str, answer: object) -> scheduling_pb2.Verdict:
-    """A verdict; raises ApiError if the request itself was refused."""
+def verdict_of(job: str, answer: object, into: scheduling_pb2.Verdict | None = None) -> scheduling_pb2.Verdict:
+    """A verdict, in the empty message `into` if there is one; raises ApiError if the request itself was refused."""
+    verdict = scheduling_pb2.Verdict() if into is None else into
+    verdict.job = job
     match answer:
         case Approved():
-            return scheduling_pb2.Verdict(
-                job=job,
-                approved=scheduling_pb2.Approval(
-                    epoch=answer.epoch,
-                    revision=answer.revision,
-                    view_version=answer.view_version,
-                    candidate=answer.candidate,
-                ),
-            )
+            approved = verdict.approved
+            approved.epoch = answer.epoch
+            approved.revision = answer.revision
+            approved.view_version = answer.view_version
+            approved.candidate = answer.candidate
         case Rejected():
-            return scheduling_pb2.Verdict(
-                job=job,
-                rejected=scheduling_pb2.Rejection(
-                    refusals=convert.refusals_to_wire(answer.refusals),
-                    rows=[convert.node_row_to_wire(row) for row in answer.rows],
-                    view_version=answer.view_version,
-                    turn_kept=answer.turn_kept,
-                ),
-            )
+            rejected = verdict.rejected
+            for refusal in answer.refusals:
+                convert.refusal_to_wire(refusal, rejected.refusals.add())
+            for row in answer.rows:
+                convert.node_row_to_wire(row, rejected.rows.add())
+            rejected.view_version = answer.view_version
+            rejected.turn_kept = answer.turn_kept
         case Refused():
             raise error_of(answer)
         case _:
             raise AssertionError(f"no verdict: {type(answer).__name__}")
+    return verdict
 
 
 def change_verdict_of(answer: ChangeAnswer) -> scheduling_pb2.ChangeVerdict:

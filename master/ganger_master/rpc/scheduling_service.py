@@ -12,7 +12,7 @@ from ganger.v1 import job_pb2, node_pb2, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire import convert, errors, names, times
 
 from ganger_master.core import commands
-from ganger_master.core.answers import Answer, Approved, Done, JobAnswer, PlanAnswer, Refused, Rejected
+from ganger_master.core.answers import Answer, Done, JobAnswer, PlanAnswer, Refused
 from ganger_master.core.model import SuspendLevel
 from ganger_master.core.state import Turn
 from ganger_master.rpc import job_messages
@@ -135,11 +135,10 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         try:
             while (found := await judged.get()) is not None:
                 message, answers = found
-                verdicts = [
-                    _verdict_or_refusal(request.job, answer)
-                    for request, answer in zip(message.requests, await answers, strict=True)
-                ]
-                yield scheduling_pb2.Verdicts(verdicts=verdicts)
+                verdicts = scheduling_pb2.Verdicts()
+                for request, answer in zip(message.requests, await answers, strict=True):
+                    _fill(verdicts.verdicts.add(), request.job, answer)
+                yield verdicts
             await reading
         finally:
             reading.cancel()
@@ -249,14 +248,13 @@ def _gang_request(message: scheduling_pb2.GangRequest) -> commands.RequestGang:
     )
 
 
-def _verdict_or_refusal(job: str, answer: object) -> scheduling_pb2.Verdict:
+def _fill(verdict: scheduling_pb2.Verdict, job: str, answer: Answer) -> None:
     """On the batched stream a request that cannot be judged is refused in its place; the others stand."""
     if isinstance(answer, Refused):
-        refusal = scheduling_pb2.Rejection()
-        refusal.refusals.add(reason=answer.reason, message=answer.message)
-        return scheduling_pb2.Verdict(job=job, rejected=refusal)
-    assert isinstance(answer, Approved | Rejected)
-    return verdict_of(job, answer)
+        verdict.job = job
+        verdict.rejected.refusals.add(reason=answer.reason, message=answer.message)
+    else:
+        verdict_of(job, answer, verdict)
 
 
 def _change(message: scheduling_pb2.Change) -> commands.Change:
