@@ -22,9 +22,10 @@ from ganger_daemon.core.reconcile import (
     reconcile,
 )
 from ganger_daemon.host import Host
-from ganger_daemon.workers.desired import DesiredInvalidError, wanted_of
+from ganger_daemon.workers.desired import DesiredInvalidError, recall, wanted_of
 from ganger_daemon.workers.directories import read_json, write_json
-from ganger_daemon.workers.gang import LocalGang, Peers, recall_desired
+from ganger_daemon.workers.gang import LocalGang
+from ganger_daemon.workers.others import Peers
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class GangSet:
     def adopt(self) -> None:
         """Everything with a directory here. A directory nobody can read is left alone and said."""
         for paths in self._host.paths.existing():
-            desired = recall_desired(paths.wanted, paths.gang)
+            desired = recall(read_json(paths.wanted), read_json(paths.gang))
             if desired is None:
                 log.warning("directory without a readable gang is left alone", extra={"path": str(paths.job)})
                 continue

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 << 10
 SEGMENT_LIMIT_BYTES = 1 << 30
@@ -82,6 +85,14 @@ class LogStore:
             if sealed:
                 target.flush()
                 os.fsync(target.fileno())
+
+    def mirror_all(self, job_uid: str, ranks: Iterable[int], epoch: int, sealed: bool = False) -> None:
+        """Blocks. A copy that does not come about is said, and made up for by the next one."""
+        for rank in ranks:
+            try:
+                self.mirror(job_uid, rank, epoch, sealed)
+            except OSError as error:
+                log.warning("log not copied", extra={"job_uid": job_uid, "rank": rank, "error": str(error)})
 
     def segments(self, job_uid: str, rank: int) -> tuple[Segment, ...]:
         """All known segments of a rank, by epoch: local ones, else their copies. Empty when the rank is not known."""

@@ -115,9 +115,9 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         shards = tuple(
             Shard(shard.rank, f"rank-{shard.rank}.shard", shard.size_bytes, shard.digest) for shard in request.shards
         )
-        await gang.keeper.gather(storage, request.stop_sequence, request.step, shards)
+        await gang.saving.keeper.gather(storage, request.stop_sequence, request.step, shards)
         gang.wake()
-        return peer_pb2.ShardWrittenResponse(published=gang.keeper.is_settled(request.stop_sequence))
+        return peer_pb2.ShardWrittenResponse(published=gang.saving.keeper.is_settled(request.stop_sequence))
 
     async def ReadLog(  # noqa: N802
         self, request: peer_pb2.ReadPeerLogRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -104,7 +104,7 @@ def test_a_second_daemon_on_the_same_directory_is_refused_with_the_reason() -> N
         await made.daemon("n1")
         second = await made.daemon_process("n1")
         async with asyncio.timeout(20):
-            assert await second.wait() == 2
+            assert await second.wait() == 4
         assert "another daemon" in (made.directory / "n1.log").read_text()
 
     run(story)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ganger.injob.page import Capability, Page, Progress, RawPoint, Word
 from ganger.injob.pages import page_path
@@ -20,6 +21,14 @@ class RunMark:
 
     ordered_ns: int = 0
     steps: Mapping[int, int] = field(default_factory=dict)
+
+    def journal(self) -> dict[str, Any]:
+        return {"ns": self.ordered_ns, "steps": dict(self.steps)}
+
+    @classmethod
+    def recall(cls, left: Mapping[str, Any]) -> RunMark:
+        steps = {int(rank): int(step) for rank, step in left.get("steps", {}).items()}
+        return cls(int(left.get("ns", 0)), steps)
 
 
 class ControlPages:

@@ -303,6 +303,13 @@ def _is_good(ending: Exit) -> bool:
     return ending.known and ending.signal == 0 and ending.code in (0, EXIT_YIELDED)
 
 
+def awaits_publication(gang: Gang) -> bool:
+    """Whether all ranks have yielded for a stop whose checkpoint is not seen published yet."""
+    if gang.launch_failure is not None or not gang.ranks or settle(gang).kind is not OutcomeKind.YIELDED:
+        return False
+    return gang.published_step is None and bool(gang.wanted.stop_sequence)
+
+
 def settle(gang: Gang) -> Outcome:
     """How the local part ended, once every process is gone. The rank that failed first names the outcome."""
     if gang.settled is not None:

@@ -1,5 +1,7 @@
-"""What the ranks of a gang said went wrong under the present order: their rank-K.error.json, newer than the order's
-details. Nothing is remembered here, so a restarted daemon finds the same."""
+"""What the ranks of a gang said went wrong under the present order, and whether that order can still be carried out.
+
+Their rank-K.error.json count if they are newer than the order's details, so a restarted daemon finds the same.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,13 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from ganger_daemon.checkpoints.storage import free_bytes
+from ganger_daemon.control.pages import ControlPages
+from ganger_daemon.core import gang as core
+from ganger_daemon.core.orders import OrderKey
+from ganger_daemon.host import Host
+
+from .desired import LocalPart
 from .directories import GangPaths, read_json
 
 _LIMIT = 1000
@@ -22,6 +31,48 @@ class Complaint(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.reason}: rank {self.rank}: {self.text}"[:_LIMIT]
+
+
+class Complaints:
+    """Of one gang's local ranks."""
+
+    def __init__(self, host: Host, paths: GangPaths, part: LocalPart, pages: ControlPages) -> None:
+        self._host = host
+        self._paths = paths
+        self._part = part
+        self._pages = pages
+        self._refused = (0, "")  # (order, why)
+
+    def under(self, order: OrderKey) -> str:
+        """The first one under an order; empty if there is none."""
+        if self._refused[0] == order.master_sequence:
+            return self._refused[1]
+        found = (complaint_of(self._paths, rank, order.master_sequence) for rank in self._part.ranks)
+        return str(next((complaint for complaint in found if complaint is not None), ""))
+
+    def refusal(self, facts: core.Gang, unpublished: str) -> str:
+        """Why the level of the present order cannot be had; `unpublished`: why its checkpoint cannot be published. Once
+        said it stands until there is another order."""
+        sequence = facts.wanted.order.master_sequence
+        if self._refused[0] == sequence:
+            return self._refused[1]
+        said = (complaint_of(self._paths, rank.rank, sequence) for rank in facts.ranks if core.refuses(facts, rank))
+        complaint = next((one for one in said if one is not None), None)
+        text = str(complaint or unpublished)
+        if complaint is not None and complaint.reason == "STORAGE_FULL":
+            text += self._room()
+        if text:
+            self._refused = (sequence, text)
+        return text
+
+    def _room(self) -> str:
+        storage = self._host.storage.path
+        free = free_bytes(storage) if storage is not None else None
+        if free is None:
+            return ""
+        found = [self._pages.progress(rank) for rank in self._part.ranks]
+        needed = sum(max(progress.device_bytes, progress.arena_size) for progress in found)
+        return f"; {storage} has {free} bytes free, this node's part needs about {needed}"
 
 
 def complaint_of(paths: GangPaths, rank: int, sequence: int) -> Complaint | None:

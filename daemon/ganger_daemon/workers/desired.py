@@ -130,3 +130,11 @@ def from_json(fields: dict[str, Any]) -> agent_pb2.DesiredGang | None:
         return json_format.ParseDict(fields, agent_pb2.DesiredGang(), ignore_unknown_fields=True)
     except json_format.ParseError:
         return None
+
+
+def recall(wanted: dict[str, Any], started: dict[str, Any]) -> agent_pb2.DesiredGang | None:
+    """The newest order a former daemon obeyed for a gang, with what to run; None when there is nothing to adopt."""
+    first, newest = from_json(started), from_json(wanted)
+    if first is None:
+        return newest
+    return first if newest is None else with_spec_of(newest, first)

@@ -24,6 +24,7 @@ from ganger_daemon.checkpoints.verify import Unreadable, verify
 
 from .desired import LocalPart
 from .directories import GangPaths, write_json
+from .launchers import is_python
 
 # A rank's share of the arena is rounded up to whole huge pages.
 _ARENA_ALIGNMENT = 2 << 20
@@ -71,6 +72,11 @@ def check_command(spec: job_pb2.JobSpec) -> None:
     directory = spec.working_directory or "/"
     if not os.path.isdir(directory):
         raise LaunchRefusedError(f"working directory {directory} does not exist on this node")
+
+
+def has_no_agent(spec: job_pb2.JobSpec) -> bool:
+    """Whether nobody need wait for a hello: its user wanted no agent, or it is no Python."""
+    return spec.agent == job_pb2.JobSpec.AGENT_NONE or not is_python(spec.command)
 
 
 def own_user() -> str:

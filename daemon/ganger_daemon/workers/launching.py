@@ -39,10 +39,11 @@ from .launch import (
     restore_plan,
 )
 from .launchers import interpreter_of
+from .others import Peers
 from .processes import ProcessId, is_alive
 
 if TYPE_CHECKING:
-    from .gang import LocalGang, Peers
+    from .gang import LocalGang
 
 log = logging.getLogger(__name__)
 

@@ -51,7 +51,7 @@ def observe(gang: LocalGang) -> agent_pb2.ObservedGang:
                 message=outcome.message,
             )
         )
-    published = gang.keeper.published
+    published = gang.saving.keeper.published
     if published is not None:
         message.checkpoint.CopyFrom(
             job_pb2.Checkpoint(

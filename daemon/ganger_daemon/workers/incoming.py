@@ -1,0 +1,64 @@
+"""The state of a move that comes to this node: when it is fetched, whether there is room, what stands in the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from ganger.agent.v1 import agent_pb2
+
+from ganger_daemon.control.pages import ControlPages
+from ganger_daemon.core import gang as core
+from ganger_daemon.core.orders import Intent, Wanted
+from ganger_daemon.host import Host
+from ganger_daemon.transfer.arrival import Arrival, Leg
+from ganger_daemon.transfer.request import StreamRequest
+
+from .desired import LocalPart
+from .launching import Launching
+
+_RESTING = (core.RankState.INIT, core.RankState.RESTORING, core.RankState.WAITING)
+
+
+class Incoming:
+    """`changed` is called as it comes."""
+
+    def __init__(
+        self, host: Host, part: LocalPart, pages: ControlPages, launching: Launching, changed: Callable[[], None]
+    ) -> None:
+        self._host = host
+        self._part = part
+        self._pages = pages
+        self._launching = launching
+        self._changed = changed
+        self._arrival: Arrival | None = None
+
+    @property
+    def trouble(self) -> str:
+        return self._arrival.trouble if self._arrival is not None else ""
+
+    def has_room(self, wanted: Wanted) -> bool:
+        """Whether every rank's state could come now; true for a gang that awaits none."""
+        return not wanted.moves_in if self._arrival is None else self._arrival.has_room
+
+    async def follow(self, desired: agent_pb2.DesiredGang, wanted: Wanted) -> None:
+        """Begins, once, if the ranks await a state from elsewhere and have not used it yet."""
+        if self._arrival is not None or not wanted.moves_in or wanted.intent not in (Intent.PREPARE, Intent.RUN):
+            return
+        if any(self._pages.progress(rank).state in _RESTING for rank in self._part.ranks):
+            self._arrival = Arrival(await asyncio.to_thread(self._legs, desired), self._changed)
+            self._arrival.start()
+
+    def cancel(self) -> None:
+        if self._arrival is not None:
+            self._arrival.cancel()
+
+    def _legs(self, desired: agent_pb2.DesiredGang) -> tuple[Leg, ...]:
+        source = desired.restore.parked
+        requests = []
+        for rank in self._part.ranks:
+            member = next((member for member in source.members if rank in member.ranks), None)
+            address = member.stream_address if member is not None else ""
+            request = StreamRequest(self._host.token, desired.job_uid, source.epoch, 0, rank)
+            requests.append((rank, address, request))
+        return self._launching.legs(tuple(requests), self._pages)

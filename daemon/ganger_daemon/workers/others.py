@@ -1,0 +1,25 @@
+"""What a gang asks of the daemons of its other nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from ganger_daemon.checkpoints.publish import Shard
+from ganger_daemon.control.relaying import Heard, Link
+
+
+class Peers(Protocol):
+    async def rendezvous(self, address: str, job_uid: str, epoch: int) -> tuple[str, int]:
+        """Where the ranks meet. Raises OSError."""
+        ...
+
+    async def shard_written(
+        self, address: str, job_uid: str, epoch: int, agreement: int, step: int, shards: tuple[Shard, ...]
+    ) -> bool:
+        """Tells the leader of durable shards; whether the whole checkpoint is published by now."""
+        ...
+
+    def link(self, address: str, heard: Callable[[Heard], None]) -> Link:
+        """A stream of boundary points to the leader, to be started."""
+        ...

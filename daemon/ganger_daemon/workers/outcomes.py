@@ -1,0 +1,39 @@
+"""How a gang's local part ended, kept on disk: once written it never changes, whatever is found later."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ganger_daemon.core.orders import Outcome, OutcomeKind
+
+from .directories import GangPaths, read_json, write_json
+
+
+class Kept(NamedTuple):
+    """`step` is that of the checkpoint it ended with, if it did."""
+
+    outcome: Outcome
+    step: int | None
+
+
+def keep(paths: GangPaths, outcome: Outcome, step: int | None) -> None:
+    """Durable when it returns."""
+    fields = {
+        "kind": int(outcome.kind),
+        "exit_code": outcome.exit_code,
+        "rank": outcome.rank,
+        "message": outcome.message,
+        "step": step,
+    }
+    paths.job.mkdir(parents=True, exist_ok=True)
+    write_json(paths.outcome, fields, durable=True)
+
+
+def kept(paths: GangPaths) -> Kept | None:
+    """What a former daemon kept; None if the gang has not ended."""
+    fields = read_json(paths.outcome)
+    if not fields:
+        return None
+    kind, code, rank = (int(fields[name]) for name in ("kind", "exit_code", "rank"))
+    step = fields.get("step")
+    return Kept(Outcome(OutcomeKind(kind), code, rank, str(fields["message"])), None if step is None else int(step))

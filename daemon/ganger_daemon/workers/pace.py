@@ -1,0 +1,39 @@
+"""How fast a gang goes, from what its pages say between two looks."""
+
+from __future__ import annotations
+
+import time
+
+from ganger_daemon.control.pages import ControlPages
+from ganger_daemon.control.rates import Look, iteration_seconds, rate_between
+from ganger_daemon.core.gang import RankPhase
+
+
+class Pace:
+    def __init__(self, pages: ControlPages, ranks: tuple[int, ...]) -> None:
+        self._pages = pages
+        self._ranks = ranks
+        self._look: Look | None = None
+        self.iteration_seconds = 0.0  # as last measured
+
+    def measure(self) -> tuple[Look, float, float] | None:
+        """(newest look, steps per second, share of waiting) since the last call; None before the first boundary."""
+        found = [self._pages.progress(rank) for rank in self._ranks]
+        if not any(progress.step for progress in found):
+            return None
+        if any(progress.phase == RankPhase.REPLAY for progress in found):
+            self._look = None  # steps done before are walked through, not made
+            return None
+        slowest = min(found, key=lambda progress: progress.step)
+        look = Look(
+            time.monotonic(),
+            slowest.step,
+            slowest.samples,
+            max(progress.data_wait_ns for progress in found),
+            slowest.loss,
+            max(progress.restored_step for progress in found),
+        )
+        rate = rate_between(self._look, look)
+        self._look = look
+        self.iteration_seconds = iteration_seconds(rate) or self.iteration_seconds
+        return look, rate.steps_per_second, rate.data_wait_share

@@ -1,0 +1,76 @@
+"""How firmly a gang is pressed to obey: the ladder of its present order, and what each rung does to its processes."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from ganger_daemon.core import escalation
+from ganger_daemon.core import gang as core
+from ganger_daemon.core.orders import Intent, Wanted
+from ganger_daemon.host import Host
+
+from . import signals
+from .deaths import Deaths
+from .directories import GangPaths
+
+log = logging.getLogger(__name__)
+
+# Ranks that live on after one of them failed have this long to notice.
+_FAILURE_GRACE_SECONDS = 5.0
+
+
+class Pressing:
+    def __init__(self, host: Host, paths: GangPaths, deaths: Deaths) -> None:
+        self._host = host
+        self._paths = paths
+        self._deaths = deaths
+        self._ladder: escalation.Ladder | None = None
+        self._pressed_at = time.monotonic()
+        self.escalated = False  # killed because it ignored an order
+        self.stop_signalled = False  # SIGTERM was sent: there is no way back
+
+    def begin(self, wanted: Wanted, now: float, iteration_seconds: float) -> None:
+        """A new order: orders to stop have a deadline, running needs none."""
+        if self.stop_signalled:
+            return
+        self._ladder = None
+        stops = wanted.intent in (Intent.PARK, Intent.HAND_OVER)
+        if stops or (wanted.intent is Intent.STOP and wanted.checkpoint_first):
+            deadline, patience = self._host.order_deadline_seconds, self._host.order_patience_seconds
+            self._ladder = escalation.begin(now, iteration_seconds, wanted.grace_seconds, deadline, patience)
+
+    def terminate(self, wanted: Wanted, now: float) -> None:
+        """SIGTERM to the main processes now, the kill of the group after the grace."""
+        grace = wanted.grace_seconds if wanted.intent is Intent.STOP else _FAILURE_GRACE_SECONDS
+        self.stop_signalled = True
+        self._ladder = escalation.begin_stop(now, grace)
+        signals.terminate(self._deaths.live())
+
+    async def press(self, facts: core.Gang, now: float) -> None:
+        """Climbs the rung that is due, if the gang does not obey."""
+        passed, self._pressed_at = now - self._pressed_at, now
+        live = self._deaths.live()
+        if self._ladder is None or not live or (not self.stop_signalled and not core.is_disobedient(facts)):
+            return
+        if core.is_busy(facts):
+            self._ladder = escalation.extend(self._ladder, passed)
+        climbed = escalation.climb(self._ladder, now)
+        if climbed is self._ladder:
+            return
+        self._ladder = climbed
+        log.warning("escalation", extra={"gang": self._paths.group, "rung": climbed.rung.name})
+        match climbed.rung:
+            case escalation.Rung.DUMP:
+                said_hello = {rank.rank for rank in facts.ranks if rank.hello}
+                signals.dump_stacks(
+                    process
+                    for rank, process in self._deaths.processes.items()
+                    if rank in said_hello and self._deaths.is_live(rank)
+                )
+            case escalation.Rung.TERMINATE:
+                self.escalated = facts.wanted.intent is not Intent.STOP
+                self.stop_signalled = True
+                signals.terminate(live)
+            case escalation.Rung.KILL:
+                await signals.kill(self._host.cgroups, self._paths.group, live)

@@ -1,0 +1,177 @@
+"""When a gang's state goes to storage, and from when on its ranks may end because it is there.
+
+The agreement on a step is the ranks' business (pages), the publication the keeper's; here they are brought together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ganger.agent.v1 import agent_pb2
+from ganger.injob.launcher.client import Launcher, LauncherError
+from ganger.injob.page import CHECKPOINT_BIT, Level, Progress
+
+from ganger_daemon.checkpoints.keeper import Keeper, StorageError, publish_here
+from ganger_daemon.checkpoints.layout import parse_final
+from ganger_daemon.checkpoints.publish import Shard
+from ganger_daemon.control.orders import page_order, write_details
+from ganger_daemon.control.pages import ControlPages
+from ganger_daemon.core import escalation
+from ganger_daemon.core.orders import Intent, Outcome, OutcomeKind, Phase, Wanted
+from ganger_daemon.failpoints import hit
+from ganger_daemon.host import Host
+
+from .desired import LocalPart
+from .directories import GangPaths
+from .others import Peers
+
+log = logging.getLogger(__name__)
+
+_STORAGE_REASONS = ("STORAGE_FULL", "STORAGE_FAILED")
+
+
+class Saving:
+    """`launcher` may block; `news` is called when a checkpoint has been published, or cannot be."""
+
+    def __init__(
+        self,
+        host: Host,
+        peers: Peers,
+        paths: GangPaths,
+        part: LocalPart,
+        pages: ControlPages,
+        desired: agent_pb2.DesiredGang,
+        launcher: Callable[[], Launcher | None],
+        news: Callable[[], None],
+    ) -> None:
+        self._host = host
+        self._peers = peers
+        self._paths = paths
+        self._part = part
+        self._pages = pages
+        self._members = desired.members
+        self._launcher = launcher
+        self._tidy_due = False
+        self.keeper = Keeper(
+            desired.job_uid,
+            desired.epoch,
+            part.world,
+            part.leads,
+            self._publish,
+            self._report,
+            news,
+            parse_final(Path(desired.restore.checkpoint_path).name),
+        )
+
+    def recall(self, stop_sequence: int, step: int | None) -> None:
+        """After a daemon restart; `step` is that of a checkpoint the gang has ended with."""
+        self.keeper.recall(self._host.storage.path)
+        if step is not None:
+            self.keeper.handed[stop_sequence] = step
+
+    def obey(self, wanted: Wanted, newer: Wanted) -> None:
+        """If the ranks were to save and end, and are to do something else now, that checkpoint is given up."""
+        if _saves(wanted) and not _saves(newer):
+            self.keeper.abandon(wanted.stop_sequence)
+            self._tidy_due = True
+
+    def published_step(self, wanted: Wanted, settled: Outcome | None) -> int | None:
+        """Of the checkpoint the present stop has led to; None while there is none."""
+        for agreement in (wanted.stop_sequence, wanted.order.master_sequence):
+            if agreement in self.keeper.handed:
+                return self.keeper.handed[agreement]
+        if settled is not None and settled.kind is OutcomeKind.YIELDED and self.keeper.handed:
+            return max(self.keeper.handed.values())
+        return None
+
+    async def tend(
+        self, desired: agent_pb2.DesiredGang, wanted: Wanted, phase: Phase, now: float, is_whole: bool
+    ) -> None:
+        """Every tick: asks for what is due, hands on what is durable, lets go who may. `is_whole`: nobody has ended."""
+        storage = self._host.storage.path
+        if storage is None:
+            return
+        if self._tidy_due and phase in (Phase.RUNNING, Phase.PARKED):
+            # not sooner: until they rest or run again the ranks may be saving
+            self._tidy_due = False
+            await asyncio.to_thread(self.keeper.tidy, storage)
+        if wanted.intent is Intent.RUN and phase is Phase.RUNNING and is_whole and self._host.storage.proved:
+            await self._ask(storage, desired, now)
+        found = [self._pages.progress(rank) for rank in self._part.ranks]
+        await self._hand_on_running(storage, found)
+        await self._hand_on_leaving(storage, wanted, found)
+
+    def request(self, number: int) -> None:
+        """Asks the local ranks for checkpoint `number`; the others hear of it by the relay."""
+        storage = self._host.storage.path if self._host.storage.proved else None
+        write_details(self._paths.orders, f"checkpoint-{number}", storage, self._paths.job_uid, self._paths.epoch)
+        self._pages.request_checkpoint(number)
+
+    async def _ask(self, storage: Path, desired: agent_pb2.DesiredGang, now: float) -> None:
+        seconds = desired.checkpoint_interval.ToTimedelta().total_seconds()
+        request = int(desired.checkpoint_request)
+        if not self.keeper.due(now, seconds, request):
+            return
+        running = self._pages.checkpoint_sequence()
+        unsettled = bool(running) and not self.keeper.is_settled(running)
+        waited = now - self.keeper.schedule.last
+        if unsettled and not self.keeper.refusal(running) and waited < escalation.DEADLINE_SECONDS:
+            return  # one agreement at a time
+        missing = self.keeper.room_missing(storage)
+        self.keeper.asked(now, request)
+        if missing:
+            self.keeper.trouble = f"storage lacks {missing} bytes for a checkpoint; the last one is kept"
+            log.warning("checkpoint skipped", extra={"job": desired.job, "missing_bytes": missing})
+            return
+        if unsettled:
+            await asyncio.to_thread(self.keeper.tidy, storage)
+        self.request((running & ~CHECKPOINT_BIT) + 1)
+
+    async def _hand_on_running(self, storage: Path, found: list[Progress]) -> None:
+        agreement = self._pages.checkpoint_sequence()
+        if not agreement or self.keeper.is_settled(agreement):
+            return
+        steps = {progress.checkpoint_step for progress in found}
+        if all(progress.checkpoint_done == agreement for progress in found) and len(steps) == 1:
+            await self.keeper.durable(storage, agreement, steps.pop(), self._part.ranks)
+
+    async def _hand_on_leaving(self, storage: Path, wanted: Wanted, found: list[Progress]) -> None:
+        order = page_order(wanted)
+        if order is None or order.level != Level.CHECKPOINT:
+            return
+        steps = {progress.checkpoint_step for progress in found}
+        if all(progress.reached_seq >= order.sequence for progress in found) and len(steps) == 1:
+            await self.keeper.durable(storage, order.stop_sequence, steps.pop(), self._part.ranks)
+        if self.keeper.is_settled(order.stop_sequence):
+            self._pages.let_leave(order.sequence)
+
+    def _publish(self, tmp: Path, final: Path, manifest: dict[str, Any]) -> None:
+        """Blocks. The launcher publishes, as the job's user; without one this daemon does."""
+        launcher = self._launcher()
+        if launcher is None:
+            publish_here(tmp, final, manifest)
+            return
+        hit("before-rename")
+        try:
+            launcher.publish(str(tmp), str(final), manifest)
+        except LauncherError as error:
+            if final.exists():
+                return
+            if error.reason in _STORAGE_REASONS:
+                raise StorageError(error.reason, str(error)) from error
+            raise OSError(str(error)) from error
+
+    async def _report(self, agreement: int, step: int, shards: tuple[Shard, ...]) -> bool:
+        leader = self._members[0]
+        return await self._peers.shard_written(
+            leader.peer_address, self._paths.job_uid, self._paths.epoch, agreement, step, shards
+        )
+
+
+def _saves(wanted: Wanted) -> bool:
+    order = page_order(wanted)
+    return order is not None and order.level == Level.CHECKPOINT

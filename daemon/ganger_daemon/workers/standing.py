@@ -1,0 +1,36 @@
+"""Jobs without boundaries cannot stop themselves: not when their lease is over, not for a PAUSE. They are made to stand
+still as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from ganger.injob.page import now_ns
+
+from ganger_daemon.core import gang as core
+from ganger_daemon.core.leases import expired
+from ganger_daemon.host import Host
+
+log = logging.getLogger(__name__)
+
+
+class Standing:
+    def __init__(self, host: Host, group: str) -> None:
+        self._host = host
+        self._group = group
+        self.frozen = False
+
+    def recall(self) -> None:
+        """After a daemon restart: the group of processes is the truth."""
+        self.frozen = self._host.cgroups.frozen(self._group)
+
+    async def follow(self, facts: core.Gang, now: float) -> None:
+        """Freezes or thaws, if that is due."""
+        due = core.should_freeze(facts, now, expired(self._host.lease_until_ns or 0, now_ns()))
+        if due == self.frozen:
+            return
+        act = self._host.cgroups.freeze if due else self._host.cgroups.thaw
+        if await asyncio.to_thread(act, self._group):
+            self.frozen = due
+            log.info("gang stands still" if due else "gang goes on", extra={"gang": self._group})
