@@ -12,7 +12,7 @@ from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
 from ganger.v1 import job_service_pb2
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint
-from ganger.wire.errors import DeadlineExceeded, EpochStale, GangNotFound, NotParked, OffsetBeyondEnd, RankNotFound
+from ganger.wire.errors import DeadlineExceeded, EpochStale, GangNotFound, OffsetBeyondEnd, RankNotFound
 
 from ganger_daemon.checkpoints.publish import Shard
 from ganger_daemon.control.relaying import Heard, Link, from_wire
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.005
 _LOG_POLL_SECONDS = 0.1
 _RENDEZVOUS_SECONDS = 100.0
-_PARKED_SECONDS = 300.0
 _STREAM_SECONDS = 1800.0
 
 
@@ -83,26 +82,6 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
                 raise EpochStale(f"epoch {request.epoch} is over: the job has a newer one here")
             if time.monotonic() > deadline:
                 raise DeadlineExceeded("the rendezvous store does not listen yet")
-            await asyncio.sleep(_POLL_SECONDS)
-
-    async def GetParkedState(  # noqa: N802
-        self, request: peer_pb2.GetParkedStateRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> peer_pb2.ParkedStateDescription:
-        deadline = time.monotonic() + _PARKED_SECONDS
-        while True:
-            gang = self._gang(request.job_uid, request.epoch)
-            if request.stop_sequence and gang.wanted.stop_sequence > request.stop_sequence:
-                raise NotParked(f"stop {request.stop_sequence} is over")
-            if gang.phase is Phase.PARKED and request.stop_sequence in (0, gang.wanted.stop_sequence):
-                return peer_pb2.ParkedStateDescription(
-                    step=gang.judgement.stop_step,
-                    ranks=[
-                        peer_pb2.ParkedRank(rank=rank, size_bytes=gang.pages.progress(rank).arena_size)
-                        for rank in gang.part.ranks
-                    ],
-                )
-            if gang.phase is Phase.ENDED or time.monotonic() > deadline:
-                raise NotParked("the gang is not parked")
             await asyncio.sleep(_POLL_SECONDS)
 
     async def ShardWritten(  # noqa: N802

@@ -153,10 +153,6 @@ class StorageMismatch(ApiError):
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "STORAGE_MISMATCH"
 
 
-class NotParked(ApiError):
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NOT_PARKED"
-
-
 class RevisionConflict(ApiError):
     code, reason = grpc.StatusCode.ABORTED, "REVISION_CONFLICT"
 

@@ -119,67 +119,6 @@ class Rendezvous(google.protobuf.message.Message):
 Global___Rendezvous: typing_extensions.TypeAlias = Rendezvous
 
 @typing.final
-class GetParkedStateRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    JOB_UID_FIELD_NUMBER: builtins.int
-    EPOCH_FIELD_NUMBER: builtins.int
-    STOP_SEQUENCE_FIELD_NUMBER: builtins.int
-    job_uid: builtins.str
-    epoch: builtins.int
-    stop_sequence: builtins.int
-    def __init__(
-        self,
-        *,
-        job_uid: builtins.str = ...,
-        epoch: builtins.int = ...,
-        stop_sequence: builtins.int = ...,
-    ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["epoch", b"epoch", "job_uid", b"job_uid", "stop_sequence", b"stop_sequence"]
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-
-Global___GetParkedStateRequest: typing_extensions.TypeAlias = GetParkedStateRequest
-
-@typing.final
-class ParkedStateDescription(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    STEP_FIELD_NUMBER: builtins.int
-    RANKS_FIELD_NUMBER: builtins.int
-    step: builtins.int
-    @property
-    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ParkedRank]: ...
-    def __init__(
-        self,
-        *,
-        step: builtins.int = ...,
-        ranks: collections.abc.Iterable[Global___ParkedRank] | None = ...,
-    ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["ranks", b"ranks", "step", b"step"]
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-
-Global___ParkedStateDescription: typing_extensions.TypeAlias = ParkedStateDescription
-
-@typing.final
-class ParkedRank(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    RANK_FIELD_NUMBER: builtins.int
-    SIZE_BYTES_FIELD_NUMBER: builtins.int
-    rank: builtins.int
-    size_bytes: builtins.int
-    def __init__(
-        self,
-        *,
-        rank: builtins.int = ...,
-        size_bytes: builtins.int = ...,
-    ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["rank", b"rank", "size_bytes", b"size_bytes"]
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-
-Global___ParkedRank: typing_extensions.TypeAlias = ParkedRank
-
-@typing.final
 class ShardWrittenRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -45,11 +45,6 @@ class PeerServiceStub(object):
                 request_serializer=ganger_dot_agent_dot_v1_dot_peer__pb2.GetRendezvousRequest.SerializeToString,
                 response_deserializer=ganger_dot_agent_dot_v1_dot_peer__pb2.Rendezvous.FromString,
                 _registered_method=True)
-        self.GetParkedState = channel.unary_unary(
-                '/ganger.agent.v1.PeerService/GetParkedState',
-                request_serializer=ganger_dot_agent_dot_v1_dot_peer__pb2.GetParkedStateRequest.SerializeToString,
-                response_deserializer=ganger_dot_agent_dot_v1_dot_peer__pb2.ParkedStateDescription.FromString,
-                _registered_method=True)
         self.ShardWritten = channel.unary_unary(
                 '/ganger.agent.v1.PeerService/ShardWritten',
                 request_serializer=ganger_dot_agent_dot_v1_dot_peer__pb2.ShardWrittenRequest.SerializeToString,
@@ -76,14 +71,6 @@ class PeerServiceServicer(object):
     def GetRendezvous(self, request, context):
         """Where the rendezvous store of an epoch listens; waits until it does. Only the leader's daemon answers.
         Errors: NOT_FOUND/GANG_NOT_FOUND, ABORTED/EPOCH_STALE, DEADLINE_EXCEEDED.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetParkedState(self, request, context):
-        """What a parked epoch holds for each rank; waits until it is parked. The bytes themselves come over the stream port.
-        Errors: NOT_FOUND/GANG_NOT_FOUND, ABORTED/EPOCH_STALE, FAILED_PRECONDITION/NOT_PARKED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,11 +104,6 @@ def add_PeerServiceServicer_to_server(servicer, server):
                     servicer.GetRendezvous,
                     request_deserializer=ganger_dot_agent_dot_v1_dot_peer__pb2.GetRendezvousRequest.FromString,
                     response_serializer=ganger_dot_agent_dot_v1_dot_peer__pb2.Rendezvous.SerializeToString,
-            ),
-            'GetParkedState': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetParkedState,
-                    request_deserializer=ganger_dot_agent_dot_v1_dot_peer__pb2.GetParkedStateRequest.FromString,
-                    response_serializer=ganger_dot_agent_dot_v1_dot_peer__pb2.ParkedStateDescription.SerializeToString,
             ),
             'ShardWritten': grpc.unary_unary_rpc_method_handler(
                     servicer.ShardWritten,
@@ -188,33 +170,6 @@ class PeerService(object):
             '/ganger.agent.v1.PeerService/GetRendezvous',
             ganger_dot_agent_dot_v1_dot_peer__pb2.GetRendezvousRequest.SerializeToString,
             ganger_dot_agent_dot_v1_dot_peer__pb2.Rendezvous.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetParkedState(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/ganger.agent.v1.PeerService/GetParkedState',
-            ganger_dot_agent_dot_v1_dot_peer__pb2.GetParkedStateRequest.SerializeToString,
-            ganger_dot_agent_dot_v1_dot_peer__pb2.ParkedStateDescription.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,10 +34,6 @@ class PeerServiceStub:
     """Where the rendezvous store of an epoch listens; waits until it does. Only the leader's daemon answers.
     Errors: NOT_FOUND/GANG_NOT_FOUND, ABORTED/EPOCH_STALE, DEADLINE_EXCEEDED.
     """
-    GetParkedState: grpc.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.GetParkedStateRequest, ganger.agent.v1.peer_pb2.ParkedStateDescription]
-    """What a parked epoch holds for each rank; waits until it is parked. The bytes themselves come over the stream port.
-    Errors: NOT_FOUND/GANG_NOT_FOUND, ABORTED/EPOCH_STALE, FAILED_PRECONDITION/NOT_PARKED.
-    """
     ShardWritten: grpc.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.ShardWrittenRequest, ganger.agent.v1.peer_pb2.ShardWrittenResponse]
     """A member tells the leader that its shard of a checkpoint is durable, again until all are there and it is published.
     Errors: as RelayBoundary.
@@ -57,10 +53,6 @@ class PeerServiceAsyncStub(PeerServiceStub):
     GetRendezvous: grpc.aio.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.GetRendezvousRequest, ganger.agent.v1.peer_pb2.Rendezvous]  # type: ignore[assignment]
     """Where the rendezvous store of an epoch listens; waits until it does. Only the leader's daemon answers.
     Errors: NOT_FOUND/GANG_NOT_FOUND, ABORTED/EPOCH_STALE, DEADLINE_EXCEEDED.
-    """
-    GetParkedState: grpc.aio.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.GetParkedStateRequest, ganger.agent.v1.peer_pb2.ParkedStateDescription]  # type: ignore[assignment]
-    """What a parked epoch holds for each rank; waits until it is parked. The bytes themselves come over the stream port.
-    Errors: NOT_FOUND/GANG_NOT_FOUND, ABORTED/EPOCH_STALE, FAILED_PRECONDITION/NOT_PARKED.
     """
     ShardWritten: grpc.aio.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.ShardWrittenRequest, ganger.agent.v1.peer_pb2.ShardWrittenResponse]  # type: ignore[assignment]
     """A member tells the leader that its shard of a checkpoint is durable, again until all are there and it is published.
@@ -90,16 +82,6 @@ class PeerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[ganger.agent.v1.peer_pb2.Rendezvous, collections.abc.Awaitable[ganger.agent.v1.peer_pb2.Rendezvous]]:
         """Where the rendezvous store of an epoch listens; waits until it does. Only the leader's daemon answers.
         Errors: NOT_FOUND/GANG_NOT_FOUND, ABORTED/EPOCH_STALE, DEADLINE_EXCEEDED.
-        """
-
-    @abc.abstractmethod
-    def GetParkedState(
-        self,
-        request: ganger.agent.v1.peer_pb2.GetParkedStateRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[ganger.agent.v1.peer_pb2.ParkedStateDescription, collections.abc.Awaitable[ganger.agent.v1.peer_pb2.ParkedStateDescription]]:
-        """What a parked epoch holds for each rank; waits until it is parked. The bytes themselves come over the stream port.
-        Errors: NOT_FOUND/GANG_NOT_FOUND, ABORTED/EPOCH_STALE, FAILED_PRECONDITION/NOT_PARKED.
         """
 
     @abc.abstractmethod
