@@ -149,7 +149,6 @@ class GangSet:
             log.error("gang refused", extra={"job": desired.job, "error": str(error)})
             return
         log.info("gang starts", extra={"job": desired.job, "epoch": desired.epoch, "intent": gang.wanted.intent.name})
-        gang.announce()
         self._begin(gang)
 
     def _begin(self, gang: LocalGang) -> None:

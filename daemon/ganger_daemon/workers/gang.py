@@ -123,10 +123,6 @@ class LocalGang:
         """Something changed: look at once."""
         self._wake.set()
 
-    def announce(self) -> None:
-        """A new gang is in the observed set from its first moment, also while others are launched before it."""
-        self._publish_observation()
-
     def mark_gone(self, outcome: Outcome) -> None:
         """Nothing of it is here: only its outcome is reported."""
         self._settled = outcome
