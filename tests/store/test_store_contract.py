@@ -6,12 +6,12 @@ import json
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import sqlalchemy
-from ganger_master.store.contract import Batch, HistoryEntry, Problem, Put, Remove, Store, StoreError
+from ganger_master.store.contract import Batch, HistoryEntry, Problem, Row, Store, StoreError
 from ganger_master.store.memory import MemoryStore
 from ganger_master.store.sql import SqlStore
 from ganger_master.store.tables import COLUMNS
@@ -68,21 +68,24 @@ def _drop(admin: sqlalchemy.Engine, schema: str) -> None:
     admin.dispose()
 
 
-def counter(key: str, value: int) -> Put:
-    return Put("counters", key, (str(value),))
+def counter(key: str, value: int) -> Row:
+    return key, str(value)
 
 
-def job(number: int, state: str = "PENDING", revision: int = 1, end_time: float | None = None) -> Put:
-    cells = (number, f"uid-{number}", "u", state, revision, 0, 1.5, end_time, '{"ä": "☃"}')
-    return Put("jobs", f"jobs/{number}", cells)
+def job(number: int, state: str = "PENDING", revision: int = 1, end_time: float | None = None) -> Row:
+    return f"jobs/{number}", number, f"uid-{number}", "u", state, revision, 0, 1.5, end_time, '{"ä": "☃"}'
+
+
+def jobs(*rows: Row, history: Sequence[HistoryEntry] = ()) -> Batch:
+    return Batch({"jobs": rows}, history=history)
 
 
 def happened(sequence: int, subject: str = "jobs/1", time: float | None = None) -> HistoryEntry:
     return HistoryEntry(sequence, float(sequence) if time is None else time, subject, "job_submitted", "user:u")
 
 
-def columns_of(put: Put) -> dict[str, object]:
-    return dict(zip(COLUMNS[put.table], put.cells, strict=True))
+def columns_of(job: Row) -> dict[str, object]:
+    return dict(zip(COLUMNS["jobs"], job[1:], strict=True))
 
 
 def contents(store: Store) -> dict[tuple[str, str], dict[str, object]]:
@@ -98,7 +101,9 @@ def test_new_store_is_empty(reopen: Opener) -> None:
 
 def test_committed_batch_is_there_after_reopening_value_for_value(reopen: Opener) -> None:
     store = reopen()
-    store.commit(Batch([counter("next_job", 2**62), job(1), job(2, end_time=0.25)], [happened(1)]))
+    store.commit(
+        Batch({"counters": [counter("next_job", 2**62)], "jobs": [job(1), job(2, end_time=0.25)]}, {}, [happened(1)])
+    )
     store.close()
     again = reopen()
     found = contents(again)
@@ -121,7 +126,7 @@ def test_times_and_texts_come_back_as_they_were(told: list[tuple[float, str]]) -
             HistoryEntry(number, time, "jobs/1", "told", "user:u", text, json.dumps({"said": text}))
             for number, (time, text) in enumerate(told, 1)
         ]
-        store.commit(Batch([Put("counters", "said", (told[0][1],))], written))
+        store.commit(Batch({"counters": [("said", told[0][1])]}, history=written))
         assert list(store.history("", 0, 100)) == written
         assert contents(store) == {("counters", "said"): {"body": told[0][1]}}
         store.close()
@@ -129,8 +134,8 @@ def test_times_and_texts_come_back_as_they_were(told: list[tuple[float, str]]) -
 
 def test_put_replaces_and_remove_takes_away(reopen: Opener) -> None:
     store = reopen()
-    store.commit(Batch([job(1), job(2)]))
-    store.commit(Batch([job(1, "HOLDING", 2), Remove("jobs", "jobs/2"), Remove("jobs", "jobs/9")]))
+    store.commit(jobs(job(1), job(2)))
+    store.commit(Batch({"jobs": [job(1, "HOLDING", 2)]}, {"jobs": ["jobs/2", "jobs/9"]}))
     assert contents(store) == {("jobs", "jobs/1"): columns_of(job(1, "HOLDING", 2))}
 
 
@@ -142,7 +147,7 @@ def test_empty_batch_changes_nothing(reopen: Opener) -> None:
 
 def test_large_batch_is_kept_whole(reopen: Opener) -> None:
     store = reopen()
-    store.commit(Batch([job(n) for n in range(12_000)], [happened(n) for n in range(1, 12_001)]))
+    store.commit(jobs(*map(job, range(12_000)), history=[happened(n) for n in range(1, 12_001)]))
     assert len(contents(store)) == 12_000
     assert len(store.history("", 0, 20_000)) == 12_000
 
@@ -157,7 +162,7 @@ def test_history_is_read_in_order_by_subject_and_page(reopen: Opener) -> None:
 
 def test_compaction_forgets_the_old_end_of_history_in_bounded_steps(reopen: Opener) -> None:
     store = reopen()
-    store.commit(Batch([job(1)], [happened(n) for n in range(1, 11)]))
+    store.commit(jobs(job(1), history=[happened(n) for n in range(1, 11)]))
     assert store.compact(before_time=6.0, limit=2) == 2
     assert store.oldest_sequence() == 3
     assert store.compact(before_time=6.0, limit=100) == 3
@@ -170,12 +175,12 @@ def test_batch_that_fails_in_the_middle_leaves_nothing(reopen: Opener) -> None:
     store = reopen()
     if isinstance(store, MemoryStore):
         pytest.skip("memory does not fail")
-    store.commit(Batch([job(1)], [happened(1)]))
+    store.commit(jobs(job(1), history=[happened(1)]))
     with pytest.raises(StoreError):
         # The history's sequence is taken, which only shows after the jobs were written.
-        store.commit(Batch([job(1, "HOLDING", 2), job(2)], [happened(1)]))
+        store.commit(jobs(job(1, "HOLDING", 2), job(2), history=[happened(1)]))
     assert contents(store) == {("jobs", "jobs/1"): columns_of(job(1))}
-    store.commit(Batch([job(2)], [happened(2)]))
+    store.commit(jobs(job(2), history=[happened(2)]))
     assert len(contents(store)) == 2
 
 
@@ -183,10 +188,10 @@ def test_former_master_is_fenced_off(reopen: Opener) -> None:
     former = reopen()
     if isinstance(former, MemoryStore):
         pytest.skip("memory has one master")
-    former.commit(Batch([counter("a", 1)]))
+    former.commit(Batch({"counters": [counter("a", 1)]}))
     newer = reopen()
     with pytest.raises(StoreError) as refused:
-        former.commit(Batch([counter("a", 2)]))
+        former.commit(Batch({"counters": [counter("a", 2)]}))
     assert refused.value.problem is Problem.FENCED
     assert contents(newer) == {("counters", "a"): {"body": "1"}}
-    newer.commit(Batch([counter("a", 3)]))
+    newer.commit(Batch({"counters": [counter("a", 3)]}))

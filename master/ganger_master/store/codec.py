@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ganger_master.core.effects import History
 from ganger_master.core.model import ConfigurationSet, Counters, Element, Gang, Job, JobSpec, Node
-from ganger_master.store.contract import Batch, Cell, HistoryEntry, Problem, Put, Remove, StoredRow, StoreError
+from ganger_master.store.contract import Batch, HistoryEntry, Problem, Row, StoredRow, StoreError
 
 # Kind of an element, as the core names it, to the table that keeps it.
 TABLE_OF_KIND: Final = {
@@ -52,18 +52,21 @@ class Codec:
         removes: Iterable[tuple[str, str]],
         history: Iterable[History],
     ) -> Batch:
-        changes: list[Put | Remove] = []
+        removed: dict[str, list[str]] = {}
         for kind, key in removes:
-            changes.append(Remove(TABLE_OF_KIND[kind], key))
+            removed.setdefault(TABLE_OF_KIND[kind], []).append(key)
             if kind == "job":
-                changes.append(Remove("job_specs", key))
+                removed.setdefault("job_specs", []).append(key)
                 self._stored_specs.discard(key)
+        rows: dict[str, list[Row]] = {}
         for (kind, key), element in puts.items():
-            changes.append(_put(kind, key, element))
-            if isinstance(element, Job) and key not in self._stored_specs:
-                changes.append(Put("job_specs", key, (_body(element.spec),)))
+            table = TABLE_OF_KIND[kind]
+            rows.setdefault(table, []).append(_ROW_OF[table](key, element))
+            if kind == "job" and key not in self._stored_specs:
+                assert isinstance(element, Job)
+                rows.setdefault("job_specs", []).append((key, _body(element.spec)))
                 self._stored_specs.add(key)
-        return Batch(changes, [_entry(each) for each in history])
+        return Batch(rows, removed, [_entry(each) for each in history])
 
     def elements(self, rows: Iterable[StoredRow]) -> list[Element]:
         """Everything a store holds, as the core's values; numbers in their order. StoreError if a row is not ours."""
@@ -84,13 +87,9 @@ class Codec:
         return sorted(found, key=_order)
 
 
-def _put(kind: str, key: str, element: Any) -> Put:
-    table = TABLE_OF_KIND[kind]
-    return Put(table, _COUNTERS_KEY if kind == "counters" else key, _CELLS[table](element))
-
-
-def _cells_of_job(job: Job) -> tuple[Cell, ...]:
+def _row_of_job(key: str, job: Job) -> Row:
     return (
+        key,
         job.number,
         job.uid,
         job.user,
@@ -103,24 +102,28 @@ def _cells_of_job(job: Job) -> tuple[Cell, ...]:
     )
 
 
-def _cells_of_gang(gang: Gang) -> tuple[Cell, ...]:
-    return gang.epoch, gang.job, gang.role.value, gang.phase.value, _body(gang)
+def _row_of_gang(key: str, gang: Gang) -> Row:
+    return key, gang.epoch, gang.job, gang.role.value, gang.phase.value, _body(gang)
 
 
-def _cells_of_node(node: Node) -> tuple[Cell, ...]:
-    return node.configuration_set, node.rack, node.state.value, _body(node)
+def _row_of_node(key: str, node: Node) -> Row:
+    return key, node.configuration_set, node.rack, node.state.value, _body(node)
 
 
-def _only_body(element: ConfigurationSet | Counters) -> tuple[Cell, ...]:
-    return (_body(element),)
+def _row_of_set(key: str, configuration_set: ConfigurationSet) -> Row:
+    return key, _body(configuration_set)
 
 
-_CELLS: Final[Mapping[str, Callable[[Any], tuple[Cell, ...]]]] = {
-    "jobs": _cells_of_job,
-    "gangs": _cells_of_gang,
-    "nodes": _cells_of_node,
-    "configuration_sets": _only_body,
-    "counters": _only_body,
+def _row_of_counters(key: str, counters: Counters) -> Row:
+    return _COUNTERS_KEY, _body(counters)
+
+
+_ROW_OF: Final[Mapping[str, Callable[[str, Any], Row]]] = {
+    "jobs": _row_of_job,
+    "gangs": _row_of_gang,
+    "nodes": _row_of_node,
+    "configuration_sets": _row_of_set,
+    "counters": _row_of_counters,
 }
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 from msgspec import Struct, field
 
 Cell = int | float | str | None
+Row = tuple[Cell, ...]
 
 
 class Problem(Enum):
@@ -36,20 +37,7 @@ class StoreError(Exception):
         self.problem = problem
 
 
-class Put(Struct, frozen=True, gc=False):
-    """Inserts or replaces one element. `cells` are its values in the order of the table's columns, `key` left out."""
-
-    table: str
-    key: str
-    cells: tuple[Cell, ...]
-
-
-class Remove(Struct, frozen=True, gc=False):
-    table: str
-    key: str
-
-
-class HistoryEntry(Struct, frozen=True, gc=False):
+class HistoryEntry(Struct, frozen=True, gc=False, array_like=True):
     """One thing that happened. Sequences are unique and rise; time is Unix seconds."""
 
     sequence: int
@@ -62,14 +50,17 @@ class HistoryEntry(Struct, frozen=True, gc=False):
 
 
 class Batch(Struct, frozen=True, gc=False):
-    """What one commit makes durable, as one. Of changes to one key the last stands; `changes` holds one per key."""
+    """What one commit makes durable, as one; by table, and at most one change for each key."""
 
-    changes: Sequence[Put | Remove] = ()
+    # Inserted or replaced: the key, then the values in the order of `tables.COLUMNS`.
+    puts: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+    # Keys.
+    removes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     history: Sequence[HistoryEntry] = ()
 
     @property
     def is_empty(self) -> bool:
-        return not self.changes and not self.history
+        return not (self.puts or self.removes or self.history)
 
 
 class StoredRow(Struct, frozen=True, gc=False):

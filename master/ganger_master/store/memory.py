@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
-from ganger_master.store.contract import Batch, HistoryEntry, Put, Remove, StoredRow
+from ganger_master.store.contract import Batch, HistoryEntry, StoredRow
 from ganger_master.store.tables import COLUMNS, STATE
 
 
@@ -24,12 +24,13 @@ class MemoryStore:
             yield from list(rows.values())
 
     def commit(self, batch: Batch) -> None:
-        for change in batch.changes:
-            match change:
-                case Put(table, key, cells):
-                    self._rows[table][key] = StoredRow(table, key, dict(zip(COLUMNS[table], cells, strict=True)))
-                case Remove(table, key):
-                    self._rows[table].pop(key, None)
+        for table, keys in batch.removes.items():
+            for key in keys:
+                self._rows[table].pop(key, None)
+        for table, rows in batch.puts.items():
+            for row in rows:
+                key = str(row[0])
+                self._rows[table][key] = StoredRow(table, key, dict(zip(COLUMNS[table], row[1:], strict=True)))
         self._history.extend(batch.history)
 
     def history(self, subject: str, after_sequence: int, limit: int) -> Sequence[HistoryEntry]:

@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from sqlalchemy import Table
 from sqlalchemy.dialects import sqlite
 
-from ganger_master.store.contract import Batch, Put
+from ganger_master.store.contract import Batch
 from ganger_master.store.tables import COLUMNS, STATE, events, writer
 
 FENCED: Final = "the generation is another one"
 
 _encode: Final = msgspec.json.Encoder().encode
 _quote: Final = sqlite.dialect().identifier_preparer.quote
-_history_row: Final = attrgetter(*(column.name for column in events.columns))
 
 
 def prepare(connection: sqlite3.Connection) -> None:
@@ -37,15 +35,8 @@ def prepare(connection: sqlite3.Connection) -> None:
 
 def commit(connection: sqlite3.Connection, generation: int, batch: Batch) -> None:
     """Raises IntegrityError with FENCED as its text if the writer's generation is another."""
-    puts: dict[str, list[tuple[Any, ...]]] = {}
-    removes: dict[str, list[str]] = {}
-    for change in batch.changes:
-        if isinstance(change, Put):
-            puts.setdefault(change.table, []).append((change.key, *change.cells))
-        else:
-            removes.setdefault(change.table, []).append(change.key)
-    text = _encode({"puts": puts, "removes": removes, "history": [_history_row(entry) for entry in batch.history]})
-    connection.execute("INSERT INTO temp.batches VALUES (?, ?)", (generation, text.decode())).close()
+    text = _encode(batch).decode()
+    connection.execute("INSERT INTO temp.batches VALUES (?, ?)", (generation, text)).close()
 
 
 def _statements() -> Iterator[str]:

@@ -21,7 +21,7 @@ from sqlalchemy.pool import NullPool
 from sqlalchemy.sql import Executable
 
 from ganger_master.store import migrate, one_statement
-from ganger_master.store.contract import Batch, Cell, HistoryEntry, Problem, Put, Remove, StoredRow, StoreError
+from ganger_master.store.contract import Batch, Cell, HistoryEntry, Problem, StoredRow, StoreError
 from ganger_master.store.tables import COLUMNS, STATE, events, writer
 
 _HISTORY_COLUMNS: Final = tuple(column.name for column in events.columns)
@@ -131,22 +131,14 @@ class SqlStore:
             raise self._fenced()
 
     def _write(self, connection: Connection, batch: Batch) -> None:
-        puts: dict[str, list[Mapping[str, Cell]]] = {}
-        removes: dict[str, list[Mapping[str, Cell]]] = {}
-        for change in batch.changes:
-            match change:
-                case Put(table, key, cells):
-                    row = dict(zip(COLUMNS[table], cells, strict=True))
-                    puts.setdefault(table, []).append({"key": key, **row})
-                case Remove(table, key):
-                    removes.setdefault(table, []).append({"key": key})
-        for table, rows in removes.items():
-            self._run(connection, "remove", table, rows)
-        for table, rows in puts.items():
-            self._run(connection, "put", table, rows)
+        for table, keys in batch.removes.items():
+            self._run(connection, "remove", table, [{"key": key} for key in keys])
+        for table, rows in batch.puts.items():
+            names = ("key", *COLUMNS[table])
+            self._run(connection, "put", table, [dict(zip(names, row, strict=True)) for row in rows])
         if batch.history:
-            rows = [{name: getattr(entry, name) for name in _HISTORY_COLUMNS} for entry in batch.history]
-            self._run(connection, "append", events.name, rows)
+            entries = [{name: getattr(entry, name) for name in _HISTORY_COLUMNS} for entry in batch.history]
+            self._run(connection, "append", events.name, entries)
 
     def _run(self, connection: Connection, verb: str, table: str, rows: Sequence[Mapping[str, Cell]]) -> None:
         if verb == "put" and connection.dialect.name not in _UPSERTS:
