@@ -12,7 +12,6 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final, TypeAlias, TypeVar
@@ -31,6 +30,7 @@ from ganger_master.core.state import Changes, State, Turn
 from ganger_master.runtime import failpoints
 from ganger_master.runtime.committed import Committed, Publication
 from ganger_master.runtime.pace import Pace
+from ganger_master.runtime.store_thread import StoreThread
 from ganger_master.runtime.turn_streams import TurnStreams
 from ganger_master.store.codec import Codec
 from ganger_master.store.contract import HistoryEntry, Problem, Store, StoreError
@@ -100,7 +100,7 @@ class Writer:
         self._settings = settings
         self._clock = clock
         self._failpoints = failpoints_of_process or Failpoints(failpoints.NAMES, "")
-        self._thread = ThreadPoolExecutor(1, "store")
+        self._thread = StoreThread("store")
         self._codec = Codec()
         self._pace = Pace()
         self._open = _Batch()
@@ -119,7 +119,7 @@ class Writer:
 
     async def start(self) -> None:
         """Opens the store and loads everything. Raises StoreError."""
-        await self._in_thread(self._store.open)
+        await self._thread.ask(self._store.open)
         await self._load()
 
     async def close(self) -> None:
@@ -135,8 +135,8 @@ class Writer:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._in_thread(self._store.close)
-        self._thread.shutdown()
+        await self._thread.ask(self._store.close)
+        self._thread.close()
         self.stopped.set()
 
     def submit(self, command: Command) -> asyncio.Future[Answer]:
@@ -188,7 +188,7 @@ class Writer:
 
     async def compact(self, before_time: float, limit: int) -> int:
         """Forgets old history; runs between commits."""
-        return await self._in_thread(self._store.compact, before_time, limit)
+        return await self._thread.ask(self._store.compact, before_time, limit)
 
     def _seal_soon(self) -> None:
         if self._committing or self._scheduled is not None or not self._open.is_touched:
@@ -232,7 +232,7 @@ class Writer:
         began = loop.time()
         self._pace.began(began)
         # Not awaited: a task and two futures would cost more than the rest of a small commit.
-        self._thread.submit(self._write_and_tell, sealed, loop, began)
+        self._thread.do(self._write_and_tell, sealed, loop, began)
 
     def _write_and_tell(self, sealed: _Sealed, loop: asyncio.AbstractEventLoop, began: float) -> None:
         problem: BaseException | None = None
@@ -346,7 +346,7 @@ class Writer:
 
     async def _load(self) -> None:
         codec = Codec()
-        elements = await self._in_thread(lambda: codec.elements(self._store.load()))
+        elements = await self._thread.ask(lambda: codec.elements(self._store.load()))
         self._failpoints.passing(failpoints.MID_LOAD)
         state = State.restore(self._settings, elements, self._clock())
         self.state, self._codec, self._open = state, codec, _Batch()
@@ -385,9 +385,6 @@ class Writer:
         log.critical("writer failed", exc_info=problem)
         self._is_ready = False
         self.stopped.set()
-
-    async def _in_thread(self, work: Callable[..., _T], *arguments: object) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
 
 def _only(answers: list[Answer]) -> Answer:

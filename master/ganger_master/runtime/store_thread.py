@@ -1,0 +1,61 @@
+"""The one thread that may wait for the disk. Cheaper than an executor, whose every job is a future, a lock and a
+condition: a busy master hands it hundreds of jobs a second."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+class StoreThread:
+    """Runs what it is given, one after the other, in the order given. A daemon thread: a hung disk holds up nobody's
+    end."""
+
+    def __init__(self, name: str) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def do(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Without waiting; the work must not raise."""
+        self._work.put(lambda: work(*arguments))
+
+    async def ask(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        """What the work returns, or raises."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[_T] = loop.create_future()
+
+        def carry_out() -> None:
+            try:
+                found = work(*arguments)
+            except BaseException as error:
+                loop.call_soon_threadsafe(_fail, future, error)
+            else:
+                loop.call_soon_threadsafe(_succeed, future, found)
+
+        self._work.put(carry_out)
+        return await future
+
+    def close(self) -> None:
+        """Ends once what was given is done."""
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+
+def _succeed(future: asyncio.Future[_T], found: _T) -> None:
+    if not future.done():
+        future.set_result(found)
+
+
+def _fail(future: asyncio.Future[_T], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
