@@ -53,11 +53,17 @@ def refresh(state: State) -> list[str]:
     """Projects the nodes that were touched anew; those whose set differs from before, under one new version."""
     version = state.counters.desired_version + 1
     changed = []
-    for name in state.dirty.wants:
+    for name, added in state.dirty.wants.items():
         node = state.nodes.get(name)
         if node is None:
             continue
         old = state.desired.get(name, _NOTHING)
+        if added and not node.strays:
+            # They have the newest epochs, so they come last.
+            gangs = (*old.gangs, *[_project_one(state, name, epoch) for epoch in added])
+            state.desired[name] = DesiredSet(version, gangs, node.acknowledged)
+            changed.append(name)
+            continue
         gangs = project(state, node)
         is_same = _alike(gangs, old.gangs) and node.acknowledged == old.acknowledged_epochs
         state.desired[name] = DesiredSet(old.version if is_same else version, gangs, node.acknowledged)
@@ -67,6 +73,13 @@ def refresh(state: State) -> list[str]:
     if changed:
         state.counters.desired_version = version
     return changed
+
+
+def _project_one(state: State, node: str, epoch: int) -> DesiredGang:
+    gang = state.gangs[epoch]
+    projected = _projected(state, gang, gang.pieces[state.gangs_on[node][epoch]], None)
+    state.projected.setdefault(node, {})[epoch] = projected
+    return projected.desired
 
 
 def _alike(one: tuple[DesiredGang, ...], other: tuple[DesiredGang, ...]) -> bool:

@@ -85,7 +85,8 @@ class Dirty:
     jobs: dict[int, None] = field(default_factory=dict)
     rows: dict[str, None] = field(default_factory=dict)
     arenas: dict[int, None] = field(default_factory=dict)
-    wants: dict[str, None] = field(default_factory=dict)
+    # By node: new epochs, if nothing but those has changed there, else empty.
+    wants: dict[str, list[int]] = field(default_factory=dict)
     news: dict[int, None] = field(default_factory=dict)
     # Nodes whose rows differ from before.
     shown: dict[str, None] = field(default_factory=dict)
@@ -170,11 +171,17 @@ class State:
         self.dirty.news[gang.job] = None
         if old is None:
             self._hold(gang)
-        for piece in gang.pieces:
-            node = piece.claim.node
-            self.dirty.wants[node] = None
-            if old is not None:
-                self.dirty.rows[node] = None
+            wants = self.dirty.wants
+            for piece in gang.pieces:
+                node = piece.claim.node
+                if node not in wants:
+                    wants[node] = [gang.epoch]
+                elif wants[node]:
+                    wants[node].append(gang.epoch)
+        else:
+            for piece in gang.pieces:
+                self.dirty.wants[piece.claim.node] = []
+                self.dirty.rows[piece.claim.node] = None
 
     def forget_gang(self, epoch: int) -> None:
         gang = self.gangs.pop(epoch)
@@ -186,7 +193,7 @@ class State:
         self.dirty.jobs[gang.job] = None
         self.dirty.news[gang.job] = None
         for node in gang.nodes:
-            self.dirty.wants[node] = None
+            self.dirty.wants[node] = []
             self.dirty.rows[node] = None
 
     def forget_job(self, number: int) -> None:
@@ -213,12 +220,12 @@ class State:
             self.choosy.pop(node.name, None)
         self._put(("node", node.name), node)
         self.dirty.rows[node.name] = None
-        self.dirty.wants[node.name] = None
+        self.dirty.wants[node.name] = []
         if old is None or (old.peer_address, old.stream_address) != (node.peer_address, node.stream_address):
             for epoch in self.gangs_on[node.name]:
                 self.members.pop(epoch, None)
                 for other in self._listeners(self.gangs[epoch]):
-                    self.dirty.wants[other] = None
+                    self.dirty.wants[other] = []
 
     def put_configuration_set(self, configuration_set: ConfigurationSet) -> None:
         self.configuration_sets[configuration_set.name] = configuration_set

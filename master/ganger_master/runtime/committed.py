@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
+from operator import attrgetter
+from typing import Final
 
 from ganger.resources.values import ConfigurationSet, NodeRow
 from ganger.resources.view import Mode
@@ -79,8 +81,15 @@ class Committed:
     def publish(self, news: Publication) -> None:
         for kind, key in news.removes:
             self._take_away(kind, key)
+        jobs, gangs = self.jobs, self.gangs
         for element in news.puts.values():
-            self._install(element)
+            # By far the most.
+            if isinstance(element, Job):
+                jobs[element.number] = element
+            elif isinstance(element, Gang):
+                gangs[element.epoch] = element
+            else:
+                self._install(element)
         self.desired.update(news.desired)
         if news.rows:
             self._show(news.rows)
@@ -151,5 +160,4 @@ class Committed:
                 self.configuration_sets.pop(key, None)
 
 
-def _by_version(row: NodeRow) -> tuple[int, str]:
-    return row.version, row.node
+_by_version: Final = attrgetter("version")
