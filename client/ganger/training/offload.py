@@ -198,8 +198,10 @@ class StateKeeper:
             if order.kind == "arena":
                 if self.arena is None:
                     raise ImageError("TRUNCATED", "told to restore from the arena, but no arena came with the launch")
+                # mapped, and page-locked for a device, before the first byte comes
+                view = self.arena.view()
                 self._wait_for_arena(1)
-                return use(_not_older(open_image(ArenaSource(self.arena.view(), self._wait_for_arena)), order.step))
+                return use(_not_older(open_image(ArenaSource(view, self._wait_for_arena)), order.step))
             shard = os.path.join(order.path, f"rank-{self._control.rank}.shard")
             descriptor = os.open(shard, os.O_RDONLY | os.O_CLOEXEC)
             try:

@@ -54,6 +54,12 @@ def test_phase_follows_from_pages_and_exits(wanted: Wanted, ranks: tuple[Rank, .
     assert judge(Gang(wanted, ranks, launched=True), 1.0).phase is phase
 
 
+def test_a_move_is_prepared_only_when_there_is_room_for_the_state() -> None:
+    ranks = (Rank(0, state=RankState.RESTORING, hello=True),)
+    assert judge(Gang(PREPARE, ranks, launched=True, has_room=False), 1.0).phase is Phase.STARTING
+    assert judge(Gang(PREPARE, ranks, launched=True, has_room=True), 1.0).phase is Phase.PREPARED
+
+
 def test_offload_is_parked_only_when_the_memory_was_seen_free() -> None:
     ranks = (resting(0, RankState.OFFLOADED, 7),)
     assert judge(Gang(OFFLOAD, ranks, launched=True), 1.0).todo == (Todo.VERIFY_MEMORY,)
