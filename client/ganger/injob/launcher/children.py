@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from typing import Callable
 
 from ganger.injob.launcher.exits import start_ticks
 
@@ -31,6 +32,7 @@ class Child:
         self.adopted = adopted
         self.pidfd = os.pidfd_open(pid) if pidfd is None else pidfd
         self.start_ticks = (start_ticks(pid) or 0) if ticks is None else ticks
+        self.settle: Callable[[], None] | None = None  # hears whether it could begin, until it has said so
         self.launch_error: dict[str, str] = {}
         self.port = 0  # of a store
 

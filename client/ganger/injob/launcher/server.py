@@ -185,9 +185,13 @@ class Server:
         os.close(write_end)
         new = self._add(Child(launch.name, "rank", pid, page=launch.page, exit_path=launch.exit_path))
         # The child closes its end when it is settled (exec closes it too), or says what went wrong.
-        self._selector.register(read_end, selectors.EVENT_READ, lambda: self._settled(caller, number, new, read_end))
+        new.settle = lambda: self._settled(caller, number, new, read_end)
+        self._selector.register(read_end, selectors.EVENT_READ, new.settle)
 
     def _settled(self, caller: _Caller, number: Any, new: Child, read_end: int) -> None:
+        if new.settle is None:
+            return  # heard already: its end was noticed in the same moment
+        new.settle = None
         said = os.read(read_end, 1 << 16)
         self._selector.unregister(read_end)
         os.close(read_end)
@@ -332,6 +336,8 @@ class Server:
             result = os.waitid(os.P_PIDFD, one.pidfd, os.WEXITED | os.WNOHANG)
             if result is None:
                 return
+        if one.settle is not None:
+            one.settle()  # what it said before it died is part of how it ended
         self._selector.unregister(one.pidfd)
         del self._children[one.pidfd]
         os.close(one.pidfd)
