@@ -127,20 +127,30 @@ def task_shape_from_wire(message: resources_pb2.TaskShape) -> TaskShape:
     return TaskShape(gpus=message.gpus, millicores=message.millicores, memory_bytes=message.memory_bytes)
 
 
-def role_to_wire(value: Role) -> resources_pb2.Role:
-    return resources_pb2.Role(name=value.name, tasks=value.tasks, shape=task_shape_to_wire(value.shape))
+def role_to_wire(value: Role, into: resources_pb2.Role | None = None) -> resources_pb2.Role:
+    """`into`: an empty message that is to hold it, as one just added to a list."""
+    message = resources_pb2.Role() if into is None else into
+    message.name = value.name
+    message.tasks = value.tasks
+    shape = message.shape
+    shape.gpus = value.shape.gpus
+    shape.millicores = value.shape.millicores
+    shape.memory_bytes = value.shape.memory_bytes
+    return message
 
 
 def role_from_wire(message: resources_pb2.Role) -> Role:
     return Role(message.name, message.tasks, task_shape_from_wire(message.shape))
 
 
-def locality_to_wire(value: Locality) -> resources_pb2.Locality:
-    return resources_pb2.Locality(
-        widest=level_to_wire(value.widest),
-        wish=level_to_wire(value.wish),
-        patience=times.duration(value.patience_seconds) if value.patience_seconds else None,
-    )
+def locality_to_wire(value: Locality, into: resources_pb2.Locality | None = None) -> resources_pb2.Locality:
+    """`into`: an empty message that is to hold it."""
+    message = resources_pb2.Locality() if into is None else into
+    message.widest = level_to_wire(value.widest)
+    message.wish = level_to_wire(value.wish)
+    if value.patience_seconds:
+        message.patience.CopyFrom(times.duration(value.patience_seconds))
+    return message
 
 
 def locality_from_wire(message: resources_pb2.Locality) -> Locality:

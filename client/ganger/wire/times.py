@@ -24,8 +24,9 @@ def seconds(value: Duration) -> float:
 
 def timestamp(unix_seconds: float) -> Timestamp:
     """Unix seconds as a Timestamp, rounded to nanoseconds."""
-    whole, rest = divmod(round(unix_seconds * _NANOS), _NANOS)
-    return Timestamp(seconds=whole, nanos=rest)
+    message = Timestamp()
+    message.seconds, message.nanos = divmod(round(unix_seconds * _NANOS), _NANOS)
+    return message
 
 
 def unix_seconds(value: Timestamp) -> float:

@@ -48,7 +48,7 @@ def violations_of(spec: JobSpec) -> tuple[tuple[str, str], ...]:
         if not holds:
             found.append((path, what))
 
-    size = sum(len(word.encode(errors="surrogatepass")) for word in spec.command)
+    size = sum([len(word.encode(errors="surrogatepass")) for word in spec.command])
     expect(bool(spec.command) and bool(spec.command[0]), "spec.command", "must name a program to run")
     expect(len(spec.command) <= _COMMAND_LIMIT, "spec.command", f"at most {_COMMAND_LIMIT} words")
     expect(size <= _COMMAND_BYTES_LIMIT, "spec.command", f"at most {_COMMAND_BYTES_LIMIT} bytes in all")

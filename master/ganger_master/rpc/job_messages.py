@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from ganger.resources.reasons import Refusal
+from ganger.resources.values import Locality
 from ganger.v1 import job_pb2
 from ganger.wire import convert, times
 
@@ -36,6 +37,7 @@ _LEVELS: Final[Mapping[SuspendLevel, job_pb2.SuspendLevel.ValueType]] = {
     SuspendLevel.OFFLOAD: job_pb2.SUSPEND_LEVEL_OFFLOAD,
     SuspendLevel.CHECKPOINT: job_pb2.SUSPEND_LEVEL_CHECKPOINT,
 }
+_ANYWHERE: Final = Locality()
 _LEVELS_FROM_WIRE: Final[Mapping[int, SuspendLevel]] = {number: level for level, number in _LEVELS.items()}
 
 
@@ -52,12 +54,12 @@ def spec_from_wire(message: job_pb2.JobSpec) -> JobSpec:
     """Not yet judged: what is wrong with a spec is the core's to say, all at once. Raises RequestInvalid."""
     return JobSpec(
         command=tuple(message.command),
-        roles=tuple(convert.role_from_wire(role) for role in message.roles),
+        roles=tuple([convert.role_from_wire(role) for role in message.roles]),
         display_name=message.display_name,
         working_directory=message.working_directory,
         environment=dict(message.environment),
         device_type=message.device_type,
-        locality=convert.locality_from_wire(message.locality),
+        locality=convert.locality_from_wire(message.locality) if message.HasField("locality") else _ANYWHERE,
         nodes=message.nodes,
         priority=message.priority,
         time_limit_seconds=times.seconds(message.time_limit) if message.HasField("time_limit") else None,
@@ -67,36 +69,49 @@ def spec_from_wire(message: job_pb2.JobSpec) -> JobSpec:
         preemptible=message.preemptible if message.HasField("preemptible") else True,
         gpus_min=message.gpus_min,
         gpus_max=message.gpus_max,
-        checkpoint_interval_seconds=times.seconds(message.checkpoint_interval),
+        checkpoint_interval_seconds=(
+            times.seconds(message.checkpoint_interval) if message.HasField("checkpoint_interval") else 0.0
+        ),
         labels=dict(message.labels),
         agent=Agent.NONE if message.agent == job_pb2.JobSpec.AGENT_NONE else Agent.AUTOMATIC,
     )
 
 
-def spec_to_wire(spec: JobSpec, *, with_environment: bool) -> job_pb2.JobSpec:
-    return job_pb2.JobSpec(
-        command=spec.command,
-        roles=[convert.role_to_wire(role) for role in spec.roles],
-        display_name=spec.display_name,
-        working_directory=spec.working_directory,
-        environment=dict(spec.environment) if with_environment else {},
-        device_type=spec.device_type,
-        locality=convert.locality_to_wire(spec.locality),
-        nodes=spec.nodes,
-        priority=spec.priority,
-        time_limit=None if spec.time_limit_seconds is None else times.duration(spec.time_limit_seconds),
-        gpu_memory_bytes=spec.gpu_memory_bytes,
-        max_failures=spec.max_failures,
-        scheduler=spec.scheduler,
-        preemptible=spec.preemptible,
-        gpus_min=spec.gpus_min,
-        gpus_max=spec.gpus_max,
-        checkpoint_interval=(
-            times.duration(spec.checkpoint_interval_seconds) if spec.checkpoint_interval_seconds else None
-        ),
-        labels=dict(spec.labels),
-        agent=job_pb2.JobSpec.AGENT_NONE if spec.agent is Agent.NONE else job_pb2.JobSpec.AGENT_AUTOMATIC,
-    )
+def spec_to_wire(spec: JobSpec, *, with_environment: bool, into: job_pb2.JobSpec | None = None) -> job_pb2.JobSpec:
+    """`into`: an empty message that is to hold it. What is at its default is not set: on the wire that is the same, and
+    to set a field takes time."""
+    message = job_pb2.JobSpec() if into is None else into
+    message.command.extend(spec.command)
+    for role in spec.roles:
+        convert.role_to_wire(role, message.roles.add())
+    message.display_name = spec.display_name
+    message.working_directory = spec.working_directory
+    if with_environment:
+        message.environment.update(spec.environment)
+    if spec.device_type:
+        message.device_type = spec.device_type
+    convert.locality_to_wire(spec.locality, message.locality)
+    if spec.nodes:
+        message.nodes = spec.nodes
+    if spec.priority:
+        message.priority = spec.priority
+    if spec.time_limit_seconds is not None:
+        message.time_limit.CopyFrom(times.duration(spec.time_limit_seconds))
+    if spec.gpu_memory_bytes:
+        message.gpu_memory_bytes = spec.gpu_memory_bytes
+    if spec.max_failures:
+        message.max_failures = spec.max_failures
+    if spec.scheduler:
+        message.scheduler = spec.scheduler
+    message.preemptible = spec.preemptible
+    if spec.gpus_min or spec.gpus_max:
+        message.gpus_min, message.gpus_max = spec.gpus_min, spec.gpus_max
+    if spec.checkpoint_interval_seconds:
+        message.checkpoint_interval.CopyFrom(times.duration(spec.checkpoint_interval_seconds))
+    if spec.labels:
+        message.labels.update(spec.labels)
+    message.agent = job_pb2.JobSpec.AGENT_NONE if spec.agent is Agent.NONE else job_pb2.JobSpec.AGENT_AUTOMATIC
+    return message
 
 
 def job_to_wire(
@@ -109,26 +124,30 @@ def job_to_wire(
     sample: Sample | None = None,
     with_environment: bool = False,
 ) -> job_pb2.Job:
-    message = job_pb2.Job(
-        name=job.name,
-        uid=job.uid,
-        spec=spec_to_wire(job.spec, with_environment=with_environment),
-        user=job.user,
-        state=STATES[job.state],
-        revision=job.revision,
-        suspended_level=_LEVELS[job.suspended_level],
-        create_time=times.timestamp(job.create_time),
-        start_time=times.timestamp(job.start_time) if job.start_time else None,
-        end_time=times.timestamp(job.end_time) if job.end_time else None,
-        failures=job.failures,
-        preemptions=job.preemptions,
-        blockers=convert.refusals_to_wire(blockers),
-        queue_rank=queue_rank,
-        checkpoint=None if job.checkpoint is None else checkpoint_to_wire(job.checkpoint),
-        capabilities=capabilities_to_wire(job.capabilities) if job.capabilities.known else None,
-        trouble=job.trouble,
-        progress=None if sample is None else progress_to_wire(sample),
-    )
+    message = job_pb2.Job()
+    message.name = job.name
+    message.uid = job.uid
+    spec_to_wire(job.spec, with_environment=with_environment, into=message.spec)
+    message.user = job.user
+    message.state = STATES[job.state]
+    message.revision = job.revision
+    message.suspended_level = _LEVELS[job.suspended_level]
+    message.create_time.CopyFrom(times.timestamp(job.create_time))
+    if job.start_time:
+        message.start_time.CopyFrom(times.timestamp(job.start_time))
+    if job.end_time:
+        message.end_time.CopyFrom(times.timestamp(job.end_time))
+    message.failures = job.failures
+    message.preemptions = job.preemptions
+    for blocker in blockers:
+        convert.refusal_to_wire(blocker, message.blockers.add())
+    message.queue_rank = queue_rank
+    if job.checkpoint is not None:
+        message.checkpoint.CopyFrom(checkpoint_to_wire(job.checkpoint))
+    if job.capabilities.known:
+        message.capabilities.CopyFrom(capabilities_to_wire(job.capabilities))
+    if sample is not None:
+        message.progress.CopyFrom(progress_to_wire(sample))
     if gang is not None and not job.state.is_final:
         message.gang.CopyFrom(gang_to_wire(job, gang, destination))
     if job.failure is not None:
