@@ -206,7 +206,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def test_the_stream_keeps_up_with_the_bare_socket() -> None:
+def test_the_stream_takes_hardly_more_of_the_processors_than_the_bare_socket() -> None:
+    """CPU time of sender and receiver: on a busy machine elapsed time says who else is there."""
     data = bytes(128 << 20)
 
     def story(server: StreamServer, arena: Arena, target: Target) -> None:
@@ -214,27 +215,29 @@ def test_the_stream_keeps_up_with_the_bare_socket() -> None:
         os.pwrite(target.fd, data, 0)  # touched before, as a destination does
         ratios = []
         for _ in range(3):
-            bare = seconds_of_bare_transfer(data)
-            began = time.perf_counter()
-            target.fetch(server.address)
-            ratios.append(bare / (time.perf_counter() - began))
-        # `ganger bench move` judges the figure itself
-        assert max(ratios) > 0.4, ratios
+            bare = cpu_seconds(lambda: transfer_bare(data))
+            ratios.append(bare / cpu_seconds(lambda: target.fetch(server.address)))
+        # measured: 1.1 to 1.5; `ganger bench move` judges the rate itself
+        assert max(ratios) > 0.7, ratios
 
     serve(data, story)
 
 
-def seconds_of_bare_transfer(data: bytes) -> float:
+def cpu_seconds(work: Callable[[], object]) -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def transfer_bare(data: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         out = socket.create_connection(listener.getsockname())
         connection, _ = listener.accept()
     with out, connection:
         received = memoryview(bytearray(len(data)))
         sender = threading.Thread(target=out.sendall, args=(data,))
-        began = time.perf_counter()
         sender.start()
         done = 0
         while done < len(data):
             done += connection.recv_into(received[done:], 0, socket.MSG_WAITALL)
         sender.join()
-        return time.perf_counter() - began
