@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ganger.failpoints import VARIABLE
+from kit.shell import Shell
 from kit.waiting import eventually
 
 GANGER = (sys.executable, "-m", "ganger.cli.main")
@@ -51,6 +52,14 @@ class Service:
     @property
     def alive(self) -> bool:
         return self.process is not None and self.process.poll() is None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is held at a failpoint by SIGSTOP."""
+        if not self.alive:
+            return False
+        assert self.process is not None
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
     def signal(self, number: int) -> None:
         assert self.process is not None
@@ -174,9 +183,9 @@ class Cluster:
         assert self.master.alive, self.story()
 
     def wait_ready(self, nodes: int | None = None) -> None:
-        wanted = self.nodes if nodes is None else nodes
+        wanted, shell = self.nodes if nodes is None else nodes, Shell(self.master_directory)
         eventually(
-            lambda: sum(node["state"] == "READY" for node in self.json("nodes")["nodes"]) >= wanted,
+            lambda: sum(node["state"] == "READY" for node in shell.json("nodes")["nodes"]) >= wanted,
             what=f"{wanted} nodes are ready",
             story=self.story,
         )
@@ -237,6 +246,16 @@ class Cluster:
                 f"ganger {' '.join(arguments)}: {done.returncode}\n{done.stdout}\n{done.stderr}"
             )
         return done
+
+    def begin(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """`ganger ARGUMENTS` against this cluster, beside the test: it may wait for a master that is held or dead."""
+        return subprocess.Popen(
+            [*GANGER, *arguments],
+            env={**self.master.environment, "GANGER_MASTER": str(self.master_directory)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
     def json(self, *arguments: str) -> dict[str, object]:
         answer = json.loads(self.run(arguments[0], "--json", *arguments[1:]).stdout)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kit.cluster import Cluster
+from kit.shell import Shell
 from kit.waiting import eventually
 
 SCRIPT = Path(__file__).parent / "jobs" / "steps.py"
@@ -34,16 +36,27 @@ class Run:
     def submit(
         cls, cluster: Cluster, label: str, *options: str, world: int = 1, steps: int = 64, job: tuple[str, ...] = ()
     ) -> Run:
-        record = cluster.directory / f"{label}.record"
-        answer = cluster.json(
-            "submit",
+        words = cls.words(cluster, label, *options, world=world, steps=steps, job=job)
+        answer = Shell(cluster.master_directory).json("submit", *words)
+        return cls(cluster, str(answer["name"]), cls.record_of(cluster, label), world, steps)
+
+    @classmethod
+    def words(
+        cls, cluster: Cluster, label: str, *options: str, world: int = 1, steps: int = 64, job: tuple[str, ...] = ()
+    ) -> list[str]:
+        """What stands behind `ganger submit`."""
+        record = cls.record_of(cluster, label)
+        return [
             *("--name", label, "--gpus", str(world), "--checkpoint-every", "never", "--directory", str(SCRIPT.parent)),
             *options,
             "--",
             *(sys.executable, str(SCRIPT), "--steps", str(steps), "--record", str(record)),
             *("--slow-until", f"{record}.go", *job),
-        )
-        return cls(cluster, str(answer["name"]), record, world, steps)
+        ]
+
+    @staticmethod
+    def record_of(cluster: Cluster, label: str) -> Path:
+        return cluster.directory / f"{label}.record"
 
     def hurry(self) -> None:
         """From now on as fast as it can: what had to happen while it runs has happened."""
@@ -53,8 +66,13 @@ class Run:
     def id(self) -> str:
         return self.name.removeprefix("jobs/")
 
+    @property
+    def shell(self) -> Shell:
+        return Shell(self.cluster.master_directory)
+
     def show(self) -> dict[str, Any]:
-        return self.cluster.json("show", self.id)
+        shown: dict[str, Any] = self.shell.json("show", self.id)
+        return shown
 
     @property
     def state(self) -> str:
@@ -91,20 +109,20 @@ class Run:
     def wait_state(self, *states: str, within_seconds: float = 60.0) -> None:
         # The master may be down just now: an answer that does not come is not a state.
         def reached() -> bool:
-            answer = self.cluster.run("show", self.id, "--json", ok=False)
-            return answer.returncode == 0 and any(f'"{state}"' in answer.stdout for state in states)
+            answer = self.shell.try_("show", self.id, "--json")
+            return answer.code == 0 and json.loads(answer.out)["state"] in states
 
         eventually(
             reached,
             within_seconds=within_seconds,
             what=f"{self.name} is {' or '.join(states)}",
             story=self.story,
-            every_seconds=0.2,
+            every_seconds=0.05,
         )
 
     def story(self) -> str:
-        history = self.cluster.run("history", self.id, ok=False).stdout
-        shown = self.cluster.run("show", self.id, ok=False).stdout
+        history = self.shell.try_("history", self.id).out
+        shown = self.shell.try_("show", self.id).out
         return f"{shown}\n{history}\n{self.cluster.story()}"
 
     def check(self, reference: Run, *, may_repeat: bool = False) -> None:

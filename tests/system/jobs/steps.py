@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--record", required=True)
     parser.add_argument("--step-seconds", type=float, default=0.0, help="how long a step takes, in place of a device")
-    parser.add_argument("--slow-until", default="", help="take a quarter of a second a step until this file is there")
+    parser.add_argument("--slow-until", default="", help="take tenths of a second a step until this file is there")
     parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--state-megabytes", type=int, default=0)
     options = parser.parse_args()
@@ -50,7 +50,7 @@ def main() -> None:
             optimizer.step()
             is_slow = options.slow_until and not os.path.exists(options.slow_until)
             # the ranks of a gang come to a boundary one after the other, as with real stragglers
-            time.sleep(0.25 + 0.1 * int(os.environ.get("RANK", "0")) if is_slow else options.step_seconds)
+            time.sleep(0.1 + 0.1 * int(os.environ.get("RANK", "0")) if is_slow else options.step_seconds)
             with open(record, "a") as out:
                 out.write(f"{job.step_count + 1} {float(loss).hex()} {os.getpid()}\n")
             if job.step_count + 1 == options.fail_at:
