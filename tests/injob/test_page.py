@@ -70,10 +70,26 @@ def test_page_of_another_version_is_refused_naming_both(page: Page) -> None:
         Page.open(page.path)
 
 
+@pytest.mark.parametrize("word", [Word.MAGIC, Word.EPOCH, Word.RANK, Word.WORLD, Word.THREADS, Word.RETUNE_SEQ])
+def test_a_daemon_sees_that_a_job_wrote_over_what_is_not_its_own(page: Page, word: int) -> None:
+    identity = page.identity()
+    whose = (identity.epoch, identity.rank, identity.world)
+    Page.open(page.path).set(Word.STEP, (1 << 64) - 1)
+    assert page.damage(*whose) == ""
+    Page.open(page.path).set(word, (1 << 63) + 1)
+    assert "overwritten by its job" in page.damage(*whose)
+
+
+def test_a_daemon_sees_that_a_page_was_cut_off_without_touching_it(page: Page) -> None:
+    identity = page.identity()
+    os.truncate(page.path, 0)
+    assert "cut off" in page.damage(identity.epoch, identity.rank, identity.world)
+
+
 def test_file_that_is_no_page_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.page"
     path.write_bytes(b"x" * PAGE_BYTES)
-    with pytest.raises(PageMismatchError, match="no control page"):
+    with pytest.raises(PageError, match="no control page"):
         Page.open(str(path))
     path.write_bytes(b"")
     with pytest.raises(PageError, match="0 bytes"):

@@ -26,6 +26,8 @@ _WORDS = PAGE_BYTES // 8
 _WORD_LIMIT = (1 << 64) - 1
 # Numbers of a job above these are nonsense; they are cut, so that arithmetic on them stays harmless.
 _STEP_LIMIT = (1 << 62) - 1
+# No daemon writes more threads, or asks for them more often.
+_COUNT_LIMIT = (1 << 31) - 1
 
 
 class Word:
@@ -158,7 +160,7 @@ class PageError(Exception):
 
 
 class PageMismatchError(PageError):
-    """The page was made by another version of Ganger, or is no page."""
+    """The page was made by another version of Ganger."""
 
 
 class Identity(NamedTuple):
@@ -294,7 +296,7 @@ class Page:
 
     @classmethod
     def open(cls, path: str, *, writable: bool = True) -> Page:
-        """Map an existing page. Raises FileNotFoundError, PageMismatchError, PageError (wrong size)."""
+        """Map an existing page. Raises FileNotFoundError, PageMismatchError, PageError (no page, or damaged)."""
         descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             size = os.fstat(descriptor).st_size
@@ -308,12 +310,30 @@ class Page:
         if found != MAGIC << 16 | VERSION:
             page.close()
             if found >> 16 != MAGIC:
-                raise PageMismatchError(f"{path} is no control page: it begins with {found >> 16:#x}, not {MAGIC:#x}")
+                raise PageError(f"{path} is no control page: it begins with {found >> 16:#x}, not {MAGIC:#x}")
             raise PageMismatchError(
                 f"control page {path} has version {found & 0xFFFF}, this Ganger reads version {VERSION}: "
                 "use the same version of Ganger in the job and in the daemon"
             )
         return page
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the file still has all its bytes: one call of the kernel."""
+        return self._memory.size() >= PAGE_BYTES
+
+    def damage(self, epoch: int, rank: int, world: int) -> str:
+        """Say what is wrong with a page that was whole once, or "". Its job may write anything into it, and cut it off:
+        a daemon that then touched it would end by SIGBUS."""
+        if not self.is_whole:
+            return f"control page {self.path} was cut off by its job"
+        words = self.words
+        whole = (MAGIC << 16 | VERSION, epoch, rank, world)
+        if (words[Word.MAGIC], words[Word.EPOCH], words[Word.RANK], words[Word.WORLD]) != whole:
+            return f"control page {self.path} was overwritten by its job"
+        if words[Word.THREADS] > _COUNT_LIMIT or words[Word.RETUNE_SEQ] > _COUNT_LIMIT:
+            return f"the orders in control page {self.path} were overwritten by its job"
+        return ""
 
     def close(self) -> None:
         """Unmap; the file stays."""

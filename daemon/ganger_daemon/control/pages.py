@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ganger.injob.page import Capability, Page, Progress, RawPoint, Word
+from ganger.injob.page import Capability, Page, PageError, PageMismatchError, Progress, RawPoint, Word
 from ganger.injob.pages import page_path
 
 from ganger_daemon.core.gang import Rank
@@ -40,6 +40,7 @@ class ControlPages:
         self.world = world
         self.local = local
         self._pages: dict[int, Page] = {}
+        self._damage = ""
 
     def create(self, threads: int, uid: int | None = None, gid: int | None = None) -> None:
         """Makes what is missing and maps everything; run again after a crash it changes nothing."""
@@ -63,18 +64,31 @@ class ControlPages:
             self._pages[rank] = page
 
     def open(self) -> bool:
-        """Maps what a former daemon made; False when one is missing."""
+        """Maps what a former daemon made; False when one is missing or damaged. Raises PageMismatchError."""
         try:
             for rank in range(self.world):
                 if rank not in self._pages:
                     self._pages[rank] = Page.open(page_path(str(self.directory), rank))
         except FileNotFoundError:
             return False
+        except PageMismatchError:
+            raise
+        except PageError as error:
+            self._damage = str(error)
+            return False
         return True
 
     @property
     def mapped(self) -> bool:
-        return len(self._pages) == self.world
+        """Whether all are there and may be touched."""
+        return len(self._pages) == self.world and not self.damage()
+
+    def damage(self) -> str:
+        """What the job did to a page of its own, or "". Once damaged a page is never trusted again."""
+        if not self._damage:
+            pages = ((rank, self._pages[rank]) for rank in self.local if rank in self._pages)
+            self._damage = next(filter(None, (page.damage(self.epoch, rank, self.world) for rank, page in pages)), "")
+        return self._damage
 
     def close(self) -> None:
         for page in self._pages.values():
@@ -82,71 +96,76 @@ class ControlPages:
         self._pages.clear()
 
     def __getitem__(self, rank: int) -> Page:
-        return self._pages[rank]
+        """Raises PageError if the job has cut it off, mirrors too: reading it then would end this daemon."""
+        page = self._pages[rank]
+        if not page.is_whole:
+            self._damage = f"control page {page.path} was cut off by its job"
+            raise PageError(self._damage)
+        return page
 
     def progress(self, rank: int) -> Progress:
-        return self._pages[rank].progress()
+        return self[rank].progress()
 
     def process(self, rank: int) -> ProcessId:
-        identity = self._pages[rank].identity()
+        identity = self[rank].identity()
         return ProcessId(identity.pid, identity.start_ticks)
 
     def write_order(self, sequence: int, order: int, stop_sequence: int, level: int, deadline_ns: int) -> None:
         """Into every page, mirrors too, so that all ranks of this node read alike. An order already there stays."""
-        for page in self._pages.values():
+        for page in map(self.__getitem__, self._pages):
             if page.read_order().seq < sequence:
                 page.write_order(sequence, order, stop_seq=stop_sequence, level=level, deadline_ns=deadline_ns)
 
     def let_leave(self, sequence: int) -> None:
         """The checkpoint of an order is published: ranks that saved for it may end."""
         for rank in self.local:
-            self._pages[rank].let_leave(sequence)
+            self[rank].let_leave(sequence)
 
     def extend_lease(self, until_ns: int) -> None:
         for rank in self.local:
-            self._pages[rank].extend_lease(until_ns)
+            self[rank].extend_lease(until_ns)
 
     def fence(self) -> None:
         for rank in self.local:
-            self._pages[rank].fence()
+            self[rank].fence()
 
     def retune(self, threads: int) -> int:
         """Asks every local rank for this many threads; the sequence to wait for."""
-        sequence = max(self._pages[rank].get(Word.RETUNE_SEQ) for rank in self.local) + 1
+        sequence = max(self[rank].get(Word.RETUNE_SEQ) for rank in self.local) + 1
         for rank in self.local:
-            self._pages[rank].retune(sequence, threads, 0)
+            self[rank].retune(sequence, threads, 0)
         return sequence
 
     def threads(self) -> int:
-        return self._pages[self.local[0]].get(Word.THREADS)
+        return self[self.local[0]].get(Word.THREADS)
 
     def request_checkpoint(self, number: int) -> int:
         sequence = 0
-        for page in self._pages.values():
+        for page in map(self.__getitem__, self._pages):
             sequence = page.request_checkpoint(number)
         return sequence
 
     def checkpoint_sequence(self) -> int:
-        return self._pages[self.local[0]].get(Word.CHECKPOINT_SEQ)
+        return self[self.local[0]].get(Word.CHECKPOINT_SEQ)
 
     def points(self) -> dict[int, Point]:
         """Where every rank is, mirrors as last heard."""
         points = {}
-        for rank, page in sorted(self._pages.items()):
-            raw = page.raw_point()
+        for rank in sorted(self._pages):
+            raw = self[rank].raw_point()
             points[rank] = Point(rank, raw.step, raw.ack_seq, raw.ack_step, raw.done)
         return points
 
     def mirror(self, points: Iterable[Point]) -> None:
         for point in points:
             if point.rank in self._pages and point.rank not in self.local:
-                self._pages[point.rank].mirror(RawPoint(point.step, point.ack_sequence, point.ack_step, point.done))
+                self[point.rank].mirror(RawPoint(point.step, point.ack_sequence, point.ack_step, point.done))
 
     def ranks(self, mark: RunMark) -> tuple[Rank, ...]:
         """Local ranks as core sees them; exits are not known here."""
         found = []
         for rank in self.local:
-            progress = self._pages[rank].progress()
+            progress = self[rank].progress()
             found.append(
                 Rank(
                     rank=rank,

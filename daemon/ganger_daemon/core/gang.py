@@ -95,6 +95,7 @@ class Gang:
     refusal: str = ""  # why the wanted level cannot be had: a rank said so, or its checkpoint cannot be published
     escalated: bool = False  # killed because it ignored an order
     out_of_memory: bool = False
+    damage: str = ""  # what its job did to a control page: the gang is killed for it
     stop_signalled: bool = False  # SIGTERM sent for INTENT_STOP or after a rank's failure
     settled: Outcome | None = None  # the outcome is on disk: it never changes again
 
@@ -331,11 +332,13 @@ def settle(gang: Gang) -> Outcome:
         return Outcome(OutcomeKind.OUT_OF_MEMORY, code, failed.rank, "killed: it used more host memory than its claim")
     if gang.wanted.intent is Intent.STOP and gang.stop_signalled:
         return Outcome(OutcomeKind.STOPPED, code, failed.rank)
-    if not ending.known:
+    if not ending.known and not gang.damage:
         return Outcome(OutcomeKind.UNKNOWN, 0, failed.rank, f"rank {failed.rank} is gone and nobody recorded its exit")
     if ending.code == EXIT_FENCED and not ending.signal:
         return Outcome(OutcomeKind.FENCED, code, failed.rank, "its epoch was over")
     if ending.code == EXIT_NO_STATE and not ending.signal:
         return Outcome(OutcomeKind.FAILED, code, failed.rank, f"rank {failed.rank} could not restore its state")
+    if gang.damage:
+        return Outcome(OutcomeKind.FAILED, code, failed.rank, f"killed: {gang.damage}")
     how = f"was killed by signal {ending.signal}" if ending.signal else f"exited with code {ending.code}"
     return Outcome(OutcomeKind.FAILED, code, failed.rank, f"rank {failed.rank} {how}")

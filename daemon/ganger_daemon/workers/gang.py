@@ -231,6 +231,8 @@ class LocalGang:
 
     async def _tick(self) -> None:
         now = time.monotonic()
+        if self._launched and not self._reaped and self.pages.damage():
+            await self._pressing.abandon(self.pages.damage())
         if self._launched and not self._reaped and self.pages.mapped:
             await self._begin_attending()
             if self._order_due:
@@ -279,6 +281,7 @@ class LocalGang:
             published_step=self.saving.published_step(self.wanted, self._settled),
             escalated=self._pressing.escalated,
             out_of_memory=self._launched and not self._reaped and self._was_out_of_memory(),
+            damage=self.pages.damage(),
             stop_signalled=self._pressing.stop_signalled,
             settled=self._settled,
         )

@@ -19,6 +19,9 @@ from .desired import order_key_to_wire
 if TYPE_CHECKING:
     from .gang import LocalGang
 
+# Sums of a job's own numbers; a message holds no larger one.
+_BYTES_LIMIT = (1 << 62) - 1
+
 
 def observe(gang: LocalGang) -> agent_pb2.ObservedGang:
     """The present state of a gang as one message; equal messages mean that nothing changed."""
@@ -77,7 +80,7 @@ def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> Non
     # in whole 64 MiB: a peak that creeps is no news
     message.peak_device_bytes = -(-max(per_device) // (64 << 20)) * (64 << 20) if max(per_device) else 0
     if gang.judgement.phase in (Phase.PARKED, Phase.STOPPING):
-        message.arena_bytes = sum(progress.arena_size for progress in found)
+        message.arena_bytes = min(sum(progress.arena_size for progress in found), _BYTES_LIMIT)
     now = time.monotonic()
     facts = gang.facts()
     live = [rank for rank in facts.ranks if rank.exit is None]

@@ -47,6 +47,12 @@ class Pressing:
         self._ladder = escalation.begin_stop(now, grace)
         signals.terminate(self._deaths.live())
 
+    async def abandon(self, why: str) -> None:
+        """Nothing can be ordered or believed any more, so nothing of the gang may go on."""
+        if live := self._deaths.live():
+            log.error("gang killed", extra={"gang": self._paths.group, "cause": why})
+        await signals.kill(self._host.cgroups, self._paths.group, live)
+
     async def press(self, facts: core.Gang, now: float) -> None:
         """Climbs the rung that is due, if the gang does not obey."""
         passed, self._pressed_at = now - self._pressed_at, now

@@ -102,6 +102,12 @@ def test_the_rank_that_failed_first_is_named() -> None:
     assert (outcome.rank, outcome.exit_code) == (1, 3)
 
 
+def test_what_a_gang_was_killed_for_is_said() -> None:
+    for ending in (ended(0, signal=9), ended(0, known=False)):
+        outcome = core.settle(Gang(RUN, (ending,), launched=True, damage="its page was cut off"))
+        assert (outcome.kind, outcome.message) == (OutcomeKind.FAILED, "killed: its page was cut off")
+
+
 def test_a_gang_that_is_not_launched_is_launched_unless_it_is_to_stop() -> None:
     assert judge(Gang(RUN), 1.0).todo == (Todo.LAUNCH,)
     assert judge(Gang(STOP), 1.0).phase is Phase.ENDED

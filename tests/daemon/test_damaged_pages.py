@@ -1,0 +1,40 @@
+"""A job may do anything to its own control page: it alone ends for it."""
+
+from __future__ import annotations
+
+import os
+import uuid
+
+import pytest
+from daemon.kit import Cluster, Observed, in_phase, run
+from ganger.injob.page import Page, Word, page_path
+
+pytestmark = pytest.mark.system
+
+
+def test_jobs_that_damage_their_pages_are_killed_by_name_and_the_daemon_and_others_go_on() -> None:
+    async def story(made: Cluster) -> None:
+        daemon = await made.daemon_process("n1")
+        await made.until_session("n1")
+        uids = [str(uuid.uuid4()) for _ in range(3)]
+        for index, uid in enumerate(uids):
+            gang = made.gang({"n1": [0]}, "n1", uid=uid, epoch=index + 1)
+            gang.job, gang.claim.device_mask = f"jobs/{index + 1}", 1 << index
+            gang.claim.millicores[:] = [500, 500]
+            await made.master.want("n1", gang)
+        for epoch in (1, 2, 3):
+            await made.master.until("n1", epoch, in_phase(Observed.PHASE_RUNNING))
+        cut, overwritten = (
+            page_path(str(made.directory / "r-n1" / uids[index] / f"{index + 1}"), 0) for index in (0, 1)
+        )
+        os.truncate(cut, 0)
+        Page.open(overwritten).set(Word.MAGIC, 1)
+
+        first = await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
+        second = await made.master.until("n1", 2, in_phase(Observed.PHASE_ENDED))
+        assert first.outcome.message == f"killed: control page {cut} was cut off by its job"
+        assert second.outcome.message == f"killed: control page {overwritten} was overwritten by its job"
+        assert made.master.book("n1").observed[3].phase == Observed.PHASE_RUNNING
+        assert daemon.returncode is None
+
+    run(story)
