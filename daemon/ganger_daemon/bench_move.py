@@ -226,6 +226,8 @@ class _Cluster:
         self._environment = {**os.environ, "GANGER_MASTER": str(self._master), "PYTHONUNBUFFERED": "1"}
 
     def __enter__(self) -> _Cluster:
+        # who ends the benchmark ends what it started
+        self._before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             (self.directory / "storage").mkdir()
             self._spawn("master", "--state-dir", str(self._master), "--storage", str(self.directory / "storage"))
@@ -273,6 +275,7 @@ class _Cluster:
             time.sleep(0.01)
 
     def stop(self) -> None:
+        signal.signal(signal.SIGTERM, self._before)
         for process in self._processes:
             process.send_signal(signal.SIGTERM)
         for process in self._processes:
