@@ -59,3 +59,17 @@ def test_a_job_whose_scheduler_passed_on_an_older_view_is_asked_again_at_once_an
     assert again > first
     drive.request(number, view_version=seen)
     assert number not in drive.state.turn_of
+
+
+def test_turns_that_went_to_nobody_are_given_anew_to_the_first_host() -> None:
+    drive = Drive()
+    number = drive.submit(job_of(2))
+    unheard = drive.state.turns[drive.state.turn_of[number]]
+    drive.now += 0.9 * Settings().turn_lease_seconds
+    drive.step(ClaimTurns("default-1", alone=True))
+    given = drive.state.turns[drive.state.turn_of[number]]
+    assert given.turn != unheard.turn
+    assert given.expires - drive.now == Settings().turn_lease_seconds
+    assert drive.state.lost_turns == {}
+    drive.step(ClaimTurns("default-2"))
+    assert drive.state.turns[drive.state.turn_of[number]] == given

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 from ganger.placement.candidates import candidates
-from ganger.resources.fit import demand, fit, gang_level
-from ganger.resources.reasons import Reason
+from ganger.resources.fit import _fit_node, _is_free, demand, fit, gang_level
+from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import Claim, GangShape, Level, Role, TaskShape
 from ganger.resources.view import View
 from hypothesis import given, settings
@@ -150,3 +150,25 @@ def test_fit_agrees_with_the_naive_twin_on_stale_proposals(gpus: int, widest: Le
                 view.take(claim, other)
     for claims in stale:
         assert (not fit(view, shape, claims)) == naive_fits(view, shape, claims)
+
+
+@settings(max_examples=200)
+@given(
+    st.builds(
+        Claim,
+        st.just("s0"),
+        st.integers(0, 0b11111),
+        st.lists(st.integers(-1, 9).map(lambda cores: 1000 * cores), min_size=1, max_size=3).map(tuple),
+        st.sampled_from([PAIR.memory_bytes, 0, 1 << 50]),
+        st.sampled_from([0, 7]),
+        st.tuples(st.integers(0, 4)),
+    )
+    | st.just(PAIR),
+    st.booleans(),
+)
+def test_what_is_free_at_a_glance_is_what_nothing_can_be_said_against(claim: Claim, available: bool) -> None:
+    view = cluster(1)
+    view.set_available("s0", available)
+    said: list[Refusal] = []
+    _fit_node(view, 0, gang(2), claim, None, False, said)
+    assert _is_free(view, 0, gang(2), claim) is not bool(said)

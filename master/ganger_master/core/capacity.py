@@ -224,13 +224,12 @@ def first_blocked(state: State) -> list[Job]:
 
 def _blocked(state: State) -> Blocked:
     if state.blocked is None:
-        jobs = _find_blocked(state)
-        earliest = min([begins_at(state.conflicts.get(job.number, 0), job.pending_since) for job in jobs], default=0.0)
-        state.blocked = Blocked(tuple([job.number for job in jobs]), earliest)
+        state.blocked = find_blocked(state)
     return state.blocked
 
 
-def _find_blocked(state: State) -> list[Job]:
+def find_blocked(state: State) -> Blocked:
+    """What `state.blocked` remembers, found anew."""
     blocked: list[Job] = []
     if len(state.refusals) <= _FEW:
         # The queue may be long.
@@ -244,7 +243,8 @@ def _find_blocked(state: State) -> list[Job]:
             blocked.append(job)
             if len(blocked) >= state.settings.protected_jobs:
                 break
-    return blocked
+    earliest = min([begins_at(state.conflicts.get(job.number, 0), job.pending_since) for job in blocked], default=0.0)
+    return Blocked(tuple([job.number for job in blocked]), earliest)
 
 
 _FEW = 8

@@ -195,11 +195,13 @@ class DeclareLost(Struct, frozen=True, gc=False):
 
 
 class ClaimTurns(Struct, frozen=True, gc=False):
-    """A turn stream opened or closed: it claims these jobs, or is a default host when it claims none."""
+    """A turn stream opened or closed: it claims these jobs, or is a default host when it claims none. `alone`: until
+    it opened there was no default host, so turns that were given to them went to nobody."""
 
     scheduler: str
     jobs: tuple[int, ...] = ()
     connected: bool = True
+    alone: bool = False
 
 
 class Tick(Struct, frozen=True, gc=False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ganger_master.core.capacity import find_blocked
 from ganger_master.core.model import GangPhase, GangRole, Intent, Job, JobState, SuspendLevel
 from ganger_master.core.rows import row_of
 from ganger_master.core.state import State
@@ -122,3 +123,8 @@ def _derived(state: State) -> Iterator[str]:
     available = [state.configuration_sets[row.configuration_set] for row in rows if row.available]
     if sum(configuration_set.devices for configuration_set in available) != state.devices:
         yield f"{state.devices} devices are not those of the nodes that take gangs"
+    if set(state.choosy) != {name for name, node in state.nodes.items() if node.is_choosy}:
+        yield f"{sorted(state.choosy)} are not the nodes that may refuse a job"
+    remembered = state.blocked
+    if remembered is not None and remembered != find_blocked(state):
+        yield f"{remembered} is not who lacks pieces"

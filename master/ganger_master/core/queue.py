@@ -108,7 +108,8 @@ def note_refused(state: State, event: GangRefused) -> None:
 
 
 def note_stream(state: State, claim: ClaimTurns, now: float) -> None:
-    """A stream came or went: turns of jobs it claims are its, turns it leaves behind expire at once."""
+    """A stream came or went: turns of jobs it claims are its, turns it leaves behind expire at once, and turns that
+    went to nobody are given again with their whole lease."""
     for number in [number for number, owner in state.claimed_by.items() if owner == claim.scheduler]:
         del state.claimed_by[number]
     if claim.connected:
@@ -119,6 +120,8 @@ def note_stream(state: State, claim: ClaimTurns, now: float) -> None:
     stale = [turn for turn in state.turns.values() if turn.scheduler != scheduler_of(state, state.jobs[turn.number])]
     if not claim.connected:
         stale += [turn for turn in state.turns.values() if turn.scheduler == claim.scheduler and turn not in stale]
+    if claim.alone:
+        stale = [*stale, *[turn for turn in state.turns.values() if not turn.scheduler and turn not in stale]]
     for turn in stale:
         state.drop_turn(turn.number)
 

@@ -104,20 +104,13 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         streams = self._writer.turn_streams
         with streams.opened(scheduler, jobs) as queue:
             try:
-                expect(await self._writer.submit(commands.ClaimTurns(scheduler, jobs)), Done)
-                # Leases given while nobody listened would only run out.
                 alone = not jobs and not streams.has_other_host(scheduler)
-                unheard = [turn for turn in self._writer.state.turns.values() if alone and not turn.scheduler]
-                told = set()
-                for held in unheard:
-                    if (message := self._turn_message(held)) is not None:
-                        told.add(held.turn)
-                        yield message
+                expect(await self._writer.submit(commands.ClaimTurns(scheduler, jobs, alone=alone)), Done)
                 while streams.is_of(scheduler, queue):
                     turn = await queue.get()
                     if turn is None:
                         return
-                    if turn.turn not in told and (message := self._turn_message(turn)) is not None:
+                    if (message := self._turn_message(turn)) is not None:
                         yield message
             finally:
                 if streams.is_of(scheduler, queue):
