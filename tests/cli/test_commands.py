@@ -169,7 +169,7 @@ def test_suspend_waits_until_the_job_rests(call: Call, master: CannedMaster, cap
 
 
 def test_a_suspend_that_takes_too_long_stands_and_is_said(call: Call, master: CannedMaster, capsys: Output) -> None:
-    running_job(master)
+    running_job(master).gang.phase = job_pb2.Gang.PHASE_STOPPING
     assert call("suspend", "1", "--level", "offload", "--timeout", "0.01s") == 4
     assert "the order stands" in capsys.readouterr().err
 
