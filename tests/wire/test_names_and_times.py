@@ -44,6 +44,11 @@ def test_seconds_come_back_to_the_nanosecond(seconds: float) -> None:
     assert message.seconds * message.nanos >= 0
 
 
+@pytest.mark.parametrize("seconds", [1e300, -1e300, float("inf"), 2.0**63])
+def test_more_seconds_than_a_duration_holds_become_what_it_holds(seconds: float) -> None:
+    assert abs(times.duration(seconds).seconds) == 315_576_000_000
+
+
 @given(st.floats(0, 4e9))
 def test_unix_seconds_come_back(instant: float) -> None:
     assert times.unix_seconds(times.timestamp(instant)) == pytest.approx(instant, abs=1e-6)

@@ -8,11 +8,13 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 _NANOS = 1_000_000_000
+# Ten thousand years: what a Duration may hold by its own definition.
+_SECONDS_LIMIT = 315_576_000_000
 
 
 def duration(seconds: float) -> Duration:
-    """Seconds, negative ones too, as a Duration, rounded to nanoseconds."""
-    nanos = round(seconds * _NANOS)
+    """Seconds, negative ones too, as a Duration, rounded to nanoseconds; more than it can hold becomes what it can."""
+    nanos = round(max(-_SECONDS_LIMIT, min(seconds, _SECONDS_LIMIT)) * _NANOS)
     sign = -1 if nanos < 0 else 1
     whole, rest = divmod(abs(nanos), _NANOS)
     return Duration(seconds=sign * whole, nanos=sign * rest)

@@ -26,6 +26,9 @@ _PAGE_MOST: Final = 1_000
 # A page of large jobs must still fit into one message.
 _PAGE_BYTES: Final = 3 * 1024 * 1024
 STREAM_SECONDS: Final = 30 * 60.0
+REQUEST_ID_MOST: Final = 200
+# Of what somebody writes for others to read; the rest is left out.
+REASON_MOST: Final = 1_000
 
 
 class JobService(job_service_pb2_grpc.JobServiceServicer):
@@ -37,6 +40,8 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         self._clock = clock
 
     async def CreateJob(self, request: job_service_pb2.CreateJobRequest, context: Any) -> job_pb2.Job:
+        if len(request.request_id) > REQUEST_ID_MOST:
+            raise errors.SpecInvalid(f"request_id: at most {REQUEST_ID_MOST} characters, better a UUID")
         spec = job_messages.spec_from_wire(request.spec)
         return await self._change(commands.SubmitJob(spec, str(uuid.uuid4()), self._user, request.request_id))
 
@@ -91,7 +96,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
 
     async def CancelJob(self, request: job_service_pb2.CancelJobRequest, context: Any) -> job_pb2.Job:
         number = names.parse_job_name(request.name)
-        return await self._change(commands.CancelJob(number, request.reason, self._user))
+        return await self._change(commands.CancelJob(number, request.reason[:REASON_MOST], self._user))
 
     async def SuspendJob(self, request: job_service_pb2.SuspendJobRequest, context: Any) -> job_pb2.Job:
         number = names.parse_job_name(request.name)

@@ -12,6 +12,7 @@ from ganger_master.core import commands
 from ganger_master.core.answers import NodeAnswer
 from ganger_master.core.model import JobState
 from ganger_master.rpc.answers import Shown, expect
+from ganger_master.rpc.job_service import REASON_MOST
 from ganger_master.runtime.writer import Writer
 
 
@@ -38,11 +39,11 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
 
     async def DrainNode(self, request: node_pb2.DrainNodeRequest, context: Any) -> node_pb2.Node:
         node = names.parse_node_name(request.name)
-        return await self._change(commands.DrainNode(node, request.reason, self._user))
+        return await self._change(commands.DrainNode(node, request.reason[:REASON_MOST], self._user))
 
     async def CordonNode(self, request: node_pb2.CordonNodeRequest, context: Any) -> node_pb2.Node:
         node = names.parse_node_name(request.name)
-        return await self._change(commands.CordonNode(node, request.reason, self._user))
+        return await self._change(commands.CordonNode(node, request.reason[:REASON_MOST], self._user))
 
     async def UncordonNode(self, request: node_pb2.UncordonNodeRequest, context: Any) -> node_pb2.Node:
         return await self._change(commands.UncordonNode(names.parse_node_name(request.name), self._user))

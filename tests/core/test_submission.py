@@ -1,0 +1,47 @@
+"""What a submission may say: numbers and texts that would break whoever reads the job later are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from core.drive import job_of
+from ganger.resources.values import Locality, Role, TaskShape
+from ganger_master.core.submission import violations_of
+from msgspec.structs import replace
+
+FINE = replace(job_of(2), working_directory="/home/ann")
+
+
+def role(**shape: int) -> tuple[Role, ...]:
+    return (Role("worker", 1, TaskShape(**{"gpus": 1, "millicores": 0, "memory_bytes": 0, **shape})),)
+
+
+def test_an_ordinary_job_is_fine() -> None:
+    assert violations_of(FINE) == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"time_limit_seconds": 9.3e18}, "spec.time_limit"),
+        ({"checkpoint_interval_seconds": 9.3e18}, "spec.checkpoint_interval"),
+        ({"locality": Locality(patience_seconds=9.3e18)}, "spec.locality.patience"),
+        ({"gpu_memory_bytes": (1 << 64) - 1}, "spec.gpu_memory_bytes"),
+        ({"roles": role(memory_bytes=(1 << 64) - 1)}, "spec.roles[0].shape.memory_bytes"),
+        ({"roles": role(millicores=(1 << 31) - 1)}, "spec.roles[0].shape.millicores"),
+        ({"roles": (Role("worker", 10_000, TaskShape(0, 1_000, 1 << 50)),)}, "spec.roles"),
+        ({"roles": (Role("x" * 64, 1, TaskShape(1, 0, 0)),)}, "spec.roles[0].name"),
+        ({"command": ("python", "a\0b")}, "spec.command"),
+        ({"working_directory": "/a\0b"}, "spec.working_directory"),
+        ({"display_name": "two\nlines"}, "spec.display_name"),
+        ({"device_type": "x" * 64}, "spec.device_type"),
+        ({"scheduler": "a:" + "x" * 5_000}, "spec.scheduler"),
+        ({"environment": {"A": "x" * (1 << 20)}}, "spec.environment"),
+        ({"environment": {"A": "x\0y"}}, "spec.environment"),
+        ({"labels": {"a": "x" * 64}}, "spec.labels"),
+        ({"labels": {str(number): "" for number in range(101)}}, "spec.labels"),
+    ],
+)
+def test_what_no_reader_of_the_job_could_bear_is_refused_with_its_path(change: dict[str, Any], path: str) -> None:
+    assert path in [found for found, _ in violations_of(replace(FINE, **change))]
