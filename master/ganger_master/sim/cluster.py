@@ -1,15 +1,16 @@
-"""A whole cluster under virtual time: master, daemons, ranks, a job scheduler, users; faults and checkers beside it."""
+"""A whole cluster under virtual time: master, daemons, ranks, job schedulers, users; faults and checkers beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from ganger.placement.candidates import candidates
 from ganger.resources.values import ConfigurationSet
+from ganger.scheduling import JobScheduler
 
 from ganger_master.core.answers import Answer, JobAnswer
-from ganger_master.core.commands import CancelJob, Command, MoveJob, RequestGang, ResumeJob, SubmitJob, SuspendJob
+from ganger_master.core.commands import CancelJob, Command, MoveJob, ResumeJob, SubmitJob, SuspendJob
 from ganger_master.core.effects import History
 from ganger_master.core.model import JobSpec, JobState, OutcomeKind, SuspendLevel
 from ganger_master.core.settings import Settings
@@ -18,6 +19,7 @@ from ganger_master.core.wanted import DesiredSet
 from ganger_master.sim.checkers import Oracle, RuleBrokenError
 from ganger_master.sim.engine import Engine
 from ganger_master.sim.faults import NONE, Faults, Network
+from ganger_master.sim.hosts import SimHost
 from ganger_master.sim.master import SimMaster
 from ganger_master.sim.nodes import SimDaemon
 from ganger_master.sim.ranks import Physics, spec_steps
@@ -56,7 +58,9 @@ class Cluster:
         )
         self.daemons: dict[str, SimDaemon] = {}
         self.submissions: list[Submission] = []
-        self.scheduler_is_up = True
+        self.host = SimHost(self.engine, self.network, self.master)
+        # Users' own, by the name their jobs give; a job whose scheduler is not here has one that is dead.
+        self.hosts: dict[str, SimHost] = {}
         for name, configuration_set in nodes:
             self.add_node(name, configuration_set)
 
@@ -72,6 +76,11 @@ class Cluster:
         daemon.start()
         return daemon
 
+    def add_scheduler(self, name: str, make_scheduler: Callable[[], JobScheduler]) -> SimHost:
+        """A user's own, for the jobs that name it."""
+        host = self.hosts[name] = SimHost(self.engine, self.network, self.master, make_scheduler, name)
+        return host
+
     def submit(self, spec: JobSpec, user: str = "") -> Submission:
         number = len(self.submissions) + 1
         submission = Submission(f"uid-{number}", f"request-{number}", spec)
@@ -82,6 +91,8 @@ class Cluster:
             if isinstance(answer, JobAnswer) and not submission.number:
                 submission.number = answer.number
                 self.oracle.acknowledged(answer.number, submission.uid)
+                if spec.scheduler in self.hosts:
+                    self.hosts[spec.scheduler].serve(answer.number)
             elif not isinstance(answer, JobAnswer):
                 submission.refused = True
 
@@ -187,11 +198,9 @@ class Cluster:
             self.physics.kill(ranks.node, ranks.order.epoch, OutcomeKind.UNKNOWN, "killed")
 
     def _crash_scheduler(self) -> None:
-        self.scheduler_is_up = False
-        self.engine.after(self.engine.between(0.1, 10.0), self._scheduler_back)
-
-    def _scheduler_back(self) -> None:
-        self.scheduler_is_up = True
+        host = self.engine.random.choice([self.host, *self.hosts.values()])
+        if host.is_up:
+            host.crash(self.engine.between(0.1, 10.0))
 
     def _pick(self, daemons: dict[str, SimDaemon]) -> SimDaemon:
         return daemons[self.engine.random.choice(sorted(daemons))]
@@ -212,7 +221,7 @@ class Cluster:
         else:
             self.send(CancelJob(number))
 
-    # -- the job scheduler ---------------------------------------------------------------------------------------------
+    # -- what the master says ------------------------------------------------------------------------------------------
 
     def _on_news(self, node: str, desired: DesiredSet) -> None:
         if node in self.daemons:
@@ -229,29 +238,9 @@ class Cluster:
 
     def _on_turns(self, turns: list[Turn]) -> None:
         for turn in turns:
-            self.network.send(lambda turn=turn: self._take_turn(turn))  # type: ignore[misc]
-
-    def _take_turn(self, turn: Turn) -> None:
-        job = self.state.jobs.get(turn.number)
-        if not self.scheduler_is_up or not self.master.is_up or job is None:
-            return
-        parked = self.state.gangs.get(job.epoch)
-        found = candidates(
-            self.state.view,
-            job.spec.shape(job.arena_bytes_per_device),
-            waited=self.master.now() - job.pending_since,
-            parked=parked.claims if parked is not None else (),
-            reserved_nodes=turn.reserved_nodes,
-        )
-        command = RequestGang(
-            turn.number,
-            turn.revision,
-            tuple(found.candidates),
-            turn.turn,
-            blockers=tuple(found.refusals),
-            view_version=self.state.view.version,
-        )
-        self.send(command)
+            host = self.hosts.get(turn.scheduler) if turn.scheduler else self.host
+            if host is not None:
+                self.network.send(partial(host.take, turn))
 
 
 def everything_ended(cluster: Cluster) -> bool:

@@ -74,6 +74,9 @@ class SimDaemon:
             if ranks.node == self.name and ranks.is_alive:
                 self.physics.kill(self.name, ranks.order.epoch, OutcomeKind.UNKNOWN, "the machine went down")
             if ranks.node == self.name and wiped:
+                if ranks.outcome in (OutcomeKind.DONE, OutcomeKind.YIELDED):
+                    # How it ended, and the checkpoint it left, was still to be told.
+                    self.physics.oracle.died(ranks.order.uid)
                 self.physics.forget(self.name, ranks.order.epoch)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
