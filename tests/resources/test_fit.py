@@ -17,6 +17,8 @@ from msgspec.structs import replace
 
 PAIR = Claim("s0", 0b0011, (4000, 0), demand(server(), gang(2), (2,)).memory_bytes, 0, (2,))
 
+HALF = Claim("s0", 0b0001, (2000, 0), demand(server(), gang(1), (1,)).memory_bytes, 0, (1,))
+
 
 def test_pair_with_its_share_of_the_node_fits() -> None:
     assert fit(cluster(1), gang(2), [PAIR]) == ()
@@ -68,12 +70,19 @@ def test_devices_further_apart_than_accepted_are_refused_with_both_levels() -> N
         [replace(PAIR, tasks=(1,))],
         [replace(PAIR, tasks=(2, 0))],
         [replace(PAIR, device_mask=0b0111)],
+        [replace(PAIR, device_mask=0b0001)],
+        [replace(PAIR, device_mask=-3)],
+        [replace(PAIR, millicores=(3000, 0))],
+        [replace(PAIR, millicores=(0, 0))],
         [replace(PAIR, millicores=(8000, 0))],
         [replace(PAIR, millicores=(4000,))],
         [replace(PAIR, millicores=(5000, -1000))],
         [replace(PAIR, memory_bytes=1)],
         [replace(PAIR, arena_bytes=1)],
         [replace(PAIR, tasks=(3,)), replace(PAIR, node="s1", tasks=(-1,))],
+        [PAIR, Claim("s1", 0, (0, 0), 0, 0, (0,))],
+        # The same device twice, in two claims that add up to the job.
+        [HALF, HALF],
     ],
 )
 def test_claims_that_do_not_add_up_to_the_job_are_a_mistake(claims: list[Claim]) -> None:
@@ -90,6 +99,70 @@ def test_own_pieces_count_as_free_for_other_cores() -> None:
     assert fit(view, gang(2), [more], holding=[PAIR], retune=True) == ()
 
 
+def test_cores_below_zero_are_a_mistake_however_many_the_sum_is() -> None:
+    (refusal,) = fit(cluster(1), gang(1), [replace(HALF, millicores=(3000, -1000))])
+    assert refusal.reason is Reason.CLAIM_MISMATCH
+
+
+def test_cores_may_be_retuned_but_not_to_none() -> None:
+    view = cluster(1)
+    view.take(PAIR, 2)
+    none = replace(PAIR, millicores=(0, 0))
+    assert fit(view, gang(2), [none], holding=[PAIR], retune=True)[0].reason is Reason.CLAIM_MISMATCH
+    assert fit(view, gang(2), [replace(PAIR, millicores=(1000, 0))], holding=[PAIR])
+
+
+def test_another_number_of_nodes_than_asked_for_is_a_mistake() -> None:
+    view = cluster(2)
+    apart = [HALF, replace(HALF, node="s1")]
+    assert fit(view, gang(2, nodes=2), apart) == ()
+    for nodes, claims in [(2, [PAIR]), (1, apart)]:
+        assert fit(view, gang(2, nodes=nodes), claims)[0].reason is Reason.CLAIM_MISMATCH
+    # The same of several roles.
+    roles = GangShape((Role("worker", 2, TaskShape(1)), Role("reader", 1, TaskShape(0))), nodes=2)
+    both = replace(PAIR, tasks=(2, 1), millicores=(4000, 1000))
+    assert fit(view, roles, [both])[0].reason is Reason.CLAIM_MISMATCH
+
+
+@pytest.mark.parametrize("change", [lambda view: None, lambda view: view.set_available("s0", False)])
+def test_a_gang_may_take_up_its_own_pieces_again_also_where_no_new_one_may_come(
+    change: Callable[[View], object],
+) -> None:
+    of = server()
+    # All memory of the node, arena included, is its own.
+    whole = replace(PAIR, memory_bytes=of.memory_bytes - 2 * GIB, arena_bytes=2 * GIB)
+    shape = gang(2, gib=(of.memory_bytes - 2 * GIB) // GIB // 2, arena_gib=1)
+    view = cluster(1)
+    assert fit(view, shape, [whole]) == ()
+    view.take(whole, 2)
+    change(view)
+    assert fit(view, shape, [whole])
+    assert fit(view, shape, [whole], holding=[whole]) == ()
+
+
+def test_an_arena_counts_as_memory() -> None:
+    of = server()
+    shape = gang(2, gib=of.memory_bytes // GIB // 2, arena_gib=1)
+    claim = replace(PAIR, memory_bytes=of.memory_bytes)
+    assert fit(cluster(1), shape, [claim]) == ()
+    (refusal,) = fit(cluster(1), shape, [replace(claim, arena_bytes=2 * GIB)])
+    assert refusal.figures == {"needed_bytes": of.memory_bytes + 2 * GIB, "free_bytes": of.memory_bytes}
+
+
+def test_a_large_gang_that_conflicts_everywhere_is_explained_by_few_nodes() -> None:
+    view = cluster(40)
+    for name in list(view.names()):
+        view.set_available(name, False)
+    claims = [replace(HALF, node=f"s{number}") for number in range(40)]
+    assert len(fit(view, gang(40), claims)) == 16
+
+
+def test_gang_over_racks_is_refused_to_a_job_that_accepts_one() -> None:
+    view = cluster(2, per_rack=1)
+    (refusal,) = fit(view, gang(2, widest=Level.RACK), [HALF, replace(HALF, node="s1")])
+    assert (refusal.reason, refusal.figures["level"]) == (Reason.LOCALITY, Level.FABRIC)
+
+
 def test_levels_between_nodes_are_those_of_their_rack_and_fabric() -> None:
     of = server()
     view = View([of])
@@ -99,6 +172,7 @@ def test_levels_between_nodes_are_those_of_their_rack_and_fabric() -> None:
         ("c", "r2", "f1"),
         ("d", "r3", "f2"),
         ("e", "", ""),
+        ("f", "r1", "f2"),
     ]:
         view.put(idle_row(name, of, rack, fabric))
 
@@ -107,6 +181,11 @@ def test_levels_between_nodes_are_those_of_their_rack_and_fabric() -> None:
 
     assert (level("a", "b"), level("a", "b", "c"), level("a", "d")) == (Level.RACK, Level.FABRIC, Level.CLUSTER)
     assert level("a", "e") == level("e") + 6 == Level.CLUSTER
+    # Racks of two fabrics may have one name.
+    assert level("a", "f") == Level.CLUSTER
+    # Where a task without devices lies takes no device further away.
+    reader = Claim("d", 0, (1000, 0), 0, 0, (1,))
+    assert gang_level(view, [Claim("a", 1, (0, 0), 0, 0, (1,)), reader]) == Level.NVLINK
 
 
 def test_unset_cores_and_memory_become_the_proportional_share() -> None:

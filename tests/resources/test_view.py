@@ -67,6 +67,19 @@ def test_taking_what_is_held_is_our_mistake() -> None:
         view.take(claim)
 
 
+def test_taking_more_than_there_is_or_giving_back_what_is_free_is_our_mistake() -> None:
+    claim = candidates(cluster(1), gang(1)).candidates[0][0]
+    for more, what in [
+        (replace(claim, memory_bytes=1 << 50), "memory"),
+        (replace(claim, millicores=(1 << 20, 0)), "cores"),
+        (replace(claim, device_mask=1 << 5), "held already"),
+    ]:
+        with pytest.raises(AssertionError, match=what):
+            cluster(1).take(more)
+    with pytest.raises(AssertionError, match="given back twice"):
+        cluster(1).give(claim)
+
+
 def test_device_that_failed_while_held_is_not_free_afterwards() -> None:
     view = cluster(1)
     claim = candidates(view, gang(4)).candidates[0][0]
