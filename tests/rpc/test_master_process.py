@@ -119,7 +119,7 @@ def test_second_master_on_the_same_directory_is_refused(tmp_path: Path) -> None:
         assert first.start()
         assert second.start() == ""
         code, said = second.wait()
-        assert code == 1
+        assert code == 4
         assert "another master" in said
         assert "Traceback" not in said
         first.end(signal.SIGTERM)
@@ -130,7 +130,7 @@ def test_port_in_use_is_a_clear_error(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         assert master.start(None, "--listen", f"127.0.0.1:{port}") == ""
         code, said = master.wait()
-        assert code == 1
+        assert code == 4
         assert str(port) in said
         assert "Traceback" not in said
 
@@ -147,7 +147,7 @@ def test_policy_nobody_knows_is_a_clear_error(tmp_path: Path) -> None:
     with master_process(tmp_path) as master:
         assert master.start(None, "--policy", "nosuch") == ""
         code, said = master.wait()
-        assert code == 1
+        assert code == 2
         assert "nosuch" in said
         assert "Traceback" not in said
 
@@ -159,6 +159,6 @@ def test_database_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> Non
         (master.state_dir / "ganger.db").write_bytes(b"not a database" * 100)
         assert master.start() == ""
         code, said = master.wait()
-        assert code == 1
+        assert code == 4
         assert "restore a backup" in said
         assert "Traceback" not in said
