@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from ganger.resources.values import ConfigurationSet
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -146,8 +147,8 @@ def _open_session(state: State, command: commands.OpenSession, now: float) -> De
     if known is not None and known != wanted:
         text = f"configuration set {wanted.name!r} is known with other hardware; choose another name"
         return Decision((), Refused("CONFIGURATION_SET_MISMATCH", text, {"configuration_set": wanted.name}))
-    if wanted.devices > _DEVICES_LIMIT or not wanted.sockets:
-        text = f"configuration set {wanted.name!r}: at most {_DEVICES_LIMIT} devices and at least one socket"
+    if not _is_possible(wanted):
+        text = f"configuration set {wanted.name!r}: at most {_DEVICES_LIMIT} devices, all groups of these, and a socket"
         return Decision((), Refused("CONFIGURATION_SET_MISMATCH", text, {"configuration_set": wanted.name}))
     if node is not None and node.configuration_set != wanted.name and state.gangs_on.get(command.node):
         text = f"nodes/{command.node} has gangs and belonged to {node.configuration_set!r}; let them end first"
@@ -162,6 +163,14 @@ def _open_session(state: State, command: commands.OpenSession, now: float) -> De
 
 
 _DEVICES_LIMIT: Final = 64
+_BYTES_LIMIT: Final = 1 << 50
+
+
+def _is_possible(kind: ConfigurationSet) -> bool:
+    """Whether views can be made of it: they count on masks and sums that fit."""
+    masks = [*(group.device_mask for group in kind.groups), *(socket.device_mask for socket in kind.sockets)]
+    fits = kind.devices <= _DEVICES_LIMIT and max(kind.memory_bytes, kind.device_memory_bytes) <= _BYTES_LIMIT
+    return bool(kind.sockets) and fits and not any(mask >> kind.devices for mask in masks)
 
 
 def _observe(state: State, command: commands.Observe, now: float) -> Decision:
