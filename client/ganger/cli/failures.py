@@ -14,7 +14,6 @@ import click
 
 from ganger.console.exits import CommandError, Exit
 
-
 __all__ = ["CommandError", "Exit", "exit_code", "report"]
 
 
