@@ -19,7 +19,7 @@ from ganger_master.config import Config
 from ganger_master.core.settings import Settings
 from ganger_master.policies import policy_named
 from ganger_master.rpc.server import MasterServer
-from ganger_master.runtime import failpoints
+from ganger_master.runtime import failpoints, heap
 from ganger_master.runtime.progress import ProgressBoard
 from ganger_master.runtime.scheduler_process import SupervisedProcess, host_command
 from ganger_master.runtime.state_directory import Obstacle, StartError, StateDirectory, obstacle_of, storage_token
@@ -171,6 +171,7 @@ async def run(config: Config, say: Callable[[str], None]) -> bool:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await master.start()
+    heap.settle()
     say(f"ganger master ready at {master.address}")
     asked = asyncio.create_task(stop.wait())
     failed = asyncio.create_task(master.writer.stopped.wait())

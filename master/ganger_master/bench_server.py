@@ -22,6 +22,7 @@ from ganger_master.config import Config
 from ganger_master.core import commands
 from ganger_master.core.answers import Refused, SessionAnswer
 from ganger_master.core.model import JobSpec
+from ganger_master.runtime import heap
 
 EMPTY: Final = "ganger.bench.Empty"
 DEVICES: Final = 8
@@ -139,6 +140,8 @@ async def _serve(directory: Path, nodes: int, jobs: int) -> None:
     master = Master(config, more_handlers=(_empty_handlers(),))
     await master.start()
     await _fill(master, nodes, jobs)
+    # As a master does that has loaded its state.
+    heap.settle()
     print(f"ready {master.address} {master.token}", flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await master.stop()
