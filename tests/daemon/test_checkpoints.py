@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
+import pytest
+from ganger.agent.v1 import agent_pb2
 from ganger.injob import image
 from ganger_daemon.checkpoints.collect import collect, collect_abandoned
-from ganger_daemon.checkpoints.keeper import publish_here
+from ganger_daemon.checkpoints.keeper import Keeper, StorageError, publish_here
 from ganger_daemon.checkpoints.layout import CheckpointName, complete
 from ganger_daemon.checkpoints.publish import Gathering, Shard, manifest
 from ganger_daemon.checkpoints.storage import proved, room_missing
 from ganger_daemon.checkpoints.verify import Unreadable, Verified, describe_shard, verify
+from ganger_daemon.workers.desired import LocalPart
+from ganger_daemon.workers.launch import LaunchRefusedError, StateUnreadableError, restore_plan
+
+UID = "2f1c7c9e-5f4e-4a8e-9d55-1f1f4e1d2b10"
 
 
 def make(directory: Path, step: int, epoch: int = 1, world: int = 2) -> Path:
+    shards = write_shards(directory, step, epoch, world)
+    tmp, final = directory / f"{step}-{epoch}.tmp", directory / f"{step}-{epoch}"
+    publish_here(tmp, final, manifest(Gathering(world, step).add(step, shards), "job", epoch, 0.0))
+    return final
+
+
+def write_shards(directory: Path, step: int, epoch: int, world: int) -> tuple[Shard, ...]:
     tmp = directory / f"{step}-{epoch}.tmp"
     tmp.mkdir(parents=True)
     shards = []
@@ -28,9 +42,7 @@ def make(directory: Path, step: int, epoch: int = 1, world: int = 2) -> Path:
         path = tmp / f"rank-{rank}.shard"
         path.write_bytes(preamble.pack() + encoded + data + digests.trailer())
         shards.append(Shard(rank, path.name, *describe_shard(path)))
-    final = directory / f"{step}-{epoch}"
-    publish_here(tmp, final, manifest(Gathering(world, step).add(step, tuple(shards)), "job", epoch, 0.0))
-    return final
+    return tuple(shards)
 
 
 def damage(path: Path) -> None:
@@ -93,3 +105,75 @@ def test_storage_counts_only_with_its_token(tmp_path: Path) -> None:
 def test_room_is_asked_for_before_it_is_needed(tmp_path: Path) -> None:
     assert room_missing(tmp_path, 0) == 0
     assert room_missing(tmp_path, 1 << 60) > 0
+
+
+def test_what_storage_refuses_is_not_tried_again_before_somebody_asks_anew(tmp_path: Path) -> None:
+    directory = tmp_path / UID / "checkpoints"
+    last = make(directory, 7, world=1)
+    tried: list[Path] = []
+
+    def publish(tmp: Path, final: Path, fields: dict[str, object]) -> None:
+        tried.append(final)
+        if len(tried) == 1:
+            raise StorageError("STORAGE_FULL", "no space left")
+        publish_here(tmp, final, fields)
+
+    async def story() -> None:
+        keeper = Keeper(UID, 1, 1, True, publish, nobody, lambda: None)
+        write_shards(directory, 9, 1, 1)
+        for _ in range(2):
+            await keeper.durable(tmp_path, 5, 9, (0,))
+        assert keeper.refusal(5).startswith("STORAGE_FULL: the checkpoint at step 9 cannot be published")
+        assert (len(tried), keeper.is_settled(5), keeper.published) == (1, False, None)
+        assert isinstance(verify(last), Verified), "the last one is untouched"
+        keeper.abandon(5)
+        await keeper.durable(tmp_path, 5, 9, (0,))
+        assert keeper.is_settled(5)
+        assert keeper.refusal(5) == ""
+
+    asyncio.run(story())
+
+
+def test_a_member_is_done_only_when_the_leader_has_published(tmp_path: Path) -> None:
+    answers = [False, True]
+
+    async def report(agreement: int, step: int, shards: tuple[Shard, ...]) -> bool:
+        assert (agreement, step, [shard.rank for shard in shards]) == (5, 9, [1])
+        return answers.pop(0)
+
+    async def story() -> None:
+        keeper = Keeper(UID, 1, 2, False, publish_here, report, lambda: None)
+        write_shards(tmp_path / UID / "checkpoints", 9, 1, 2)
+        await keeper.durable(tmp_path, 5, 9, (1,))
+        assert not keeper.is_settled(5)
+        while answers:
+            await keeper.durable(tmp_path, 5, 9, (1,))
+            await asyncio.sleep(0)
+        assert keeper.handed == {5: 9}
+
+    asyncio.run(story())
+
+
+async def nobody(agreement: int, step: int, shards: tuple[Shard, ...]) -> bool:
+    raise AssertionError("the leader reports to nobody")
+
+
+def test_a_node_starts_from_just_the_checkpoint_it_is_told_and_reads_its_own_shards(tmp_path: Path) -> None:
+    newer = make(tmp_path / UID / "checkpoints", 9)
+    make(tmp_path / UID / "checkpoints", 7)
+    damage(newer / "rank-1.shard")
+    (tmp_path / ".ganger-token").write_text("token\n")
+    restore = agent_pb2.Restore(checkpoint_path="checkpoints/9-1", step=9)
+    desired = agent_pb2.DesiredGang(job_uid=UID, restore=restore)
+    assert restore_plan(desired, tmp_path, LocalPart((0,), (1,), 2, True)).path == str(newer)
+    with pytest.raises(StateUnreadableError, match=f"checkpoint {newer} cannot be restored: rank-1.shard"):
+        restore_plan(desired, tmp_path, LocalPart((1,), (1,), 2, False))
+    with pytest.raises(StateUnreadableError, match="is of step 9 and 2 ranks"):
+        restore_plan(desired, tmp_path, LocalPart((0,), (1,), 1, True))
+
+
+def test_storage_that_went_away_is_no_damaged_checkpoint(tmp_path: Path) -> None:
+    restore = agent_pb2.Restore(checkpoint_path="checkpoints/9-1", step=9)
+    with pytest.raises(LaunchRefusedError, match="cannot be read now") as refused:
+        restore_plan(agent_pb2.DesiredGang(job_uid=UID, restore=restore), tmp_path, LocalPart((0,), (1,), 1, True))
+    assert not isinstance(refused.value, StateUnreadableError)

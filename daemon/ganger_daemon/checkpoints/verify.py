@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +21,11 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
+    """`is_lasting` is false for what storage may get over: a server that is away says nothing about the files."""
+
     path: Path
     why: str
+    is_lasting: bool = True
 
 
 def describe_shard(path: Path) -> tuple[int, str]:
@@ -53,7 +57,8 @@ def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Verified | 
             if digest != str(entry["digest"]):
                 return Unreadable(directory, f"{shard.name} has digest {digest}, {MANIFEST} says {entry['digest']}")
     except OSError as error:
-        return Unreadable(directory, f"{error.filename or directory}: {error.strerror}")
+        lasting = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.EUCLEAN)
+        return Unreadable(directory, f"{error.filename or directory}: {error.strerror}", lasting)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return Unreadable(directory, f"{type(error).__name__}: {error}")
     except image.ImageError as error:

@@ -20,6 +20,7 @@ from ganger.injob.launcher.client import Launcher
 from ganger.injob.pages import page_path
 from ganger.v1 import job_pb2
 
+from ganger_daemon.checkpoints.storage import token_found
 from ganger_daemon.checkpoints.verify import Unreadable, verify
 
 from .desired import LocalPart
@@ -116,6 +117,9 @@ def restore_plan(desired: agent_pb2.DesiredGang, storage: Path | None, part: Loc
         path = storage / desired.job_uid / path
     found = verify(path, part.ranks)
     if isinstance(found, Unreadable):
+        # its token is looked at last: what is not seen because storage went away is not damaged
+        if not found.is_lasting or not token_found(storage):
+            raise LaunchRefusedError(f"checkpoint {path} cannot be read now: {found.why}")
         raise StateUnreadableError(f"checkpoint {path} cannot be restored: {found.why}")
     if found.step < desired.restore.step or found.world != part.world:
         said = f"is of step {found.step} and {found.world} ranks"
