@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Final
 
-# Objects made before the youngest are looked through; a burst of calls makes hundreds of each, and all go by themselves.
+# Objects made before the youngest are looked through: a burst of calls makes hundreds of each, which go by themselves.
 _YOUNGEST: Final = 20_000
 
 
