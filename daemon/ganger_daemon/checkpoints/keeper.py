@@ -122,7 +122,8 @@ class Keeper:
     def abandon(self, agreement: int) -> None:
         """The ranks of a stop go on without its checkpoint; asked again for the same stop they save anew."""
         self._gatherings.pop(agreement, None)
-        self._refused.pop(agreement, None)
+        if self._refused.pop(agreement, None):
+            self.trouble = ""
         self._described = {key: shard for key, shard in self._described.items() if key[0] != agreement}
 
     def tidy(self, storage: Path) -> None:
