@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from core.drive import Drive, job_of
+from ganger.resources.reasons import Reason
 from ganger.resources.values import Claim
 from ganger_master.core.answers import Rejected
-from ganger_master.core.commands import CancelJob, ClaimTurns
+from ganger_master.core.commands import CancelJob, ClaimTurns, Tick
+from ganger_master.core.model import JobState
+from ganger_master.core.queue import WINDOW
 from ganger_master.core.settings import Settings
 from msgspec.structs import replace
 
@@ -73,3 +77,37 @@ def test_turns_that_went_to_nobody_are_given_anew_to_the_first_host() -> None:
     assert drive.state.lost_turns == {}
     drive.step(ClaimTurns("default-2"))
     assert drive.state.turns[drive.state.turn_of[number]] == given
+
+
+def answer_turns(drive: Drive, seconds: float) -> None:
+    """As the default scheduler does, for so long."""
+    end = drive.now + seconds
+    while drive.now < end:
+        drive.step(Tick())
+        turns = sorted(drive.state.turns)
+        if turns:
+            number = drive.state.turns[turns[0]].number
+            drive.request(number, *drive.places(number), blockers=True)
+        else:
+            drive.now += 0.1
+
+
+@pytest.mark.parametrize("policy", ["fifo", "backfill"])
+def test_jobs_that_wait_for_no_other_job_are_passed_over_however_many_they_are(policy: str) -> None:
+    drive = Drive(1, Settings(policy=policy, quota_devices={"alice": 0}))
+    alice = [drive.submit(job_of(1), "alice") for _ in range(WINDOW + 1)]
+    bob = drive.submit(job_of(1), "bob")
+    answer_turns(drive, 3.0)
+    assert drive.job(bob).state is JobState.HOLDING
+    assert drive.state.blockers_of(alice[0])[0].reason is Reason.QUOTA
+
+
+def test_a_job_that_waits_for_no_other_job_is_asked_again_a_second_after_the_view_has_changed() -> None:
+    drive = Drive(1, Settings(quota_devices={"alice": 1}))
+    first, second = drive.submit(job_of(1), "alice"), drive.submit(job_of(1), "alice")
+    answer_turns(drive, 0.2)
+    assert drive.state.blockers_of(second)[0].reason is Reason.QUOTA
+    drive.step(CancelJob(first))
+    drive.observe("n1")
+    answer_turns(drive, 1.5)
+    assert drive.job(second).state is JobState.HOLDING

@@ -24,5 +24,4 @@ def test_any_coming_and_going_leaves_them_in_order(places: list[Place], data: st
                 queue.remove(gone)
             assert list(queue) == [number for _, number in naive]
             assert len(queue) == len(naive)
-            assert queue.first(3) == [number for _, number in naive[:3]]
             assert [queue.rank(one) for one in naive] == list(range(len(naive)))

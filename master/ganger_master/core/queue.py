@@ -6,7 +6,9 @@ for those who go first. Losing a turn costs its job nothing but time.
 
 from __future__ import annotations
 
-from ganger.resources.reasons import Kind
+from collections.abc import Iterator
+
+from ganger.resources.reasons import Kind, Reason
 from msgspec.structs import replace
 
 from ganger_master.core.capacity import reservations_of
@@ -17,26 +19,41 @@ from ganger_master.core.state import State, Turn
 
 # How far behind the head of the queue turns are given: bounds the work of one event.
 WINDOW = 64
+# What the jobs ahead of it do not help a job against, nor those behind: it is passed over.
+_LASTING = frozenset(
+    {
+        Reason.QUOTA,
+        Reason.DEVICE_TYPE,
+        Reason.NODE_UNAVAILABLE,
+        Reason.STORAGE_NOT_SHARED,
+        Reason.CANNOT_SWITCH_USER,
+    }
+)
+# How soon such a job is asked again when the view has changed.
+_LASTING_SECONDS = 1.0
 
 
 def hand_out(state: State, now: float) -> tuple[int, ...]:
     """Gives turns while there are any to give; their numbers."""
     given: list[int] = []
-    if len(state.turns) >= state.settings.turns_at_once:
+    most = state.settings.turns_at_once
+    if len(state.turns) >= most:
         return ()
-    for position, number in enumerate(state.waiting.first(WINDOW)):
-        if len(state.turns) >= state.settings.turns_at_once:
+    for rank, number in _window(state):
+        if len(state.turns) >= most:
             break
         if number in state.turn_of or not _may_ask(state, number, now):
             continue
         job = state.jobs[number]
         if not _has_room_beside(state, job):
             break
+        if _lasts(state, number) and _asked_in_vain(state) >= most // 2:
+            continue
         turn = Turn(
             turn=state.next_turn,
             number=number,
             revision=job.revision,
-            rank=position + 1,
+            rank=rank,
             given=now,
             expires=now + state.settings.turn_lease_seconds,
             scheduler=scheduler_of(state, job),
@@ -129,10 +146,8 @@ def note_stream(state: State, claim: ClaimTurns, now: float) -> None:
 def next_time(state: State, now: float) -> float | None:
     """When a lease runs out, or a job that found no place is to be asked again."""
     times = [turn.expires + _JUST_AFTER for turn in state.turns.values()]
-    again = state.settings.turn_again_seconds
     if state.passed:
-        first = state.waiting.first(WINDOW)
-        times.extend([state.passed[number][1] + again for number in first if number in state.passed])
+        times.extend([_asked_again(state, number) for _, number in _window(state) if number in state.passed])
     # One that may be asked already waits for a turn to become free, not for time to pass.
     return min([time for time in times if time > now], default=None)
 
@@ -164,9 +179,38 @@ def _has_room_beside(state: State, job: Job) -> bool:
 _AMPLE = 2
 
 
+def _window(state: State) -> Iterator[tuple[int, int]]:
+    """Ranks and numbers of the first who wait, and of all before them who lack what no other job holds: however many
+    those are, they are in nobody's way."""
+    looked_at = 0
+    for rank, number in enumerate(state.waiting, 1):
+        yield rank, number
+        if not (number in state.refusals and _lasts(state, number)):
+            looked_at += 1
+            if looked_at >= WINDOW:
+                return
+
+
+def _lasts(state: State, number: int) -> bool:
+    """Whether it is no other job that it waits for. A strict queue keeps room also for who waits for nodes."""
+    refusals = state.refusals.get(number)
+    if not refusals or refusals[0].reason not in _LASTING:
+        return False
+    return refusals[0].reason is not Reason.NODE_UNAVAILABLE or not state.policy.protects_all
+
+
+def _asked_in_vain(state: State) -> int:
+    """Turns of jobs for which the last answer holds for long."""
+    return sum([_lasts(state, turn.number) for turn in state.turns.values()])
+
+
 def _may_ask(state: State, number: int, now: float) -> bool:
-    """Not again at the same view, unless some time has passed: patience and estimates change with time."""
-    if number not in state.passed:
-        return True
+    return number not in state.passed or now >= _asked_again(state, number)
+
+
+def _asked_again(state: State, number: int) -> float:
+    """When a job that passed may be asked again: on another view, or after some time, for patience changes with it."""
     version, time = state.passed[number]
-    return state.view.version != version or now >= time + state.settings.turn_again_seconds
+    if version == state.view.version:
+        return time + state.settings.turn_again_seconds
+    return time + _LASTING_SECONDS if _lasts(state, number) else time

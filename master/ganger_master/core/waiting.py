@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import chain
 from typing import Final, TypeAlias
 
 # The policy's key of a job, and its number behind.
@@ -57,10 +57,6 @@ class Waiting:
         at = max(0, bisect_right(self._heads, place) - 1)
         before = sum([len(run) for run in self._runs[:at]])
         return before + (bisect_left(self._runs[at], place) if self._runs else 0)
-
-    def first(self, count: int) -> list[int]:
-        """Numbers of the first so many jobs."""
-        return [place[-1] for place in islice(chain.from_iterable(self._runs), count)]
 
     def __iter__(self) -> Iterator[int]:
         """Numbers of all, in order."""
