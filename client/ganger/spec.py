@@ -109,14 +109,18 @@ def load_job_file(path: Path) -> dict[str, Any]:
     if not isinstance(description, dict) or not all(isinstance(key, str) for key in description):
         raise SpecInvalid(f"the job file {path} must be a mapping, for example `command: [python, train.py]`")
     directory = description.get("directory", ".")
-    if isinstance(directory, str):
-        description["directory"] = str((path.resolve().parent / directory).resolve())
+    if isinstance(directory, str) and "\0" not in directory:
+        description["directory"] = str((path.resolve().parent / Path(directory).expanduser()).resolve())
     return description
 
 
 def captured_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """What of the submitting shell's environment goes with a job: an allow-list."""
-    return {name: value for name, value in environ.items() if name in _CAPTURED or name.startswith(_CAPTURED_PREFIXES)}
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in _CAPTURED or (name.startswith(_CAPTURED_PREFIXES) and _VARIABLE.fullmatch(name))
+    }
 
 
 def make_spec(
@@ -134,11 +138,10 @@ def make_spec(
     spec = JobSpec(
         display_name=reader.read("name", _name, ""),
         command=reader.read("command", _command, no_words, required="say what to run"),
-        working_directory=reader.read("directory", _directory, os.getcwd()),
-        environment=captured_environment(os.environ if environ is None else environ)
-        | reader.read("environment", _environment, no_variables),
+        working_directory=reader.read("directory", _directory, "") if reader.has("directory") else _here(reader),
+        environment=_merged_environment(reader, os.environ if environ is None else environ),
         roles=_roles(reader),
-        device_type=reader.read("gpu_type", _text, ""),
+        device_type=reader.read("gpu_type", _name, ""),
         locality=_locality(reader),
         nodes=reader.read("nodes", _whole(0, _MAX_TASKS), 0),
         priority=reader.read("priority", _whole(-1_000, 1_000), 0),
@@ -301,29 +304,41 @@ def _level_text(level: Level.ValueType) -> str:
 
 def _name(value: object) -> str:
     name = _text(value)
-    if len(name) > 63 or not name.isprintable():
-        raise ValueError(f"must be at most 63 printable characters, not {len(name)}")
+    if len(name) > 63:
+        raise ValueError(f"must be at most 63 characters, not {len(name)}")
+    if not name.isprintable():
+        raise ValueError(f"{name!r} has characters that cannot be printed")
     return name
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str | int | float) or isinstance(value, bool):
         raise ValueError(f"must be a text, not {value!r}")
-    return str(value)
+    text = str(value)
+    # Neither the system nor the wire could carry these; bytes that were no UTF-8 are surrogates in Python.
+    if "\0" in text:
+        raise ValueError(f"{_short(text)} contains a NUL character")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{_short(text)} is not UTF-8") from None
+    return text
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:80]}...")
 
 
 def _command(value: object) -> list[str]:
     if isinstance(value, str):
         try:
-            command = shlex.split(value)
+            command = shlex.split(_text(value))
         except ValueError as error:
             raise ValueError(f"{value!r} cannot be split into words ({error}): write it as a list") from None
     else:
         command = [_text(word) for word in _sequence(value)]
     if not command or not command[0]:
         raise ValueError("must name a program to run")
-    if any("\0" in word for word in command):
-        raise ValueError("no word may contain a NUL character")
     if len(command) > 1_000 or sum(len(os.fsencode(word)) for word in command) > _MAX_COMMAND_BYTES:
         raise ValueError(f"must be at most 1,000 words and {_MAX_COMMAND_BYTES} bytes: put the rest into a file")
     return command
@@ -336,18 +351,40 @@ def _directory(value: object) -> str:
     return str(path)
 
 
-def _environment(value: object) -> dict[str, str]:
+def _here(reader: _Reader) -> str:
+    try:
+        return _directory(os.getcwd())
+    except FileNotFoundError:
+        reader.complain("directory", "the present directory is gone: go to another, or name one")
+    except ValueError as error:
+        reader.complain("directory", str(error))
+    return ""
+
+
+def _merged_environment(reader: _Reader, environ: Mapping[str, str]) -> dict[str, str]:
+    """What is captured, under what is given."""
+    nothing: Mapping[str, object] = {}
+    given = reader.read("environment", _mapping, nothing)
+    result: dict[str, str] = {}
+    for name, text in {**captured_environment(environ), **given}.items():
+        if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
+            reader.complain("environment", f"{name!r} is not the name of an environment variable")
+        elif name.startswith("GANGER_"):
+            reader.complain("environment", f"{name} is Ganger's own: names starting with GANGER_ are set by it")
+        else:
+            try:
+                result[name] = _text(text)
+            except ValueError as error:
+                reader.complain("environment", f"{name}: {error}")
+    if sum(len(os.fsencode(name)) + len(os.fsencode(text)) for name, text in result.items()) > _MAX_ENVIRONMENT_BYTES:
+        reader.complain("environment", f"must be at most {_MAX_ENVIRONMENT_BYTES} bytes in all")
+    return result
+
+
+def _mapping(value: object) -> Mapping[str, object]:
     if not isinstance(value, Mapping):
         raise ValueError("must be a mapping of names to texts")
-    for name in value:
-        if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
-            raise ValueError(f"{name!r} is not the name of an environment variable")
-        if name.startswith("GANGER_"):
-            raise ValueError(f"{name} is Ganger's own: names starting with GANGER_ are set by it")
-    variables = {str(name): _text(text) for name, text in value.items()}
-    if sum(len(name) + len(text) for name, text in variables.items()) > _MAX_ENVIRONMENT_BYTES:
-        raise ValueError(f"must be at most {_MAX_ENVIRONMENT_BYTES} bytes in all")
-    return variables
+    return value
 
 
 def _labels(value: object) -> dict[str, str]:

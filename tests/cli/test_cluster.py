@@ -66,6 +66,30 @@ def test_a_program_that_will_not_start_is_told_with_its_log(tmp_path: Path) -> N
     assert not (tmp_path / "up.json").exists()
 
 
+def test_a_program_that_dies_again_and_again_is_left_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    both = (cluster.Program("master", ("sleep", "600"), log), cluster.Program("n1", ("sh", "-c", "echo why"), log))
+    monkeypatch.setattr(cluster, "programs", lambda settings, directory: both)
+    said: list[str] = []
+    supervisor = cluster.Supervisor(Settings(tmp_path, 1), said.append)
+    supervisor.start()
+    try:
+
+        def is_left() -> bool:
+            supervisor.restart_dead()
+            return "left for a while:\n  why" in said[-1] if said else False
+
+        eventually(is_left, within_seconds=20)
+        supervisor.restart_dead()
+        assert is_left()
+        _, started = cluster.read_up_file(tmp_path)
+        assert [each.name for each in started if each.name == "master"] == ["master"]
+    finally:
+        supervisor.stop()
+
+
 def test_what_an_earlier_run_logged_is_not_told_again(tmp_path: Path) -> None:
     path = tmp_path / "n1.log"
     path.write_text("old\nnew\nlast\n")
@@ -103,11 +127,13 @@ def test_up_comes_up_heals_and_goes_down_again(tmp_path: Path) -> None:
     try:
         started = command("up", *flags, *size, "--detach")
         assert started.returncode == 0, started.stderr
-        assert "ganger is up: 1 nodes" in started.stdout
+        assert "ganger is up: 1 node," in started.stdout
 
         again = command("up", *flags, *size)
         assert again.returncode == 4
         assert "runs in" in again.stderr
+        assert command("up", *flags, *size, "--detach").returncode == 4
+        assert "ganger is up" in (directory / "logs" / "up.log").read_text()
 
         with Client(str(directory)) as client:
             job = client.submit([sys.executable, "-c", "print('hello from the gang')"], gpus=2, directory=str(tmp_path))

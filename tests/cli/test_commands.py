@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 from ganger.cli.main import run
+from ganger.cli.top import picture
+from ganger.client import Client
+from ganger.console.tables import aligned, fitted
 from ganger.v1 import job_pb2, node_pb2, resources_pb2
 from ganger.wire import errors, times
 from kit.canned import CannedMaster
@@ -115,7 +118,7 @@ def test_json_has_every_key_and_no_environment(call: Call, master: CannedMaster,
 def test_show_names_cores_and_devices(call: Call, master: CannedMaster, capsys: Output) -> None:
     running_job(master)
     assert call("show", "jobs/1") == 0
-    assert "n1: GPUs 0-1,3, 2+0.5 cores" in capsys.readouterr().out
+    assert "n1: GPUs 0-1,3; cores: 2 on socket 0, 0.5 on socket 1;" in capsys.readouterr().out
 
 
 def test_why_puts_the_true_blocker_first_and_says_when(call: Call, master: CannedMaster, capsys: Output) -> None:
@@ -129,6 +132,106 @@ def test_why_puts_the_true_blocker_first_and_says_when(call: Call, master: Canne
     assert second == "because GPUS: not enough free devices"
     assert "needed=8" in third
     assert last == "may start in 1m to 2h, if jobs/3 ends by its time limit"
+
+
+def test_a_running_and_an_ended_job_say_so_in_one_line(call: Call, master: CannedMaster, capsys: Output) -> None:
+    master.explanation.job.CopyFrom(running_job(master))
+    master.explanation.assumption = "it has its gang, which is RUNNING"
+    assert call("why", "1") == 0
+    assert capsys.readouterr().out == "job 1 is running on n1[0-1,3]\n"
+    master.explanation.job.state = job_pb2.Job.STATE_FAILED
+    master.explanation.job.failure.reason, master.explanation.job.failure.message = "EXIT", "rank 0 exited with code 3"
+    assert call("why", "1") == 0
+    assert capsys.readouterr().out == "job 1 has failed: EXIT: rank 0 exited with code 3\n"
+
+
+def test_the_queue_ends_with_those_who_wait_in_their_order(call: Call, master: CannedMaster, capsys: Output) -> None:
+    running_job(master)
+    for number, place in ((2, 3), (3, 1), (4, 2)):
+        spec = job_pb2.JobSpec(command=["sh", "-c", "x" * 500 + "\n训练"])
+        state = job_pb2.Job.STATE_PENDING
+        master.jobs[f"jobs/{number}"] = job_pb2.Job(name=f"jobs/{number}", state=state, queue_rank=place, spec=spec)
+    master.jobs["jobs/3"].blockers.add(reason="GPUS", message="not enough\nfree devices")
+    assert call("queue") == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["1", "3", "4", "2"]
+    assert lines[1].endswith("(GPUS) not enough free devices")
+    assert lines[3].endswith("(2 ahead of it)")
+
+
+def test_on_a_terminal_each_row_is_one_line_and_the_widest_columns_give_way() -> None:
+    assert fitted([3, 20, 5], 80) == [3, 20, 5]
+    assert fitted([3, 200, 30], 80) == [3, 43, 30]
+    assert fitted([3, 200, 100], 64) == [3, 28, 29]
+    assert fitted([10, 10], 1) == [6, 6]
+
+
+def test_signs_that_take_two_columns_do_not_shift_the_others() -> None:
+    head, wide, narrow = aligned(("NAME", "USER"), [("训练", "ann"), ("ünï", "bob")]).splitlines()
+    assert (head, wide, narrow) == ("NAME  USER", "训练  ann", "ünï   bob")
+
+
+def test_the_last_lines_of_a_log_are_found_from_its_end(
+    call: Call, master: CannedMaster, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    running_job(master)
+    text = b"".join(b"line %d\n" % number for number in range(9_000))
+    master.logs, master.chunk_bytes = {0: text, 1: b"a\n\nunended"}, 5_000
+    for count in (0, 1, 3, 4_000, 9_000, 10_000):
+        assert call("logs", "1", "--tail", str(count)) == 0
+        wanted = text.splitlines(keepends=True)[-count:] if count else []
+        assert capsysbinary.readouterr().out == b"".join(wanted)
+    assert call("logs", "1", "-r", "1", "-n", "2") == 0
+    assert capsysbinary.readouterr().out == b"\nunended"
+    assert call("logs", "1", "--tail", "1", "--offset", "3") == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("submit", "--", "python", "\udcff.py"),
+        ("submit", "--name", "\udcff", "--", "x"),
+        ("submit", "--env", "A=\udcff", "--", "x"),
+        ("submit", "--request-id", "\udcff", "--", "x"),
+        ("cancel", "1", "--reason", "\udcff"),
+        ("queue", "--user", "\udcff"),
+        ("show", "\udcff"),
+        ("history", "--after", str(1 << 70)),
+        ("logs", "1", "--offset", str(1 << 70)),
+    ],
+)
+def test_what_the_wire_cannot_carry_is_wrong_usage_and_no_bug(
+    call: Call, capsys: Output, arguments: tuple[str, ...]
+) -> None:
+    assert call(*arguments) == 2
+    assert "bug" not in capsys.readouterr().err
+
+
+def test_a_directory_that_is_gone_is_said(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert call("submit", "--", "x") == 2
+    assert "the present directory is gone" in capsys.readouterr().err
+
+
+def test_a_choice_that_was_not_made_is_null(call: Call, capsys: Output) -> None:
+    assert call("submit", "--dry-run", "--", "x") == 0
+    assert json.loads(capsys.readouterr().out)["preemptible"] is None
+
+
+def test_top_fills_the_screen_with_who_runs_first(master: CannedMaster) -> None:
+    running_job(master)
+    for number in range(2, 60):
+        pending = job_pb2.Job(name=f"jobs/{number}", state=job_pb2.Job.STATE_PENDING, queue_rank=100 - number)
+        master.jobs[pending.name] = pending
+    master.cluster = node_pb2.Cluster(jobs_holding=1, jobs_pending=58)
+    with Client(str(master.directory)) as client:
+        now = picture(client, 15)
+    assert [row[0] for row in now.jobs] == ["1", *(str(number) for number in range(59, 50, -1))]
+    assert now.jobs_left_out == 49
 
 
 def test_logs_are_the_bytes_themselves(

@@ -190,3 +190,21 @@ def test_whatever_is_written_makes_a_spec_or_violations(description: dict[str, A
         made.SerializeToString()
         return
     assert violations
+
+
+def test_what_no_system_call_could_carry_is_named_with_its_key() -> None:
+    found = wrong(
+        command=["x", "a\0b"],
+        name="two\nlines",
+        directory="/a\0b",
+        environment={"A": "\udcff", "B": None, "C D": "x"},
+        gpu_type="\udcff",
+        labels={"a": "\0"},
+    )
+    assert {"command", "name", "directory", "environment", "gpu_type", "labels"} <= set(found)
+
+
+def test_a_home_directory_in_a_file_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "job.yaml").write_text("command: x\ndirectory: ~/\n")
+    assert load_job_file(tmp_path / "job.yaml")["directory"] == str(tmp_path.resolve())

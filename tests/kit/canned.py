@@ -19,7 +19,7 @@ from ganger.wire.servers import bind, make_server
 
 
 class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeServiceServicer):
-    """`jobs` by name, `logs` by rank, `nodes`, `explanation`; keeps `requests`; the next call raises `failing`."""
+    """`jobs` by name, `logs` by rank, `nodes`, ...; keeps `requests`; the next call raises `failing`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -27,6 +27,7 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         self.logs: dict[int, bytes] = {}
         self.nodes = node_pb2.ListNodesResponse()
         self.events: list[job_pb2.Event] = []
+        self.cluster = node_pb2.Cluster(version="9.9", policy="fifo")
         self.explanation = job_service_pb2.Explanation()
         self.requests: list[Any] = []
         self.failing: Exception | None = None
@@ -166,4 +167,4 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
 
     async def GetCluster(self, request: Any, context: Any) -> node_pb2.Cluster:
         self._taken(request)
-        return node_pb2.Cluster(version="9.9", policy="fifo")
+        return self.cluster

@@ -24,7 +24,7 @@ from ganger.cli.failures import CommandError, Exit
 UP_FILE = "up.json"
 _STOP_SECONDS = 15.0
 _POLL_SECONDS = 0.05
-# A program that dies more often than this in a minute will not be helped by another start.
+# A program that dies more often than this in a minute is not helped by being started again at once.
 _MAX_RESTARTS = 5
 _RESTART_WINDOW_SECONDS = 60.0
 
@@ -109,6 +109,7 @@ class Supervisor:
         self._programs = programs(settings, run_directory_for(settings.state_directory))
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._starts: dict[str, list[float]] = {}
+        self._resting: set[str] = set()
         # Where in its log a program's present run begins.
         self._log_starts: dict[str, int] = {}
 
@@ -123,7 +124,7 @@ class Supervisor:
         self._write(is_ready=True)
 
     def restart_dead(self) -> None:
-        """Starts what died. Raises CommandError if a program dies again and again."""
+        """Starts what died. One that dies again and again is left for a minute; the others have no part in it."""
         for program in self._programs:
             code = self._running[program.name].poll()
             if code is None:
@@ -131,8 +132,15 @@ class Supervisor:
             now = time.monotonic()
             recent = [each for each in self._starts[program.name] if now - each < _RESTART_WINDOW_SECONDS]
             if len(recent) > _MAX_RESTARTS:
-                raise CommandError(f"{program.name} died {len(recent)} times in a minute:\n{self._told(program)}")
+                if program.name not in self._resting:
+                    self._resting.add(program.name)
+                    self._say(
+                        f"{program.name} ended {len(recent)} times in a minute ({describe(code)}),"
+                        f" and is left for a while:\n{self._told(program)}"
+                    )
+                continue
             self._say(f"{program.name} ended ({describe(code)}); starting it again")
+            self._resting.discard(program.name)
             self._starts[program.name] = recent
             self._start(program)
             self._write(is_ready=True)

@@ -106,7 +106,7 @@ def retune(job: str, cores: str, as_json: bool) -> None:
     except ValueError as error:
         raise click.UsageError(f"--cores: {error}") from error
     with open_client() as client:
-        _tell(client.retune_job(job, millicores / 1_000), as_json)
+        _tell(client.retune_job(job, millicores / 1_000), as_json, f", {cores} cores a task from now on")
 
 
 @click.command()
@@ -115,7 +115,7 @@ def retune(job: str, cores: str, as_json: bool) -> None:
 def repin(job: str, as_json: bool) -> None:
     """Move a running job to other cores of the same number, live. Changes no bit of its results."""
     with open_client() as client:
-        _tell(client.repin_job(job), as_json)
+        _tell(client.repin_job(job), as_json, ", and goes to other cores")
 
 
 @click.command()
@@ -220,9 +220,10 @@ def _check_moved(before: Job, after: Job) -> None:
         )
 
 
-def _tell(message: Job, as_json: bool) -> None:
+def _tell(message: Job, as_json: bool, what: str = "") -> None:
     from ganger.cli import job_lines
     from ganger.console.plain import print_json
+    from ganger.job import FINISHED
 
     if as_json:
         print_json(message)
@@ -232,8 +233,9 @@ def _tell(message: Job, as_json: bool) -> None:
         if message.gang.stop_step and message.state == message.STATE_SUSPENDED
         else ""
     )
-    where = f" on {job_lines.place(message)}" if message.gang.claims else ""
-    print(f"job {number(message.name)} is {job_lines.state_text(message)}{at}{where}")
+    place = job_lines.place(message)
+    where = f" on {place}" if place and message.state not in FINISHED else ""
+    print(f"{job_lines.sentence(message)}{at}{where}{what}")
     sys.stdout.flush()
 
 

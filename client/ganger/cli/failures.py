@@ -41,6 +41,10 @@ def report(error: BaseException) -> int:
     if isinstance(error, CommandError):
         _say(str(error))
         return error.code
+    if isinstance(error, UnicodeEncodeError) and "\udc80" <= error.object[error.start] <= "\udcff":
+        # Bytes of the command line that were no UTF-8; the wire carries nothing else.
+        _say(f"{error.object!r} is not UTF-8: give it another way, or set the locale of the terminal")
+        return Exit.USAGE
     return _report_api_error(error)
 
 

@@ -14,8 +14,8 @@ _FOLLOW_SECONDS = 1.0
 @click.command()
 @click.argument("subject", default="")
 @click.option("--follow", "-f", is_flag=True, help="Go on as things happen.")
-@click.option("--after", type=click.IntRange(0), default=0, help="Only events after this number.")
-@click.option("--limit", "-n", type=click.IntRange(1), help="At most so many.")
+@click.option("--after", type=click.IntRange(0, 2**63 - 1), default=0, help="Only events after this number.")
+@click.option("--limit", "-n", type=click.IntRange(1), help="At most so many, oldest first.")
 @json_option
 def history(subject: str, follow: bool, after: int, limit: int | None, as_json: bool) -> None:
     """List what happened to SUBJECT: a job (7, jobs/7) or a node (nodes/n1). Without it, everything."""
@@ -46,13 +46,14 @@ def history(subject: str, follow: bool, after: int, limit: int | None, as_json: 
 
 
 def line(event: object) -> str:
-    """ "13:11:49  jobs/7  gang_parked  at offload, step=120  (by user:ann)"."""
+    """ "2026-11-21 13:11:49.120  jobs/7  gang_parked  at offload, step=120, by user:ann"."""
     from ganger.v1.job_pb2 import Event
     from ganger.wire import times
 
     assert isinstance(event, Event)
     when = times.local_datetime(event.time).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
     figures = " ".join(f"{name}={value}" for name, value in sorted(event.figures.items()))
-    text = ", ".join(part for part in (event.message, figures) if part)
-    cause = f"  (by {event.cause})" if event.cause else ""
-    return f"{when}  {event.subject:<10}  {event.kind:<20}  {text}{cause}".rstrip()
+    # Of "scheduler:" without a name the colon goes: it is the default one.
+    cause = f"by {event.cause.rstrip(':')}" if event.cause else ""
+    text = ", ".join(part for part in (event.message, figures, cause) if part)
+    return f"{when}  {event.subject:<8}  {event.kind:<15}  {text}".rstrip()

@@ -11,6 +11,8 @@ from ganger.units import format_duration
 from ganger.v1 import job_pb2, resources_pb2
 from ganger.wire import times
 
+_NAME_WIDTH = 63
+
 
 def state_text(job: job_pb2.Job) -> str:
     """ "running" rather than "holding": the phase of the gang where it has one."""
@@ -20,9 +22,21 @@ def state_text(job: job_pb2.Job) -> str:
         return f"parked({level})" if phase == "parked" and level else phase if phase != "unspecified" else "holding"
     state = short_enum(job_pb2.Job.State.Name(job.state), "State").lower()
     if job.state == job_pb2.Job.STATE_SUSPENDED:
+        if job.gang.phase == job_pb2.Gang.PHASE_STOPPING:
+            return "stopping"
         level = level_text(job.suspended_level)
         return f"suspended({level})" if level else state
     return state
+
+
+def sentence(job: job_pb2.Job) -> str:
+    """ "job 7 is running", "job 7 has failed: EXIT: rank 0 exited with code 3"."""
+    subject = f"job {job.name.rpartition('/')[2]}"
+    if job.state == job_pb2.Job.STATE_SUCCEEDED:
+        return f"{subject} has succeeded"
+    if job.state == job_pb2.Job.STATE_FAILED:
+        return f"{subject} has failed: {note(job)}"
+    return f"{subject} is {state_text(job)}"
 
 
 def level_text(level: job_pb2.SuspendLevel.ValueType) -> str:
@@ -42,12 +56,22 @@ def tasks(spec: job_pb2.JobSpec) -> int:
 
 
 def label(job: job_pb2.Job) -> str:
-    """Its name, else the last path component of what it runs."""
+    """Its name, else the last path component of what it runs; one line."""
     if job.spec.display_name:
         return job.spec.display_name
+    # However long a word is, a name is short.
+    return _script(job)[:_NAME_WIDTH]
+
+
+def order(job: job_pb2.Job) -> tuple[int, int]:
+    """Sorts jobs for people: those that wait come last, in the order in which they go."""
+    return job.queue_rank, int(job.name.rpartition("/")[2])
+
+
+def _script(job: job_pb2.Job) -> str:
     scripts = [word for word in job.spec.command if word.endswith(".py")]
     word = scripts[0] if scripts else job.spec.command[0] if job.spec.command else ""
-    return word.rpartition("/")[2]
+    return " ".join(word.rpartition("/")[2].split())
 
 
 def devices(mask: int) -> str:
@@ -64,8 +88,10 @@ def devices(mask: int) -> str:
 
 
 def place(job: job_pb2.Job) -> str:
-    """ "n1[0-3] n2[0-3]", and where it is going."""
-    here = " ".join(_claim(claim) for claim in job.gang.claims)
+    """ "n1[0-3] n2[0-3]", and where it is going; of a gang whose devices others may have, the nodes."""
+    gang = job.gang
+    rests = gang.phase == job_pb2.Gang.PHASE_PARKED and gang.parked_level > job_pb2.SUSPEND_LEVEL_PAUSE
+    here = " ".join(claim.node.removeprefix("nodes/") if rests else _claim(claim) for claim in gang.claims)
     there = " ".join(_claim(claim) for claim in job.gang.move_claims)
     return f"{here} → {there}" if there else here
 
@@ -87,13 +113,16 @@ def elapsed(job: job_pb2.Job, now: float | None = None) -> str:
 
 
 def note(job: job_pb2.Job) -> str:
-    """Place, or why it has none."""
+    """Place, or why it has none; one line."""
     if job.state == job_pb2.Job.STATE_FAILED:
-        return f"{job.failure.reason}: {job.failure.message}"
+        return " ".join(f"{job.failure.reason}: {job.failure.message}".split())
     if job.state in FINISHED:
         return ""
-    if job.state == job_pb2.Job.STATE_PENDING and job.blockers:
-        return f"({job.blockers[0].reason}) {job.blockers[0].message}"
+    if job.state == job_pb2.Job.STATE_PENDING:
+        if job.blockers:
+            return " ".join(f"({job.blockers[0].reason}) {job.blockers[0].message}".split())
+        # Who is far behind has not been asked yet; `ganger why` asks.
+        return f"({job.queue_rank - 1} ahead of it)" if job.queue_rank > 1 else ""
     return place(job)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import click
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 # Several ranks are printed line by line; a line longer than this is printed in pieces.
 _MAX_LINE_BYTES = 64 * 1024
 _MAX_QUEUED_CHUNKS = 256
+# Read from the end at first, to find the last lines.
+_TAIL_BYTES = 16 * 1024
+_NEWLINE = 0x0A
 
 
 @click.command()
@@ -27,22 +30,35 @@ _MAX_QUEUED_CHUNKS = 256
 @click.option("--rank", "-r", type=click.IntRange(0), default=0, show_default=True, help="Which task.")
 @click.option("--all", "-a", "everyone", is_flag=True, help="All tasks, each line with its rank.")
 @click.option("--follow", "-f", is_flag=True, help="Go on until the job ends.")
-@click.option("--offset", "-o", type=int, default=0, help="Start at this byte; negative: so many before the end.")
+@click.option(
+    "--offset",
+    "-o",
+    type=click.IntRange(-(2**63), 2**63 - 1),
+    default=0,
+    help="Start at this byte; negative: so many before the end.",
+)
+@click.option("--tail", "-n", type=click.IntRange(0), metavar="N", help="Only the last N lines, and what follows.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a chunk: offset, data, lost_bytes.")
-def logs(job: str, rank: int, everyone: bool, follow: bool, offset: int, as_json: bool) -> None:
+def logs(job: str, rank: int, everyone: bool, follow: bool, offset: int, tail: int | None, as_json: bool) -> None:
     """Print what a job wrote."""
+    if tail is not None and offset:
+        raise click.UsageError("--tail does not go with --offset: give one of them")
     with open_client() as client:
+
+        def begin(rank: int) -> int:
+            return offset if tail is None else tail_offset(client, job, rank, tail)
+
         if everyone:
             from ganger.cli.job_lines import tasks
 
-            _print_all(client, job, tasks(client.get_job(job).spec), offset, follow)
+            _print_all(client, job, tasks(client.get_job(job).spec), begin, follow)
         elif as_json:
             from ganger.console.plain import print_json_line
 
-            for chunk in client.read_log(job, rank, offset, follow=follow):
+            for chunk in client.read_log(job, rank, begin(rank), follow=follow):
                 print_json_line(chunk)
         else:
-            print_chunks(client.read_log(job, rank, offset, follow=follow))
+            print_chunks(client.read_log(job, rank, begin(rank), follow=follow))
 
 
 def follow_job(client: Client, job: str) -> int:
@@ -89,12 +105,29 @@ def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
         yield rest + b"\n"
 
 
-def _print_all(client: Client, job: str, ranks: int, offset: int, follow: bool) -> None:
+def tail_offset(client: Client, job: str, rank: int, count: int) -> int:
+    """The byte at which the last `count` lines begin, found from the end in growing steps; the last may be unended."""
+    span = _TAIL_BYTES
+    while True:
+        chunks = list(client.read_log(job, rank, -span))
+        text = b"".join(chunk.data for chunk in chunks)
+        first = chunks[0].offset if chunks else 0
+        newlines = [index for index, byte in enumerate(text[:-1]) if byte == _NEWLINE]
+        if count == 0:
+            return first + len(text)
+        if len(newlines) >= count:
+            return first + newlines[-count] + 1
+        if first == 0 or len(text) < span:
+            return first
+        span *= 8
+
+
+def _print_all(client: Client, job: str, ranks: int, begin: Callable[[int], int], follow: bool) -> None:
     width = len(str(ranks - 1))
 
     def rank_lines(rank: int) -> Iterator[bytes]:
         prefix = f"{rank:>{width}}: ".encode()
-        chunks = (chunk.data for chunk in client.read_log(job, rank, offset, follow=follow))
+        chunks = (chunk.data for chunk in client.read_log(job, rank, begin(rank), follow=follow))
         return (prefix + line for line in lines(chunks))
 
     if not follow:

@@ -7,6 +7,7 @@ the command is called. Programs add theirs through the entry-point group "ganger
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "cordon": ("ganger.cli.nodes", "cordon", "Give a node no new jobs."),
     "uncordon": ("ganger.cli.nodes", "uncordon", "Undo drain and cordon."),
     "lost": ("ganger.cli.nodes", "lost", "Vouch that a node is down."),
-    "top": ("ganger.cli.top", "top", "Watch jobs and nodes, live."),
+    "top": ("ganger.cli.top", "top", "Watch nodes and jobs, live."),
     "history": ("ganger.cli.history", "history", "List what happened."),
     "events": ("ganger.cli.history", "history", "List what happened (as history)."),
     "completion": ("ganger.cli.completion", "completion", "Print the completion script of a shell."),
@@ -123,6 +124,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point: runs a command and exits. Never shows a traceback."""
     # gRPC's own lines ("add_port.cc:83 ...") before our one sentence help nobody.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal without a sign for "→" shall show "?" rather than nothing at all.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     sys.exit(run(arguments))
 
 

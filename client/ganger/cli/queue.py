@@ -1,4 +1,4 @@
-"""`ganger queue`: the jobs, newest last, those that live unless asked for all."""
+"""`ganger queue`: the jobs that live, or all: who has its gang or has ended by number, then who waits, in its order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import click
 
 from ganger.cli.options import json_option, number, open_client
 
-_HEADINGS = ("JOB", "NAME", "USER", "STATE", "GPUS", "TIME", "RANK", "PROGRESS", "NODES/REASON")
+_HEADINGS = ("JOB", "NAME", "USER", "STATE", "GPUS", "TIME", "PLACE", "PROGRESS", "NODES/REASON")
 _STATES = ("pending", "holding", "suspended", "succeeded", "failed", "cancelled")
 
 
@@ -20,28 +20,28 @@ def queue(everything: bool, states: tuple[str, ...], user: str, limit: int, as_j
     """List jobs; without options those that have not ended."""
     from ganger.cli import job_lines
     from ganger.console.plain import print_json
-    from ganger.console.tables import cut, print_table
+    from ganger.console.tables import print_table
     from ganger.v1.job_pb2 import Job
 
     wanted = [Job.State.Value(f"STATE_{state.upper()}") for state in states]
     if not wanted and not everything:
         wanted = [Job.STATE_PENDING, Job.STATE_HOLDING, Job.STATE_SUSPENDED]
     with open_client() as client:
-        jobs = sorted(client.list_jobs(wanted, user, limit), key=lambda job: int(number(job.name)))
+        jobs = sorted(client.list_jobs(wanted, user, limit), key=job_lines.order)
     if as_json:
         print_json(jobs)
         return
     rows = [
         (
             number(job.name),
-            cut(job_lines.label(job), 24),
+            job_lines.label(job),
             job.user,
             job_lines.state_text(job),
             str(job_lines.gpus(job.spec)),
             job_lines.elapsed(job),
             str(job.queue_rank or ""),
             job_lines.progress_text(job.progress),
-            cut(job_lines.note(job), 70),
+            job_lines.note(job),
         )
         for job in jobs
     ]

@@ -69,7 +69,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("failures", f"{job.failures}, {spec.max_failures} allowed" if job.failures or spec.max_failures else ""),
         ("preemptions", str(job.preemptions or "")),
         ("submitted", instant(job.create_time)),
-        ("first step", instant(job.start_time)),
+        ("started", instant(job.start_time)),
         ("ended", instant(job.end_time)),
         ("time", job_lines.elapsed(job)),
         ("time limit", format_duration(times.seconds(spec.time_limit)) if spec.HasField("time_limit") else ""),
@@ -95,7 +95,8 @@ def _role(role: object) -> str:
     shape = role.shape
     cores = f"{format_cores(shape.millicores)} cores" if shape.millicores else "cores by measurement"
     memory = format_memory(shape.memory_bytes) if shape.memory_bytes else "a share of memory"
-    return f"{role.tasks} × {role.name}: {shape.gpus} GPUs, {cores}, {memory}"
+    gpus = "1 GPU" if shape.gpus == 1 else f"{shape.gpus} GPUs" if shape.gpus else "no GPU"
+    return f"{role.tasks} × {role.name}: {gpus}, {cores}, {memory}"
 
 
 def _wants(job: Job) -> str:
@@ -126,10 +127,12 @@ def _claim(claim: object) -> str:
     from ganger.v1.resources_pb2 import Claim
 
     assert isinstance(claim, Claim)
-    cores = "+".join(format_cores(socket) for socket in claim.millicores)
-    arena = f", {format_memory(claim.arena_bytes)} arena" if claim.arena_bytes else ""
-    held = f"GPUs {devices(claim.device_mask)}, " if claim.device_mask else ""
-    return f"{number(claim.node)}: {held}{cores or '0'} cores, {format_memory(claim.memory_bytes)}{arena}"
+    sockets = [f"{format_cores(held)} on socket {index}" for index, held in enumerate(claim.millicores) if held]
+    cores = "cores: " + ", ".join(sockets) if sockets else "no cores"
+    arena = f" and {format_memory(claim.arena_bytes)} for state moved off the GPUs" if claim.arena_bytes else ""
+    held = f"{'GPU' if claim.device_mask.bit_count() == 1 else 'GPUs'} {devices(claim.device_mask)}; "
+    memory = f"{format_memory(claim.memory_bytes)} of memory{arena}"
+    return f"{number(claim.node)}: {held if claim.device_mask else ''}{cores}; {memory}"
 
 
 def _checkpoint(job: Job) -> str:

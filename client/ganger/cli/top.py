@@ -1,11 +1,18 @@
-"""`ganger top`: jobs and nodes, drawn again every second."""
+"""`ganger top`: nodes and jobs, drawn again every second."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import select
+import shutil
 import sys
+import termios
 import time
-from typing import TYPE_CHECKING
+import tty
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -16,25 +23,38 @@ if TYPE_CHECKING:
 
 _JOB_HEADINGS = ("JOB", "NAME", "STATE", "GPUS", "TIME", "STEP", "STEPS/S", "LOSS", "DATA WAIT", "NODES")
 _NODE_HEADINGS = ("NODE", "STATE", "GPUS HELD", "CORES HELD", "MEMORY HELD")
-_MAX_JOBS = 100
+_MAX_JOBS = 1_000
+# What is printed at once, where there is no screen to fill.
+_ONCE_LINES = 100
+
+
+class Picture(NamedTuple):
+    """A moment: one line of figures, rows of nodes and of jobs, and how many of each had no room."""
+
+    headline: str
+    nodes: list[tuple[str, ...]]
+    jobs: list[tuple[str, ...]]
+    nodes_left_out: int
+    jobs_left_out: int
 
 
 @click.command()
 @click.option("--interval", "-d", type=click.FloatRange(0.1, 3_600), default=1.0, show_default=True, help="Seconds.")
 @click.option("--once", is_flag=True, help="Print once and end; so too if the output is no terminal.")
 def top(interval: float, once: bool) -> None:
-    """Watch jobs and nodes, live; ctrl-C ends it."""
+    """Watch nodes and jobs, live; q or ctrl-C ends it."""
     with open_client() as client:
         if once or not sys.stdout.isatty():
             from ganger.console.tables import aligned
 
-            headline, jobs, nodes = picture(client)
-            print(headline, aligned(_JOB_HEADINGS, jobs), aligned(_NODE_HEADINGS, nodes), sep="\n\n")
+            now = picture(client, _ONCE_LINES)
+            print(now.headline, aligned(_NODE_HEADINGS, now.nodes), aligned(_JOB_HEADINGS, now.jobs), sep="\n\n")
             return
-        _draw(client, interval)
+        with contextlib.suppress(KeyboardInterrupt), _keys() as wait_for_key:
+            _draw(client, lambda: wait_for_key(interval) == "q")
 
 
-def _draw(client: Client, interval: float) -> None:
+def _draw(client: Client, is_over: Callable[[], bool]) -> None:
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text
@@ -42,31 +62,74 @@ def _draw(client: Client, interval: float) -> None:
     from ganger.console.tables import rich_table
     from ganger.wire.errors import DeadlineExceeded, NotReady, Unreachable
 
+    def left_out(number: int) -> Text:
+        return Text(f"and {number} more" if number else "", style="dim")
+
     with Live(screen=True, auto_refresh=False) as live:
         while True:
+            width, height = shutil.get_terminal_size()
             try:
-                headline, jobs, nodes = picture(client)
-                tables = [rich_table(_JOB_HEADINGS, jobs), Text(""), rich_table(_NODE_HEADINGS, nodes)]
-                live.update(Group(Text(headline, style="bold"), Text(""), *tables), refresh=True)  # type: ignore[arg-type]
+                now = picture(client, height)
+                parts: list[Any] = [
+                    Text(now.headline, style="bold", no_wrap=True, overflow="ellipsis"),
+                    rich_table(_NODE_HEADINGS, now.nodes, width),
+                    left_out(now.nodes_left_out),
+                    rich_table(_JOB_HEADINGS, now.jobs, width),
+                    left_out(now.jobs_left_out),
+                ]
+                live.update(Group(*parts), refresh=True)
             except (Unreachable, NotReady, DeadlineExceeded) as error:
                 # Jobs go on without a master, and so does the watch.
                 live.update(Text(f"{error.message}; trying again", style="red"), refresh=True)
-            time.sleep(interval)
+            if is_over():
+                return
 
 
-def picture(client: Client) -> tuple[str, list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """Headline, job rows and node rows of this moment."""
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """A function that waits so many seconds for a key, and returns it or "". Keys are not echoed meanwhile."""
+
+    def wait(seconds: float) -> str:
+        if not sys.stdin.isatty():
+            time.sleep(seconds)
+            return ""
+        ready, _, _ = select.select([sys.stdin], [], [], seconds)
+        return os.read(sys.stdin.fileno(), 1).decode(errors="replace") if ready else ""
+
+    if not sys.stdin.isatty():
+        yield wait
+        return
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield wait
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def picture(client: Client, lines: int) -> Picture:
+    """This moment in so many lines: nodes take a third at most; jobs with a gang come first, then who waits longest."""
+    from ganger.cli import job_lines
     from ganger.v1.job_pb2 import Job
 
     cluster = client.get_cluster()
-    live = [Job.STATE_PENDING, Job.STATE_HOLDING, Job.STATE_SUSPENDED]
-    jobs = sorted(client.list_jobs(live, limit=_MAX_JOBS), key=lambda job: (-job.state, int(number(job.name))))
+    nodes = _node_rows(client)
+    nodes_shown = nodes[: max(1, lines // 3)]
+    # The headline, two lines of headings, two that say what was left out.
+    room = max(1, lines - len(nodes_shown) - 5)
+    jobs: list[Job] = []
+    for states in ((Job.STATE_HOLDING,), (Job.STATE_SUSPENDED,), (Job.STATE_PENDING,)):
+        if len(jobs) < room:
+            jobs += sorted(client.list_jobs(states, limit=_MAX_JOBS), key=job_lines.order)
+    every = cluster.jobs_holding + cluster.jobs_pending + cluster.jobs_suspended
     headline = (
         f"{cluster.devices_held} of {cluster.devices} GPUs held   {cluster.jobs_holding} holding"
         f"  {cluster.jobs_pending} pending  {cluster.jobs_suspended} suspended   policy {cluster.policy}"
         f"   {time.strftime('%H:%M:%S')}"
     )
-    return headline, [_job_row(job) for job in jobs], _node_rows(client)
+    shown = jobs[:room]
+    left_out = max(0, every - len(shown))
+    return Picture(headline, nodes_shown, [_job_row(job) for job in shown], len(nodes) - len(nodes_shown), left_out)
 
 
 def _job_row(job: object) -> tuple[str, ...]:
@@ -77,7 +140,7 @@ def _job_row(job: object) -> tuple[str, ...]:
     progress = job.progress
     return (
         number(job.name),
-        job_lines.label(job)[:24],
+        job_lines.label(job),
         job_lines.state_text(job),
         str(job_lines.gpus(job.spec)),
         job_lines.elapsed(job),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -136,7 +137,9 @@ def _detach(directory: Path) -> None:
     arguments = [argument for argument in sys.argv[1:] if argument not in ("--detach", "-d")]
     (directory / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
     path = directory / "logs" / "up.log"
-    with path.open("wb") as log:
+    # To the end: a cluster that runs here already writes there too.
+    with path.open("ab") as log:
+        begin = log.tell()
         process = subprocess.Popen(
             [sys.executable, "-m", "ganger.cli.main", *arguments],
             stdin=subprocess.DEVNULL,
@@ -147,10 +150,10 @@ def _detach(directory: Path) -> None:
     deadline = time.monotonic() + _READY_SECONDS + 5.0
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise CommandError(f"the cluster did not start:\n{cluster.tail(path)}")
+            raise CommandError(f"the cluster did not start:\n{cluster.tail(path, after=begin)}")
         is_ready, started = cluster.read_up_file(directory)
         if is_ready and any(each.pid == process.pid for each in started):
-            click.echo(path.read_text().rstrip())
+            click.echo(path.read_bytes()[begin:].decode(errors="replace").rstrip())
             click.echo("stop it with: ganger down" + _state_flag(directory))
             return
         time.sleep(0.05)
@@ -211,9 +214,10 @@ def _alone(directory: Path) -> Iterator[None]:
 def _welcome(settings: cluster.Settings, address: str) -> str:
     directory = settings.state_directory
     devices = "this machine's GPUs" if settings.virtual_gpus is None else f"{settings.virtual_gpus} virtual GPUs each"
-    export = "" if not _state_flag(directory) else f"  export GANGER_MASTER={directory}\n"
+    nodes = "1 node" if settings.nodes == 1 else f"{settings.nodes} nodes"
+    export = "" if not _state_flag(directory) else f"  export GANGER_MASTER={shlex.quote(str(directory))}\n"
     return (
-        f"ganger is up: {settings.nodes} nodes, {devices}; master at {address}\n"
+        f"ganger is up: {nodes}, {devices}; master at {address}\n"
         f"logs are in {directory / 'logs'}\n"
         f"next:\n{export}"
         "  ganger submit --gpus 2 -- python train.py    a job of two tasks\n"
@@ -232,7 +236,7 @@ def _state_directory(given: Path | None) -> Path:
 def _state_flag(directory: Path) -> str:
     from ganger.wire.endpoints import default_state_directory
 
-    return "" if directory == default_state_directory().absolute() else f" --state-dir {directory}"
+    return "" if directory == default_state_directory().absolute() else f" --state-dir {shlex.quote(str(directory))}"
 
 
 def _has_devices() -> bool:

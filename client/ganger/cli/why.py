@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ganger.cli.options import JobType, json_option, number, open_client
+from ganger.cli.options import JobType, json_option, open_client
 
 
 @click.command()
@@ -14,7 +14,9 @@ def why(job: str, as_json: bool) -> None:
     """Say why a job waits or rests, and when it may start."""
     from ganger.cli import job_lines
     from ganger.console.plain import print_json
+    from ganger.job import FINISHED
     from ganger.units import format_duration
+    from ganger.v1.job_pb2 import Job
 
     with open_client() as client:
         answer = client.explain_job(job)
@@ -22,7 +24,12 @@ def why(job: str, as_json: bool) -> None:
         print_json(answer)
         return
     rank = f", place {answer.job.queue_rank} in the queue" if answer.job.queue_rank else ""
-    print(f"job {number(answer.job.name or job)} is {job_lines.state_text(answer.job)}{rank}")
+    where = f" on {job_lines.place(answer.job)}" if answer.job.state == Job.STATE_HOLDING else ""
+    print(f"{job_lines.sentence(answer.job)}{where}{rank}")
+    if answer.job.trouble:
+        print(f"trouble: {answer.job.trouble}")
+    if not answer.blockers and (where or answer.job.state in FINISHED):
+        return
     for position, blocker in enumerate(answer.blockers):
         print(f"{'because' if position == 0 else '    and'} {blocker.reason}: {blocker.message}")
         # The sentence carries the figures already where the master put them in.
@@ -33,4 +40,4 @@ def why(job: str, as_json: bool) -> None:
         soonest, latest = format_duration(answer.start_after_seconds), format_duration(answer.start_before_seconds)
         print(f"may start in {soonest} to {latest}, {answer.assumption}")
     elif answer.assumption:
-        print(answer.assumption if not answer.blockers else f"start unknown: {answer.assumption}")
+        print(answer.assumption if not answer.blockers else f"when it starts is {answer.assumption}")

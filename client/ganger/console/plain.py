@@ -16,7 +16,8 @@ from ganger.wire import times
 
 
 def plain(message: Message) -> Any:
-    """Unset messages are null, unset numbers zero, so that a script finds every key. Environments are left out."""
+    """Unset messages and choices are null, unset numbers zero, so that a script finds every key. Environments are left
+    out."""
     if isinstance(message, Timestamp):
         return times.local_datetime(message).isoformat()
     if isinstance(message, Duration):
@@ -52,7 +53,7 @@ def _field(message: Message, field: Any) -> Any:
         return {str(key): plain(each) if isinstance(each, Message) else each for key, each in sorted(value.items())}
     if field.is_repeated:
         return [_single(each, field) for each in value]
-    if field.message_type is not None and not message.HasField(field.name):
+    if field.has_presence and not message.HasField(field.name):
         return None
     return _single(value, field)
 

@@ -25,6 +25,10 @@ _STYLES = {
 }
 
 
+_GAP = 2
+_LEAST_WIDTH = 6
+
+
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], empty: str = "") -> None:
     """Prints rows under headings, or `empty` (on stderr, so that scripts read nothing) if there are none."""
     if not rows:
@@ -49,35 +53,53 @@ def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
 def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The table as plain text."""
     table = [headings, *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(headings))]
+    widths = _widths(table)
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+        "  ".join(cell + " " * (width - cells(cell)) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
     )
 
 
-def cut(text: str, width: int = 60) -> str:
-    """One line of at most `width` characters; whole if the output is no terminal."""
-    text = " ".join(text.split())
-    return text if len(text) <= width or not sys.stdout.isatty() else text[: width - 1] + "…"
+def cells(text: str) -> int:
+    """Columns of a terminal that a text takes."""
+    if text.isascii():
+        return len(text)
+    from unicodedata import combining, east_asian_width
+
+    return sum(0 if combining(sign) else 2 if east_asian_width(sign) in "WF" else 1 for sign in text)
+
+
+def _widths(table: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(cells, column)) for column in zip(*table, strict=True)]
+
+
+def fitted(widths: Sequence[int], available: int) -> list[int]:
+    """What is too wide for a line is taken from the widest columns; a line is one row, however long its texts."""
+    result = list(widths)
+    excess = sum(result) + _GAP * (len(result) - 1) - available
+    for _ in range(max(0, excess)):
+        widest = max(range(len(result)), key=lambda index: result[index])
+        if result[widest] <= _LEAST_WIDTH:
+            break
+        result[widest] -= 1
+    return result
 
 
 def _print_rich(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
-    from rich.text import Text
 
-    table = rich_table(headings, rows)
-    console = Console(width=shutil.get_terminal_size().columns)
-    console.print(table if rows else Text(""))
+    width = shutil.get_terminal_size().columns
+    Console(width=width).print(rich_table(headings, rows, width))
 
 
-def rich_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> object:
-    """A rich renderable of the table; words that are states are coloured."""
+def rich_table(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> object:
+    """A rich renderable of the table, a line a row; words that are states are coloured."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
-    for heading in headings:
-        table.add_column(heading, overflow="fold" if heading in ("REASON", "MESSAGE") else "ellipsis")
+    for heading, column in zip(headings, fitted(_widths([headings, *rows]), width), strict=True):
+        table.add_column(heading, no_wrap=True, overflow="ellipsis", min_width=column, max_width=column)
     for row in rows:
         # Text objects, not markup: a job's name may contain brackets.
         table.add_row(*(Text(cell, style=_STYLES.get(cell.lower().partition("(")[0].strip(), "")) for cell in row))
