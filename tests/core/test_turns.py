@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from core.drive import Drive, job_of
-from ganger.resources.reasons import Reason
-from ganger.resources.values import Claim
+from ganger.resources.reasons import Reason, Refusal
+from ganger.resources.values import Claim, Level, Locality
 from ganger_master.core.answers import Rejected
-from ganger_master.core.commands import CancelJob, ClaimTurns, Tick
+from ganger_master.core.commands import CancelJob, ClaimTurns, RequestGang, Tick
 from ganger_master.core.model import JobState
 from ganger_master.core.queue import WINDOW
 from ganger_master.core.settings import Settings
@@ -77,6 +77,72 @@ def test_turns_that_went_to_nobody_are_given_anew_to_the_first_host() -> None:
     assert drive.state.lost_turns == {}
     drive.step(ClaimTurns("default-2"))
     assert drive.state.turns[drive.state.turn_of[number]] == given
+
+
+def passes(drive: Drive, number: int) -> None:
+    """Its scheduler says that devices are missing, whatever is free."""
+    turn = drive.state.turn_of[number]
+    drive.step(RequestGang(number, drive.job(number).revision, (), turn, blockers=(Refusal(Reason.GPUS),)))
+
+
+def with_own_scheduler(drive: Drive, gpus: int) -> int:
+    number = drive.submit(replace(job_of(gpus), scheduler="mine:Scheduler"))
+    drive.step(ClaimTurns("mine:Scheduler", (number,)))
+    return number
+
+
+def test_a_scheduler_that_passes_though_there_is_a_place_holds_up_nobody() -> None:
+    drive = Drive(1)
+    first = with_own_scheduler(drive, 1)
+    passes(drive, first)
+    drive.start(drive.submit(job_of(1)))
+    # Nor later, when there is none: it had its choice.
+    drive.start(drive.submit(job_of(2)))
+    drive.now += Settings().turn_again_seconds
+    drive.step(Tick())
+    passes(drive, first)
+    drive.start(drive.submit(job_of(1)))
+
+
+def test_a_scheduler_of_ones_own_that_truly_finds_no_place_is_kept_one() -> None:
+    drive = Drive(1)
+    drive.start(drive.submit(job_of(1)))
+    passes(drive, with_own_scheduler(drive, 4))
+    behind = drive.submit(job_of(1))
+    answer = drive.request(behind, *drive.places(behind))
+    assert isinstance(answer, Rejected)
+    assert answer.refusals[0].reason is Reason.PROTECTED
+
+
+def test_who_waits_for_its_wish_holds_up_nobody_until_its_patience_ends() -> None:
+    drive = Drive(1)
+    # Three devices never lie at one socket.
+    picky = drive.submit(replace(job_of(3), locality=Locality(wish=Level.SOCKET, patience_seconds=60.0)))
+    drive.request(picky, blockers=True)
+    assert "patience_left_seconds" in drive.state.blockers_of(picky)[0].figures
+    drive.start(drive.submit(job_of(2)))
+    drive.now += 61.0
+    answer_turns(drive, 0.3)
+    behind = drive.submit(job_of(1))
+    answer = drive.request(behind, *drive.places(behind))
+    assert isinstance(answer, Rejected)
+    assert answer.refusals[0].job == f"jobs/{picky}"
+
+
+def test_a_scheduler_that_comes_and_goes_without_an_answer_loses_its_job_to_the_default_one() -> None:
+    drive = Drive(1)
+    number = with_own_scheduler(drive, 1)
+    for _ in range(6):
+        drive.now += Settings().turn_lease_seconds + 0.1
+        drive.step(Tick())
+        drive.step(ClaimTurns("mine:Scheduler", (number,), connected=False))
+        drive.step(ClaimTurns("mine:Scheduler", (number,)))
+    assert drive.state.turns[drive.state.turn_of[number]].scheduler == ""
+    # One that comes back later is asked again.
+    drive.now += 10.0
+    drive.step(ClaimTurns("mine:Scheduler", (number,)))
+    drive.step(Tick())
+    assert drive.state.turns[drive.state.turn_of[number]].scheduler == "mine:Scheduler"
 
 
 def answer_turns(drive: Drive, seconds: float) -> None:

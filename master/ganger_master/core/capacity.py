@@ -48,6 +48,13 @@ def judge(state: State, job: Job, wanted: Sequence[tuple[Claim, ...]], rank: int
     return verdict
 
 
+def has_place(state: State, job: Job, now: float) -> bool:
+    """Whether a request of a waiting job would be granted now, had it waited for its wish long enough."""
+    shape = job.spec.shape(job.arena_bytes_per_device)
+    places = candidates(state.view, shape, waited=_PATIENT).candidates
+    return isinstance(judge(state, job, places, state.queue_rank(job.number), now), Approved)
+
+
 def judge_change(
     state: State,
     job: Job,
@@ -80,7 +87,7 @@ def find_place(
     return None
 
 
-# A move has no time to wait for a wish.
+# Has waited long enough for every wish: a move has no time for it.
 _PATIENT = 1e12
 
 
@@ -239,6 +246,8 @@ def find_blocked(state: State) -> Blocked:
         refused = (state.jobs[number] for number in state.waiting if number in state.refusals)
     for job in refused:
         refusals = state.refusals[job.number]
+        if job.number in state.declined:
+            continue
         if refusals and refusals[0].reason in WAITS_FOR_PIECES and state.is_waiting(job):
             blocked.append(job)
             if len(blocked) >= state.settings.protected_jobs:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ganger.resources.reasons import Kind, Reason
 from msgspec.structs import replace
 
-from ganger_master.core.capacity import reservations_of
+from ganger_master.core.capacity import first_blocked, has_place, reservations_of
 from ganger_master.core.commands import ClaimTurns
 from ganger_master.core.events import GangRefused
 from ganger_master.core.model import Job
@@ -118,9 +118,10 @@ def note_refused(state: State, event: GangRefused) -> None:
         return
     state.note_conflicts(event.number, turn.tries + 1)
     # One that passes again on the same old view would learn nothing by being asked at once.
-    before = state.passed.get(event.number, (0, 0.0))[0]
+    before, last = state.passed.get(event.number, (0, 0.0))
     version = event.view_version if event.view_version > before else state.view.version
     state.passed[event.number] = (version, event.time)
+    _note_declined(state, turn, event, last)
     state.drop_turn(event.number)
 
 
@@ -133,7 +134,14 @@ def note_stream(state: State, claim: ClaimTurns, now: float) -> None:
         for number in claim.jobs:
             if number in state.jobs:
                 state.claimed_by[number] = claim.scheduler
-                state.lost_turns.pop(number, None)
+                lost = state.lost_turns.get(number, 0)
+                if (
+                    lost >= state.settings.lost_turns_allowed
+                    and now >= state.returned.get(number, 0.0) + _RETURN_SECONDS
+                ):
+                    # A turn to show that it is back, which one that dies again and again does not.
+                    state.lost_turns[number] = state.settings.lost_turns_allowed - 1
+                    state.returned[number] = now
     stale = [turn for turn in state.turns.values() if turn.scheduler != scheduler_of(state, state.jobs[turn.number])]
     if not claim.connected:
         stale += [turn for turn in state.turns.values() if turn.scheduler == claim.scheduler and turn not in stale]
@@ -141,6 +149,10 @@ def note_stream(state: State, claim: ClaimTurns, now: float) -> None:
         stale = [*stale, *[turn for turn in state.turns.values() if not turn.scheduler and turn not in stale]]
     for turn in stale:
         state.drop_turn(turn.number)
+
+
+# How often a scheduler that lost its turns may try again with a new stream.
+_RETURN_SECONDS = 10.0
 
 
 def next_time(state: State, now: float) -> float | None:
@@ -159,6 +171,34 @@ _JUST_AFTER = 0.001
 def _lose(state: State, turn: Turn) -> None:
     state.drop_turn(turn.number)
     state.lost_turns[turn.number] = state.lost_turns.get(turn.number, 0) + 1
+
+
+def _note_declined(state: State, turn: Turn, event: GangRefused, last: float) -> None:
+    """Whose scheduler leaves a place that is there, by its own choice or for a wish, is kept none: it would hold up all
+    behind it for as long as it likes."""
+    number, declined = event.number, state.declined
+    is_patient = bool(event.refusals) and "patience_left_seconds" in event.refusals[0].figures
+    if not (turn.scheduler or is_patient):
+        if number in declined:
+            del declined[number]
+            state.blocked = None
+        return
+    if number in declined:
+        if turn.scheduler:
+            return
+        del declined[number]
+        state.blocked = None
+    elif event.time < last + _LOOKED_SECONDS:
+        return
+    # Only those ahead of all others are kept anything.
+    job = state.jobs[number]
+    if job in first_blocked(state) and has_place(state, job, event.time):
+        declined[number] = None
+        state.blocked = None
+
+
+# To look for a place takes as long as many verdicts.
+_LOOKED_SECONDS = 0.5
 
 
 def _reserved_nodes(state: State, job: Job, now: float) -> tuple[str, ...]:

@@ -138,7 +138,11 @@ class State:
         self.next_turn = 1
         # Waiting jobs that were refused or passed at this view version: no turn until the view changes or time passes.
         self.passed: dict[int, tuple[int, float]] = {}
+        # Waiting jobs whose schedulers left places that were there: kept room no more.
+        self.declined: dict[int, None] = {}
         self.lost_turns: dict[int, int] = {}
+        # When a scheduler that had lost its turns last came back.
+        self.returned: dict[int, float] = {}
         self.claimed_by: dict[int, str] = {}
         self.wake_at: float | None = None
         # Changes since the last take_changes.
@@ -443,6 +447,8 @@ class State:
             self._forget_refusals(job.number)
             self.conflicts.pop(job.number, None)
             self.passed.pop(job.number, None)
+            self.declined.pop(job.number, None)
+            self.returned.pop(job.number, None)
         elif waits and not was:
             if job.number in self.refusals:
                 self.blocked = None
