@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from ganger.injob.environment import rank_environment
 from ganger.injob.inject import prepare_inject_directory
@@ -493,6 +494,24 @@ def test_rank_that_ended_while_nobody_was_there_is_recorded_on_adoption(mortal: 
         assert not launcher.adopt(launch["name"], *forked, page=launch["page"], exit_path=launch["exit_path"])
         assert not launcher.kill(*forked, signal.SIGKILL)
     assert _ended(launch)["code"] == 6
+
+
+def test_what_is_executed_comes_from_the_small_starter_and_without_it_from_the_launcher(mortal: Place) -> None:
+    """As children of the launcher either way; the launch that met a dead starter has started nobody."""
+    with Launcher(mortal.socket) as launcher:
+        owner = launcher.info()["pid"]
+    (starter,) = psutil.Process(owner).children()
+    first = mortal.launch(["/bin/sh", "-c", "exit 3"])
+    mortal.fork(first)
+    assert (_ended(first)["code"], _ended(first)["source"]) == (3, "wait")
+    starter.kill()
+    lost = mortal.launch(["/bin/sh", "-c", "touch begun"])
+    with pytest.raises(LauncherError, match="the starter does not answer"):
+        mortal.fork(lost)
+    mortal.fork(second := mortal.launch(["/bin/sh", "-c", "exit 4"]))
+    assert (_ended(second)["code"], _ended(second)["source"]) == (4, "wait")
+    assert not starter.is_running()
+    assert not Path(lost["cwd"], "begun").exists()
 
 
 def test_second_launcher_on_a_socket_leaves_it_to_the_first(mortal: Place) -> None:

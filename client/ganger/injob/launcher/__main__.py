@@ -17,6 +17,13 @@ def main() -> None:
     arguments = parser.parse_args()
     path = os.path.abspath(arguments.socket)
 
+    from ganger.injob.launcher import child, starter
+    from ganger.injob.launcher.launch import parse_launch
+
+    # While this process is small, and before it has anything that no other may keep.
+    helper = starter.make_starter(
+        lambda content, write_end, arena: child.start(parse_launch(content), False, arena, write_end)
+    )
     lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -37,7 +44,7 @@ def main() -> None:
 
     preloaded = [] if arguments.no_preload else zygote.preload()
     may_fork = not arguments.no_preload and zygote.is_fork_safe()
-    server = Server(path, listener, lock, preloaded, may_fork, arguments.idle_seconds)
+    server = Server(path, listener, lock, preloaded, may_fork, arguments.idle_seconds, helper)
     try:
         server.serve()
     except ChildTask as task:

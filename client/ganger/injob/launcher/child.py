@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import resource
 import signal
@@ -52,6 +53,16 @@ def settle(launch: Launch) -> None:
     _attempt("CWD", f"cannot enter the working directory {launch.cwd}", lambda: os.chdir(launch.cwd))
     if launch.page:
         _fill_page(launch.page)
+
+
+def start(launch: Launch, may_fork: bool, arena: int | None, write_end: int) -> NoReturn:
+    """All of a child's life that is ours: what cannot be done is said into ``write_end``, which else is just closed."""
+    try:
+        settle(launch)
+        run(launch, may_fork, arena, lambda: os.close(write_end))
+    except LaunchError as error:
+        os.write(write_end, json.dumps({"reason": error.reason, "message": str(error)}).encode())
+        os._exit(127)
 
 
 def enter_cgroups(procs: Sequence[str]) -> None:

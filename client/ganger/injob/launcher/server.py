@@ -20,8 +20,9 @@ from typing import Any, Callable, NoReturn
 from ganger.injob.launcher import child
 from ganger.injob.launcher.children import Child, make_arena, recover_arena
 from ganger.injob.launcher.exits import Exit, from_page, from_wait, record, start_ticks
-from ganger.injob.launcher.launch import Launch, LaunchError, parse_launch
+from ganger.injob.launcher.launch import Launch, LaunchError, parse_launch, python_command
 from ganger.injob.launcher.publish import publish
+from ganger.injob.launcher.starter import Starter
 from ganger.injob.launcher.store import open_listener, serve_store
 
 _REQUEST_LIMIT = 4 << 20  # bytes of one request: an environment and an argument vector fit many times over
@@ -55,6 +56,7 @@ class Server:
         preloaded: list[str],
         may_fork: bool,
         idle_seconds: float,
+        starter: Starter | None = None,
     ) -> None:
         self._path = path
         self._listener = listener
@@ -62,6 +64,7 @@ class Server:
         self._preloaded = preloaded
         self._may_fork = may_fork
         self._idle_seconds = idle_seconds
+        self._starter = starter
         self._selector = selectors.DefaultSelector()
         self._callers: dict[int, _Caller] = {}
         self._children: dict[int, Child] = {}
@@ -178,15 +181,40 @@ class Server:
         if arena is not None and launch.touch_arena:
             self._helper(f"{launch.name}/touch", None, None, lambda: _touch(launch, arena))
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
-        pid = os.fork()
-        if pid == 0:
-            self._become_child(keep=[write_end, *([] if arena is None else [arena])])
-            raise ChildTask(lambda: _run_rank(launch, self._may_fork, arena, write_end))
+        go: Callable[[], None] | None = None
+        if self._starter is not None and not self._runs_in_a_fork(launch):
+            try:
+                pid, go = self._start(self._starter, request["launch"], write_end, arena)
+            except LaunchError:
+                os.close(read_end)
+                os.close(write_end)
+                raise
+        else:
+            pid = os.fork()
+            if pid == 0:
+                self._become_child(keep=[write_end, *([] if arena is None else [arena])])
+                raise ChildTask(lambda: child.start(launch, self._may_fork, arena, write_end))
         os.close(write_end)
         new = self._add(Child(launch.name, "rank", pid, page=launch.page, exit_path=launch.exit_path))
+        if go is not None:
+            go()
         # The child closes its end when it is settled (exec closes it too), or says what went wrong.
         new.settle = lambda: self._settled(caller, number, new, read_end)
         self._selector.register(read_end, selectors.EVENT_READ, new.settle)
+
+    def _runs_in_a_fork(self, launch: Launch) -> bool:
+        return self._may_fork and python_command(launch.argv, launch.env, launch.cwd) is not None
+
+    def _start(
+        self, starter: Starter, content: dict[str, Any], write_end: int, arena: int | None
+    ) -> tuple[int, Callable[[], None]]:
+        try:
+            return starter.start(content, write_end, arena)
+        except LaunchError:
+            # Tried again, it is started without.
+            starter.end()
+            self._starter = None
+            raise
 
     def _settled(self, caller: _Caller, number: Any, new: Child, read_end: int) -> None:
         if new.settle is None:
@@ -387,6 +415,9 @@ class Server:
         for descriptor in (self._lock, *self._arenas.values()):
             if descriptor not in keep:
                 os.close(descriptor)
+        if self._starter is not None:
+            # Or it would not notice the launcher's end.
+            self._starter.hang_up()
 
 
 _OPERATIONS: dict[Any, Callable[[Server, _Caller, Any, Mapping[str, Any]], None]] = {
@@ -402,15 +433,6 @@ _OPERATIONS: dict[Any, Callable[[Server, _Caller, Any, Mapping[str, Any]], None]
     "watch": Server._watch,
     "stop": Server._stop,
 }
-
-
-def _run_rank(launch: Launch, may_fork: bool, arena: int | None, write_end: int) -> NoReturn:
-    try:
-        child.settle(launch)
-        child.run(launch, may_fork, arena, lambda: os.close(write_end))
-    except LaunchError as error:
-        os.write(write_end, json.dumps({"reason": error.reason, "message": str(error)}).encode())
-        os._exit(127)
 
 
 def _run_store(directory: str, host: str, listener: socket.socket) -> NoReturn:

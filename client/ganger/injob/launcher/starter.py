@@ -1,0 +1,147 @@
+"""A small process that starts what is executed, because to fork the launcher itself is dear.
+
+A launcher that has imported PyTorch has page tables to copy for a fork, and exec throws them away again: tens of
+milliseconds for nothing. The starter is forked before anything large is imported. What it forks is the launcher's child
+all the same (CLONE_PARENT): waited for, recorded and adopted like any other. It begins nothing before the launcher, who
+has then noted its pid, says so: a launcher that gave up on it has started nobody.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import signal
+import socket
+import struct
+from typing import Any, Callable, NoReturn
+
+from ganger.injob.launcher.launch import LaunchError
+
+_CLONE_PARENT = 0x00008000
+# Number of the clone system call, by machine; elsewhere there is no starter.
+_SYS_CLONE = {"x86_64": 56, "aarch64": 220}
+_ANSWER_SECONDS = 10.0
+_GO = b"g"
+
+
+class Starter:
+    """The launcher's end. ``start`` may be asked until it fails once."""
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self._connection = connection
+        self._pid = pid
+        connection.settimeout(_ANSWER_SECONDS)
+
+    def hang_up(self) -> None:
+        """Lets go of it; without anybody who holds on, it ends."""
+        self._connection.close()
+
+    def end(self) -> None:
+        """Whatever it is at."""
+        self.hang_up()
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+    def start(self, content: dict[str, Any], write_end: int, arena: int | None) -> tuple[int, Callable[[], None]]:
+        """Pid of a child that waits for the second value to be called. Raises LaunchError; then there is none."""
+        go_read, go_write = os.pipe2(os.O_CLOEXEC)
+        try:
+            descriptors = [go_read, write_end] + ([] if arena is None else [arena])
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors))]
+            data = json.dumps(content).encode()
+            self._connection.sendmsg([struct.pack("I", len(data))], rights)
+            self._connection.sendall(data)
+            (pid,) = struct.unpack("i", _receive(self._connection, 4))
+        except (OSError, EOFError, struct.error) as error:
+            os.close(go_write)
+            raise LaunchError("SYSTEM", f"the starter does not answer: {error!r}") from error
+        finally:
+            os.close(go_read)
+        if pid < 0:
+            os.close(go_write)
+            raise LaunchError("SYSTEM", f"the starter cannot fork: {os.strerror(-pid)}")
+
+        def go() -> None:
+            try:
+                os.write(go_write, _GO)
+            except BrokenPipeError:
+                pass  # it was killed meanwhile: its end is heard of as any other's
+            finally:
+                os.close(go_write)
+
+        return pid, go
+
+
+def make_starter(run: Callable[[dict[str, Any], int, int | None], NoReturn]) -> Starter | None:
+    """Forks a starter; ``run`` is what its children do with a launch, the descriptor they speak to and the arena's.
+    None where that cannot be done. Call it before anything large is imported."""
+    if platform.machine() not in _SYS_CLONE:
+        return None
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        try:
+            _serve(its, run)
+        finally:
+            os._exit(0)
+    its.close()
+    return Starter(ours, pid)
+
+
+def _serve(connection: socket.socket, run: Callable[[dict[str, Any], int, int | None], NoReturn]) -> None:
+    """Until the launcher hangs up."""
+    # Its group's signals are the launcher's to act on; this process ends with its launcher.
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.umask(0o077)
+    while True:
+        try:
+            header, rights, _, _ = connection.recvmsg(4, socket.CMSG_SPACE(3 * 4))
+            if not header:
+                return
+            descriptors = list(struct.unpack(f"{len(rights[0][2]) // 4}i", rights[0][2]))
+            header += _receive(connection, 4 - len(header)) if len(header) < 4 else b""
+            content = json.loads(_receive(connection, struct.unpack("I", header)[0]))
+        except (OSError, EOFError):
+            return
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        pid = _fork_for_parent()
+        if pid == 0:
+            connection.close()
+            go, write_end, *arena = descriptors
+            if os.read(go, 1) != _GO:
+                os._exit(127)
+            os.close(go)
+            run(content, write_end, arena[0] if arena else None)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        connection.sendall(struct.pack("i", pid))
+
+
+def _fork_for_parent() -> int:
+    """As os.fork, but the child is our parent's; -errno instead of an exception."""
+    python = ctypes.pythonapi
+    # Not CDLL, which would let the interpreter go: nothing may happen in between, as in os.fork.
+    library = ctypes.PyDLL(None, use_errno=True)
+    python.PyOS_BeforeFork()
+    pid = int(library.syscall(_SYS_CLONE[platform.machine()], _CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0))
+    if pid == 0:
+        python.PyOS_AfterFork_Child()
+        return 0
+    python.PyOS_AfterFork_Parent()
+    return pid if pid > 0 else -ctypes.get_errno()
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    """Raises EOFError if the other end is gone before so many bytes came."""
+    data = b""
+    while len(data) < size:
+        more = connection.recv(size - len(data))
+        if not more:
+            raise EOFError("hung up")
+        data += more
+    return data
