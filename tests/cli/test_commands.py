@@ -156,7 +156,7 @@ def test_the_queue_ends_with_those_who_wait_in_their_order(call: Call, master: C
     _, *lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["1", "3", "4", "2"]
     assert lines[1].endswith("(GPUS) not enough free devices")
-    assert lines[3].endswith("(2 ahead of it)")
+    assert lines[3].endswith("(2 ahead)")
 
 
 def test_on_a_terminal_each_row_is_one_line_and_the_widest_columns_give_way() -> None:

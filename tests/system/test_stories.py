@@ -245,7 +245,7 @@ def test_tables_show_what_is_there(shell: Shell) -> None:
     job = sleeping(shell, 3, "--name", "a name with blanks")
     until(shell, job, runs, "runs")
     header, line, *_ = shell("queue").splitlines()
-    assert header.split() == ["JOB", "NAME", "USER", "STATE", "GPUS", "TIME", "RANK", "PROGRESS", "NODES/REASON"]
+    assert header.split() == ["JOB", "NAME", "USER", "STATE", "GPUS", "TIME", "PLACE", "PROGRESS", "NODES/REASON"]
     assert line.split("  ")[0] == job
     assert "a name with blanks" in line
     assert re.search(r"n\d\[[0-9,-]+\]$", line)

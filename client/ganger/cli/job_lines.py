@@ -122,7 +122,7 @@ def note(job: job_pb2.Job) -> str:
         if job.blockers:
             return " ".join(f"({job.blockers[0].reason}) {job.blockers[0].message}".split())
         # Who is far behind has not been asked yet; `ganger why` asks.
-        return f"({job.queue_rank - 1} ahead of it)" if job.queue_rank > 1 else ""
+        return f"({job.queue_rank - 1} ahead)" if job.queue_rank > 1 else ""
     return place(job)
 
 

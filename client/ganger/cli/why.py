@@ -40,4 +40,4 @@ def why(job: str, as_json: bool) -> None:
         soonest, latest = format_duration(answer.start_after_seconds), format_duration(answer.start_before_seconds)
         print(f"may start in {soonest} to {latest}, {answer.assumption}")
     elif answer.assumption:
-        print(answer.assumption if not answer.blockers else f"when it starts is {answer.assumption}")
+        print(answer.assumption if not answer.blockers else f"start {answer.assumption}")
