@@ -16,7 +16,7 @@ from ganger_master.approval.reservations import Wanting, begins_at, reserve
 from ganger_master.approval.verdicts import Approved, Rejected, approve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.clusters import cluster, gang, gangs, server
+from kit.clusters import cluster, gang, gangs, idle_row, server
 from msgspec.structs import replace
 
 
@@ -54,6 +54,23 @@ def test_rejection_brings_fresh_rows_of_just_the_conflicting_nodes() -> None:
     assert [row.node for row in verdict.rows] == ["s0"]
     assert verdict.rows[0] == view.row("s0")
     assert verdict.refusals[0].reason is Reason.GPUS
+
+
+def test_only_the_first_sixteen_candidates_are_looked_at() -> None:
+    view = cluster(17)
+    wanted = [candidates(view, gang(4), only=[f"s{number}"]).candidates[0] for number in range(17)]
+    for claims in wanted[:16]:
+        view.take(claims[0], 4)
+    assert isinstance(approve(view, gang(4), wanted), Rejected)
+    assert isinstance(approve(view, gang(4), wanted[1:]), Approved)
+
+
+def test_own_pieces_count_as_free() -> None:
+    view = cluster(1)
+    claims = candidates(view, gang(4)).candidates[0]
+    view.take(claims[0], 4)
+    assert isinstance(approve(view, gang(4), [claims]), Rejected)
+    assert isinstance(approve(view, gang(4), [claims], holding=claims), Approved)
 
 
 def test_request_without_candidates_is_a_mistake() -> None:
@@ -122,8 +139,8 @@ def test_strict_queue_lets_nobody_pass_its_first() -> None:
 
 def test_places_are_kept_in_rank_order_whole_and_apart() -> None:
     view = cluster(2)
-    kept = reserve(view, [Wanting("jobs/3", 3, gang(4)), Wanting("jobs/1", 1, gang(6)), Wanting("jobs/2", 2, gang(2))])
-    assert [one.job for one in kept] == ["jobs/1", "jobs/2"]
+    kept = reserve(view, [Wanting("jobs/1", 3, gang(4)), Wanting("jobs/3", 1, gang(6)), Wanting("jobs/2", 2, gang(2))])
+    assert [one.job for one in kept] == ["jobs/3", "jobs/2"]
     masks: dict[str, int] = {}
     for claim in (claim for one in kept for claim in one.claims):
         assert masks.get(claim.node, 0) & claim.device_mask == 0
@@ -135,6 +152,42 @@ def test_place_is_kept_where_the_fewest_devices_are_missing() -> None:
     for node, gpus in [("s0", 3), ("s1", 1), ("s2", 2)]:
         view.take(candidates(view, gang(gpus), only=[node]).candidates[0][0], gpus)
     assert reserve(view, [Wanting("jobs/1", 1, gang(4))])[0].nodes == ("s1",)
+
+
+def test_place_of_a_gang_over_nodes_is_kept_in_the_rack_that_is_freest() -> None:
+    view = cluster(4, per_rack=2)
+    for node in ("s0", "s1"):
+        view.take(candidates(view, gang(4), only=[node]).candidates[0][0], 4)
+    assert reserve(view, [Wanting("jobs/1", 1, gang(8, widest=Level.RACK))])[0].nodes == ("s2", "s3")
+
+
+def test_place_is_kept_beside_the_most_free_cores() -> None:
+    view = cluster(2)
+    view.take(candidates(view, gang(0, cores=6), only=["s0"]).candidates[0][0])
+    assert reserve(view, [Wanting("jobs/1", 1, gang(4))])[0].nodes == ("s1",)
+
+
+def test_kept_devices_are_the_free_ones_first() -> None:
+    view = cluster(1)
+    # Devices 0 and 1 are held.
+    view.take(candidates(view, gang(2)).candidates[0][0], 2)
+    (claim,) = reserve(view, [Wanting("jobs/1", 1, gang(3))])[0].claims
+    assert claim.device_mask.bit_count() == 3
+    assert claim.device_mask & view.row("s0").free_mask == view.row("s0").free_mask
+
+
+def test_place_is_kept_only_on_nodes_that_take_gangs() -> None:
+    view = cluster(2)
+    view.set_available("s0", False)
+    assert reserve(view, [Wanting("jobs/1", 1, gang(4))])[0].nodes == ("s1",)
+    view.set_available("s1", False)
+    assert reserve(view, [Wanting("jobs/1", 1, gang(4))]) == ()
+
+
+def test_place_is_kept_without_arenas_and_whatever_the_gang_wishes() -> None:
+    (kept,) = reserve(cluster(2), [Wanting("jobs/1", 1, gang(8, arena_gib=1, wish=Level.NODE, patience=600))])
+    assert sorted(kept.nodes) == ["s0", "s1"]
+    assert [claim.arena_bytes for claim in kept.claims] == [0, 0]
 
 
 def test_place_is_gone_with_its_node() -> None:
@@ -187,6 +240,9 @@ def test_explanation_names_whom_a_job_waits_for_and_nothing_when_it_could_start(
     (refusal,) = explain(view, gang(1), waited=0, protected=protected, rank=2, job="jobs/2")
     assert (refusal.reason, refusal.job) == (Reason.RESERVED, "jobs/1")
     assert explain(view, gang(1), waited=0, rank=2, job="jobs/2") == ()
+    # One place is kept, another is not.
+    view.put(idle_row("s1", server()))
+    assert explain(view, gang(1), waited=0, protected=protected, rank=2, job="jobs/2") == ()
     assert explain(view, gang(9), waited=0)[0].reason is Reason.GPUS
 
 
@@ -200,6 +256,25 @@ def test_start_is_estimated_from_time_limits_and_unknown_without() -> None:
     unlimited = estimate(view, gang(2), [Holder("jobs/1", held, None)], now=100.0)
     assert (unlimited.before, unlimited.assumption) == (0.0, "unknown, because jobs/1 has no time limit")
     assert view.row("s0").free_mask == 0
+
+
+def test_start_is_estimated_by_the_last_holder_that_is_needed() -> None:
+    view = cluster(1)
+    pairs = []
+    for _ in range(2):
+        pairs.append(candidates(view, gang(2)).candidates[0])
+        view.take(pairs[-1][0], 2)
+    holders = [Holder("jobs/1", pairs[0], 300.0), Holder("jobs/2", pairs[1], 160.0)]
+    one, all_of_it = estimate(view, gang(1), holders, now=100.0), estimate(view, gang(4), holders, now=100.0)
+    assert (one.before, all_of_it.before) == (60.0, 200.0)
+    assert "jobs/2" in one.assumption
+    assert "jobs/1" in all_of_it.assumption
+
+
+def test_start_of_a_patient_job_is_estimated_by_its_patience() -> None:
+    shape = gang(3, wish=Level.SOCKET, patience=30.0)
+    assert estimate(cluster(1), shape, [], now=100.0).before == 30.0
+    assert estimate(cluster(1), gang(3), [], now=100.0).before == 1.0
 
 
 def test_verdict_takes_less_than_a_tenth_of_a_millisecond() -> None:

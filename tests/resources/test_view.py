@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ganger.placement.candidates import candidates
+from ganger.resources import view as view_module
 from ganger.resources.values import Claim, GangShape
 from ganger.resources.view import View
 from hypothesis import given, settings
@@ -101,6 +102,33 @@ def test_watchers_hear_changes_and_removals_by_version() -> None:
     view.put(idle_row("s0", server()))
     assert view.removed_since(version) == ()
     assert {row.node for row in view.changed_since(version)} == {"s0", "s1"}
+
+
+def test_watchers_too_far_behind_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view_module, "_REMOVALS_KEPT", 2)
+    view = cluster(4)
+    versions = []
+    for number in range(4):
+        versions.append(view.version)
+        view.remove(f"s{number}")
+    assert view.removed_since(versions[1]) is None
+    assert view.removed_since(versions[2]) == ("s2", "s3")
+
+
+def test_row_that_is_only_newer_raises_the_version() -> None:
+    view = cluster(1)
+    assert not view.put(replace(view.row("s0"), version=view.version + 5))
+    assert view.row("s0").version == view.version == 6
+
+
+def test_emptied_view_has_no_devices_that_are_out_of_service() -> None:
+    view = cluster(2)
+    view.set_in_service("s0", 0b0111)
+    view.remove("s1")
+    view.take(candidates(view, gang(2)).candidates[0][0])
+    empty = view.emptied()
+    assert [row.free_mask for row in empty.rows()] == [0b0111]
+    assert empty.free == [0b0111, 0]
 
 
 def test_putting_the_same_row_again_changes_nothing() -> None:

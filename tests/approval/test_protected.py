@@ -1,0 +1,61 @@
+"""What is kept is kept from all behind and from nobody ahead: agreement with a naive twin."""
+
+from __future__ import annotations
+
+from ganger.resources.reasons import Reason
+from ganger.resources.values import Claim
+from ganger.resources.view import View
+from ganger_master.approval.protected import Kept, protect, trespass
+from ganger_master.approval.reservations import Reservation
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.clusters import GIB, cluster
+
+MEMORY = st.integers(0, 8).map(lambda eighths: eighths * 8 * GIB)
+CORES = st.tuples(st.sampled_from([0, 1000, 3000]), st.sampled_from([0, 2000]))
+JOBS = st.sampled_from(["jobs/1", "jobs/2", "jobs/3"])
+
+
+def claims(arena: bool = True) -> st.SearchStrategy[Claim]:
+    arenas = st.sampled_from([0, 0, 16 * GIB]) if arena else st.just(0)
+    return st.builds(Claim, st.just("s0"), st.integers(0, 15), CORES, MEMORY, arenas, st.just((1,)))
+
+
+def naive_may(view: View, kept: list[Kept], claim: Claim, rank: int, job: str) -> bool:
+    """What is left of the free pieces, with all that is kept for those ahead left alone."""
+    row = view.row("s0")
+    ahead = [one for one in kept if one.job != job and (rank == 0 or one.rank < rank)]
+    if not ahead:
+        return True
+    if any(one.device_mask & claim.device_mask for one in ahead):
+        return False
+    for socket, wanted in enumerate(claim.millicores):
+        if wanted and wanted + sum(one.millicores[socket] for one in ahead) > row.free_millicores[socket]:
+            return False
+    memory = claim.memory_bytes + claim.arena_bytes
+    return not memory or memory + sum(one.memory_bytes for one in ahead) <= row.free_memory_bytes
+
+
+@settings(max_examples=150)
+@given(
+    held=claims(arena=False),
+    kept=st.lists(st.tuples(JOBS, st.integers(1, 4), claims()), max_size=4),
+    claim=claims(),
+    rank=st.integers(0, 4),
+    job=JOBS,
+)
+def test_pieces_are_refused_exactly_where_they_are_kept_for_others_ahead(
+    held: Claim, kept: list[tuple[str, int, Claim]], claim: Claim, rank: int, job: str
+) -> None:
+    view = cluster(1)
+    view.take(held)
+    protected = protect(view, [Reservation(of, its_rank, (pieces,)) for of, its_rank, pieces in kept])
+    refusals = trespass(view, protected, [claim], rank=rank, job=job)
+    # What is kept counts with its arena.
+    naive = [
+        Kept(of, its_rank, p.device_mask, p.millicores, p.memory_bytes + p.arena_bytes) for of, its_rank, p in kept
+    ]
+    assert (not refusals) == naive_may(view, naive, claim, rank, job)
+    for refusal in refusals:
+        assert (refusal.reason, refusal.node) == (Reason.RESERVED, "s0")
+        assert refusal.job != job
