@@ -9,6 +9,7 @@ Errors are `ganger.wire.errors.ApiError`. Long streams (watching, following logs
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
@@ -38,9 +39,14 @@ class Client:
         self._master = master
         self.endpoint = master if isinstance(master, Endpoint) else find_endpoint(master)
         self._patience_seconds = patience_seconds
-        self._channel = open_channel(self.endpoint)
-        self._jobs = JobServiceStub(self._channel)
-        self._nodes = NodeServiceStub(self._channel)
+        self._channels: list[grpc.Channel] = []
+        self._lock = threading.Lock()
+        self._open()
+
+    def _open(self) -> None:
+        self._channels.append(channel := open_channel(self.endpoint))
+        self._jobs = JobServiceStub(channel)
+        self._nodes = NodeServiceStub(channel)
 
     def __enter__(self) -> Client:
         return self
@@ -49,7 +55,8 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        self._channel.close()
+        for channel in self._channels:
+            channel.close()
 
     # jobs
 
@@ -260,13 +267,28 @@ class Client:
                     raise
             time.sleep(_RECONNECT_SECONDS)
 
+    def _find_again(self) -> None:
+        """A master that was started anew may listen elsewhere, and says so in its directory: later calls go there."""
+        if isinstance(self._master, Endpoint):
+            return
+        with self._lock:
+            try:
+                found = find_endpoint(self._master)
+            except EndpointError:
+                # It is not there again yet.
+                return
+            if found != self.endpoint:
+                self.endpoint = found
+                # Calls of other threads still use the old channel: it is closed with all others.
+                self._open()
+
     def _explained(self, error: ApiError) -> ApiError:
         if isinstance(error, Unreachable):
+            address = self.endpoint.address
+            self._find_again()
             # gRPC tells of every address and layer; its last clause is the one that says something.
             cause = error.message.rpartition(": ")[2] or "no answer"
-            return Unreachable(
-                f"no master answers at {self.endpoint.address} ({cause}): is it running? `ganger up` starts one here"
-            )
+            return Unreachable(f"no master answers at {address} ({cause}): is it running? `ganger up` starts one here")
         if isinstance(error, DeadlineExceeded):
             return DeadlineExceeded(f"the master at {self.endpoint.address} did not answer in time: try again")
         if isinstance(error, MessageTooLarge) and "larger than max" in error.message:

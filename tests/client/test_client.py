@@ -11,7 +11,7 @@ from ganger.client import Client
 from ganger.job import JobFailedError, JobState
 from ganger.v1 import job_pb2
 from ganger.wire import errors
-from ganger.wire.endpoints import Endpoint, read_endpoint
+from ganger.wire.endpoints import Endpoint, ensure_token, read_endpoint, write_endpoint
 from kit.canned import CannedMaster
 
 
@@ -97,6 +97,26 @@ def test_a_log_goes_on_where_the_stream_broke(client: Client, master: CannedMast
     first = next(chunks)
     master.failing = errors.NotReady("stopping")
     assert first + b"".join(chunks) == master.logs[0]
+
+
+def test_a_master_that_comes_back_at_another_address_is_found_again(tmp_path: Path) -> None:
+    for name in ("known", "other"):
+        (tmp_path / name).mkdir()
+    with CannedMaster(tmp_path / "known") as first:
+        first.logs = {0: b"0123456789abcdef"}
+        with Client(str(first.directory)) as before:
+            before.submit("true")
+        client, follower = Client(str(first.directory)), Client(str(first.directory), patience_seconds=20)
+        assert client.get_job(1).name == "jobs/1"
+    with CannedMaster(tmp_path / "other") as second, client, follower:
+        second.jobs, second.logs = first.jobs, first.logs
+        second.jobs["jobs/1"].state = job_pb2.Job.STATE_SUCCEEDED
+        token_file = ensure_token(second.directory)[1]
+        write_endpoint(first.directory, read_endpoint(second.directory).address, token_file)
+        with pytest.raises(errors.Unreachable, match=str(first.directory)):
+            client.get_job(1)
+        assert client.get_job(1).name == "jobs/1"
+        assert b"".join(chunk.data for chunk in follower.read_log(1, follow=True)) == first.logs[0]
 
 
 def test_a_log_is_read_from_the_end(client: Client, master: CannedMaster) -> None:

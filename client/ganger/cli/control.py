@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -181,6 +182,7 @@ def _until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout
     """The job once `is_done`. Polls: the interesting changes of a gang come every few milliseconds or not at all."""
     from ganger.cli.job_lines import state_text
     from ganger.job import FINISHED
+    from ganger.wire.errors import DeadlineExceeded, NotReady, Unreachable
 
     deadline = time.monotonic() + _seconds(timeout)
     while not is_done(message) and message.state not in FINISHED:
@@ -190,7 +192,9 @@ def _until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout
                 f" `ganger show {number(message.name)}`"
             )
         time.sleep(_POLL_SECONDS)
-        message = client.get_job(message.name)
+        # The order is durable: a master that goes away meanwhile carries it out when it is back.
+        with contextlib.suppress(Unreachable, NotReady, DeadlineExceeded):
+            message = client.get_job(message.name)
     return message
 
 
