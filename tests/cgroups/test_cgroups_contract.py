@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from cgroups.member import member_of
+from ganger_daemon.cgroups import files
 from ganger_daemon.cgroups.contract import Cgroups, Variant
 from ganger_daemon.cgroups.probe import choose_cgroups
 from kit.waiting import eventually
@@ -37,6 +39,16 @@ def test_creating_again_changes_nothing(cgroups: Cgroups) -> None:
     cgroups.create(GROUP)
     assert cgroups.groups() == (GROUP,)
     assert cgroups.pids(GROUP) == ()
+
+
+def test_hastening_moves_nobody(cgroups: Cgroups) -> None:
+    before = Path("/proc/self/cgroup").read_text()
+    cgroups.hasten()
+    assert Path("/proc/self/cgroup").read_text() == before
+    if cgroups.variant is not Variant.NONE:
+        own = files.own_group(Path(cgroups.join_files(GROUP)[0]).parent)
+        assert own is not None
+        assert os.getpid() in files.pids_in(own)
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "a b", "x" * 129, ".hidden", "a\n"])

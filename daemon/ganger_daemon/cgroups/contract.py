@@ -35,6 +35,10 @@ class Cgroups(Protocol):
     def join_files(self, group: str) -> tuple[str, ...]:
         """Files a forked child writes "0" into, in this order and before it runs the user's command, to enter."""
 
+    def hasten(self) -> None:
+        """A process is about to join a group. Blocks for as long as the first to join would else have to, some 10 ms:
+        call it beside what else is to be done before."""
+
     def set_cpus(self, group: str, cpus: Collection[int]) -> tuple[int, ...]:
         """Live. Returns the CPUs the group now runs on, or () when it could not be pinned."""
 

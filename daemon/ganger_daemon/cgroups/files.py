@@ -56,6 +56,25 @@ def pids_in(directory: Path) -> tuple[int, ...]:
     return tuple(sorted({number(line) for line in read(directory / "cgroup.procs").splitlines()} - {0}))
 
 
+def own_group(root: Path) -> Path | None:
+    """The group this process is in, in the tree that `root` lies in; None where that is no tree of the kernel's."""
+    mount = root
+    while not mount.is_mount():
+        mount = mount.parent
+    # "5:cpuset:/path" of a v1 tree, "0::/path" of the v2 tree
+    for line in read(Path("/proc/self/cgroup")).splitlines():
+        _, names, path = line.split(":", 2)
+        is_its = bool(set(names.split(",")) & set(mount.name.split(","))) if names else mount.name in _V2_NAMES
+        # A namespace that is not this process's own shows its group from outside.
+        if is_its and ".." not in path and (own := mount / path.lstrip("/")).is_dir():
+            return own
+    return None
+
+
+# Where the v2 tree is mounted: alone, and beside v1 trees.
+_V2_NAMES = ("cgroup", "unified")
+
+
 def subdirectories(directory: Path) -> set[str]:
     try:
         return {entry.name for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False)}

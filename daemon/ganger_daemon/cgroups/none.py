@@ -57,6 +57,9 @@ class NoCgroups:
         checked(group)
         return ()
 
+    def hasten(self) -> None:
+        """There is nothing to join."""
+
     def set_cpus(self, group: str, cpus: Collection[int]) -> tuple[int, ...]:
         wanted = tuple(sorted(set(cpus) & set(range(os.cpu_count() or 1))))
         known = self._known(group)

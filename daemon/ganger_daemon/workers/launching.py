@@ -123,6 +123,8 @@ class Launching:
         environment = environment_of(desired.spec, host.devices.environment(desired.claim.device_mask))
         async with host.launch_lock:
             files = await asyncio.to_thread(self._make_group, desired)
+        # not before: while the kernel waits, no group can be made
+        hastened = asyncio.ensure_future(asyncio.to_thread(host.cgroups.hasten))
         interpreter = interpreter_of(tuple(desired.spec.command), environment, desired.spec.working_directory)
         self._key = host.launchers.key(interpreter, environment)
         self._arena_bytes = arena_bytes_per_rank(
@@ -130,9 +132,11 @@ class Launching:
         )
         launcher = await asyncio.to_thread(host.launchers.get, self._key, interpreter, environment)
         rendezvous = await self._meet(desired, launcher)
-        return await asyncio.to_thread(
+        processes = await asyncio.to_thread(
             self._fork_all, desired, environment, launcher, rendezvous, restore, files, threads, pages
         )
+        await hastened
+        return processes
 
     def legs(self, requests: tuple[tuple[int, str, StreamRequest], ...], pages: ControlPages) -> tuple[Leg, ...]:
         """How each rank's state travels here, from as far as it had come."""
