@@ -142,6 +142,7 @@ def job_to_wire(
     for blocker in blockers:
         convert.refusal_to_wire(blocker, message.blockers.add())
     message.queue_rank = queue_rank
+    message.trouble = job.trouble
     if job.checkpoint is not None:
         message.checkpoint.CopyFrom(checkpoint_to_wire(job.checkpoint))
     if job.capabilities.known:
