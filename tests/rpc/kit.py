@@ -40,6 +40,11 @@ class Served:
         self.scheduling = scheduling_pb2_grpc.SchedulingServiceStub(self.channel)  # type: ignore[assignment]
         self.agents = agent_pb2_grpc.AgentServiceStub(self.channel)  # type: ignore[assignment]
 
+    def is_held(self, node: str) -> bool:
+        """Whether the node's poll has arrived and waits."""
+        assert self.master._server is not None
+        return self.master._server.agents.is_held(node)
+
     async def submit(self, spec: job_pb2.JobSpec | None = None, request_id: str = "") -> job_pb2.Job:
         request = job_service_pb2.CreateJobRequest(spec=spec or spec_of(), request_id=request_id or str(uuid.uuid4()))
         return await self.jobs.CreateJob(request)
@@ -98,12 +103,13 @@ class Speaker:
     observation: int = 0
     desired_version: int = 0
     peer_address: str = "127.0.0.1:1"
+    machine: str = ""
 
     async def open(self, storage_token: str = "") -> agent_pb2.Session:
         session = await self.served.agents.CreateSession(
             agent_pb2.CreateSessionRequest(
                 node=f"nodes/{self.node}",
-                machine_uuid=f"machine-of-{self.node}",
+                machine_uuid=self.machine or f"machine-of-{self.node}",
                 boot_id="boot",
                 configuration_set=convert.configuration_set_to_wire(configuration_set()),
                 peer_address=self.peer_address,

@@ -196,6 +196,23 @@ def test_cordoned_node_takes_no_gangs_and_says_why(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
+def test_a_node_whose_daemon_is_connected_is_neither_lost_nor_another_machine(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path, session_alive_seconds=0.001) as served:
+            node, lost = Speaker(served, "n1"), node_pb2.DeclareNodeLostRequest(name="nodes/n1")
+            await node.join()
+            poll = asyncio.ensure_future(node.reconcile(max_wait_seconds=30.0))
+            await until(lambda: served.is_held("n1"))
+            await asyncio.sleep(0.01)  # longer than an answer counts
+            assert await reason(served.nodes.DeclareNodeLost(lost)) == "NODE_ALIVE"
+            assert await reason(Speaker(served, "n1", machine="another").open()) == "NODE_NAME_TAKEN"
+            poll.cancel()
+            await until(lambda: not served.is_held("n1"))
+            assert (await served.nodes.DeclareNodeLost(lost)).state == node_pb2.Node.STATE_LOST
+
+    asyncio.run(story())
+
+
 def test_progress_of_a_running_gang_shows_in_its_job(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving(tmp_path) as served:

@@ -35,8 +35,18 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         # The call that may be answered, by node.
         self._newest: dict[str, object] = {}
 
+    def is_held(self, node: str) -> bool:
+        """Whether the node's daemon waits for an answer at this moment: it lives, however long ago it had the last."""
+        return node in self._newest
+
     async def CreateSession(self, request: agent_pb2.CreateSessionRequest, context: Any) -> agent_pb2.Session:
         command = agent_messages.open_session_from_wire(request)
+        known = self._writer.committed.nodes.get(command.node)
+        if known is not None and known.machine_uuid != command.machine_uuid and self.is_held(command.node):
+            raise errors.NodeNameTaken(
+                f"nodes/{command.node} belongs to another machine ({known.machine_uuid}) whose daemon is connected;"
+                " give this daemon another --node name"
+            )
         session = expect(await self._writer.submit(command), SessionAnswer).session
         former = self._session_of.get(command.node)
         if former is not None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from ganger.v1 import node_pb2, node_pb2_grpc
-from ganger.wire import convert, names, times
+from ganger.wire import convert, errors, names, times
 
 from ganger_master.core import commands
 from ganger_master.core.answers import NodeAnswer
@@ -17,12 +18,15 @@ from ganger_master.runtime.writer import Writer
 
 
 class NodeService(node_pb2_grpc.NodeServiceServicer):
-    def __init__(self, writer: Writer, shown: Shown, user: str, version: str, started: float) -> None:
+    def __init__(
+        self, writer: Writer, shown: Shown, user: str, version: str, started: float, is_held: Callable[[str], bool]
+    ) -> None:
         self._writer = writer
         self._shown = shown
         self._user = user
         self._version = version
         self._started = started
+        self._is_held = is_held
 
     async def ListNodes(self, request: node_pb2.ListNodesRequest, context: Any) -> node_pb2.ListNodesResponse:
         committed = self._writer.committed
@@ -49,7 +53,10 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         return await self._change(commands.UncordonNode(names.parse_node_name(request.name), self._user))
 
     async def DeclareNodeLost(self, request: node_pb2.DeclareNodeLostRequest, context: Any) -> node_pb2.Node:
-        return await self._change(commands.DeclareLost(names.parse_node_name(request.name), self._user))
+        node = names.parse_node_name(request.name)
+        if self._is_held(node):
+            raise errors.NodeAlive(f"the daemon of nodes/{node} is connected: stop it first, or drain the node")
+        return await self._change(commands.DeclareLost(node, self._user))
 
     async def GetCluster(self, request: node_pb2.GetClusterRequest, context: Any) -> node_pb2.Cluster:
         committed, state = self._writer.committed, self._writer.state

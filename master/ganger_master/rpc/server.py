@@ -68,10 +68,11 @@ class MasterServer:
         scheduling_pb2_grpc.add_SchedulingServiceServicer_to_server(
             SchedulingService(writer, shown, progress, clock), self._server
         )
+        self.agents = AgentService(writer, progress, clock)
         node_pb2_grpc.add_NodeServiceServicer_to_server(
-            NodeService(writer, shown, user, version, clock()), self._server
+            NodeService(writer, shown, user, version, clock(), self.agents.is_held), self._server
         )
-        agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(writer, progress, clock), self._server)
+        agent_pb2_grpc.add_AgentServiceServicer_to_server(self.agents, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         if more_handlers:
