@@ -1,0 +1,100 @@
+"""Everything the core knows of a job that users may see arrives in its message."""
+
+from __future__ import annotations
+
+from ganger.resources.reasons import Reason, Refusal
+from ganger.resources.values import Claim, Level, Locality, Role, TaskShape
+from ganger.v1 import job_pb2
+from ganger_master.core.model import (
+    Agent,
+    Capabilities,
+    Checkpoint,
+    Failure,
+    Gang,
+    GangPhase,
+    GangRole,
+    Job,
+    JobSpec,
+    JobState,
+    Piece,
+    SuspendLevel,
+)
+from ganger_master.rpc.job_messages import job_to_wire, spec_from_wire, spec_to_wire
+from ganger_master.runtime.progress import Sample
+from google.protobuf.message import Message
+
+SPEC = JobSpec(
+    command=("python", "train.py"),
+    roles=(Role("worker", 2, TaskShape(1, 1000, 1 << 30)),),
+    display_name="a name",
+    working_directory="/work",
+    environment={"SEED": "1"},
+    device_type="virtual",
+    locality=Locality(Level.NODE, Level.SOCKET, 5.0),
+    nodes=1,
+    priority=-3,
+    time_limit_seconds=60.0,
+    gpu_memory_bytes=1 << 20,
+    max_failures=2,
+    scheduler="module:Class",
+    preemptible=True,
+    gpus_min=1,
+    gpus_max=4,
+    checkpoint_interval_seconds=30.0,
+    labels={"array": "a"},
+    agent=Agent.NONE,
+)
+CLAIM = Claim("n1", 0b11, (2000,), 1 << 31, tasks=(2,))
+GANG = Gang(
+    5,
+    7,
+    GangRole.ACTIVE,
+    GangPhase.PARKED,
+    (Piece(CLAIM, CLAIM, pids=(11, 12)),),
+    Level.NODE,
+    1.0,
+    park_level=SuspendLevel.OFFLOAD,
+    stop_step=40,
+)
+JOB = Job(
+    7,
+    "uid",
+    "somebody",
+    SPEC,
+    1.0,
+    state=JobState.SUSPENDED,
+    revision=3,
+    start_time=2.0,
+    end_time=3.0,
+    failures=1,
+    preemptions=2,
+    checkpoint=Checkpoint(30, 4, "checkpoints/30-4", 1 << 20, 2.5),
+    capabilities=Capabilities(pause=True, offload=True, checkpoint=False, missing={"CHECKPOINT": "why"}, known=True),
+    suspended_level=SuspendLevel.OFFLOAD,
+    failure=Failure("EXIT", "rank 1 exited with code 3", 3, 1, 4),
+    trouble="STORAGE_FULL: no room",
+)
+
+
+def missing(message: Message) -> set[str]:
+    return {field.name for field in message.DESCRIPTOR.fields} - {field.name for field, _ in message.ListFields()}
+
+
+def test_no_field_of_a_job_is_left_out() -> None:
+    message = job_to_wire(
+        JOB,
+        GANG,
+        GANG,
+        blockers=(Refusal(Reason.GPUS, {"needed": 2}),),
+        queue_rank=4,
+        sample=Sample(5, 40, 160, 9.5, 0.5, 0.1, 3.0),
+        with_environment=True,
+    )
+    assert isinstance(message, job_pb2.Job)
+    parts = (message, message.spec, message.gang, message.checkpoint, message.progress, message.failure)
+    assert [missing(part) for part in parts] == [set()] * len(parts)
+    assert message.trouble == JOB.trouble
+
+
+def test_a_description_comes_back_as_it_went() -> None:
+    assert spec_from_wire(spec_to_wire(SPEC, with_environment=True)) == SPEC
