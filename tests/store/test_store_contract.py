@@ -23,7 +23,7 @@ POSTGRESQL = "GANGER_TEST_POSTGRESQL"
 Opener = Callable[[], Store]
 
 
-@pytest.fixture(params=["memory", "sqlite", "postgresql"])
+@pytest.fixture(params=["memory", "sqlite", "sqlite row by row", "postgresql"])
 def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
     """Opens the store anew, as a restarted master does."""
     opened: list[Store] = []
@@ -32,10 +32,10 @@ def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
 
         def make() -> Store:
             return memory
-    elif request.param == "sqlite":
+    elif request.param.startswith("sqlite"):
 
         def make() -> Store:
-            return SqlStore(f"sqlite:///{tmp_path / 'ganger.db'}")
+            return SqlStore(f"sqlite:///{tmp_path / 'ganger.db'}", row_by_row=request.param.endswith("row by row"))
     else:
         url = os.environ.get(POSTGRESQL)
         if not url:

@@ -32,11 +32,13 @@ _BUSY_MILLISECONDS: Final = 5_000
 
 
 class SqlStore:
-    """See `contract.Store`. `url` is a SQLAlchemy URL; a SQLite file is made with mode 0600."""
+    """See `contract.Store`. `url` is a SQLAlchemy URL; a SQLite file is made with mode 0600. `row_by_row`: SQLite too
+    is written to as any other database is, which takes it longer."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, row_by_row: bool = False) -> None:
         self._url = url
         self._engine = _engine_for(url)
+        self._takes_batches = self._engine.dialect.name == "sqlite" and not row_by_row
         self._connection: Connection | None = None
         self._generation = 0
         self._statements: dict[tuple[str, str], _Statement] = {}
@@ -64,7 +66,7 @@ class SqlStore:
             return
         with _explained(self._url):
             connection = self._open_connection()
-            if connection.dialect.name == "sqlite":
+            if self._takes_batches:
                 self._write_as_one(connection, batch)
                 return
             try:
@@ -110,7 +112,7 @@ class SqlStore:
     def _open_connection(self) -> Connection:
         if self._connection is None:
             self._connection = self._engine.connect()
-            if self._connection.dialect.name == "sqlite":
+            if self._takes_batches:
                 one_statement.prepare(_driver_of(self._connection))
         return self._connection
 
