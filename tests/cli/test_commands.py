@@ -299,8 +299,18 @@ def test_nodes_are_listed_and_drained_with_a_reason(call: Call, master: CannedMa
     line = " ".join(capsys.readouterr().out.splitlines()[1].split())
     assert line == "n1 ready virtual 4 2 8 4 1G 512M never"
     assert call("drain", "n1") == 2
+    running_job(master)
+    master.jobs["jobs/2"] = job_pb2.Job(name="jobs/2", state=job_pb2.Job.STATE_HOLDING)
+    master.jobs["jobs/3"] = job_pb2.Job(name="jobs/3", state=job_pb2.Job.STATE_HOLDING)
+    master.jobs["jobs/3"].gang.claims.add(node="nodes/n1")
+    master.jobs["jobs/3"].capabilities.checkpoint = True
     assert call("nodes", "drain", "n1", "--reason", "new fan") == 0
-    assert "node n1 is draining: new fan" in capsys.readouterr().out
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == "node n1 is draining: new fan"
+    assert others == [
+        "  job 1 stays until it ends: it can neither be moved nor saved",
+        "  job 3 is moved off it",
+    ]
     assert call("uncordon", "n1") == 0
     assert "node n1 is ready" in capsys.readouterr().out
 

@@ -38,9 +38,18 @@ def nodes(context: click.Context, as_json: bool) -> None:
 @reason_option
 @json_option
 def drain(node: str, reason: str, as_json: bool) -> None:
-    """Move all jobs off a node and give it no new ones."""
+    """Move all jobs off a node and give it no new ones; says who has to stay."""
+    from ganger.v1.job_pb2 import Job
+
     with open_client() as client:
         _tell(client.drain_node(node, reason), as_json)
+        if as_json:
+            return
+        for job in client.list_jobs([Job.STATE_HOLDING]):
+            if any(claim.node == node for claim in job.gang.claims):
+                can = job.capabilities.offload or job.capabilities.checkpoint
+                why = "is moved off it" if can else "stays until it ends: it can neither be moved nor saved"
+                print(f"  job {number(job.name)} {why}")
 
 
 @click.command()
