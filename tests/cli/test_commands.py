@@ -121,6 +121,14 @@ def test_show_names_cores_and_devices(call: Call, master: CannedMaster, capsys: 
     assert "n1: GPUs 0-1,3; cores: 2 on socket 0, 0.5 on socket 1;" in capsys.readouterr().out
 
 
+def test_a_repin_names_the_cores_it_went_to(call: Call, master: CannedMaster, capsys: Output) -> None:
+    job = running_job(master)
+    job.gang.cores[:] = ["0-1", "2-3"]
+    master.changing = lambda: job.gang.cores.__setitem__(slice(None), ["4-5", "6-7"])
+    assert call("repin", "1") == 0
+    assert capsys.readouterr().out == "job 1 is running on n1[0-1,3], cores rank 0: 4-5 | rank 1: 6-7\n"
+
+
 def test_why_puts_the_true_blocker_first_and_says_when(call: Call, master: CannedMaster, capsys: Output) -> None:
     master.explanation.job.CopyFrom(job_pb2.Job(name="jobs/4", state=job_pb2.Job.STATE_PENDING, queue_rank=2))
     master.explanation.blockers.add(reason="GPUS", message="not enough free devices", figures={"needed": 8})

@@ -31,6 +31,8 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         self.explanation = job_service_pb2.Explanation()
         self.requests: list[Any] = []
         self.failing: Exception | None = None
+        # What a retune does to the jobs.
+        self.changing: Callable[[], None] = lambda: None
         self.chunk_bytes = 10
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -106,7 +108,7 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         return await self._changed(request, lambda job: None)
 
     async def RetuneJob(self, request: Any, context: Any) -> job_pb2.Job:
-        return await self._changed(request, lambda job: None)
+        return await self._changed(request, lambda job: self.changing())
 
     async def _changed(self, request: Any, change: Callable[[job_pb2.Job], None]) -> job_pb2.Job:
         self._taken(request)

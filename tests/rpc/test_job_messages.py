@@ -50,7 +50,7 @@ GANG = Gang(
     7,
     GangRole.ACTIVE,
     GangPhase.PARKED,
-    (Piece(CLAIM, CLAIM, pids=(11, 12)),),
+    (Piece(CLAIM, CLAIM, pids=(11, 12), cores=("0-1", "2-3")),),
     Level.NODE,
     1.0,
     park_level=SuspendLevel.OFFLOAD,
@@ -94,6 +94,7 @@ def test_no_field_of_a_job_is_left_out() -> None:
     parts = (message, message.spec, message.gang, message.checkpoint, message.progress, message.failure)
     assert [missing(part) for part in parts] == [set()] * len(parts)
     assert message.trouble == JOB.trouble
+    assert list(message.gang.cores) == ["0-1", "2-3"]
 
 
 def test_a_description_comes_back_as_it_went() -> None:

@@ -22,6 +22,7 @@ timeout_option = click.option(
     "--timeout", metavar="TIME", default="2m", show_default=True, help="How long to wait; the order stands after it."
 )
 _POLL_SECONDS = 0.05
+_CORES_SECONDS = 3.0
 
 
 @click.command()
@@ -107,7 +108,8 @@ def retune(job: str, cores: str, as_json: bool) -> None:
     except ValueError as error:
         raise click.UsageError(f"--cores: {error}") from error
     with open_client() as client:
-        _tell(client.retune_job(job, millicores / 1_000), as_json, f", {cores} cores a task from now on")
+        before = client.get_job(job)
+        _tell_cores(client, before, client.retune_job(job, millicores / 1_000), as_json)
 
 
 @click.command()
@@ -116,7 +118,8 @@ def retune(job: str, cores: str, as_json: bool) -> None:
 def repin(job: str, as_json: bool) -> None:
     """Move a running job to other cores of the same number, live. Changes no bit of its results."""
     with open_client() as client:
-        _tell(client.repin_job(job), as_json, ", and goes to other cores")
+        before = client.get_job(job)
+        _tell_cores(client, before, client.repin_job(job), as_json)
 
 
 @click.command()
@@ -222,6 +225,18 @@ def _check_moved(before: Job, after: Job) -> None:
             f"job {number(after.name)} runs where it was: the move was called off, nothing is lost;"
             f" `ganger history {after.name}` says why"
         )
+
+
+def _tell_cores(client: Client, before: Job, message: Job, as_json: bool) -> None:
+    """On which cores it runs now; its daemon tells when it has carried the order out, or there are no others."""
+    from ganger.cli.job_lines import cores
+
+    deadline = time.monotonic() + _CORES_SECONDS
+    while list(message.gang.cores) == list(before.gang.cores) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        message = client.get_job(message.name)
+    text = cores(message)
+    _tell(message, as_json, f", cores {' | '.join(text)}" if text else "")
 
 
 def _tell(message: Job, as_json: bool, what: str = "") -> None:

@@ -96,6 +96,12 @@ def place(job: job_pb2.Job) -> str:
     return f"{here} → {there}" if there else here
 
 
+def cores(job: job_pb2.Job) -> list[str]:
+    """The hardware threads of its ranks, "0-3" or, of several, "rank 1: 4-7"; empty before its daemons have told."""
+    alone = len(job.gang.cores) == 1
+    return [text if alone else f"rank {rank}: {text}" for rank, text in enumerate(job.gang.cores) if text]
+
+
 def progress_text(progress: job_pb2.Progress) -> str:
     parts = [f"step {progress.step}"] if progress.step else []
     if progress.steps_per_second > 0:

@@ -58,6 +58,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("wants", _wants(job)),
         ("gang", "\n".join(_claim(claim) for claim in gang.claims)),
         ("moves to", "\n".join(_claim(claim) for claim in gang.move_claims)),
+        ("cores", "\n".join(job_lines.cores(job))),
         ("locality", job_lines.locality_text(gang.level)),
         ("epoch", f"{gang.epoch}, revision {job.revision}" if gang.epoch else ""),
         ("pids", " ".join(str(pid) for pid in gang.pids)),

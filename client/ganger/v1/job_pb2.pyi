@@ -381,6 +381,7 @@ class Gang(google.protobuf.message.Message):
     PIDS_FIELD_NUMBER: builtins.int
     STOP_STEP_FIELD_NUMBER: builtins.int
     START_TIME_FIELD_NUMBER: builtins.int
+    CORES_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Incarnation on this placement; the fencing number."""
     phase: Global___Gang.Phase.ValueType
@@ -402,6 +403,10 @@ class Gang(google.protobuf.message.Message):
 
     @property
     def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def cores(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Hardware threads by rank as last observed, "0-3,8"; empty where unknown."""
+
     def __init__(
         self,
         *,
@@ -414,10 +419,11 @@ class Gang(google.protobuf.message.Message):
         pids: collections.abc.Iterable[builtins.int] | None = ...,
         stop_step: builtins.int = ...,
         start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        cores: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["claims", b"claims", "epoch", b"epoch", "level", b"level", "move_claims", b"move_claims", "parked_level", b"parked_level", "phase", b"phase", "pids", b"pids", "start_time", b"start_time", "stop_step", b"stop_step"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["claims", b"claims", "cores", b"cores", "epoch", b"epoch", "level", b"level", "move_claims", b"move_claims", "parked_level", b"parked_level", "phase", b"phase", "pids", b"pids", "start_time", b"start_time", "stop_step", b"stop_step"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Gang: typing_extensions.TypeAlias = Gang

@@ -165,6 +165,7 @@ def job_to_wire(
 
 
 def gang_to_wire(job: Job, gang: Gang, destination: Gang | None) -> job_pb2.Gang:
+    pids, cores = pids_and_cores(job, gang)
     return job_pb2.Gang(
         epoch=gang.epoch,
         phase=_PHASES[gang.phase],
@@ -172,20 +173,24 @@ def gang_to_wire(job: Job, gang: Gang, destination: Gang | None) -> job_pb2.Gang
         level=convert.level_to_wire(gang.level),
         parked_level=_LEVELS[gang.park_level],
         move_claims=[] if destination is None else convert.claims_to_wire(destination.claims),
-        pids=pids_by_rank(job, gang),
+        pids=pids,
+        cores=cores,
         stop_step=gang.stop_step,
         start_time=times.timestamp(gang.create_time),
     )
 
 
-def pids_by_rank(job: Job, gang: Gang) -> list[int]:
-    """Zero where a rank's process is not known."""
+def pids_and_cores(job: Job, gang: Gang) -> tuple[list[int], list[str]]:
+    """By rank; zero and empty where they are not known."""
     by_piece = ranks_by_claim(job.spec.roles, gang.claims)
-    pids = [0] * sum(len(ranks) for ranks in by_piece)
+    world = sum([len(ranks) for ranks in by_piece])
+    pids, cores = [0] * world, [""] * world
     for piece, ranks in zip(gang.pieces, by_piece, strict=True):
         for rank, pid in zip(ranks, piece.pids, strict=False):
             pids[rank] = pid
-    return pids
+        for rank, text in zip(ranks, piece.cores, strict=False):
+            cores[rank] = text
+    return pids, cores
 
 
 def checkpoint_to_wire(checkpoint: Checkpoint) -> job_pb2.Checkpoint:
