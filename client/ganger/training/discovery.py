@@ -30,9 +30,9 @@ class Discovery:
         _note_modules(self._modules)
         schedulers = torch.optim.lr_scheduler
         _note_instances(torch.optim.Optimizer, self._optimizers)
-        _note_instances(schedulers.LRScheduler, self._schedulers)
-        if not issubclass(schedulers.ReduceLROnPlateau, schedulers.LRScheduler):
-            _note_instances(schedulers.ReduceLROnPlateau, self._schedulers)
+        # some of them never call LRScheduler's own
+        for kind in (schedulers.LRScheduler, *_with_own_start(schedulers.LRScheduler), schedulers.ReduceLROnPlateau):
+            _note_instances(kind, self._schedulers)
         scaler = getattr(getattr(torch, "amp", None), "GradScaler", None) or torch.cuda.amp.GradScaler
         _note_instances(scaler, self._scalers)
 
@@ -49,8 +49,12 @@ class Discovery:
             gc.collect()
             optimizers = _alive(self._optimizers)
             models = _root_modules(list(self._modules.values()), optimizers)
+        named = {f"model{number}": model for number, model in enumerate(models)}
+        loose = _loose_parameters(models, optimizers)
+        if loose is not None:
+            named["loose"] = loose
         return Training(
-            models={f"model{number}": model for number, model in enumerate(models)},
+            models=named,
             optimizers={f"optimizer{number}": item for number, item in enumerate(optimizers)},
             schedulers={f"scheduler{number}": item for number, item in enumerate(_outermost(_alive(self._schedulers)))},
             scalers={f"scaler{number}": item for number, item in enumerate(_alive(self._scalers))},
@@ -67,6 +71,11 @@ def _note_instances(kind: type, found: list[weakref.ref[Any]]) -> None:
         original(self, *arguments, **options)
 
     kind.__init__ = noted  # type: ignore[misc]
+
+
+def _with_own_start(kind: Any) -> list[type]:
+    """Its subclasses so far, torch's own, that have an __init__ of their own."""
+    return [below for below in type.__subclasses__(kind) if "__init__" in vars(below)]
 
 
 def _alive(references: list[weakref.ref[Any]]) -> list[Any]:
@@ -98,7 +107,8 @@ def _root_modules(modules: list[torch.nn.Module], optimizers: list[Any]) -> list
 
     Copies such as moving averages of weights change in training without an optimizer, so they belong to the state.
     """
-    modules = [module for module in modules if "_modules" in module.__dict__]  # scripted ones keep theirs in C++
+    # scripted ones keep theirs in C++
+    modules = [module for module in modules if "_modules" in module.__dict__ and not isinstance(module, _Loose)]
     children = {id(child) for module in modules for child in module._modules.values() if child is not None}
     roots = [unwrapped(module) for module in modules if id(module) not in children]
     owned = [
@@ -116,6 +126,23 @@ def _root_modules(modules: list[torch.nn.Module], optimizers: list[Any]) -> list
 
     distinct = list({id(module): module for module in owned}.values())
     return sorted(distinct, key=key)
+
+
+class _Loose(torch.nn.Module):
+    """Made for the state alone."""
+
+
+def _loose_parameters(models: list[torch.nn.Module], optimizers: list[Any]) -> torch.nn.Module | None:
+    """A module of the parameters that belong to none: `torch.optim.SGD([temperature])`."""
+    owned = {id(parameter) for model in models for parameter in model.parameters()}
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    holder = _Loose()
+    for parameter in parameters:
+        if id(parameter) not in owned:
+            owned.add(id(parameter))
+            # as they are: an ordinary tensor that wants a gradient is one too
+            holder._parameters[f"parameter{len(holder._parameters)}"] = parameter
+    return holder if holder._parameters else None
 
 
 def _is_untrained(model: torch.nn.Module, optimizers: list[Any]) -> bool:

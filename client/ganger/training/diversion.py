@@ -1,8 +1,8 @@
 """Keeps a script's repeated output away from its logs and files while it is brought back to its position.
 
 An unmodified script starts from its first line after a restart, and would print and write again what it has written
-before. Until it is where it was, standard output and error, and files that the main script opens again for writing, go
-to a replay log; at the end the same Python objects write to the real places again.
+before. Until it is where it was, standard output and error, and files that its own code opens again for writing, go to
+a replay log; at the end the same Python objects write to the real places again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import builtins
 import os
 import sys
 from typing import Any
+
+from ganger.training.ownership import is_own
 
 TAIL_BYTES = 8192
 
@@ -27,7 +29,6 @@ class Diversion:
         self._files: list[tuple[Any, int]] = []
         self._open = builtins.open
         builtins.open = self._open_diverted
-        self._saves = _replaced_torch_save()
         self.active = True
 
     def end(self) -> None:
@@ -46,8 +47,6 @@ class Diversion:
             os.close(real)
         if builtins.open == self._open_diverted:
             builtins.open = self._open
-        for module, save in self._saves:
-            module.save = save
         os.close(self._log)
 
     def tail(self) -> str:
@@ -66,7 +65,7 @@ class Diversion:
         return opened
 
     def _writes_again(self, file: Any, mode: str) -> bool:
-        by_script = sys._getframe(2).f_globals.get("__name__") == "__main__"
+        by_script = is_own(sys._getframe(2).f_globals.get("__name__"))
         return by_script and mode.strip("bt") in ("w", "a") and not isinstance(file, int) and os.path.isfile(file)
 
 
@@ -76,13 +75,3 @@ def _flush() -> None:
             stream.flush()
         except (OSError, ValueError, AttributeError):
             pass
-
-
-def _replaced_torch_save() -> list[tuple[Any, Any]]:
-    """While going back, the weights are not those of the script's place: saving them would spoil its files."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "save"):
-        return []
-    original = torch.save
-    torch.save = lambda *arguments, **options: None
-    return [(torch, original)]

@@ -89,7 +89,7 @@ class TrainingJob:
         keeper.when_stopped = self._show
         self._keeper = keeper
         control.handlers = keeper.handlers()
-        self._progress = Progress(control.page, self._training, keeper)
+        self._progress = Progress(control.page, lambda: self._training, keeper)
         restored = keeper.restore_at_start()
         if restored is not None:
             self._restored = restored

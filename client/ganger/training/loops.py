@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 
 from ganger.training.enumeration import count_from
 from ganger.training.randomness import capture_random, generator_bytes, generator_tensor, restore_random
+from ganger.training.repeating import places, site
 
 _clock = time.perf_counter_ns
 
@@ -44,6 +45,9 @@ class Loop:
         self.taken = 0
         self.exhausted = False
         self.batch_size = int(getattr(loader, "batch_size", None) or 0)
+        self.keeps_workers = bool(loader.num_workers and getattr(loader, "persistent_workers", False))
+        self.begun = places()
+        self.site = site()
         self.at_creation = _creation_state(loader)
         self._iterator = self._make_iterator(loader, original)
 
@@ -100,32 +104,25 @@ class Resumed(Loop):
         self._target_taken = int(target["taken"])
         self._loader = loader
         self._has_arrived = False
-        self._shown_last = False
+        # A pass that was at its end runs its body once, as any finished one, so that what the body makes is there.
+        self._is_at_end = not _is_iterable(loader) and self._target_taken >= len(loader)
+        self._first = [script.kept_batch(loader, original)] if self._is_at_end else []
         _set_creation_state(loader, target["at creation"])
         super().__init__(script, loader, original, number)
         self.at_creation = target["at creation"]
-        # a loop that was at its end is given its last batch, so that the script's variables exist after it
-        self._is_at_end = not _is_iterable(loader) and self._target_taken >= len(loader)
-        _skip(loader, self._iterator, self._target_taken - (1 if self._is_at_end else 0))
+        _skip(loader, self._iterator, self._target_taken)
 
     def __next__(self) -> Any:
         if self._has_arrived:
             return super().__next__()
-        if self._is_at_end and not self._shown_last:
-            self._shown_last = True
-            batch = next(self._iterator)
-            self._count(self._target_taken - 1)
-            return batch
+        if self._first:
+            return self._first.pop()
         self.taken = self._target_taken
         self._has_arrived = True
-        if not self._is_at_end:
-            self._count(self._target_taken)
+        if not self._is_at_end and not count_from(self, self._target_taken):
+            self._script.note_reason("the counter of enumerate(loader) could not be set")
         self._script.arrive()
         return super().__next__()
-
-    def _count(self, start: int) -> None:
-        if not count_from(self, start):
-            self._script.note_reason("the counter of enumerate(loader) could not be set")
 
 
 def _is_iterable(loader: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
@@ -25,7 +25,7 @@ MEASURED_EVERY = 1000
 class Progress:
     """Writes the page's words that change with every step, as often as somebody could want to know."""
 
-    def __init__(self, page: Page, training: Training, keeper: StateKeeper | None) -> None:
+    def __init__(self, page: Page, training: Callable[[], Training], keeper: StateKeeper | None) -> None:
         self._page = page
         self._words = page.words
         self.training = training
@@ -63,7 +63,7 @@ class Progress:
 
     def measure(self) -> None:
         """Publish device memory now and at its peak."""
-        in_use, peak = device_bytes(self.training)
+        in_use, peak = device_bytes(self.training())
         self._peak = max(self._peak, peak)
         self._words[Word.DEVICE_BYTES] = in_use
         self._words[Word.PEAK_DEVICE_BYTES] = self._peak

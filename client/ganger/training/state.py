@@ -169,7 +169,9 @@ def _apply_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
             # tied when saved, apart now: both get the value
             with torch.no_grad():
                 getattr(module, leaf).copy_(value)
-        if isinstance(tensor, torch.nn.Parameter) and saved["gradients"] is not None:
+        if (isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)) and saved[
+            "gradients"
+        ] is not None:
             gradient = saved["gradients"].get(path)
             tensor.grad = None if gradient is None else gradient.to(tensor.device)
     modules = dict(model.named_modules())

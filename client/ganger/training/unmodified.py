@@ -7,6 +7,7 @@ are skipped, then the complete state is put back and the script goes on as if no
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
@@ -16,8 +17,9 @@ from typing import Any, Callable
 import torch
 from torch.utils.data import DataLoader
 
+from ganger.injob import exitcode
 from ganger.injob.control import Control
-from ganger.injob.page import Capability, Phase
+from ganger.injob.page import EXIT_NO_STATE, Capability, Error, Phase
 from ganger.training.codec import StateNotSupportedError
 from ganger.training.discovery import Discovery
 from ganger.training.diversion import Diversion
@@ -26,11 +28,14 @@ from ganger.training.loops import Loop, OneBatch, Resumed
 from ganger.training.offload import StateKeeper
 from ganger.training.progress import Progress
 from ganger.training.randomness import restore_random
+from ganger.training.repeating import counted_by, loops_inside_pass
 from ganger.training.state import Training, capture
+from ganger.training.variables import Variables
 
 # Evaluation loops make no steps, so silence alone says little; this many batches without any step do.
 BATCHES_BEFORE_OPAQUE = 1000
 STEPS_WITHOUT_LOADER = 3
+NO_LOADER = "its batches come from no DataLoader, or from one it began to read before it had an optimizer"
 
 
 class UnmodifiedScript:
@@ -59,6 +64,11 @@ class UnmodifiedScript:
         self._told_after = 1
         self._stop_waiting_for_step: Callable[[], None] = lambda: None
         self._steps_without_loader = 0
+        self._variables = Variables()
+        self._examined: weakref.ref[Loop] | None = None
+        self._sites: set[Any] = set()
+        self._saved_files: set[str] = set()
+        self._loaded_files: set[str] = set()
         self._boundary_loop: Loop | None = None
         # going back
         self._going_back = diversion is not None
@@ -81,7 +91,32 @@ class UnmodifiedScript:
 
         self._stop_waiting_for_step = register_optimizer_step_pre_hook(self._before_step).remove
         register_optimizer_step_post_hook(self._after_step)
+        self._watch_files()
         os.register_at_fork(after_in_child=self._forget_in_child)
+
+    def _watch_files(self) -> None:
+        """Know what the script saves, and whether it finds that again: then it goes on by itself."""
+        script, save, load = self, torch.save, torch.load
+
+        def noted_save(item: Any, file: Any, *arguments: Any, **options: Any) -> None:
+            if script._going_back and not script._retired:
+                return  # the weights are not those of this place: they would spoil the script's files
+            save(item, file, *arguments, **options)
+            if isinstance(file, (str, os.PathLike)):
+                script._note_saved(os.path.abspath(file))
+
+        def noted_load(file: Any, *arguments: Any, **options: Any) -> Any:
+            if script._loops == 0 and isinstance(file, (str, os.PathLike)):
+                script._loaded_files.add(os.path.abspath(file))
+            return load(file, *arguments, **options)
+
+        for name, noted in (("save", noted_save), ("load", noted_load)):
+            setattr(torch, name, functools.wraps(getattr(torch, name))(noted))
+
+    def _note_saved(self, path: str) -> None:
+        self._saved_files.add(path)
+        if path in self._loaded_files:
+            self.note_reason(f"it goes on by itself from {path}")
 
     def retire(self) -> None:
         """Let go of the page; the hooks stay and do nothing."""
@@ -107,6 +142,8 @@ class UnmodifiedScript:
     def _begin_loop(self, loader: Any, original: Any) -> Any:
         if self._control is None and not self._take_page():
             return original(loader)
+        if not self._variables.noted:
+            self._note_variables()
         is_inner = any(loop is not None and not loop.exhausted for loop in self._living())
         number = -1 if is_inner else self._loops
         if not is_inner:
@@ -141,7 +178,7 @@ class UnmodifiedScript:
         if self._last is None:
             self._steps_without_loader += 1
             if self._steps_without_loader >= STEPS_WITHOUT_LOADER:
-                self.note_reason("its batches come from no DataLoader")
+                self.note_reason(NO_LOADER)
             self._boundary(None)
 
     def before_fetch(self, loop: Loop) -> None:
@@ -182,12 +219,20 @@ class UnmodifiedScript:
         self._keeper = StateKeeper(control, self._training, self._position, gradients=True)
         self._keeper.when_stopped = self._show
         control.handlers = self._keeper.handlers()
-        self._progress = Progress(control.page, Training(), self._keeper)
+        self._progress = Progress(control.page, Training, self._keeper)
         if self._going_back:
             self._capabilities = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT
             control.hello(self._capabilities, torch=str(torch.__version__), form="unmodified")
             control.phase(Phase.REPLAY)
             self._target = self._keeper.position_at_start()
+            self._saved_files.update(self._target["files"])
+            resumed = sorted(self._saved_files & self._loaded_files)
+            if resumed:
+                message = (
+                    f"the script goes on by itself from {resumed[0]}, so it cannot be brought back by running it again"
+                )
+                control.error(Error.STATE_UNREADABLE, message)
+                exitcode.leave_now(EXIT_NO_STATE)
             return True
         control.hello(Capability.PAUSE, torch=str(torch.__version__), form="unmodified")
         control.start(0)
@@ -200,6 +245,8 @@ class UnmodifiedScript:
         self._boundary_loop = loop
         if not self._refined:
             self._refine(loop)
+        if loop is not None and self._examined is not loop.reference:
+            self._examine(loop)
         self._untold += 1
         if self._untold >= self._told_after:
             passed, self._untold = self._untold, 0
@@ -209,11 +256,10 @@ class UnmodifiedScript:
 
     def _refine(self, loop: Loop | None) -> None:
         """After the first step it is known what the script is like."""
-        self._refined = True
         assert self._control is not None
         assert self._progress is not None
         training = self._training()
-        self._progress.training = training
+        self._progress.training = _weakly(training)
         can_offload = True
         try:
             capture(training, {}, gradients=True)
@@ -224,19 +270,48 @@ class UnmodifiedScript:
             can_offload = False
             self.note_reason("it has no torch.nn.Module")
         if loop is None and self._last is None:
-            self.note_reason("its batches come from no DataLoader")
+            self.note_reason(NO_LOADER)
         elif loop is not None and (loop.number < 0 or self._is_mixed(loop)):
             self.note_reason("it takes batches from several loaders at once")
-        self._capabilities = Capability.PAUSE
+        self._capabilities = Capability.PAUSE | Capability.CHECKPOINT
         if can_offload:
             self._capabilities |= Capability.OFFLOAD
-        if not self._reasons:
-            self._capabilities |= Capability.CHECKPOINT
+        self._examine(loop)
+        self._refined = True
+        self._tell_capabilities()
+
+    def _examine(self, loop: Loop | None) -> None:
+        """Once in every pass: can it be brought back to a place like this one?"""
+        if loop is None:
+            return
+        self._examined = loop.reference
+        if loops_inside_pass(loop.begun):
+            self.note_reason("it fetches batches inside a for loop of its own; write that one as a while loop")
+        if loop.keeps_workers:
+            self.note_reason("DataLoader(persistent_workers=True) keeps random numbers in its workers")
+        if loop.site not in self._sites:
+            # a search of the heap: once for each loop in the script's text
+            self._sites.add(loop.site)
+            if counter := counted_by(loop):
+                self.note_reason(f"its batches go through {counter}, whose position cannot be set")
+
+    def _tell_capabilities(self) -> None:
+        assert self._control is not None
+        if self._reasons:
+            self._capabilities &= ~Capability.CHECKPOINT
         self._control.hello(self._capabilities, form="unmodified", reason="; ".join(self._reasons))
 
     def note_reason(self, reason: str) -> None:
         if reason not in self._reasons:
             self._reasons.append(reason)
+            if self._refined and self._capabilities & Capability.CHECKPOINT:
+                self._tell_capabilities()
+
+    def _note_variables(self) -> None:
+        try:
+            self._variables.note()
+        except StateNotSupportedError as error:
+            self.note_reason(str(error))
 
     def _is_mixed(self, loop: Loop) -> bool:
         return any(other is not None and other is not loop and not other.exhausted for other in self._living())
@@ -252,6 +327,8 @@ class UnmodifiedScript:
             "loop": self._loops if loop is None else loop.number,
             "taken": 0 if loop is None else loop.taken,
             "at creation": None if loop is None else loop.at_creation,
+            "files": sorted(self._saved_files),
+            "variables": self._variables.changed() if Capability.CHECKPOINT & self._capabilities else {},
         }
         return position
 
@@ -287,10 +364,18 @@ class UnmodifiedScript:
         self._refined = True
         self._going_back = False
         self._kept_batches.clear()
+        self._variables.put_back(restored.position["variables"])
         assert self._progress is not None
-        self._progress.training = self._training()
+        self._progress.training = _weakly(self._training())
         if self._diversion is not None:
             self._diversion.end()
         self._control.phase(Phase.TRAINING)
         self._control.start(restored.step)
         restore_random(restored.random)
+
+
+def _weakly(training: Training) -> Callable[[], Training]:
+    """What of `training` is still alive: a script that makes new models for every run of its own drops the old ones."""
+    models = weakref.WeakValueDictionary(training.models)
+    optimizers = weakref.WeakValueDictionary(training.optimizers)
+    return lambda: Training(models=dict(models), optimizers=dict(optimizers))

@@ -1,0 +1,192 @@
+"""What an unmodified script keeps beside its models comes back too; where its own loops cannot, it is not offered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ganger.injob.page import EXIT_NO_STATE, Capability, Word
+from training.harness import Rank, run_in_parts, run_to_end
+
+pytestmark = pytest.mark.torch
+
+HEAD = """
+import collections, copy, os, random, types
+import numpy, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.set_num_threads(1)
+torch.manual_seed(1)
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 4))
+data = TensorDataset(torch.randn(24, 4), torch.randn(24, 4))
+"""
+
+# every kind of place and value, in one script: six steps a pass
+EVERYWHERE = """
+class Meter:
+    def __init__(self): self.reset()
+    def reset(self): self.sum, self.count = 0.0, 0
+    def add(self, value): self.sum += value; self.count += 1
+
+class Counting(nn.Module):
+    def __init__(self): super().__init__(); self.inner = model; self.calls = 0
+    def forward(self, x): self.calls += 1; return self.inner(x)
+
+network = Counting()
+temperature = torch.ones(1, requires_grad=True)
+optimizer = torch.optim.SGD([*network.parameters(), temperature], lr=0.1, momentum=0.9)
+warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
+schedule = torch.optim.lr_scheduler.SequentialLR(
+    optimizer, [warmup, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 14)], milestones=[4])
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+loader, checks = DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=8)
+draws, dice, torch_draws = numpy.random.default_rng(7), random.Random(3), torch.Generator().manual_seed(4)
+legacy = numpy.random.RandomState(5)
+recent, counts, by_kind = collections.deque(maxlen=5), collections.Counter(), collections.defaultdict(list)
+average = {name: value.clone() for name, value in network.state_dict().items()}
+mixed = {"model": network, "steps": 0}
+options = types.SimpleNamespace(steps=0)
+state_of_run = os.getpid()  # another number in every process, and to be left alone
+best, history, global_step = float("inf"), [], 0
+
+def one_pass(epoch):
+    global global_step
+    meter, total = Meter(), torch.zeros(4)
+    for i, (x, y) in enumerate(loader):
+        noise = draws.normal() + dice.random() + legacy.rand() + torch.rand((), generator=torch_draws).item()
+        loss = (network(x + 0.01 * noise) * temperature - y).square().mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step(); schedule.step()
+        global_step += 1
+        if i % 4 == 0:
+            seldom = loss
+        meter.add(loss.item()); recent.append(loss.item()); counts[i] += 1; by_kind["loss"].append(i)
+        mixed["steps"] += 1; options.steps += 1; total += y.sum(0)
+        for name, value in network.state_dict().items():
+            average[name] = 0.9 * average[name] + 0.1 * value
+        print(epoch, i, global_step, meter.count, loss.item().hex(), seldom.item().hex(), sum(recent).hex(), flush=True)
+    return meter.sum, total
+
+def main():
+    global best
+    for epoch in range(3):
+        network.train()
+        mean, total = one_pass(epoch)
+        network.eval()
+        with torch.no_grad():
+            check = sum((network(x) - y).square().mean().item() for x, y in checks)
+        plateau.step(check)
+        best = min(best, check)
+        history.append({"epoch": epoch, "mean": mean})
+        print(check.hex(), best.hex(), total.sum().item().hex(), optimizer.param_groups[0]["lr"], flush=True)
+    assert state_of_run == os.getpid()
+    print(history, sorted(counts.items()), by_kind["loss"], mixed["steps"], options.steps, network.calls)
+    print(sum(value.sum() for value in average.values()).item().hex(), temperature.item().hex())
+main()
+"""
+
+IN_A_WHILE = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def endless(loader):
+    while True:
+        yield from loader
+batches, step = endless(DataLoader(data, batch_size=4, shuffle=True)), 0
+while step < 14:
+    x, y = next(batches)
+    loss = (model(x) - y).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    step += 1
+    print(step, loss.item().hex(), flush=True)
+"""
+
+TWO_RUNS = """
+def fit(rate):
+    network = copy.deepcopy(model)
+    optimizer = torch.optim.Adam(network.parameters(), lr=rate)
+    for x, y in DataLoader(data, batch_size=4, shuffle=True):
+        loss = (network(x) - y).square().mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        print(rate, loss.item().hex(), flush=True)
+    return loss.item()
+results = []
+for rate in (0.1, 0.01):
+    results.append(fit(rate))
+print(results)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "stops"),
+    [(EVERYWHERE, [1, 6, 13]), (IN_A_WHILE, [4, 7]), (TWO_RUNS, [9])],
+    ids=["everywhere", "in a while", "two runs"],
+)
+def test_variables_objects_and_generators_of_a_script_come_back(tmp_path: Path, text: str, stops: list[int]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + text)
+    run_to_end(tmp_path / "alone", script, [], managed=False)
+    run_in_parts(tmp_path, script, [], stops, agent=True)
+    parts = "".join((tmp_path / f"part-{number}/rank-0.log").read_text() for number in range(len(stops) + 1))
+    assert parts == (tmp_path / "alone/rank-0.log").read_text()
+
+
+FIT = """
+    loss = (model(x) - y).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+REFUSED = {
+    "a for loop around next()": "batches = iter(DataLoader(data, batch_size=4))\n"
+    "for step in range(6):\n    x, y = next(batches)" + FIT,
+    "a for loop around next() of a generator": "batches = (batch for batch in DataLoader(data, batch_size=4))\n"
+    "for step in range(6):\n    x, y = next(batches)" + FIT,
+    "a zip": "for n, (x, y) in zip(range(5), DataLoader(data, batch_size=4)):" + FIT,
+    "workers that stay": "for x, y in DataLoader(data, batch_size=4, num_workers=1, persistent_workers=True):" + FIT,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_script_that_cannot_be_brought_back_by_running_it_again_is_offered_no_checkpoint(
+    tmp_path: Path, name: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n" + REFUSED[name])
+    rank = Rank(tmp_path / "run", script, agent=True)
+    assert rank.end() == 0, rank.output()
+    assert rank.page.get(Word.CAPABILITIES) == Capability.PAUSE | Capability.OFFLOAD
+
+
+RESUMING = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+path, start = os.environ["SAVED"], 0
+if os.path.exists(path):
+    saved = torch.load(path)
+    model.load_state_dict(saved["model"])
+    start = saved["epoch"] + 1
+for epoch in range(start, 3):
+    for x, y in DataLoader(data, batch_size=4, shuffle=True):
+        loss = (model(x) - y).square().mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+    torch.save({"model": model.state_dict(), "epoch": epoch}, path)
+"""
+
+
+def test_a_script_that_goes_on_by_itself_is_never_brought_to_another_place(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + RESUMING)
+    saved = tmp_path / "last.pt"
+    environment = {"SAVED": str(saved)}
+    part, shards = tmp_path / "part", tmp_path / "checkpoint"
+    (part / "orders").mkdir(parents=True)
+    (part / "orders" / "2.json").write_text(json.dumps({"checkpoint": str(shards)}))
+    assert Rank(part, script, agent=True, stop_at=8, environment=environment).end() == 75
+    content = saved.read_bytes()
+
+    restore = {"kind": "checkpoint", "path": str(shards), "step": 8}
+    again = Rank(tmp_path / "again", script, agent=True, restore=restore, environment=environment)
+    assert again.end() == EXIT_NO_STATE, again.output()
+    assert str(saved) in json.loads((tmp_path / "again/rank-0.error.json").read_text())["message"]
+    assert saved.read_bytes() == content, "what is repeated writes nothing"
+
+    # without a state to restore it goes on by itself, and is known to
+    fresh = Rank(tmp_path / "fresh", script, agent=True, environment=environment)
+    assert fresh.end() == 0, fresh.output()
+    assert fresh.page.get(Word.CAPABILITIES) == Capability.PAUSE | Capability.OFFLOAD
