@@ -57,10 +57,10 @@ def _report_api_error(error: BaseException) -> int:
         return Exit.USAGE if error.found else Exit.UNREACHABLE
     if isinstance(error, ApiError):
         _say(str(error))
-        if error.reason == "GANG_IMPOSSIBLE":
+        # The sentence carries the figures already where the master put them in.
+        if error.reason == "GANG_IMPOSSIBLE" and "=" not in error.message:
             for name, value in sorted(error.metadata.items()):
-                if f"{name}={value}" not in error.message:
-                    print(f"  {name}: {value}", file=sys.stderr)
+                print(f"  {name}: {value}", file=sys.stderr)
         return exit_code(error)
     return _report_bug(error)
 

@@ -34,7 +34,7 @@ def why(job: str, as_json: bool) -> None:
         print(f"{'because' if position == 0 else '    and'} {blocker.reason}: {blocker.message}")
         # The sentence carries the figures already where the master put them in.
         figures = " ".join(f"{name}={value}" for name, value in sorted(blocker.figures.items()))
-        if figures and figures not in blocker.message:
+        if figures and "=" not in blocker.message:
             print(f"          {figures}")
     if answer.start_before_seconds > 0:
         soonest, latest = format_duration(answer.start_after_seconds), format_duration(answer.start_before_seconds)

@@ -66,9 +66,19 @@ class Refusal(Struct, frozen=True, gc=False):
         """One sentence for a person: the meaning, the detail, the figures, the node and job it is about."""
         parts = [self.detail or self.reason.meaning]
         if self.figures:
-            parts.append(" ".join(f"{name}={value}" for name, value in sorted(self.figures.items())))
+            parts.append(" ".join([_figure(name, self.figures[name]) for name in sorted(self.figures)]))
         if self.node:
             parts.append(f"on {self.node}")
         if self.job:
             parts.append(f"because of {self.job}")
         return ", ".join(parts)
+
+
+def _figure(name: str, value: int) -> str:
+    """ "needed=8"; bytes and millicores as people count them, "needed=1.5G" and "free_cores=0.5"."""
+    if name.endswith("_bytes"):
+        power = max(0, min(4, (abs(value).bit_length() - 1) // 10))
+        return f"{name.removesuffix('_bytes')}={value / (1 << 10 * power):.5g}{'BKMGT'[power]}"
+    if name.endswith("_millicores"):
+        return f"{name.removesuffix('_millicores')}_cores={value / 1_000:.5g}"
+    return f"{name}={value}"
