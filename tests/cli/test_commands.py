@@ -121,6 +121,18 @@ def test_show_names_cores_and_devices(call: Call, master: CannedMaster, capsys: 
     assert "n1: GPUs 0-1,3; cores: 2 on socket 0, 0.5 on socket 1;" in capsys.readouterr().out
 
 
+def test_what_was_given_back_is_not_shown_as_held(call: Call, master: CannedMaster, capsys: Output) -> None:
+    gang = running_job(master).gang
+    gang.phase, gang.parked_level = job_pb2.Gang.PHASE_PARKED, job_pb2.SUSPEND_LEVEL_OFFLOAD
+    gang.cores[:] = ["0-1", "2-3"]
+    assert call("show", "jobs/1") == 0
+    shown = capsys.readouterr().out
+    assert "GPUs and cores are given back" in shown
+    assert "0-1" not in shown
+    assert call("queue") == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("  n1")
+
+
 def test_a_repin_names_the_cores_it_went_to(call: Call, master: CannedMaster, capsys: Output) -> None:
     job = running_job(master)
     job.gang.cores[:] = ["0-1", "2-3"]

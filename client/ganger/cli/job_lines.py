@@ -89,16 +89,22 @@ def devices(mask: int) -> str:
 
 def place(job: job_pb2.Job) -> str:
     """ "n1[0-3] n2[0-3]", and where it is going; of a gang whose devices others may have, the nodes."""
-    gang = job.gang
-    rests = gang.phase == job_pb2.Gang.PHASE_PARKED and gang.parked_level > job_pb2.SUSPEND_LEVEL_PAUSE
-    here = " ".join(claim.node.removeprefix("nodes/") if rests else _claim(claim) for claim in gang.claims)
+    gang, given_back = job.gang, has_given_back(job)
+    here = " ".join(claim.node.removeprefix("nodes/") if given_back else _claim(claim) for claim in gang.claims)
     there = " ".join(_claim(claim) for claim in job.gang.move_claims)
     return f"{here} → {there}" if there else here
+
+
+def has_given_back(job: job_pb2.Job) -> bool:
+    """Whether others may have the devices and cores on which it was."""
+    return job.gang.phase == job_pb2.Gang.PHASE_PARKED and job.gang.parked_level > job_pb2.SUSPEND_LEVEL_PAUSE
 
 
 def cores(job: job_pb2.Job) -> list[str]:
     """The hardware threads of its ranks, "0-3" or, of several, "rank 1: 4-7"; empty before its daemons have told."""
     alone = len(job.gang.cores) == 1
+    if has_given_back(job):
+        return []
     return [text if alone else f"rank {rank}: {text}" for rank, text in enumerate(job.gang.cores) if text]
 
 

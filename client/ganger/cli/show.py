@@ -56,7 +56,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("directory", spec.working_directory),
         ("tasks", "\n".join(_role(role) for role in spec.roles)),
         ("wants", _wants(job)),
-        ("gang", "\n".join(_claim(claim) for claim in gang.claims)),
+        ("gang", "\n".join(_claim(claim, job_lines.has_given_back(job)) for claim in gang.claims)),
         ("moves to", "\n".join(_claim(claim) for claim in gang.move_claims)),
         ("cores", "\n".join(job_lines.cores(job))),
         ("locality", job_lines.locality_text(gang.level)),
@@ -122,7 +122,7 @@ def _wants(job: Job) -> str:
     return ", ".join(parts)
 
 
-def _claim(claim: object) -> str:
+def _claim(claim: object, has_given_back: bool = False) -> str:
     from ganger.cli.job_lines import devices
     from ganger.units import format_cores, format_memory
     from ganger.v1.resources_pb2 import Claim
@@ -133,6 +133,8 @@ def _claim(claim: object) -> str:
     arena = f" and {format_memory(claim.arena_bytes)} for state moved off the GPUs" if claim.arena_bytes else ""
     held = f"{'GPU' if claim.device_mask.bit_count() == 1 else 'GPUs'} {devices(claim.device_mask)}; "
     memory = f"{format_memory(claim.memory_bytes)} of memory{arena}"
+    if has_given_back:
+        return f"{number(claim.node)}: {memory}; GPUs and cores are given back"
     return f"{number(claim.node)}: {held if claim.device_mask else ''}{cores}; {memory}"
 
 
