@@ -186,7 +186,10 @@ def test_a_script_that_goes_on_by_itself_is_never_brought_to_another_place(tmp_p
     assert str(saved) in json.loads((tmp_path / "again/rank-0.error.json").read_text())["message"]
     assert saved.read_bytes() == content, "what is repeated writes nothing"
 
-    # without a state to restore it goes on by itself, and is known to
-    fresh = Rank(tmp_path / "fresh", script, agent=True, environment=environment)
-    assert fresh.end() == 0, fresh.output()
-    assert fresh.page.get(Word.CAPABILITIES) == Capability.PAUSE | Capability.OFFLOAD
+
+def test_a_script_that_looks_for_what_it_saves_is_offered_no_checkpoint_from_its_second_pass_on(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + RESUMING)
+    rank = Rank(tmp_path / "run", script, agent=True, environment={"SAVED": str(tmp_path / "last.pt")})
+    assert rank.end() == 0, rank.output()
+    assert rank.page.get(Word.CAPABILITIES) == Capability.PAUSE | Capability.OFFLOAD

@@ -7,7 +7,6 @@ are skipped, then the complete state is put back and the script goes on as if no
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import weakref
@@ -26,6 +25,7 @@ from ganger.training.diversion import Diversion
 from ganger.training.ending import keep_default_group
 from ganger.training.loops import Loop, OneBatch, Resumed
 from ganger.training.offload import StateKeeper
+from ganger.training.ownfiles import OwnFiles
 from ganger.training.progress import Progress
 from ganger.training.randomness import restore_random
 from ganger.training.repeating import counted_by, loops_inside_pass
@@ -67,8 +67,7 @@ class UnmodifiedScript:
         self._variables = Variables()
         self._examined: weakref.ref[Loop] | None = None
         self._sites: set[Any] = set()
-        self._saved_files: set[str] = set()
-        self._loaded_files: set[str] = set()
+        self._files = OwnFiles(lambda: self._going_back and not self._retired)
         self._boundary_loop: Loop | None = None
         # going back
         self._going_back = diversion is not None
@@ -91,32 +90,8 @@ class UnmodifiedScript:
 
         self._stop_waiting_for_step = register_optimizer_step_pre_hook(self._before_step).remove
         register_optimizer_step_post_hook(self._after_step)
-        self._watch_files()
+        self._files.watch()
         os.register_at_fork(after_in_child=self._forget_in_child)
-
-    def _watch_files(self) -> None:
-        """Know what the script saves, and whether it finds that again: then it goes on by itself."""
-        script, save, load = self, torch.save, torch.load
-
-        def noted_save(item: Any, file: Any, *arguments: Any, **options: Any) -> None:
-            if script._going_back and not script._retired:
-                return  # the weights are not those of this place: they would spoil the script's files
-            save(item, file, *arguments, **options)
-            if isinstance(file, (str, os.PathLike)):
-                script._note_saved(os.path.abspath(file))
-
-        def noted_load(file: Any, *arguments: Any, **options: Any) -> Any:
-            if script._loops == 0 and isinstance(file, (str, os.PathLike)):
-                script._loaded_files.add(os.path.abspath(file))
-            return load(file, *arguments, **options)
-
-        for name, noted in (("save", noted_save), ("load", noted_load)):
-            setattr(torch, name, functools.wraps(getattr(torch, name))(noted))
-
-    def _note_saved(self, path: str) -> None:
-        self._saved_files.add(path)
-        if path in self._loaded_files:
-            self.note_reason(f"it goes on by itself from {path}")
 
     def retire(self) -> None:
         """Let go of the page; the hooks stay and do nothing."""
@@ -143,6 +118,7 @@ class UnmodifiedScript:
         if self._control is None and not self._take_page():
             return original(loader)
         if not self._variables.noted:
+            self._files.first_loop_begins()
             self._note_variables()
         is_inner = any(loop is not None and not loop.exhausted for loop in self._living())
         number = -1 if is_inner else self._loops
@@ -225,11 +201,11 @@ class UnmodifiedScript:
             control.hello(self._capabilities, torch=str(torch.__version__), form="unmodified")
             control.phase(Phase.REPLAY)
             self._target = self._keeper.position_at_start()
-            self._saved_files.update(self._target["files"])
-            resumed = sorted(self._saved_files & self._loaded_files)
+            self._files.saved.update(self._target["files"])
+            resumed = self._files.resumed_from()
             if resumed:
                 message = (
-                    f"the script goes on by itself from {resumed[0]}, so it cannot be brought back by running it again"
+                    f"{resumed}: the script goes on from there by itself, so it cannot be run again to its position"
                 )
                 control.error(Error.STATE_UNREADABLE, message)
                 exitcode.leave_now(EXIT_NO_STATE)
@@ -289,6 +265,9 @@ class UnmodifiedScript:
             self.note_reason("it fetches batches inside a for loop of its own; write that one as a while loop")
         if loop.keeps_workers:
             self.note_reason("DataLoader(persistent_workers=True) keeps random numbers in its workers")
+        resumed = self._files.resumed_from()
+        if resumed:
+            self.note_reason(f"it goes on from {resumed} by itself")
         if loop.site not in self._sites:
             # a search of the heap: once for each loop in the script's text
             self._sites.add(loop.site)
@@ -327,7 +306,7 @@ class UnmodifiedScript:
             "loop": self._loops if loop is None else loop.number,
             "taken": 0 if loop is None else loop.taken,
             "at creation": None if loop is None else loop.at_creation,
-            "files": sorted(self._saved_files),
+            "files": sorted(self._files.saved),
             "variables": self._variables.changed() if Capability.CHECKPOINT & self._capabilities else {},
         }
         return position

@@ -7,8 +7,8 @@ repeated bodies of finished loops have changed meanwhile. What was made before t
 made it: descriptors, ports and process ids are not those of the process before.
 
 Not seen: values inside of generators and functions that are not running, objects without a __dict__, what stands half
-computed in an expression (the first of `fit(a) + fit(b)`), and what is taken for data: arrays above LARGEST_ARRAY_BYTES,
-and lists above LARGEST_LIST while their length stays what it was.
+computed in an expression (the first of `fit(a) + fit(b)`), and what is taken for data: large arrays (see below)
+and long lists while their length stays what it was.
 """
 
 from __future__ import annotations
