@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import pytest
-from ganger.placement.candidates import candidates
+from ganger.placement.candidates import candidates, places
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import Claim, GangShape, Level
 from ganger.resources.view import View
+from ganger_master.approval import explain as explain_module
 from ganger_master.approval.explain import Holder, estimate, explain, order
 from ganger_master.approval.protected import Protected, protect
 from ganger_master.approval.reservations import Wanting, begins_at, reserve
@@ -269,6 +271,24 @@ def test_start_is_estimated_by_the_last_holder_that_is_needed() -> None:
     assert (one.before, all_of_it.before) == (60.0, 200.0)
     assert "jobs/2" in one.assumption
     assert "jobs/1" in all_of_it.assumption
+
+
+def test_start_is_estimated_with_few_looks_at_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = cluster(100)
+    holders = []
+    for number in range(400):
+        claims = candidates(view, gang(1)).candidates[0]
+        view.take(claims[0], 1)
+        holders.append(Holder(f"jobs/{number}", claims, 200.0 + number))
+    looks = []
+
+    def looking(*arguments: Any, **named: Any) -> object:
+        looks.append(1)
+        return places(*arguments, **named)
+
+    monkeypatch.setattr(explain_module, "places", looking)
+    assert estimate(view, gang(400), holders, now=100.0).before == 499.0
+    assert len(looks) <= 10
 
 
 def test_start_of_a_patient_job_is_estimated_by_its_patience() -> None:

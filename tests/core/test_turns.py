@@ -129,6 +129,22 @@ def test_who_waits_for_its_wish_holds_up_nobody_until_its_patience_ends() -> Non
     assert answer.refusals[0].job == f"jobs/{picky}"
 
 
+def test_a_scheduler_of_ones_own_that_waited_for_the_wish_is_kept_a_place_afterwards() -> None:
+    drive = Drive(1)
+    locality = Locality(wish=Level.SOCKET, patience_seconds=60.0)
+    picky = drive.submit(replace(job_of(3), scheduler="mine:Scheduler", locality=locality))
+    drive.step(ClaimTurns("mine:Scheduler", (picky,)))
+    passes(drive, picky)
+    drive.start(drive.submit(job_of(2)))
+    drive.now += 61.0
+    drive.step(Tick())
+    passes(drive, picky)
+    behind = drive.submit(job_of(1))
+    answer = drive.request(behind, *drive.places(behind))
+    assert isinstance(answer, Rejected)
+    assert answer.refusals[0].job == f"jobs/{picky}"
+
+
 def test_a_scheduler_that_comes_and_goes_without_an_answer_loses_its_job_to_the_default_one() -> None:
     drive = Drive(1)
     number = with_own_scheduler(drive, 1)

@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
 
-from ganger.placement.candidates import candidates
+from ganger.placement.candidates import candidates, places
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import GangShape
 from ganger.resources.view import Mode, View
@@ -59,7 +59,7 @@ def _largest(idle: View, shape: GangShape) -> int:
     low, high = 0, max(role.tasks for role in shape.roles)
     while low < high:
         middle = (low + high + 1) // 2
-        if candidates(idle, _scaled(shape, middle), mode=Mode.PACK, limit=1, affinity=False).candidates:
+        if places(idle, _scaled(shape, middle), mode=Mode.PACK, limit=1, affinity=False):
             low = middle
         else:
             high = middle - 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
-from ganger.placement.candidates import candidates, widest_now
+from ganger.placement.candidates import candidates, places, widest_now
 from ganger.resources.reasons import Kind, Reason, Refusal
 from ganger.resources.values import Claim, GangShape
 from ganger.resources.view import View
@@ -79,28 +80,38 @@ def estimate(view: View, shape: GangShape, holders: Sequence[Holder], now: float
 
     Holders may end sooner, so the interval begins now. Jobs ahead in the queue are not counted: the assumption says so.
     """
-    waiting_view = view.copy()
-    patient = widest_now(shape, 0.0) < shape.locality.widest
-    if _fits(waiting_view, shape):
-        if patient:
+    if _fits(view, shape):
+        if widest_now(shape, 0.0) < shape.locality.widest:
             left = shape.locality.patience_seconds
             return Estimate(0.0, left, "its patience ends by then and nothing it needs is taken meanwhile")
         return Estimate(0.0, 1.0, "its turn comes at once and nobody is ahead")
+    limited = sorted(
+        [(one.ends_by, one.job, one) for one in holders if one.ends_by is not None], key=lambda one: one[:2]
+    )
+    # Whoever else ends makes no less room: how many must end is found by halves.
+    needed = bisect_left(
+        range(1, len(limited) + 1), True, key=lambda count: _fits(_without(view, limited[:count]), shape)
+    )
+    if needed < len(limited):
+        ends_by, last, _ = limited[needed]
+        before = max(1.0, ends_by - now)
+        return Estimate(
+            0.0, before, f"jobs run to their time limits, {last} being the last needed, and nobody is ahead"
+        )
     unlimited = [holder.job for holder in holders if holder.ends_by is None]
-    for holder in sorted(holders, key=lambda one: (one.ends_by is None, one.ends_by or 0.0, one.job)):
-        if holder.ends_by is None:
-            break
-        for claim in holder.claims:
-            waiting_view.give(claim)
-        if _fits(waiting_view, shape):
-            before = max(1.0, holder.ends_by - now)
-            return Estimate(
-                0.0, before, f"jobs run to their time limits, {holder.job} being the last needed, and nobody is ahead"
-            )
     if unlimited:
         return Estimate(0.0, 0.0, f"unknown, because {unlimited[0]} has no time limit")
     return Estimate(0.0, 0.0, "unknown, because it would not fit even if all running jobs ended")
 
 
+def _without(view: View, ended: Sequence[tuple[float, str, Holder]]) -> View:
+    """The view once these have ended."""
+    later = view.copy()
+    for _, _, holder in ended:
+        for claim in holder.claims:
+            later.give(claim)
+    return later
+
+
 def _fits(view: View, shape: GangShape) -> bool:
-    return bool(candidates(view, shape, waited=_NEVER, limit=1).candidates)
+    return bool(places(view, shape, waited=_NEVER, limit=1))

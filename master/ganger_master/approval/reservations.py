@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from ganger.placement.candidates import candidates
+from ganger.placement.candidates import places
 from ganger.placement.claims import split_cores
 from ganger.placement.scan import Scan
 from ganger.resources.fit import demand
@@ -70,8 +70,8 @@ def _place(view: View, idle: View, shape: GangShape) -> tuple[Claim, ...] | None
         if claim is not None:
             return (claim,)
     patient = replace(shape, locality=replace(shape.locality, wish=None))
-    places = candidates(idle, patient, mode=Mode.PACK, limit=4, affinity=False).candidates
-    return min(places, key=lambda claims: -_free_already(view, claims), default=None)
+    found = places(idle, patient, mode=Mode.PACK, limit=4, affinity=False)
+    return min(found, key=lambda claims: -_free_already(view, claims), default=None)
 
 
 def _on_one_node(view: View, idle: View, shape: GangShape) -> Claim | None:

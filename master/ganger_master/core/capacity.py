@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ganger.placement.candidates import candidates
+from ganger.placement.candidates import places
 from ganger.resources.fit import fit, gang_level
 from ganger.resources.reasons import Reason, Refusal
 
@@ -51,8 +51,8 @@ def judge(state: State, job: Job, wanted: Sequence[tuple[Claim, ...]], rank: int
 def has_place(state: State, job: Job, now: float) -> bool:
     """Whether a request of a waiting job would be granted now, had it waited for its wish long enough."""
     shape = job.spec.shape(job.arena_bytes_per_device)
-    places = candidates(state.view, shape, waited=_PATIENT).candidates
-    return isinstance(judge(state, job, places, state.queue_rank(job.number), now), Approved)
+    found = places(state.view, shape, waited=_PATIENT)
+    return isinstance(judge(state, job, found, state.queue_rank(job.number), now), Approved)
 
 
 def judge_change(
@@ -80,8 +80,7 @@ def find_place(
 ) -> tuple[tuple[Claim, ...], Level] | None:
     """A place for a job on other nodes than those to avoid, and on none but `within`; None if there is none now."""
     shape = job.spec.shape(job.arena_bytes_per_device)
-    found = candidates(state.view, shape, waited=_PATIENT, avoid=avoid, only=within)
-    for claims in found.candidates:
+    for claims in places(state.view, shape, waited=_PATIENT, avoid=avoid, only=within):
         if not judge_change(state, job, claims):
             return claims, level_of(state, claims)
     return None
@@ -192,11 +191,11 @@ def _reservations(state: State, blocked: Sequence[Job], jobs: Sequence[Job], now
     names = {job.name for job in jobs}
     if all(job.name not in names for job in waited):
         return ()
-    places = _places_for(state, waited, now)
+    kept = _places_for(state, waited, now)
     return tuple(
-        Reservation(job.name, state.queue_rank(job.number), places[job.name])
+        Reservation(job.name, state.queue_rank(job.number), kept[job.name])
         for job in waited
-        if job.name in names and job.name in places
+        if job.name in names and job.name in kept
     )
 
 
@@ -216,8 +215,8 @@ def _places_for(state: State, waited: Sequence[Job], now: float) -> Mapping[str,
         wanting = [
             Wanting(job.name, rank, job.spec.shape(job.arena_bytes_per_device)) for rank, job in enumerate(waited, 1)
         ]
-        places = {found.job: found.claims for found in reserve(state.view, wanting)}
-        kept = state.kept = Kept(numbers, state.view.version, now, places)
+        found = {one.job: one.claims for one in reserve(state.view, wanting)}
+        kept = state.kept = Kept(numbers, state.view.version, now, found)
     return kept.places
 
 

@@ -176,24 +176,19 @@ def _lose(state: State, turn: Turn) -> None:
 def _note_declined(state: State, turn: Turn, event: GangRefused, last: float) -> None:
     """Whose scheduler leaves a place that is there, by its own choice or for a wish, is kept none: it would hold up all
     behind it for as long as it likes."""
-    number, declined = event.number, state.declined
-    is_patient = bool(event.refusals) and "patience_left_seconds" in event.refusals[0].figures
-    if not (turn.scheduler or is_patient):
-        if number in declined:
-            del declined[number]
-            state.blocked = None
-        return
+    number, declined, job = event.number, state.declined, state.jobs[event.number]
+    locality = job.spec.locality
+    is_patient = locality.wish is not None and event.time < job.pending_since + locality.patience_seconds
     if number in declined:
-        if turn.scheduler:
+        if turn.scheduler and not declined[number]:
             return
         del declined[number]
         state.blocked = None
     elif event.time < last + _LOOKED_SECONDS:
         return
     # Only those ahead of all others are kept anything.
-    job = state.jobs[number]
-    if job in first_blocked(state) and has_place(state, job, event.time):
-        declined[number] = None
+    if (turn.scheduler or is_patient) and job in first_blocked(state) and has_place(state, job, event.time):
+        declined[number] = is_patient
         state.blocked = None
 
 

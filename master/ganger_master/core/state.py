@@ -138,8 +138,8 @@ class State:
         self.next_turn = 1
         # Waiting jobs that were refused or passed at this view version: no turn until the view changes or time passes.
         self.passed: dict[int, tuple[int, float]] = {}
-        # Waiting jobs whose schedulers left places that were there: kept room no more.
-        self.declined: dict[int, None] = {}
+        # Waiting jobs whose schedulers left places that were there: kept no room, while they wait or (True) for a wish.
+        self.declined: dict[int, bool] = {}
         self.lost_turns: dict[int, int] = {}
         # When a scheduler that had lost its turns last came back.
         self.returned: dict[int, float] = {}
