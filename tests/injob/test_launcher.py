@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
@@ -23,6 +23,7 @@ from ganger.injob.environment import rank_environment
 from ganger.injob.inject import prepare_inject_directory
 from ganger.injob.launcher.client import Forked, Launcher, LauncherError, start_launcher
 from ganger.injob.launcher.exits import start_ticks
+from ganger.injob.launcher.starter import begin, make_starter
 from ganger.injob.page import Order, Page, page_path
 from kit.waiting import eventually
 
@@ -497,21 +498,41 @@ def test_rank_that_ended_while_nobody_was_there_is_recorded_on_adoption(mortal: 
 
 
 def test_what_is_executed_comes_from_the_small_starter_and_without_it_from_the_launcher(mortal: Place) -> None:
-    """As children of the launcher either way; the launch that met a dead starter has started nobody."""
+    """As children of the launcher either way."""
     with Launcher(mortal.socket) as launcher:
         owner = launcher.info()["pid"]
     (starter,) = psutil.Process(owner).children()
-    first = mortal.launch(["/bin/sh", "-c", "exit 3"])
-    mortal.fork(first)
-    assert (_ended(first)["code"], _ended(first)["source"]) == (3, "wait")
-    starter.kill()
-    lost = mortal.launch(["/bin/sh", "-c", "touch begun"])
-    with pytest.raises(LauncherError, match="the starter does not answer"):
-        mortal.fork(lost)
-    mortal.fork(second := mortal.launch(["/bin/sh", "-c", "exit 4"]))
-    assert (_ended(second)["code"], _ended(second)["source"]) == (4, "wait")
+    for code in (3, 4):
+        launch = mortal.launch(["/bin/sh", "-c", f"echo $PPID; exit {code}"])
+        mortal.fork(launch)
+        assert (_ended(launch)["code"], _ended(launch)["source"]) == (code, "wait")
+        assert _log(launch) == f"{owner}\n"
+        if code == 3:
+            starter.kill()
     assert not starter.is_running()
-    assert not Path(lost["cwd"], "begun").exists()
+
+
+def test_a_starter_that_gets_no_word_from_its_launcher_starts_nobody(tmp_path: Path) -> None:
+    def run(content: Any, write_end: int, arena: int | None) -> NoReturn:
+        Path(content["path"]).touch()
+        os._exit(0)
+
+    starter = make_starter(run)
+    assert starter is not None, "no machine these tests run on is without"
+    ends = []
+    for path, is_told in ((tmp_path / "told", True), (tmp_path / "untold", False)):
+        read_end, write_end = os.pipe()
+        pid, word = starter.start({"path": str(path)}, write_end, None)
+        if is_told:
+            begin(word)
+        else:
+            os.close(word)
+        ends.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        os.close(read_end)
+        os.close(write_end)
+    starter.end()
+    assert ends == [0, 127]
+    assert [path.name for path in tmp_path.iterdir()] == ["told"]
 
 
 def test_second_launcher_on_a_socket_leaves_it_to_the_first(mortal: Place) -> None:

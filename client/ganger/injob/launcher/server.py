@@ -22,7 +22,7 @@ from ganger.injob.launcher.children import Child, make_arena, recover_arena
 from ganger.injob.launcher.exits import Exit, from_page, from_wait, record, start_ticks
 from ganger.injob.launcher.launch import Launch, LaunchError, parse_launch, python_command
 from ganger.injob.launcher.publish import publish
-from ganger.injob.launcher.starter import Starter
+from ganger.injob.launcher.starter import Starter, StarterError, begin
 from ganger.injob.launcher.store import open_listener, serve_store
 
 _REQUEST_LIMIT = 4 << 20  # bytes of one request: an environment and an argument vector fit many times over
@@ -181,23 +181,15 @@ class Server:
         if arena is not None and launch.touch_arena:
             self._helper(f"{launch.name}/touch", None, None, lambda: _touch(launch, arena))
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
-        go: Callable[[], None] | None = None
-        if self._starter is not None and not self._runs_in_a_fork(launch):
-            try:
-                pid, go = self._start(self._starter, request["launch"], write_end, arena)
-            except LaunchError:
-                os.close(read_end)
-                os.close(write_end)
-                raise
-        else:
-            pid = os.fork()
-            if pid == 0:
-                self._become_child(keep=[write_end, *([] if arena is None else [arena])])
-                raise ChildTask(lambda: child.start(launch, self._may_fork, arena, write_end))
+        started = None if self._runs_in_a_fork(launch) else self._start(request["launch"], write_end, arena)
+        pid, word = started or (os.fork(), None)
+        if pid == 0:
+            self._become_child(keep=[write_end, *([] if arena is None else [arena])])
+            raise ChildTask(lambda: child.start(launch, self._may_fork, arena, write_end))
         os.close(write_end)
         new = self._add(Child(launch.name, "rank", pid, page=launch.page, exit_path=launch.exit_path))
-        if go is not None:
-            go()
+        if word is not None:
+            begin(word)
         # The child closes its end when it is settled (exec closes it too), or says what went wrong.
         new.settle = lambda: self._settled(caller, number, new, read_end)
         self._selector.register(read_end, selectors.EVENT_READ, new.settle)
@@ -205,16 +197,17 @@ class Server:
     def _runs_in_a_fork(self, launch: Launch) -> bool:
         return self._may_fork and python_command(launch.argv, launch.env, launch.cwd) is not None
 
-    def _start(
-        self, starter: Starter, content: dict[str, Any], write_end: int, arena: int | None
-    ) -> tuple[int, Callable[[], None]]:
+    def _start(self, content: Mapping[str, Any], write_end: int, arena: int | None) -> tuple[int, int] | None:
+        """None: it is to be forked from here."""
+        if self._starter is None:
+            return None
         try:
-            return starter.start(content, write_end, arena)
-        except LaunchError:
-            # Tried again, it is started without.
-            starter.end()
+            return self._starter.start(content, write_end, arena)
+        except StarterError as error:
+            print(f"ganger launcher: {error}; what is executed is forked from here now", file=sys.stderr)
+            self._starter.end()
             self._starter = None
-            raise
+            return None
 
     def _settled(self, caller: _Caller, number: Any, new: Child, read_end: int) -> None:
         if new.settle is None:

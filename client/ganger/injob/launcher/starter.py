@@ -15,15 +15,18 @@ import platform
 import signal
 import socket
 import struct
+from collections.abc import Mapping
 from typing import Any, Callable, NoReturn
-
-from ganger.injob.launcher.launch import LaunchError
 
 _CLONE_PARENT = 0x00008000
 # Number of the clone system call, by machine; elsewhere there is no starter.
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 _ANSWER_SECONDS = 10.0
 _GO = b"g"
+
+
+class StarterError(Exception):
+    """A starter that is of no use any more; it has started nobody."""
 
 
 class Starter:
@@ -44,8 +47,9 @@ class Starter:
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
 
-    def start(self, content: dict[str, Any], write_end: int, arena: int | None) -> tuple[int, Callable[[], None]]:
-        """Pid of a child that waits for the second value to be called. Raises LaunchError; then there is none."""
+    def start(self, content: Mapping[str, Any], write_end: int, arena: int | None) -> tuple[int, int]:
+        """Pid of a child, and the descriptor through which it waits for ``begin``; closed without, it ends. Raises
+        StarterError; then there is none."""
         go_read, go_write = os.pipe2(os.O_CLOEXEC)
         try:
             descriptors = [go_read, write_end] + ([] if arena is None else [arena])
@@ -56,22 +60,23 @@ class Starter:
             (pid,) = struct.unpack("i", _receive(self._connection, 4))
         except (OSError, EOFError, struct.error) as error:
             os.close(go_write)
-            raise LaunchError("SYSTEM", f"the starter does not answer: {error!r}") from error
+            raise StarterError(f"the starter does not answer: {error!r}") from error
         finally:
             os.close(go_read)
         if pid < 0:
             os.close(go_write)
-            raise LaunchError("SYSTEM", f"the starter cannot fork: {os.strerror(-pid)}")
+            raise StarterError(f"the starter cannot fork: {os.strerror(-pid)}")
+        return pid, go_write
 
-        def go() -> None:
-            try:
-                os.write(go_write, _GO)
-            except BrokenPipeError:
-                pass  # it was killed meanwhile: its end is heard of as any other's
-            finally:
-                os.close(go_write)
 
-        return pid, go
+def begin(word: int) -> None:
+    """Tells a started child to go on."""
+    try:
+        os.write(word, _GO)
+    except BrokenPipeError:
+        pass  # it was killed meanwhile: its end is heard of as any other's
+    finally:
+        os.close(word)
 
 
 def make_starter(run: Callable[[dict[str, Any], int, int | None], NoReturn]) -> Starter | None:
