@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import click
@@ -51,7 +52,10 @@ def line(event: object) -> str:
     from ganger.wire import times
 
     assert isinstance(event, Event)
-    when = times.local_datetime(event.time).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+    then = times.local_datetime(event.time)
+    # A line of a terminal is short, and today is known there.
+    is_today = sys.stdout.isatty() and then.date() == then.now(then.tzinfo).date()
+    when = then.strftime("%H:%M:%S.%f" if is_today else "%Y-%m-%d %H:%M:%S.%f")[:-3]
     figures = " ".join(f"{name}={value}" for name, value in sorted(event.figures.items()))
     # Of "scheduler:" without a name the colon goes: it is the default one.
     cause = f"by {event.cause.rstrip(':')}" if event.cause else ""
