@@ -8,7 +8,7 @@ import sys
 
 import click
 import pytest
-from ganger.cli.main import COMMANDS, ganger, run
+from ganger.cli.main import COMMANDS, ganger, main, run
 
 HEAVY = ("grpc", "google.protobuf", "rich", "yaml", "numpy", "sqlalchemy", "asyncio", "ganger.client")
 
@@ -54,3 +54,14 @@ def test_a_mistyped_command_is_met_with_the_nearest_one(capsys: pytest.CaptureFi
 def test_completion_scripts_are_printed(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["completion", shell]) == 0
     assert "_GANGER_COMPLETE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["quue"]])
+def test_closed_outputs_are_no_error_of_ours(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == (0 if arguments == ["--help"] else 2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.close()

@@ -124,6 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point: runs a command and exits. Never shows a traceback."""
     # gRPC's own lines ("add_port.cc:83 ...") before our one sentence help nobody.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    # Closed by who started us: what is said goes nowhere, as it was meant to.
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         # A terminal without a sign for "→" shall show "?" rather than nothing at all.
         if isinstance(stream, io.TextIOWrapper):
