@@ -332,15 +332,24 @@ class State:
     def history(self, now: float, subject: str, kind: str, cause: str, message: str = "", **figures: object) -> None:
         sequence = self.counters.next_event
         self.counters.next_event += 1
-        texts = {name: str(value) for name, value in sorted(figures.items())}
+        texts = {name: str(value) for name, value in figures.items()}
         self.outbox.append(History(sequence, now, subject, kind, cause, message, texts))
 
     def note_refusals(self, number: int, refusals: tuple[Refusal, ...]) -> None:
         self.refusals[number] = refusals
-        self.blocked = None
+        if self.blocked is not None and not self._is_behind(number, self.blocked):
+            self.blocked = None
+
+    def _is_behind(self, number: int, blocked: Blocked) -> bool:
+        """Whether so many are blocked ahead of the job that it is none of those who count."""
+        numbers = blocked.numbers
+        if number in numbers or len(numbers) < self.settings.protected_jobs:
+            return False
+        key = self.policy.key
+        return (key(self.jobs[numbers[-1]]), numbers[-1]) < (key(self.jobs[number]), number)
 
     def _forget_refusals(self, number: int) -> None:
-        if self.refusals.pop(number, None) is not None:
+        if self.refusals.pop(number, None) is not None and self.blocked is not None and number in self.blocked.numbers:
             self.blocked = None
 
     def note_conflicts(self, number: int, count: int) -> None:
