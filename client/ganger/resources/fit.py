@@ -36,6 +36,11 @@ def demand(configuration_set: ConfigurationSet, shape: GangShape, tasks: Sequenc
     least one, and of the memory what is left beside the arenas of all devices (at most half of it is kept for them).
     A task without devices gets one core and the memory that goes with a core.
     """
+    if len(tasks) == 1 == len(shape.roles) and (task := shape.roles[0].shape).millicores and task.memory_bytes:
+        # One role that says all it needs, as most do.
+        gpus = tasks[0] * task.gpus
+        arena = gpus * shape.arena_bytes_per_device
+        return Demand(gpus, tasks[0] * task.millicores, tasks[0] * task.memory_bytes, arena)
     gpus = millicores = memory = 0
     assert len(tasks) == len(shape.roles), f"{len(tasks)} numbers of tasks for {len(shape.roles)} roles"
     for index, role in enumerate(shape.roles):

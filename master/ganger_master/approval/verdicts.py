@@ -51,11 +51,11 @@ def approve(
     `rank` is the job's position in the policy's order, 0 for a request out of turn, which goes behind everybody.
     `holding`: pieces that are the job's own.
     """
-    refusals: tuple[Refusal, ...] = (Refusal(Reason.CLAIM_MISMATCH, detail="a request without candidates"),)
+    refusals: tuple[Refusal, ...] = _NO_CANDIDATES
     conflicting: dict[str, NodeRow] = {}
     for index, claims in enumerate(candidates[:MOST_CANDIDATES]):
         refusals = fit(view, shape, claims, holding=holding)
-        if not refusals:
+        if not refusals and protected is not NOTHING:
             refusals = trespass(view, protected, claims, rank=rank, job=job)
         if not refusals:
             return Approved(index, tuple(claims), gang_level(view, claims))
@@ -63,3 +63,6 @@ def approve(
             if refusal.node in view and refusal.node not in conflicting:
                 conflicting[refusal.node] = view.row(refusal.node)
     return Rejected(order(refusals), tuple(conflicting.values()))
+
+
+_NO_CANDIDATES = (Refusal(Reason.CLAIM_MISMATCH, detail="a request without candidates"),)

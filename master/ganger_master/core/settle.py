@@ -19,8 +19,11 @@ _TICK_SECONDS = 0.001
 def settle(state: State, now: float, cause: str) -> None:
     """Draws every consequence of an event and brings the view up to date."""
     for _ in range(_ROUNDS_LIMIT):
-        _review_jobs(state, now, cause)
-        _refresh_rows(state)
+        # Most events leave nothing of the one or the other.
+        if state.dirty.jobs:
+            _review_jobs(state, now, cause)
+        if state.dirty.rows:
+            _refresh_rows(state)
         if state.dirty.arenas:
             arenas.follow(state)
         if state.draining:
