@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from ganger.injob import obedience
 from ganger.injob.boundary import has_ended
 from ganger.injob.control import Control, Handlers, RestoreOrder, StopRequest
 from ganger.injob.page import (
     EXIT_FENCED,
+    EXIT_NO_STATE,
     EXIT_YIELDED,
     Error,
     Level,
@@ -288,6 +290,58 @@ def test_newer_stop_further_on_restores_before_it_steps(tmp_path: Path) -> None:
     assert told == [5]
     assert (control.step, pages[0].progress().ack_step) == (8, 5)
     control.close()
+
+
+def _parked_with_a_state_that_fails(page: Page, control: Control, failures: int) -> list[int]:
+    """A rank parked at step 1 whose state comes back after so many failures; returns what counts the attempts."""
+    attempts: list[int] = []
+
+    def restore(_: object) -> None:
+        attempts.append(control.step)
+        if len(attempts) <= failures:
+            raise RuntimeError("device memory is not free yet")
+
+    control.handlers = Handlers(on_offload=lambda _: 1, on_restore=restore)
+    control.start(0)
+    page.write_order(2, Order.STOP, stop_seq=2, level=Level.OFFLOAD)
+    return attempts
+
+
+def _run_when_offloaded(page: Page) -> None:
+    _within(lambda: page.progress().state == State.OFFLOADED, "the offload")
+    page.write_order(3, Order.RUN)
+
+
+def test_a_state_that_does_not_come_back_is_tried_again(
+    page: Page, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(obedience, "_RESTORE_AGAIN_NS", 1_000_000)
+    attempts = _parked_with_a_state_that_fails(page, control, failures=2)
+    thread = _meanwhile(lambda: _run_when_offloaded(page))
+    control.boundary()
+    control.boundary()
+    thread.join()
+    assert attempts == [1, 1, 1]
+    assert (control.step, page.progress().state) == (2, State.RUNNING)
+
+
+def test_a_rank_whose_state_never_comes_back_ends(
+    page: Page, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(obedience, "_RESTORE_AGAIN_NS", 1_000_000)
+    monkeypatch.setattr(obedience, "_RESTORE_PATIENCE_NS", 20_000_000)
+    monkeypatch.setattr(obedience.exitcode, "leave_now", leave)
+    attempts = _parked_with_a_state_that_fails(page, control, failures=1 << 30)
+    thread = _meanwhile(lambda: _run_when_offloaded(page))
+    with pytest.raises(SystemExit) as ending:
+        control.boundary()
+    thread.join()
+    assert ending.value.code == EXIT_NO_STATE
+    assert len(attempts) > 1
+    assert page.progress().error == Error.STATE_UNREADABLE
 
 
 def test_first_process_takes_the_page_and_keeps_it(page: Page, control: Control) -> None:

@@ -19,6 +19,7 @@ from ganger.injob.jobsocket import JobSocket
 from ganger.injob.page import (
     CHECKPOINT_BIT,
     EXIT_FENCED,
+    EXIT_NO_STATE,
     EXIT_YIELDED,
     Error,
     Level,
@@ -44,6 +45,10 @@ _LONGEST_SLEEP = 1e-3
 # Parked for long: nobody is in a hurry, and 1,000 wake-ups a second of every parked rank would be felt.
 _PARKED_SLEEP = 5e-3
 _PARKED_AFTER = 5.0
+# What kept a state from coming back (device memory that is still somebody else's) may pass; a gang that waits for ever
+# holds its devices for nothing.
+_RESTORE_AGAIN_NS = 1_000_000_000
+_RESTORE_PATIENCE_NS = 30_000_000_000
 
 
 class StopRequest(NamedTuple):
@@ -96,7 +101,7 @@ class Obedience:
         self._checkpoint_seen = 0
         self._checkpoint_handled = 0
         self._attempted = 0  # ORDER_SEQ last carried out or failed at
-        self._failed_restore = 0  # ORDER_SEQ under which the state could not be brought back
+        self._failed_restore = (0, 0, 0)  # ORDER_SEQ under which the state did not come back, first and last time
         self._saved = (0, 0)  # (STOP_SEQ, step) whose shard is durable
         self._held = False  # stopped at a boundary since the last RUN
         self._offloaded = False
@@ -222,16 +227,28 @@ class Obedience:
         """Leave a held stop, for a RUN or for a newer stop further on; False if the state cannot be brought back."""
         if not self._held:
             return True
-        if self._offloaded:
-            if order.seq == self._failed_restore:
-                return False
-            if not self._bring_back():
-                return False
+        if self._offloaded and not self._bring_back_in_time(order):
+            return False
         self._held = False
         self._fresh = True
         self._words[Word.FIRST_STEP_TIME] = 0
         self._words[Word.STATE] = State.RUNNING
         return True
+
+    def _bring_back_in_time(self, order: PageOrder) -> bool:
+        """Bring the state back, trying again for a while; a rank that cannot go on ends, and its gang with it."""
+        seq, first, last = self._failed_restore
+        now = now_ns()
+        if seq != order.seq:
+            first = now
+        elif now - last < _RESTORE_AGAIN_NS:
+            return False
+        if self._bring_back():
+            return True
+        self._failed_restore = (order.seq, first, now_ns())
+        if now - first >= _RESTORE_PATIENCE_NS:
+            self._leave(EXIT_NO_STATE)
+        return False
 
     def _bring_back(self) -> bool:
         self._words[Word.STATE] = State.RESTORING
@@ -243,7 +260,6 @@ class Obedience:
 
         if not self._try(restore, Error.STATE_UNREADABLE):
             self._words[Word.STATE] = State.OFFLOADED
-            self._failed_restore = self._order.seq
             return False
         self._offloaded = False
         return True

@@ -118,7 +118,7 @@ class StateKeeper:
 
     def bring_back(self, request: StopRequest | None) -> None:
         """Fill the freed storages again. Every tensor is where the script left it, at a new address."""
-        parked, self._parked = self._parked, None
+        parked = self._parked
         if parked is None or self.arena is None:
             return
         self.arena.view()
@@ -128,6 +128,8 @@ class StateKeeper:
                 target = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,), (1,))
                 target.copy_(self.arena.tensor(offset, size), non_blocking=True)
         _synchronize()
+        # not before: after a failure it is tried again
+        self._parked = None
 
     def hand_over(self, request: StopRequest) -> None:
         """Leave a complete image in the arena for another rank; the tensors stay."""
