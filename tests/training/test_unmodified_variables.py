@@ -85,6 +85,22 @@ def main():
 main()
 """
 
+BEGUN_ANEW = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader, step = DataLoader(data, batch_size=4, shuffle=True), 0
+batches = iter(loader)
+while step < 10:
+    try:
+        x, y = next(batches)
+    except StopIteration:
+        batches = iter(loader)
+        x, y = next(batches)
+    loss = (model(x) - y).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    step += 1
+    print(step, loss.item().hex(), flush=True)
+"""
+
 IN_A_WHILE = """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 def endless(loader):
@@ -117,8 +133,8 @@ print(results)
 
 @pytest.mark.parametrize(
     ("text", "stops"),
-    [(EVERYWHERE, [1, 6, 13]), (IN_A_WHILE, [4, 7]), (TWO_RUNS, [9])],
-    ids=["everywhere", "in a while", "two runs"],
+    [(EVERYWHERE, [1, 6, 13]), (IN_A_WHILE, [4, 7]), (BEGUN_ANEW, [7]), (TWO_RUNS, [9])],
+    ids=["everywhere", "in a while", "begun anew", "two runs"],
 )
 def test_variables_objects_and_generators_of_a_script_come_back(tmp_path: Path, text: str, stops: list[int]) -> None:
     script = tmp_path / "train.py"
@@ -138,6 +154,8 @@ REFUSED = {
     "for step in range(6):\n    x, y = next(batches)" + FIT,
     "a for loop around next() of a generator": "batches = (batch for batch in DataLoader(data, batch_size=4))\n"
     "for step in range(6):\n    x, y = next(batches)" + FIT,
+    "fetching ahead": "batches = iter(DataLoader(data, batch_size=4))\nahead = next(batches)\n"
+    "while ahead is not None:\n    x, y = ahead\n    ahead = next(batches, None)" + FIT,
     "a zip": "for n, (x, y) in zip(range(5), DataLoader(data, batch_size=4)):" + FIT,
     "workers that stay": "for x, y in DataLoader(data, batch_size=4, num_workers=1, persistent_workers=True):" + FIT,
 }

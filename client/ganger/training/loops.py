@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Callable, Protocol
 
 import torch
 from torch.utils.data import IterableDataset
 
 from ganger.training.enumeration import count_from
 from ganger.training.randomness import capture_random, generator_bytes, generator_tensor, restore_random
-from ganger.training.repeating import places, site
+from ganger.training.repeating import fetch_place, places, site
 
 _clock = time.perf_counter_ns
 
@@ -38,7 +38,8 @@ class Loop:
 
     def __init__(self, script: Script, loader: Any, original: Any, number: int) -> None:
         self._script = script
-        self._before_fetch = script.before_fetch
+        self._before_fetch: Callable[[Loop], None] = Loop._first_fetch
+        self.fetched_first_at: object = None
         self._after_fetch = script.after_fetch
         self.reference = weakref.ref(self)
         self.number = number
@@ -53,6 +54,11 @@ class Loop:
 
     def _make_iterator(self, loader: Any, original: Any) -> Any:
         return original(loader)
+
+    def _first_fetch(self) -> None:
+        self.fetched_first_at = fetch_place()
+        self._before_fetch = self._script.before_fetch
+        self._before_fetch(self)
 
     def __iter__(self) -> Loop:
         return self

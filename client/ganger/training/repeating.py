@@ -13,6 +13,7 @@ import functools
 import gc
 import inspect
 import itertools
+import sys
 import types
 from typing import Any
 
@@ -29,10 +30,22 @@ def places() -> tuple[Place, ...]:
     return tuple((id(frame), _loops_around(frame)) for frame in _frames())
 
 
+def fetch_place() -> tuple[tuple[types.CodeType, int], ...] | None:
+    """Where the script fetches; None in the handler of the StopIteration that began the pass, which leads back there.
+
+    A restart goes on at the first fetch of a pass. Where later ones are made elsewhere, batches are fetched ahead
+    of their steps, and the one in hand would be lost.
+    """
+    if sys.exc_info()[0] is StopIteration:
+        return None
+    # by line: the offset of a call changes when the interpreter specialises it
+    return tuple((frame.f_code, frame.f_lineno) for frame in _frames())
+
+
 def site() -> tuple[types.CodeType, int]:
-    """The line of the script that is being run, as code and offset."""
+    """The line of the script that is being run."""
     frame = _caller(None)
-    return frame.f_code, frame.f_lasti
+    return frame.f_code, frame.f_lineno
 
 
 def loops_inside_pass(begun: tuple[Place, ...]) -> bool:

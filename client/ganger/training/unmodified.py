@@ -28,7 +28,7 @@ from ganger.training.offload import StateKeeper
 from ganger.training.ownfiles import OwnFiles
 from ganger.training.progress import Progress
 from ganger.training.randomness import restore_random
-from ganger.training.repeating import counted_by, loops_inside_pass
+from ganger.training.repeating import counted_by, fetch_place, loops_inside_pass
 from ganger.training.state import Training, capture
 from ganger.training.variables import Variables
 
@@ -263,6 +263,8 @@ class UnmodifiedScript:
         self._examined = loop.reference
         if loops_inside_pass(loop.begun):
             self.note_reason("it fetches batches inside a for loop of its own; write that one as a while loop")
+        elif loop.fetched_first_at not in (None, fetch_place()):
+            self.note_reason("it fetches batches ahead of the steps they are for")
         if loop.keeps_workers:
             self.note_reason("DataLoader(persistent_workers=True) keeps random numbers in its workers")
         resumed = self._files.resumed_from()
