@@ -6,7 +6,7 @@ import os
 import uuid
 
 import pytest
-from daemon.kit import Cluster, Observed, in_phase, run
+from daemon.kit import Cluster, Intents, Observed, in_phase, run, with_changes
 from ganger.injob.page import Page, Word, page_path
 
 pytestmark = pytest.mark.system
@@ -36,5 +36,22 @@ def test_jobs_that_damage_their_pages_are_killed_by_name_and_the_daemon_and_othe
         assert second.outcome.message == f"killed: control page {overwritten} was overwritten by its job"
         assert made.master.book("n1").observed[3].phase == Observed.PHASE_RUNNING
         assert daemon.returncode is None
+
+    run(story)
+
+
+@pytest.mark.parametrize("word", [(1 << 64) - 1, 1 << 62])
+def test_whatever_a_job_reports_fits_into_what_the_daemon_says_of_it(word: int) -> None:
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1")
+        uid = str(uuid.uuid4())
+        await made.master.want("n1", made.gang({"n1": [0]}, "n1", uid=uid, command=["sleep", "1000"]))
+        await made.master.until("n1", 1, lambda gang: bool(gang.ranks))
+        page = Page.open(page_path(str(made.directory / "r-n1" / uid / "1"), 0))
+        for index in range(Word.ACK_SEQ, Word.ERROR + 1):
+            page.set(index, word)
+        stop = with_changes(made.gang({"n1": [0]}, "n1", uid=uid), 2, intent=Intents.INTENT_STOP)
+        await made.master.want("n1", stop)
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
 
     run(story)

@@ -26,8 +26,9 @@ _WORDS = PAGE_BYTES // 8
 _WORD_LIMIT = (1 << 64) - 1
 # Numbers of a job above these are nonsense; they are cut, so that arithmetic on them stays harmless.
 _STEP_LIMIT = (1 << 62) - 1
-# No daemon writes more threads, or asks for them more often.
+# No daemon asks for threads more often than this, or for more of them.
 _COUNT_LIMIT = (1 << 31) - 1
+_THREADS_LIMIT = 65_536
 
 
 class Word:
@@ -331,7 +332,7 @@ class Page:
         whole = (MAGIC << 16 | VERSION, epoch, rank, world)
         if (words[Word.MAGIC], words[Word.EPOCH], words[Word.RANK], words[Word.WORLD]) != whole:
             return f"control page {self.path} was overwritten by its job"
-        if words[Word.THREADS] > _COUNT_LIMIT or words[Word.RETUNE_SEQ] > _COUNT_LIMIT:
+        if words[Word.THREADS] > _THREADS_LIMIT or words[Word.RETUNE_SEQ] > _COUNT_LIMIT:
             return f"the orders in control page {self.path} were overwritten by its job"
         return ""
 
@@ -508,7 +509,7 @@ class Page:
             checkpoint_step=number(Word.CHECKPOINT_STEP),
             restored_step=number(Word.RESTORED_STEP),
             hello_time_ns=number(Word.HELLO_TIME),
-            threads_applied=number(Word.THREADS_APPLIED),
+            threads_applied=min(self.words[Word.THREADS_APPLIED], _THREADS_LIMIT),
             error=min(self.words[Word.ERROR], Error.STORAGE_FAILED),
             lock_pid=number(Word.LOCK),
         )

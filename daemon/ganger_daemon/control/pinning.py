@@ -55,7 +55,7 @@ class Pinning:
 
     def threads(self) -> int:
         """Threads the slowest-told rank runs with."""
-        applied = [self._pages[rank].get(Word.THREADS_APPLIED) for rank in self._part.ranks]
+        applied = [self._pages.progress(rank).threads_applied for rank in self._part.ranks]
         return min(applied) or self._pages.threads()
 
     async def _pin(self) -> None:
