@@ -79,6 +79,40 @@ def test_turns_that_went_to_nobody_are_given_anew_to_the_first_host() -> None:
     assert drive.state.turns[drive.state.turn_of[number]] == given
 
 
+def test_in_a_strict_queue_several_are_asked_at_once_only_where_there_is_room_for_all_of_them() -> None:
+    drive = Drive(2)
+    first, second, third = drive.submit(job_of(2)), drive.submit(job_of(2)), drive.submit(job_of(1))
+    assert sorted(turn.number for turn in drive.state.turns.values()) == [first, second]
+    drive.start(first)
+    drive.start(second)
+    assert [turn.number for turn in drive.state.turns.values()] == [third]
+
+
+def test_a_scheduler_that_answers_now_and_then_keeps_its_turns() -> None:
+    drive = Drive(1)
+    drive.start(drive.submit(job_of(1)))
+    number = with_own_scheduler(drive, 4)
+    for _ in range(4):
+        drive.now += Settings().turn_lease_seconds + 0.1
+        drive.step(Tick())
+        assert drive.state.lost_turns[number] == 1
+        passes(drive, number)
+        drive.now += Settings().turn_again_seconds
+        drive.step(Tick())
+    assert drive.state.turns[drive.state.turn_of[number]].scheduler == "mine:Scheduler"
+
+
+def test_a_turn_goes_with_the_stream_that_had_it() -> None:
+    drive = Drive(1)
+    number = drive.submit(replace(job_of(1), scheduler="mine:Scheduler"))
+    drive.step(ClaimTurns("run-1", (number,)))
+    turn = drive.state.turns[drive.state.turn_of[number]]
+    assert turn.scheduler == "run-1"
+    drive.step(ClaimTurns("run-1", connected=False))
+    assert turn.turn not in drive.state.turns
+    assert drive.state.turns[drive.state.turn_of[number]].scheduler == "mine:Scheduler"
+
+
 def passes(drive: Drive, number: int) -> None:
     """Its scheduler says that devices are missing, whatever is free."""
     turn = drive.state.turn_of[number]

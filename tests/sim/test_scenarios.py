@@ -8,10 +8,12 @@ cordon|uncordon|drain|reboot|storage|nostorage NODE                       run SE
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ganger.resources.reasons import Kind, Reason
 from ganger.resources.topology import parse_topology
 from ganger.resources.values import Level, Locality, Role, TaskShape
 from ganger_master.core import commands
@@ -33,6 +35,16 @@ def test_the_scenario_prints_what_its_file_says(path: Path, request: pytest.Fixt
         path.write_text(printed)
     else:
         assert printed == told
+
+
+def test_for_every_blocker_a_scenario_names_it_and_the_job_starts_once_it_is_gone() -> None:
+    told = {path.stem: path.read_text() for path in SCENARIOS}
+    for reason in Reason:
+        if reason.kind is Kind.BLOCKER:
+            story = told[f"why_{reason.name.lower()}"]
+            named = re.search(rf"^why (\d+)\n----\n{reason.name}:", story, re.MULTILINE)
+            assert named, reason
+            assert re.search(rf"^jobs/{named[1]} HOLDING", story[named.end() :], re.MULTILINE), reason
 
 
 def _told_again(text: str) -> str:

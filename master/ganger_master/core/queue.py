@@ -143,8 +143,6 @@ def note_stream(state: State, claim: ClaimTurns, now: float) -> None:
                     state.lost_turns[number] = state.settings.lost_turns_allowed - 1
                     state.returned[number] = now
     stale = [turn for turn in state.turns.values() if turn.scheduler != scheduler_of(state, state.jobs[turn.number])]
-    if not claim.connected:
-        stale += [turn for turn in state.turns.values() if turn.scheduler == claim.scheduler and turn not in stale]
     if claim.alone:
         stale = [*stale, *[turn for turn in state.turns.values() if not turn.scheduler and turn not in stale]]
     for turn in stale:
