@@ -57,7 +57,7 @@ IDENTITY = """
 import sys, os, __main__
 print(sys.argv, sys.path[0], __name__, __file__, __spec__, __package__, __doc__)
 print(sorted(key for key in globals() if not key.startswith("_")), __main__.__dict__ is globals())
-print(type(__loader__).__name__, sys.modules["__main__"].__file__, sys.orig_argv[1:])
+print(type(__loader__).__name__, sys.modules["__main__"].__file__, getattr(sys, "orig_argv", [])[1:])
 """
 
 

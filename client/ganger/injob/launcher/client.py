@@ -241,7 +241,7 @@ class Launcher:
             space = socket.CMSG_SPACE(4)
             try:
                 data, rights, _, _ = self._connection.recvmsg(1 << 16, space, socket.MSG_CMSG_CLOEXEC)
-            except TimeoutError as error:
+            except socket.timeout as error:  # TimeoutError itself from Python 3.10 on
                 raise LauncherError("TIMEOUT", "the launcher does not answer in time") from error
             except OSError as error:
                 raise LauncherError("UNREACHABLE", f"the launcher is gone: {error}") from error
