@@ -88,7 +88,7 @@ class Master:
         try:
             policy_named(config.policy)
         except (KeyError, ValueError) as error:
-            raise StartError(f"policy {config.policy!r} is not one this master knows", Obstacle.SETTING) from error
+            raise StartError(str(error.args[0]), Obstacle.SETTING) from error
         settings = Settings(
             lost_after_seconds=config.lost_after_seconds,
             policy=config.policy,

@@ -173,9 +173,8 @@ def _settle_jobs(directory: Path, cancel_jobs: bool) -> None:
             if not cancel_jobs:
                 held = sum(job.state == Job.STATE_HOLDING for job in live)
                 if held:
-                    message = (
-                        f"{held} jobs go on without a scheduler; `ganger up{_state_flag(directory)}` takes them up"
-                    )
+                    jobs = "1 job goes" if held == 1 else f"{held} jobs go"
+                    message = f"{jobs} on without a scheduler; `ganger up{_state_flag(directory)}` takes them up"
                     click.echo(f"{message} again (--cancel-jobs ends them)", err=True)
                 return
             for job in live:

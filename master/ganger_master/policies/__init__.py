@@ -33,4 +33,4 @@ def policy_named(name: str) -> Policy:
     try:
         return POLICIES[name]
     except KeyError:
-        raise KeyError(f"no policy {name!r}; known are {', '.join(sorted(POLICIES))}") from None
+        raise KeyError(f"there is no policy {name!r}; there are {', '.join(sorted(POLICIES))}") from None
