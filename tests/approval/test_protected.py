@@ -18,7 +18,8 @@ JOBS = st.sampled_from(["jobs/1", "jobs/2", "jobs/3"])
 
 def claims(arena: bool = True) -> st.SearchStrategy[Claim]:
     arenas = st.sampled_from([0, 0, 16 * GIB]) if arena else st.just(0)
-    return st.builds(Claim, st.just("s0"), st.integers(0, 15), CORES, MEMORY, arenas, st.just((1,)))
+    masks = st.sampled_from([0, 0, 0b0001, 0b0010, 0b1100])
+    return st.builds(Claim, st.just("s0"), masks, CORES, MEMORY, arenas, st.just((1,)))
 
 
 def naive_may(view: View, kept: list[Kept], claim: Claim, rank: int, job: str) -> bool:

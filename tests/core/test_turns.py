@@ -138,6 +138,19 @@ def test_a_scheduler_that_passes_though_there_is_a_place_holds_up_nobody() -> No
     drive.start(drive.submit(job_of(1)))
 
 
+def test_a_scheduler_of_ones_own_that_could_not_know_of_the_place_yet_is_asked_again_and_kept_it() -> None:
+    drive = Drive(1)
+    holder = drive.submit(job_of(4))
+    drive.start(holder)
+    number = with_own_scheduler(drive, 2)
+    seen = drive.state.view.version
+    drive.step(CancelJob(holder))
+    drive.observe("n1")
+    drive.request(number, blockers=True, view_version=seen)
+    assert number in drive.state.turn_of
+    assert not drive.state.declined
+
+
 def test_a_scheduler_of_ones_own_that_truly_finds_no_place_is_kept_one() -> None:
     drive = Drive(1)
     drive.start(drive.submit(job_of(1)))

@@ -72,15 +72,14 @@ def trespass(
         slot = view.slots.get(claim.node)
         if slot is None:
             continue
-        mask, memory = 0, 0
+        memory = 0
         millicores = [0] * len(claim.millicores)
         for kept in protected.nodes.get(claim.node, ()):
             if not _goes_first(kept.job, kept.rank, rank, job):
                 continue
-            mask |= kept.device_mask
             memory += kept.memory_bytes
             millicores = [have + more for have, more in zip(millicores, kept.millicores, strict=True)]
-            figures = _in_the_way(view, slot, claim, mask, millicores, memory)
+            figures = _in_the_way(view, slot, claim, kept.device_mask, millicores, memory)
             if figures:
                 refusals.append(
                     Refusal(
@@ -101,7 +100,7 @@ def _goes_first(job: str, its_rank: int, rank: int, own: str) -> bool:
 def _in_the_way(
     view: View, slot: int, claim: Claim, mask: int, millicores: Sequence[int], memory: int
 ) -> dict[str, int]:
-    """What the claim would take of what is kept."""
+    """What the claim would take of these devices, or of the cores and bytes that are kept so far."""
     if claim.device_mask & mask:
         return {"kept_devices": (claim.device_mask & mask).bit_count()}
     for have, wanted, kept in zip(view.millicores[slot], claim.millicores, millicores, strict=True):

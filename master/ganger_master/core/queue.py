@@ -121,7 +121,8 @@ def note_refused(state: State, event: GangRefused) -> None:
     before, last = state.passed.get(event.number, (0, 0.0))
     version = event.view_version if event.view_version > before else state.view.version
     state.passed[event.number] = (version, event.time)
-    _note_declined(state, turn, event, last)
+    if version == state.view.version:
+        _note_declined(state, turn, event, last)
     state.drop_turn(event.number)
 
 
