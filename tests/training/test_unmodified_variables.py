@@ -170,6 +170,7 @@ def test_a_script_that_cannot_be_brought_back_by_running_it_again_is_offered_no_
     rank = Rank(tmp_path / "run", script, agent=True)
     assert rank.end() == 0, rank.output()
     assert rank.page.get(Word.CAPABILITIES) == Capability.PAUSE | Capability.OFFLOAD
+    assert "this script can be paused, but neither moved nor saved: it" in rank.output()
 
 
 RESUMING = """

@@ -39,6 +39,8 @@ class JobSocket:
         """Say who this is, now and after every reconnection; ``now`` is a time in ns of any clock, always the same."""
         self._hello = message
         self._drop()
+        # rare, and perhaps the last word of a short job: it does not wait its turn
+        self._next_try_ns = 0
         self.tend(now)
 
     def send(self, message: dict[str, Any], now: int) -> None:

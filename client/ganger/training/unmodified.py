@@ -8,6 +8,7 @@ are skipped, then the complete state is put back and the script goes on as if no
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -266,7 +267,7 @@ class UnmodifiedScript:
         elif loop.fetched_first_at not in (None, fetch_place()):
             self.note_reason("it fetches batches ahead of the steps they are for")
         if loop.keeps_workers:
-            self.note_reason("DataLoader(persistent_workers=True) keeps random numbers in its workers")
+            self.note_reason("its DataLoader(persistent_workers=True) keeps random numbers in its workers")
         resumed = self._files.resumed_from()
         if resumed:
             self.note_reason(f"it goes on from {resumed} by itself")
@@ -281,6 +282,13 @@ class UnmodifiedScript:
         if self._reasons:
             self._capabilities &= ~Capability.CHECKPOINT
         self._control.hello(self._capabilities, form="unmodified", reason="; ".join(self._reasons))
+        if self._reasons and self._control.rank == 0:
+            print(
+                f"ganger: this script can be paused, but neither moved nor saved: {'; '.join(self._reasons)}. "
+                "docs/unmodified.md says what helps",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def note_reason(self, reason: str) -> None:
         if reason not in self._reasons:
