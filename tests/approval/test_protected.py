@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from ganger.resources.reasons import Reason
 from ganger.resources.values import Claim
 from ganger.resources.view import View
@@ -11,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import GIB, cluster
 
-MEMORY = st.integers(0, 8).map(lambda eighths: eighths * 8 * GIB)
-CORES = st.tuples(st.sampled_from([0, 1000, 3000]), st.sampled_from([0, 2000]))
+# Two of them fit beside each other, three do not.
+MEMORY = st.sampled_from([0, 24 * GIB])
+CORES = st.tuples(st.sampled_from([0, 2000]), st.sampled_from([0, 2000]))
 JOBS = st.sampled_from(["jobs/1", "jobs/2", "jobs/3"])
 
 
 def claims(arena: bool = True) -> st.SearchStrategy[Claim]:
-    arenas = st.sampled_from([0, 0, 16 * GIB]) if arena else st.just(0)
-    masks = st.sampled_from([0, 0, 0b0001, 0b0010, 0b1100])
+    arenas = st.sampled_from([0, 0, 20 * GIB]) if arena else st.just(0)
+    masks = st.sampled_from([0, 0, 0, 0b0001, 0b1100])
     return st.builds(Claim, st.just("s0"), masks, CORES, MEMORY, arenas, st.just((1,)))
 
 
@@ -40,7 +42,7 @@ def naive_may(view: View, kept: list[Kept], claim: Claim, rank: int, job: str) -
 @settings(max_examples=150)
 @given(
     held=claims(arena=False),
-    kept=st.lists(st.tuples(JOBS, st.integers(1, 4), claims()), max_size=4),
+    kept=st.lists(st.tuples(JOBS, st.integers(1, 3), claims()), max_size=4),
     claim=claims(),
     rank=st.integers(0, 4),
     job=JOBS,
@@ -60,3 +62,19 @@ def test_pieces_are_refused_exactly_where_they_are_kept_for_others_ahead(
     for refusal in refusals:
         assert (refusal.reason, refusal.node) == (Reason.RESERVED, "s0")
         assert refusal.job != job
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        Claim("s0", 0, (0, 0), 24 * GIB, 0, (1,)),
+        Claim("s0", 0, (0, 0), 4 * GIB, 20 * GIB, (1,)),
+        Claim("s0", 0, (2000, 0), 0, 0, (1,)),
+    ],
+)
+def test_what_is_kept_for_several_adds_up(one: Claim) -> None:
+    view = cluster(1)
+    first = [Reservation(f"jobs/{rank}", rank, (one,)) for rank in (1, 2)]
+    assert trespass(view, protect(view, first[:1]), [one], rank=3, job="jobs/3") == ()
+    (refusal,) = trespass(view, protect(view, first), [one], rank=3, job="jobs/3")
+    assert (refusal.reason, refusal.job) == (Reason.RESERVED, "jobs/2")
