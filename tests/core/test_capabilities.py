@@ -42,3 +42,15 @@ def test_a_new_hello_replaces_it() -> None:
     says(drive, number, OPAQUE, presumed=True)
     says(drive, number, OPAQUE, presumed=False)
     assert drive.job(number).capabilities == OPAQUE
+
+
+def test_a_job_that_is_parked_but_not_brought_back_elsewhere_is_not_moved_and_the_reason_is_said() -> None:
+    drive = Drive(2)
+    number = drive.submit(job_of(2))
+    drive.start(number)
+    drive.runs(number)
+    stays = Capabilities(pause=True, offload=True, missing={"MOVE": "its log says why"}, known=True)
+    says(drive, number, stays, presumed=False)
+    refusal = drive.step(MoveJob(number))
+    assert isinstance(refusal, Refused)
+    assert "its log says why" in refusal.message

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ganger.injob.page import EXIT_NO_STATE, Capability, Word
+from ganger.injob.page import EXIT_NO_STATE, Capability, Level, Word
 from training.harness import Rank, run_in_parts, run_to_end
 
 pytestmark = pytest.mark.torch
@@ -171,6 +171,24 @@ def test_a_script_that_cannot_be_brought_back_by_running_it_again_is_offered_no_
     assert rank.end() == 0, rank.output()
     assert rank.page.get(Word.CAPABILITIES) == Capability.PAUSE | Capability.OFFLOAD
     assert "this script can be paused, but neither moved nor saved: it" in rank.output()
+
+
+def test_a_parked_state_of_such_a_script_that_is_carried_elsewhere_all_the_same_is_not_restored(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    endless = "while True:\n    for n, (x, y) in zip(range(5), DataLoader(data, batch_size=4)):"
+    script.write_text(
+        HEAD + "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n" + endless + FIT.replace("    ", "        ")
+    )
+    rank = Rank(tmp_path / "run", script, agent=True, arena_bytes=1 << 24)
+    rank.at_step(3)
+    rank.stop(2, Level.HAND_OVER)
+    step = rank.reached(2)
+    restore = {"kind": "arena", "step": step, "size": rank.page.get(Word.ARENA_SIZE)}
+    again = Rank(tmp_path / "again", script, agent=True, restore=restore, arena_fd=rank.arena_fd)
+    again.page.set(Word.ARENA_AVAILABLE, rank.page.get(Word.ARENA_FILLED))
+    assert again.end() == EXIT_NO_STATE, again.output()
+    assert "zip" in json.loads((tmp_path / "again/rank-0.error.json").read_text())["message"]
+    rank.kill()
 
 
 RESUMING = """

@@ -204,6 +204,10 @@ class UnmodifiedScript:
             self._target = self._keeper.position_at_start()
             self._files.saved.update(self._target["files"])
             resumed = self._files.resumed_from()
+            if self._target["reasons"]:
+                message = f"this script cannot be run again to its position: {'; '.join(self._target['reasons'])}"
+                control.error(Error.STATE_UNREADABLE, message)
+                exitcode.leave_now(EXIT_NO_STATE)
             if resumed:
                 message = (
                     f"{resumed}: the script goes on from there by itself, so it cannot be run again to its position"
@@ -316,6 +320,8 @@ class UnmodifiedScript:
             "loop": self._loops if loop is None else loop.number,
             "taken": 0 if loop is None else loop.taken,
             "at creation": None if loop is None else loop.at_creation,
+            # whoever restores it must know: a state parked for a pause can be carried elsewhere without asking the rank
+            "reasons": list(self._reasons),
             "files": sorted(self._files.saved),
             "variables": self._variables.changed() if Capability.CHECKPOINT & self._capabilities else {},
         }

@@ -19,6 +19,9 @@ from .desired import order_key_to_wire
 if TYPE_CHECKING:
     from .gang import LocalGang
 
+# Beside the levels' names in Capabilities.missing: why the job can go to no other process, whatever can be parked.
+MOVE = "MOVE"
+
 # Sums of a job's own numbers; a message holds no larger one.
 _BYTES_LIMIT = (1 << 62) - 1
 
@@ -116,4 +119,7 @@ def _add_what_the_agent_can(capabilities: job_pb2.Capabilities, gang: LocalGang,
     if able & Capability.CHECKPOINT and not gang.host.storage.proved:
         capabilities.missing["CHECKPOINT"] = "the storage of this node is not the cluster's"
     elif not capabilities.checkpoint:
-        capabilities.missing["CHECKPOINT"] = "the agent cannot save and restore this script"
+        capabilities.missing["CHECKPOINT"] = (
+            "the agent cannot bring this script back in a new process; its log says why"
+        )
+        capabilities.missing[MOVE] = capabilities.missing["CHECKPOINT"]

@@ -146,8 +146,9 @@ def give_up_move(state: State, number: int, now: float, cause: str) -> None:
 
 
 def can_hand_over(job: Job) -> bool:
-    """Whether its state can be captured at all, to be carried elsewhere."""
-    return job.capabilities.offload or job.capabilities.checkpoint
+    """Whether its state can be captured at all, to be carried elsewhere, and brought back in another process."""
+    offered = job.capabilities
+    return (offered.offload or offered.checkpoint) and "MOVE" not in offered.missing
 
 
 # -- consequences ------------------------------------------------------------------------------------------------------

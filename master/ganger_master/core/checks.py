@@ -72,7 +72,8 @@ def check_move(
     if job.state is not JobState.HOLDING or gang is None or gang.phase is not GangPhase.RUNNING:
         return not_running(job, gang)
     if not can_hand_over(job):
-        why = job.capabilities.missing.get("OFFLOAD", "the job offers no level that captures its state")
+        missing = job.capabilities.missing
+        why = missing.get("MOVE") or missing.get("OFFLOAD", "the job offers no level that captures its state")
         return Refused("LEVEL_UNAVAILABLE", f"{job.name} cannot be moved: {why}", {"job": job.name})
     unknown = [name for name in nodes if name not in state.nodes]
     if unknown:

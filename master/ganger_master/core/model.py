@@ -180,7 +180,8 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
-    """Which levels the job offers; `missing` says why not, by level name. Nothing is known before `known`."""
+    """Which levels the job offers; `missing` says why not, by level name, and under MOVE why it can go nowhere else.
+    Nothing is known before `known`."""
 
     pause: bool = False
     offload: bool = False
