@@ -53,7 +53,7 @@ def blockers_of(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
         job=job.name,
         quota=quota,
     )
-    if forbidden and not quota and not _fits_without(state, job, now):
+    if forbidden and not quota and _would_help(state, job, now):
         # The nodes it may not use are what it lacks.
         found = (*forbidden, *(one for one in found if one.reason is not Reason.NODE_UNAVAILABLE))
     return found or state.blockers_of(job.number)
@@ -62,18 +62,15 @@ def blockers_of(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
 _BEHIND = frozenset({Reason.PROTECTED, Reason.RESERVED})
 
 
-def _fits_without(state: State, job: Job, now: float) -> bool:
-    """Whether even the forbidden nodes would not help: then they are not the blocker."""
-    return bool(
-        approval.explain(
-            state.view,
-            _shape(job),
-            waited=now - job.pending_since,
-            protected=capacity.protected_from(state, job, now),
-            rank=state.queue_rank(job.number),
-            job=job.name,
-            quota=(),
-        )
+def _would_help(state: State, job: Job, now: float) -> bool:
+    """Whether the job could start if it might use the nodes it may not."""
+    return not approval.explain(
+        state.view,
+        _shape(job),
+        waited=now - job.pending_since,
+        protected=capacity.protected_from(state, job, now),
+        rank=state.queue_rank(job.number),
+        job=job.name,
     )
 
 

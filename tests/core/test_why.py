@@ -1,0 +1,46 @@
+"""`why`, where nodes are closed to a job, and while it waits for its wish."""
+
+from __future__ import annotations
+
+from core.drive import SERVER, Drive, job_of
+from ganger.resources.reasons import Reason
+from ganger.resources.values import Level, Locality
+from ganger_master.core.answers import SessionAnswer
+from ganger_master.core.commands import Observe, OpenSession
+from ganger_master.core.explain import explain
+from msgspec.structs import replace
+
+
+def closed_node(drive: Drive, name: str) -> None:
+    """Its daemon runs everything as alice."""
+    command = OpenSession(name, f"machine-{name}", SERVER, capabilities={"switch_user": "no", "user": "alice"})
+    answer = drive.step(command)
+    assert isinstance(answer, SessionAnswer)
+    drive.sessions[name] = answer.session
+    drive.step(Observe(name, answer.session, 1, 0, (), storage_proved=True))
+
+
+def why(drive: Drive, number: int) -> list[Reason]:
+    return [blocker.reason for blocker in explain(drive.state, number, drive.now).blockers]
+
+
+def test_nodes_closed_to_a_job_are_what_it_lacks_only_if_there_is_room_on_them() -> None:
+    drive = Drive(1)
+    drive.start(drive.submit(job_of(4), "bob"))
+    closed_node(drive, "n2")
+    waiting = drive.submit(job_of(4), "bob")
+    assert why(drive, waiting)[0] is Reason.CANNOT_SWITCH_USER
+    drive.start(drive.submit(replace(job_of(1), priority=1), "alice"))
+    blockers = explain(drive.state, waiting, drive.now).blockers
+    assert [blocker.reason for blocker in blockers] == [Reason.GPUS]
+    # What is free there is nothing to the job.
+    assert blockers[0].figures["free"] == 0
+
+
+def test_a_wish_is_named_while_the_patience_lasts_and_never_after() -> None:
+    drive = Drive(1)
+    drive.start(drive.submit(job_of(2)))
+    picky = drive.submit(replace(job_of(3), locality=Locality(wish=Level.SOCKET, patience_seconds=60.0)))
+    assert why(drive, picky)[0] is Reason.LOCALITY
+    drive.now += 61.0
+    assert why(drive, picky) == [Reason.GPUS]
