@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from ganger.resources.topology import parse_topology
-from ganger.resources.values import Role, TaskShape
+from ganger.resources.values import Level, Locality, Role, TaskShape
+from ganger_master.core.effects import History
 from ganger_master.core.model import JobSpec
 from ganger_master.core.settings import Settings
 from ganger_master.sim import faults
@@ -61,3 +62,24 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert one.master.history == other.master.history
     assert one.master.durable == other.master.durable
     assert one.oracle.steps == other.oracle.steps
+
+
+def test_how_long_a_job_will_run_changes_no_decision_before_it_ends() -> None:
+    def decisions(steps: int) -> tuple[list[History], float]:
+        cluster = Cluster(3, [("n1", SERVER), ("n2", SERVER)], Settings(policy="backfill"))
+        cluster.run_for(5.0)
+        dice = cluster.engine.random
+        for number in range(12):
+            # On one node, so that all its pieces are free at once when it has ended.
+            role = Role("worker", dice.choice([1, 2, 3, 4]), TaskShape(1, 2_000, 4 * _GIB))
+            command = ("train", str(steps if number == 1 else 30))
+            cluster.submit(JobSpec(command, (role,), locality=Locality(widest=Level.NODE)))
+            cluster.run_for(dice.uniform(0.0, 5.0))
+        cluster.run_until(lambda: cluster.state.jobs[2].state.is_final, 300.0)
+        return cluster.master.history, cluster.state.jobs[2].end_time
+
+    (short, ends), (long, ends_later) = decisions(25), decisions(45)
+    before = [row for row in short if row.time < ends]
+    assert ends < ends_later
+    assert before == long[: len(before)]
+    assert sum(row.kind == "gang_approved" for row in before) >= 3
