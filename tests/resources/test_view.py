@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ganger.placement.candidates import candidates
-from ganger.resources import view as view_module
 from ganger.resources.values import Claim, GangShape
 from ganger.resources.view import View
 from hypothesis import given, settings
@@ -85,34 +84,9 @@ def test_device_that_failed_while_held_is_not_free_afterwards() -> None:
     view = cluster(1)
     claim = candidates(view, gang(4)).candidates[0][0]
     view.take(claim)
-    view.set_in_service("s0", 0b0111)
+    view.put(replace(view.row("s0"), available=False), in_service=0b0111)
     view.give(claim)
     assert view.row("s0").free_mask == 0b0111
-    view.set_in_service("s0", 0b1111)
-    assert view.row("s0").free_mask == 0b1111
-
-
-def test_watchers_hear_changes_and_removals_by_version() -> None:
-    view = cluster(3)
-    version = view.version
-    view.set_available("s1", False)
-    view.remove("s0")
-    assert [row.node for row in view.changed_since(version)] == ["s1"]
-    assert view.removed_since(version) == ("s0",)
-    view.put(idle_row("s0", server()))
-    assert view.removed_since(version) == ()
-    assert {row.node for row in view.changed_since(version)} == {"s0", "s1"}
-
-
-def test_watchers_too_far_behind_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(view_module, "_REMOVALS_KEPT", 2)
-    view = cluster(4)
-    versions = []
-    for number in range(4):
-        versions.append(view.version)
-        view.remove(f"s{number}")
-    assert view.removed_since(versions[1]) is None
-    assert view.removed_since(versions[2]) == ("s2", "s3")
 
 
 def test_row_that_is_only_newer_raises_the_version() -> None:
@@ -123,7 +97,7 @@ def test_row_that_is_only_newer_raises_the_version() -> None:
 
 def test_emptied_view_has_no_devices_that_are_out_of_service() -> None:
     view = cluster(2)
-    view.set_in_service("s0", 0b0111)
+    view.put(replace(view.row("s0"), free_mask=0b0111), in_service=0b0111)
     view.remove("s1")
     view.take(candidates(view, gang(2)).candidates[0][0])
     empty = view.emptied()

@@ -49,12 +49,8 @@ def _judge(idle: View, shape: GangShape) -> Refusal | None:
     )
 
 
-def largest_gang(view: View, shape: GangShape) -> int:
-    """Tasks of the largest gang of this kind the idle cluster could hold; roles keep their proportions. Zero: none."""
-    return _largest(view.idle(), _at_its_widest(shape))
-
-
 def _largest(idle: View, shape: GangShape) -> int:
+    """Tasks of the largest gang of this kind the idle cluster could hold; roles keep their proportions. Zero: none."""
     # Fits are monotone in the number of tasks but for exact node counts, where fewer tasks than nodes never fit.
     low, high = 0, max(role.tasks for role in shape.roles)
     while low < high:

@@ -6,7 +6,6 @@ scan asks for them. Whoever owns a view may change it; a what-if works on `copy(
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -17,9 +16,6 @@ from numpy.typing import NDArray
 
 from ganger.resources.topology import Topology
 from ganger.resources.values import Claim, ConfigurationSet, NodeRow
-
-# Names of removed nodes kept for watchers; one that is further behind gets the whole view.
-_REMOVALS_KEPT = 4096
 
 
 class Mode(Enum):
@@ -69,8 +65,6 @@ class View:
         self._versions: list[int] = []
         self._topology_of: dict[str, Topology] = {}
         self._vacant: list[int] = []
-        self._removals: deque[tuple[int, str]] = deque()
-        self._removals_complete_from = version
         self._place_codes: dict[tuple[str, str], int] = {("", ""): 0}
         self._set_codes: dict[str, int] = {}
         self._columns: Columns | None = None
@@ -136,9 +130,6 @@ class View:
         self._dirty.add(slot)
         self.version += 1
         self._versions[slot] = 0
-        self._removals.append((self.version, name))
-        if len(self._removals) > _REMOVALS_KEPT:
-            self._removals_complete_from = self._removals.popleft()[0]
 
     def take(self, claim: Claim, gang_gpus: int = 0) -> None:
         """Holds the claim's pieces. `gang_gpus`: devices of the whole gang, which become an idle node's affinity.
@@ -172,19 +163,6 @@ class View:
         slot = self.slots[name]
         if self.available[slot] != available:
             self.available[slot] = available
-            self._touch(slot)
-
-    def set_in_service(self, name: str, mask: int) -> None:
-        """Devices that may be free; held ones that fail stay held and are not free when given back."""
-        slot = self.slots[name]
-        if self._in_service[slot] != mask:
-            came_back = mask & ~self._in_service[slot]
-            for device in range(self.topologies[slot].devices):
-                if came_back >> device & 1 and not self.device_rows[slot][device]:
-                    self.free[slot] |= 1 << device
-            self.free[slot] &= mask
-            self._in_service[slot] = mask
-            self._idle = None
             self._touch(slot)
 
     def row(self, name: str) -> NodeRow:
@@ -249,15 +227,6 @@ class View:
         """KeyError for an unknown configuration set."""
         return self._topology_of[configuration_set]
 
-    def changed_since(self, version: int) -> tuple[NodeRow, ...]:
-        return tuple(self._row(slot) for slot, at in enumerate(self._versions) if at > version and self.nodes[slot])
-
-    def removed_since(self, version: int) -> tuple[str, ...] | None:
-        """Names of nodes that left and did not come back; None when that is no longer known."""
-        if version < self._removals_complete_from:
-            return None
-        return tuple(name for at, name in self._removals if at > version and name not in self.slots)
-
     def copy(self) -> View:
         """Independent of this one; 16,000 nodes take about a millisecond."""
         twin = View((), self.version, self.mode)
@@ -266,8 +235,6 @@ class View:
         for name in _LISTS:
             setattr(twin, name, getattr(self, name).copy())
         twin._topology_of = dict(self._topology_of)
-        twin._removals = self._removals.copy()
-        twin._removals_complete_from = self._removals_complete_from
         twin._place_codes = dict(self._place_codes)
         twin._set_codes = dict(self._set_codes)
         columns = self.columns()

@@ -267,9 +267,6 @@ class State:
     def is_waiting(job: Job) -> bool:
         return job.state is JobState.PENDING and job.ending is None and job.next_epoch == 0
 
-    def gang_of(self, job: Job) -> Gang | None:
-        return self.gangs.get(job.epoch)
-
     def gangs_of_job(self, number: int) -> list[Gang]:
         """All gangs of a job that still have something somewhere, oldest first."""
         return [self.gangs[epoch] for epoch in self.gangs_of.get(number, ())]
