@@ -145,6 +145,23 @@ def test_variables_objects_and_generators_of_a_script_come_back(tmp_path: Path, 
     assert parts == (tmp_path / "alone/rank-0.log").read_text()
 
 
+def test_an_average_of_the_weights_counts_when_room_for_the_state_is_reserved(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    averaged = "average = {}\nfor x, y in DataLoader(data, batch_size=4):" + FIT
+    averaged += "    for name, value in model.state_dict().items(): average[name] = 0.9 * value\n"
+    script.write_text(
+        HEAD
+        + "model = nn.Sequential(nn.Linear(4, 4000), nn.Linear(4000, 4))\n"
+        + "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        + averaged
+    )
+    rank = Rank(tmp_path / "run", script, agent=True)
+    assert rank.end() == 0, rank.output()
+    weights = 4 * (4 * 4000 + 4000 + 4000 * 4 + 4)
+    # the weights, their gradients, the average
+    assert rank.page.get(Word.PEAK_DEVICE_BYTES) >= 3 * weights
+
+
 FIT = """
     loss = (model(x) - y).square().mean()
     optimizer.zero_grad(); loss.backward(); optimizer.step()

@@ -379,4 +379,5 @@ def _live_tensors(training: Training) -> list[torch.Tensor]:
         for values in optimizer.state.values():
             if isinstance(values, dict):
                 tensors += [value for value in values.values() if isinstance(value, torch.Tensor)]
+    tensors += [item for item in training.objects.values() if isinstance(item, torch.Tensor)]
     return [t for t in tensors if not torch.nn.parameter.is_lazy(t)]

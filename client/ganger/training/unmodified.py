@@ -240,7 +240,7 @@ class UnmodifiedScript:
         assert self._control is not None
         assert self._progress is not None
         training = self._training()
-        self._progress.training = _weakly(training)
+        self._progress.training = _weakly(training, self._variables)
         can_offload = True
         try:
             capture(training, {}, gradients=True)
@@ -361,7 +361,7 @@ class UnmodifiedScript:
         self._kept_batches.clear()
         self._variables.put_back(restored.position["variables"])
         assert self._progress is not None
-        self._progress.training = _weakly(self._training())
+        self._progress.training = _weakly(self._training(), self._variables)
         if self._diversion is not None:
             self._diversion.end()
         self._control.phase(Phase.TRAINING)
@@ -369,8 +369,13 @@ class UnmodifiedScript:
         restore_random(restored.random)
 
 
-def _weakly(training: Training) -> Callable[[], Training]:
+def _weakly(training: Training, variables: Variables) -> Callable[[], Training]:
     """What of `training` is still alive: a script that makes new models for every run of its own drops the old ones."""
     models = weakref.WeakValueDictionary(training.models)
     optimizers = weakref.WeakValueDictionary(training.optimizers)
-    return lambda: Training(models=dict(models), optimizers=dict(optimizers))
+
+    def living() -> Training:
+        tensors = {str(number): tensor for number, tensor in enumerate(variables.tensors())}
+        return Training(models=dict(models), optimizers=dict(optimizers), objects=tensors)
+
+    return living

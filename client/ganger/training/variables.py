@@ -75,6 +75,13 @@ class Variables:
                     found.setdefault(scope.path, {})[name] = _kept(value)
         return found
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Those among the changed values: they take room wherever the state is kept."""
+        try:
+            return list(_tensors_in(self.changed())) if self.noted else []
+        except StateNotSupportedError:
+            return []
+
     def put_back(self, saved: dict[str, dict[Any, Any]]) -> None:
         """Make every value what it was where `changed` was called. To be called from the same place of the script."""
         assert self._before is not None, "noted when the first loop began"
@@ -326,6 +333,14 @@ def _kept(value: Any) -> Any:
     if _is_generator(value):
         return {_GENERATOR: _generator_state(value)}
     return _rebuilt(value, _kept)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) in (*_SEQUENCES, *_MAPPINGS) and not _is_long(value):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)
 
 
 def _copied(value: Any) -> Any:
