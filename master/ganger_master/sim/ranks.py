@@ -218,14 +218,15 @@ class Physics:
         members = self._members(gang.epoch)
         if members is None or any(ranks.node in self.frozen for ranks in members):
             return
+        if not gang.stepped:
+            # Also one that stops before its first step: what starts from its arenas has lost nothing by that.
+            parked = bool(members[0].order.restore.parked_epoch)
+            self.oracle.restored(gang.uid, gang.epoch, gang.step, parked)
         stops = {ranks.order.stop_sequence for ranks in members}
         if 0 not in stops and len(stops) == 1:
             self._park(gang, members)
             return
-        if not gang.stepped:
-            parked = bool(members[0].order.restore.parked_epoch)
-            self.oracle.restored(gang.uid, gang.epoch, gang.step, parked)
-            gang.stepped = True
+        gang.stepped = True
         gang.step += 1
         devices = [device for ranks in members for device in ranks.devices]
         self.oracle.stepped(gang.uid, gang.epoch, gang.step, devices)
