@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 
 from ganger.placement.candidates import candidates, places, widest_now
@@ -89,11 +88,16 @@ def estimate(view: View, shape: GangShape, holders: Sequence[Holder], now: float
         [(one.ends_by, one.job, one) for one in holders if one.ends_by is not None], key=lambda one: one[:2]
     )
     # Whoever else ends makes no less room: how many must end is found by halves.
-    needed = bisect_left(
-        range(1, len(limited) + 1), True, key=lambda count: _fits(_without(view, limited[:count]), shape)
-    )
-    if needed < len(limited):
-        ends_by, last, _ = limited[needed]
+    low, high, later = 0, len(limited) + 1, view
+    while low + 1 < high:
+        middle = (low + high) // 2
+        tried = _without(later, limited[low:middle])
+        if _fits(tried, shape):
+            high = middle
+        else:
+            low, later = middle, tried
+    if high <= len(limited):
+        ends_by, last, _ = limited[high - 1]
         before = max(1.0, ends_by - now)
         return Estimate(
             0.0, before, f"jobs run to their time limits, {last} being the last needed, and nobody is ahead"
