@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any, Callable
@@ -36,6 +37,7 @@ from ganger.training.variables import Variables
 # Evaluation loops make no steps, so silence alone says little; this many batches without any step do.
 BATCHES_BEFORE_OPAQUE = 1000
 STEPS_WITHOUT_LOADER = 3
+VARIABLES_EVERY_SECONDS = 1.0
 NO_LOADER = "its batches come from no DataLoader, or from one it began to read before it had an optimizer"
 
 
@@ -373,9 +375,16 @@ def _weakly(training: Training, variables: Variables) -> Callable[[], Training]:
     """What of `training` is still alive: a script that makes new models for every run of its own drops the old ones."""
     models = weakref.WeakValueDictionary(training.models)
     optimizers = weakref.WeakValueDictionary(training.optimizers)
+    due = 0.0
 
     def living() -> Training:
-        tensors = {str(number): tensor for number, tensor in enumerate(variables.tensors())}
-        return Training(models=dict(models), optimizers=dict(optimizers), objects=tensors)
+        nonlocal due
+        now = time.monotonic()
+        # milliseconds: too much for every thousand steps of microseconds
+        objects: dict[str, Any] = {}
+        if now >= due:
+            due = now + VARIABLES_EVERY_SECONDS
+            objects = {str(number): tensor for number, tensor in enumerate(variables.tensors())}
+        return Training(models=dict(models), optimizers=dict(optimizers), objects=objects)
 
     return living
