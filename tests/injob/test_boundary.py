@@ -60,9 +60,7 @@ def _settings(draw: st.DrawFn, least_ranks: int = 1) -> Setting:
     )
 
 
-_CALM = settings(
-    max_examples=400, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+_CALM = settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 @_CALM
