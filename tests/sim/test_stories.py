@@ -21,6 +21,7 @@ from ganger_master.core.explain import explain
 from ganger_master.core.model import Gang, GangPhase, Job, JobSpec, JobState, SuspendLevel
 from ganger_master.core.settings import Settings
 from ganger_master.sim.cluster import Cluster
+from ganger_master.sim.faults import Faults, Network
 from msgspec.structs import replace
 
 _GIB = 1 << 30
@@ -161,6 +162,33 @@ def test_the_jobs_of_a_lost_node_go_on_elsewhere_from_the_last_checkpoint() -> N
     assert cluster.run_until(lambda: cluster.state.nodes[held.nodes[0]].lost, 70.0)
     ends(cluster, number)
     assert job(cluster, number).preemptions == 1
+
+
+def test_a_job_whose_end_nobody_heard_goes_on_from_the_last_checkpoint_once_its_node_is_given_up() -> None:
+    cluster = cluster_of(2, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    number = started(cluster, job_of(2, steps=25))
+    held = gang(cluster, number)
+    assert held is not None
+    assert cluster.run_until(lambda: cluster.oracle.trainings["uid-1"].step == 25, 60.0)
+    # Every rank has ended well, and the machine goes down before its daemon says so.
+    cluster.daemons[held.nodes[0]].reboot()
+    ends(cluster, number)
+    assert job(cluster, number).epoch == 0
+    assert cluster.oracle.steps == 25 + 5
+
+
+def test_a_job_that_was_cut_off_goes_on_elsewhere_and_never_runs_twice() -> None:
+    cluster = cluster_of(2, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    number = started(cluster, job_of(4, steps=200))
+    held = gang(cluster, number)
+    assert held is not None
+    daemon = cluster.daemons[held.nodes[0]]
+    daemon.network = Network(cluster.engine, Faults(lose=1.0))
+    assert cluster.run_until(lambda: cluster.state.nodes[daemon.name].lost, 80.0)
+    assert cluster.run_until(lambda: phase(cluster, number) is GangPhase.RUNNING, 30.0)
+    daemon.network = cluster.network
+    ends(cluster, number)
+    assert not cluster.state.gangs_on[daemon.name]
 
 
 def test_a_draining_node_empties_by_moves() -> None:

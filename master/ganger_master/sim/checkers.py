@@ -5,7 +5,7 @@ They know nothing of faults and share no code with the core: steps, devices and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -23,7 +23,7 @@ class Training:
     epoch: int = 0
     # Steps of complete checkpoints, as written.
     checkpoints: list[int] = field(default_factory=list)
-    # Deaths that allow going back to the last complete checkpoint: of a rank, of a node, by its own code.
+    # Deaths that allow going back to the last complete checkpoint: of a rank, of a node, by its own code; silence too.
     deaths: int = 0
     deaths_used: int = 0
 
@@ -102,6 +102,16 @@ class Oracle:
 
     def died(self, uid: str) -> None:
         self.trainings[uid].deaths += 1
+
+    def given_up(self, node: str, silent: float, allowed: float, attempts: Iterable[tuple[str, int]]) -> None:
+        """The master goes on without a node it has not heard for `silent` seconds: more than it must wait. What its
+        attempts (uid, epoch) did since, be it that they ended well, nobody can tell, and they count as dead; all but
+        those a later one has followed."""
+        if silent <= allowed:
+            raise RuleBrokenError(f"{node} is given up after {silent:g} s of silence, {allowed:g} s are allowed")
+        for uid, epoch in attempts:
+            if epoch >= self.trainings[uid].epoch:
+                self.died(uid)
 
     def checkpointed(self, uid: str, step: int) -> None:
         self.trainings[uid].checkpoints.append(step)

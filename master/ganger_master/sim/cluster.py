@@ -235,6 +235,13 @@ class Cluster:
             # A side whose machine lost its disk meanwhile tells nothing any more.
             if stopped_at and has:
                 self.oracle.moved(row.subject, epoch, stopped_at, has)
+        elif row.kind == "node_lost":
+            node = row.subject.removeprefix("nodes/")
+            silent = self.engine.now - self.daemons[node].last_contact
+            # An operator may say so at once.
+            allowed = self.master.settings.lost_after_seconds if row.cause == "clock" else None
+            there = [(ranks.order.uid, of) for (of, on), ranks in self.physics.ranks.items() if on == node]
+            self.oracle.given_up(node, silent, allowed or 0.0, there)
 
     def _on_turns(self, turns: list[Turn]) -> None:
         for turn in turns:

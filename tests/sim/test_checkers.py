@@ -1,0 +1,36 @@
+"""What the oracles let pass and what not, where the production core gives them no occasion to speak."""
+
+from __future__ import annotations
+
+import pytest
+from ganger_master.sim.checkers import Oracle, RuleBrokenError
+
+
+def trained(to: int) -> Oracle:
+    oracle = Oracle()
+    oracle.submitted("uid-1", 60)
+    for step in range(1, to + 1):
+        oracle.stepped("uid-1", 1, step, [("n1", 0)])
+    return oracle
+
+
+def test_an_attempt_on_a_node_that_is_given_up_may_go_back_once() -> None:
+    oracle = trained(to=25)
+    oracle.given_up("n1", silent=65.0, allowed=60.0, attempts=[("uid-1", 1)])
+    oracle.restored("uid-1", 2, 20, from_parked=False)
+    oracle.stepped("uid-1", 2, 21, [("n2", 0)])
+    with pytest.raises(RuleBrokenError, match="goes back from 21 to 20"):
+        oracle.restored("uid-1", 3, 20, from_parked=False)
+
+
+def test_a_copy_left_on_a_node_that_is_given_up_lets_nothing_go_back() -> None:
+    oracle = trained(to=25)
+    oracle.stepped("uid-1", 2, 26, [("n2", 0)])
+    oracle.given_up("n1", silent=65.0, allowed=60.0, attempts=[("uid-1", 1)])
+    with pytest.raises(RuleBrokenError, match="goes back from 26 to 20"):
+        oracle.restored("uid-1", 3, 20, from_parked=False)
+
+
+def test_a_node_is_not_given_up_before_its_time() -> None:
+    with pytest.raises(RuleBrokenError, match="59 s of silence"):
+        trained(to=1).given_up("n1", silent=59.0, allowed=60.0, attempts=[("uid-1", 1)])
