@@ -47,16 +47,10 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         gang.hear(from_wire(first))
         outbox = gang.hub.join()
         listener = asyncio.create_task(_listen(request_iterator, gang))
+        listener.add_done_callback(lambda _: outbox.end())
         try:
-            messages = outbox.messages()
-            while True:
-                next_message = asyncio.ensure_future(anext(messages))
-                done, _ = await asyncio.wait({next_message, listener}, return_when=asyncio.FIRST_COMPLETED)
-                if next_message not in done:
-                    next_message.cancel()
-                    await asyncio.gather(next_message, return_exceptions=True)
-                    return
-                yield next_message.result()
+            async for message in outbox.messages():
+                yield message
         finally:
             gang.hub.leave(outbox)
             listener.cancel()

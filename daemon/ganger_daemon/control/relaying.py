@@ -66,15 +66,23 @@ class Outbox:
     def __init__(self) -> None:
         self._newest: peer_pb2.RankPoints | None = None
         self._ready = asyncio.Event()
+        self._has_ended = False
 
     def put(self, message: peer_pb2.RankPoints) -> None:
         self._newest = message
+        self._ready.set()
+
+    def end(self) -> None:
+        """Nobody listens any more."""
+        self._has_ended = True
         self._ready.set()
 
     async def messages(self) -> AsyncIterator[peer_pb2.RankPoints]:
         while True:
             await self._ready.wait()
             self._ready.clear()
+            if self._has_ended:
+                return
             if self._newest is not None:
                 yield self._newest
 
