@@ -139,20 +139,24 @@ class Story:
         done = [len(self.run.lines(rank)) for rank in range(self.run.world)]
         if pair.place.deed in ("offload", "checkpoint"):
             for order in (self._suspension(pair), ("resume", self.run.id)):
-                eventually(
-                    lambda order=order: self.run.shell.try_(*order, "--timeout", "60s").code == 0,  # type: ignore[misc]
-                    what=f"{order[0]} is carried out after {pair}",
-                    within_seconds=60,
-                    story=self.run.story,
+                self._until(
+                    lambda order=order: self.run.shell.try_(*order, "--timeout", "10s").code == 0,  # type: ignore[misc]
+                    f"{order[0]} is carried out after {pair}",
                 )
-        eventually(
+        self._until(
             lambda: (
                 all(len(self.run.lines(rank)) >= done[rank] + 2 for rank in range(self.run.world)) and self._is_quiet()
             ),
-            what=f"the job goes on after {pair}, and nothing is left of what was",
-            within_seconds=60,
-            story=self.run.story,
+            f"the job goes on after {pair}, and nothing is left of what was",
         )
+
+    def _until(self, probe: Callable[[], bool], what: str) -> None:
+        def probed() -> bool:
+            # who had read of its failpoint before that was withdrawn may have stopped only now
+            release([self.cluster.master, *self.cluster.daemons.values()])
+            return probe()
+
+        eventually(probed, what=what, within_seconds=60, story=self.run.story)
 
     def _is_quiet(self) -> bool:
         """The job runs, and holds two devices of the four: a move has ended, with its source."""
