@@ -17,10 +17,12 @@ from ganger.cli.demonstration.watch import StepWatch
 from ganger.client import Client
 from ganger.job import FINISHED, Job, JobState
 from ganger.v1 import job_pb2
+from ganger.wire.errors import MoveRefused
 
 POLL_SECONDS = 0.01
 ACTION_SECONDS = 120.0
 AGAIN_SECONDS = 3.0
+ROOM_SECONDS = 20.0
 TRAINING_SECONDS = 600.0
 ALONE_SECONDS = 600.0
 
@@ -203,9 +205,9 @@ class _Disturbed:
     def _move(self) -> Action:
         before = self._job.refresh()
         nodes, pids, epoch = _nodes(before), _pids(before), before.gang.epoch
-        step, ordered = self._watch.steps, time.monotonic()
-        self._job.move()
-        tried = ordered
+        self._order_move()
+        step, tried = self._watch.steps, time.monotonic()
+        ordered = tried
 
         def has_moved(message: job_pb2.Job) -> bool:
             nonlocal tried
@@ -218,7 +220,7 @@ class _Disturbed:
                 tried = time.monotonic()
                 self._outcome.moves_given_up += 1
                 self._say(f"{self._example.title}: the move was given up before its commit; ordering it again")
-                self._job.move()
+                self._order_move()
             return False
 
         after = self._until(has_moved, "moved")
@@ -229,6 +231,19 @@ class _Disturbed:
         return Action(
             "move", step, pause, f"{'+'.join(nodes)} {list(pids)}", f"{'+'.join(_nodes(after))} {list(_pids(after))}"
         )
+
+    def _order_move(self) -> None:
+        """What a job has just left, this one perhaps, may not be free yet: asked again for a while."""
+        deadline = time.monotonic() + ROOM_SECONDS
+        while True:
+            try:
+                self._job.move()
+                return
+            except MoveRefused:
+                if time.monotonic() > deadline:
+                    raise
+                self._look()
+                time.sleep(POLL_SECONDS)
 
     def _repin(self) -> Action:
         message = self._until(lambda message: _runs(message) and all(_pids(message)), "running")
