@@ -107,13 +107,15 @@ def resume(state: State, number: int, now: float, cause: str) -> None:
     if gang is not None and gang.parked_by_plan and job.state is JobState.HOLDING:
         state.put_gang(orders.run(orders.holding(gang, gang.claims), now))
         state.put_job(job)
-    elif gang is not None and orders.holds_devices(gang):
-        if _is_superseded(state, gang):
-            _go_back(state, job, gang, now, cause)
-        else:
-            state.put_gang(orders.run(gang, now))
-            state.put_job(replace(job, state=JobState.HOLDING))
+    elif gang is not None and _is_superseded(state, gang) and orders.holds_devices(gang):
+        _go_back(state, job, gang, now, cause)
+    elif gang is not None and not _is_superseded(state, gang) and _may_run_on(gang):
+        state.put_gang(orders.run(gang, now))
+        state.put_job(replace(job, state=JobState.HOLDING))
     else:
+        if gang is not None and gang.phase is not GangPhase.PARKED:
+            # A copy that was moved away from, on its way to a higher level: it rests where it stands.
+            state.put_gang(orders.rested(orders.park(gang, SuspendLevel.PAUSE, now, by_plan=False), now))
         state.put_job(replace(job, state=JobState.PENDING, pending_since=now))
     state.history(now, job.name, "resume_ordered", cause)
 
@@ -466,6 +468,11 @@ def _forget(state: State, job: Job, gang: Gang) -> None:
 def _is_superseded(state: State, gang: Gang) -> bool:
     """A newer epoch of the job was committed after it: it may be read, never run."""
     return state.jobs[gang.job].moved_from >= gang.epoch
+
+
+def _may_run_on(gang: Gang) -> bool:
+    """What is not at rest yet has given nothing up, but for parts that have ended."""
+    return gang.phase is not GangPhase.PARKED or orders.holds_devices(gang)
 
 
 def _restore(job: Job) -> Restore:
