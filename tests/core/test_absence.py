@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from core.drive import Drive, job_of
-from ganger_master.core.commands import MoveJob
+from core.drive import SERVER, Drive, job_of
+from ganger_master.core import machine
+from ganger_master.core.commands import MoveJob, OpenSession
 from ganger_master.core.desired import desired_of
 from ganger_master.core.model import GangPhase, Intent, JobState, ObservedPhase
 
@@ -69,3 +70,14 @@ def test_a_late_report_of_an_older_version_aborts_no_move() -> None:
     drive.observe(other)
     assert drive.job(number).next_epoch == 0
     assert drive.state.gangs[source].intent is Intent.RUN
+
+
+def test_a_node_that_has_lost_all_it_had_is_given_no_spec_of_what_was_begun() -> None:
+    drive = Drive()
+    number = drive.submit(job_of(1))
+    drive.start(number)
+    drive.runs(number)
+    # what the shell may tell a node is what it was last given
+    opened = machine.step(drive.state, OpenSession("n1", "machine-n1", SERVER), drive.now)
+    assert opened.effects.nodes == ("n1",)
+    assert [gang.needs_spec for gang in desired_of(drive.state, "n1").gangs] == [False]

@@ -67,7 +67,8 @@ def refresh(state: State) -> list[str]:
         gangs = project(state, node)
         is_same = _alike(gangs, old.gangs) and node.acknowledged == old.acknowledged_epochs
         state.desired[name] = DesiredSet(old.version if is_same else version, gangs, node.acknowledged)
-        if not is_same:
+        # Who has just opened a session may have lost what it had: no spec is said again of what was begun before.
+        if not is_same or not node.heard:
             changed.append(name)
     state.dirty.wants.clear()
     if changed:
