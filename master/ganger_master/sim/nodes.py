@@ -49,7 +49,9 @@ class SimDaemon:
         self.incarnation = 0
         self.session = ""
         self.observation = 0
+        # The newest desired set it obeys already, and the newest it has begun to: an older one is not begun again.
         self.desired_version = 0
+        self.heard_version = 0
         self.wanted: set[int] = set()
         self.orders: dict[int, DesiredGang] = {}
         # Epochs this machine has a directory of; it survives the daemon and a reboot.
@@ -82,7 +84,7 @@ class SimDaemon:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        self.session, self.observation, self.desired_version = "", 0, 0
+        self.session, self.observation, self.desired_version, self.heard_version = "", 0, 0, 0
         self.wanted.clear()
         command = OpenSession(
             self.name,
@@ -100,7 +102,8 @@ class SimDaemon:
             if self.is_up and incarnation == self.incarnation and isinstance(answer, SessionAnswer):
                 if self.session and _number(answer.session) <= _number(self.session):
                     return
-                self.session, self.observation, self.desired_version = answer.session, 0, 0
+                self.session, self.observation = answer.session, 0
+                self.desired_version = self.heard_version = 0
                 self.wanted.clear()
                 self.report()
 
@@ -164,8 +167,9 @@ class SimDaemon:
             self._open()
 
     def _on_desired(self, session: str, desired: DesiredSet, sent: float) -> None:
-        if not self.is_up or session != self.session or desired.version < self.desired_version:
+        if not self.is_up or session != self.session or desired.version < self.heard_version:
             return
+        self.heard_version = desired.version
         self.last_contact = max(self.last_contact, sent)
         self.physics.thaw(self.name)
         if desired.version > self.desired_version and self.engine.chance(self.network.faults.late):
@@ -181,7 +185,7 @@ class SimDaemon:
         self.report()
 
         def rest() -> None:
-            if self.is_up and session == self.session and desired.version >= self.desired_version:
+            if self.is_up and session == self.session and desired.version >= self.heard_version:
                 self._obey(desired)
 
         self.engine.after(self.engine.between(0.1, _BUSY_SECONDS), rest)
