@@ -31,6 +31,29 @@ def test_a_copy_left_on_a_node_that_is_given_up_lets_nothing_go_back() -> None:
         oracle.restored("uid-1", 3, 20, from_parked=False)
 
 
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_parked_copy_goes_on_where_it_stands_only_if_what_took_over_from_it_has_died(dies: bool) -> None:
+    oracle = trained(to=25)
+    oracle.restored("uid-1", 2, 25, from_parked=True)
+    oracle.stepped("uid-1", 2, 26, [("n2", 0)])
+    if not dies:
+        with pytest.raises(RuleBrokenError, match="goes back from 26 to 25"):
+            oracle.restored("uid-1", 3, 25, from_parked=True)
+        return
+    oracle.died("uid-1")
+    oracle.restored("uid-1", 3, 25, from_parked=True)
+    oracle.stepped("uid-1", 3, 26, [("n1", 0)])
+
+
+def test_a_move_from_anything_older_loses_steps_whoever_died() -> None:
+    oracle = trained(to=25)
+    oracle.restored("uid-1", 2, 25, from_parked=True)
+    oracle.stepped("uid-1", 2, 26, [("n2", 0)])
+    oracle.died("uid-1")
+    with pytest.raises(RuleBrokenError, match="a move lost steps 24..26"):
+        oracle.restored("uid-1", 3, 24, from_parked=True)
+
+
 def test_a_node_is_not_given_up_before_its_time() -> None:
     with pytest.raises(RuleBrokenError, match="59 s of silence"):
         trained(to=1).given_up("n1", silent=59.0, allowed=60.0, attempts=[("uid-1", 1)])

@@ -133,7 +133,8 @@ def test_a_move_whose_destination_dies_before_the_commit_leaves_the_source_runni
     ends(cluster, number)
 
 
-def test_a_move_whose_destination_dies_after_the_commit_goes_back_as_a_newer_epoch() -> None:
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_move_whose_destination_dies_after_the_commit_goes_back_as_a_newer_epoch(stepped: bool) -> None:
     cluster = cluster_of(2)
     number = started(cluster, job_of(2, steps=200))
     epoch = job(cluster, number).epoch
@@ -141,6 +142,8 @@ def test_a_move_whose_destination_dies_after_the_commit_goes_back_as_a_newer_epo
     assert cluster.run_until(lambda: job(cluster, number).moved_from == epoch, 60.0)
     held = gang(cluster, number)
     assert held is not None
+    # A step that nobody heard of is done again.
+    assert cluster.run_until(lambda: not stepped or cluster.oracle.trainings["uid-1"].epoch == held.epoch, 10.0)
     cluster.daemons[held.nodes[0]].reboot()
     cluster.engine.after(5.0, cluster.daemons[held.nodes[0]].start)
     assert cluster.run_until(lambda: job(cluster, number).epoch > held.epoch, 120.0)

@@ -21,6 +21,8 @@ class Training:
     step: int = 0
     # Highest epoch that ever stepped.
     epoch: int = 0
+    # Step at which the newest attempt began.
+    began: int = 0
     # Steps of complete checkpoints, as written.
     checkpoints: list[int] = field(default_factory=list)
     # Deaths that allow going back to the last complete checkpoint: of a rank, of a node, by its own code; silence too.
@@ -50,11 +52,13 @@ class Oracle:
     def restored(self, uid: str, epoch: int, step: int, from_parked: bool) -> None:
         """A new attempt starts its first step from here."""
         training = self.trainings[uid]
+        began, training.began = training.began, step
         if step == training.step:
             return
         if step > training.step:
             raise RuleBrokenError(f"{uid} epoch {epoch} starts at step {step}, but only {training.step} were done")
-        if from_parked:
+        # From a copy that was moved away from, once the one that took over from it is dead.
+        if from_parked and step != began:
             raise RuleBrokenError(f"{uid} epoch {epoch}: a move lost steps {step}..{training.step}")
         if training.deaths <= training.deaths_used:
             raise RuleBrokenError(
