@@ -50,7 +50,7 @@ def test_a_move_from_anything_older_loses_steps_whoever_died() -> None:
     oracle.restored("uid-1", 2, 25, from_parked=True)
     oracle.stepped("uid-1", 2, 26, [("n2", 0)])
     oracle.died("uid-1")
-    with pytest.raises(RuleBrokenError, match="a move lost steps 24..26"):
+    with pytest.raises(RuleBrokenError, match="a move lost steps"):
         oracle.restored("uid-1", 3, 24, from_parked=True)
 
 
