@@ -11,6 +11,9 @@ def trained(to: int) -> Oracle:
     oracle.submitted("uid-1", 60)
     for step in range(1, to + 1):
         oracle.stepped("uid-1", 1, step, [("n1", 0)])
+        if step == 20:
+            oracle.checkpointed("uid-1", step)
+            oracle.made_known("uid-1", step)
     return oracle
 
 
@@ -52,6 +55,18 @@ def test_a_move_from_anything_older_loses_steps_whoever_died() -> None:
     oracle.died("uid-1")
     with pytest.raises(RuleBrokenError, match="a move lost steps"):
         oracle.restored("uid-1", 3, 24, from_parked=True)
+
+
+def test_what_starts_from_storage_starts_from_the_newest_checkpoint_that_is_known() -> None:
+    oracle = trained(to=25)
+    oracle.died("uid-1")
+    with pytest.raises(RuleBrokenError, match="starts at step 0, not at checkpoint 20"):
+        oracle.restored("uid-1", 2, 0, from_parked=False)
+
+
+def test_no_checkpoint_is_made_known_that_nobody_wrote() -> None:
+    with pytest.raises(RuleBrokenError, match="which nobody wrote"):
+        trained(to=25).made_known("uid-1", 25)
 
 
 def test_a_node_is_not_given_up_before_its_time() -> None:

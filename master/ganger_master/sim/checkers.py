@@ -23,8 +23,9 @@ class Training:
     epoch: int = 0
     # Step at which the newest attempt began.
     began: int = 0
-    # Steps of complete checkpoints, as written.
+    # Steps of complete checkpoints, as written; and of the newest that the master has made known.
     checkpoints: list[int] = field(default_factory=list)
+    known: int = 0
     # Deaths that allow going back to the last complete checkpoint: of a rank, of a node, by its own code; silence too.
     deaths: int = 0
     deaths_used: int = 0
@@ -53,6 +54,8 @@ class Oracle:
         """A new attempt starts its first step from here."""
         training = self.trainings[uid]
         began, training.began = training.began, step
+        if not from_parked and step != training.known:
+            raise RuleBrokenError(f"{uid} epoch {epoch} starts at step {step}, not at checkpoint {training.known}")
         if step == training.step:
             return
         if step > training.step:
@@ -119,6 +122,13 @@ class Oracle:
 
     def checkpointed(self, uid: str, step: int) -> None:
         self.trainings[uid].checkpoints.append(step)
+
+    def made_known(self, uid: str, step: int) -> None:
+        """Whoever asks is told of this checkpoint: what starts from storage starts from it."""
+        training = self.trainings[uid]
+        if step not in training.checkpoints:
+            raise RuleBrokenError(f"{uid} is said to have a checkpoint of step {step}, which nobody wrote")
+        training.known = step
 
     def check_kept(self, jobs: Mapping[int, str]) -> None:
         """`jobs`: number to uid, as the master knows them now."""

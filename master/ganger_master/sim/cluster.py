@@ -235,6 +235,9 @@ class Cluster:
             # A side whose machine lost its disk meanwhile tells nothing any more.
             if stopped_at and has:
                 self.oracle.moved(row.subject, epoch, stopped_at, has)
+        elif row.kind == "checkpoint_complete":
+            job = self.state.jobs[int(row.subject.removeprefix("jobs/"))]
+            self.oracle.made_known(job.uid, int(row.figures["step"]))
         elif row.kind == "node_lost":
             node = row.subject.removeprefix("nodes/")
             silent = self.engine.now - self.daemons[node].last_contact
