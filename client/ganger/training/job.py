@@ -79,7 +79,6 @@ class TrainingJob:
         self._held = 0
         self._tell_at_next_step: Callable[[], None] = lambda: None
         self._restored: Restored | None = None
-        self._resize_callbacks: list[Callable[[int, int], None]] = []
 
     def _start(self, control: Control) -> None:
         keep_default_group()
@@ -210,7 +209,6 @@ class TrainingJob:
 
     def on_resize(self, callback: Callable[[int, int], None]) -> Callable[[int, int], None]:
         """Decorator: call `callback(old_world, new_world)` when training goes on with another number of ranks."""
-        self._resize_callbacks.append(callback)
         if self._restored is not None and self._restored.world != self.world:
             callback(self._restored.world, self.world)
         return callback
