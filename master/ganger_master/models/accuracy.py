@@ -25,13 +25,17 @@ class FitError:
     worst: float
 
 
+# Of a model that was stated, not fitted.
+NOT_FITTED = FitError(0, 0.0, 0.0)
+
+
 def fit_error(predicted: ArrayLike, measured: ArrayLike) -> FitError:
     """Both of shape (n,), measured > 0. No points: no error, and `points` says so."""
     expected, actual = np.asarray(predicted, float), np.asarray(measured, float)
     if expected.shape != actual.shape:
         raise ValueError(f"{expected.shape} predictions for {actual.shape} measurements")
     if actual.size == 0:
-        return FitError(0, 0.0, 0.0)
+        return NOT_FITTED
     relative = np.abs(expected / actual - 1.0)
     return FitError(actual.size, float(relative.mean()), float(relative.max()))
 
@@ -44,7 +48,7 @@ def left_out_error(
     `predict(others, point)` fits the others and evaluates at the point; needs two points, else nothing can be left out.
     """
     if len(points) < 2:
-        return FitError(0, 0.0, 0.0)
+        return NOT_FITTED
     predicted = [predict([*points[:i], *points[i + 1 :]], point) for i, point in enumerate(points)]
     return fit_error(predicted, [rate(point) for point in points])
 

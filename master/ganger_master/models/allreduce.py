@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ganger_master.models.accuracy import FitError, Floats, fit_error, is_usable
+from ganger_master.models.accuracy import NOT_FITTED, FitError, Floats, fit_error, is_usable
 from ganger_master.models.posterior import Belief, jacobian, posterior
 from ganger_master.models.speed_design import d_optimal
 
@@ -49,7 +49,7 @@ class AllReduceModel:
     across: float
     across_per_gpu: float
     overlap: float
-    error: FitError = FitError(0, 0.0, 0.0)
+    error: FitError = NOT_FITTED
 
     def compute_seconds(self, samples: float) -> float:
         """Of one step on one GPU."""
@@ -74,9 +74,7 @@ class AllReduceModel:
     def all_step_seconds(self, gpus: Floats, nodes: Floats, samples: Floats) -> Floats:
         """`step_seconds` for arrays of one shape."""
         beyond = np.maximum(gpus - 2.0, 0.0)
-        sync = np.where(
-            nodes < 2, self.local + self.local_per_gpu * beyond, self.across + self.across_per_gpu * beyond
-        )
+        sync = np.where(nodes < 2, self.local + self.local_per_gpu * beyond, self.across + self.across_per_gpu * beyond)
         compute = self.fixed + self.per_sample * np.asarray(samples, float)
         return _all_overlapped(compute, np.where(gpus < 2, 0.0, sync), self.overlap)
 
@@ -86,7 +84,7 @@ def overlapped(compute: float, sync: float, overlap: float) -> float:
     longer, shorter = max(compute, sync), min(compute, sync)
     if shorter <= 0.0:
         return longer
-    return longer * (1.0 + (shorter / longer) ** overlap) ** (1.0 / overlap)
+    return longer * math.pow(1.0 + math.pow(shorter / longer, overlap), 1.0 / overlap)
 
 
 def fit_allreduce(points: Iterable[StepPoint]) -> AllReduceModel | None:

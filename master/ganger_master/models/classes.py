@@ -72,7 +72,11 @@ _FEEDING: Mapping[ModelClass, tuple[float, float, float]] = {
 }
 # Natural logarithms; about the spread of the fits within a class.
 _SYNCHRONISING_DEVIATION = 0.8
-_FEEDING_DEVIATIONS = {ModelClass.UNKNOWN: (1.2, 1.5, 1.0)}
+_FEEDING_DEVIATIONS = {
+    ModelClass.UNKNOWN: (1.2, 1.5, 1.0),
+    # Bi-Att-Flow needs eight cores where other language models need one (SoCC 2018 poster)
+    ModelClass.LANGUAGE: (1.2, 1.5, 0.7),
+}
 _KNOWN_FEEDING_DEVIATIONS = (0.5, 1.0, 0.7)
 # A class belief is worth this many jobs when others teach it.
 _PRIOR_JOBS = 4.0

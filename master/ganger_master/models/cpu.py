@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import nnls
 
-from ganger_master.models.accuracy import FitError, Floats, fit_error, is_usable
+from ganger_master.models.accuracy import NOT_FITTED, FitError, Floats, fit_error, is_usable
 
 # Sweet points are tried this far apart; finer than a core cannot be allocated to a rank anyway.
 THETA_STEP = 0.5
@@ -57,7 +57,7 @@ class CpuModel:
     plateau: float
     sweet_point: float
     shelf: Shelf | None = None
-    error: FitError = FitError(0, 0.0, 0.0)
+    error: FitError = NOT_FITTED
 
     @property
     def peak(self) -> float:
@@ -109,6 +109,8 @@ def fit_cpu(points: Iterable[CpuPoint]) -> CpuModel | None:
     measured = averaged(points)
     if not measured:
         return None
+    if len(measured) == 1:
+        return _proportional(measured[0])
     cores = np.array([point.cores for point in measured])
     rates = np.array([point.rate for point in measured])
     plain, cost = _best_curve(cores, rates)
@@ -138,6 +140,12 @@ def sweet_point_bracket(points: Sequence[CpuPoint], tolerance: float = 0.1) -> t
     short = [point.cores for point in measured if point.rate < (1.0 - tolerance) * best]
     low = max(short, default=0.0)
     return (low, min(point.cores for point in measured if point.cores > low) if low < measured[-1].cores else math.inf)
+
+
+def _proportional(point: CpuPoint) -> CpuModel:
+    plateau = point.rate / min(1.0, point.cores)
+    whole = max(1.0, point.cores)
+    return CpuModel(0.0, plateau / whole, plateau, whole, error=FitError(1, 0.0, 0.0))
 
 
 def _best_curve(cores: Floats, rates: Floats) -> tuple[CpuModel, float]:

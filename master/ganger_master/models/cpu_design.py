@@ -64,8 +64,8 @@ def next_probe(points: Sequence[CpuPoint], most_cores: int, precision: float = 0
 
     All cores, then one, then inside the bracket that must hold the sweet point: where the fit sees it, or in the middle
     where the fit sees it elsewhere, until the bracket is a core wide or the last probe moved no predicted rate by more
-    than `precision`; last, one A-optimal probe of the lower slope, if it has none. A curve that the fit then misses by twice
-    that somewhere has another shape: its points go where Synergy's bisection puts them.
+    than `precision`; last, one A-optimal probe of the lower slope, if it has none. A curve that the fit then misses by
+    twice that somewhere has another shape: its points go where Synergy's bisection puts them.
     """
     measured = {round(point.cores) for point in averaged(points)}
     for count in (most_cores, 1):

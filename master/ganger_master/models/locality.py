@@ -14,7 +14,7 @@ import numpy as np
 from ganger.resources.values import Level
 from scipy.optimize import nnls
 
-from ganger_master.models.accuracy import FitError, fit_error, is_usable
+from ganger_master.models.accuracy import NOT_FITTED, FitError, fit_error, is_usable
 
 # One measured point outweighs the prior six to one; coefficients nothing measured follow it.
 _PRIOR_TRUST = 0.4
@@ -40,7 +40,7 @@ class LocalityModel:
     per_gpu: float
     inside: float
     beyond: float
-    error: FitError = FitError(0, 0.0, 0.0)
+    error: FitError = NOT_FITTED
 
     def relative_speed(self, gpus: int, nodes: int, level: Level) -> float:
         """1 for a single GPU, whatever the level."""

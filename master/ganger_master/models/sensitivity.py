@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -80,7 +81,7 @@ def next_cores(points: Sequence[CpuPoint], most_cores: int, same_rate: float = S
         return None
     steps = [
         (-abs(high.rate - low.rate) / max(high.rate, low.rate), (round(low.cores) + round(high.cores)) // 2)
-        for low, high in zip(measured, measured[1:], strict=False)
+        for low, high in pairwise(measured)
         if round(high.cores) - round(low.cores) > 1
     ]
     wide = [step for step in steps if -step[0] > same_rate]

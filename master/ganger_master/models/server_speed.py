@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import nnls
 
-from ganger_master.models.accuracy import FitError, Floats, fit_error, is_usable, left_out_error
+from ganger_master.models.accuracy import NOT_FITTED, FitError, Floats, fit_error, is_usable, left_out_error
 
 
 class Mode(Enum):
@@ -57,8 +57,8 @@ class ServerSpeed:
     mode: Mode
     coefficients: tuple[float, ...]
     batch: float = 1.0
-    error: FitError = FitError(0, 0.0, 0.0)
-    left_out: FitError = FitError(0, 0.0, 0.0)
+    error: FitError = NOT_FITTED
+    left_out: FitError = NOT_FITTED
 
     def steps_per_second(self, servers: int, workers: int) -> float:
         """Zero without a server or a worker."""

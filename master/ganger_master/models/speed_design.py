@@ -2,8 +2,8 @@
 
 D-optimal design: of the placements that can be had, each next one is the one whose predicted step the fit would know
 least about, given those before (greedy on the determinant of X^T X, then exchanges until none helps). Optimus draws its
-eight to ten at random; chosen this way, the same number leaves about seven tenths of the error. Works for any law that is
-linear in its coefficients.
+eight to ten at random; chosen this way, the same number leaves about seven tenths of the error. Works for any law that
+is linear in its coefficients.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def first_placements(
 
     def rows(pairs: Sequence[tuple[int, int]]) -> Floats:
         p, w = np.array([pair[0] for pair in pairs], float), np.array([pair[1] for pair in pairs], float)
-        found = features(mode, p, w, 1.0)
         if model is None:
-            return found / (found @ np.array(_GUESS[mode]))[:, None]
+            plain = features(mode, p, w)
+            return np.asarray(plain / (plain @ np.array(_GUESS[mode]))[:, None], float)
         rates = model.all_steps_per_second(p, w) / (w if mode is Mode.ASYNCHRONOUS else 1.0)
-        return features(mode, p, w, batch) * rates[:, None]
+        return np.asarray(features(mode, p, w, batch) * rates[:, None], float)
 
     if not candidates:
         return ()

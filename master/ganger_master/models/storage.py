@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from scipy.optimize import nnls
 
-from ganger_master.models.accuracy import FitError, fit_error, is_usable
+from ganger_master.models.accuracy import NOT_FITTED, FitError, fit_error, is_usable
 
 # A line that misses the point of least memory by more than this did not come from caching: the job thrashes there.
 _THRASHING = 0.25
@@ -38,7 +39,7 @@ class FetchModel:
     cached_bytes: float
     working_set_bytes: float = 0.0
     thrashing_rate: float = 0.0
-    error: FitError = FitError(0, 0.0, 0.0)
+    error: FitError = NOT_FITTED
 
     def rate(self, memory_bytes: float) -> float:
         """The most units per second that can be fetched; infinite where fetching takes no time."""
@@ -89,7 +90,8 @@ def _fit(measured: Sequence[tuple[float, float]]) -> FetchModel:
     memory = np.array([memory for memory, _ in measured])
     rates = np.array([rate for _, rate in measured])
     amounts = np.unique(memory)
-    knees = np.unique(np.concatenate([np.linspace(low, high, _KNEES) for low, high in _pairs(amounts)]))
+    between = [np.linspace(low, high, _KNEES) for low, high in pairwise(amounts.tolist())]
+    knees = np.unique(np.concatenate([amounts, *between]))
     found = []
     for knee in knees:
         hits = np.minimum(1.0, memory / knee)
@@ -103,7 +105,3 @@ def _fit(measured: Sequence[tuple[float, float]]) -> FetchModel:
 
 def _error(model: FetchModel, measured: Sequence[tuple[float, float]]) -> FitError:
     return fit_error([model.rate(memory) for memory, _ in measured], [rate for _, rate in measured])
-
-
-def _pairs(amounts: Sequence[float]) -> Iterable[tuple[float, float]]:
-    return zip(amounts[:1] if len(amounts) == 1 else amounts[:-1], amounts[-1:] if len(amounts) == 1 else amounts[1:])

@@ -29,9 +29,9 @@ MOST_OBSERVED = 32
 _MEMORY_WINDOWS = 20.0
 # Log deviation of one observed window, and the least that any number of them comes down to.
 _WINDOW_NOISE, _LEAST_NOISE = 0.05, 0.01
-# What the law misses (all-reduce fits of published profiles: 7 % on average), alike for configurations within a factor
-# of about two in each direction.
-_DISCREPANCY = 0.08
+# What the law misses, alike for configurations within a factor of about two in each direction. All-reduce fits of
+# published profiles miss 6 % on average and 40 % at worst (two T4 servers are slower than three there).
+_DISCREPANCY = 0.15
 # Sharpness of "the longest of": both alike cost 6 % more than either, as at the knee of measured CPU curves.
 _SHARPNESS = 12.0
 # Utilisation of a job nobody measured, the mean of Lucid's 66 single-job profiles.
