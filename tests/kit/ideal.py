@@ -19,10 +19,11 @@ into the GPUs not yet taken, passed over if not. Two exceptions: under fifo and 
 so running jobs are taken first; and fifo ends the pass at the first job that does not fit. A job ends the instant its
 last second is served.
 
-*By rounds* of r seconds. Decisions are made only at multiples of r, among the jobs that have arrived by then (an arrival
-at that instant included). Each round starts from an empty cluster: live jobs in policy order, whatever ran before, each
-taken if it fits and passed over if not; fifo, here too, ends the pass at the first that does not fit. The chosen hold their GPUs to the round's end and get min(r, remaining) seconds of service; a job whose remaining
-time falls to zero ends at the round's end, not before.
+*By rounds* of r seconds. Decisions are made only at multiples of r, among the jobs that have arrived by then (an
+arrival at that instant included). Each round starts from an empty cluster: live jobs in policy order, whatever ran
+before, each taken if it fits and passed over if not; fifo, here too, ends the pass at the first that does not fit. The
+chosen hold their GPUs to the round's end and get min(r, remaining) seconds of service; a job whose remaining time falls
+to zero ends at the round's end, not before.
 
 Average JCT is the mean of end - arrival; makespan is the last end minus the first arrival. Times are exact (whole
 numbers, or fractions where a trace has decimals): no rounding can turn a tie.
