@@ -28,6 +28,8 @@ MOST_POINTS = 100
 # A point further from the curve (or its neighbours' median) than so many typical distances is an outlier.
 _OUTLIER = 4.0
 _NEIGHBOURS = 2
+# Up to so many points each is left out once to find the outlier: each costs a fit.
+_FEW = 12
 # Fits after which the set of outliers is taken as it is; it settles in two or three.
 _ROUNDS = 5
 # A median distance times this is a standard deviation, for normal scatter.
@@ -217,22 +219,33 @@ def without_outliers(losses: Floats) -> Floats:
 def _robust(x: Floats, y: Floats) -> tuple[Curve, float, NDArray[np.bool_], list[tuple[Curve, float]]]:
     """The fit of the points that lie near it: curve, squared error, which points, and the fits of other b2.
 
-    Starts from the curve through the neighbour-wise cleaned points, whose errors then tell the true outliers from
-    points that only lie on a steep part. At least three points, and half of them, stay.
+    Starts from a curve no single outlier can drag, whose errors then tell the true outliers from points that only lie
+    on a steep part. Three quarters of the points stay.
     """
-    cleaned = without_outliers(y)
     kept = np.ones(len(x), bool)
-    curve, _, _ = _fit(x, cleaned)
+    curve = _undragged(x, y)
+    most_far = len(x) // 4
+    # the numbers fitted make the residuals of few points smaller than the noise
+    few = math.sqrt(len(x) / max(1, len(x) - _NUMBERS))
     for _ in range(_ROUNDS):
         distance = np.abs(_losses(x, curve) - y)
-        typical = max(_MEDIAN_TO_DEVIATION * float(np.median(distance)), _NOISE)
-        near = distance <= max(_OUTLIER * typical, float(np.sort(distance)[max(_NUMBERS - 1, len(x) // 2)]))
+        typical = max(_MEDIAN_TO_DEVIATION * few * float(np.median(distance)), _NOISE)
+        near = distance <= max(_OUTLIER * typical, float(np.sort(distance)[len(x) - 1 - most_far]))
         changed = bool(np.any(near != kept))
         kept = near
         curve, cost, found = _fit(x[kept], y[kept])
         if not changed:
             break
     return curve, cost, kept, found
+
+
+def _undragged(x: Floats, y: Floats) -> Curve:
+    """The curve through the neighbour-wise cleaned points; with too few for neighbours to tell, the one without some
+    single point that has the least median distance."""
+    if not _NUMBERS + 2 <= len(x) <= _FEW:
+        return _fit(x, without_outliers(y))[0]
+    curves = [_fit(np.delete(x, i), np.delete(y, i))[0] for i in range(len(x))]
+    return min([_fit(x, y)[0], *curves], key=lambda curve: float(np.median(np.abs(_losses(x, curve) - y))))
 
 
 def _fit(x: Floats, y: Floats) -> tuple[Curve, float, list[tuple[Curve, float]]]:
