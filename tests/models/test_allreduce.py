@@ -7,7 +7,6 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from ganger_master.models.accuracy import FitError, fit_error
 from ganger_master.models.allreduce import AllReduceModel, StepPoint, fit_allreduce, next_placements, overlapped
 from hypothesis import given
 from hypothesis import strategies as st

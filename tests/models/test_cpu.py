@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -71,9 +72,7 @@ def test_exact_curves_come_back_exactly_where_they_were_measured(
     assert model.peak == pytest.approx(truth.plateau, rel=0.02)
 
 
-points_lists = st.lists(
-    st.builds(CpuPoint, st.floats(0.5, 64.0), st.floats(1e-3, 1e3)), min_size=1, max_size=10
-)
+points_lists = st.lists(st.builds(CpuPoint, st.floats(0.5, 64.0), st.floats(1e-3, 1e3)), min_size=1, max_size=10)
 
 
 @given(points_lists)
@@ -83,7 +82,7 @@ def test_no_curve_ever_falls_and_arrays_agree_with_single_calls(points: list[Cpu
     one_by_one = [model.rate(float(count)) for count in cores]
     assert model.rates(cores).tolist() == pytest.approx(one_by_one, rel=1e-12, abs=1e-300)
     rising = [model.rate(float(count)) for count in np.sort(cores)]
-    assert all(high >= low * (1 - 1e-9) for low, high in zip(rising, rising[1:], strict=False))
+    assert all(high >= low * (1 - 1e-9) for low, high in pairwise(rising))
 
 
 def test_one_point_is_proportional_up_to_it_and_flat_beyond() -> None:

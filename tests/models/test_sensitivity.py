@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from ganger_master.models.accuracy import fit_error
@@ -63,7 +65,7 @@ def naive_rate(matrix: SensitivityMatrix, cores: float, memory: float) -> float:
     column = max((j for j, m in enumerate(matrix.memory_bytes) if m <= memory * (1 + 1e-9)), default=-1)
     share = 1.0 if column >= 0 else memory / matrix.memory_bytes[0]
     grid = [(0.0, 0.0), *((c, row[max(column, 0)]) for c, row in zip(matrix.cores, matrix.rates, strict=True))]
-    for (c0, r0), (c1, r1) in zip(grid, grid[1:], strict=False):
+    for (c0, r0), (c1, r1) in pairwise(grid):
         if cores <= c1:
             return share * (r0 + (r1 - r0) * (cores - c0) / (c1 - c0))
     return share * grid[-1][1]
@@ -87,8 +89,12 @@ def test_no_cores_or_no_memory_run_nothing() -> None:
 
 
 def test_shapes_that_are_no_matrix_are_refused() -> None:
-    for cores, memory, rates in (((), (1.0,), ()), ((2.0, 1.0), (1.0,), ((1.0,), (1.0,))), ((1.0,), (1.0,), ((1.0, 2.0),))):
-        with pytest.raises(ValueError, match="sensitivity matrix|rates must"):
+    for cores, memory, rates in (
+        ((), (1.0,), ()),
+        ((2.0, 1.0), (1.0,), ((1.0,), (1.0,))),
+        ((1.0,), (1.0,), ((1.0, 2.0),)),
+    ):
+        with pytest.raises(ValueError, match=r"sensitivity matrix|rates must"):
             SensitivityMatrix(cores, memory, rates)
 
 

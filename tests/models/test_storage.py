@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from ganger_master.models.storage import FetchModel, MemoryPoint, fetch_from_dataset, fit_fetch
@@ -40,7 +41,7 @@ def test_two_points_predict_the_third_by_the_cache_share() -> None:
 def test_more_memory_never_slows_a_job_down(rows: list[tuple[float, float]]) -> None:
     model = fitted(tuple(rows))
     rates = [model.rate(memory * GB) for memory in range(0, 600, 7)]
-    assert all(high >= low * (1 - 1e-9) for low, high in zip(rates, rates[1:], strict=False))
+    assert all(high >= low * (1 - 1e-9) for low, high in pairwise(rates))
 
 
 def test_one_point_and_equal_rates_say_memory_does_not_matter() -> None:

@@ -16,8 +16,8 @@ from scipy.optimize import nnls
 
 from ganger_master.models.accuracy import NOT_FITTED, FitError, fit_error, is_usable
 
-# One measured point outweighs the prior six to one; coefficients nothing measured follow it.
-_PRIOR_TRUST = 0.4
+# Weight of the prior against one measured point; coefficients nothing measured follow it.
+_PRIOR_TRUST = 0.15
 
 
 @dataclass(frozen=True, slots=True)

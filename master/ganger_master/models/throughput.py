@@ -181,13 +181,15 @@ def log_rate(numbers: Sequence[float], at: Configuration, utilisation: float) ->
     # in units of the seconds one reference GPU computes for a reference step
     compute = (fixed + (1.0 - fixed) * at.batch) / at.device_speed
     sync = 0.0
-    if at.gpus > 1 and at.nodes < 2:
-        sync = math.exp(n[Number.LOCAL]) + math.exp(n[Number.LOCAL_PER_GPU]) * (at.gpus - 2)
-        sync *= 1.0 + math.exp(n[Number.INSIDE]) * (min(at.level, Level.NODE) - Level.NVLINK)
-    elif at.gpus > 1:
+    if at.gpus > 1:
         sync = math.exp(n[Number.ACROSS]) + math.exp(n[Number.ACROSS_PER_GPU]) * (at.gpus - 2)
-        sync += math.exp(n[Number.ACROSS_PER_NODE]) * (at.nodes - 2)
+        sync += math.exp(n[Number.ACROSS_PER_NODE]) * max(0, at.nodes - 2)
         sync *= 1.0 + math.exp(n[Number.BEYOND]) * (max(at.level, Level.RACK) - Level.RACK)
+    if at.gpus > 1 and at.nodes < 2:
+        local = math.exp(n[Number.LOCAL]) + math.exp(n[Number.LOCAL_PER_GPU]) * (at.gpus - 2)
+        local *= 1.0 + math.exp(n[Number.INSIDE]) * (min(at.level, Level.NODE) - Level.NVLINK)
+        # a slope from two to four GPUs, carried to sixteen, must not say that one server is worse than two
+        sync = min(local, sync)
     overlap = 1.0 + (MOST_OVERLAP - 1.0) / (1.0 + math.exp(-n[Number.OVERLAP]))
     device = overlapped(compute, sync, overlap)
     cores = min(at.cores, _INFINITE)
