@@ -39,7 +39,7 @@ def converged_at() -> float:
 
 def seen(progress: float, noise: float, random: np.random.Generator) -> list[LossPoint]:
     steps = np.arange(int(converged_at() * progress))
-    losses = np.array([TRUTH.loss(k) for k in steps]) * (1.0 + noise * random.standard_normal(len(steps)))
+    losses = np.array([TRUTH.loss(float(k)) for k in steps]) * (1.0 + noise * random.standard_normal(len(steps)))
     losses[len(steps) // 2] *= 1.5
     return [LossPoint(float(k), float(loss)) for k, loss in zip(steps, losses, strict=True)]
 

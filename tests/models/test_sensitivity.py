@@ -39,8 +39,8 @@ def test_bisection_reads_a_published_curve_from_eight_points(name: str) -> None:
 
 def test_every_published_matrix_is_rebuilt_from_one_axis_and_a_cache_model() -> None:
     for name, published in synergy_matrices().items():
-        table = np.array(published["tput_norm_to_proportional"])
-        memory = [float(gb) * GB for gb in published["mem_grid"]]  # type: ignore[arg-type]
+        table = published.rates
+        memory = [gigabytes * GB for gigabytes in published.memory_gigabytes]
         fetch = fit_fetch([MemoryPoint(amount, rate) for amount, rate in zip(memory, table[-1], strict=True)])
         matrix = sensitivity(profile(interpolated(table[:, -1].tolist()), 24), fetch, GRID, memory)
         assert matrix is not None
@@ -48,8 +48,8 @@ def test_every_published_matrix_is_rebuilt_from_one_axis_and_a_cache_model() -> 
         assert error.mean < 0.005, name
         assert error.worst < 0.03, name
         cores, amount = matrix.demand(0.99)
-        assert cores == published["best_cpu"], name
-        assert amount / GB == pytest.approx(float(published["best_mem_gb"]), abs=1.0), name  # type: ignore[arg-type]
+        assert cores == published.best_cores, name
+        assert amount / GB == pytest.approx(published.best_gigabytes, abs=1.0), name
 
 
 def test_equal_ends_are_not_split_and_all_cores_come_first() -> None:

@@ -114,7 +114,8 @@ def fit_cpu(points: Iterable[CpuPoint]) -> CpuModel | None:
     cores = np.array([point.cores for point in measured])
     rates = np.array([point.rate for point in measured])
     plain, cost = _best_curve(cores, rates)
-    shelved = _shelved(cores, rates) if len(measured) >= _SHELF_POINTS else None
+    unexplained = cost > len(measured) * _NOISE**2
+    shelved = _shelved(cores, rates) if unexplained and len(measured) >= _SHELF_POINTS else None
     best = plain
     if shelved is not None and _criterion(shelved[1], len(measured), 6) < _criterion(cost, len(measured), 4):
         best = shelved[0]

@@ -118,8 +118,9 @@ class ThroughputModel:
         """The predicted steps per second, without its spread (a few microseconds once fitted)."""
         fitted = log_rate(self.numbers, configuration, self.utilisation)
         if len(self.observations) > 1:
-            near = [_kernel(configuration, known.configuration) for known in self.observations]
-            fitted += sum(a * b for a, b in zip(near, self._discrepancy, strict=True))
+            here = _place(configuration)
+            for place, weight in self._discrepancy:
+                fitted += weight * _kernel(here, place)
         return math.exp(fitted)
 
     def predict(self, configuration: Configuration) -> Prediction:
@@ -152,11 +153,12 @@ class ThroughputModel:
         return _fit(self.prior, self.observations, self.utilisation)
 
     @cached_property
-    def _discrepancy(self) -> tuple[float, ...]:
-        """Weights of the kernel at each observation that make predictions meet what was measured."""
+    def _discrepancy(self) -> tuple[tuple[tuple[float, ...], float], ...]:
+        """Where each observation lies and the weight of its kernel, so that predictions meet what was measured."""
         law = np.array([log_rate(self.numbers, o.configuration, self.utilisation) for o in self.observations])
         measured = np.array([known.log_rate for known in self.observations])
-        return tuple(np.linalg.solve(_noise(self.observations), measured - law).tolist())
+        weights = np.linalg.solve(_noise(self.observations), measured - law).tolist()
+        return tuple((_place(o.configuration), weight) for o, weight in zip(self.observations, weights, strict=True))
 
     def _spread(self, configurations: Sequence[Configuration]) -> Floats:
         """Covariance of the log rates at the configurations, given the observations: law (linear around its numbers)
@@ -196,8 +198,12 @@ def log_rate(numbers: Sequence[float], at: Configuration, utilisation: float) ->
     bend = math.exp(n[Number.BEND]) - 1.0
     pace = cores + bend * math.log(cores) if cores > 1.0 else cores
     feeding = at.batch * math.exp(n[Number.CORES]) / pace
-    missing = max(0.0, 1.0 - at.memory_bytes / math.exp(n[Number.DATASET]))
-    fetching = at.batch * math.exp(n[Number.MISS]) * missing
+    fetching = 0.0
+    if at.memory_bytes < math.inf:
+        cached = at.memory_bytes / math.exp(n[Number.DATASET])
+        # min(1, cached), its corner rounded like the others so that every measurement says something of the dataset
+        hits = cached / (1.0 + cached**_SHARPNESS) ** (1.0 / _SHARPNESS)
+        fetching = at.batch * math.exp(n[Number.MISS]) * (1.0 - hits)
     longest = max(device, feeding, fetching)
     together = sum((part / longest) ** _SHARPNESS for part in (device, feeding, fetching))
     step = longest * together ** (1.0 / _SHARPNESS)
@@ -234,13 +240,13 @@ def _noise(observations: Sequence[Observation]) -> Floats:
 
 
 def _kernels(left: Sequence[Configuration], right: Sequence[Configuration]) -> Floats:
-    return np.array([[_kernel(one, other) for other in right] for one in left])
+    places = [_place(other) for other in right]
+    return np.array([[_kernel(here, place) for place in places] for here in map(_place, left)])
 
 
-def _kernel(one: Configuration, other: Configuration) -> float:
-    """Covariance of what the law misses at two configurations."""
-    distance = sum((a - b) ** 2 for a, b in zip(_place(one), _place(other), strict=True))
-    return _DISCREPANCY**2 * math.exp(-distance / 2.0)
+def _kernel(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """Covariance of what the law misses at two places."""
+    return _DISCREPANCY**2 * math.exp(-0.5 * math.dist(one, other) ** 2)
 
 
 def _place(at: Configuration) -> tuple[float, ...]:
