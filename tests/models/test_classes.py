@@ -31,19 +31,28 @@ def test_every_class_has_a_proper_belief(model_class: ModelClass) -> None:
     assert belief.deviations[Number.SCALE] > 3.0
 
 
-def test_synchronising_beliefs_hold_the_fits_they_were_read_from() -> None:
-    """Within two deviations for most fits: A100 and single-server syncs of almost nothing are the tails."""
-    far = []
+def shares() -> dict[ModelClass, list[list[float]]]:
+    """LOCAL, LOCAL_PER_GPU, ACROSS, ACROSS_PER_GPU of every published profile's fit at its middle batch."""
+    found: dict[ModelClass, list[list[float]]] = {model_class: [] for model_class in ModelClass}
     for (application, _), points in step_points().items():
-        middle = sorted({point.samples for point in points})[len({point.samples for point in points}) // 2]
+        batches = sorted({point.samples for point in points})
+        middle = batches[len(batches) // 2]
         model = fit_allreduce([point for point in points if point.samples == middle])
         assert model is not None
-        belief = belief_of(APPLICATIONS[application])
         compute = model.compute_seconds(middle)
-        for number, seconds in ((Number.LOCAL, model.local), (Number.ACROSS, model.across)):
-            distance = math.log(max(seconds, 1e-9) / compute) - belief.mean[number]
-            far.append(abs(distance) > 2.0 * belief.deviations[number])
-    assert float(np.mean(far)) < 0.3
+        row = [model.local, model.local_per_gpu, model.across, model.across_per_gpu]
+        for model_class in (APPLICATIONS[application], ModelClass.UNKNOWN):
+            found[model_class].append([seconds / compute for seconds in row])
+    return found
+
+
+def test_synchronising_beliefs_are_the_middle_of_the_published_profiles() -> None:
+    numbers = [Number.LOCAL, Number.LOCAL_PER_GPU, Number.ACROSS, Number.ACROSS_PER_GPU]
+    for model_class, rows in shares().items():
+        belief = belief_of(model_class)
+        assert np.exp(belief.mean[numbers]) == pytest.approx(np.median(rows, axis=0), rel=0.05), model_class
+        far = np.abs(np.log(rows) - belief.mean[numbers]) > 2.0 * belief.deviations[numbers]
+        assert float(np.mean(far)) < 0.2, model_class
 
 
 def test_feeding_beliefs_hold_synergys_curves() -> None:

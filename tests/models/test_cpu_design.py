@@ -57,7 +57,8 @@ def test_a_flat_curve_takes_two_probes() -> None:
     assert len(profile(dict.fromkeys(range(1, 65), 5.0), 64)) == 2
 
 
-def test_one_core_takes_one_probe() -> None:
+def test_one_core_takes_one_probe_and_none_takes_none() -> None:
+    assert next_probe([], 0) is None
     assert len(profile({1: 5.0}, 1)) == 1
 
 

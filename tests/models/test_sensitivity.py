@@ -59,6 +59,7 @@ def test_equal_ends_are_not_split_and_all_cores_come_first() -> None:
     assert next_cores([CpuPoint(24, 1.0), CpuPoint(1, 0.5)], 24) == 12
     assert next_cores([CpuPoint(2, 1.0), CpuPoint(1, 0.5)], 2) is None
     assert next_cores([CpuPoint(1, 0.5)], 1) is None
+    assert next_cores([], 0) is None
 
 
 def naive_rate(matrix: SensitivityMatrix, cores: float, memory: float) -> float:

@@ -68,6 +68,8 @@ def next_probe(points: Sequence[CpuPoint], most_cores: int, precision: float = 0
     twice that somewhere has another shape: its points go where Synergy's bisection puts them.
     """
     measured = {round(point.cores) for point in averaged(points)}
+    if most_cores < 1:
+        return None
     for count in (most_cores, 1):
         if count not in measured:
             return count

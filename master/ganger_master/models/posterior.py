@@ -1,9 +1,9 @@
 """What measurements say about the numbers of a law, given what was believed before: mode and spread.
 
 The law predicts logarithms of rates or times, so that errors are relative and scales multiply. The mode is a
-least-squares problem (MINPACK's Levenberg-Marquardt, by SciPy); the spread is the curvature there (Laplace). With no measurements
-the belief comes back as it was; with fewer than numbers, what they leave open keeps its prior: nothing is ever
-under-determined.
+least-squares problem (MINPACK's Levenberg-Marquardt, by SciPy); the spread is the curvature there (Laplace). With no
+measurements the belief comes back as it was; with fewer than numbers, what they leave open keeps its prior: nothing is
+ever under-determined.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def posterior(prior: Belief, law: Callable[[Floats], Floats], measured: Floats, 
     start = np.zeros(reach.shape[1])
     if len(start) == 0:
         return prior
-    found = least_squares(residuals, start, method="lm", diff_step=1e-6, ftol=1e-3, xtol=1e-3, max_nfev=_MOST_EVALUATIONS)
+    found = least_squares(
+        residuals, start, method="lm", diff_step=1e-6, ftol=1e-3, xtol=1e-3, max_nfev=_MOST_EVALUATIONS
+    )
     curvature = np.asarray(found.jac.T @ found.jac, float)
     spread = np.eye(len(prior.mean))
     spread[np.ix_(moves, moves)] = np.linalg.inv(curvature)

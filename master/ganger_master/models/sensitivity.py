@@ -74,6 +74,8 @@ def next_cores(points: Sequence[CpuPoint], most_cores: int, same_rate: float = S
     """
     measured = averaged(points)
     counts = [round(point.cores) for point in measured]
+    if most_cores < 1:
+        return None
     for count in (most_cores, 1):
         if count not in counts:
             return count
