@@ -32,7 +32,7 @@ def jobs(count: int = 5, **numbers: object) -> Workload:
 
 workloads = st.lists(
     st.tuples(st.integers(0, 50), st.integers(1, 16), st.integers(1, 1000)), min_size=2, max_size=30
-).map(lambda rows: workload([str(n) for n in range(len(rows))], *map(list, zip(*rows, strict=True))))  # type: ignore[arg-type]
+).map(lambda rows: workload([str(n) for n in range(len(rows))], *map(list, zip(*rows, strict=True))))
 
 
 @given(
@@ -109,7 +109,7 @@ def test_columns_that_break_a_promise_are_refused() -> None:
         ({"job_ids": ("a", "a", "b", "c", "d")}, "given twice"),
     ):
         with pytest.raises(ValueError, match=what):
-            made.with_columns(**columns)  # type: ignore[arg-type]
+            made.with_columns(**columns)
     with pytest.raises(ValueError, match="no columns colour"):
         jobs(colour=[1] * 5)
 
