@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ganger_master.models.accuracy import fit_error
 from ganger_master.models.cpu import CpuModel, CpuPoint, Shelf, averaged, fit_cpu, sweet_point_bracket
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from models.published import GRID, SYNERGY, synergy_points
 
@@ -76,6 +76,8 @@ points_lists = st.lists(st.builds(CpuPoint, st.floats(0.5, 64.0), st.floats(1e-3
 
 
 @given(points_lists)
+@example([CpuPoint(1.0, 3.0), CpuPoint(0.5, 1.0)])
+@example([CpuPoint(0.5 + count / 32, 1.0 + count % 3) for count in range(9)])
 def test_no_curve_ever_falls_and_arrays_agree_with_single_calls(points: list[CpuPoint]) -> None:
     model = fitted(points)
     cores = np.concatenate([np.linspace(0.0, 70.0, 211), [point.cores for point in points]])

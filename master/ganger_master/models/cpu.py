@@ -76,9 +76,11 @@ class CpuModel:
         if self.shelf is not None and cores > self.shelf.begins:
             share = min(1.0, (cores - self.shelf.begins) / (self.shelf.ends - self.shelf.begins))
             return self.plateau + share * (self.shelf.rate - self.plateau)
-        if cores >= self.sweet_point:
+        # what less than a core runs is a share of what one runs
+        above = max(cores, 1.0)
+        if above >= self.sweet_point:
             return self.plateau * min(1.0, cores)
-        rising = self.log_coefficient * math.log(max(cores, 1.0)) + self.linear_coefficient * max(cores, 1.0)
+        rising = self.log_coefficient * math.log(above) + self.linear_coefficient * above
         return min(rising, self.plateau) * min(1.0, cores)
 
     def rates(self, cores: ArrayLike) -> Floats:
@@ -160,9 +162,10 @@ def _best_curve(cores: Floats, rates: Floats) -> tuple[CpuModel, float]:
 
 def _curve(cores: Floats, rates: Floats, theta: float) -> tuple[CpuModel, float]:
     # In the basis (log C, C - log C) with coefficients >= 0 the curve cannot fall: P0 >= -P1.
-    below = cores < theta
-    log = np.log(np.maximum(cores, 1.0))
-    line = np.maximum(cores, 1.0) - log
+    above = np.maximum(cores, 1.0)
+    below = above < theta
+    log = np.log(above)
+    line = above - log
     fraction = np.minimum(cores, 1.0)
     rows = np.stack([below * log, below * line, ~below * 1.0], axis=1) * (fraction / rates)[:, None]
     scale = float(rates[-1])
