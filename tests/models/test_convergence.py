@@ -18,7 +18,7 @@ from ganger_master.models.convergence import (
     steps_to_loss,
     without_outliers,
 )
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models.published import rows
 
@@ -143,6 +143,17 @@ def test_flat_rising_and_zero_losses_have_nothing_left_to_lose() -> None:
         model = fitted([LossPoint(float(k), loss) for k, loss in enumerate(losses)])
         assert steps_to_convergence(model, 0.01, 1.0).value == pytest.approx(1.0)
         assert model.best.loss(1e6) == pytest.approx(float(np.mean(losses)), abs=0.07)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.builds(LossPoint, st.floats(), st.one_of(st.floats(), st.floats(0.0, 10.0))), max_size=12))
+@example([LossPoint(0.0, 0.0), LossPoint(1.0, 0.0), LossPoint(2.0, 1.0)])
+@example([LossPoint(0.0, 0.0), LossPoint(1.0, 9e5), LossPoint(9e5, 1.0), LossPoint(1e17, 0.0)])
+def test_any_points_give_an_ordered_range_or_none(points: list[LossPoint]) -> None:
+    model = fit_convergence(points)
+    if model is not None:
+        for found in (steps_to_convergence(model, 0.01, 1.0), steps_to_loss(model, 0.1)):
+            assert 0.0 <= found.low <= found.value <= found.high
 
 
 def test_scale_of_loss_and_steps_changes_nothing() -> None:

@@ -25,6 +25,8 @@ class FitError:
     worst: float
 
 
+# No rate, time or size of a job lies outside; fits square what lies inside.
+_LEAST, _MOST = 1e-100, 1e100
 # Of a model that was stated, not fitted.
 NOT_FITTED = FitError(0, 0.0, 0.0)
 
@@ -54,5 +56,6 @@ def left_out_error(
 
 
 def is_usable(*values: float) -> bool:
-    """Finite and above zero: a failed run reports 0, a broken one NaN, and neither says how fast a job is."""
-    return all(0.0 < value < float("inf") for value in values)
+    """Finite and above zero (1e-100 to 1e100): a failed run reports 0, a broken one NaN; neither says how fast a job
+    is."""
+    return all(_LEAST < value < _MOST for value in values)

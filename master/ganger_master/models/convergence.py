@@ -38,6 +38,10 @@ _MEDIAN_TO_DEVIATION = 1.4826
 _CONFIDENCE = 0.9
 # The curve goes through as many points as it has numbers: their scatter, and so its range, is unknown.
 _NUMBERS = 3
+# Of a curve over losses whose largest is one: keeps losses of a million times the largest out of a fit.
+_LEAST_DENOMINATOR = 1e-6
+# Steps and losses beyond belong to a run that has diverged.
+_MOST = 1e18
 # Losses that scatter less than this share of the largest are taken to scatter by it: no real loss is exact.
 _NOISE = 1e-6
 
@@ -186,7 +190,7 @@ def _estimate(model: ConvergenceModel, steps: Callable[[Curve], float]) -> Estim
 def _prepared(points: Iterable[LossPoint]) -> tuple[Floats, Floats]:
     by_step: dict[float, list[float]] = {}
     for point in points:
-        if math.isfinite(point.step) and math.isfinite(point.loss) and point.step >= 0.0 and point.loss >= 0.0:
+        if 0.0 <= point.step <= _MOST and 0.0 <= point.loss <= _MOST:
             by_step.setdefault(point.step, []).append(point.loss)
     steps = np.array(sorted(by_step), float)
     losses = np.array([sum(by_step[step]) / len(by_step[step]) for step in sorted(by_step)], float)
@@ -258,7 +262,7 @@ def _axes(x: Floats, curve: Curve, radius: float) -> list[tuple[Curve, Curve]]:
     """The curve moved to both ends of each axis of the ellipsoid of its coefficients, kept at zero or above."""
     if not math.isfinite(curve.b1) or len(x) <= _NUMBERS:
         return []
-    u = np.maximum(curve.b0 * x + curve.b1, 1e-300)
+    u = np.maximum(curve.b0 * x + curve.b1, _LEAST_DENOMINATOR)
     jacobian = np.stack([-x / u**2, -1.0 / u**2, np.ones_like(x)], axis=1)
     _, sizes, directions = np.linalg.svd(jacobian, full_matrices=False)
     middle = np.array([curve.b0, curve.b1, curve.b2])
@@ -273,7 +277,7 @@ def _rest(x: Floats, y: Floats, floor: float) -> tuple[Curve, float]:
     """b0 and b1 for one b2, and the squared error in loss space."""
     above = y - floor
     weights = above**2
-    (b0, b1), _ = nnls(np.stack([x, np.ones_like(x)], axis=1) * weights[:, None], weights / above)
+    (b0, b1), _ = nnls(np.stack([x, np.ones_like(x)], axis=1) * weights[:, None], above)
     if b0 <= 0.0 and b1 <= 0.0:
         return Curve(0.0, math.inf, floor), float(np.sum((y - floor) ** 2))
     return Curve(float(b0), float(b1), floor), float(np.sum((_losses(x, Curve(b0, b1, floor)) - y) ** 2))
@@ -283,9 +287,11 @@ def _polished(x: Floats, y: Floats, start: Curve, cost: float) -> tuple[Curve, f
     """The grid's best, moved to the exact least squares in loss space (the weights are right only near it)."""
     if not math.isfinite(start.b1) or start.b1 <= 0.0 or len(x) <= _NUMBERS:
         return start, cost
-    bounds = ([0.0, 1e-9, 0.0], [np.inf, np.inf, max(float(y.min()), 1e-12)])
+    bounds = ([0.0, _LEAST_DENOMINATOR, 0.0], [np.inf, np.inf, max(float(y.min()), 1e-12)])
     begin = np.clip([start.b0, start.b1, start.b2], bounds[0], bounds[1])
-    found = least_squares(lambda b: _losses(x, Curve(*b)) - y, begin, bounds=bounds, max_nfev=50)
+    # on curves that are all corner the solver's own trust region overflows; its answer is compared with the start's
+    with np.errstate(all="ignore"):
+        found = least_squares(lambda b: _losses(x, Curve(*b)) - y, begin, bounds=bounds, max_nfev=50)
     if 2.0 * found.cost >= cost:
         return start, cost
     return Curve(*(float(value) for value in found.x)), 2.0 * float(found.cost)
@@ -294,7 +300,7 @@ def _polished(x: Floats, y: Floats, start: Curve, cost: float) -> tuple[Curve, f
 def _losses(x: Floats, curve: Curve) -> Floats:
     if math.isinf(curve.b1):
         return np.full_like(x, curve.b2)
-    return np.asarray(1.0 / np.maximum(curve.b0 * x + curve.b1, 1e-300) + curve.b2, float)
+    return np.asarray(1.0 / np.maximum(curve.b0 * x + curve.b1, _LEAST_DENOMINATOR) + curve.b2, float)
 
 
 def _scaled(curve: Curve, span: float, largest: float) -> Curve:
