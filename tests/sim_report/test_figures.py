@@ -87,6 +87,11 @@ def test_window_looks_at_its_jobs_and_at_the_cluster_meanwhile() -> None:
     assert math.isnan(found.core_utilization)
 
 
+def test_cores_nobody_recorded_are_not_reported_as_idle() -> None:
+    jobs, _ = three()
+    assert math.isnan(figures(run_of(outcomes(jobs, [0, 10, NAN], [10, 37, NAN], [10, 22, 0]))).core_utilization)
+
+
 def test_run_without_jobs_has_no_figures_but_fails_nothing() -> None:
     found = figures(run_of(outcomes(workload([], [], []), [], [], [])))
     assert found.jobs == 0

@@ -242,6 +242,20 @@ def test_file_without_line_ends_is_refused_before_it_fills_the_memory() -> None:
     assert stream.taken < 2_000_000
 
 
+def test_quote_that_is_never_closed_does_not_gather_the_file() -> None:
+    stream = Endless(b'%d,0,1,"9\n",')
+    with pytest.raises(TraceError, match="line 2: a quoted field of the row from here on does not end"):
+        read_stream(io.BufferedReader(stream), "huge.csv")
+    assert stream.taken < 2_000_000
+
+
+def test_file_of_mistakes_is_not_read_to_its_end() -> None:
+    stream = Endless(b"%d,-1,1,9\n")
+    with pytest.raises(TraceError, match="more: submit_time_s is negative"):
+        read_stream(io.BufferedReader(stream), "huge.csv")
+    assert stream.taken < 2_000_000
+
+
 def test_window_and_choice_leave_out_and_count() -> None:
     text = rows("a,0,1,9,x", "b,10,1,9,x", "b,20,1,9,y", "c,30,1,9,x", header=f"{HEADER},suite")
     reading = read(text, window_s=(10, 30), where={"suite": "x"})

@@ -22,8 +22,8 @@ class Outcomes:
     has not happened.
 
     `service_s`: seconds in which the job held its gang, of which `overhead_s` went into starting, stopping, saving and
-    moving. `gpu_seconds` and `core_seconds`: what it held, summed over time. `duration_s`: what it needs alone with its
-    gang (NaN: unknown); `deadline_s`: by when (NaN: none).
+    moving. `gpu_seconds` and `core_seconds`: what it held, summed over time (NaN: not recorded). `duration_s`: what it
+    needs alone with its gang (NaN: unknown); `deadline_s`: by when (NaN: none).
     """
 
     job_ids: tuple[str, ...]
@@ -78,7 +78,7 @@ def outcomes(
     *,
     overhead_s: ArrayLike = 0.0,
     gpu_seconds: ArrayLike | None = None,
-    core_seconds: ArrayLike = 0.0,
+    core_seconds: ArrayLike = np.nan,
     preemptions: ArrayLike = 0,
     migrations: ArrayLike = 0,
 ) -> Outcomes:

@@ -86,7 +86,7 @@ def _waiting_by_size(figure: Any, runs: Sequence[Run]) -> None:
     above.set(ylabel="until first start (h)", title=_title(runs))
     below.set(ylabel="waiting in all (h)", xlabel="GPUs of the gang")
     below.set_xticks(np.arange(len(names)), names)
-    above.legend()
+    figure.legend(loc="outside right upper")
 
 
 def _use_over_time(figure: Any, runs: Sequence[Run]) -> None:
@@ -115,7 +115,7 @@ def _use_over_time(figure: Any, runs: Sequence[Run]) -> None:
     every[-1].set_xlabel("hours")
     every[0].set_title(_title(runs))
     if shown:
-        every[0].legend()
+        figure.legend(*every[0].get_legend_handles_labels(), loc="outside right upper")
 
 
 def _timeline(figure: Any, run: Run) -> None:

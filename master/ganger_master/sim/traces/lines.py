@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import BinaryIO
 
 from ganger_master.sim.traces.findings import Finding, Kind, TraceError
 
 # The longest line of any known trace has 200 characters; a file without line ends must not be read as one.
 LONGEST_LINE = 64 * 1024
+# A quoted field may hold line breaks; a quote that is never closed must not gather the rest of the file.
+MOST_LINES_OF_A_ROW = 100
 
 
 def lines_of(stream: BinaryIO, name: str) -> Generator[str]:
@@ -36,6 +38,30 @@ def lines_of(stream: BinaryIO, name: str) -> Generator[str]:
     finally:
         # The stream belongs to the caller.
         text.detach()
+
+
+class RowLines:
+    """The lines, for a CSV reader to take: its user says `next_row` after each row it got."""
+
+    def __init__(self, lines: Iterator[str], name: str) -> None:
+        self._lines = lines
+        self._name = name
+        self._number = 0
+        self._last_row = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._lines)
+        self._number += 1
+        if self._number - self._last_row > MOST_LINES_OF_A_ROW:
+            what = f"a quoted field of the row from here on does not end within {MOST_LINES_OF_A_ROW} lines"
+            raise _refused(self._name, self._last_row + 1, what)
+        return line
+
+    def next_row(self) -> None:
+        self._last_row = self._number
 
 
 def _refused(name: str, line: int, what: str) -> TraceError:

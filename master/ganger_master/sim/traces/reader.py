@@ -30,12 +30,14 @@ from ganger_master.sim.traces.columns import (
     understood,
 )
 from ganger_master.sim.traces.findings import Finding, Kind, Tally, TraceError, rows_of
-from ganger_master.sim.traces.lines import lines_of
+from ganger_master.sim.traces.lines import RowLines, lines_of
 from ganger_master.sim.traces.workload import Floats, Integers, Labels, Workload, workload
 
 # Rows turned into columns at once: enough for NumPy, little to hold.
 _BLOCK_ROWS = 16_384
 _LONGEST_ID = 256
+# A file with more than these is no trace: nobody reads on.
+_MOST_MISTAKES = 10_000
 _MOST_GPUS = 1_000_000
 # Three thousand years; today in milliseconds is more.
 _MOST_SECONDS = 1e11
@@ -81,11 +83,12 @@ def read_trace(path: Path, wanted: Wanted | None = None) -> Reading:
 def read_stream(stream: BinaryIO, name: str, wanted: Wanted | None = None) -> Reading:
     """Reads a stream of bytes to its end; `name` is for messages."""
     with closing(lines_of(stream, name)) as lines:
-        return _read(csv.reader(lines, strict=True), name, wanted or Wanted())
+        return _read(RowLines(lines, name), name, wanted or Wanted())
 
 
-def _read(rows: Any, name: str, wanted: Wanted) -> Reading:
-    headers = [header.strip() for header in _next_row(rows, name)]
+def _read(lines: RowLines, name: str, wanted: Wanted) -> Reading:
+    rows = _numbered(lines, name)
+    headers = [header.strip() for header in _first(rows, name)]
     found, ignored, wrong = understood(headers)
     wrong += [f"there is no column {header} to choose by" for header in wanted.where if header not in headers]
     ignored = [header for header in ignored if header not in wanted.where]
@@ -97,12 +100,14 @@ def _read(rows: Any, name: str, wanted: Wanted) -> Reading:
         )
     columns = _Columns(headers, found, wanted)
     seen = 0
-    while block := list(islice(_numbered(rows, name), _BLOCK_ROWS)):
+    while block := list(islice(rows, _BLOCK_ROWS)):
         seen += len(block)
         columns.add([line for line, _ in block], [row for _, row in block])
         if len(columns.ids) > wanted.most_jobs:
             what = f"more than {wanted.most_jobs:,} jobs: take a window of the trace, or raise the limit"
-            raise TraceError(name, [Finding(Kind.MISTAKE, what, 1, (rows.line_num,))])
+            raise TraceError(name, [Finding(Kind.MISTAKE, what, 1, (block[-1][0],))])
+        if not wanted.skip_mistakes and rows_of(columns.tally.findings(), Kind.MISTAKE) > _MOST_MISTAKES:
+            break
     made = columns.finish()
     findings = columns.tally.findings()
     mistakes = [finding for finding in findings if finding.kind is Kind.MISTAKE]
@@ -296,17 +301,18 @@ class _Block:
         return self._texts[position]
 
 
-def _next_row(rows: Iterator[list[str]], name: str) -> list[str]:
-    """The first row that is not blank."""
-    for _, row in _numbered(rows, name):
+def _first(rows: Iterator[tuple[int, list[str]]], name: str) -> list[str]:
+    for _, row in rows:
         return row
     raise TraceError(name, [Finding(Kind.MISTAKE, "the file is empty: it needs a row of column names", 0)])
 
 
-def _numbered(rows: Any, name: str) -> Iterator[tuple[int, list[str]]]:
+def _numbered(lines: RowLines, name: str) -> Iterator[tuple[int, list[str]]]:
     """Rows with the line each ends on, blank lines left out."""
+    rows = csv.reader(lines, strict=True)
     try:
         for row in rows:
+            lines.next_row()
             if row:
                 yield rows.line_num, row
     except csv.Error as error:
