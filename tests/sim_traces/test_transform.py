@@ -12,7 +12,16 @@ from ganger_master.sim.traces.findings import Kind
 from ganger_master.sim.traces.reader import read_trace
 from ganger_master.sim.traces.servers import servers_from_description
 from ganger_master.sim.traces.statistics import offered_load, percentile, size_class, statistics, text
-from ganger_master.sim.traces.transform import from_zero, sample, scaled_to_load, that_fit, window, with_durations
+from ganger_master.sim.traces.synthetic import MULTI_GPU, SINGLE_GPU, synthetic
+from ganger_master.sim.traces.transform import (
+    from_zero,
+    sample,
+    scaled_to_load,
+    that_fit,
+    window,
+    with_durations,
+    with_loads,
+)
 from ganger_master.sim.traces.workload import Labels, Workload, id_order, workload
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,6 +82,54 @@ def test_load_that_cannot_be_offered_is_refused(load: float) -> None:
 def test_load_of_unknown_durations_is_refused() -> None:
     with pytest.raises(ValueError, match="known durations"):
         offered_load(workload("ab", [0, 1], [1, 1]), 4)
+
+
+def test_phases_offer_their_loads_one_after_the_other() -> None:
+    made = synthetic(20_000, 60.0, seed=1, gangs=SINGLE_GPU)
+    day = 86_400.0
+    ramped = with_loads(made, 1000, [(2 * day, 0.2), (2 * day, 0.9), (2 * day, 0.2)])
+    assert ramped.submit_s[-1] < 6 * day
+    offered = [window(ramped, phase * 2 * day, (phase + 1) * 2 * day).gpu_seconds.sum() for phase in range(3)]
+    # a day's work varies: the standard error of the mean of a few thousand such durations is some percent
+    assert [work / (2 * day * 1000) for work in offered] == pytest.approx([0.2, 0.9, 0.2], rel=0.15)
+
+
+def test_one_phase_of_the_load_there_is_changes_nothing() -> None:
+    made = jobs(deadline_s=[10.0, 20, 30, 40, 50])
+    load = offered_load(made, 4)
+    same = with_loads(made, 4, [(39.0, load)])
+    assert same.job_ids == made.job_ids[:4]
+    assert same.submit_s == pytest.approx(made.submit_s[:4])
+    assert same.deadline_s == pytest.approx(made.deadline_s[:4])
+    with pytest.raises(ValueError, match="the trace spans 40 s"):
+        with_loads(made, 4, [(41.0, load)])
+    with pytest.raises(ValueError, match="above zero"):
+        with_loads(made, 4, [(1.0, 0.0)])
+
+
+def test_synthetic_jobs_have_the_published_distributions() -> None:
+    made = synthetic(20_000, 9.0, seed=7)
+    figures = statistics(made)
+    assert figures.jobs_per_hour == pytest.approx(9.0, rel=0.03)
+    assert figures.interarrival_cv == pytest.approx(1.0, rel=0.03)
+    sizes = dict(zip(*map(np.ndarray.tolist, np.unique(made.gpus, return_counts=True)), strict=True))
+    assert {size: count / 20_000 for size, count in sizes.items()} == pytest.approx(dict(MULTI_GPU), abs=0.015)
+    minutes = made.duration_s / 60
+    assert (minutes >= 10**1.5).all()
+    assert (minutes <= 10**4).all()
+    assert (minutes > 1000).mean() == pytest.approx(0.2, abs=0.015)
+    # 0.8 (10^3 - 10^1.5) / (1.5 ln 10) + 0.2 (10^4 - 10^3) / ln 10 minutes: 16.8 h
+    assert minutes.mean() / 60 == pytest.approx(16.77, rel=0.03)
+
+
+def test_longer_synthetic_workload_begins_as_the_shorter() -> None:
+    short, long = synthetic(50, 9.0, seed=7), synthetic(500, 9.0, seed=7)
+    assert long.take(np.arange(50)) == short
+    assert synthetic(50, 9.0, seed=8) != short
+    assert len(synthetic(0, 9.0, seed=7)) == 0
+    for bad in ((-1, 9.0, MULTI_GPU), (5, 0.0, MULTI_GPU), (5, 9.0, {}), (5, 9.0, {1: 0.0})):
+        with pytest.raises(ValueError, match=r"no workload|above zero"):
+            synthetic(bad[0], bad[1], 1, bad[2])
 
 
 def test_window_takes_the_first_instant_and_not_the_last() -> None:

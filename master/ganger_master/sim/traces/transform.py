@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ganger_master.sim.traces.findings import Finding, Kind, Tally
@@ -25,6 +27,26 @@ def scaled_to_load(jobs: Workload, gpus: int, load: float) -> Workload:
     first = jobs.submit_s[0]
     submit = first + (jobs.submit_s - first) * (now / load)
     return jobs.with_columns(submit_s=submit, deadline_s=submit + (jobs.deadline_s - jobs.submit_s))
+
+
+def with_loads(jobs: Workload, gpus: int, phases: Sequence[tuple[float, float]]) -> Workload:
+    """The trace stretched and squeezed so that it offers one load after another: `phases` are (seconds, load).
+
+    The trace's clock runs load / (load of the whole trace) times as fast in each phase, so bursts stay bursts; jobs
+    beyond the last phase are left out, and the time until deadlines stays. ValueError for phases that are not longer
+    than zero or whose load is not above it, and for a trace too short to fill them.
+    """
+    if not phases or any(not (0 < seconds < np.inf and 0 < load < np.inf) for seconds, load in phases):
+        raise ValueError(f"phases {list(phases)} are not all (seconds, load) above zero")
+    whole = offered_load(jobs, gpus)
+    ends = np.cumsum([seconds for seconds, _ in phases])
+    taken = np.cumsum([seconds * load / whole for seconds, load in phases])
+    first, last = float(jobs.submit_s[0]), float(jobs.submit_s[-1])
+    if taken[-1] > last - first:
+        raise ValueError(f"the trace spans {last - first:,.0f} s; these loads would need {taken[-1]:,.0f} s of it")
+    part = window(jobs, first, first + float(taken[-1]))
+    submit = first + np.interp(part.submit_s - first, np.append(0.0, taken), np.append(0.0, ends))
+    return part.with_columns(submit_s=submit, deadline_s=submit + (part.deadline_s - part.submit_s))
 
 
 def window(jobs: Workload, first_s: float, end_s: float) -> Workload:
