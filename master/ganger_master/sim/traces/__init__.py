@@ -1,0 +1,1 @@
+"""What comes into a simulation: jobs of a trace, the cluster they run on, the models they train."""

@@ -1,0 +1,117 @@
+"""Which columns of a trace file mean what: the names other traces use, their units, and what a column may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+_GIB = float(1 << 30)
+_MIB = float(1 << 20)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a file: `header` holds `field` of the workload, in units of `scale`."""
+
+    field: str
+    header: str
+    scale: float = 1.0
+
+
+# By field, the headers that name it; the first is ours. Others: Blox-like canonical traces, ElasticFlow (ef_), Gavel
+# and Shockwave (total_steps), Sia (application), Philly and Helios (vc), Alibaba (cpu_milli, memory_mib, gpu_spec).
+NUMBERS: tuple[Column, ...] = (
+    Column("submit_s", "submit_time_s"),
+    Column("submit_s", "arrival_s"),
+    Column("gpus", "gpus"),
+    Column("gpus", "num_gpus"),
+    Column("duration_s", "duration_s"),
+    Column("min_gpus", "min_gpus"),
+    Column("max_gpus", "max_gpus"),
+    Column("cpus", "cpus"),
+    Column("cpus", "cpu_request"),
+    Column("cpus", "cpu_milli", 1e-3),
+    Column("memory_bytes", "memory_gb", 1e9),
+    Column("memory_bytes", "memory_request_gib", _GIB),
+    Column("memory_bytes", "memory_mib", _MIB),
+    Column("deadline_s", "deadline_s"),
+    Column("deadline_s", "ef_deadline_s"),
+    Column("deadline_s", "deadline_list_s"),
+    Column("priority", "priority"),
+    Column("weight", "weight"),
+    Column("iterations", "iterations"),
+    Column("iterations", "total_steps"),
+    Column("iterations", "ef_num_iteration"),
+    Column("batch_size", "batch_size"),
+    Column("batch_size", "ef_batch_size"),
+)
+LABELS: tuple[Column, ...] = (
+    Column("model", "model"),
+    Column("model", "ef_model"),
+    Column("model", "application"),
+    Column("tenant", "tenant"),
+    Column("tenant", "vc"),
+    Column("user", "user"),
+    Column("gpu_type", "gpu_type"),
+    Column("gpu_type", "gpu_spec"),
+)
+JOB_ID = "job_id"
+# Chronus: what its deadline list means depends on this column.
+DEADLINE_LIST = "deadline_list_s"
+JOB_TYPE = "job_type"
+_BEST_EFFORT = "best"
+_WHOLE = frozenset({"priority", "min_gpus", "max_gpus"})
+_POSITIVE = frozenset({"weight", "min_gpus", "max_gpus"})
+_SIGNED = frozenset({"priority"})
+
+
+def understood(headers: Sequence[str]) -> tuple[dict[str, tuple[int, Column]], list[str], list[str]]:
+    """(position and column by field, headers that say nothing to us, what is wrong with the headers).
+
+    Wrong are a header given twice, two headers for one field, and a missing `job_id`, time of submission or gang.
+    Without `duration_s` a file needs iterations or a model, from which run times can follow.
+    """
+    known = {column.header: column for column in (*NUMBERS, *LABELS, Column(JOB_ID, JOB_ID))}
+    found: dict[str, tuple[int, Column]] = {}
+    wrong = [f"column {header} is there twice" for header in _repeated(headers)]
+    for position, header in enumerate(headers):
+        column = known.get(header)
+        if column is None:
+            continue
+        if column.field in found and found[column.field][1].header != header:
+            wrong.append(f"columns {found[column.field][1].header} and {header} mean the same: leave one out")
+        found.setdefault(column.field, (position, column))
+    wrong += [
+        f"there is no column {_names(known.values(), field)}"
+        for field in (JOB_ID, "submit_s", "gpus")
+        if field not in found
+    ]
+    if "duration_s" not in found and "iterations" not in found and "model" not in found:
+        wrong.append("there is no column duration_s, nor iterations or model to work it out from")
+    read = {*known, JOB_TYPE} if DEADLINE_LIST in headers else {*known}
+    ignored = [header for header in headers if header not in read]
+    return found, ignored, wrong
+
+
+def allowed(field: str) -> tuple[bool, bool, bool]:
+    """(must be whole, must be above zero, may be negative) of an optional number."""
+    return field in _WHOLE, field in _POSITIVE, field in _SIGNED
+
+
+def first_deadlines(lists: Sequence[str], job_types: Sequence[str] | None) -> list[str]:
+    """The deadline of full value, in seconds after submission, of lists such as "600-1200"; none for best effort.
+
+    Chronus (SoCC 2021): a soft job has several deadlines of falling value, a best-effort job's is a placeholder.
+    """
+    firsts = [text.partition("-")[0] for text in lists]
+    if job_types is None:
+        return firsts
+    return ["" if kind == _BEST_EFFORT else first for first, kind in zip(firsts, job_types, strict=True)]
+
+
+def _repeated(headers: Sequence[str]) -> list[str]:
+    return sorted({header for header in headers if headers.count(header) > 1})
+
+
+def _names(columns: Iterable[Column], field: str) -> str:
+    return " or ".join(column.header for column in columns if column.field == field)

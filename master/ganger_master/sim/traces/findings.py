@@ -1,0 +1,75 @@
+"""What was noticed in the rows of a trace: how many rows of each kind, and where the first of them stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ganger_master.sim.traces.workload import Integers
+
+# Lines named of each finding; all are counted.
+LINES_NAMED = 5
+
+
+class Kind(Enum):
+    """MISTAKE: a row that says something impossible. SKIPPED: a row left out. CHANGED: a row kept, not as it stood."""
+
+    MISTAKE = "mistake"
+    SKIPPED = "skipped"
+    CHANGED = "changed"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`lines` are the first few; rows that came from no file have none."""
+
+    kind: Kind
+    what: str
+    rows: int
+    lines: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.lines:
+            return f"{self.what} ({counted(self.rows)})"
+        more = f" and {self.rows - len(self.lines):,} more" if self.rows > len(self.lines) else ""
+        named = ", ".join(map(str, self.lines))
+        return f"line{'s' if len(self.lines) > 1 else ''} {named}{more}: {self.what}"
+
+
+class TraceError(ValueError):
+    """The trace cannot be used; the message names file and lines, `findings` are the same as values."""
+
+    def __init__(self, name: str, findings: Sequence[Finding]) -> None:
+        self.name = name
+        self.findings = tuple(findings)
+        super().__init__("\n".join(f"{name}: {finding}" for finding in self.findings))
+
+
+class Tally:
+    """Collects findings while rows go by."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[Kind, str], int] = {}
+        self._lines: dict[tuple[Kind, str], list[int]] = {}
+
+    def note(self, kind: Kind, what: str, lines: Sequence[int] | Integers) -> None:
+        """One more row for each line; line 0 stands for a row that came from no file."""
+        if not len(lines):
+            return
+        key = (kind, what)
+        self._rows[key] = self._rows.get(key, 0) + len(lines)
+        named = self._lines.setdefault(key, [])
+        named += [int(line) for line in lines[: LINES_NAMED - len(named)] if line > 0]
+
+    def findings(self) -> tuple[Finding, ...]:
+        """In the order in which each was first noted."""
+        return tuple(Finding(*key, rows, tuple(self._lines[key])) for key, rows in self._rows.items())
+
+
+def rows_of(findings: Iterable[Finding], kind: Kind) -> int:
+    return sum(finding.rows for finding in findings if finding.kind is kind)
+
+
+def counted(rows: int) -> str:
+    return f"{rows:,} row{'' if rows == 1 else 's'}"
