@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
+from ganger.v1 import node_pb2
 from ganger.wire.endpoints import EndpointError
+from ganger.wire.errors import RequestInvalid, from_rpc_error
 from ganger.wire.servers import bind, make_server
 
 
@@ -59,3 +65,73 @@ def test_a_socket_is_its_owners_alone_and_not_taken_over(tmp_path: Path) -> None
         await server.stop(None)
 
     in_loop(body)
+
+
+# Field 1 as a number where a text belongs, and then no more bytes.
+NO_MESSAGE = b"\x08"
+
+
+async def one(request: node_pb2.Node, context: Any) -> node_pb2.Node:
+    return request
+
+
+async def several(request: node_pb2.Node, context: Any) -> AsyncIterator[node_pb2.Node]:
+    yield request
+
+
+async def last(requests: AsyncIterator[node_pb2.Node], context: Any) -> node_pb2.Node:
+    found = node_pb2.Node()
+    async for request in requests:
+        found = request
+    return found
+
+
+async def each(requests: AsyncIterator[node_pb2.Node], context: Any) -> AsyncIterator[node_pb2.Node]:
+    async for request in requests:
+        yield request
+
+
+ECHOES: dict[str, tuple[Callable[..., Any], Callable[..., Any], str, bool]] = {
+    "One": (one, grpc.unary_unary_rpc_method_handler, "unary_unary", False),
+    "Several": (several, grpc.unary_stream_rpc_method_handler, "unary_stream", False),
+    "Last": (last, grpc.stream_unary_rpc_method_handler, "stream_unary", True),
+    "Each": (each, grpc.stream_stream_rpc_method_handler, "stream_stream", True),
+}
+
+
+@pytest.mark.parametrize("name", sorted(ECHOES))
+def test_what_is_no_message_of_a_method_is_refused_in_one_line_of_the_log(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    behaviour, make, kind, is_streamed = ECHOES[name]
+    method = f"/test.Echo/{name}"
+
+    async def body() -> None:
+        server = make_server()
+        handler = make(behaviour, node_pb2.Node.FromString, node_pb2.Node.SerializeToString)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Echo", {name: handler}),))
+        address = bind(server, "127.0.0.1:0")
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(address) as channel:
+                call = getattr(channel, kind)(method, response_deserializer=node_pb2.Node.FromString)
+                sent = node_pb2.Node(name="nodes/n1").SerializeToString()
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await answers(call, [sent, NO_MESSAGE] if is_streamed else NO_MESSAGE)
+                assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                error = from_rpc_error(refused.value)
+                assert isinstance(error, RequestInvalid)
+                assert method in error.message
+                good = await answers(call, [sent] if is_streamed else sent)
+                assert [node.name for node in good] == ["nodes/n1"]
+        finally:
+            await server.stop(None)
+
+    with caplog.at_level(logging.INFO):
+        in_loop(body)
+    assert [(record.message, record.exc_info) for record in caplog.records] == [("request cannot be read", None)]
+
+
+async def answers(call: Any, request: Any) -> list[node_pb2.Node]:
+    outcome = call(iter(request) if isinstance(request, list) else request, timeout=10)
+    return [each async for each in outcome] if hasattr(outcome, "__aiter__") else [await outcome]

@@ -1,7 +1,7 @@
 """What every server does alike: options, binding, the token check, and errors onto the wire.
 
 Handlers raise `ApiError`; anything else they raise is our bug and reaches the caller as INTERNAL with an id that is in
-the log beside the traceback.
+the log beside the traceback. What cannot be read as the method's message is refused before it reaches a handler.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import os
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from ganger.wire.channels import MAX_MESSAGE_BYTES, TOKEN_KEY
 from ganger.wire.endpoints import EndpointError, check_listen_address, prepare_socket
-from ganger.wire.errors import ApiError, Internal, TokenInvalid, to_trailing_metadata
+from ganger.wire.errors import ApiError, Internal, RequestInvalid, TokenInvalid, to_trailing_metadata
 
 log = logging.getLogger(__name__)
 
@@ -117,18 +118,23 @@ class ErrorInterceptor(_WrappingInterceptor):
 
         async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
+                if request is _UNREADABLE:
+                    raise _unreadable(method)
                 return await behaviour(request, context)
             except Exception as error:
                 return await _abort(context, method, error)
 
         async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             try:
+                if request is _UNREADABLE:
+                    raise _unreadable(method)
                 async for response in behaviour(request, context):
                     yield response
             except Exception as error:
                 await _abort(context, method, error)
 
-        return _rebuilt(handler, stream if inspect.isasyncgenfunction(behaviour) else answer)
+        wrapped = stream if inspect.isasyncgenfunction(behaviour) else answer
+        return _rebuilt(handler, wrapped, _reader(method, handler))
 
 
 class TokenInterceptor(_WrappingInterceptor):
@@ -175,6 +181,36 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], method: str, error
     await context.abort(error.code, error.message[:1_000], to_trailing_metadata(error))
 
 
+# Stands for a request that its method's message type cannot read.
+_UNREADABLE: Final = object()
+
+
+def _reader(method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[[bytes], Any]:
+    """Reads requests. grpc.aio answers UNKNOWN with a traceback in the log where the reader of a single request raises,
+    so that one hands a mark on; messages of a stream are read inside the handler, which sees what is raised."""
+    read = handler.request_deserializer
+    assert read is not None, "a handler that reads nothing"
+
+    def single(raw: bytes) -> Any:
+        try:
+            return read(raw)
+        except DecodeError:
+            return _UNREADABLE
+
+    def streamed(raw: bytes) -> Any:
+        try:
+            return read(raw)
+        except DecodeError as error:
+            raise _unreadable(method) from error
+
+    return streamed if handler.request_streaming else single
+
+
+def _unreadable(method: str) -> RequestInvalid:
+    log.warning("request cannot be read", extra={"method": method})
+    return RequestInvalid(f"what was sent is no message of {method}: use a client made from this version's protos")
+
+
 def _behaviour(handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[..., Any]:
     behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     assert behaviour is not None, "a handler without a function"
@@ -195,7 +231,9 @@ def _in_thread(behaviour: Callable[..., Any], handler: grpc.RpcMethodHandler[Any
 
 
 def _rebuilt(
-    handler: grpc.RpcMethodHandler[Any, Any], behaviour: Callable[..., Any]
+    handler: grpc.RpcMethodHandler[Any, Any],
+    behaviour: Callable[..., Any],
+    reader: Callable[[bytes], Any] | None = None,
 ) -> grpc.RpcMethodHandler[Any, Any]:
     makers: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler[Any, Any]]] = {
         (False, False): grpc.unary_unary_rpc_method_handler,
@@ -206,6 +244,6 @@ def _rebuilt(
     make = makers[bool(handler.request_streaming), bool(handler.response_streaming)]
     return make(
         behaviour,
-        request_deserializer=handler.request_deserializer,
+        request_deserializer=reader or handler.request_deserializer,
         response_serializer=handler.response_serializer,
     )
