@@ -10,6 +10,7 @@ packing.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Final, TypedDict, Unpack
 
 import numpy as np
 from msgspec import Struct
@@ -40,67 +41,66 @@ class Placement(Struct, frozen=True, gc=False):
     share_with: str = ""
 
 
-def candidates(
-    view: View,
-    shape: GangShape,
-    *,
-    mode: Mode | None = None,
-    waited: float = 0.0,
-    parked: Sequence[Claim] = (),
-    reserved_nodes: Sequence[str] = (),
-    avoid: Collection[str] = (),
-    only: Collection[str] | None = None,
-    limit: int = 4,
-    affinity: bool = True,
-) -> Placement:
-    """At most `limit` candidates for the gang after it has waited so many seconds, or why there is none.
+class Search(TypedDict, total=False):
+    """How to look for places; what is not said is as in `_EVERYWHERE`."""
 
-    First where its state is parked, then the nodes reserved for it, then by Algorithm 1. While its patience lasts only
-    what meets its wish. `avoid`: names of nodes not to use; `only`: the names to choose from; `affinity` False treats
-    all servers alike.
+    # Seconds it has waited: while its patience lasts only what meets its wish is found.
+    waited: float
+    # None: the view's own.
+    mode: Mode | None
+    # Where its state is parked: the first candidate if it is free still.
+    parked: Sequence[Claim]
+    # Kept for it: tried next.
+    reserved_nodes: Sequence[str]
+    # Names of nodes not to use, and of those to choose from; None: all.
+    avoid: Collection[str]
+    only: Collection[str] | None
+    # At most so many candidates.
+    limit: int
+    # False: all servers are alike, whatever their jobs' sizes.
+    affinity: bool
+
+
+_EVERYWHERE: Final[Search] = {
+    "waited": 0.0,
+    "mode": None,
+    "parked": (),
+    "reserved_nodes": (),
+    "avoid": (),
+    "only": None,
+    "limit": 4,
+    "affinity": True,
+}
+
+
+def candidates(view: View, shape: GangShape, **search: Unpack[Search]) -> Placement:
+    """Candidates for the gang, or why there is none.
+
+    First where its state is parked, then the nodes reserved for it, then by Algorithm 1.
     """
-    found = places(
-        view,
-        shape,
-        mode=mode,
-        waited=waited,
-        parked=parked,
-        reserved_nodes=reserved_nodes,
-        avoid=avoid,
-        only=only,
-        limit=limit,
-        affinity=affinity,
-    )
+    found = places(view, shape, **search)
     if found:
         return Placement(found)
-    scan, widest = Scan.of(view, shape, avoid, only), widest_now(shape, waited)
+    how: Search = {**_EVERYWHERE, **search}
+    scan, widest = Scan.of(view, shape, how["avoid"], how["only"]), widest_now(shape, how["waited"])
     refusals = blockers(scan, widest)
     if widest < shape.locality.widest:
-        refusals = (_still_patient(shape, waited, widest), *refusals)
+        refusals = (_still_patient(shape, how["waited"], widest), *refusals)
     return Placement((), refusals, _share_with(scan))
 
 
-def places(
-    view: View,
-    shape: GangShape,
-    *,
-    mode: Mode | None = None,
-    waited: float = 0.0,
-    parked: Sequence[Claim] = (),
-    reserved_nodes: Sequence[str] = (),
-    avoid: Collection[str] = (),
-    only: Collection[str] | None = None,
-    limit: int = 4,
-    affinity: bool = True,
-) -> tuple[tuple[Claim, ...], ...]:
+def places(view: View, shape: GangShape, **search: Unpack[Search]) -> tuple[tuple[Claim, ...], ...]:
     """The candidates alone, for who does not ask why: what stands in the way takes ten times as long to find."""
-    mode = mode or view.mode
-    widest = widest_now(shape, waited)
+    how: Search = {**_EVERYWHERE, **search}
+    parked, avoid, only = how["parked"], how["avoid"], how["only"]
+    limit, affinity = how["limit"], how["affinity"]
+    mode = how["mode"] or view.mode
+    widest = widest_now(shape, how["waited"])
     found: list[tuple[Claim, ...]] = []
     if parked and not any(claim.node in avoid for claim in parked) and _still_free(view, shape, parked):
         found.append(tuple(parked))
-    if reserved_nodes and only is None:
-        reserved = Scan.of(view, shape, avoid, reserved_nodes)
+    if how["reserved_nodes"] and only is None:
+        reserved = Scan.of(view, shape, avoid, how["reserved_nodes"])
         found += _places(reserved, mode, widest, limit - len(found), affinity=False)
     for claims in _places(Scan.of(view, shape, avoid, only), mode, widest, limit, affinity):
         if len(found) >= limit:
