@@ -1,0 +1,67 @@
+"""What a policy may know of the live jobs, as columns: the queue, the clocks and what was measured; nothing hidden.
+
+Seconds are on the master's clock. A job is live from its submission to its end. `remaining_s` is filled in only for
+policies that say they need an oracle (`Order.knows_durations`), so that no other one can look.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Of the nodes that take gangs."""
+
+    gpus: int
+    cores: float
+    memory_bytes: float
+    # Of the largest node.
+    gpus_per_node: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Facts:
+    """One entry per live job, in the order of their numbers."""
+
+    number: Integers
+    arrival_s: Floats
+    # The gang it asks for.
+    gpus: Integers
+    cores: Floats
+    memory_bytes: Floats
+    priority: Integers
+    weight: Floats
+    # The same number for the jobs of one user.
+    user: Integers
+    # Infinite: none.
+    deadline_s: Floats
+    # Holds a gang, and was not told to give it back.
+    is_running: Flags
+    is_preemptible: Flags
+    # Seconds for which it has run, all stretches together.
+    attained_s: Floats
+    # Seconds since it last ran, or since it was submitted; zero while it runs.
+    waited_s: Floats
+    # Of an oracle, at the rate of its whole gang alone; NaN for who may not know.
+    remaining_s: Floats
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    @property
+    def service(self) -> Floats:
+        """Attained GPU-seconds."""
+        return self.attained_s * self.gpus
+
+    def take(self, jobs: NDArray[Any]) -> Facts:
+        """The jobs at these positions, or where this mask is true."""
+        return replace(self, **{column.name: getattr(self, column.name)[jobs] for column in fields(self)})

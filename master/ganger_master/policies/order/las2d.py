@@ -1,0 +1,21 @@
+"""Least attained service first, counted in GPU-seconds: continuous, as in Synergy's simulator.
+
+Tiresias's two-dimensional LAS (NSDI 2019, section 4) puts it into queues, so that jobs do not take turns for ever: see
+`tiresias`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy.typing import NDArray
+
+from ganger_master.policies.facts import Capacity, Facts
+from ganger_master.policies.order import Order
+
+
+def keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
+    return (facts.service,)
+
+
+LAS2D = Order("las2d", keys)
