@@ -9,9 +9,10 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from ganger_master.store import migrate
-from ganger_master.store.contract import Batch, Problem, StoreError
+from ganger_master.store.contract import Batch, HistoryEntry, Problem, StoreError
 from ganger_master.store.sql import SqlStore
 from ganger_master.store.tables import metadata
+from msgspec.structs import astuple
 from sqlalchemy import create_engine, inspect
 
 
@@ -37,6 +38,24 @@ def test_migrations_go_down_and_up_again(tmp_path: Path) -> None:
     migrate.upgrade(engine)
     assert set(metadata.tables) <= set(inspect(engine).get_table_names())
     engine.dispose()
+
+
+def test_what_was_written_under_the_first_schema_is_kept_by_this_one(tmp_path: Path) -> None:
+    told = HistoryEntry(1, 1.5, "jobs/1", "job_submitted", "user:u")
+    engine = create_engine(url_of(tmp_path / "ganger.db"))
+    migrate.upgrade(engine)
+    migrate.downgrade(engine, "0001")
+    with engine.begin() as connection:
+        connection.execute(
+            metadata.tables["jobs"].insert().values(["1", 1, "uid", "u", "PENDING", 1, 0, 1.5, None, "{}"])
+        )
+        connection.execute(metadata.tables["events"].insert().values(list(astuple(told))))
+    engine.dispose()
+    store = SqlStore(url_of(tmp_path / "ganger.db"))
+    store.open()
+    assert [(row.table, row.key, row.columns["uid"]) for row in store.load()] == [("jobs", "1", "uid")]
+    assert list(store.history("", 0, 10)) == [told]
+    store.close()
 
 
 def test_database_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:

@@ -171,14 +171,15 @@ def test_compaction_forgets_the_old_end_of_history_in_bounded_steps(reopen: Open
     assert ("jobs", "jobs/1") in contents(store)
 
 
-def test_batch_that_fails_in_the_middle_leaves_nothing(reopen: Opener) -> None:
+@pytest.mark.parametrize("more", [1, 300])
+def test_batch_that_fails_in_the_middle_leaves_nothing(reopen: Opener, more: int) -> None:
     store = reopen()
     if isinstance(store, MemoryStore):
         pytest.skip("memory does not fail")
     store.commit(jobs(job(1), history=[happened(1)]))
     with pytest.raises(StoreError):
         # The history's sequence is taken, which only shows after the jobs were written.
-        store.commit(jobs(job(1, "HOLDING", 2), job(2), history=[happened(1)]))
+        store.commit(jobs(job(1, "HOLDING", 2), *map(job, range(2, 2 + more)), history=[happened(1)]))
     assert contents(store) == {("jobs", "jobs/1"): columns_of(job(1))}
     store.commit(jobs(job(2), history=[happened(2)]))
     assert len(contents(store)) == 2

@@ -1,6 +1,7 @@
 """The tables: state, which is the truth, and history, which is kept for a while.
 
 Every state table has `key`, real columns for what people query, and where there is more `body`, the element as JSON.
+Every index is one more page to write for each row, so there is none but what is looked up by.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ jobs = Table(
     "jobs",
     metadata,
     Column("key", String(_KEY_LENGTH), primary_key=True),
-    Column("number", BigInteger, nullable=False, unique=True),
-    Column("uid", String(36), nullable=False, unique=True),
+    Column("number", BigInteger, nullable=False),
+    Column("uid", String(36), nullable=False),
     Column("user", String(_KEY_LENGTH), nullable=False),
     Column("state", String(16), nullable=False),
     Column("revision", BigInteger, nullable=False),
@@ -77,7 +78,7 @@ gangs = Table(
     "gangs",
     metadata,
     Column("key", String(_KEY_LENGTH), primary_key=True),
-    Column("epoch", BigInteger, nullable=False, unique=True),
+    Column("epoch", BigInteger, nullable=False),
     Column("job", BigInteger, nullable=False),
     Column("role", String(16), nullable=False),
     Column("phase", String(16), nullable=False),
@@ -87,7 +88,8 @@ gangs = Table(
 events = Table(
     "events",
     metadata,
-    Column("sequence", BigInteger, primary_key=True, autoincrement=False),
+    # SQLite finds a row by an INTEGER, which is as long there, without an index.
+    Column("sequence", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=False),
     Column("time", Double, nullable=False),
     Column("subject", String(_KEY_LENGTH), nullable=False),
     Column("kind", String(63), nullable=False),
