@@ -225,6 +225,10 @@ class Client:
         request = node_pb2.DeclareNodeLostRequest(name=node_name_from_text(node))
         return self._call(self._nodes.DeclareNodeLost, request)
 
+    def remove_node(self, node: str) -> None:
+        """Forgets a node that does not come back. Raises NodeAlive, or NodeBusy while jobs have something on it."""
+        self._call(self._nodes.RemoveNode, node_pb2.RemoveNodeRequest(name=node_name_from_text(node)))
+
     def get_cluster(self) -> node_pb2.Cluster:
         return self._call(self._nodes.GetCluster, node_pb2.GetClusterRequest())
 

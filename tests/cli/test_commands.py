@@ -345,6 +345,14 @@ def test_declaring_a_node_lost_asks_first(
     assert "node n1 is lost" in capsys.readouterr().out
 
 
+def test_a_node_is_removed_without_asking(call: Call, master: CannedMaster, capsys: Output) -> None:
+    assert call("nodes", "remove", "n1") == 0
+    assert capsys.readouterr().out == "node n1 is removed\n"
+    assert call("nodes", "remove", "n1", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"name": "nodes/n1", "removed": True}
+    assert [request.name for request in master.requests] == ["nodes/n1", "nodes/n1"]
+
+
 def test_history_is_read_page_by_page(call: Call, master: CannedMaster, capsys: Output) -> None:
     running_job(master)
     master.events = [

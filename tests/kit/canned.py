@@ -157,6 +157,10 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         self._taken(request)
         return node_pb2.Node(name=request.name, state=node_pb2.Node.STATE_LOST)
 
+    async def RemoveNode(self, request: Any, context: Any) -> node_pb2.RemoveNodeResponse:
+        self._taken(request)
+        return node_pb2.RemoveNodeResponse()
+
     async def GetNode(self, request: Any, context: Any) -> node_pb2.Node:
         self._taken(request)
         return node_pb2.Node(name=request.name, state=node_pb2.Node.STATE_READY)

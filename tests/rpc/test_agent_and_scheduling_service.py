@@ -213,6 +213,30 @@ def test_a_node_whose_daemon_is_connected_is_neither_lost_nor_another_machine(tm
     asyncio.run(story())
 
 
+def test_a_removed_node_is_nowhere_any_more_and_its_daemon_joins_anew(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path, session_alive_seconds=0.001) as served:
+            node, remove = Speaker(served, "n1"), node_pb2.RemoveNodeRequest(name="nodes/n1")
+            await node.join()
+            watch = served.scheduling.WatchView(scheduling_pb2.WatchViewRequest())
+            assert [row.node for row in (await watch.read()).nodes] == ["nodes/n1"]
+            poll = asyncio.ensure_future(node.reconcile(max_wait_seconds=30.0))
+            await until(lambda: served.is_held("n1"))
+            await asyncio.sleep(0.01)  # longer than an answer counts
+            assert await reason(served.nodes.RemoveNode(remove)) == "NODE_ALIVE"
+            poll.cancel()
+            await until(lambda: not served.is_held("n1"))
+            await served.nodes.RemoveNode(remove)
+            assert (await watch.read()).removed == ["nodes/n1"]
+            assert not (await served.nodes.ListNodes(node_pb2.ListNodesRequest())).nodes
+            assert await reason(served.nodes.RemoveNode(remove)) == "NODE_NOT_FOUND"
+            assert await reason(node.reconcile([])) == "SESSION_SUPERSEDED"
+            await node.join()
+            assert [row.node for row in (await watch.read()).nodes] == ["nodes/n1"]
+
+    asyncio.run(story())
+
+
 def test_progress_of_a_running_gang_shows_in_its_job(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving(tmp_path) as served:

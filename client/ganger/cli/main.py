@@ -31,7 +31,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "repin": ("ganger.cli.control", "repin", "Move a running job to other cores of the same number."),
     "cancel": ("ganger.cli.control", "cancel", "End jobs for good."),
     "wait": ("ganger.cli.control", "wait", "Wait until jobs have ended."),
-    "nodes": ("ganger.cli.nodes", "nodes", "List nodes; drain, cordon, uncordon them, or declare one lost."),
+    "nodes": ("ganger.cli.nodes", "nodes", "List nodes; drain, cordon, uncordon them, declare one lost, or remove it."),
     "drain": ("ganger.cli.nodes", "drain", "Move all jobs off a node and give it no new ones."),
     "cordon": ("ganger.cli.nodes", "cordon", "Give a node no new jobs."),
     "uncordon": ("ganger.cli.nodes", "uncordon", "Undo drain and cordon."),

@@ -19,7 +19,7 @@ reason_option = click.option("--reason", "-m", required=True, help="For others, 
 @json_option
 @click.pass_context
 def nodes(context: click.Context, as_json: bool) -> None:
-    """List nodes; drain, cordon, uncordon them, or declare one lost."""
+    """List nodes; drain, cordon, uncordon them, declare one lost, or remove it."""
     if context.invoked_subcommand is not None:
         return
     from ganger.console.plain import print_json
@@ -119,7 +119,26 @@ def show(node: str, as_json: bool) -> None:
     )
 
 
-for _command in (show, drain, cordon, uncordon, lost):
+@click.command()
+@click.argument("node", type=NodeType())
+@json_option
+def remove(node: str, as_json: bool) -> None:
+    """Forget a node that does not come back.
+
+    Its daemon must be stopped, and no job may have anything on it: drain it first, or declare it lost. If its daemon
+    is started again all the same, it joins as a new node.
+    """
+    from ganger.console.plain import print_json
+
+    with open_client() as client:
+        client.remove_node(node)
+    if as_json:
+        print_json({"name": node, "removed": True})
+    else:
+        print(f"node {number(node)} is removed")
+
+
+for _command in (show, drain, cordon, uncordon, lost, remove):
     nodes.add_command(_command)
 
 

@@ -332,6 +332,32 @@ class DeclareNodeLostRequest(google.protobuf.message.Message):
 Global___DeclareNodeLostRequest: typing_extensions.TypeAlias = DeclareNodeLostRequest
 
 @typing.final
+class RemoveNodeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___RemoveNodeRequest: typing_extensions.TypeAlias = RemoveNodeRequest
+
+@typing.final
+class RemoveNodeResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___RemoveNodeResponse: typing_extensions.TypeAlias = RemoveNodeResponse
+
+@typing.final
 class GetClusterRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

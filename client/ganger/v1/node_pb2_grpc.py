@@ -65,6 +65,11 @@ class NodeServiceStub(object):
                 request_serializer=ganger_dot_v1_dot_node__pb2.DeclareNodeLostRequest.SerializeToString,
                 response_deserializer=ganger_dot_v1_dot_node__pb2.Node.FromString,
                 _registered_method=True)
+        self.RemoveNode = channel.unary_unary(
+                '/ganger.v1.NodeService/RemoveNode',
+                request_serializer=ganger_dot_v1_dot_node__pb2.RemoveNodeRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_node__pb2.RemoveNodeResponse.FromString,
+                _registered_method=True)
         self.GetCluster = channel.unary_unary(
                 '/ganger.v1.NodeService/GetCluster',
                 request_serializer=ganger_dot_v1_dot_node__pb2.GetClusterRequest.SerializeToString,
@@ -119,6 +124,15 @@ class NodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RemoveNode(self, request, context):
+        """Forgets a node that does not come back: silent, and no job has anything on it (what a lost node held does not count).
+        Should it come back all the same it joins as a new one, and what it still has is stopped or quarantined.
+        Errors: NOT_FOUND/NODE_NOT_FOUND, FAILED_PRECONDITION/{NODE_ALIVE (it answered within the last 10 s), NODE_BUSY}.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetCluster(self, request, context):
         """What the master is and how it fares.
         """
@@ -158,6 +172,11 @@ def add_NodeServiceServicer_to_server(servicer, server):
                     servicer.DeclareNodeLost,
                     request_deserializer=ganger_dot_v1_dot_node__pb2.DeclareNodeLostRequest.FromString,
                     response_serializer=ganger_dot_v1_dot_node__pb2.Node.SerializeToString,
+            ),
+            'RemoveNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveNode,
+                    request_deserializer=ganger_dot_v1_dot_node__pb2.RemoveNodeRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_node__pb2.RemoveNodeResponse.SerializeToString,
             ),
             'GetCluster': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCluster,
@@ -328,6 +347,33 @@ class NodeService(object):
             '/ganger.v1.NodeService/DeclareNodeLost',
             ganger_dot_v1_dot_node__pb2.DeclareNodeLostRequest.SerializeToString,
             ganger_dot_v1_dot_node__pb2.Node.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ganger.v1.NodeService/RemoveNode',
+            ganger_dot_v1_dot_node__pb2.RemoveNodeRequest.SerializeToString,
+            ganger_dot_v1_dot_node__pb2.RemoveNodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

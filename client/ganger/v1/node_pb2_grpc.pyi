@@ -42,6 +42,11 @@ class NodeServiceStub:
     """The operator vouches that the node is down: its jobs restart elsewhere at once.
     Errors: NOT_FOUND/NODE_NOT_FOUND, FAILED_PRECONDITION/NODE_ALIVE (it answered within the last 10 s).
     """
+    RemoveNode: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.RemoveNodeRequest, ganger.v1.node_pb2.RemoveNodeResponse]
+    """Forgets a node that does not come back: silent, and no job has anything on it (what a lost node held does not count).
+    Should it come back all the same it joins as a new one, and what it still has is stopped or quarantined.
+    Errors: NOT_FOUND/NODE_NOT_FOUND, FAILED_PRECONDITION/{NODE_ALIVE (it answered within the last 10 s), NODE_BUSY}.
+    """
     GetCluster: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.GetClusterRequest, ganger.v1.node_pb2.Cluster]
     """What the master is and how it fares."""
 
@@ -64,6 +69,11 @@ class NodeServiceAsyncStub(NodeServiceStub):
     DeclareNodeLost: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.DeclareNodeLostRequest, ganger.v1.node_pb2.Node]  # type: ignore[assignment]
     """The operator vouches that the node is down: its jobs restart elsewhere at once.
     Errors: NOT_FOUND/NODE_NOT_FOUND, FAILED_PRECONDITION/NODE_ALIVE (it answered within the last 10 s).
+    """
+    RemoveNode: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.RemoveNodeRequest, ganger.v1.node_pb2.RemoveNodeResponse]  # type: ignore[assignment]
+    """Forgets a node that does not come back: silent, and no job has anything on it (what a lost node held does not count).
+    Should it come back all the same it joins as a new one, and what it still has is stopped or quarantined.
+    Errors: NOT_FOUND/NODE_NOT_FOUND, FAILED_PRECONDITION/{NODE_ALIVE (it answered within the last 10 s), NODE_BUSY}.
     """
     GetCluster: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.GetClusterRequest, ganger.v1.node_pb2.Cluster]  # type: ignore[assignment]
     """What the master is and how it fares."""
@@ -120,6 +130,17 @@ class NodeServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[ganger.v1.node_pb2.Node, collections.abc.Awaitable[ganger.v1.node_pb2.Node]]:
         """The operator vouches that the node is down: its jobs restart elsewhere at once.
         Errors: NOT_FOUND/NODE_NOT_FOUND, FAILED_PRECONDITION/NODE_ALIVE (it answered within the last 10 s).
+        """
+
+    @abc.abstractmethod
+    def RemoveNode(
+        self,
+        request: ganger.v1.node_pb2.RemoveNodeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.v1.node_pb2.RemoveNodeResponse, collections.abc.Awaitable[ganger.v1.node_pb2.RemoveNodeResponse]]:
+        """Forgets a node that does not come back: silent, and no job has anything on it (what a lost node held does not count).
+        Should it come back all the same it joins as a new one, and what it still has is stopped or quarantined.
+        Errors: NOT_FOUND/NODE_NOT_FOUND, FAILED_PRECONDITION/{NODE_ALIVE (it answered within the last 10 s), NODE_BUSY}.
         """
 
     @abc.abstractmethod

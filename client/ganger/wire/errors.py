@@ -145,6 +145,10 @@ class NodeAlive(ApiError):
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NODE_ALIVE"
 
 
+class NodeBusy(ApiError):
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NODE_BUSY"
+
+
 class NodeNameTaken(ApiError):
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NODE_NAME_TAKEN"
 

@@ -57,6 +57,8 @@ METHODS: dict[str, Method] = {
         Method(f"{_NODES}/CordonNode"),
         Method(f"{_NODES}/UncordonNode"),
         Method(f"{_NODES}/DeclareNodeLost"),
+        # A second call would find no such node although the first was taken.
+        Method(f"{_NODES}/RemoveNode", is_idempotent=False),
         Method(f"{_NODES}/GetCluster"),
         Method(f"{_AGENTS}/CreateSession"),
         # Held up to max_wait; the daemon itself calls again, and only its newest call counts.

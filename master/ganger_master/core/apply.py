@@ -130,6 +130,12 @@ def _node_lost(state: State, event: events.NodeLost) -> None:
     observation.lose(state, event.node, event.time, event.cause, event.reason)
 
 
+def _node_removed(state: State, event: events.NodeRemoved) -> None:
+    observation.give_up(state, event.node)
+    state.forget_node(event.node)
+    state.history(event.time, f"nodes/{event.node}", "node_removed", event.cause)
+
+
 def _turns_claimed(state: State, event: events.TurnsClaimed) -> None:
     queue.note_stream(state, event.claim, event.time)
 
@@ -183,6 +189,7 @@ _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
     events.NodeAnswered: _node_answered,
     events.NodeMarked: _node_marked,
     events.NodeLost: _node_lost,
+    events.NodeRemoved: _node_removed,
     events.TurnsClaimed: _turns_claimed,
     events.TimePassed: _time_passed,
 }

@@ -194,6 +194,13 @@ class DeclareLost(Struct, frozen=True, gc=False):
     user: str = ""
 
 
+class RemoveNode(Struct, frozen=True, gc=False):
+    """It does not come back: to be forgotten."""
+
+    node: str
+    user: str = ""
+
+
 class ClaimTurns(Struct, frozen=True, gc=False):
     """A turn stream opened or closed: it claims these jobs, or is a default host when it claims none. `alone`: until
     it opened there was no default host, so turns that were given to them went to nobody."""
@@ -226,6 +233,7 @@ Command: TypeAlias = (
     | CordonNode
     | UncordonNode
     | DeclareLost
+    | RemoveNode
     | ClaimTurns
     | Tick
 )

@@ -16,7 +16,7 @@ from ganger_master.core.capacity import judge_change, level_of
 from ganger_master.core.checks import busy, check_move, check_suspend, find_job, not_running, unfinished
 from ganger_master.core.commands import Command
 from ganger_master.core.events import Event
-from ganger_master.core.model import Claim, Intent, JobState, SuspendLevel
+from ganger_master.core.model import Claim, Intent, JobState, Node, SuspendLevel
 from ganger_master.core.plans import propose_plan
 from ganger_master.core.requests import release_gang, request_gang
 from ganger_master.core.state import State
@@ -225,12 +225,38 @@ def _declare_lost(state: State, command: commands.DeclareLost, now: float) -> De
         return Decision((), _no_node(command.node))
     if node.lost:
         return Decision((), NodeAnswer(node.name))
-    silent = now - state.last_answer.get(node.name, 0.0)
-    if node.session and silent < state.settings.session_alive_seconds:
-        text = f"nodes/{node.name} answered {silent:.1f} s ago: stop it first, or drain it"
-        return Decision((), Refused("NODE_ALIVE", text, {"node": f"nodes/{node.name}"}))
+    refused = _check_silent(state, node, now, "stop it first, or drain it")
+    if refused is not None:
+        return Decision((), refused)
     event = events.NodeLost(now, _user(command.user), node.name, "declared lost by an operator")
     return Decision((event,), NodeAnswer(node.name))
+
+
+def _remove_node(state: State, command: commands.RemoveNode, now: float) -> Decision:
+    node = state.nodes.get(command.node)
+    if node is None:
+        return Decision((), _no_node(command.node))
+    refused = None if node.lost else _check_silent(state, node, now, "stop its daemon first")
+    if refused is not None:
+        return Decision((), refused)
+    gangs = [state.gangs[epoch] for epoch in state.gangs_on.get(node.name, ())]
+    # What was there when the node was lost is gone for its job.
+    there = [gang for gang in gangs if any(piece.claim.node == node.name and not piece.gone for piece in gang.pieces)]
+    if there:
+        text = (
+            f"jobs/{there[0].job} has a gang on nodes/{node.name}: drain the node and wait, or declare it lost if it "
+            "does not come back"
+        )
+        return Decision((), Refused("NODE_BUSY", text, {"node": f"nodes/{node.name}", "job": f"jobs/{there[0].job}"}))
+    return Decision((events.NodeRemoved(now, _user(command.user), node.name),), Done())
+
+
+def _check_silent(state: State, node: Node, now: float, remedy: str) -> Refused | None:
+    silent = now - state.last_answer.get(node.name, 0.0)
+    if not node.session or silent >= state.settings.session_alive_seconds:
+        return None
+    text = f"nodes/{node.name} answered {silent:.1f} s ago: {remedy}"
+    return Refused("NODE_ALIVE", text, {"node": f"nodes/{node.name}"})
 
 
 def _claim_turns(state: State, command: commands.ClaimTurns, now: float) -> Decision:
@@ -289,6 +315,7 @@ _DECIDERS: Final[dict[type, Callable[[State, Any, float], Decision]]] = {
     commands.CordonNode: _mark,
     commands.UncordonNode: _mark,
     commands.DeclareLost: _declare_lost,
+    commands.RemoveNode: _remove_node,
     commands.ClaimTurns: _claim_turns,
     commands.Tick: _tick,
 }

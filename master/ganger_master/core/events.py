@@ -130,6 +130,12 @@ class NodeLost(Struct, frozen=True, gc=False):
     reason: str
 
 
+class NodeRemoved(Struct, frozen=True, gc=False):
+    time: float
+    cause: str
+    node: str
+
+
 class TurnsClaimed(Struct, frozen=True, gc=False):
     time: float
     cause: str
@@ -156,6 +162,7 @@ Event: TypeAlias = (
     | NodeAnswered
     | NodeMarked
     | NodeLost
+    | NodeRemoved
     | TurnsClaimed
     | TimePassed
 )

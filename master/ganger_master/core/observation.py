@@ -81,6 +81,15 @@ def lose(state: State, name: str, now: float, cause: str, reason: str) -> None:
     state.history(now, f"nodes/{name}", "node_lost", cause, reason)
 
 
+def give_up(state: State, name: str) -> None:
+    """Nothing is heard of the node any more: the parts that were lost with it hold nothing."""
+    for epoch in sorted(state.gangs_on.get(name, ())):
+        gang = state.gangs[epoch]
+        piece = gang.piece(name)
+        if piece is not None and piece.lost:
+            state.put_gang(_with_piece(gang, replace(piece, held=None, lost=False)))
+
+
 def _observe_piece(state: State, gang: Gang, piece: Piece, observed: ObservedGang) -> None:
     ended = observed.phase is ObservedPhase.ENDED
     if piece.lost:

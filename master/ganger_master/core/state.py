@@ -231,6 +231,26 @@ class State:
                 for other in self._listeners(self.gangs[epoch]):
                     self.dirty.wants[other] = []
 
+    def forget_node(self, name: str) -> None:
+        """Of a node on which no job has anything any more. Gangs that are still being stopped elsewhere may name it."""
+        node = self.nodes[name]
+        # Whatever it counted for, it does no longer.
+        self.nodes[name] = replace(node, lost=True)
+        self.refresh_row(name)
+        self.view.remove(name)
+        self._note_view()
+        self.kept = None
+        del self.nodes[name]
+        for known in (self.draining, self.choosy, self.desired, self.projected, self.last_answer):
+            known.pop(name, None)
+        for touched in (self.dirty.rows, self.dirty.wants, self.dirty.shown):
+            touched.pop(name, None)
+        if not self.gangs_on[name]:
+            del self.gangs_on[name]
+        key = ("node", name)
+        self._puts.pop(key, None)
+        self._removes[key] = None
+
     def put_configuration_set(self, configuration_set: ConfigurationSet) -> None:
         self.configuration_sets[configuration_set.name] = configuration_set
         self.view.put_configuration_set(configuration_set)
@@ -481,6 +501,8 @@ class State:
             del self.gangs_of[gang.job]
         for node in gang.nodes:
             self.gangs_on[node].pop(gang.epoch, None)
+            if node not in self.nodes and not self.gangs_on[node]:
+                del self.gangs_on[node]
 
     def _listeners(self, gang: Gang) -> list[str]:
         """Nodes whose orders name the addresses of this gang's members: its own, and those of a destination."""

@@ -10,7 +10,7 @@ from ganger.v1 import node_pb2, node_pb2_grpc
 from ganger.wire import convert, errors, names, times
 
 from ganger_master.core import commands
-from ganger_master.core.answers import NodeAnswer
+from ganger_master.core.answers import Done, NodeAnswer
 from ganger_master.core.model import JobState
 from ganger_master.rpc.answers import Shown, expect
 from ganger_master.rpc.job_service import REASON_MOST
@@ -57,6 +57,13 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         if self._is_held(node):
             raise errors.NodeAlive(f"the daemon of nodes/{node} is connected: stop it first, or drain the node")
         return await self._change(commands.DeclareLost(node, self._user))
+
+    async def RemoveNode(self, request: node_pb2.RemoveNodeRequest, context: Any) -> node_pb2.RemoveNodeResponse:
+        node = names.parse_node_name(request.name)
+        if self._is_held(node):
+            raise errors.NodeAlive(f"the daemon of nodes/{node} is connected: stop it first")
+        expect(await self._writer.submit(commands.RemoveNode(node, self._user)), Done)
+        return node_pb2.RemoveNodeResponse()
 
     async def GetCluster(self, request: node_pb2.GetClusterRequest, context: Any) -> node_pb2.Cluster:
         committed, state = self._writer.committed, self._writer.state

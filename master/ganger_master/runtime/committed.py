@@ -91,7 +91,7 @@ class Committed:
             else:
                 self._install(element)
         self.desired.update(news.desired)
-        if news.rows:
+        if news.rows or news.view_version > self.view_version:
             self._show(news.rows)
             self.view_version = news.view_version
             self.devices, self.free_devices, self.mode = news.devices, news.free_devices, news.mode

@@ -46,7 +46,9 @@ _RELOAD_SECONDS: Final = (0.1, 0.5, 2.0, 5.0)
 _MOST_CRASHES: Final = 5
 _CRASHES_SECONDS: Final = 60.0
 # What an operator would act on; the rest is in the history.
-_WORTH_SAYING: Final = frozenset({"node_ready", "node_lost", "node_draining", "node_cordoned", "job_failed"})
+_WORTH_SAYING: Final = frozenset(
+    {"node_ready", "node_lost", "node_removed", "node_draining", "node_cordoned", "job_failed"}
+)
 _MOVE_COMMITTED: Final = "move_committed"
 
 

@@ -10,7 +10,7 @@ from ganger.resources.values import ConfigurationSet
 from ganger.scheduling import JobScheduler
 
 from ganger_master.core.answers import Answer, JobAnswer
-from ganger_master.core.commands import CancelJob, Command, MoveJob, ResumeJob, SubmitJob, SuspendJob
+from ganger_master.core.commands import CancelJob, Command, MoveJob, RemoveNode, ResumeJob, SubmitJob, SuspendJob
 from ganger_master.core.effects import History
 from ganger_master.core.model import JobSpec, JobState, OutcomeKind, SuspendLevel
 from ganger_master.core.settings import Settings
@@ -149,6 +149,7 @@ class Cluster:
         self._again(faults.node_crash_seconds, self._crash_node)
         self._again(faults.rank_crash_seconds, self._crash_rank)
         self._again(faults.scheduler_crash_seconds, self._crash_scheduler)
+        self._again(faults.removal_seconds, lambda: self.send(RemoveNode(self._pick(self.daemons).name)))
 
     def heal(self) -> None:
         """Nothing goes wrong from here on; everything that is down comes back by itself."""

@@ -33,6 +33,8 @@ class Faults:
     # A destination's image is that of an earlier stop; or it is ready before it can say of which step.
     spoiled_image: float = 0.0
     late_step: float = 0.0
+    # An operator takes silent nodes for gone.
+    removal_seconds: float = 0.0
     # The master's clock may be off by up to this much after a restart.
     clock_jump_seconds: float = 0.0
 
@@ -61,6 +63,7 @@ def storm(seed_engine: Engine) -> Faults:
         "spoiled_image": seed_engine.between(0.0, 0.3),
         "late_step": seed_engine.between(0.0, 0.3),
         "clock_jump_seconds": seed_engine.between(0.0, 3600.0),
+        "removal_seconds": seed_engine.between(1.0, 10.0),
     }
     chosen = {name: value for name, value in kinds.items() if seed_engine.chance(0.6)}
     return replace(NONE, **chosen)
