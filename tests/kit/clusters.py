@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ganger.resources.topology import parse_topology
-from ganger.resources.values import ConfigurationSet, GangShape, Level, Locality, NodeRow, Role, TaskShape
+from ganger.resources.values import Claim, ConfigurationSet, GangShape, Level, Locality, NodeRow, Role, TaskShape
 from ganger.resources.view import Mode, View
 from hypothesis import strategies as st
 
@@ -54,10 +54,16 @@ def gang(
     nodes: int = 0,
     device_type: str = "",
     arena_gib: int = 0,
+    device_gib: int = 0,
 ) -> GangShape:
     """`gpus` tasks of one device each; with `gpus` 0 one task without."""
     role = Role("worker", gpus or 1, TaskShape(min(gpus, 1), cores * 1000, gib * GIB))
-    return GangShape((role,), device_type, Locality(widest, wish, patience), nodes, arena_gib * GIB)
+    return GangShape((role,), device_type, Locality(widest, wish, patience), nodes, arena_gib * GIB, device_gib * GIB)
+
+
+def parked(node: str, *gib: float) -> Claim:
+    """What a gang at OFFLOAD keeps of the devices of a node, and nothing else."""
+    return Claim(node, 0, (), 0, parked_bytes=tuple(int(size * GIB) for size in gib))
 
 
 def gangs() -> st.SearchStrategy[GangShape]:
@@ -77,4 +83,5 @@ def gangs() -> st.SearchStrategy[GangShape]:
         locality=localities,
         nodes=st.sampled_from([0, 0, 0, 1, 2]),
         arena_bytes_per_device=st.sampled_from([0, GIB]),
+        device_memory_bytes=st.sampled_from([0, 0, 2 * GIB, 4 * GIB]),
     )

@@ -12,7 +12,7 @@ from ganger.resources.values import Claim, GangShape, Level, Role, TaskShape
 from ganger.resources.view import View
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.clusters import GIB, cluster, gang, idle_row, server
+from kit.clusters import GIB, cluster, gang, idle_row, parked, server
 from msgspec.structs import replace
 
 PAIR = Claim("s0", 0b0011, (4000, 0), demand(server(), gang(2), (2,)).memory_bytes, 0, (2,))
@@ -210,6 +210,10 @@ def naive_fits(view: View, shape: GangShape, claims: tuple[Claim, ...]) -> bool:
             return False
         if claim.memory_bytes + claim.arena_bytes > row.free_memory_bytes:
             return False
+        whole = view.topology(claim.node).configuration_set.device_memory_bytes
+        for device, kept in enumerate(row.parked_bytes):
+            if claim.device_mask >> device & 1 and kept + shape.device_memory_bytes > whole:
+                return False
     return gang_level(view, claims) <= shape.locality.widest
 
 
@@ -218,15 +222,21 @@ def naive_fits(view: View, shape: GangShape, claims: tuple[Claim, ...]) -> bool:
     gpus=st.integers(1, 10),
     widest=st.sampled_from([Level.SOCKET, Level.NODE, Level.CLUSTER]),
     others=st.lists(st.integers(1, 4), max_size=6),
+    device_gib=st.integers(0, 4),
+    kept=st.lists(st.tuples(st.sampled_from(["s0", "s1", "s2"]), st.integers(0, 3)), max_size=4),
 )
-def test_fit_agrees_with_the_naive_twin_on_stale_proposals(gpus: int, widest: Level, others: list[int]) -> None:
+def test_fit_agrees_with_the_naive_twin_on_stale_proposals(
+    gpus: int, widest: Level, others: list[int], device_gib: int, kept: list[tuple[str, int]]
+) -> None:
     view = cluster(3)
-    shape = gang(gpus, widest=widest)
+    shape = gang(gpus, widest=widest, device_gib=device_gib)
     stale = candidates(view, shape, limit=3).candidates
     for other in others:
         for claims in candidates(view, gang(other), limit=1).candidates:
             for claim in claims:
                 view.take(claim, other)
+    for node, device in kept:
+        view.take(parked(node, *(float(at == device) for at in range(4))))
     for claims in stale:
         assert (not fit(view, shape, claims)) == naive_fits(view, shape, claims)
 
@@ -242,12 +252,18 @@ def test_fit_agrees_with_the_naive_twin_on_stale_proposals(gpus: int, widest: Le
         st.sampled_from([0, 7]),
         st.tuples(st.integers(0, 4)),
     )
-    | st.just(PAIR),
+    | st.just(PAIR)
+    | st.just(replace(PAIR, parked_bytes=(0, 0, 1, 1))),
     st.booleans(),
+    st.integers(0, 5),
 )
-def test_what_is_free_at_a_glance_is_what_nothing_can_be_said_against(claim: Claim, available: bool) -> None:
+def test_what_is_free_at_a_glance_is_what_nothing_can_be_said_against(
+    claim: Claim, available: bool, device_gib: int
+) -> None:
     view = cluster(1)
     view.set_available("s0", available)
+    view.take(parked("s0", 0, 1, 2, 0))
+    shape = gang(2, device_gib=device_gib)
     said: list[Refusal] = []
-    _fit_node(view, 0, gang(2), claim, None, False, said)
-    assert _is_free(view, 0, gang(2), claim) is not bool(said)
+    _fit_node(view, 0, shape, claim, None, False, said)
+    assert _is_free(view, 0, shape, claim) is not bool(said)

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ganger.placement.scan import NOTHING, Scan
 from ganger.resources.fit import demand
 from ganger.resources.reasons import Reason, Refusal
+from ganger.resources.topology import bits
 from ganger.resources.values import ConfigurationSet, GangShape, Level
 
-_CONSTRAINTS = (Reason.GPUS, Reason.CORES, Reason.MEMORY, Reason.LOCALITY)
+_CONSTRAINTS = (Reason.GPUS, Reason.DEVICE_MEMORY, Reason.CORES, Reason.MEMORY, Reason.LOCALITY)
 
 
 def blockers(scan: Scan, widest: Level) -> tuple[Refusal, ...]:
@@ -94,15 +96,17 @@ def _unavailable(scan: Scan) -> Refusal:
 def _figures(scan: Scan, reason: Reason, widest: Level) -> Refusal:
     shape, usable = scan.shape, scan.usable
     tasks = tuple(role.tasks for role in shape.roles)
-    typed = usable & (scan.closest(min(1, shape.gpus), (Reason.GPUS,)) <= Level.NODE)
+    typed = usable & (scan.closest(min(1, shape.gpus), (Reason.GPUS, Reason.DEVICE_MEMORY)) <= Level.NODE)
+    if reason is Reason.DEVICE_MEMORY:
+        return _device_memory(scan, typed)
     if reason is Reason.GPUS:
-        free = np.where(typed, scan.free_devices, 0)
+        free = np.where(typed, np.bitwise_count(scan.columns.free[: scan.size]), 0)
         figures = {"needed": shape.gpus, "free": int(free.sum()), "largest_free": int(free.max(initial=0))}
         return Refusal(reason, figures)
     if reason is Reason.LOCALITY:
         largest = max(
             (
-                scan.view.topologies[slot].largest(scan.view.free[slot], min(widest, Level.NODE))
+                scan.view.topologies[slot].largest(int(scan.free[slot]), min(widest, Level.NODE))
                 for slot in np.flatnonzero(typed)
             ),
             default=0,
@@ -126,3 +130,26 @@ def _figures(scan: Scan, reason: Reason, widest: Level) -> Refusal:
         f"largest_free_{unit}": int(free.max(initial=0)),
     }
     return Refusal(reason, figures)
+
+
+def _device_memory(scan: Scan, typed: NDArray[np.bool_]) -> Refusal:
+    """The most that is left on a free device, and the node where most free devices lack it."""
+    view, free = scan.view, np.where(typed, scan.columns.free[: scan.size], np.uint64(0))
+    whole = free > 0
+    whole[list(view.parked)] = False
+    codes = set(scan.columns.sets[: scan.size][whole].tolist())
+    left = [item.device_memory_bytes for code, item in scan.sets if code in codes]
+    for slot in view.parked:
+        sizes = view.device_memory_left(slot)
+        left += [sizes[device] for device in bits(int(free[slot]))]
+    short = (
+        {slot: int(free[slot] & scan.short[slot]).bit_count() for slot in view.parked} if scan.short is not None else {}
+    )
+    node = max(short, key=lambda slot: short[slot], default=None)
+    figures = {
+        "devices": scan.shape.gpus,
+        "devices_with_room": int(scan.free_devices[typed].sum()),
+        "needed_bytes": scan.shape.device_memory_bytes,
+        "largest_free_bytes": max(left, default=0),
+    }
+    return Refusal(Reason.DEVICE_MEMORY, figures, node=view.nodes[node] if node is not None and short[node] else "")

@@ -98,7 +98,7 @@ def places(view: View, shape: GangShape, **search: Unpack[Search]) -> tuple[tupl
     widest = widest_now(shape, how["waited"])
     found: list[tuple[Claim, ...]] = []
     if parked and not any(claim.node in avoid for claim in parked) and _still_free(view, shape, parked):
-        found.append(tuple(parked))
+        found.append(_asked_for(parked))
     if how["reserved_nodes"] and only is None:
         reserved = Scan.of(view, shape, avoid, how["reserved_nodes"])
         found += _places(reserved, mode, widest, limit - len(found), affinity=False)
@@ -306,7 +306,12 @@ def _still_free(view: View, shape: GangShape, parked: Sequence[Claim]) -> bool:
         replace(claim, device_mask=0, millicores=(0,) * len(claim.millicores), tasks=())
         for claim in _known(view, parked)
     ]
-    return not fit(view, shape, parked, holding=kept)
+    return not fit(view, shape, _asked_for(parked), holding=kept)
+
+
+def _asked_for(parked: Sequence[Claim]) -> tuple[Claim, ...]:
+    """What is parked, as a request has it."""
+    return tuple([replace(claim, parked_bytes=()) if claim.parked_bytes else claim for claim in parked])
 
 
 def _known(view: View, claims: Iterable[Claim]) -> Iterator[Claim]:

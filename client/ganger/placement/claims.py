@@ -24,8 +24,11 @@ def make_claim(
     type_matters = needed.gpus and shape.device_type
     if type_matters and topology.configuration_set.device_type != shape.device_type:
         return None
+    free = view.free[slot]
+    if shape.device_memory_bytes:
+        free &= view.roomy(slot, shape.device_memory_bytes)
     mask = topology.best(
-        view.free[slot],
+        free,
         needed.gpus,
         min(widest, Level.NODE),
         mode is Mode.SPREAD,

@@ -41,6 +41,13 @@ def _judge(idle: View, shape: GangShape) -> Refusal | None:
     by_devices = shape.gpus > 0 and len(shape.roles) == 1
     each, what = (shape.roles[0].shape.gpus, "devices") if by_devices else (1, "tasks")
     why = placement.refusals[0]
+    if why.reason is Reason.DEVICE_MEMORY and not tasks:
+        largest = why.figures["largest_free_bytes"]
+        return Refusal(
+            Reason.GANG_IMPOSSIBLE,
+            {"needed_bytes": shape.device_memory_bytes, "largest_bytes": largest},
+            detail="no device has so much memory",
+        )
     return Refusal(
         Reason.GANG_IMPOSSIBLE,
         {**why.figures, "needed": shape.tasks * each, "largest": tasks * each},

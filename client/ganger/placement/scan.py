@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,10 @@ class Scan:
     columns: Columns
     size: int
     usable: NDArray[np.bool_]
+    # Per node: devices with less memory left than the gang needs of each; None where there are none.
+    short: NDArray[np.uint64] | None
+    # Per node: devices that it could take, and how many.
+    free: NDArray[np.uint64]
     free_devices: NDArray[np.int64]
     # Codes in `Columns.sets` of the configuration sets.
     sets: tuple[tuple[int, ConfigurationSet], ...]
@@ -48,9 +53,11 @@ class Scan:
         for name in avoid:
             if name in view.slots:
                 usable[view.slots[name]] = False
-        free_devices = np.bitwise_count(columns.free[:size]).astype(np.int64)
+        short = _short_of_memory(view, columns, shape.device_memory_bytes)
+        free = columns.free[:size] if short is None else columns.free[:size] & ~short
+        free_devices = np.bitwise_count(free).astype(np.int64)
         sets = tuple((view.set_code(name), configuration_set) for name, configuration_set in view.sets.items())
-        return cls(view, shape, columns, size, usable, free_devices, sets)
+        return cls(view, shape, columns, size, usable, short, free, free_devices, sets)
 
     @property
     def device_counts(self) -> NDArray[np.int64]:
@@ -63,6 +70,7 @@ class Scan:
     def closest(self, gpus: int, relaxed: Collection[Reason] = NOTHING) -> NDArray[np.int8]:
         """Per node: the level of the best `gpus` free devices of the wanted type, or FAR."""
         levels = np.full(self.size, FAR, np.int8)
+        free, counts = self._takable(relaxed)
         for code, configuration_set in self.sets:
             if gpus and self.shape.device_type and configuration_set.device_type != self.shape.device_type:
                 continue
@@ -71,12 +79,12 @@ class Scan:
                 continue
             topology = self.view.topologies[here[0]]
             if gpus <= 1:
-                enough = here if Reason.GPUS in relaxed else here[self.free_devices[here] >= gpus]
+                enough = here if counts is None else here[counts[here] >= gpus]
                 levels[enough] = FAR if gpus > configuration_set.devices else Level.NVLINK
-            elif Reason.GPUS in relaxed:
+            elif free is None:
                 levels[here] = topology.closest(topology.all_mask, gpus)
             else:
-                levels[here] = _levels(topology, self.columns.free[here], gpus)
+                levels[here] = _levels(topology, free[here], gpus)
         return levels
 
     def hosts(self, level: Level, relaxed: Collection[Reason] = NOTHING) -> NDArray[np.bool_]:
@@ -99,6 +107,7 @@ class Scan:
         capacity = np.zeros(self.size, np.int64)
         one = tuple(int(index == role) for index in range(len(self.shape.roles)))
         gpus = self.shape.roles[role].shape.gpus
+        _, counts = self._takable(relaxed)
         for code, configuration_set in self.sets:
             if gpus and self.shape.device_type and configuration_set.device_type != self.shape.device_type:
                 continue
@@ -106,7 +115,7 @@ class Scan:
             here = self._of_set(code)
             room = np.full(here.size, PLENTY, np.int64)
             if gpus:
-                free = configuration_set.devices if Reason.GPUS in relaxed else self.free_devices[here]
+                free = configuration_set.devices if counts is None else counts[here]
                 room = np.minimum(room, free // gpus)
             if needed.millicores and Reason.CORES not in relaxed:
                 room = np.minimum(room, self.columns.millicores[here] // needed.millicores)
@@ -124,6 +133,25 @@ class Scan:
             return self.columns.fabrics[: self.size]
         return np.ones(self.size, np.int32)
 
+    def _takable(
+        self, relaxed: Collection[Reason]
+    ) -> tuple[NDArray[np.uint64] | None, NDArray[np.integer[Any]] | None]:
+        """Per node: the devices that it could take, and how many; None for all it has."""
+        short = None if Reason.DEVICE_MEMORY in relaxed else self.short
+        if Reason.GPUS in relaxed:
+            if short is None:
+                return None, None
+            free = ~short
+            for code, _ in self.sets:
+                here = self._of_set(code)
+                if here.size:
+                    free[here] &= np.uint64(self.view.topologies[here[0]].all_mask)
+        elif short is self.short:
+            return self.free, self.free_devices
+        else:
+            free = self.columns.free[: self.size]
+        return free, np.bitwise_count(free)
+
     def _counted(self, relaxed: Collection[Reason]) -> NDArray[np.bool_]:
         if Reason.NODE_UNAVAILABLE in relaxed:
             return np.array([bool(name) for name in self.view.nodes], np.bool_)
@@ -131,6 +159,19 @@ class Scan:
 
     def _of_set(self, code: int) -> NDArray[np.intp]:
         return np.flatnonzero(self.columns.sets[: self.size] == code)
+
+
+def _short_of_memory(view: View, columns: Columns, needed: int) -> NDArray[np.uint64] | None:
+    small = [item for item in view.sets.values() if needed > item.device_memory_bytes > 0]
+    if not needed or not (small or view.parked):
+        return None
+    size = len(view.nodes)
+    short = np.zeros(size, np.uint64)
+    for item in small:
+        short[columns.sets[:size] == view.set_code(item.name)] = (1 << item.devices) - 1
+    for slot in view.parked:
+        short[slot] = view.topologies[slot].all_mask & ~view.roomy(slot, needed)
+    return short
 
 
 def _levels(topology: Topology, free: NDArray[np.uint64], gpus: int) -> NDArray[np.int8]:

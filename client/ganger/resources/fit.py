@@ -12,6 +12,7 @@ from typing import Final
 from msgspec import Struct
 
 from ganger.resources.reasons import Reason, Refusal
+from ganger.resources.topology import bits
 from ganger.resources.values import Claim, ConfigurationSet, GangShape, Level
 from ganger.resources.view import View
 
@@ -170,6 +171,8 @@ def _is_free(view: View, slot: int, shape: GangShape, claim: Claim) -> bool:
     configuration_set = view.topologies[slot].configuration_set
     if mask and shape.device_type and configuration_set.device_type != shape.device_type:
         return False
+    if shape.device_memory_bytes and mask & ~view.roomy(slot, shape.device_memory_bytes):
+        return False
     wanted, have = claim.millicores, view.millicores[slot]
     if len(wanted) != len(have):
         return False
@@ -182,6 +185,7 @@ def _is_free(view: View, slot: int, shape: GangShape, claim: Claim) -> bool:
         and sum(wanted) == needed.millicores
         and claim.memory_bytes == needed.memory_bytes
         and (not claim.arena_bytes or claim.arena_bytes == needed.arena_bytes)
+        and not claim.parked_bytes
     )
 
 
@@ -223,6 +227,17 @@ def _fit_node(
     wanted_memory = claim.memory_bytes + claim.arena_bytes
     if wanted_memory > memory:
         refusals.append(Refusal(Reason.MEMORY, {"needed_bytes": wanted_memory, "free_bytes": memory}, node=node))
+    own_mask, own_bytes = (own.device_mask, own.parked_bytes) if own is not None else (0, ())
+    # What holds a device already has found room there.
+    short = mask & topology.all_mask & ~own_mask & ~view.roomy(slot, shape.device_memory_bytes, own_bytes)
+    if short:
+        left = view.device_memory_left(slot, own_bytes)
+        figures = {
+            "needed_bytes": shape.device_memory_bytes,
+            "free_bytes": min(left[device] for device in bits(short)),
+            "conflicting": short.bit_count(),
+        }
+        refusals.append(Refusal(Reason.DEVICE_MEMORY, figures, node=node))
 
 
 def _claim_mistake(claim: Claim, needed: Demand, sockets: int, retune: bool) -> dict[str, int] | None:
@@ -239,4 +254,6 @@ def _claim_mistake(claim: Claim, needed: Demand, sockets: int, retune: bool) -> 
     # The arena is a courtesy beside the claim: a scheduler may leave it out where it does not fit.
     if claim.arena_bytes not in (0, needed.arena_bytes):
         return {"needed_arena_bytes": needed.arena_bytes, "claimed_arena_bytes": claim.arena_bytes}
+    if claim.parked_bytes:
+        return {"needed_parked_bytes": 0, "claimed_parked_bytes": sum(claim.parked_bytes)}
     return None

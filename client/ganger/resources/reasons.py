@@ -24,6 +24,7 @@ class Reason(Enum):
     GPUS = (Kind.BLOCKER, "not enough free devices")
     CORES = (Kind.BLOCKER, "not enough free cores beside the devices")
     MEMORY = (Kind.BLOCKER, "not enough free host memory")
+    DEVICE_MEMORY = (Kind.BLOCKER, "not enough memory left on the devices")
     LOCALITY = (Kind.BLOCKER, "free devices lie further apart than the job accepts")
     DEVICE_TYPE = (Kind.BLOCKER, "no node with this device type is available")
     NODE_UNAVAILABLE = (Kind.BLOCKER, "the node takes no gangs: unknown, cordoned, draining or lost")

@@ -65,6 +65,8 @@ class NodeRow(Struct, frozen=True, gc=False):
     group_jobs: tuple[int, ...] = ()
     device_rows: tuple[int, ...] = ()
     affinity: int = 0
+    # Memory that parked gangs keep of each device; empty where they keep none, as nearly everywhere.
+    parked_bytes: tuple[int, ...] = ()
 
 
 class TaskShape(Struct, frozen=True, gc=False):
@@ -99,6 +101,8 @@ class Claim(Struct, frozen=True, gc=False, omit_defaults=True):
     memory_bytes: int
     arena_bytes: int = 0
     tasks: tuple[int, ...] = ()
+    # What a gang parked at OFFLOAD keeps of each of the node's devices, though it holds none; no request has it.
+    parked_bytes: tuple[int, ...] = ()
 
 
 class GangShape(Struct, frozen=True, gc=False):
@@ -109,6 +113,8 @@ class GangShape(Struct, frozen=True, gc=False):
     locality: Locality = Locality()
     nodes: int = 0
     arena_bytes_per_device: int = 0
+    # What each of its devices must have left; zero takes what there is.
+    device_memory_bytes: int = 0
 
     @property
     def gpus(self) -> int:

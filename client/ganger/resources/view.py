@@ -6,7 +6,7 @@ scan asks for them. Whoever owns a view may change it; a what-if works on `copy(
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -61,6 +61,8 @@ class View:
         self.group_jobs: list[tuple[int, ...]] = []
         self.device_rows: list[tuple[int, ...]] = []
         self.affinity: list[int] = []
+        # Only of slots where parked gangs keep memory of devices: bytes by device.
+        self.parked: dict[int, tuple[int, ...]] = {}
         self._in_service: list[int] = []
         self._versions: list[int] = []
         self._topology_of: dict[str, Topology] = {}
@@ -111,6 +113,7 @@ class View:
         self.group_jobs[slot] = _padded(row.group_jobs, len(topology.groups))
         self.device_rows[slot] = _padded(row.device_rows, topology.devices)
         self.affinity[slot] = row.affinity
+        self._keep_parked(slot, row.parked_bytes and _padded(row.parked_bytes, topology.devices))
         self._in_service[slot] = topology.all_mask if in_service is None else in_service
         self._versions[slot] = row.version or self.version + 1
         self.version = max(self.version, self._versions[slot])
@@ -126,6 +129,7 @@ class View:
         self.nodes[slot] = ""
         self.available[slot] = False
         self.free[slot] = 0
+        self.parked.pop(slot, None)
         self._vacant.append(slot)
         self._dirty.add(slot)
         self.version += 1
@@ -158,6 +162,24 @@ class View:
         self.free[slot] |= claim.device_mask & self._in_service[slot]
         if not any(self.group_jobs[slot]):
             self.affinity[slot] = 0
+
+    def roomy(self, slot: int, needed: int, own: Sequence[int] = ()) -> int:
+        """The devices that have `needed` bytes left, `own` bytes of what is kept there counted as left.
+
+        All of them if nothing is needed, or if the configuration set does not say how much memory they have.
+        """
+        topology = self.topologies[slot]
+        capacity = topology.configuration_set.device_memory_bytes
+        if not needed or not capacity or (needed <= capacity and slot not in self.parked):
+            return topology.all_mask
+        return sum(1 << at for at, left in enumerate(self.device_memory_left(slot, own)) if left >= needed)
+
+    def device_memory_left(self, slot: int, own: Sequence[int] = ()) -> tuple[int, ...]:
+        """Bytes of each device beside what parked gangs keep of it; `own` bytes of that count as left."""
+        topology = self.topologies[slot]
+        capacity = topology.configuration_set.device_memory_bytes
+        kept, ours = (_padded(tuple(some), topology.devices) for some in (self.parked.get(slot, ()), own))
+        return tuple([max(0, capacity - size + mine) for size, mine in zip(kept, ours, strict=True)])
 
     def set_available(self, name: str, available: bool) -> None:
         slot = self.slots[name]
@@ -208,6 +230,7 @@ class View:
         empty.socket_jobs = [zeros[one.name][0] for one in sets]
         empty.group_jobs = [zeros[one.name][1] for one in sets]
         empty.device_rows = [zeros[one.name][2] for one in sets]
+        empty.parked = {}
         if everywhere_available:
             empty.available = [bool(name) for name in self.nodes]
         empty._columns = None
@@ -274,6 +297,10 @@ class View:
             assert len(have) == len(claim.millicores), f"{claim.node} has {len(have)} sockets, not those of the claim"
             self.millicores[slot] = tuple([cores - sign * claim.millicores[at] for at, cores in enumerate(have)])
         self.memory[slot] -= sign * (claim.memory_bytes + claim.arena_bytes)
+        if claim.parked_bytes:
+            kept = self.parked.get(slot, (0,) * topology.devices)
+            changes = zip(kept, claim.parked_bytes, strict=True)
+            self._keep_parked(slot, tuple([before + sign * more for before, more in changes]))
         if mask or any(claim.millicores):
             self.socket_jobs[slot], self.group_jobs[slot], self.device_rows[slot] = _counted(
                 topology.sockets,
@@ -298,6 +325,12 @@ class View:
             self._place(self.fabrics[slot], self.racks[slot]) if self.racks[slot] else 0 for slot in slots
         ]
         columns.fabrics[where] = [self._place(self.fabrics[slot], "") if self.fabrics[slot] else 0 for slot in slots]
+
+    def _keep_parked(self, slot: int, kept: tuple[int, ...]) -> None:
+        if any(kept):
+            self.parked[slot] = kept
+        else:
+            self.parked.pop(slot, None)
 
     def _touch(self, slot: int) -> None:
         self.version += 1
@@ -334,6 +367,7 @@ class View:
             and self.group_jobs[slot] == _padded(row.group_jobs, len(topology.groups))
             and self.device_rows[slot] == _padded(row.device_rows, topology.devices)
             and self.affinity[slot] == row.affinity
+            and self.parked.get(slot, ()) == row.parked_bytes
         )
 
     def _row(self, slot: int) -> NodeRow:
@@ -351,6 +385,7 @@ class View:
             group_jobs=self.group_jobs[slot],
             device_rows=self.device_rows[slot],
             affinity=self.affinity[slot],
+            parked_bytes=self.parked.get(slot, ()),
         )
 
     def _place(self, fabric: str, rack: str) -> int:
@@ -370,6 +405,7 @@ _LISTS = (
     "group_jobs",
     "device_rows",
     "affinity",
+    "parked",
     "_in_service",
     "_versions",
     "_vacant",

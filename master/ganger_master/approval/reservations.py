@@ -78,13 +78,13 @@ def _on_one_node(view: View, idle: View, shape: GangShape) -> Claim | None:
     """The node that lacks the fewest devices, then cores. Both views have the same slots."""
     everything = tuple(role.tasks for role in shape.roles)
     slots = np.flatnonzero(Scan.of(idle, shape).hosts(shape.locality.widest))
-    now = view.columns()
+    now = Scan.of(view, shape)
     free = np.bitwise_count(now.free[slots] & idle.columns().free[slots]).astype(np.int64)
     lacking = np.maximum(0, shape.gpus - free)
-    for slot in map(int, slots[np.lexsort((slots, -now.millicores[slots], lacking))][:_NODES_TRIED]):
+    for slot in map(int, slots[np.lexsort((slots, -now.columns.millicores[slots], lacking))][:_NODES_TRIED]):
         topology = idle.topologies[slot]
         needed = demand(topology.configuration_set, shape, everything)
-        mask = _mask(topology, idle.free[slot], view.free[slot], needed.gpus, shape.locality.widest)
+        mask = _mask(topology, idle.free[slot], int(now.free[slot]), needed.gpus, shape.locality.widest)
         millicores = split_cores(topology, idle.millicores[slot], mask or 0, needed.millicores)
         if mask is not None and millicores is not None:
             return Claim(idle.nodes[slot], mask, millicores, needed.memory_bytes, 0, everything)

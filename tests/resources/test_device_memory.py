@@ -1,0 +1,237 @@
+"""Memory of devices: what parked gangs keep of them is not there for others, and nobody is given more than is left."""
+
+from __future__ import annotations
+
+import pytest
+from ganger.placement.candidates import candidates, places
+from ganger.placement.impossible import impossible
+from ganger.resources.fit import fit
+from ganger.resources.reasons import Reason
+from ganger.resources.values import Claim, GangShape
+from ganger.resources.view import View
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.clusters import GIB, cluster, gang, idle_row, parked, server
+from msgspec.structs import replace
+
+# Devices of the servers here have 4 GiB.
+ON_FIRST_TWO = candidates(cluster(1), gang(2)).candidates[0][0]
+assert ON_FIRST_TWO.device_mask == 0b0011
+
+
+@pytest.mark.parametrize(
+    ("kept", "needed", "figures"),
+    [
+        ((), 0, None),
+        ((), 4, None),
+        ((), 5, {"needed_bytes": 5 * GIB, "free_bytes": 4 * GIB, "conflicting": 2}),
+        ((1, 0, 0, 0), 3, None),
+        ((1, 0, 0, 0), 4, {"needed_bytes": 4 * GIB, "free_bytes": 3 * GIB, "conflicting": 1}),
+        ((1, 3, 0, 0), 2, {"needed_bytes": 2 * GIB, "free_bytes": GIB, "conflicting": 1}),
+        ((1, 3, 0, 0), 4, {"needed_bytes": 4 * GIB, "free_bytes": GIB, "conflicting": 2}),
+        # Of devices it does not ask for, and where it does not say what it needs.
+        ((0, 0, 4, 4), 4, None),
+        ((4, 4, 4, 4), 0, None),
+        # More than there is, as a measurement may say.
+        ((6, 0, 0, 0), 1, {"needed_bytes": GIB, "free_bytes": 0, "conflicting": 1}),
+    ],
+)
+def test_a_gang_fits_where_enough_of_each_device_is_left(
+    kept: tuple[int, ...], needed: int, figures: dict[str, int] | None
+) -> None:
+    view = cluster(1)
+    if kept:
+        view.take(parked("s0", *kept))
+    refusals = fit(view, gang(2, device_gib=needed), [ON_FIRST_TWO])
+    assert [(refusal.reason, refusal.figures, refusal.node) for refusal in refusals] == (
+        [] if figures is None else [(Reason.DEVICE_MEMORY, figures, "s0")]
+    )
+
+
+def test_a_parked_gang_may_go_on_beside_others_but_counts_its_own_only_once() -> None:
+    view = cluster(1)
+    own, other = parked("s0", 1, 1, 0, 0), parked("s0", 1, 0, 0, 0)
+    view.take(own)
+    assert fit(view, gang(2, device_gib=4), [ON_FIRST_TWO])
+    assert fit(view, gang(2, device_gib=4), [ON_FIRST_TWO], holding=[own]) == ()
+    view.take(other)
+    (refusal,) = fit(view, gang(2, device_gib=4), [ON_FIRST_TWO], holding=[own])
+    assert refusal.figures["free_bytes"] == 3 * GIB
+    assert fit(view, gang(2, device_gib=3), [ON_FIRST_TWO], holding=[own]) == ()
+
+
+def test_who_runs_on_a_device_is_not_asked_again_for_other_cores() -> None:
+    view = cluster(1)
+    view.take(ON_FIRST_TWO)
+    more = replace(ON_FIRST_TWO, millicores=(2000, 0))
+    assert fit(view, gang(2, device_gib=9), [more], holding=[ON_FIRST_TWO], retune=True) == ()
+
+
+def test_nobody_asks_for_what_only_parked_gangs_keep() -> None:
+    (refusal,) = fit(cluster(1), gang(2), [replace(ON_FIRST_TWO, parked_bytes=(1, 0, 0, 0))])
+    assert refusal.reason is Reason.CLAIM_MISMATCH
+
+
+def test_a_set_that_does_not_say_how_much_its_devices_have_takes_all() -> None:
+    unknown = replace(server(), device_memory_bytes=0)
+    view = cluster(1, unknown)
+    view.take(parked("s0", 9, 9, 9, 9))
+    shape = gang(2, device_gib=80)
+    assert impossible(view, shape) is None
+    assert fit(view, shape, candidates(view, shape).candidates[0]) == ()
+
+
+def test_a_row_carries_what_is_kept_only_where_something_is() -> None:
+    view = cluster(2)
+    view.take(parked("s1", 0, 0.5, 0, 0))
+    assert [row.parked_bytes for row in view.rows()] == [(), (0, GIB // 2, 0, 0)]
+    heard = View([server()])
+    for row in view.rows():
+        assert heard.put(row)
+        assert not heard.put(row)
+    assert heard.parked == view.copy().parked == view.parked
+    assert view.emptied().parked == view.idle().parked == {}
+    view.give(parked("s1", 0, 0.5, 0, 0))
+    assert view.parked == {}
+    heard.remove("s1")
+    assert heard.parked == {}
+    heard.put(replace(idle_row("s2", server()), parked_bytes=(0, 0)))
+    assert heard.row("s2").parked_bytes == ()
+
+
+def test_devices_with_enough_left_are_chosen() -> None:
+    view = cluster(1)
+    view.take(parked("s0", 2, 0, 0, 2))
+    for shape, mask in [(gang(2, device_gib=3), 0b0110), (gang(4, device_gib=2), 0b1111)]:
+        (claims, *_) = candidates(view, shape).candidates
+        assert claims[0].device_mask == mask
+        assert fit(view, shape, claims) == ()
+
+
+def test_a_parked_place_comes_first_with_its_own_memory_and_is_asked_for_without() -> None:
+    view = cluster(1)
+    own = replace(parked("s0", 1, 1, 0, 0), memory_bytes=ON_FIRST_TWO.memory_bytes)
+    view.take(own)
+    shape = gang(2, device_gib=4)
+    place = replace(ON_FIRST_TWO, parked_bytes=own.parked_bytes)
+    assert places(view, shape, parked=[place])[0] == (ON_FIRST_TWO,)
+    view.take(parked("s0", 0, 0, 1, 1))
+    assert places(view, shape, parked=[place]) == ((ON_FIRST_TWO,),)
+    view.take(parked("s0", 1, 0, 0, 0))
+    assert places(view, shape, parked=[place]) == ()
+
+
+def test_what_is_lacking_is_named_with_the_most_that_is_left_and_where() -> None:
+    view = cluster(2)
+    view.take(parked("s0", 1, 1, 1, 2))
+    view.take(replace(candidates(view, gang(4)).candidates[0][0], node="s1"))
+    (refusal,) = candidates(view, gang(2, device_gib=4)).refusals
+    assert (refusal.reason, refusal.node) == (Reason.DEVICE_MEMORY, "s0")
+    assert refusal.figures == {
+        "devices": 2,
+        "devices_with_room": 0,
+        "needed_bytes": 4 * GIB,
+        "largest_free_bytes": 3 * GIB,
+    }
+
+
+def test_where_devices_are_missing_as_well_the_memory_of_the_free_ones_comes_first() -> None:
+    view = cluster(1)
+    view.take(replace(ON_FIRST_TWO, device_mask=0b1100))
+    view.take(parked("s0", 1, 1, 0, 0))
+    reasons = [refusal.reason for refusal in candidates(view, gang(2, device_gib=4)).refusals]
+    assert reasons == [Reason.GPUS, Reason.DEVICE_MEMORY]
+    # Enough devices are free, so more of them are not what it waits for.
+    assert candidates(view, gang(2, device_gib=4)).refusals[0].figures["largest_free"] == 2
+
+
+def test_more_than_any_device_has_is_impossible_and_the_most_is_told() -> None:
+    small, large = server("4"), replace(server("2"), name="large", device_memory_bytes=8 * GIB)
+    view = View([small, large])
+    view.put(idle_row("a", small))
+    view.put(idle_row("b", large))
+    view.take(parked("b", 3, 3))
+    # What is parked may go; what a device is made of stays.
+    assert impossible(view, gang(2, device_gib=8)) is None
+    refusal = impossible(view, gang(1, device_gib=9))
+    assert refusal is not None
+    assert refusal.reason is Reason.GANG_IMPOSSIBLE
+    assert refusal.figures == {"needed_bytes": 9 * GIB, "largest_bytes": 8 * GIB}
+    # So many of them has only the one kind, so much memory only the other.
+    wide = impossible(view, gang(4, device_gib=8))
+    assert wide is not None
+    assert (wide.figures["needed"], wide.figures["largest"]) == (4, 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=8, max_size=8), st.integers(0, 0xFF), st.integers(1, 4), st.integers(0, 4))
+def test_a_place_is_found_whenever_a_node_has_enough_devices_with_enough_left(
+    kept: list[int], held: int, gpus: int, device_gib: int
+) -> None:
+    view = cluster(2)
+    for node in range(2):
+        view.take(Claim(f"s{node}", held >> 4 * node & 0xF, (), 0))
+        view.take(parked(f"s{node}", *kept[4 * node : 4 * node + 4]))
+    shape = gang(gpus, device_gib=device_gib)
+    room = [not held >> at & 1 and (kept[at] + device_gib <= 4 or not device_gib) for at in range(8)]
+    found = candidates(view, shape)
+    assert bool(found.candidates) == (sum(room) >= gpus)
+    assert all(fit(view, shape, claims) == () for claims in found.candidates)
+    if not found.candidates and sum(not held >> at & 1 for at in range(8)) >= gpus:
+        assert Reason.DEVICE_MEMORY in {refusal.reason for refusal in found.refusals}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["start", "park", "resume", "end"]), st.integers(0, 40)), max_size=30))
+def test_no_device_is_given_more_than_it_has_and_whoever_parked_last_can_go_on(acts: list[tuple[str, int]]) -> None:
+    view = cluster(2)
+    running: list[tuple[GangShape, tuple[Claim, ...]]] = []
+    resting: list[tuple[GangShape, tuple[Claim, ...], tuple[Claim, ...]]] = []
+    for act, number in acts:
+        if act == "start":
+            shape = gang(1 + number % 3, device_gib=1 + number % 4)
+            for claims in places(view, shape, limit=1):
+                for claim in claims:
+                    view.take(claim, shape.gpus)
+                running.append((shape, claims))
+        elif act == "park" and running:
+            shape, claims = running.pop(number % len(running))
+            kept = []
+            for claim in claims:
+                view.give(claim)
+                # Never more than it may use.
+                size = min(shape.device_memory_bytes, number % 4 * GIB // 2)
+                left = tuple(size * (claim.device_mask >> at & 1) for at in range(4))
+                kept.append(Claim(claim.node, 0, (), 0, parked_bytes=left))
+                view.take(kept[-1])
+            resting.append((shape, claims, tuple(kept)))
+            free = all(view.row(claim.node).free_mask & claim.device_mask == claim.device_mask for claim in claims)
+            assert not free or fit(view, shape, claims, holding=kept) == ()
+        elif act == "resume" and resting:
+            shape, claims, own = resting.pop(number % len(resting))
+            if fit(view, shape, claims, holding=own):
+                resting.append((shape, claims, own))
+                continue
+            for claim in own:
+                view.give(claim)
+            for claim in claims:
+                view.take(claim, shape.gpus)
+            running.append((shape, claims))
+        elif act == "end" and running:
+            for claim in running.pop(number % len(running))[1]:
+                view.give(claim)
+        elif act == "end" and resting:
+            for claim in resting.pop(number % len(resting))[2]:
+                view.give(claim)
+        used: dict[tuple[str, int], int] = {}
+        for shape, claims in running:
+            for claim in claims:
+                for device in range(4):
+                    if claim.device_mask >> device & 1:
+                        at = (claim.node, device)
+                        used[at] = used.get(at, 0) + shape.device_memory_bytes
+        for _, _, own in resting:
+            for claim in own:
+                for device, size in enumerate(claim.parked_bytes):
+                    used[claim.node, device] = used.get((claim.node, device), 0) + size
+        assert max(used.values(), default=0) <= 4 * GIB
