@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import pytest
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import (
@@ -16,16 +18,20 @@ from ganger.resources.values import (
     Socket,
     TaskShape,
 )
-from ganger.v1 import resources_pb2
+from ganger.v1 import job_pb2, resources_pb2
 from ganger.wire import convert
 from ganger.wire.errors import RequestInvalid
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
+
+Sizes: TypeAlias = tuple[int, ...]
 
 masks = st.integers(0, 2**64 - 1)
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**63)
 numbers = st.lists(u32, max_size=4).map(tuple)
+sizes = st.lists(u64, max_size=4).map(tuple)
 nodes = st.from_regex(r"[a-z][a-z0-9]{0,8}", fullmatch=True)
 words = st.text("abc-", max_size=8)
 levels = st.sampled_from(Level)
@@ -34,7 +40,7 @@ roles = st.builds(Role, words, u32, shapes)
 localities = st.builds(Locality, levels, st.none() | levels, st.integers(0, 10**6).map(float))
 claims = st.builds(Claim, nodes, masks, numbers, u64, u64, numbers)
 rows = st.builds(
-    NodeRow, nodes, words, masks, numbers, u64, u64, st.booleans(), words, words, numbers, numbers, numbers, u32
+    NodeRow, nodes, words, masks, numbers, u64, u64, st.booleans(), words, words, numbers, numbers, numbers, u32, sizes
 )
 sets = st.builds(
     ConfigurationSet,
@@ -79,6 +85,20 @@ def test_claims_and_refusals_come_back(claims: tuple[Claim, ...], refusals: tupl
 @given(st.builds(GangShape, st.lists(roles, max_size=3).map(tuple), words, localities, u32))
 def test_the_shape_of_a_gang_comes_back(shape: GangShape) -> None:
     assert convert.gang_shape_from_wire(convert.gang_shape_to_wire(shape)) == shape
+
+
+@given(st.lists(claims, max_size=3), sizes)
+def test_what_is_parked_comes_back_to_who_asks_for_it_and_never_in_a_request(claims: list[Claim], kept: Sizes) -> None:
+    parked = tuple(replace(claim, parked_bytes=kept) for claim in claims)
+    messages = convert.claims_to_wire(parked)
+    assert convert.parked_claims_from_wire(messages) == parked
+    assert convert.claims_from_wire(messages) == tuple(claims)
+
+
+def test_what_is_needed_of_a_device_is_what_the_spec_says_or_what_was_measured() -> None:
+    spec = job_pb2.JobSpec(gpu_memory_bytes=1_000)
+    assert convert.gang_shape_from_wire(spec).device_memory_bytes == 1_000
+    assert convert.gang_shape_from_wire(spec, 0, 2_000).device_memory_bytes == 2_000
 
 
 def test_a_job_without_wishes_accepts_any_place() -> None:

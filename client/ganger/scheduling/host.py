@@ -239,11 +239,11 @@ def _turn_of(message: scheduling_pb2.Turn) -> Turn:
         turn=message.turn,
         job=message.job,
         revision=message.revision,
-        shape=convert.gang_shape_from_wire(message.spec, message.arena_bytes_per_device),
+        shape=convert.gang_shape_from_wire(message.spec, message.arena_bytes_per_device, message.device_memory_bytes),
         lease_seconds=times.seconds(message.lease),
         rank=message.rank,
         waited_seconds=times.seconds(message.waited),
-        parked=convert.claims_from_wire(message.parked),
+        parked=convert.parked_claims_from_wire(message.parked),
         reserved_nodes=tuple(names.parse_node_name(node) for node in message.reserved_nodes),
         may_preempt=message.may_preempt,
     )

@@ -164,6 +164,7 @@ class NodeRow(google.protobuf.message.Message):
     GROUP_JOBS_FIELD_NUMBER: builtins.int
     DEVICE_ROWS_FIELD_NUMBER: builtins.int
     AFFINITY_FIELD_NUMBER: builtins.int
+    PARKED_BYTES_FIELD_NUMBER: builtins.int
     node: builtins.str
     """"nodes/{node}"."""
     configuration_set: builtins.str
@@ -192,6 +193,10 @@ class NodeRow(google.protobuf.message.Message):
     def device_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Gangs that share each device, by device; rows beyond one mean time slicing."""
 
+    @property
+    def parked_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Memory that gangs parked at OFFLOAD keep of each device, by device; empty where they keep none."""
+
     def __init__(
         self,
         *,
@@ -208,8 +213,9 @@ class NodeRow(google.protobuf.message.Message):
         group_jobs: collections.abc.Iterable[builtins.int] | None = ...,
         device_rows: collections.abc.Iterable[builtins.int] | None = ...,
         affinity: builtins.int = ...,
+        parked_bytes: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["affinity", b"affinity", "available", b"available", "configuration_set", b"configuration_set", "device_rows", b"device_rows", "fabric", b"fabric", "free_mask", b"free_mask", "free_memory_bytes", b"free_memory_bytes", "free_millicores", b"free_millicores", "group_jobs", b"group_jobs", "node", b"node", "rack", b"rack", "socket_jobs", b"socket_jobs", "version", b"version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["affinity", b"affinity", "available", b"available", "configuration_set", b"configuration_set", "device_rows", b"device_rows", "fabric", b"fabric", "free_mask", b"free_mask", "free_memory_bytes", b"free_memory_bytes", "free_millicores", b"free_millicores", "group_jobs", b"group_jobs", "node", b"node", "parked_bytes", b"parked_bytes", "rack", b"rack", "socket_jobs", b"socket_jobs", "version", b"version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___NodeRow: typing_extensions.TypeAlias = NodeRow

@@ -227,6 +227,7 @@ class Claim(google.protobuf.message.Message):
     MEMORY_BYTES_FIELD_NUMBER: builtins.int
     ARENA_BYTES_FIELD_NUMBER: builtins.int
     TASKS_FIELD_NUMBER: builtins.int
+    PARKED_BYTES_FIELD_NUMBER: builtins.int
     node: builtins.str
     """"nodes/{node}"."""
     device_mask: builtins.int
@@ -244,6 +245,12 @@ class Claim(google.protobuf.message.Message):
         role, claim by claim.
         """
 
+    @property
+    def parked_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Of a gang parked at OFFLOAD: memory it keeps of each of the node's devices, though it holds none. Output only, and
+        ignored in requests.
+        """
+
     def __init__(
         self,
         *,
@@ -253,8 +260,9 @@ class Claim(google.protobuf.message.Message):
         memory_bytes: builtins.int = ...,
         arena_bytes: builtins.int = ...,
         tasks: collections.abc.Iterable[builtins.int] | None = ...,
+        parked_bytes: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "device_mask", b"device_mask", "memory_bytes", b"memory_bytes", "millicores", b"millicores", "node", b"node", "tasks", b"tasks"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "device_mask", b"device_mask", "memory_bytes", b"memory_bytes", "millicores", b"millicores", "node", b"node", "parked_bytes", b"parked_bytes", "tasks", b"tasks"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Claim: typing_extensions.TypeAlias = Claim
@@ -319,7 +327,7 @@ class Refusal(google.protobuf.message.Message):
     NODE_FIELD_NUMBER: builtins.int
     JOB_FIELD_NUMBER: builtins.int
     reason: builtins.str
-    """UPPER_SNAKE: GPUS, CORES, MEMORY, LOCALITY, DEVICE_TYPE, NODE_UNAVAILABLE, PROTECTED, RESERVED, QUOTA, ..."""
+    """UPPER_SNAKE: GPUS, CORES, MEMORY, DEVICE_MEMORY, LOCALITY, DEVICE_TYPE, NODE_UNAVAILABLE, PROTECTED, RESERVED, QUOTA, ..."""
     message: builtins.str
     """One sentence for a person."""
     node: builtins.str

@@ -168,6 +168,7 @@ class Turn(google.protobuf.message.Message):
     VIEW_VERSION_FIELD_NUMBER: builtins.int
     MAY_PREEMPT_FIELD_NUMBER: builtins.int
     ARENA_BYTES_PER_DEVICE_FIELD_NUMBER: builtins.int
+    DEVICE_MEMORY_BYTES_FIELD_NUMBER: builtins.int
     turn: builtins.int
     job: builtins.str
     revision: builtins.int
@@ -179,6 +180,8 @@ class Turn(google.protobuf.message.Message):
     """May claim bits of lower-ranked suspendable gangs."""
     arena_bytes_per_device: builtins.int
     """Arena bytes to reserve per device, zero when not known."""
+    device_memory_bytes: builtins.int
+    """Memory that each of its devices must have left; zero takes what there is."""
     @property
     def lease(self) -> google.protobuf.duration_pb2.Duration: ...
     @property
@@ -212,10 +215,11 @@ class Turn(google.protobuf.message.Message):
         view_version: builtins.int = ...,
         may_preempt: builtins.bool = ...,
         arena_bytes_per_device: builtins.int = ...,
+        device_memory_bytes: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["lease", b"lease", "spec", b"spec", "waited", b"waited"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes_per_device", b"arena_bytes_per_device", "job", b"job", "lease", b"lease", "may_preempt", b"may_preempt", "parked", b"parked", "rank", b"rank", "reserved_nodes", b"reserved_nodes", "revision", b"revision", "spec", b"spec", "turn", b"turn", "view_version", b"view_version", "waited", b"waited"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes_per_device", b"arena_bytes_per_device", "device_memory_bytes", b"device_memory_bytes", "job", b"job", "lease", b"lease", "may_preempt", b"may_preempt", "parked", b"parked", "rank", b"rank", "reserved_nodes", b"reserved_nodes", "revision", b"revision", "spec", b"spec", "turn", b"turn", "view_version", b"view_version", "waited", b"waited"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Turn: typing_extensions.TypeAlias = Turn

@@ -98,6 +98,8 @@ def node_row_to_wire(value: NodeRow, into: node_pb2.NodeRow | None = None) -> no
     message.group_jobs.extend(value.group_jobs)
     message.device_rows.extend(value.device_rows)
     message.affinity = value.affinity
+    if value.parked_bytes:
+        message.parked_bytes.extend(value.parked_bytes)
     return message
 
 
@@ -116,6 +118,7 @@ def node_row_from_wire(message: node_pb2.NodeRow) -> NodeRow:
         group_jobs=tuple(message.group_jobs),
         device_rows=tuple(message.device_rows),
         affinity=message.affinity,
+        parked_bytes=tuple(message.parked_bytes),
     )
 
 
@@ -169,10 +172,12 @@ def claim_to_wire(value: Claim) -> resources_pb2.Claim:
         memory_bytes=value.memory_bytes,
         arena_bytes=value.arena_bytes,
         tasks=value.tasks,
+        parked_bytes=value.parked_bytes,
     )
 
 
 def claim_from_wire(message: resources_pb2.Claim) -> Claim:
+    """As it is asked for: what is parked only `parked_claims_from_wire` reads."""
     tasks = message.tasks
     return Claim(
         names.parse_node_name(message.node),
@@ -193,13 +198,20 @@ def claims_from_wire(messages: Iterable[resources_pb2.Claim]) -> tuple[Claim, ..
     return tuple([claim_from_wire(message) for message in messages])
 
 
+def parked_claims_from_wire(messages: Iterable[resources_pb2.Claim]) -> tuple[Claim, ...]:
+    """Where a gang is parked, with what it keeps of devices there."""
+    return tuple([replace(claim_from_wire(message), parked_bytes=tuple(message.parked_bytes)) for message in messages])
+
+
 def arena_bytes_for(gpu_memory_bytes: int) -> int:
     """Host bytes to reserve per device so that its state fits at OFFLOAD: its peak and a tenth."""
     return -(-gpu_memory_bytes * _ARENA_NUMERATOR // _ARENA_DENOMINATOR)
 
 
-def gang_shape_from_wire(spec: job_pb2.JobSpec, arena_bytes_per_device: int | None = None) -> GangShape:
-    """What placement needs to know of a job. The arena, unless given, follows from the spec's gpu_memory_bytes."""
+def gang_shape_from_wire(
+    spec: job_pb2.JobSpec, arena_bytes_per_device: int | None = None, device_memory_bytes: int | None = None
+) -> GangShape:
+    """What placement needs to know of a job. The last two, unless given, follow from the spec's gpu_memory_bytes."""
     return GangShape(
         roles=tuple(role_from_wire(role) for role in spec.roles),
         device_type=spec.device_type,
@@ -208,11 +220,12 @@ def gang_shape_from_wire(spec: job_pb2.JobSpec, arena_bytes_per_device: int | No
         arena_bytes_per_device=(
             arena_bytes_for(spec.gpu_memory_bytes) if arena_bytes_per_device is None else arena_bytes_per_device
         ),
+        device_memory_bytes=spec.gpu_memory_bytes if device_memory_bytes is None else device_memory_bytes,
     )
 
 
 def gang_shape_to_wire(shape: GangShape) -> job_pb2.JobSpec:
-    """A spec with just the fields that have a part in placement. The arena is not among them: it is a measurement."""
+    """A spec with just the fields that have a part in placement. Memory of devices is not: it is measured."""
     return job_pb2.JobSpec(
         roles=[role_to_wire(role) for role in shape.roles],
         device_type=shape.device_type,
