@@ -30,7 +30,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Facts:
-    """One entry per live job, in the order of their numbers."""
+    """One entry per live job, in any order."""
 
     number: Integers
     arrival_s: Floats
@@ -51,6 +51,13 @@ class Facts:
     attained_s: Floats
     # Seconds since it last ran, or since it was submitted; zero while it runs.
     waited_s: Floats
+    # When it first held a gang; infinite: never yet.
+    started_s: Floats
+    # Of the stretch in which it runs now: how long it has run, and how long it had waited before. Zero while it waits.
+    stretch_s: Floats
+    waited_before_s: Floats
+    # What its own progress lets expect, at the rate of its whole gang alone; NaN: nothing is known.
+    expected_remaining_s: Floats
     # Of an oracle, at the rate of its whole gang alone; NaN for who may not know.
     remaining_s: Floats
 
@@ -65,3 +72,7 @@ class Facts:
     def take(self, jobs: NDArray[Any]) -> Facts:
         """The jobs at these positions, or where this mask is true."""
         return replace(self, **{column.name: getattr(self, column.name)[jobs] for column in fields(self)})
+
+    def with_remaining(self, remaining_s: Floats) -> Facts:
+        """What an oracle would know."""
+        return replace(self, remaining_s=remaining_s)
