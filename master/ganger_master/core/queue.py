@@ -16,6 +16,7 @@ from ganger_master.core.commands import ClaimTurns
 from ganger_master.core.events import GangRefused
 from ganger_master.core.model import Job
 from ganger_master.core.state import State, Turn
+from ganger_master.policies import Places
 
 # How far behind the head of the queue turns are given: bounds the work of one event.
 WINDOW = 64
@@ -37,7 +38,7 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
     """Gives turns while there are any to give; their numbers."""
     given: list[int] = []
     most = state.settings.turns_at_once
-    if len(state.turns) >= most:
+    if len(state.turns) >= most or state.policy.places is Places.PLANNER:
         return ()
     for rank, number in _window(state):
         if len(state.turns) >= most:

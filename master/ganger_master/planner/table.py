@@ -1,0 +1,143 @@
+"""The live jobs as columns that are kept, not made anew: a plan looks at all of them, an event changes few.
+
+Whoever plans feeds it every job that changed; it makes no difference in which order, or how often.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.policies.facts import Facts, Flags, Integers
+
+_FIRST_ROOM = 64
+
+
+class LiveTable:
+    """One row per live job. `positions` are rows; a row is reused once its job has ended."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job | None] = []
+        # The gang a job holds or is giving back, None while it has none.
+        self.gangs: list[Gang | None] = []
+        self._row_of: dict[int, int] = {}
+        self._vacant: list[int] = []
+        self._users: dict[str, int] = {}
+        self._live = np.zeros(_FIRST_ROOM, bool)
+        self._integers = np.zeros((4, _FIRST_ROOM), np.int64)
+        self._numbers = np.zeros((10, _FIRST_ROOM))
+        self._flags = np.zeros((4, _FIRST_ROOM), bool)
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def row(self, number: int) -> int:
+        """KeyError for a job that is not live."""
+        return self._row_of[number]
+
+    def put(self, job: Job, gang: Gang | None, deadline_s: float = np.inf, weight: float = 1.0) -> None:
+        """A job as it is now, with the gang of its present epoch if there is one."""
+        number = job.number
+        row = self._row_of.get(number)
+        if job.state.is_final:
+            if row is not None:
+                self._drop(number, row)
+            return
+        if row is None:
+            row = self._take_row(number)
+            spec = job.spec
+            tasks = sum([role.tasks * role.shape.millicores for role in spec.roles])
+            memory = sum([role.tasks * role.shape.memory_bytes for role in spec.roles])
+            user = self._users.setdefault(job.user, len(self._users))
+            self._integers[:, row] = number, spec.gpus, spec.priority, user
+            self._numbers[:5, row] = job.create_time, tasks / 1000, memory, weight, deadline_s
+            self._numbers[5:, row] = 0.0
+            self._flags[0, row] = spec.preemptible
+        self.jobs[row] = job
+        self.gangs[row] = gang
+        waiting_since = self._numbers[7, row]
+        if job.pending_since:
+            self._numbers[9, row] = 0.0
+        elif waiting_since and gang is not None:
+            # The wait that ended when this gang was approved; a table made anew does not know it.
+            self._numbers[9, row] = max(0.0, gang.create_time - waiting_since)
+        self._numbers[5:9, row] = job.run_seconds, job.running_since, job.pending_since, job.start_time
+        holds = gang is not None and gang.intent is Intent.RUN and job.ending is None
+        self._flags[1, row] = holds and job.state is JobState.HOLDING
+        self._flags[2, row] = job.state is JobState.PENDING and gang is None and job.ending is None
+        self._flags[3, row] = gang is not None and _gives_back(gang)
+
+    def facts(self, now: float) -> tuple[Integers, Facts]:
+        """Rows of all live jobs, and what may be known of them; no oracle's."""
+        rows = np.flatnonzero(self._live)
+        number, gpus, priority, user = self._integers[:, rows]
+        arrival, cores, memory, weight, deadline, ran, running_since, pending_since, started, waited_before = (
+            self._numbers[:, rows]
+        )
+        is_preemptible, is_running = self._flags[:2, rows]
+        stretch = np.where(running_since > 0, now - running_since, 0.0)
+        return rows, Facts(
+            number=number,
+            arrival_s=arrival,
+            gpus=gpus,
+            cores=cores,
+            memory_bytes=memory,
+            priority=priority,
+            weight=weight,
+            user=user,
+            deadline_s=deadline,
+            is_running=is_running,
+            is_preemptible=is_preemptible,
+            attained_s=ran + stretch,
+            waited_s=np.where(pending_since > 0, now - pending_since, 0.0),
+            started_s=np.where(started > 0, started, np.inf),
+            stretch_s=stretch,
+            waited_before_s=waited_before,
+            expected_remaining_s=np.full(len(rows), np.nan),
+            remaining_s=np.full(len(rows), np.nan),
+        )
+
+    def is_waiting(self, rows: Integers) -> Flags:
+        """Whether they could be started: pending, with nothing left anywhere."""
+        waiting: Flags = self._flags[2, rows]
+        return waiting
+
+    def is_going(self, rows: Integers) -> Flags:
+        """Whether they are giving back what they hold."""
+        going: Flags = self._flags[3, rows]
+        return going
+
+    def _take_row(self, number: int) -> int:
+        if self._vacant:
+            row = self._vacant.pop()
+        else:
+            row = len(self.jobs)
+            self.jobs.append(None)
+            self.gangs.append(None)
+            if row == len(self._live):
+                self._grow()
+        self._row_of[number] = row
+        self._live[row] = True
+        return row
+
+    def _drop(self, number: int, row: int) -> None:
+        del self._row_of[number]
+        self._live[row] = False
+        self._flags[:, row] = False
+        self.jobs[row] = self.gangs[row] = None
+        self._vacant.append(row)
+
+    def _grow(self) -> None:
+        room = 2 * len(self._live)
+        self._live = np.concatenate((self._live, np.zeros(room // 2, bool)))
+        for name in ("_integers", "_numbers", "_flags"):
+            old = getattr(self, name)
+            new = np.zeros((len(old), room), old.dtype)
+            new[:, : room // 2] = old
+            setattr(self, name, new)
+
+
+def _gives_back(gang: Gang) -> bool:
+    if gang.intent is Intent.PARK:
+        return gang.park_level is not SuspendLevel.PAUSE and gang.phase is not GangPhase.PARKED
+    return gang.intent is Intent.STOP

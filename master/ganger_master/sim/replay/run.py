@@ -1,0 +1,278 @@
+"""A workload through the production core on virtual time, under one policy."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from ganger_master.core import commands, machine
+from ganger_master.core.answers import PlanAnswer, Refused
+from ganger_master.core.commands import Command
+from ganger_master.core.model import Gang
+from ganger_master.core.settings import Settings
+from ganger_master.core.state import State
+from ganger_master.planner.table import LiveTable
+from ganger_master.planner.target import plan
+from ganger_master.policies import Places, policy_named
+from ganger_master.policies.facts import Capacity, Floats, Integers
+from ganger_master.sim.replay.clock import Clock
+from ganger_master.sim.replay.nodes import Nodes
+from ganger_master.sim.replay.options import FREE, Options
+from ganger_master.sim.replay.rooms import AnyFree, OnView
+from ganger_master.sim.replay.specs import devices_only, specs_of
+from ganger_master.sim.replay.work import Work
+from ganger_master.sim.report.outcomes import Run, outcomes
+from ganger_master.sim.report.series import Recorder
+from ganger_master.sim.traces.servers import Servers
+from ganger_master.sim.traces.statistics import offered_load
+from ganger_master.sim.traces.workload import Workload
+
+# A trace's clock begins at zero, and a time of zero means "never" in the core.
+EPOCH_S = 1_000_000.0
+# Plans of one instant: one stops, the next starts what that made room for.
+_PLANS_AT_ONCE = 64
+
+
+def simulate(
+    jobs: Workload,
+    servers: Servers,
+    policy: str,
+    options: Options = Options(),
+    progress: Callable[[int, int], None] | None = None,
+) -> Run:
+    """Every job from submission to end. Every gang must fit into the cluster (`traces.transform.that_fit`) and every
+    duration be known. KeyError for an unknown policy; `progress` is told how many jobs have ended, of how many."""
+    began, began_cpu = time.perf_counter(), time.process_time()
+    if options.ideal:
+        servers = devices_only(servers)
+    replay = _Replay(jobs, servers, policy, options, progress)
+    replay.run()
+    end = replay.clock.now
+    return Run(
+        policy=policy,
+        outcomes=replay.outcomes(),
+        gpus=servers.gpus,
+        cores=servers.millicores / 1000,
+        start_s=float(jobs.submit_s[0]) if len(jobs) else 0.0,
+        end_s=end - EPOCH_S,
+        series={name: recorder.series(end - EPOCH_S) for name, recorder in replay.series.items()},
+        seed=options.seed,
+        offered_load=offered_load(jobs, servers.gpus),
+        wall_s=time.perf_counter() - began,
+        cpu_s=time.process_time() - began_cpu,
+        peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        events=replay.events,
+    )
+
+
+class _Replay:
+    def __init__(
+        self,
+        jobs: Workload,
+        servers: Servers,
+        policy: str,
+        options: Options,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.policy = policy_named(policy)
+        if options.ideal:
+            # Where any free devices serve there is nothing for a job's own scheduler to weigh.
+            self.policy = replace(self.policy, places=Places.PLANNER)
+        self.order = self.policy.order
+        if options.round_s is not None:
+            # A round begins with an empty cluster.
+            self.order = replace(self.order, preempts=True)
+        self.jobs = jobs
+        self.options = options
+        self.progress = progress
+        self.clock = Clock(EPOCH_S)
+        self.settings = Settings(
+            lost_after_seconds=None,
+            policy=policy,
+            checkpoint_interval_seconds=-1.0,
+            jobs_waiting_limit=len(jobs) + 1,
+            # Ended jobs are looked at by nobody.
+            request_kept_seconds=0.0,
+            finished_jobs_limit=1_000,
+        )
+        self.state = State(self.settings, EPOCH_S)
+        self.state.policy = self.policy
+        self.table = LiveTable()
+        self.work = Work(jobs.duration_s)
+        self.nodes = Nodes(
+            self.clock,
+            self.state,
+            FREE if options.ideal else options.costs,
+            self.send,
+            self._begins,
+            self._ends,
+        )
+        self.events = 0
+        self.ended = 0
+        self._happened = False
+        self._wake: float | None = None
+        self._next_round = EPOCH_S
+        count = len(jobs)
+        self._first_start, self._end = np.full(count, np.nan), np.full(count, np.nan)
+        self._service, self._overhead = np.zeros(count), np.zeros(count)
+        self._held_since = np.zeros(count)
+        self._began = np.full(count, np.nan)
+        self._preemptions = np.zeros(count, np.int64)
+        self.series = {"used_gpus": Recorder(0.0), "waiting_jobs": Recorder(0.0)}
+        self.room = AnyFree(self.state.view) if options.ideal else OnView(self.state.view)
+        self.capacity = Capacity(
+            servers.gpus,
+            servers.millicores / 1000,
+            float(servers.memory_bytes),
+            max(group.configuration_set.devices for group in servers.groups),
+        )
+        self._specs = specs_of(jobs, servers, options.ideal)
+        self._open(servers)
+        if count:
+            self._expect(0)
+
+    def run(self) -> None:
+        while self.clock.next_time() is not None:
+            self.events += self.clock.run_instant()
+            self._settle()
+        stuck = len(self.jobs) - self.ended
+        assert not stuck, f"{stuck} jobs never ended"
+
+    def send(self, command: Command) -> object:
+        answer, happened = machine.advance(self.state, command, self.clock.now)
+        assert not isinstance(answer, Refused), f"{type(command).__name__} was refused: {answer}"
+        self._happened = self._happened or bool(happened)
+        return answer
+
+    def outcomes(self):  # type: ignore[no-untyped-def]
+        return outcomes(
+            self.jobs,
+            self._first_start,
+            self._end,
+            self._service,
+            overhead_s=self._overhead,
+            preemptions=self._preemptions,
+        )
+
+    # -- the cluster and its jobs --------------------------------------------------------------------------------------
+
+    def _open(self, servers: Servers) -> None:
+        for group in servers.groups:
+            for row in group.rows():
+                self.send(
+                    commands.OpenSession(
+                        row.node, f"machine-{row.node}", group.configuration_set, rack=row.rack, fabric=row.fabric
+                    )
+                )
+                self.nodes.report(row.node)
+        self._finish()
+
+    def _expect(self, job: int) -> None:
+        self.clock.at(EPOCH_S + float(self.jobs.submit_s[job]), lambda: self._submit(job))
+
+    def _submit(self, job: int) -> None:
+        user = self.jobs.user[job] or self.jobs.tenant[job]
+        self.send(commands.SubmitJob(self._specs[job], self.jobs.job_ids[job], user))
+        if job + 1 < len(self.jobs):
+            self._expect(job + 1)
+
+    def _begins(self, number: int, gang: Gang) -> float:
+        job, now = number - 1, self.clock.now
+        if np.isnan(self._first_start[job]):
+            self._first_start[job] = gang.create_time - EPOCH_S
+        self._began[job] = now
+        ends = self.work.begin(job, now)
+        step = self.options.round_s
+        if step is None:
+            return ends
+        # Held to the end of the round.
+        return EPOCH_S + step * float(np.ceil(round((ends - EPOCH_S) / step, 9)))
+
+    def _ends(self, number: int, gang: Gang, finished: bool) -> None:
+        job, now = number - 1, self.clock.now
+        held = now - gang.create_time
+        self._service[job] += held
+        if np.isnan(self._began[job]):
+            self._overhead[job] += held
+        else:
+            self.work.stop(job, now)
+            self._overhead[job] += held - (now - self._began[job])
+        self._began[job] = np.nan
+        if finished:
+            self._end[job] = now - EPOCH_S
+            self.ended += 1
+            if self.progress is not None:
+                self.progress(self.ended, len(self.jobs))
+        else:
+            self._preemptions[job] += 1
+
+    # -- what follows --------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Everything that follows at this instant."""
+        for _ in range(_PLANS_AT_ONCE):
+            while True:
+                if self._happened:
+                    self._finish()
+                if self.clock.next_time() != self.clock.now:
+                    break
+                self.events += self.clock.run_instant()
+            if not self._plan():
+                break
+        now = self.clock.now - EPOCH_S
+        self.series["used_gpus"].record(now, self.state.devices - self.state.free_devices)
+        self.series["waiting_jobs"].record(now, len(self.state.waiting))
+
+    def _finish(self) -> None:
+        self._happened = False
+        now = self.clock.now
+        effects = machine.finish(self.state, now)
+        self.state.take_changes()
+        for number in effects.jobs:
+            job = self.state.jobs.get(number)
+            if job is not None:
+                self.table.put(job, self.state.gangs.get(job.epoch))
+                self.nodes.follow(number)
+        if effects.wake_at is not None:
+            self._wake = wake = effects.wake_at
+            self.clock.at(wake, lambda: self._tick(wake))
+
+    def _tick(self, wake: float) -> None:
+        if self._wake == wake:
+            self._wake = None
+            self.send(commands.Tick())
+
+    def _plan(self) -> bool:
+        """Proposes a plan if it is time for one; whether it changed anything."""
+        if not len(self.table) or not self._is_time():
+            return False
+        now = self.clock.now
+        found = plan(self.order, self.table, now, self.capacity, self.room, self.room.place, self._oracle)
+        if not found.changes:
+            return False
+        answer = self.send(commands.ProposePlan(found.changes))
+        assert isinstance(answer, PlanAnswer)
+        return any(verdict.approved for verdict in answer.verdicts)
+
+    def _is_time(self) -> bool:
+        """Whether plans are made at this instant; if not, sees to it that there will be one at which they are."""
+        step, now = self.options.round_s, self.clock.now
+        if step is None:
+            return True
+        rounds = (now - EPOCH_S) / step
+        whole = np.floor(rounds)
+        if self._next_round <= now:
+            self._next_round = EPOCH_S + step * (whole + 1)
+            self.clock.at(self._next_round, _nothing)
+        return bool(rounds == whole)
+
+    def _oracle(self, numbers: Integers) -> Floats:
+        return self.work.remaining(numbers - 1, self.clock.now)
+
+
+def _nothing() -> None:
+    """Time passes."""

@@ -1,0 +1,57 @@
+"""What the jobs of a workload ask for, as the specs of real jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from ganger.resources.values import Level, Locality, Role, Socket, TaskShape
+from msgspec import structs
+
+from ganger_master.core.model import JobSpec
+from ganger_master.sim.traces.servers import Servers
+from ganger_master.sim.traces.workload import Workload
+
+_NOTHING = (Socket(0, 0),)
+_TOGETHER = Locality(Level.NODE)
+_ANYWHERE = Locality(Level.CLUSTER)
+_COMMAND = ("train",)
+
+
+def specs_of(jobs: Workload, servers: Servers, ideal: bool) -> Sequence[JobSpec]:
+    """One spec a job; equal jobs share one. A gang that fits into a server wants to stay in one; what a trace does not
+    say of cores and memory is a share in proportion to the devices. `ideal`: only devices count, anywhere."""
+    largest = max(group.configuration_set.devices for group in servers.groups)
+    made: dict[tuple[int, int, int, int, str], JobSpec] = {}
+    specs = []
+    cpus, memory = jobs.cpus, jobs.memory_bytes
+    for job in range(len(jobs)):
+        gpus = int(jobs.gpus[job])
+        millicores = 0 if ideal or np.isnan(cpus[job]) else int(1000 * cpus[job]) // gpus
+        each = 0 if ideal or np.isnan(memory[job]) else int(memory[job]) // gpus
+        key = (gpus, millicores, each, int(jobs.priority[job]), "" if ideal else jobs.gpu_type[job])
+        spec = made.get(key)
+        if spec is None:
+            spec = made[key] = JobSpec(
+                _COMMAND,
+                (Role("worker", gpus, TaskShape(1, millicores, each)),),
+                locality=_TOGETHER if gpus <= largest and not ideal else _ANYWHERE,
+                priority=key[3],
+                device_type=key[4],
+            )
+        specs.append(spec)
+    return specs
+
+
+def devices_only(servers: Servers) -> Servers:
+    """The same servers, with nothing in them but devices."""
+    return Servers(
+        tuple(
+            replace(
+                group,
+                configuration_set=structs.replace(group.configuration_set, sockets=_NOTHING, groups=(), memory_bytes=0),
+            )
+            for group in servers.groups
+        )
+    )

@@ -1,0 +1,35 @@
+"""What jobs really are and nobody may know: the work they hold, how fast they go, and when they will end.
+
+Work is seconds at the recorded pace: at rate 1 a job ends after the duration of its trace.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ganger_master.policies.facts import Floats, Integers
+
+
+class Work:
+    """By position in the workload."""
+
+    def __init__(self, duration_s: Floats) -> None:
+        self._left = duration_s.astype(float).copy()
+        self._since = np.zeros(len(self._left))
+        self._rate = np.zeros(len(self._left))
+
+    def begin(self, job: int, now: float, rate: float = 1.0) -> float:
+        """It trains from now on; when it will end if nothing changes."""
+        self._since[job], self._rate[job] = now, rate
+        return now + float(self._left[job]) / rate
+
+    def stop(self, job: int, now: float) -> float:
+        """It trains no more; seconds of work left."""
+        self._left[job] -= (now - self._since[job]) * self._rate[job]
+        self._rate[job] = 0.0
+        return float(self._left[job])
+
+    def remaining(self, jobs: Integers, now: float) -> Floats:
+        """Seconds of work left; for oracles."""
+        left: Floats = self._left[jobs] - (now - self._since[jobs]) * self._rate[jobs]
+        return np.maximum(left, 0.0)

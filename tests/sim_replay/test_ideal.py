@@ -1,0 +1,68 @@
+"""Ideal runs agree with the oracle, and with what other simulators published for the same file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.run import simulate
+from ganger_master.sim.traces.reader import read_trace
+from ganger_master.sim.traces.servers import servers_from_flags
+from ganger_master.sim.traces.workload import Workload, workload
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.ideal import ORDERS, IdealJob, ideal
+
+TRACE = Path(__file__).resolve().parents[3] / "shared" / "traces" / "ideal" / "synth1k.csv"
+# Average JCT and makespan in seconds, as Tiresias (events) and Synergy (rounds) give them.
+PUBLISHED = [
+    ("fifo", None, 34972.2, 265244),
+    ("fifo-backfill", None, 20758.0, 220612),
+    ("srtf", None, 8784.1, 229899),
+    ("srsf", None, 7540.4, 243337),
+    ("srtf", 300.0, 9437.9, 231300),
+    ("las2d", 300.0, 10092.5, 222900),
+    ("las", 300.0, 12822.5, 215700),
+]
+
+
+@pytest.mark.parametrize(("policy", "round_s", "jct", "makespan"), PUBLISHED)
+def test_runs_of_the_published_file_give_the_published_figures(
+    policy: str, round_s: float | None, jct: float, makespan: float
+) -> None:
+    jobs = read_trace(TRACE).workload
+    run = simulate(jobs, servers_from_flags(nodes=8, gpus_per_node=8), policy, Options(ideal=True, round_s=round_s))
+    assert round(float(run.outcomes.jct_s.mean()), 1) == jct
+    assert float(run.outcomes.end_s.max() - jobs.submit_s.min()) == makespan
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    policy=st.sampled_from(sorted(ORDERS)),
+    round_s=st.sampled_from([None, 1, 7, 300]),
+    rows=st.lists(
+        st.tuples(st.integers(0, 50), st.sampled_from([1, 1, 2, 3, 4, 8]), st.integers(1, 60)), min_size=1, max_size=12
+    ),
+)
+def test_every_order_does_what_the_oracle_does(
+    policy: str, round_s: int | None, rows: list[tuple[int, int, int]]
+) -> None:
+    given_jobs = [IdealJob(str(number), *row) for number, row in enumerate(rows)]
+    expected = ideal(given_jobs, 8, policy, round_s)
+    run = simulate(_workload(rows), servers_from_flags(nodes=2, gpus_per_node=4), policy, _options(round_s))
+    order = [given_jobs[int(name)] for name in run.outcomes.job_ids]
+    place = {job.job_id: at for at, job in enumerate(given_jobs)}
+    at = np.array([place[job.job_id] for job in order])
+    assert run.outcomes.end_s.tolist() == [float(expected.ends[index]) for index in at]
+    assert run.outcomes.first_start_s.tolist() == [float(expected.first_starts[index]) for index in at]
+
+
+def _workload(rows: list[tuple[int, int, int]]) -> Workload:
+    arrivals, gpus, durations = zip(*rows, strict=True)
+    return workload([str(number) for number in range(len(rows))], arrivals, gpus, durations)
+
+
+def _options(round_s: int | None) -> Options:
+    return Options(ideal=True, round_s=None if round_s is None else float(round_s))
