@@ -10,6 +10,7 @@ packing.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Final, TypedDict, Unpack
 
 import numpy as np
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from ganger.placement.blockers import blockers
 from ganger.placement.claims import make_claim
+from ganger.placement.filling import evenly, fewest, greedily
 from ganger.placement.scan import PLENTY, Scan
 from ganger.resources.fit import fit
 from ganger.resources.reasons import Reason, Refusal
@@ -97,8 +99,8 @@ def places(view: View, shape: GangShape, **search: Unpack[Search]) -> tuple[tupl
     mode = how["mode"] or view.mode
     widest = widest_now(shape, how["waited"])
     found: list[tuple[Claim, ...]] = []
-    if parked and not any(claim.node in avoid for claim in parked) and _still_free(view, shape, parked):
-        found.append(_asked_for(parked))
+    if parked and not any(claim.node in avoid for claim in parked) and still_free(view, shape, parked):
+        found.append(asked_for(parked))
     if how["reserved_nodes"] and only is None:
         reserved = Scan.of(view, shape, avoid, how["reserved_nodes"])
         found += _places(reserved, mode, widest, limit - len(found), affinity=False)
@@ -219,97 +221,28 @@ def _fill(
     shape = scan.shape
     if shape.nodes:
         share = -(-max(shape.roles, key=lambda role: role.shape.gpus).tasks // shape.nodes)
-        even = _evenly(scan, order[main[order] >= share], mode)
-        return even if even is not None else _greedily(scan, order, mode)
+        roomy = order[main[order] >= share]
+        # Packing uses the tightest nodes that will do, so that the roomy ones stay whole.
+        even = evenly(scan.view, shape, (roomy if mode is Mode.SPREAD else roomy[::-1]).tolist(), mode)
+        return even if even is not None else greedily(scan.view, shape, order.tolist(), mode)
     if len(shape.roles) == 1:
-        return _fewest(scan, order, main[order], mode)
-    return _greedily(scan, order, mode)
+        rooms = main[order]
+        edges = [0, *(np.flatnonzero(np.diff(rooms)) + 1).tolist(), order.size]
+        runs = [(int(rooms[start]), order[start:end].tolist()) for start, end in pairwise(edges) if start < end]
+        return fewest(scan.view, shape, runs, mode)
+    return greedily(scan.view, shape, order.tolist(), mode)
 
 
-def _evenly(scan: Scan, order: NDArray[np.intp], mode: Mode) -> tuple[Claim, ...] | None:
-    """The same number of tasks on each node, give or take one."""
-    nodes = scan.shape.nodes
-    claims: list[Claim] = []
-    # Packing uses the tightest nodes that will do, so that the roomy ones stay whole.
-    for slot in order if mode is Mode.SPREAD else order[::-1]:
-        at = len(claims)
-        tasks = tuple(role.tasks // nodes + (at < role.tasks % nodes) for role in scan.shape.roles)
-        claim = make_claim(scan.view, int(slot), scan.shape, tasks, mode) if any(tasks) else None
-        if claim is not None:
-            claims.append(claim)
-            if len(claims) == nodes:
-                return tuple(claims)
-    return None
-
-
-def _fewest(scan: Scan, order: NDArray[np.intp], room: NDArray[np.int64], mode: Mode) -> tuple[Claim, ...] | None:
-    """One role over the roomiest nodes, its last tasks on the node they fill best. `room` falls along `order`."""
-    remaining = scan.shape.roles[0].tasks
-    claims: list[Claim] = []
-    at = 0
-    while remaining and at < order.size:
-        if room[at] >= remaining:
-            tightest = room[int(np.searchsorted(-room, -remaining, "right")) - 1]
-            at = max(at, int(np.searchsorted(-room, -tightest, "left")))
-        count = min(remaining, int(room[at]))
-        claim = make_claim(scan.view, int(order[at]), scan.shape, (count,), mode)
-        if claim is not None:
-            claims.append(claim)
-            remaining -= count
-        at += 1
-    return tuple(claims) if not remaining else None
-
-
-def _greedily(scan: Scan, order: NDArray[np.intp], mode: Mode) -> tuple[Claim, ...] | None:
-    """Several roles: node by node as many tasks of each as fit, the roles with the most devices first."""
-    shape, nodes = scan.shape, scan.shape.nodes
-    remaining = [role.tasks for role in shape.roles]
-    by_weight = sorted(range(len(remaining)), key=lambda index: -shape.roles[index].shape.gpus)
-    claims: list[Claim] = []
-    for slot in order:
-        if not any(remaining) or (nodes and len(claims) == nodes):
-            break
-        tasks = [0] * len(remaining)
-        # Each node still to come must get a task when their number is fixed.
-        allowed = sum(remaining) - (nodes - len(claims) - 1) if nodes else sum(remaining)
-        best: Claim | None = None
-        for index in by_weight:
-            most = min(remaining[index], allowed - sum(tasks))
-            tasks[index], claim = _most_tasks(scan, int(slot), tasks, index, most, mode)
-            best = claim or best
-        if best is not None:
-            claims.append(best)
-            remaining = [left - here for left, here in zip(remaining, best.tasks, strict=True)]
-    return tuple(claims) if not any(remaining) and (not nodes or len(claims) == nodes) else None
-
-
-def _most_tasks(
-    scan: Scan, slot: int, tasks: Sequence[int], role: int, most: int, mode: Mode
-) -> tuple[int, Claim | None]:
-    """Most tasks of a role that fit beside `tasks` on one node, and the claim for all of them."""
-    low, high = 0, most
-    best: Claim | None = None
-    while low < high:
-        middle = high if best is None and high == most else (low + high + 1) // 2
-        wanted = (*tasks[:role], middle, *tasks[role + 1 :])
-        claim = make_claim(scan.view, slot, scan.shape, wanted, mode)
-        if claim is None:
-            high = middle - 1
-        else:
-            best, low = claim, middle
-    return low, best
-
-
-def _still_free(view: View, shape: GangShape, parked: Sequence[Claim]) -> bool:
+def still_free(view: View, shape: GangShape, parked: Sequence[Claim]) -> bool:
     """Whether a parked gang could go on where it is; its memory and arenas are its own still."""
     kept = [
         replace(claim, device_mask=0, millicores=(0,) * len(claim.millicores), tasks=())
         for claim in _known(view, parked)
     ]
-    return not fit(view, shape, _asked_for(parked), holding=kept)
+    return not fit(view, shape, asked_for(parked), holding=kept)
 
 
-def _asked_for(parked: Sequence[Claim]) -> tuple[Claim, ...]:
+def asked_for(parked: Sequence[Claim]) -> tuple[Claim, ...]:
     """What is parked, as a request has it."""
     return tuple([replace(claim, parked_bytes=()) if claim.parked_bytes else claim for claim in parked])
 
