@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ganger_master.core.model import Claim, Gang, Intent, Job, Node, ObservedPhase, Piece, Role, Stray
+from ganger_master.core.settings import Settings
 from ganger_master.core.wanted import DesiredGang, DesiredRestore, DesiredSet, Member
 
 if TYPE_CHECKING:
@@ -24,17 +25,48 @@ def desired_of(state: State, node: str) -> DesiredSet:
     return state.desired.get(node, _NOTHING)
 
 
-class Projected(Struct, frozen=True, gc=False):
-    """What a gang means for one node, and all that it was made of: as long as that is the same, so is what it means."""
+class Party(Struct, eq=False, gc=False):
+    """Everybody of a gang, the node that holds rank 0 first, with the addresses that their nodes had."""
+
+    roles: Sequence[Role]
+    claims: Sequence[Claim]
+    nodes: Sequence[Node | None]
+    _members: tuple[Member, ...] | None = None
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        if self._members is None:
+            members = []
+            ranks = ranks_by_claim(self.roles, self.claims)
+            for claim, node, own in zip(self.claims, self.nodes, ranks, strict=True):
+                peer, stream = (node.peer_address, node.stream_address) if node else ("", "")
+                members.append(Member(claim.node, peer, stream, own))
+            members.sort(key=lambda member: (0 not in member.ranks, member.ranks))
+            self._members = tuple(members)
+        return self._members
+
+
+class Projected(Struct, eq=False, gc=False):
+    """What a gang means for one node, and all that it is made of: as long as that is the same, so is what it means."""
 
     gang: Gang
-    members: tuple[Member, ...]
-    source_members: tuple[Member, ...]
-    desired: DesiredGang
+    piece: Piece
+    job: Job
+    settings: Settings
+    party: Party
+    # Of the gang whose arenas it starts from.
+    source: Party | None
+    _desired: DesiredGang | None = None
+
+    @property
+    def desired(self) -> DesiredGang:
+        if self._desired is None:
+            self._desired = _desired_gang(self)
+        return self._desired
 
 
-def project(state: State, node: Node) -> tuple[DesiredGang, ...]:
-    """The gangs the node is to want now, by epoch; then the strays it is to stop."""
+def project(state: State, node: Node, version: int = 0) -> DesiredSet:
+    """The gangs the node is to want now, by epoch, and the strays it is to stop."""
     known = state.projected.get(node.name, {})
     fresh: dict[int, Projected] = {}
     for epoch, place in state.gangs_on.get(node.name, {}).items():
@@ -44,9 +76,8 @@ def project(state: State, node: Node) -> tuple[DesiredGang, ...]:
         if not piece.gone or piece.lost:
             fresh[epoch] = _projected(state, gang, piece, known.get(epoch))
     state.projected[node.name] = fresh
-    gangs = [projected.desired for projected in fresh.values()]
-    gangs.extend(_desired_stray(state, node.name, stray) for stray in node.strays if not stray.quarantined)
-    return tuple(gangs)
+    strays = [_desired_stray(state, node.name, stray) for stray in node.strays if not stray.quarantined]
+    return DesiredSet(version, tuple(fresh.values()), node.acknowledged, tuple(strays))
 
 
 def refresh(state: State) -> list[str]:
@@ -59,14 +90,12 @@ def refresh(state: State) -> list[str]:
             continue
         old = state.desired.get(name, _NOTHING)
         if added and not node.strays:
-            # They have the newest epochs, so they come last.
-            gangs = (*old.gangs, *[_project_one(state, name, epoch) for epoch in added])
-            state.desired[name] = DesiredSet(version, gangs, node.acknowledged)
+            state.desired[name] = DesiredSet(version, (*old.wanted, *_added(state, name, added)), node.acknowledged)
             changed.append(name)
             continue
-        gangs = project(state, node)
-        is_same = _alike(gangs, old.gangs) and node.acknowledged == old.acknowledged_epochs
-        state.desired[name] = DesiredSet(old.version if is_same else version, gangs, node.acknowledged)
+        new = project(state, node, version)
+        is_same = _alike(new, old)
+        state.desired[name] = replace(new, version=old.version) if is_same else new
         # Who has just opened a session may have lost what it had: no spec is said again of what was begun before.
         if not is_same or not node.heard:
             changed.append(name)
@@ -76,17 +105,26 @@ def refresh(state: State) -> list[str]:
     return changed
 
 
-def _project_one(state: State, node: str, epoch: int) -> DesiredGang:
-    gang = state.gangs[epoch]
-    projected = _projected(state, gang, gang.pieces[state.gangs_on[node][epoch]], None)
-    state.projected.setdefault(node, {})[epoch] = projected
-    return projected.desired
+def _added(state: State, node: str, epochs: Sequence[int]) -> list[Projected]:
+    """Gangs that have come to a node since it was last projected; their epochs are the newest, so they go last."""
+    known = state.projected.setdefault(node, {})
+    places = state.gangs_on[node]
+    for epoch in epochs:
+        gang = state.gangs[epoch]
+        known[epoch] = _projected(state, gang, gang.pieces[places[epoch]], None)
+    return [known[epoch] for epoch in epochs]
 
 
-def _alike(one: tuple[DesiredGang, ...], other: tuple[DesiredGang, ...]) -> bool:
+def _alike(one: DesiredSet, other: DesiredSet) -> bool:
     """Whether the same is wanted; that a spec need not be sent any more is no change."""
-    return len(one) == len(other) and all(
-        a is b or replace(a, needs_spec=b.needs_spec) == b for a, b in zip(one, other, strict=True)
+    return (
+        one.acknowledged_epochs == other.acknowledged_epochs
+        and one.strays == other.strays
+        and len(one.wanted) == len(other.wanted)
+        and all(
+            a is b or replace(a.desired, needs_spec=b.desired.needs_spec) == b.desired
+            for a, b in zip(one.wanted, other.wanted, strict=True)
+        )
     )
 
 
@@ -104,23 +142,14 @@ def ranks_by_claim(roles: Sequence[Role], claims: Sequence[Claim]) -> tuple[tupl
     return tuple([tuple(own) for own in ranks])
 
 
-def members_of(state: State, job: Job, gang: Gang) -> tuple[Member, ...]:
-    """Everybody, the node that holds rank 0 first. The state forgets them when a node's addresses change."""
-    known = state.members.get(gang.epoch)
+def party_of(state: State, job: Job, gang: Gang) -> Party:
+    """The state forgets it when a node's addresses change."""
+    known = state.parties.get(gang.epoch)
     if known is None:
-        known = state.members[gang.epoch] = _members(state, job, gang)
+        claims = gang.claims
+        nodes = [state.nodes.get(claim.node) for claim in claims]
+        known = state.parties[gang.epoch] = Party(job.spec.roles, claims, nodes)
     return known
-
-
-def _members(state: State, job: Job, gang: Gang) -> tuple[Member, ...]:
-    members = []
-    for claim, ranks in zip(gang.claims, ranks_by_claim(job.spec.roles, gang.claims), strict=True):
-        node = state.nodes.get(claim.node)
-        peer, stream = (node.peer_address, node.stream_address) if node else ("", "")
-        members.append(Member(claim.node, peer, stream, ranks))
-    if len(members) > 1:
-        members.sort(key=lambda member: (0 not in member.ranks, member.ranks))
-    return tuple(members)
 
 
 def threads_of(claims: Sequence[Claim]) -> int:
@@ -130,22 +159,19 @@ def threads_of(claims: Sequence[Claim]) -> int:
 
 def _projected(state: State, gang: Gang, piece: Piece, known: Projected | None) -> Projected:
     parked = gang.restore.parked_epoch
-    if known is not None and known.gang is gang and not parked and known.members is state.members.get(gang.epoch):
-        return known
     job = state.jobs[gang.job]
-    members = members_of(state, job, gang)
-    source = state.gangs.get(parked) if parked else None
-    source_members = members_of(state, job, source) if source is not None else ()
+    party = party_of(state, job, gang)
+    origin = state.gangs.get(parked) if parked else None
+    source = party_of(state, job, origin) if origin is not None else None
     # What else it depends on never changes: spec, uid and user of a job, settings.
-    if known is not None and known.gang is gang and known.members is members and known.source_members is source_members:
+    if known is not None and known.gang is gang and known.party is party and known.source is source:
         return known
-    return Projected(gang, members, source_members, _desired_gang(state, job, gang, piece, members, source_members))
+    return Projected(gang, piece, job, state.settings, party, source)
 
 
-def _desired_gang(
-    state: State, job: Job, gang: Gang, piece: Piece, members: tuple[Member, ...], source_members: tuple[Member, ...]
-) -> DesiredGang:
-    interval = job.spec.checkpoint_interval_seconds or state.settings.checkpoint_interval_seconds
+def _desired_gang(of: Projected) -> DesiredGang:
+    job, gang, settings = of.job, of.gang, of.settings
+    interval = job.spec.checkpoint_interval_seconds or settings.checkpoint_interval_seconds
     restore = gang.restore
     return DesiredGang(
         job=job.number,
@@ -155,24 +181,23 @@ def _desired_gang(
         intent=gang.intent,
         level=gang.park_level,
         stop_sequence=gang.stop_sequence,
-        claim=piece.claim,
-        members=members,
+        claim=of.piece.claim,
+        members=of.party.members,
         spec=job.spec,
         user=job.user,
-        restore=_FROM_THE_BEGINNING
-        if not (restore.parked_epoch or restore.checkpoint_path or restore.step)
-        else DesiredRestore(restore.checkpoint_path, restore.parked_epoch, source_members, restore.step),
+        restore=DesiredRestore(
+            restore.checkpoint_path, restore.parked_epoch, of.source.members if of.source else (), restore.step
+        ),
         threads=gang.threads,
         checkpoint_interval_seconds=max(0.0, interval),
         checkpoint_request=gang.checkpoint_request,
         repin_request=gang.repin_request,
-        grace_seconds=state.settings.grace_seconds,
+        grace_seconds=settings.grace_seconds,
         checkpoint_first=gang.checkpoint_first,
-        needs_spec=piece.phase is ObservedPhase.NONE,
+        needs_spec=of.piece.phase is ObservedPhase.NONE,
     )
 
 
-_FROM_THE_BEGINNING: Final = DesiredRestore()
 _NOTHING: Final = DesiredSet()
 
 

@@ -18,13 +18,14 @@ from ganger.resources.view import View
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core.desired import Projected, project
+from ganger_master.core.commands import ObservedGang
+from ganger_master.core.desired import Party, Projected, project
 from ganger_master.core.effects import History
 from ganger_master.core.model import Claim, Counters, Element, Gang, Job, JobState, Node
 from ganger_master.core.rows import row_of
 from ganger_master.core.settings import Settings
 from ganger_master.core.waiting import Waiting
-from ganger_master.core.wanted import DesiredSet, Member
+from ganger_master.core.wanted import DesiredSet
 from ganger_master.policies import policy_named
 
 ELEMENT_TYPES: Final[Mapping[str, type[Element]]] = {
@@ -122,10 +123,12 @@ class State:
         self.choosy: dict[str, None] = {}
         self.desired: dict[str, DesiredSet] = {}
         # What `desired` is made of, by epoch, and by node and epoch.
-        self.members: dict[int, tuple[Member, ...]] = {}
+        self.parties: dict[int, Party] = {}
         self.projected: dict[str, dict[int, Projected]] = {}
         # Volatile.
         self.last_answer: dict[str, float] = {}
+        # By node and epoch: what was last said of a gang, and gang and job as that left them.
+        self.last_said: dict[tuple[str, int], tuple[ObservedGang, Gang, Job]] = {}
         # No node can be lost before this time; None while none can be.
         self.next_lost_check: float | None = None
         self.refusals: dict[int, tuple[Refusal, ...]] = {}
@@ -190,7 +193,9 @@ class State:
     def forget_gang(self, epoch: int) -> None:
         gang = self.gangs.pop(epoch)
         self._unindex_gang(gang)
-        self.members.pop(epoch, None)
+        self.parties.pop(epoch, None)
+        for node in gang.nodes:
+            self.last_said.pop((node, epoch), None)
         key = ("gang", str(epoch))
         self._puts.pop(key, None)
         self._removes[key] = None
@@ -227,7 +232,7 @@ class State:
         self.dirty.wants[node.name] = []
         if old is None or (old.peer_address, old.stream_address) != (node.peer_address, node.stream_address):
             for epoch in self.gangs_on[node.name]:
-                self.members.pop(epoch, None)
+                self.parties.pop(epoch, None)
                 for other in self._listeners(self.gangs[epoch]):
                     self.dirty.wants[other] = []
 
@@ -339,7 +344,7 @@ class State:
         for name in sorted(state.nodes):
             node = state.nodes[name]
             state.refresh_row(name)
-            state.desired[name] = DesiredSet(state.counters.desired_version, project(state, node), node.acknowledged)
+            state.desired[name] = project(state, node, state.counters.desired_version)
         state.take_changes()
         state.dirty = Dirty()
         return state

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from msgspec import Struct
 
 from ganger_master.core.model import Claim, Intent, JobSpec, SuspendLevel
@@ -50,9 +52,21 @@ class DesiredGang(Struct, frozen=True, gc=False):
     needs_spec: bool = True
 
 
+class Wanted(Protocol):
+    """What a gang means for one node, made when somebody asks for it: many sets are followed by others unread."""
+
+    @property
+    def desired(self) -> DesiredGang: ...
+
+
 class DesiredSet(Struct, frozen=True, gc=False):
-    """All that is wanted on a node, by epoch. Gangs not named are not wanted."""
+    """All that is wanted on a node, by epoch, then the strays that are not. Gangs not named are not wanted."""
 
     version: int = 0
-    gangs: tuple[DesiredGang, ...] = ()
+    wanted: tuple[Wanted, ...] = ()
     acknowledged_epochs: tuple[int, ...] = ()
+    strays: tuple[DesiredGang, ...] = ()
+
+    @property
+    def gangs(self) -> tuple[DesiredGang, ...]:
+        return (*[one.desired for one in self.wanted], *self.strays)
