@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from ganger.cli import job_lines
 from ganger.cli.main import run
 from ganger.cli.top import picture
 from ganger.client import Client
@@ -343,6 +344,18 @@ def test_declaring_a_node_lost_asks_first(
     assert not master.requests
     assert call("nodes", "lost", "n1", "--yes") == 0
     assert "node n1 is lost" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("started", "ended", "shown"), [(None, None, "50s"), (None, 140, ""), (120, 140, "20s"), (120, None, "30s")]
+)
+def test_time_is_what_a_job_ran_or_how_long_it_waits(started: int | None, ended: int | None, shown: str) -> None:
+    job = job_pb2.Job(create_time=times.timestamp(100))
+    if started is not None:
+        job.start_time.CopyFrom(times.timestamp(started))
+    if ended is not None:
+        job.end_time.CopyFrom(times.timestamp(ended))
+    assert job_lines.elapsed(job, now=150.0) == shown
 
 
 def test_a_node_is_removed_without_asking(call: Call, master: CannedMaster, capsys: Output) -> None:

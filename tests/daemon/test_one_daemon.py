@@ -22,6 +22,7 @@ def test_a_job_runs_to_its_end_and_its_outcome_stays_until_acknowledged() -> Non
         await made.master.want("n1", made.gang({"n1": [0]}, "n1", uid=uid, steps=20))
         ended = await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
         assert ended.outcome.kind == 1, ended.outcome
+        assert ended.progress.step == 20
         assert steps_in(log_of(made.directory, "n1", uid, 0, 1)) == list(range(1, 21))
         await made.master.forget("n1", 1)
         await made.master.until_absent("n1", 1)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+import msgspec
+import pytest
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import Claim, Level, Locality, Role, TaskShape
 from ganger.v1 import job_pb2
@@ -17,11 +21,13 @@ from ganger_master.core.model import (
     JobSpec,
     JobState,
     Piece,
+    Progress,
     SuspendLevel,
 )
-from ganger_master.rpc.job_messages import job_to_wire, spec_from_wire, spec_to_wire
+from ganger_master.rpc.job_messages import job_to_wire, progress_from_wire, spec_from_wire, spec_to_wire
 from ganger_master.runtime.progress import Sample
 from google.protobuf.message import Message
+from msgspec.structs import replace
 
 SPEC = JobSpec(
     command=("python", "train.py"),
@@ -95,6 +101,32 @@ def test_no_field_of_a_job_is_left_out() -> None:
     assert [missing(part) for part in parts] == [set()] * len(parts)
     assert message.trouble == JOB.trouble
     assert list(message.gang.cores) == ["0-1", "2-3"]
+
+
+@pytest.mark.parametrize(
+    ("sample", "shown"),
+    [
+        (None, (500, 0.0, 0.25)),
+        # The last that was heard while it ran is behind its end.
+        (Sample(5, 499, 0, 9.5, 0.5, 0.1, 3.0), (500, 0.0, 0.25)),
+        # A later attempt runs.
+        (Sample(6, 20, 0, 9.5, 0.75, 0.1, 3.0), (20, 9.5, 0.75)),
+    ],
+)
+def test_how_far_a_job_got_is_shown_until_a_later_attempt_tells_more(
+    sample: Sample | None, shown: tuple[int, float, float]
+) -> None:
+    job = replace(JOB, progress=Progress(5, 500, 4_000, 0.25, 3.0))
+    progress = job_to_wire(job, None, None, sample=sample).progress
+    assert (progress.step, progress.steps_per_second, progress.loss) == shown
+
+
+def test_a_loss_that_is_no_number_is_kept_as_none() -> None:
+    kept = progress_from_wire(5, job_pb2.Progress(step=500, loss=math.nan))
+    assert kept == Progress(5, 500)
+    # As a store would.
+    assert msgspec.json.decode(msgspec.json.encode(kept), type=Progress) == kept
+    assert math.isnan(job_to_wire(replace(JOB, progress=kept), None, None).progress.loss)
 
 
 def test_a_description_comes_back_as_it_went() -> None:

@@ -118,7 +118,10 @@ def progress_text(progress: job_pb2.Progress) -> str:
 
 
 def elapsed(job: job_pb2.Job, now: float | None = None) -> str:
-    """Since its first step while it lives, from first step to end afterwards; waiting time before that."""
+    """Since its first step while it lives, from first step to end afterwards; waiting time before that. Of a job that
+    ended without having begun there is none."""
+    if job.HasField("end_time") and not job.HasField("start_time"):
+        return ""
     begin = job.start_time if job.HasField("start_time") else job.create_time
     end = times.unix_seconds(job.end_time) if job.HasField("end_time") else time.time() if now is None else now
     return format_duration(max(0.0, end - times.unix_seconds(begin)))

@@ -131,7 +131,7 @@ class Job(google.protobuf.message.Message):
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
     @property
     def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """First step of the first attempt. Output only."""
+        """First step of the first attempt; of one that was over before it was seen to step, when it got its gang. Output only."""
 
     @property
     def end_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
@@ -149,7 +149,7 @@ class Job(google.protobuf.message.Message):
 
     @property
     def progress(self) -> Global___Progress:
-        """Latest figures reported by the job. Output only; sampled, not durable."""
+        """Latest figures reported by the job: sampled while it runs, durable once an attempt has ended. Output only."""
 
     @property
     def capabilities(self) -> Global___Capabilities:

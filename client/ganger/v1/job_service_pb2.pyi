@@ -3,7 +3,8 @@
 isort:skip_file
 What users call. Errors are google.rpc.Status with one google.rpc.ErrorInfo {reason, domain "ganger.v1", metadata};
 besides those named at a method every method may answer UNAUTHENTICATED/TOKEN_INVALID, UNAVAILABLE/NOT_READY (master
-starting or stopping; retry), RESOURCE_EXHAUSTED/MESSAGE_TOO_LARGE and INTERNAL/INTERNAL (our bug; the id is in metadata).
+starting or stopping; retry), RESOURCE_EXHAUSTED/MESSAGE_TOO_LARGE, INVALID_ARGUMENT/REQUEST_INVALID (no message of this
+method) and INTERNAL/INTERNAL (our bug; the id is in metadata).
 """
 
 import builtins

@@ -106,7 +106,8 @@ class JobServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def CreateJob(self, request, context):
-        """Accepts a job; when it answers, the job is durable. Repeating request_id within 24 h returns the first answer.
+        """Accepts a job; when it answers, the job is durable. Repeating request_id within 24 h returns the job, or, once that
+        has ended and is no longer kept, REQUEST_REUSED with its name in metadata; never is it accepted twice.
         Errors: INVALID_ARGUMENT/SPEC_INVALID (BadRequest lists all violations with their paths),
         FAILED_PRECONDITION/GANG_IMPOSSIBLE (could never fit; metadata names the largest that would),
         ALREADY_EXISTS/REQUEST_REUSED (request_id came with another spec), UNIMPLEMENTED/NOT_SUPPORTED,

@@ -3,7 +3,8 @@
 isort:skip_file
 What users call. Errors are google.rpc.Status with one google.rpc.ErrorInfo {reason, domain "ganger.v1", metadata};
 besides those named at a method every method may answer UNAUTHENTICATED/TOKEN_INVALID, UNAVAILABLE/NOT_READY (master
-starting or stopping; retry), RESOURCE_EXHAUSTED/MESSAGE_TOO_LARGE and INTERNAL/INTERNAL (our bug; the id is in metadata).
+starting or stopping; retry), RESOURCE_EXHAUSTED/MESSAGE_TOO_LARGE, INVALID_ARGUMENT/REQUEST_INVALID (no message of this
+method) and INTERNAL/INTERNAL (our bug; the id is in metadata).
 """
 
 import abc
@@ -30,7 +31,8 @@ class JobServiceStub:
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> JobServiceAsyncStub: ...
     CreateJob: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.CreateJobRequest, ganger.v1.job_pb2.Job]
-    """Accepts a job; when it answers, the job is durable. Repeating request_id within 24 h returns the first answer.
+    """Accepts a job; when it answers, the job is durable. Repeating request_id within 24 h returns the job, or, once that
+    has ended and is no longer kept, REQUEST_REUSED with its name in metadata; never is it accepted twice.
     Errors: INVALID_ARGUMENT/SPEC_INVALID (BadRequest lists all violations with their paths),
     FAILED_PRECONDITION/GANG_IMPOSSIBLE (could never fit; metadata names the largest that would),
     ALREADY_EXISTS/REQUEST_REUSED (request_id came with another spec), UNIMPLEMENTED/NOT_SUPPORTED,
@@ -79,7 +81,8 @@ class JobServiceStub:
 class JobServiceAsyncStub(JobServiceStub):
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     CreateJob: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.CreateJobRequest, ganger.v1.job_pb2.Job]  # type: ignore[assignment]
-    """Accepts a job; when it answers, the job is durable. Repeating request_id within 24 h returns the first answer.
+    """Accepts a job; when it answers, the job is durable. Repeating request_id within 24 h returns the job, or, once that
+    has ended and is no longer kept, REQUEST_REUSED with its name in metadata; never is it accepted twice.
     Errors: INVALID_ARGUMENT/SPEC_INVALID (BadRequest lists all violations with their paths),
     FAILED_PRECONDITION/GANG_IMPOSSIBLE (could never fit; metadata names the largest that would),
     ALREADY_EXISTS/REQUEST_REUSED (request_id came with another spec), UNIMPLEMENTED/NOT_SUPPORTED,
@@ -131,7 +134,8 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: ganger.v1.job_service_pb2.CreateJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[ganger.v1.job_pb2.Job, collections.abc.Awaitable[ganger.v1.job_pb2.Job]]:
-        """Accepts a job; when it answers, the job is durable. Repeating request_id within 24 h returns the first answer.
+        """Accepts a job; when it answers, the job is durable. Repeating request_id within 24 h returns the job, or, once that
+        has ended and is no longer kept, REQUEST_REUSED with its name in metadata; never is it accepted twice.
         Errors: INVALID_ARGUMENT/SPEC_INVALID (BadRequest lists all violations with their paths),
         FAILED_PRECONDITION/GANG_IMPOSSIBLE (could never fit; metadata names the largest that would),
         ALREADY_EXISTS/REQUEST_REUSED (request_id came with another spec), UNIMPLEMENTED/NOT_SUPPORTED,

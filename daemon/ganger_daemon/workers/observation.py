@@ -11,7 +11,7 @@ from ganger.injob.page import Capability, Progress
 from ganger.v1 import job_pb2
 from google.protobuf import timestamp_pb2
 
-from ganger_daemon.core.gang import is_opaque
+from ganger_daemon.core.gang import RankPhase, is_opaque
 from ganger_daemon.core.orders import Phase
 
 from .desired import order_key_to_wire
@@ -82,6 +82,11 @@ def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> Non
     ]
     # in whole 64 MiB: a peak that creeps is no news
     message.peak_device_bytes = -(-max(per_device) // (64 << 20)) * (64 << 20) if max(per_device) else 0
+    # what is walked through again was not done by this attempt
+    if gang.judgement.phase is Phase.ENDED and not any(progress.phase == RankPhase.REPLAY for progress in found):
+        slowest = min(found, key=lambda progress: progress.step)
+        message.progress.step, message.progress.samples = slowest.step, slowest.samples
+        message.progress.loss = slowest.loss
     if gang.judgement.phase in (Phase.PARKED, Phase.STOPPING):
         message.arena_bytes = min(sum(progress.arena_size for progress in found), _BYTES_LIMIT)
     now = time.monotonic()

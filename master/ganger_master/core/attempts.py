@@ -203,6 +203,7 @@ def _follow(state: State, job: Job, gang: Gang, act: Act, now: float, cause: str
             return True
         case Act.SUCCEED:
             state.history(now, job.name, "gang_done", cause, epoch=gang.epoch)
+            state.put_job(_started(job, gang))
             end(state, job.number, JobState.SUCCEEDED, now, "every rank has finished")
             return True
         case Act.FAIL:
@@ -346,7 +347,8 @@ def _fail(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
         return
     failure = _failure_of(gang, outcome)
     if _is_users(outcome):
-        job = replace(job, failures=job.failures + 1)
+        began = job if outcome.kind is OutcomeKind.LAUNCH_FAILED else _started(job, gang)
+        job = replace(began, failures=job.failures + 1)
         state.put_job(job)
         if job.failures > job.spec.max_failures:
             end(state, job.number, JobState.FAILED, now, failure.message, failure)
@@ -485,6 +487,11 @@ def _clock_stopped(job: Job, now: float) -> Job:
     if not job.running_since:
         return job
     return replace(job, run_seconds=job.run_seconds + max(0.0, now - job.running_since), running_since=0.0)
+
+
+def _started(job: Job, gang: Gang) -> Job:
+    """A gang that was over before anybody saw it step ran all the same: at the earliest since it had its place."""
+    return job if job.start_time else replace(job, start_time=gang.create_time)
 
 
 def _is_users(outcome: Outcome) -> bool:

@@ -16,6 +16,7 @@ from ganger_master.core.model import (
     JobSpec,
     ObservedPhase,
     Outcome,
+    Progress,
     SuspendLevel,
 )
 
@@ -150,6 +151,10 @@ class ObservedGang(Struct, frozen=True, gc=False):
     trouble: str = ""
     cores: tuple[str, ...] = ()
     device_mask: int = 0
+    # Device memory that its processes keep at OFFLOAD, by device of the node; empty while nobody knows.
+    residue_bytes: tuple[int, ...] = ()
+    # Of a part that has ended.
+    progress: Progress | None = None
 
 
 class Observe(Struct, frozen=True, gc=False):

@@ -38,6 +38,7 @@ __all__ = [
     "Outcome",
     "OutcomeKind",
     "Piece",
+    "Progress",
     "Restore",
     "Role",
     "Stray",
@@ -209,6 +210,16 @@ class Checkpoint(Struct, frozen=True, gc=False, omit_defaults=True):
     create_time: float = 0.0
 
 
+class Progress(Struct, frozen=True, gc=False, omit_defaults=True):
+    """How far an attempt had got when it ended. Without a `loss` the job reported none that is a number."""
+
+    epoch: int
+    step: int
+    samples: int = 0
+    loss: float | None = None
+    time: float = 0.0
+
+
 class Failure(Struct, frozen=True, gc=False, omit_defaults=True):
     """Why a FAILED job failed: EXIT, OUT_OF_MEMORY, TIME_LIMIT, LAUNCH_FAILED, NO_CHECKPOINT, ESCALATED."""
 
@@ -252,6 +263,8 @@ class Job(Struct, frozen=True, gc=False, omit_defaults=True):
     checkpoint_before: Checkpoint | None = None
     capabilities: Capabilities = Capabilities()
     peak_device_bytes: int = 0
+    # Of the newest attempt that has ended. What runs is measured, and measurements are not kept.
+    progress: Progress | None = None
     # What a user's suspend aims at, and where it rests (NONE until it does).
     suspend_wanted: SuspendLevel = SuspendLevel.NONE
     suspended_level: SuspendLevel = SuspendLevel.NONE

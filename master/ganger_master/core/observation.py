@@ -19,8 +19,10 @@ from ganger_master.core.model import (
     Outcome,
     OutcomeKind,
     Piece,
+    Progress,
     Stray,
 )
+from ganger_master.core.residues import residue_of
 from ganger_master.core.state import State
 
 
@@ -137,13 +139,15 @@ def _observe_absence(state: State, gang: Gang, report: Observe) -> None:
 
 
 def _learn(state: State, gang: Gang, observed: ObservedGang, now: float) -> None:
-    """Checkpoint, peak and capabilities, from the job's present gangs only."""
+    """Checkpoint, peak, capabilities and how far it got, from the job's present gangs only."""
     job = state.jobs[gang.job]
     if gang.epoch not in (job.epoch, job.next_epoch) or job.state.is_final:
         return
     fresh = replace(job, peak_device_bytes=max(job.peak_device_bytes, observed.peak_device_bytes))
     if observed.capabilities.known and gang.role is not GangRole.DESTINATION:
         fresh = replace(fresh, capabilities=_common(state.gangs[gang.epoch]))
+    if observed.progress is not None and _is_further(observed.progress, fresh.progress):
+        fresh = replace(fresh, progress=replace(observed.progress, time=now))
     checkpoint = observed.checkpoint
     if checkpoint is not None and _is_newer(checkpoint, fresh.checkpoint):
         fresh = replace(fresh, checkpoint=checkpoint, checkpoint_before=fresh.checkpoint, trouble="")
@@ -155,6 +159,10 @@ def _learn(state: State, gang: Gang, observed: ObservedGang, now: float) -> None
 
 def _is_newer(one: Checkpoint, other: Checkpoint | None) -> bool:
     """A later epoch's is newer whatever its step: it may have had to go back behind a damaged one."""
+    return other is None or (one.epoch, one.step) > (other.epoch, other.step)
+
+
+def _is_further(one: Progress, other: Progress | None) -> bool:
     return other is None or (one.epoch, one.step) > (other.epoch, other.step)
 
 

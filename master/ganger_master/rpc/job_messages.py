@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Final
 
@@ -20,6 +21,7 @@ from ganger_master.core.model import (
     Job,
     JobSpec,
     JobState,
+    Progress,
     SuspendLevel,
 )
 from ganger_master.runtime.progress import Sample
@@ -147,7 +149,10 @@ def job_to_wire(
         message.checkpoint.CopyFrom(checkpoint_to_wire(job.checkpoint))
     if job.capabilities.known:
         message.capabilities.CopyFrom(capabilities_to_wire(job.capabilities))
-    if sample is not None:
+    kept = job.progress
+    if kept is not None and (sample is None or (kept.epoch, kept.step) >= (sample.epoch, sample.step)):
+        message.progress.CopyFrom(_kept_progress_to_wire(kept))
+    elif sample is not None:
         message.progress.CopyFrom(progress_to_wire(sample))
     if gang is not None and not job.state.is_final:
         message.gang.CopyFrom(gang_to_wire(job, gang, destination))
@@ -217,6 +222,21 @@ def capabilities_to_wire(value: Capabilities) -> job_pb2.Capabilities:
 
 def capabilities_from_wire(message: job_pb2.Capabilities) -> Capabilities:
     return Capabilities(message.pause, message.offload, message.checkpoint, dict(message.missing), known=True)
+
+
+def progress_from_wire(epoch: int, message: job_pb2.Progress) -> Progress:
+    """That of an ended attempt. Its time is when the master first heard of it."""
+    loss = message.loss if math.isfinite(message.loss) else None
+    return Progress(epoch, message.step, message.samples, loss)
+
+
+def _kept_progress_to_wire(progress: Progress) -> job_pb2.Progress:
+    return job_pb2.Progress(
+        step=progress.step,
+        samples=progress.samples,
+        loss=math.nan if progress.loss is None else progress.loss,
+        time=times.timestamp(progress.time),
+    )
 
 
 def progress_to_wire(sample: Sample) -> job_pb2.Progress:

@@ -529,6 +529,7 @@ class ObservedGang(google.protobuf.message.Message):
     CORES_FIELD_NUMBER: builtins.int
     CLAIM_DEVICE_MASK_FIELD_NUMBER: builtins.int
     CAPABILITIES_PRESUMED_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
     job: builtins.str
     job_uid: builtins.str
     epoch: builtins.int
@@ -565,6 +566,10 @@ class ObservedGang(google.protobuf.message.Message):
     def cores(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Core ids by local rank order, as text ("0-1,4")."""
 
+    @property
+    def progress(self) -> ganger.v1.job_pb2.Progress:
+        """With PHASE_ENDED: how far the local ranks got, for the job's record. That of a running gang goes by ReportProgress."""
+
     def __init__(
         self,
         *,
@@ -588,10 +593,11 @@ class ObservedGang(google.protobuf.message.Message):
         cores: collections.abc.Iterable[builtins.str] | None = ...,
         claim_device_mask: builtins.int = ...,
         capabilities_presumed: builtins.bool = ...,
+        progress: ganger.v1.job_pb2.Progress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "order", b"order", "outcome", b"outcome"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "order", b"order", "outcome", b"outcome", "progress", b"progress"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "capabilities", b"capabilities", "capabilities_presumed", b"capabilities_presumed", "checkpoint", b"checkpoint", "claim_device_mask", b"claim_device_mask", "cores", b"cores", "epoch", b"epoch", "job", b"job", "job_uid", b"job_uid", "level", b"level", "order", b"order", "outcome", b"outcome", "peak_device_bytes", b"peak_device_bytes", "phase", b"phase", "ranks", b"ranks", "repin_done", b"repin_done", "stop_sequence", b"stop_sequence", "stop_step", b"stop_step", "threads", b"threads", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "capabilities", b"capabilities", "capabilities_presumed", b"capabilities_presumed", "checkpoint", b"checkpoint", "claim_device_mask", b"claim_device_mask", "cores", b"cores", "epoch", b"epoch", "job", b"job", "job_uid", b"job_uid", "level", b"level", "order", b"order", "outcome", b"outcome", "peak_device_bytes", b"peak_device_bytes", "phase", b"phase", "progress", b"progress", "ranks", b"ranks", "repin_done", b"repin_done", "stop_sequence", b"stop_sequence", "stop_step", b"stop_step", "threads", b"threads", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ObservedGang: typing_extensions.TypeAlias = ObservedGang
