@@ -22,7 +22,6 @@ from ganger_master.core.model import (
     Progress,
     Stray,
 )
-from ganger_master.core.residues import residue_of
 from ganger_master.core.state import State
 
 
