@@ -22,6 +22,7 @@ from ganger_master.core.model import (
     Progress,
     Stray,
 )
+from ganger_master.core.residues import residue_of
 from ganger_master.core.state import State
 
 
@@ -42,6 +43,11 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
             elif observed.phase is ObservedPhase.ENDED:
                 acknowledged.append(observed.epoch)
             continue
+        said = observed
+        before = state.last_said.get((report.node, said.epoch))
+        if before is not None and before[1] is gang and before[2] is state.jobs[gang.job] and before[0] == said:
+            # Nothing new, of a gang that is what it was: most of what daemons report.
+            continue
         if observed.presumed and state.jobs[gang.job].capabilities.known:
             # What its ranks said before stands until they say something else.
             observed = replace(observed, capabilities=Capabilities())
@@ -49,6 +55,8 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
         _learn(state, gang, observed, now)
         if observed.phase is ObservedPhase.ENDED:
             acknowledged.append(observed.epoch)
+        else:
+            state.last_said[report.node, said.epoch] = (said, state.gangs[gang.epoch], state.jobs[gang.job])
     for epoch in sorted(state.gangs_on.get(report.node, ())):
         if epoch not in seen:
             _observe_absence(state, state.gangs[epoch], report)
@@ -111,6 +119,7 @@ def _observe_piece(state: State, gang: Gang, piece: Piece, observed: ObservedGan
         threads=observed.threads,
         repin_done=observed.repin_done,
         arena_bytes=observed.arena_bytes,
+        residue_bytes=residue_of(state, gang, piece, observed),
         capabilities=observed.capabilities if observed.capabilities.known else piece.capabilities,
     )
     if ended:

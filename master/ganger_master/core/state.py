@@ -24,6 +24,7 @@ from ganger_master.core.effects import History
 from ganger_master.core.model import Claim, Counters, Element, Gang, Job, JobState, Node
 from ganger_master.core.rows import row_of
 from ganger_master.core.settings import Settings
+from ganger_master.core.shares import Shares
 from ganger_master.core.waiting import Waiting
 from ganger_master.core.wanted import DesiredSet
 from ganger_master.policies import policy_named
@@ -115,6 +116,8 @@ class State:
         self.gangs_on: dict[str, dict[int, int]] = {}
         self.requests: dict[str, int] = {}
         self.live: dict[int, None] = {}
+        # Only where there are quotas.
+        self.shares = Shares()
         self.waiting = Waiting()
         self.running_limited: dict[int, None] = {}
         self.moving: dict[int, None] = {}
@@ -163,6 +166,8 @@ class State:
             return
         self.jobs[job.number] = job
         self._index_job(old, job)
+        if self.settings.quota_devices:
+            self._charge(job.number)
         self._put(("job", str(job.number)), job)
         self.dirty.jobs[job.number] = None
         self.dirty.news[job.number] = None
@@ -177,6 +182,8 @@ class State:
         self.dirty.jobs[gang.job] = None
         self.dirty.news[gang.job] = None
         if old is None:
+            if self.settings.quota_devices:
+                self._charge(gang.job)
             self._hold(gang)
             wants = self.dirty.wants
             for piece in gang.pieces:
@@ -193,6 +200,8 @@ class State:
     def forget_gang(self, epoch: int) -> None:
         gang = self.gangs.pop(epoch)
         self._unindex_gang(gang)
+        if self.settings.quota_devices:
+            self._charge(gang.job)
         self.parties.pop(epoch, None)
         for node in gang.nodes:
             self.last_said.pop((node, epoch), None)
@@ -212,6 +221,13 @@ class State:
         self._puts.pop(key, None)
         self._removes[key] = None
         self._forget_refusals(number)
+
+    def _charge(self, number: int) -> None:
+        """A job counts towards its user's quota from the approval of its gang until that is gone."""
+        job = self.jobs.get(number)
+        if job is not None:
+            holds = not job.state.is_final and job.epoch in self.gangs
+            self.shares.charge(number, job.user, job.spec.gpus if holds else 0)
 
     def put_node(self, node: Node) -> None:
         old = self.nodes.get(node.name)

@@ -19,13 +19,13 @@ from ganger_master.core.model import (
     ObservedPhase,
     Outcome,
     OutcomeKind,
-    SuspendLevel,
 )
 from ganger_master.core.state import State
 from ganger_master.sim.replay.clock import Clock
 from ganger_master.sim.replay.options import SwitchCosts
 
 _OFFERED = Capabilities(checkpoint=True, known=True)
+_NONE = Outcome()
 
 
 @dataclass(slots=True)
@@ -61,6 +61,7 @@ class Nodes:
         self._followed: dict[int, _Followed] = {}
         self._observed: dict[str, dict[int, ObservedGang]] = {}
         self._observation: dict[str, int] = {}
+        self._unsaid: dict[str, None] = {}
 
     def follow(self, number: int) -> None:
         """The job changed: its gangs do what is wanted of them now."""
@@ -102,36 +103,43 @@ class Nodes:
         del self._followed[followed.gang.epoch]
         self._ends(followed.job.number, followed.gang, kind is OutcomeKind.DONE)
         self._report(followed, ObservedPhase.ENDED, Outcome(kind))
-        for node in followed.gang.nodes:
-            del self._observed[node][followed.gang.epoch]
 
-    def _report(self, followed: _Followed, phase: ObservedPhase, outcome: Outcome = Outcome()) -> None:
+    def _report(self, followed: _Followed, phase: ObservedPhase, outcome: Outcome = _NONE) -> None:
         gang, job = followed.gang, followed.job
         checkpoint = None
         if outcome.kind is OutcomeKind.YIELDED:
             checkpoint = Checkpoint(gang.epoch, gang.epoch, f"{job.uid}/{gang.epoch}")
         for piece in gang.pieces:
             node = piece.claim.node
-            observed = self._observed.setdefault(node, {})
-            observed[gang.epoch] = ObservedGang(
+            self._unsaid[node] = None
+            self._observed.setdefault(node, {})[gang.epoch] = ObservedGang(
                 job=job.number,
                 uid=job.uid,
                 epoch=gang.epoch,
                 phase=phase,
                 master_sequence=gang.master_sequence,
                 stop_sequence=gang.stop_sequence,
-                level=SuspendLevel.NONE,
                 outcome=outcome,
                 checkpoint=checkpoint,
                 capabilities=_OFFERED,
                 device_mask=piece.claim.device_mask,
             )
-            self.report(node)
 
-    def report(self, node: str) -> None:
-        """The node's complete observed set."""
+    def report(self) -> bool:
+        """Every node with news tells its complete observed set; whether any had."""
+        if not self._unsaid:
+            return False
+        said, self._unsaid = self._unsaid, {}
+        for node in said:
+            observed = self._observed.get(node, {})
+            self.report_of(node, tuple(observed.values()))
+            # What has ended is told once.
+            for epoch in [gang.epoch for gang in observed.values() if gang.phase is ObservedPhase.ENDED]:
+                del observed[epoch]
+        return True
+
+    def report_of(self, node: str, observed: tuple[ObservedGang, ...] = ()) -> None:
         self._observation[node] = observation = self._observation.get(node, 0) + 1
-        observed = tuple(self._observed.get(node, {}).values())
         session = self._state.nodes[node].session
         self._send(Observe(node, session, observation, 0, observed, storage_proved=True))
 

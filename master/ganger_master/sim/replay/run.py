@@ -114,6 +114,8 @@ class _Replay:
         self.events = 0
         self.ended = 0
         self._happened = False
+        # Jobs came, started, stopped or ended since the last plan.
+        self._is_news = False
         self._wake: float | None = None
         self._next_round = EPOCH_S
         count = len(jobs)
@@ -168,7 +170,7 @@ class _Replay:
                         row.node, f"machine-{row.node}", group.configuration_set, rack=row.rack, fabric=row.fabric
                     )
                 )
-                self.nodes.report(row.node)
+                self.nodes.report_of(row.node)
         self._finish()
 
     def _expect(self, job: int) -> None:
@@ -215,12 +217,10 @@ class _Replay:
     def _settle(self) -> None:
         """Everything that follows at this instant."""
         for _ in range(_PLANS_AT_ONCE):
-            while True:
-                if self._happened:
-                    self._finish()
-                if self.clock.next_time() != self.clock.now:
-                    break
-                self.events += self.clock.run_instant()
+            while self.nodes.report() or self._happened:
+                self._finish()
+                if self.clock.next_time() == self.clock.now:
+                    self.events += self.clock.run_instant()
             if not self._plan():
                 break
         now = self.clock.now - EPOCH_S
@@ -231,6 +231,7 @@ class _Replay:
         self._happened = False
         now = self.clock.now
         effects = machine.finish(self.state, now)
+        self._is_news = self._is_news or bool(effects.jobs)
         self.state.take_changes()
         for number in effects.jobs:
             job = self.state.jobs.get(number)
@@ -250,6 +251,7 @@ class _Replay:
         """Proposes a plan if it is time for one; whether it changed anything."""
         if not len(self.table) or not self._is_time():
             return False
+        self._is_news = False
         now = self.clock.now
         found = plan(self.order, self.table, now, self.capacity, self.room, self.room.place, self._oracle)
         if not found.changes:
@@ -262,7 +264,7 @@ class _Replay:
         """Whether plans are made at this instant; if not, sees to it that there will be one at which they are."""
         step, now = self.options.round_s, self.clock.now
         if step is None:
-            return True
+            return self._is_news
         rounds = (now - EPOCH_S) / step
         whole = np.floor(rounds)
         if self._next_round <= now:
