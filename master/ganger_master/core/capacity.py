@@ -98,12 +98,7 @@ def rules(state: State, job: Job) -> tuple[Refusal, ...]:
     limit = quotas.get(job.user, quotas.get("", -1))
     if limit < 0:
         return ()
-    held = sum(
-        state.jobs[number].spec.gpus
-        for number in state.live
-        if state.jobs[number].user == job.user and state.gangs.get(state.jobs[number].epoch) is not None
-        and number != job.number
-    )  # fmt: skip
+    held = state.shares.beside(job.number, job.user)
     if held + job.spec.gpus <= limit:
         return ()
     figures = {"needed": job.spec.gpus, "held": held, "limit": limit}

@@ -1,0 +1,33 @@
+"""Who holds how many devices: what quotas are about. Kept as jobs come and go, for there are many of them."""
+
+from __future__ import annotations
+
+
+class Shares:
+    """Devices by user, of jobs that are charged for them."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, int] = {}
+        # By job: its user and how many it is charged for.
+        self._charged: dict[int, tuple[str, int]] = {}
+
+    def charge(self, number: int, user: str, devices: int) -> None:
+        """The job holds so many from now on; none takes it off the books."""
+        was_user, was = self._charged.pop(number, (user, 0))
+        self._add(was_user, -was)
+        if devices:
+            self._charged[number] = user, devices
+            self._add(user, devices)
+
+    def beside(self, number: int, user: str) -> int:
+        """What the user's jobs hold, one left out."""
+        owner, own = self._charged.get(number, ("", 0))
+        return self.held.get(user, 0) - (own if owner == user else 0)
+
+    def _add(self, user: str, devices: int) -> None:
+        left = self.held.get(user, 0) + devices
+        assert left >= 0, f"user {user!r} holds {left} devices"
+        if left:
+            self.held[user] = left
+        else:
+            self.held.pop(user, None)
