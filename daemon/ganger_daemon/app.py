@@ -19,7 +19,6 @@ from typing import TypeVar
 
 import grpc
 from ganger.agent.v1 import agent_pb2, peer_pb2_grpc
-from ganger.injob.page import PageError
 from ganger.wire.convert import configuration_set_to_wire
 from ganger.wire.endpoints import Endpoint, EndpointError, find_endpoint
 from ganger.wire.names import is_node_id
@@ -145,11 +144,7 @@ class Daemon:
         self.session = Session(self.host, self.gangs, lambda: find_endpoint(settings.master), self._describe)
         self.host.changed = self.session.news
         self.host.storage_learned = self._write_node
-        try:
-            self.gangs.adopt()
-        except PageError as error:
-            # Without this gang in its report the master would take it for gone.
-            raise DaemonError(f"a job that runs here cannot be adopted, and runs on: {error}") from error
+        self.gangs.adopt()
         await asyncio.to_thread(self.host.launchers.stop_idle, True)
         self.host.launchers.warm_up()
         await self._listen(endpoint.token, known)

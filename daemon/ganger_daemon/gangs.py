@@ -50,17 +50,18 @@ class GangSet:
 
     def adopt(self) -> None:
         """Everything with a directory here. A directory nobody can read is left alone and said."""
+        children = self._host.launchers.children()
         for paths in self._host.paths.existing():
             desired = recall(read_json(paths.wanted), read_json(paths.gang))
-            if desired is None:
+            if desired is None or (desired.job_uid, desired.epoch) != (paths.job_uid, paths.epoch):
                 log.warning("directory without a readable gang is left alone", extra={"path": str(paths.job)})
                 continue
             try:
                 gang = self._make(desired)
+                gang.adopt(children)
             except (DesiredInvalidError, ValueError) as error:
                 log.warning("gang cannot be adopted", extra={"path": str(paths.job), "error": str(error)})
                 continue
-            gang.adopt()
             self._begin(gang)
 
     async def judged(self) -> None:

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import os
 import uuid
+from pathlib import Path
 
 import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, run, with_changes
-from ganger.injob.page import Page, Word, page_path
+from ganger.injob.page import VERSION, Page, PageError, Word, page_path
+from ganger_daemon.control.pages import ControlPages
 
-pytestmark = pytest.mark.system
+
+def test_a_daemon_maps_no_page_that_a_job_could_cut_off_under_it(tmp_path: Path) -> None:
+    for make in (lambda pages: pages.create(1), lambda pages: pages.open(VERSION)):
+        pages = ControlPages(tmp_path, epoch=1, world=2, local=(0,))
+        make(pages)
+        assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+        at_hand = [pages[0], pages[1]]
+    for page in at_hand:
+        os.truncate(page.path, 0)
+        with pytest.raises(PageError, match="cut off by its job"):
+            page.raw_point()
+    assert pages.damage() == f"control page {at_hand[0].path} was cut off by its job"
+    assert not pages.readable
 
 
+@pytest.mark.system
 def test_jobs_that_damage_their_pages_are_killed_by_name_and_the_daemon_and_others_go_on() -> None:
     async def story(made: Cluster) -> None:
         daemon = await made.daemon_process("n1")
@@ -40,6 +55,7 @@ def test_jobs_that_damage_their_pages_are_killed_by_name_and_the_daemon_and_othe
     run(story)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("word", [(1 << 64) - 1, 1 << 62])
 def test_whatever_a_job_reports_fits_into_what_the_daemon_says_of_it(word: int) -> None:
     async def story(made: Cluster) -> None:

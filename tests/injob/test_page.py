@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
+@pytest.fixture(params=[True, False], ids=["mapped", "as a file"])
+def page(tmp_path: Path, request: pytest.FixtureRequest) -> Page:
+    """As a job touches it, and as its daemon does."""
+    path, mapped = page_path(str(tmp_path), 0), bool(request.param)
+    return Page.create(path, epoch=7, rank=0, world=2, local_rank=0, threads=3, workers=1, mapped=mapped)
+
+
 @pytest.fixture
-def page(tmp_path: Path) -> Page:
-    return Page.create(page_path(str(tmp_path), 0), epoch=7, rank=0, world=2, local_rank=0, threads=3, workers=1)
+def filed(page: Page) -> Page:
+    return Page.open(page.path, mapped=False)
 
 
 def test_created_page_is_whole_private_and_backed_by_blocks(page: Page) -> None:
@@ -59,9 +67,10 @@ def test_both_sides_see_each_others_words(page: Page) -> None:
 
 
 def test_read_only_page_cannot_be_written(page: Page) -> None:
-    mirror = Page.open(page.path, writable=False)
-    with pytest.raises(TypeError):
-        mirror.set(Word.STEP, 1)
+    for mapped, refusal in ((True, TypeError), (False, OSError)):
+        mirror = Page.open(page.path, writable=False, mapped=mapped)
+        with pytest.raises(refusal):
+            mirror.set(Word.STEP, 1)
 
 
 def test_page_of_another_version_is_refused_naming_both(page: Page) -> None:
@@ -70,7 +79,13 @@ def test_page_of_another_version_is_refused_naming_both(page: Page) -> None:
         Page.open(page.path)
 
 
-@pytest.mark.parametrize("word", [Word.MAGIC, Word.EPOCH, Word.RANK, Word.WORLD, Word.THREADS, Word.RETUNE_SEQ])
+DAEMONS_WORDS = (
+    Word.MAGIC, Word.EPOCH, Word.RANK, Word.WORLD, Word.PID, Word.START_TICKS, Word.THREADS, Word.RETUNE_SEQ,
+    Word.CHECKPOINT_SEQ,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("word", DAEMONS_WORDS)
 def test_a_daemon_sees_that_a_job_wrote_over_what_is_not_its_own(page: Page, word: int) -> None:
     identity = page.identity()
     whose = (identity.epoch, identity.rank, identity.world)
@@ -80,10 +95,33 @@ def test_a_daemon_sees_that_a_job_wrote_over_what_is_not_its_own(page: Page, wor
     assert "overwritten by its job" in page.damage(*whose)
 
 
-def test_a_daemon_sees_that_a_page_was_cut_off_without_touching_it(page: Page) -> None:
-    identity = page.identity()
-    os.truncate(page.path, 0)
-    assert "cut off" in page.damage(identity.epoch, identity.rank, identity.world)
+def test_a_page_that_its_job_cuts_off_does_no_harm_to_who_reads_it_as_a_file(filed: Page) -> None:
+    identity = filed.identity()
+    os.truncate(filed.path, 0)
+    assert "cut off by its job" in filed.damage(identity.epoch, identity.rank, identity.world)
+    looks: list[Callable[[], object]] = [filed.identity, filed.progress, filed.raw_point, filed.read_order]
+    for look in looks:
+        with pytest.raises(PageError, match="cut off by its job"):
+            look()
+    filed.set(Word.LEASE_UNTIL, 1)
+    assert "cut off by its job" in filed.damage(identity.epoch, identity.rank, identity.world)
+
+
+def test_a_job_that_never_stops_changing_its_ack_keeps_nobody_looking_for_ever(page: Page) -> None:
+    class Restless:
+        """Another number at every look."""
+
+        looks = 0
+
+        def __getitem__(self, word: int) -> int:
+            self.looks += 1
+            return self.looks if word == Word.ACK_SEQ else 5
+
+        def __setitem__(self, word: int, value: int) -> None:
+            raise AssertionError("a look writes nothing")
+
+    page.words = Restless()
+    assert page.raw_point() == RawPoint(5, 0, 0, True)
 
 
 def test_file_that_is_no_page_is_refused(tmp_path: Path) -> None:

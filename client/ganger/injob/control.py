@@ -19,6 +19,7 @@ import weakref
 from typing import Any, Callable, NamedTuple
 
 from ganger.injob import exitcode
+from ganger.injob.access import Words
 from ganger.injob.arm import print_stacks_on_request
 from ganger.injob.jobsocket import JobSocket
 from ganger.injob.obedience import FIRST_LOOK, Handlers, Known, Obedience, StopRequest
@@ -199,7 +200,7 @@ class Control:
 
 
 def _make_boundary(
-    words: memoryview, attend: Callable[[int, int], Known]
+    words: Words, attend: Callable[[int, int], Known]
 ) -> tuple[Callable[[], None], Callable[[int], None], Callable[[], int], Callable[[], None]]:
     """Build the hot path as a closure over plain variables: no attribute lookups, one load, two stores, one clock.
 

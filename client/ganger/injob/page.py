@@ -1,167 +1,86 @@
-"""The control page: one 4 KiB file per rank and epoch, in a tmpfs directory, mapped by daemon and job.
+"""The control page of one rank and epoch: a 4 KiB file in a tmpfs directory, touched by daemon, launcher and job.
 
-Orders go down, progress comes up; a word is 64 bits, little-endian, and written whole. Lines of eight words have one
-writer each. Multi-word records are published by their first word written last; readers read it first and
-check it again. Words of the job are untrusted numbers to the daemon. Times are nanoseconds of CLOCK_BOOTTIME.
+A word is written whole. Multi-word records are published by their first word written last; readers read it first and
+check it again. Words of the job are untrusted numbers to the daemon.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
+import struct
 import sys
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from ganger.injob.access import Access, Filed, Mapped, PageError, Words
 from ganger.injob.boundary import Point
+from ganger.injob.words import (
+    CHECKPOINT_BIT,
+    EXIT_FENCED,
+    EXIT_NO_STATE,
+    EXIT_YIELDED,
+    MAGIC,
+    PAGE_BYTES,
+    VERSION,
+    Capability,
+    Error,
+    Flag,
+    Level,
+    Order,
+    Phase,
+    State,
+    Word,
+)
 
-PAGE_BYTES = 4096
-MAGIC = 0x5245474E4147  # "GANGER"
-VERSION = 1
+__all__ = [
+    "CHECKPOINT_BIT",
+    "EXIT_FENCED",
+    "EXIT_NO_STATE",
+    "EXIT_YIELDED",
+    "MAGIC",
+    "PAGE_BYTES",
+    "VERSION",
+    "Capability",
+    "Error",
+    "Flag",
+    "Identity",
+    "Level",
+    "Order",
+    "Page",
+    "PageError",
+    "PageMismatchError",
+    "PageOrder",
+    "Phase",
+    "Progress",
+    "RawPoint",
+    "State",
+    "Word",
+    "now_ns",
+    "page_path",
+]
 
-# Set in every CHECKPOINT_SEQ, so that it never equals a STOP_SEQ: both name agreements in ACK_SEQ.
-CHECKPOINT_BIT = 1 << 62
-
-_WORDS = PAGE_BYTES // 8
 _WORD_LIMIT = (1 << 64) - 1
 # Numbers of a job above these are nonsense; they are cut, so that arithmetic on them stays harmless.
 _STEP_LIMIT = (1 << 62) - 1
 # No daemon asks for threads more often than this, or for more of them.
 _COUNT_LIMIT = (1 << 31) - 1
 _THREADS_LIMIT = 65_536
-
-
-class Word:
-    """Index of each word. D: written by the daemon, L: by the launcher, J: by the job."""
-
-    # line 0: identity, filled before the user's code starts
-    MAGIC = 0  # D: MAGIC << 16 | VERSION
-    EPOCH = 1  # D
-    RANK = 2  # D
-    WORLD = 3  # D
-    PID = 4  # L
-    START_TICKS = 5  # L
-    FLAGS = 6  # D: see Flag
-    LOCAL_RANK = 7  # D
-
-    # line 1: the order; ORDER_SEQ is written last
-    ORDER_SEQ = 8  # D: raised with every new order
-    ORDER = 9  # D: see Order
-    STOP_SEQ = 10  # D: identifies the boundary agreement of a stop; 0 with RUN
-    LEVEL = 11  # D: see Level
-    DEADLINE = 12  # D: when the daemon escalates; 0 never
-    LEASE_UNTIL = 13  # D: stop at a boundary once past; 0 never. Changes without ORDER_SEQ
-    CHECKPOINT_SEQ = 14  # D: raised to ask for a checkpoint to storage at the next agreed boundary, going on afterwards
-    ARENA_AVAILABLE = 15  # D: bytes of state received into the arena so far (destination of a move)
-
-    # line 2: cores
-    RETUNE_SEQ = 16  # D: raised after THREADS and WORKERS are written
-    THREADS = 17  # D
-    WORKERS = 18  # D: hint for data loaders
-    LEAVE_SEQ = 19  # D: highest ORDER_SEQ whose checkpoint is published: a rank that saved for it may end now
-
-    # line 3: the boundary
-    ACK_SEQ = 24  # J: STOP_SEQ acked; written after ACK_STEP
-    ACK_STEP = 25  # J: acks never change
-    STATE = 26  # J: see State
-    REACHED_SEQ = 27  # J: highest ORDER_SEQ fully carried out
-    REACHED_STEP = 28  # J: step at which it stopped (K)
-    ARENA_FILLED = 29  # J: bytes of state in the arena so far (grows while it is being filled)
-    ARENA_SIZE = 30  # J: bytes of the complete state image; 0 until known
-    RETUNE_DONE = 31  # J: highest RETUNE_SEQ applied
-
-    # line 4: progress
-    STEP = 32  # J: boundaries passed; written after ack words
-    SAMPLES = 33  # J
-    STEP_TIME = 34  # J: time of the last boundary
-    LOSS = 35  # J: float64 bits
-    DATA_WAIT = 36  # J: ns spent waiting for data so far
-    TRAINING_EPOCH = 37  # J
-    PHASE = 38  # J: see Phase
-    FIRST_STEP_TIME = 39  # J: time of the first boundary after the last start or resume
-
-    # line 5: what the job is
-    CAPABILITIES = 40  # J: see Capability
-    LOCK = 41  # J: pid of the process whose optimizer steps; the first one wins
-    DEVICE_BYTES = 42  # J: device memory in use by the framework (virtual device: bytes of live tensor storages)
-    PEAK_DEVICE_BYTES = 43  # J
-    OFFLOADED_BYTES = 44  # J: device bytes freed by the last OFFLOAD
-    EXIT_CODE = 45  # J: exit code + 1, for when no launcher is there to record it; 0 unknown
-    CHECKPOINT_DONE = 46  # J: highest CHECKPOINT_SEQ whose shard is durable
-    CHECKPOINT_STEP = 47  # J: its step
-    RESTORED_STEP = 48  # J: step from which this epoch started
-    HELLO_TIME = 49  # J: when the agent attached; 0 not yet
-    THREADS_APPLIED = 50  # J
-    ERROR = 51  # J: see Error; details in rank-K.error.json
-
-
-class Flag:
-    FENCED = 1  # this epoch is over: exit with EXIT_FENCED at the next boundary
-
-
-class Order:
-    RUN = 1
-    STOP = 2  # stop at an agreed boundary, at LEVEL
-    WAIT = 3  # do not step yet (destination of a move): restore, then wait for RUN
-
-
-class Level:
-    PAUSE = 1
-    OFFLOAD = 2
-    CHECKPOINT = 3  # write shard, rest until LEAVE_SEQ, then exit with EXIT_YIELDED
-    HAND_OVER = 4  # state into the arena, tensors may stay; wait
-
-
-class State:
-    INIT = 0
-    RUNNING = 1
-    WAITING = 2  # acked, waits for the others or for RUN
-    PAUSED = 3
-    OFFLOADED = 4
-    HANDED_OVER = 5
-    SAVING = 6
-    RESTORING = 7
-    READY = 8  # restored, waits for RUN
-    EXITING = 9
-
-
-class Phase:
-    START = 0  # before the first boundary
-    TRAINING = 1
-    EVALUATION = 2
-    COMPILATION = 3
-    REPLAY = 4  # the zero-line agent goes back to its position
-    DONE = 5  # left its loop: acks at its last step
-
-
-class Capability:
-    PAUSE = 1
-    OFFLOAD = 2
-    CHECKPOINT = 4
-    FIVE_LINE = 8  # the script attached by itself
-    OPAQUE = 16  # the agent gave up on this script
-
-
-class Error:
-    NONE = 0
-    STATE_UNREADABLE = 1
-    STATE_UNSAVEABLE = 2
-    ARENA_TOO_SMALL = 3
-    STORAGE_FULL = 4
-    STORAGE_FAILED = 5
-
-
-EXIT_YIELDED = 75
-EXIT_FENCED = 76
-EXIT_NO_STATE = 77  # what it was told to restore cannot be read
-
-
-class PageError(Exception):
-    """A control page cannot be used; the message says which and why."""
+# Looks at words that may be changing, before what was seen last is taken, or nothing.
+_LOOKS = 8
+# Words of one line, as `Access.read` counts them.
+_LINE = 8
 
 
 class PageMismatchError(PageError):
-    """The page was made by another version of Ganger."""
+    """The page was made by another version of Ganger, if its first word can be believed."""
+
+    def __init__(self, path: str, version: int) -> None:
+        super().__init__(
+            f"control page {path} has version {version}, this Ganger reads version {VERSION}: "
+            "use the same version of Ganger in the job and in the daemon"
+        )
+        self.path = path
 
 
 class Identity(NamedTuple):
@@ -242,17 +161,16 @@ def page_path(directory: str, rank: int) -> str:
 
 
 class Page:
-    """One mapped control page. Each word has one writer (see `Word`); a 64-bit word is never seen half written.
+    """One control page. Each word has one writer (see `Word`); a 64-bit word is never seen half written.
 
-    ``words`` (and ``floats``, the same memory) are for hot paths; everything else goes through the methods.
+    ``words`` is for hot paths; everything else goes through the methods. Whoever reads a page as a file (see `access`)
+    gets PageError from all of them once its job has cut it off.
     """
 
-    def __init__(self, path: str, memory: mmap.mmap) -> None:
+    def __init__(self, path: str, access: Access) -> None:
         self.path = path
-        self._memory = memory
-        self._bytes = memoryview(memory)
-        self.words = self._bytes.cast("Q")
-        self.floats = self._bytes.cast("d")
+        self._access = access
+        self.words: Words = access.words
 
     @classmethod
     def create(
@@ -267,8 +185,9 @@ class Page:
         gid: int | None = None,
         threads: int = 0,
         workers: int = 0,
+        mapped: bool = True,
     ) -> Page:
-        """Make the page of ``rank`` and map it; it appears under ``path`` complete, readable by its owner only.
+        """Make the page of ``rank``; it appears under ``path`` complete, readable by its owner only.
 
         Raises FileExistsError if there is one (an epoch's page is made once), OSError if the file system is full.
         """
@@ -277,11 +196,15 @@ class Page:
         temporary = f"{path}.{os.getpid()}.tmp"
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # Without the blocks behind it, the first store on a full tmpfs would be a SIGBUS.
-            os.posix_fallocate(descriptor, 0, PAGE_BYTES)
-            if uid is not None or gid is not None:
-                os.fchown(descriptor, -1 if uid is None else uid, -1 if gid is None else gid)
-            page = cls(path, mmap.mmap(descriptor, PAGE_BYTES))
+            try:
+                # Without the blocks behind it, the first store on a full tmpfs would be a SIGBUS.
+                os.posix_fallocate(descriptor, 0, PAGE_BYTES)
+                if uid is not None or gid is not None:
+                    os.fchown(descriptor, -1 if uid is None else uid, -1 if gid is None else gid)
+            except OSError:
+                os.close(descriptor)
+                raise
+            page = cls(path, Mapped(descriptor) if mapped else Filed(path, descriptor))
             page.set(Word.EPOCH, epoch)
             page.set(Word.RANK, rank)
             page.set(Word.WORLD, world)
@@ -291,72 +214,67 @@ class Page:
             page.set(Word.MAGIC, MAGIC << 16 | VERSION)
             os.link(temporary, path)
         finally:
-            os.close(descriptor)
             os.unlink(temporary)
         return page
 
     @classmethod
-    def open(cls, path: str, *, writable: bool = True) -> Page:
-        """Map an existing page. Raises FileNotFoundError, PageMismatchError, PageError (no page, or damaged)."""
+    def open(cls, path: str, *, writable: bool = True, mapped: bool = True) -> Page:
+        """Open an existing page. Raises FileNotFoundError, PageMismatchError, PageError (no page, or damaged)."""
         descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size != PAGE_BYTES:
-                raise PageError(f"control page {path} has {size} bytes instead of {PAGE_BYTES}: it is damaged")
-            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-            page = cls(path, mmap.mmap(descriptor, PAGE_BYTES, access=access))
-        finally:
+        size = os.fstat(descriptor).st_size
+        if size != PAGE_BYTES:
             os.close(descriptor)
-        found = page.get(Word.MAGIC)
-        if found != MAGIC << 16 | VERSION:
-            page.close()
+            raise PageError(f"control page {path} has {size} bytes instead of {PAGE_BYTES}: it is damaged")
+        page = cls(path, Mapped(descriptor, writable) if mapped else Filed(path, descriptor))
+        try:
+            found = page.get(Word.MAGIC)
             if found >> 16 != MAGIC:
                 raise PageError(f"{path} is no control page: it begins with {found >> 16:#x}, not {MAGIC:#x}")
-            raise PageMismatchError(
-                f"control page {path} has version {found & 0xFFFF}, this Ganger reads version {VERSION}: "
-                "use the same version of Ganger in the job and in the daemon"
-            )
+            if found != MAGIC << 16 | VERSION:
+                raise PageMismatchError(path, found & 0xFFFF)
+        except PageError:
+            page.close()
+            raise
         return page
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the file still has all its bytes: one call of the kernel."""
-        return self._memory.size() >= PAGE_BYTES
-
     def damage(self, epoch: int, rank: int, world: int) -> str:
-        """Say what is wrong with a page that was whole once, or "". Its job may write anything into it, and cut it off:
-        a daemon that then touched it would end by SIGBUS."""
-        if not self.is_whole:
-            return f"control page {self.path} was cut off by its job"
-        words = self.words
+        """Say what is wrong with a page that was whole once, or "": its job may write anything into it."""
+        try:
+            words = self._access.read(0, 3 * _LINE)
+        except PageError as error:
+            return str(error)
         whole = (MAGIC << 16 | VERSION, epoch, rank, world)
         if (words[Word.MAGIC], words[Word.EPOCH], words[Word.RANK], words[Word.WORLD]) != whole:
             return f"control page {self.path} was overwritten by its job"
-        if words[Word.THREADS] > _THREADS_LIMIT or words[Word.RETUNE_SEQ] > _COUNT_LIMIT:
+        asked = words[Word.CHECKPOINT_SEQ]
+        if (
+            words[Word.PID] > _COUNT_LIMIT
+            or words[Word.START_TICKS] > _STEP_LIMIT
+            or words[Word.THREADS] > _THREADS_LIMIT
+            or words[Word.RETUNE_SEQ] > _COUNT_LIMIT
+            or (asked and not CHECKPOINT_BIT < asked <= CHECKPOINT_BIT | _COUNT_LIMIT)
+        ):
             return f"the orders in control page {self.path} were overwritten by its job"
         return ""
 
     def close(self) -> None:
-        """Unmap; the file stays."""
-        self.words.release()
-        self.floats.release()
-        self._bytes.release()
-        self._memory.close()
+        """Let go of the file; it stays."""
+        self._access.close()
 
     def get(self, word: int) -> int:
         return self.words[word]
 
     def set(self, word: int, value: int) -> None:
-        """Store one word. Raises ValueError for what does not fit into 64 bits without sign."""
+        """Raises ValueError for a number that does not fit into a word."""
         if not 0 <= value <= _WORD_LIMIT:
             raise ValueError(f"word {word} of {self.path} cannot hold {value}")
         self.words[word] = value
 
     def get_float(self, word: int) -> float:
-        return self.floats[word]
+        return _float_of(self.words[word])
 
     def set_float(self, word: int, value: float) -> None:
-        self.floats[word] = value
+        (self.words[word],) = struct.unpack("<Q", struct.pack("<d", value))
 
     # What the daemon writes.
 
@@ -364,7 +282,8 @@ class Page:
         """Publish an order. The same one again changes nothing; raises ValueError for a sequence number gone by."""
         if (order == Order.STOP) != (stop_seq != 0) or stop_seq & CHECKPOINT_BIT:
             raise ValueError(f"order {seq}: a stop has a stop sequence number below 2^62, other orders have none")
-        current = self.read_order()
+        # The only writer: a record without its number is one that a former daemon did not come to publish.
+        current = self._order_seen()
         wanted = PageOrder(seq, order, stop_seq, level, deadline_ns)
         if current == wanted:
             return
@@ -452,26 +371,32 @@ class Page:
 
     def read_order(self) -> PageOrder:
         """Return the order that stands; all zero before the first. Waits out a writer in the middle of one."""
-        words = self.words
         for _ in range(1000):
-            seq = words[Word.ORDER_SEQ]
-            order = PageOrder(seq, words[Word.ORDER], words[Word.STOP_SEQ], words[Word.LEVEL], words[Word.DEADLINE])
-            if words[Word.ORDER_SEQ] == seq and (seq or not order.order):
+            order = self._order_seen()
+            if self.words[Word.ORDER_SEQ] == order.seq and (order.seq or not order.order):
                 return order
             time.sleep(0.0001)
         # A writer died between two words: its successor writes a whole order again.
         return PageOrder(0, 0, 0, 0, 0)
 
+    def _order_seen(self) -> PageOrder:
+        words = self.words
+        seq = words[Word.ORDER_SEQ]
+        return PageOrder(seq, words[Word.ORDER], words[Word.STOP_SEQ], words[Word.LEVEL], words[Word.DEADLINE])
+
     def raw_point(self) -> RawPoint:
         """Return step and ack as a pair that was true; a rank that is done is seen with its last step."""
         words = self.words
-        while True:
+        step, done = 0, False
+        for _ in range(_LOOKS):
             done = words[Word.PHASE] == Phase.DONE
-            step = words[Word.STEP]
+            step = min(words[Word.STEP], _STEP_LIMIT)
             ack_seq = words[Word.ACK_SEQ]
             ack_step = words[Word.ACK_STEP]
             if words[Word.ACK_SEQ] == ack_seq:
-                return RawPoint(min(step, _STEP_LIMIT), ack_seq, min(ack_step, _STEP_LIMIT), done)
+                return RawPoint(step, ack_seq, min(ack_step, _STEP_LIMIT), done)
+        # No rank acknowledges so often: whoever writes this wants to be waited for.
+        return RawPoint(step, 0, 0, done)
 
     def point(self, agreement: int) -> Point:
         """Return what this rank has published about the agreement of that number (a STOP_SEQ or CHECKPOINT_SEQ)."""
@@ -479,37 +404,54 @@ class Page:
         return Point(raw.step, raw.ack_step if raw.ack_seq == agreement else None, raw.done)
 
     def progress(self) -> Progress:
-        def number(word: int) -> int:
-            return min(self.words[word], _STEP_LIMIT)
-
-        exit_word = self.words[Word.EXIT_CODE]
+        # Line by line in this order: a step before the ack that belongs to it, a state before what it leaves behind.
+        steps = self._access.read(Word.STEP, _LINE)
+        boundary = self._steady(Word.ACK_SEQ, _LINE)
+        job = self._steady(Word.CAPABILITIES, Word.ERROR + 1 - Word.CAPABILITIES)
+        raw = (*(0,) * Word.ACK_SEQ, *boundary, *steps, *job)
+        cut = [word if word < _STEP_LIMIT else _STEP_LIMIT for word in raw]
+        exit_word = raw[Word.EXIT_CODE]
         return Progress(
-            step=number(Word.STEP),
-            samples=number(Word.SAMPLES),
-            step_time_ns=number(Word.STEP_TIME),
-            loss=self.floats[Word.LOSS],
-            data_wait_ns=number(Word.DATA_WAIT),
-            training_epoch=number(Word.TRAINING_EPOCH),
-            phase=min(self.words[Word.PHASE], Phase.DONE),
-            first_step_time_ns=number(Word.FIRST_STEP_TIME),
-            state=min(self.words[Word.STATE], State.EXITING),
-            ack_seq=self.words[Word.ACK_SEQ],
-            ack_step=number(Word.ACK_STEP),
-            reached_seq=number(Word.REACHED_SEQ),
-            reached_step=number(Word.REACHED_STEP),
-            arena_filled=number(Word.ARENA_FILLED),
-            arena_size=number(Word.ARENA_SIZE),
-            retune_done=number(Word.RETUNE_DONE),
-            capabilities=self.words[Word.CAPABILITIES] & 0xFFFF,
-            device_bytes=number(Word.DEVICE_BYTES),
-            peak_device_bytes=number(Word.PEAK_DEVICE_BYTES),
-            offloaded_bytes=number(Word.OFFLOADED_BYTES),
+            step=cut[Word.STEP],
+            samples=cut[Word.SAMPLES],
+            step_time_ns=cut[Word.STEP_TIME],
+            loss=_float_of(raw[Word.LOSS]),
+            data_wait_ns=cut[Word.DATA_WAIT],
+            training_epoch=cut[Word.TRAINING_EPOCH],
+            phase=min(raw[Word.PHASE], Phase.DONE),
+            first_step_time_ns=cut[Word.FIRST_STEP_TIME],
+            state=min(raw[Word.STATE], State.EXITING),
+            ack_seq=raw[Word.ACK_SEQ],
+            ack_step=cut[Word.ACK_STEP],
+            reached_seq=cut[Word.REACHED_SEQ],
+            reached_step=cut[Word.REACHED_STEP],
+            arena_filled=cut[Word.ARENA_FILLED],
+            arena_size=cut[Word.ARENA_SIZE],
+            retune_done=cut[Word.RETUNE_DONE],
+            capabilities=raw[Word.CAPABILITIES] & 0xFFFF,
+            device_bytes=cut[Word.DEVICE_BYTES],
+            peak_device_bytes=cut[Word.PEAK_DEVICE_BYTES],
+            offloaded_bytes=cut[Word.OFFLOADED_BYTES],
             exit_code=exit_word - 1 if 1 <= exit_word <= 256 else None,
-            checkpoint_done=self.words[Word.CHECKPOINT_DONE],
-            checkpoint_step=number(Word.CHECKPOINT_STEP),
-            restored_step=number(Word.RESTORED_STEP),
-            hello_time_ns=number(Word.HELLO_TIME),
-            threads_applied=min(self.words[Word.THREADS_APPLIED], _THREADS_LIMIT),
-            error=min(self.words[Word.ERROR], Error.STORAGE_FAILED),
-            lock_pid=number(Word.LOCK),
+            checkpoint_done=raw[Word.CHECKPOINT_DONE],
+            checkpoint_step=cut[Word.CHECKPOINT_STEP],
+            restored_step=cut[Word.RESTORED_STEP],
+            hello_time_ns=cut[Word.HELLO_TIME],
+            threads_applied=min(raw[Word.THREADS_APPLIED], _THREADS_LIMIT),
+            error=min(raw[Word.ERROR], Error.STORAGE_FAILED),
+            lock_pid=cut[Word.LOCK],
         )
+
+    def _steady(self, first: int, count: int) -> Sequence[int]:
+        """Words of several records, as they stood together: read until two looks agree."""
+        seen = self._access.read(first, count)
+        for _ in range(_LOOKS):
+            again, seen = seen, self._access.read(first, count)
+            if again == seen:
+                break
+        return seen
+
+
+def _float_of(word: int) -> float:
+    value: float = struct.unpack("<d", struct.pack("<Q", word))[0]
+    return value

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ganger.injob.page import Capability, Page, PageError, PageMismatchError, Progress, RawPoint, Word
+from ganger.injob.page import VERSION, Capability, Page, PageError, PageMismatchError, Progress, RawPoint, Word, now_ns
 from ganger.injob.pages import page_path
 
 from ganger_daemon.core.gang import Rank
 from ganger_daemon.core.relay import Point
-from ganger_daemon.workers.processes import ProcessId
+from ganger_daemon.workers.processes import NOBODY, ProcessId
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,11 @@ class RunMark:
 
 
 class ControlPages:
-    """Pages in one directory. `local` are the ranks of this node; the others are mirrors."""
+    """Pages in one directory. `local` are the ranks of this node; the others are mirrors.
+
+    None is ever mapped: a job may cut off its pages at any instant. Reading one raises PageError then, and `damage`
+    says so.
+    """
 
     def __init__(self, directory: Path, epoch: int, world: int, local: tuple[int, ...]) -> None:
         self.directory = directory
@@ -41,9 +45,10 @@ class ControlPages:
         self.local = local
         self._pages: dict[int, Page] = {}
         self._damage = ""
+        self.foreign = ""  # they are of another version of Ganger, as far as is known by no doing of the job: which
 
     def create(self, threads: int, uid: int | None = None, gid: int | None = None) -> None:
-        """Makes what is missing and maps everything; run again after a crash it changes nothing."""
+        """Makes what is missing and opens everything; run again after a crash it changes nothing."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for rank in range(self.world):
             path = page_path(str(self.directory), rank)
@@ -58,30 +63,42 @@ class ControlPages:
                     uid=uid,
                     gid=gid,
                     threads=threads if rank in self.local else 0,
+                    mapped=False,
                 )
             except FileExistsError:
-                page = Page.open(path)
+                page = Page.open(path, mapped=False)
             self._pages[rank] = page
 
-    def open(self) -> bool:
-        """Maps what a former daemon made; False when one is missing or damaged. Raises PageMismatchError."""
+    def open(self, version: int) -> bool:
+        """Opens what a former daemon made, of that version; False when one is missing, damaged, or `foreign`."""
         try:
             for rank in range(self.world):
                 if rank not in self._pages:
-                    self._pages[rank] = Page.open(page_path(str(self.directory), rank))
+                    self._pages[rank] = Page.open(page_path(str(self.directory), rank), mapped=False)
         except FileNotFoundError:
             return False
-        except PageMismatchError:
-            raise
+        except OSError as error:
+            self.spoil(f"control page {error.filename} cannot be opened: {error.strerror}")
+            return False
+        except PageMismatchError as error:
+            if version == VERSION:
+                self.spoil(f"control page {error.path} was overwritten by its job")
+            else:
+                self.foreign = str(error)
+            return False
         except PageError as error:
-            self._damage = str(error)
+            self.spoil(str(error))
             return False
         return True
 
     @property
-    def mapped(self) -> bool:
-        """Whether all are there and may be touched."""
+    def readable(self) -> bool:
+        """Whether all are there and may be believed."""
         return len(self._pages) == self.world and not self.damage()
+
+    def spoil(self, why: str) -> None:
+        """A page was found damaged, or somebody else's: none of them is believed any more."""
+        self._damage = self._damage or why
 
     def damage(self) -> str:
         """What the job did to a page of its own, or "". Once damaged a page is never trusted again."""
@@ -96,24 +113,22 @@ class ControlPages:
         self._pages.clear()
 
     def __getitem__(self, rank: int) -> Page:
-        """Raises PageError if the job has cut it off, mirrors too: reading it then would end this daemon."""
-        page = self._pages[rank]
-        if not page.is_whole:
-            self._damage = f"control page {page.path} was cut off by its job"
-            raise PageError(self._damage)
-        return page
+        return self._pages[rank]
 
     def progress(self, rank: int) -> Progress:
         return self[rank].progress()
 
     def process(self, rank: int) -> ProcessId:
+        """As the page names it: a claim (see `workers.belonging`). Without a pid where none can be read."""
+        if not self.readable:
+            return NOBODY
         identity = self[rank].identity()
         return ProcessId(identity.pid, identity.start_ticks)
 
     def write_order(self, sequence: int, order: int, stop_sequence: int, level: int, deadline_ns: int) -> None:
         """Into every page, mirrors too, so that all ranks of this node read alike. An order already there stays."""
-        for page in map(self.__getitem__, self._pages):
-            if page.read_order().seq < sequence:
+        for page in self._pages.values():
+            if page.get(Word.ORDER_SEQ) < sequence:
                 page.write_order(sequence, order, stop_seq=stop_sequence, level=level, deadline_ns=deadline_ns)
 
     def let_leave(self, sequence: int) -> None:
@@ -141,12 +156,16 @@ class ControlPages:
 
     def request_checkpoint(self, number: int) -> int:
         sequence = 0
-        for page in map(self.__getitem__, self._pages):
+        for page in self._pages.values():
             sequence = page.request_checkpoint(number)
         return sequence
 
     def checkpoint_sequence(self) -> int:
         return self[self.local[0]].get(Word.CHECKPOINT_SEQ)
+
+    def mark(self) -> RunMark:
+        """A run is ordered now."""
+        return RunMark(now_ns(), {rank: self[rank].progress().step for rank in self.local})
 
     def points(self) -> dict[int, Point]:
         """Where every rank is, mirrors as last heard."""

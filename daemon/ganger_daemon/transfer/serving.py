@@ -43,7 +43,7 @@ class ParkedArena:
 
     def progress(self) -> tuple[int, int]:
         gang = self._gang
-        if not gang.pages.mapped or not gang.wanted.stop_sequence:
+        if not gang.pages.readable or not gang.wanted.stop_sequence:
             return 0, 0
         progress = gang.pages.progress(self._rank)
         # before the rank rests in this stop, the numbers may be those of an earlier one

@@ -35,7 +35,7 @@ class Deaths:
         self.processes[rank] = process
         try:
             fd = os.pidfd_open(process.pid)
-        except OSError:
+        except (OSError, OverflowError):
             self._note_dead(rank)
             return
         if not is_alive(process):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ganger.agent.v1 import agent_pb2
-from ganger.injob.page import now_ns
+from ganger.injob.page import PageError, now_ns
 
 from ganger_daemon.control.jobsocket import JobSocket
 from ganger_daemon.control.memory import MemoryWatch
@@ -30,6 +30,7 @@ from ganger_daemon.host import Host
 
 from . import outcomes
 from .agreeing import Agreeing
+from .belonging import Child, stranger_text
 from .complaints import Complaints, summary_of
 from .deaths import Deaths
 from .desired import local_part, to_json, wanted_of, with_spec_of
@@ -42,7 +43,7 @@ from .observation import observe
 from .others import Peers
 from .pace import Pace
 from .pressing import Pressing
-from .processes import ProcessId
+from .processes import is_alive
 from .saving import Saving
 from .standing import Standing
 
@@ -146,11 +147,10 @@ class LocalGang:
                 "suspend_level": wanted.level.name,
             },
         )
-        if self._launched and self.pages.mapped:
+        if self._launched and self.pages.readable:
             self.saving.obey(self.wanted, wanted)
             if wanted.intent is Intent.RUN and not was_running and self.wanted.intent is not Intent.PREPARE:
-                steps = {rank: self.pages.progress(rank).step for rank in self.part.ranks}
-                self._mark = RunMark(now_ns(), steps)
+                self._mark = self.pages.mark()
             if not same_stop:
                 self.memory.begin(self.deaths.processes)
         self.desired, self.wanted = merged, wanted
@@ -176,6 +176,9 @@ class LocalGang:
                 pause = self._pause()
             except asyncio.CancelledError:
                 raise
+            except PageError as error:
+                self.pages.spoil(str(error))
+                continue
             except Exception:
                 log.exception("gang loop failed", extra={"job": self.desired.job, "epoch": self.desired.epoch})
                 pause = 1.0
@@ -194,38 +197,51 @@ class LocalGang:
         self.deaths.close()
         self.pages.close()
 
-    def adopt(self) -> None:
-        """Takes over what a former daemon left: the pages and exit records are the truth."""
-        left = read_json(self.paths.local)
-        self.launching.recall(left)
-        self.host.adopt_cores(self.paths.group, [(int(core), int(share)) for core, share in left.get("grant", [])])
-        self.memory.recall({int(pid): int(size) for pid, size in left.get("baselines", {}).items()})
-        self._mark = RunMark.recall(left.get("mark", {}))
+    def adopt(self, children: Mapping[str, Child]) -> None:
+        """Takes over what a former daemon left: processes, pages and exit records are the truth. `children`: what the
+        launchers look after."""
+        self._recall()
+        is_open = self.pages.open(int(read_json(self.paths.launch(self.part.ranks[0])).get("page_version") or 0))
+        found = self.launching.recognise(children, self.pages)
+        for rank, one in found.items():
+            if one.stranger is not None:
+                log.error("process not adopted", extra={"job": self.desired.job, "cause": stranger_text(rank, one)})
+            if one.is_lost:
+                self.pages.spoil(stranger_text(rank, one))
+        if not is_open and not self.pages.foreign and any(is_alive(one.process) for one in found.values()):
+            # else they went with the machine's memory, and so did the processes
+            self.pages.spoil(f"the control pages in {self.paths.run} were removed by its job")
+        was_launched = any(self.paths.launch(rank).exists() for rank in self.part.ranks) or bool(self.pages.damage())
+        if all(one.process.pid for one in found.values()) or (was_launched and not self.pages.readable):
+            self._launched = True
+            self._launched_at = time.monotonic()
+            for rank, one in found.items():
+                self.deaths.watch(rank, one.process)
+                if is_alive(one.process):
+                    self.host.cgroups.track(self.paths.group, one.process.pid)
+            self._standing.recall()
+        self._pressing.begin(self.wanted, time.monotonic(), self._pace.iteration_seconds)
+        self._look_again()
+        log.info(
+            "gang adopted", extra={"job": self.desired.job, "epoch": self.desired.epoch, "running": self._launched}
+        )
+
+    def _recall(self) -> None:
+        """What a former daemon noted saves questions; notes that cannot be read are none."""
+        try:
+            left = read_json(self.paths.local)
+            self.launching.recall(left)
+            self._mark = RunMark.recall(left.get("mark", {}))
+            self.memory.recall({int(pid): int(size) for pid, size in left.get("baselines", {}).items()})
+            self.host.adopt_cores(self.paths.group, [(int(core), int(share)) for core, share in left.get("grant", [])])
+        except (AttributeError, TypeError, ValueError) as error:
+            log.warning("notes cannot be read", extra={"path": str(self.paths.local), "error": str(error)})
         kept = outcomes.kept(self.paths)
         self.saving.recall(self.wanted.stop_sequence, kept.step if kept is not None else None)
         if kept is not None:
             self._settled = kept.outcome
             if self._settled.kind in (OutcomeKind.LAUNCH_FAILED, OutcomeKind.STATE_UNREADABLE):
                 self._launch_failure = self._settled
-        if self.pages.open():
-            found = {rank: self.pages.process(rank) for rank in self.part.ranks}
-            if all(process.pid for process in found.values()):
-                self._launched = True
-                self._launched_at = time.monotonic()
-                for rank, process in found.items():
-                    self.deaths.watch(rank, process)
-                    self.host.cgroups.track(self.paths.group, process.pid)
-                self._standing.recall()
-        elif any(self.paths.launch(rank).exists() for rank in self.part.ranks):
-            # the pages went with the machine's memory, and so did the processes
-            self._launched = True
-            for rank in self.part.ranks:
-                self.deaths.watch(rank, ProcessId(0, 0))
-        self._pressing.begin(self.wanted, time.monotonic(), self._pace.iteration_seconds)
-        self._look_again()
-        log.info(
-            "gang adopted", extra={"job": self.desired.job, "epoch": self.desired.epoch, "running": self._launched}
-        )
 
     # -- the tick -------------------------------------------------------------------------------------------------
 
@@ -233,7 +249,7 @@ class LocalGang:
         now = time.monotonic()
         if self._launched and not self._reaped and self.pages.damage():
             await self._pressing.abandon(self.pages.damage())
-        if self._launched and not self._reaped and self.pages.mapped:
+        if self._launched and not self._reaped and self.pages.readable:
             await self._begin_attending()
             if self._order_due:
                 await self._write_order()
@@ -242,8 +258,11 @@ class LocalGang:
             self._agreeing.relay(self.wanted, self.judgement.phase)
             self._write_lease()
             await self._tend(now)
-        elif self.deaths.awaited:
-            await self.deaths.settle(lambda rank: None)
+        else:
+            if self.deaths.awaited:
+                await self.deaths.settle(lambda rank: None)
+            if self._launched and not self._reaped:
+                await self._standing.follow(self.facts(), now)
         facts = self.facts()
         self.judgement, self.judged_under = core.judge(facts, now), facts.wanted
         for todo in self.judgement.todo:
@@ -255,10 +274,10 @@ class LocalGang:
     def facts(self) -> core.Gang:
         ranks: tuple[core.Rank, ...] = ()
         if self._launched:
-            if self.pages.mapped:
+            if self.pages.readable:
                 ranks = self.pages.ranks(self._mark)
             else:
-                ranks = tuple(core.Rank(rank) for rank in self.part.ranks)
+                ranks = tuple(core.Rank(rank, opaque=bool(self.pages.foreign)) for rank in self.part.ranks)
             ranks = tuple(replace(rank, exit=self.deaths.exits.get(rank.rank)) for rank in ranks)
         facts = self._facts(ranks)
         return replace(
@@ -357,7 +376,7 @@ class LocalGang:
 
     def hear(self, heard: Heard) -> None:
         """Points from another daemon of this gang."""
-        if not self._reaped and self.pages.mapped:
+        if not self._reaped and self.pages.readable:
             self._agreeing.hear(heard)
             self.wake()
 
@@ -435,7 +454,7 @@ class LocalGang:
 
     def _pause(self) -> float:
         phase = self.judgement.phase
-        copying = _COPYING.get(phase) if self.pages.mapped else None
+        copying = _COPYING.get(phase) if self.pages.readable else None
         return next_look(
             phase,
             is_over=self._reaped,
@@ -446,12 +465,12 @@ class LocalGang:
             is_death_awaited=self.deaths.awaited,
             is_preparing=self.wanted.intent is Intent.PREPARE,
             is_young=time.monotonic() - self._launched_at < _YOUNG_SECONDS,
-            is_agreeing=self.pages.mapped and bool(self._agreeing.in_flight(self.wanted, phase)),
+            is_agreeing=self.pages.readable and bool(self._agreeing.in_flight(self.wanted, phase)),
         )
 
     def trouble(self) -> str:
         """Why a move, or a stop at the wanted level, cannot go on; else what the last checkpoint suffered from."""
-        said = self._incoming.trouble or self._complaints.under(self.wanted.order)
+        said = self.pages.foreign or self._incoming.trouble or self._complaints.under(self.wanted.order)
         if said:
             return said
         if self.judgement.phase is Phase.STOPPING and self.wanted.intent is Intent.PARK and not self._standing.frozen:
@@ -464,7 +483,7 @@ class LocalGang:
 
     def progress(self) -> tuple[Look, float, float] | None:
         """(newest look, steps per second, share of waiting) since the last call; None before the first boundary."""
-        if not self._launched or self._reaped or not self.pages.mapped:
+        if not self._launched or self._reaped or not self.pages.readable:
             return None
         return self._pace.measure()
 

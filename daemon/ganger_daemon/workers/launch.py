@@ -16,7 +16,7 @@ from typing import Any
 
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.environment import rank_environment
-from ganger.injob.launcher.client import Launcher
+from ganger.injob.page import VERSION
 from ganger.injob.pages import page_path
 from ganger.v1 import job_pb2
 
@@ -197,6 +197,7 @@ def launch_mapping(
         "cwd": desired.spec.working_directory or "/",
         "log": str(log),
         "page": page_path(str(paths.run), rank),
+        "page_version": VERSION,
         "exit_path": str(paths.exit(rank)),
         "cgroup_procs": list(cgroup_files),
         "cores": list(cpus) or None,
@@ -211,11 +212,6 @@ def launch_mapping(
     }
     write_json(paths.launch(rank), mapping)
     return mapping
-
-
-def forked_already(launcher: Launcher) -> dict[str, tuple[int, int]]:
-    """(pid, start ticks) by name of what this launcher has running."""
-    return {str(entry["name"]): (int(entry["pid"]), int(entry["start_ticks"])) for entry in launcher.list()}
 
 
 def free_port(host: str) -> int:

@@ -23,7 +23,9 @@ from ganger.injob.inject import prepare_inject_directory
 from ganger.injob.launcher.client import Launcher, LauncherError, start_launcher
 from ganger.injob.launcher.launch import startup_variables
 
+from .belonging import Child, parent_of
 from .preloaded import code_of
+from .processes import ProcessId
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +37,20 @@ _IDLE_SECONDS = 120.0
 # A launcher that no gang needs is let go after this.
 _UNUSED_SECONDS = 120.0
 _STOP_SECONDS = 0.5
+# One that is importing answers when it is done.
+_LIST_SECONDS = 10.0
 
 __all__ = ["LauncherError", "Launchers", "interpreter_of", "is_python"]
+
+
+def children_of(launcher: Launcher) -> dict[str, Child]:
+    """Ranks by name. Raises LauncherError."""
+    found: dict[str, Child] = {}
+    for entry in launcher.list():
+        if entry["kind"] == "rank":
+            process = ProcessId(int(entry["pid"]), int(entry["start_ticks"]))
+            found[str(entry["name"])] = Child(process, parent_of(process.pid) == launcher.pid)
+    return found
 
 
 def is_python(command: Collection[str]) -> bool:
@@ -104,6 +118,17 @@ class Launchers:
             self._known[key] = launcher
             self._used_at[key] = time.monotonic()
         return launcher
+
+    def children(self) -> dict[str, Child]:
+        """The ranks that launchers look after, by name: also those a former daemon began and left no notes of."""
+        found: dict[str, Child] = {}
+        for path in sorted(self._directory.glob("*.sock")):
+            try:
+                with Launcher(str(path), _LIST_SECONDS) as launcher:
+                    found |= children_of(launcher)
+            except (LauncherError, OSError) as error:
+                log.debug("launcher says nothing", extra={"key": path.stem, "cause": str(error)})
+        return found
 
     def warm_up(self) -> None:
         """Starts one for our own interpreter before anybody needs it, if there is PyTorch to import. Returns at

@@ -8,6 +8,8 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ganger.agent.v1 import agent_pb2
@@ -22,6 +24,7 @@ from ganger_daemon.host import Host
 from ganger_daemon.transfer.arrival import Leg
 from ganger_daemon.transfer.request import StreamRequest
 
+from .belonging import Child, Found, holds_files_of_rank, recognise, stranger_text
 from .desired import LocalPart, to_json
 from .directories import GangPaths, read_json, sync_file, write_json
 from .launch import (
@@ -32,15 +35,14 @@ from .launch import (
     check_command,
     check_user,
     environment_of,
-    forked_already,
     free_port,
     is_allocated_ahead,
     launch_mapping,
     restore_plan,
 )
-from .launchers import interpreter_of
+from .launchers import children_of, interpreter_of
 from .others import Peers
-from .processes import ProcessId, is_alive
+from .processes import NOBODY, ProcessId, is_alive
 
 if TYPE_CHECKING:
     from .gang import LocalGang
@@ -63,15 +65,19 @@ class Launching:
         self._blocked_by = blocked_by
         self._key = ""
         self._arena_bytes = 0
+        self._noted: dict[int, ProcessId] = {}  # by a former daemon
         self.gang: LocalGang | None = None
         self.rendezvous: tuple[str, int] | None = None  # known on the leader's node, before its file is there
 
     def recall(self, left: Mapping[str, Any]) -> None:
         self._key = str(left.get("launcher", ""))
         self._arena_bytes = int(left.get("arena_bytes", 0))
+        self._noted = {int(rank): ProcessId(*map(int, process)) for rank, process in left.get("ranks", {}).items()}
 
     def journal(self) -> dict[str, Any]:
-        return {"launcher": self._key, "arena_bytes": self._arena_bytes}
+        assert self.gang is not None, "set before the first launch"
+        ranks = {rank: [process.pid, process.start_ticks] for rank, process in self.gang.deaths.processes.items()}
+        return {"launcher": self._key, "arena_bytes": self._arena_bytes, "ranks": ranks}
 
     @property
     def launcher_key(self) -> str:
@@ -138,6 +144,22 @@ class Launching:
         await hastened
         return processes
 
+    def recognise(self, children: Mapping[str, Child], pages: ControlPages) -> dict[int, Found]:
+        """Who the local ranks are, of what launchers, the notes of a former daemon and the pages say."""
+        paths = self._paths
+        members = frozenset(self._host.cgroups.pids(paths.group))
+
+        def belongs(rank: int, process: ProcessId) -> bool:
+            log_path = self._host.logs.segment_path(paths.job_uid, rank, paths.epoch)
+            page = Path(page_path(str(paths.run), rank))
+            return process.pid in members or holds_files_of_rank(process.pid, log_path, page)
+
+        def found(rank: int) -> Found:
+            noted = [self._noted.get(rank, NOBODY), pages.process(rank)]
+            return recognise(children.get(paths.name(rank)), noted, partial(belongs, rank))
+
+        return {rank: found(rank) for rank in self._part.ranks}
+
     def legs(self, requests: tuple[tuple[int, str, StreamRequest], ...], pages: ControlPages) -> tuple[Leg, ...]:
         """How each rank's state travels here, from as far as it had come."""
         assert self.gang is not None, "set before the first launch"
@@ -148,7 +170,7 @@ class Launching:
             done = page.get(Word.ARENA_AVAILABLE)
 
             def available(size: int) -> None:
-                if pages.mapped:
+                if pages.readable:
                     page.set(Word.ARENA_AVAILABLE, size)
 
             return Leg(
@@ -188,7 +210,7 @@ class Launching:
     def adopt_all(self, launcher: Launcher) -> None:
         """Tells a launcher of ranks it does not know. Blocks."""
         assert self.gang is not None, "set before the first launch"
-        known = forked_already(launcher)
+        known = children_of(launcher)
         for rank, process in self.gang.deaths.processes.items():
             name = self._paths.name(rank)
             if name in known or not is_alive(process):
@@ -280,17 +302,15 @@ class Launching:
         threads: int,
         pages: ControlPages,
     ) -> dict[int, ProcessId]:
-        known = forked_already(launcher)
+        found = self.recognise(children_of(launcher), pages)
         processes: dict[int, ProcessId] = {}
         mappings: dict[int, dict[str, Any]] = {}
         cpus = self._host.cpus_of(self._paths.group)
         for rank in self._part.ranks:
-            process = pages.process(rank)
-            name = self._paths.name(rank)
-            if process.pid:
-                processes[rank] = process  # a former daemon had it forked
-            elif name in known:
-                processes[rank] = ProcessId(*known[name])
+            if found[rank].is_lost:
+                raise LaunchRefusedError(stranger_text(rank, found[rank]))
+            if found[rank].process.pid:
+                processes[rank] = found[rank].process  # a former daemon had it forked
             else:
                 mappings[rank] = launch_mapping(
                     desired=desired,

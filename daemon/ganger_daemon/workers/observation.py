@@ -68,8 +68,10 @@ def observe(gang: LocalGang) -> agent_pb2.ObservedGang:
                 create_time=timestamp_pb2.Timestamp(seconds=int(published.time_seconds)),
             )
         )
-    if gang.pages.mapped:
+    if gang.pages.readable:
         _add_what_pages_say(message, gang)
+    elif gang.pages.foreign:
+        _add_what_an_opaque_job_can(message.capabilities, gang, "its control page is of another version of Ganger")
     return message
 
 
@@ -93,21 +95,21 @@ def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> Non
     facts = gang.facts()
     live = [rank for rank in facts.ranks if rank.exit is None]
     if live and any(is_opaque(facts, rank, now) for rank in live):
-        _add_what_an_opaque_job_can(message.capabilities, gang)
+        _add_what_an_opaque_job_can(message.capabilities, gang, "no agent")
         message.capabilities_presumed = not any(rank.opaque for rank in live) and not facts.no_agent
     elif all(progress.hello_time_ns for progress in found):
         _add_what_the_agent_can(message.capabilities, gang, found)
 
 
-def _add_what_an_opaque_job_can(capabilities: job_pb2.Capabilities, gang: LocalGang) -> None:
+def _add_what_an_opaque_job_can(capabilities: job_pb2.Capabilities, gang: LocalGang, why: str) -> None:
     freezer = gang.host.cgroups.capabilities.get("freeze", "none")
     capabilities.pause = gang.part.world == 1 and not freezer.startswith("none")
     if gang.part.world != 1:
-        capabilities.missing["PAUSE"] = "no agent: of several processes some would be stopped in a collective operation"
+        capabilities.missing["PAUSE"] = f"{why}: of several processes some would be stopped in a collective operation"
     elif not capabilities.pause:
-        capabilities.missing["PAUSE"] = f"no agent, and processes cannot be frozen on this node ({freezer})"
-    capabilities.missing["OFFLOAD"] = "no agent that could move this job's state out of the device"
-    capabilities.missing["CHECKPOINT"] = "no agent that could save and restore this job"
+        capabilities.missing["PAUSE"] = f"{why}, and processes cannot be frozen on this node ({freezer})"
+    capabilities.missing["OFFLOAD"] = f"{why}: nobody could move this job's state out of the device"
+    capabilities.missing["CHECKPOINT"] = f"{why}: nobody could save and restore this job"
 
 
 def _add_what_the_agent_can(capabilities: job_pb2.Capabilities, gang: LocalGang, found: Sequence[Progress]) -> None:

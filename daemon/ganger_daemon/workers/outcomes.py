@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 from ganger_daemon.core.orders import Outcome, OutcomeKind
 
 from .directories import GangPaths, read_json, write_json
+
+log = logging.getLogger(__name__)
 
 
 class Kept(NamedTuple):
@@ -34,6 +37,10 @@ def kept(paths: GangPaths) -> Kept | None:
     fields = read_json(paths.outcome)
     if not fields:
         return None
-    kind, code, rank = (int(fields[name]) for name in ("kind", "exit_code", "rank"))
-    step = fields.get("step")
-    return Kept(Outcome(OutcomeKind(kind), code, rank, str(fields["message"])), None if step is None else int(step))
+    try:
+        kind, code, rank = (int(fields[name]) for name in ("kind", "exit_code", "rank"))
+        step = None if fields.get("step") is None else int(fields["step"])
+        return Kept(Outcome(OutcomeKind(kind), code, rank, str(fields["message"])), step)
+    except (KeyError, TypeError, ValueError) as error:
+        log.warning("outcome cannot be read", extra={"path": str(paths.outcome), "error": repr(error)})
+        return None

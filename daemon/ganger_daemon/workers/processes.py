@@ -15,6 +15,9 @@ class ProcessId:
     start_ticks: int
 
 
+NOBODY = ProcessId(0, 0)
+
+
 def start_ticks(pid: int) -> int:
     """Kernel start time in clock ticks; 0 when there is no such process, or only its zombie."""
     try:

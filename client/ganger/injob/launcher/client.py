@@ -6,6 +6,7 @@ import array
 import json
 import os
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -127,6 +128,11 @@ class Launcher:
 
     def close(self) -> None:
         self._connection.close()
+
+    @property
+    def pid(self) -> int:
+        """The process at the other end, as the kernel knows it."""
+        return int(struct.unpack("3i", self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
 
     def info(self) -> dict[str, Any]:
         """Return pid, start_ticks, python, version, torch (imported), fork_safe."""

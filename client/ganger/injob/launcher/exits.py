@@ -48,13 +48,15 @@ def from_page(name: str, pid: int, ticks: int, page_path: str) -> Exit:
     code = None
     if page_path:
         try:
-            page = Page.open(page_path, writable=False)
+            # never mapped: this launcher looks after other jobs too
+            page = Page.open(page_path, writable=False, mapped=False)
+            try:
+                if page.identity().pid == pid:
+                    code = page.progress().exit_code
+            finally:
+                page.close()
         except (OSError, PageError):
             pass
-        else:
-            if page.identity().pid == pid:
-                code = page.progress().exit_code
-            page.close()
     return Exit(name, pid, ticks, code, None, time.time(), "unknown" if code is None else "page")
 
 

@@ -1,0 +1,79 @@
+"""Whose a process is. What names one in a file was perhaps written by the job, so it is believed only where the kernel
+bears it out: nobody else's process is ever signalled for a job.
+
+A process belongs to a gang if it is in the gang's cgroup, or if it is the child of a launcher that says it is this
+rank, or if it has this rank's log as its output or maps this rank's control page. None of these can a job bring about
+for a process that is not its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from .processes import NOBODY, ProcessId, is_alive
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """What a launcher says of a rank. `is_own`: the kernel names it as the parent."""
+
+    process: ProcessId
+    is_own: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A rank's process, alive or not; NOBODY if it never had one. `stranger` lives and was named as the rank's, but is
+    not."""
+
+    process: ProcessId
+    stranger: ProcessId | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """All that is known is who it is not."""
+        return self.stranger is not None and not self.process.pid
+
+
+def recognise(child: Child | None, noted: Collection[ProcessId], belongs: Callable[[ProcessId], bool]) -> Found:
+    """`noted`: who files say it is, the most credible first. A dead process needs no proof: it hears no signal."""
+    adopted = [child.process] if child is not None and not child.is_own else []
+    named = [process for process in (*adopted, *noted) if process.pid > 0]
+    strangers = [process for process in named if is_alive(process) and not belongs(process)]
+    proved = [process for process in named if process not in strangers]
+    if child is not None and child.is_own:
+        proved.insert(0, child.process)
+    return Found(proved[0] if proved else NOBODY, strangers[0] if strangers else None)
+
+
+def stranger_text(rank: int, found: Found) -> str:
+    pid = found.stranger.pid if found.stranger is not None else 0
+    return f"the files of rank {rank} name process {pid}, which is none of this gang: it is left alone"
+
+
+def parent_of(pid: int) -> int:
+    """0 when there is no such process."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def holds_files_of_rank(pid: int, log: Path, page: Path) -> bool:
+    """Whether a process writes its output to this log, or maps this control page. False where that cannot be seen."""
+    if any(_are_one(Path(f"/proc/{pid}/fd/{output}"), log) for output in (1, 2)):
+        return True
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_bytes()
+    except OSError:
+        return False
+    return any(line.endswith((b" " + bytes(page), b" " + bytes(page) + b" (deleted)")) for line in maps.splitlines())
+
+
+def _are_one(path: Path, other: Path) -> bool:
+    try:
+        return path.samefile(other)
+    except OSError:
+        return False
