@@ -556,7 +556,9 @@ class Capabilities(google.protobuf.message.Message):
     checkpoint: builtins.bool
     @property
     def missing(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Why a level is missing, by level name."""
+        """Why something cannot be had, by name: PAUSE, OFFLOAD, CHECKPOINT, or MOVE for a job that can be parked and resumed
+        in place, but not brought back in another process.
+        """
 
     def __init__(
         self,
