@@ -58,7 +58,10 @@ class JobState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        return self is JobState.SUCCEEDED or self is JobState.FAILED or self is JobState.CANCELLED
+        return self in _FINAL
+
+
+_FINAL: Final = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
 
 class GangPhase(StrEnum):

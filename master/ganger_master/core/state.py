@@ -37,6 +37,8 @@ ELEMENT_TYPES: Final[Mapping[str, type[Element]]] = {
     "counters": Counters,
 }
 _LOST_TICK_SECONDS: Final = 0.001
+# To look up a member of an enumeration takes Python 3.11 as long as a call, and this one is asked for with every change.
+_PENDING: Final = JobState.PENDING
 _KINDS: Final = {element: kind for kind, element in ELEMENT_TYPES.items()}
 
 
@@ -177,25 +179,17 @@ class State:
         if old == gang:
             return
         self.gangs[gang.epoch] = gang
-        self._index_gang(old, gang)
         self._put(("gang", str(gang.epoch)), gang)
         self.dirty.jobs[gang.job] = None
         self.dirty.news[gang.job] = None
         if old is None:
             if self.settings.quota_devices:
                 self._charge(gang.job)
-            self._hold(gang)
-            wants = self.dirty.wants
-            for piece in gang.pieces:
-                node = piece.claim.node
-                if node not in wants:
-                    wants[node] = [gang.epoch]
-                elif wants[node]:
-                    wants[node].append(gang.epoch)
-        else:
-            for piece in gang.pieces:
-                self.dirty.wants[piece.claim.node] = []
-                self.dirty.rows[piece.claim.node] = None
+            self._place(gang)
+            return
+        for piece in gang.pieces:
+            self.dirty.wants[piece.claim.node] = []
+            self.dirty.rows[piece.claim.node] = None
 
     def forget_gang(self, epoch: int) -> None:
         gang = self.gangs.pop(epoch)
@@ -306,7 +300,7 @@ class State:
 
     @staticmethod
     def is_waiting(job: Job) -> bool:
-        return job.state is JobState.PENDING and job.ending is None and job.next_epoch == 0
+        return job.state is _PENDING and job.ending is None and job.next_epoch == 0
 
     def gangs_of_job(self, number: int) -> list[Gang]:
         """All gangs of a job that still have something somewhere, oldest first."""
@@ -433,18 +427,26 @@ class State:
         self._note_view()
         return True
 
-    def _hold(self, gang: Gang) -> None:
-        """Takes what a new gang holds off the view; where more than that has changed, the row is computed anew."""
-        view, dirty = self.view, self.dirty
-        devices = gang.devices
-        for piece in gang.pieces:
+    def _place(self, gang: Gang) -> None:
+        """Notes a new gang on its nodes and takes what it holds off the view; where more than that has changed, the row
+        is computed anew."""
+        view, dirty, wants, gangs_on = self.view, self.dirty, self.dirty.wants, self.gangs_on
+        epoch, devices = gang.epoch, gang.devices
+        insort(self.gangs_of.setdefault(gang.job, []), epoch)
+        for place, piece in enumerate(gang.pieces):
             held, node = piece.held, piece.claim.node
-            if held is None or node in dirty.rows or node not in view.slots:
+            gangs_on.setdefault(node, {})[epoch] = place
+            if node not in wants:
+                wants[node] = [epoch]
+            elif wants[node]:
+                wants[node].append(epoch)
+            slot = view.slots.get(node)
+            if held is None or slot is None or node in dirty.rows:
                 dirty.rows[node] = None
                 continue
             view.take(held, devices)
             dirty.shown[node] = None
-            if view.available[view.slots[node]]:
+            if view.available[slot]:
                 self.free_devices -= held.device_mask.bit_count()
         self._note_view()
 
@@ -509,12 +511,6 @@ class State:
             self.moving[job.number] = None
         else:
             self.moving.pop(job.number, None)
-
-    def _index_gang(self, old: Gang | None, gang: Gang) -> None:
-        if old is None:
-            insort(self.gangs_of.setdefault(gang.job, []), gang.epoch)
-            for place, piece in enumerate(gang.pieces):
-                self.gangs_on.setdefault(piece.claim.node, {})[gang.epoch] = place
 
     def _unindex_gang(self, gang: Gang) -> None:
         self.gangs_of[gang.job].remove(gang.epoch)
