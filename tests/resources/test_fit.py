@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 from ganger.placement.candidates import candidates
-from ganger.resources.fit import _fit_node, _is_free, demand, fit, gang_level
-from ganger.resources.reasons import Reason, Refusal
+from ganger.resources.fit import _fits_at_a_glance, _why_not, demand, fit, gang_level
+from ganger.resources.reasons import Reason
 from ganger.resources.values import Claim, GangShape, Level, Role, TaskShape
 from ganger.resources.view import View
 from hypothesis import given, settings
@@ -254,16 +254,28 @@ def test_fit_agrees_with_the_naive_twin_on_stale_proposals(
     )
     | st.just(PAIR)
     | st.just(replace(PAIR, parked_bytes=(0, 0, 1, 1))),
-    st.booleans(),
+    st.lists(st.sampled_from([HALF, replace(HALF, node="s1"), replace(HALF, node="gone")]), max_size=2),
+    st.sampled_from([True, True, True, False]),
     st.integers(0, 5),
+    st.integers(0, 2),
+    st.sampled_from(["", "", "virtual", "other"]),
+    st.sampled_from([TaskShape(), TaskShape(1, 2000, HALF.memory_bytes)]),
+    st.sampled_from([Level.SOCKET, Level.CLUSTER]),
 )
-def test_what_is_free_at_a_glance_is_what_nothing_can_be_said_against(
-    claim: Claim, available: bool, device_gib: int
+def test_what_fits_at_a_glance_is_what_nothing_can_be_said_against(
+    claim: Claim,
+    more: list[Claim],
+    available: bool,
+    device_gib: int,
+    nodes: int,
+    device_type: str,
+    task: TaskShape,
+    widest: Level,
 ) -> None:
-    view = cluster(1)
+    view = cluster(2)
     view.set_available("s0", available)
     view.take(parked("s0", 0, 1, 2, 0))
-    shape = gang(2, device_gib=device_gib)
-    said: list[Refusal] = []
-    _fit_node(view, 0, shape, claim, None, False, said)
-    assert _is_free(view, 0, shape, claim) is not bool(said)
+    shape = gang(2, device_gib=device_gib, widest=widest)
+    shape = replace(shape, nodes=nodes, device_type=device_type, roles=(Role("worker", 2, task),))
+    for claims in ([claim, *more], more):
+        assert _fits_at_a_glance(view, shape, claims) is not bool(_why_not(view, shape, claims, (), False))
