@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from operator import add, sub
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,16 +142,12 @@ class View:
         Whoever calls has asked `fit`: a claim that does not fit is our mistake.
         """
         slot = self.slots[claim.node]
-        topology = self.topologies[slot]
-        mask = claim.device_mask
-        assert self.free[slot] & mask == mask, f"devices {mask & ~self.free[slot]:#x} of {claim.node} are held already"
+        mask, free = claim.device_mask, self.free[slot]
+        assert free & mask == mask, f"devices {mask & ~free:#x} of {claim.node} are held already, or not there"
         self._move(slot, claim, +1)
-        assert self.memory[slot] >= 0, f"host memory of {claim.node} is over-committed"
-        assert min(self.millicores[slot], default=0) >= 0, f"cores of {claim.node} are over-committed"
-        self.free[slot] &= ~mask
+        self.free[slot] = free & ~mask
         if mask and not self.affinity[slot]:
             self.affinity[slot] = gang_gpus or mask.bit_count()
-        assert topology.all_mask & mask == mask, f"{claim.node} has no devices {mask & ~topology.all_mask:#x}"
 
     def give(self, claim: Claim) -> None:
         """The inverse of `take`; claims of nodes that left are ignored. The last gang takes the affinity along."""
@@ -291,25 +288,22 @@ class View:
 
     def _move(self, slot: int, claim: Claim, sign: int) -> None:
         topology = self.topologies[slot]
-        mask = claim.device_mask
-        if claim.millicores:
+        mask, millicores = claim.device_mask, claim.millicores
+        if millicores:
             have = self.millicores[slot]
-            assert len(have) == len(claim.millicores), f"{claim.node} has {len(have)} sockets, not those of the claim"
-            self.millicores[slot] = tuple([cores - sign * claim.millicores[at] for at, cores in enumerate(have)])
-        self.memory[slot] -= sign * (claim.memory_bytes + claim.arena_bytes)
+            assert len(have) == len(millicores), f"{claim.node} has {len(have)} sockets, not those of the claim"
+            cores = self.millicores[slot] = tuple(map(sub if sign > 0 else add, have, millicores))
+            assert min(cores) >= 0, f"cores of {claim.node} are over-committed"
+        memory = self.memory[slot] = self.memory[slot] - sign * (claim.memory_bytes + claim.arena_bytes)
+        assert memory >= 0, f"host memory of {claim.node} is over-committed"
         if claim.parked_bytes:
             kept = self.parked.get(slot, (0,) * topology.devices)
             changes = zip(kept, claim.parked_bytes, strict=True)
             self._keep_parked(slot, tuple([before + sign * more for before, more in changes]))
-        if mask or any(claim.millicores):
-            self.socket_jobs[slot], self.group_jobs[slot], self.device_rows[slot] = _counted(
-                topology.sockets,
-                topology.groups,
-                (self.socket_jobs[slot], self.group_jobs[slot], self.device_rows[slot]),
-                mask,
-                claim.millicores,
-                sign,
-            )
+        if mask or any(millicores):
+            counts = (self.socket_jobs[slot], self.group_jobs[slot], self.device_rows[slot])
+            counts = _counted(topology, counts, mask, millicores, sign)
+            self.socket_jobs[slot], self.group_jobs[slot], self.device_rows[slot] = counts
         self._touch(slot)
 
     def _fill_columns(self, columns: Columns, where: slice, slots: Iterable[int]) -> None:
@@ -418,8 +412,7 @@ def _zeros(topology: Topology) -> tuple[tuple[int, ...], tuple[int, ...], tuple[
 
 @lru_cache(16_384)
 def _counted(
-    sockets: tuple[int, ...],
-    groups: tuple[int, ...],
+    topology: Topology,
     counts: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
     mask: int,
     millicores: tuple[int, ...],
@@ -430,9 +423,9 @@ def _counted(
     return (
         tuple(
             jobs + sign if devices & mask or any(millicores[at : at + 1]) else jobs
-            for at, (jobs, devices) in enumerate(zip(at_sockets, sockets, strict=True))
+            for at, (jobs, devices) in enumerate(zip(at_sockets, topology.sockets, strict=True))
         ),
-        tuple(jobs + sign if devices & mask else jobs for jobs, devices in zip(in_groups, groups, strict=True)),
+        tuple(jobs + sign if group & mask else jobs for jobs, group in zip(in_groups, topology.groups, strict=True)),
         tuple(rows + sign if mask >> device & 1 else rows for device, rows in enumerate(on_devices)),
     )
 
