@@ -96,6 +96,7 @@ class Master:
             storage_token=storage_token(config.storage_path),
             checkpoint_interval_seconds=config.checkpoint_interval_seconds,
             session_alive_seconds=config.session_alive_seconds,
+            finished_jobs_limit=config.finished_jobs_limit,
         )
         store = self._given_store or SqlStore(config.url)
         writer = Writer(store, settings, self._clock, failpoints.of_environment())

@@ -43,7 +43,8 @@ class Config:
     # Sessions of two machines with one name are refused while the first answered this recently.
     session_alive_seconds: float = 10.0
     events_kept_seconds: float = 30 * 86400.0
-    finished_jobs_kept_seconds: float = 30 * 86400.0
+    # Finished jobs that are kept, the last to end.
+    finished_jobs_limit: int = 10_000
     scheduler_host: bool = True
     log_level: str = "info"
 
@@ -121,6 +122,10 @@ def _parse_one(name: str, value: object) -> object:
         return str(value)
     if name.endswith("_seconds"):
         return _duration_of(name, value)
+    if name == "finished_jobs_limit":
+        if not str(value).isdecimal() or not int(str(value)):
+            raise ValueError(f"{name}: {value!r} is no number of jobs, at least 1")
+        return int(str(value))
     if name == "scheduler_host":
         return _truth_of(name, value)
     if name == "log_level":

@@ -53,6 +53,29 @@ def test_repeated_request_id_gives_the_same_job_and_another_spec_is_refused(tmp_
     asyncio.run(story())
 
 
+def test_a_job_that_is_no_longer_kept_is_said_so_and_its_request_id_is_not_taken_again(tmp_path: Path) -> None:
+    async def story() -> None:
+        request_id = str(uuid.uuid4())
+        async with serving(tmp_path, finished_jobs_limit=1) as served:
+            for made in (await served.submit(spec_of(), request_id), await served.submit()):
+                await served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name=made.name))
+            listed = await served.jobs.ListJobs(job_service_pb2.ListJobsRequest())
+            assert [job.name for job in listed.jobs] == ["jobs/2"]
+        async with serving(tmp_path, finished_jobs_limit=1) as served:
+            for ask, request in (
+                (served.jobs.GetJob, job_service_pb2.GetJobRequest(name="jobs/1")),
+                (served.jobs.ExplainJob, job_service_pb2.ExplainJobRequest(name="jobs/1")),
+            ):
+                with pytest.raises(grpc.RpcError) as failed:
+                    await ask(request)  # type: ignore[operator]
+                assert "jobs/1 has ended and is no longer kept" in from_rpc_error(failed.value).message
+            assert await reason(served.submit(spec_of(), request_id)) == "REQUEST_REUSED"
+            told = await served.jobs.ListEvents(job_service_pb2.ListEventsRequest(subject="jobs/1"))
+            assert told.events[-1].kind == "job_cancelled"
+
+    asyncio.run(story())
+
+
 def test_bad_spec_is_refused_with_all_violations_at_once(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving(tmp_path) as served:

@@ -32,10 +32,22 @@ def test_durations_are_read_with_their_units(text: str, seconds: float) -> None:
 
 def test_all_mistakes_are_reported_together() -> None:
     with pytest.raises(ConfigError) as refused:
-        load({"listen": "10.0.0.1:80", "lost_after": "soon", "log_level": "loud"}, {}, "nonsense_key = 1\n")
+        load(
+            {"listen": "10.0.0.1:80", "lost_after": "soon", "log_level": "loud"},
+            {"GANGER_MASTER_FINISHED_JOBS_LIMIT": "0"},
+            "nonsense_key = 1\n",
+        )
     text = str(refused.value)
-    for word in ("certificates", "'soon' is no duration", "log_level 'loud'", "nonsense_key", "--state-dir"):
+    for word in (
+        "certificates",
+        "'soon' is no duration",
+        "log_level 'loud'",
+        "'0' is no number of jobs",
+        "nonsense_key",
+        "--state-dir",
+    ):
         assert word in text
+    assert load({"state_dir": "/s"}, {}, "finished_jobs_limit = 7\n").finished_jobs_limit == 7
 
 
 @pytest.mark.parametrize("listen", ["nowhere", "127.0.0.1:99999", "0.0.0.0:0", "unix:relative", "unix:/" + "x" * 200])

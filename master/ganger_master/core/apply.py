@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from ganger_master.core import attempts, events, observation, orders, queue
+from ganger_master.core import attempts, events, finished, observation, orders, queue
 from ganger_master.core.events import Event
 from ganger_master.core.model import Failure, Job, JobState, Node
 from ganger_master.core.settle import settle
@@ -157,21 +157,7 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
     for name in state.take_lost(now):
         observation.lose(state, name, now, event.cause, "it has not called for longer than lost_after")
     queue.expire(state, now)
-    _forget_finished(state, now)
-
-
-def _forget_finished(state: State, now: float) -> None:
-    """Keeps a bounded number of finished jobs; younger ones stay as long as their request id must be known."""
-    excess = len(state.jobs) - len(state.live) - state.settings.finished_jobs_limit
-    if excess <= 0:
-        return
-    for number in list(state.jobs):
-        job = state.jobs[number]
-        if excess <= 0 or now - job.create_time < state.settings.request_kept_seconds:
-            break
-        if job.state.is_final and number not in state.gangs_of:
-            state.forget_job(number)
-            excess -= 1
+    finished.forget(state, now)
 
 
 _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {

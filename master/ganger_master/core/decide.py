@@ -50,6 +50,11 @@ def _submit(state: State, command: commands.SubmitJob, now: float) -> Decision:
                 return Decision((), JobAnswer(number))
             text = f"request id {command.request_id} was used for {job.name} with another spec; use a new one"
             return Decision((), Refused("REQUEST_REUSED", text, {"job": job.name}))
+    former = state.former.get(command.request_id)
+    if former is not None and now - former.time <= state.settings.request_kept_seconds:
+        name = f"jobs/{former.number}"
+        text = f"request id {command.request_id} was accepted as {name}, which has ended and is no longer kept"
+        return Decision((), Refused("REQUEST_REUSED", text, {"job": name}))
     refused = check_submission(state, command.spec)
     if refused is not None:
         return Decision((), refused)

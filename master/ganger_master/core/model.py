@@ -39,6 +39,7 @@ __all__ = [
     "OutcomeKind",
     "Piece",
     "Progress",
+    "Request",
     "Restore",
     "Role",
     "Stray",
@@ -288,6 +289,20 @@ class Job(Struct, frozen=True, gc=False, omit_defaults=True):
         peak = max(self.peak_device_bytes, self.spec.gpu_memory_bytes)
         return peak + peak // 10
 
+    @property
+    def shape(self) -> GangShape:
+        """What it asks for now: as its spec says, and by what was measured of it."""
+        return self.spec.shape(self.arena_bytes_per_device, self.peak_device_bytes)
+
+
+class Request(Struct, frozen=True, gc=False):
+    """The id under which a job was submitted that has ended and is no longer kept: never accepted a second time."""
+
+    number: int
+    request_id: str
+    # When the job was submitted.
+    time: float
+
 
 class Outcome(Struct, frozen=True, gc=False, omit_defaults=True):
     kind: OutcomeKind = OutcomeKind.NONE
@@ -473,4 +488,4 @@ class Counters(Struct):
     storage_token: str = ""
 
 
-Element: TypeAlias = Job | Gang | Node | ConfigurationSet | Counters
+Element: TypeAlias = Job | Request | Gang | Node | ConfigurationSet | Counters

@@ -38,5 +38,7 @@ class Settings:
     protected_jobs: int = 4
     jobs_waiting_limit: int = 100_000
     finished_jobs_limit: int = 10_000
+    # Request ids of finished jobs that are kept no longer: about 60 MB. Beyond these the oldest are forgotten early.
+    former_requests_limit: int = 250_000
     # Devices a user may hold at once; "" is everybody not named. Absent: no limit.
     quota_devices: Mapping[str, int] = field(default_factory=dict)

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from ganger_master.core.commands import ObservedGang
 from ganger_master.core.desired import Party, Projected, project
 from ganger_master.core.effects import History
-from ganger_master.core.model import Claim, Counters, Element, Gang, Job, JobState, Node
+from ganger_master.core.model import Claim, Counters, Element, Gang, Job, JobState, Node, Request
 from ganger_master.core.rows import row_of
 from ganger_master.core.settings import Settings
 from ganger_master.core.shares import Shares
@@ -33,6 +33,7 @@ ELEMENT_TYPES: Final[Mapping[str, type[Element]]] = {
     "configuration_set": ConfigurationSet,
     "node": Node,
     "job": Job,
+    "request": Request,
     "gang": Gang,
     "counters": Counters,
 }
@@ -117,6 +118,10 @@ class State:
         # By node and epoch, in the order of epochs: which of the gang's pieces is there.
         self.gangs_on: dict[str, dict[int, int]] = {}
         self.requests: dict[str, int] = {}
+        # By request id, those that were forgotten first at the front.
+        self.former: dict[str, Request] = {}
+        # In the order in which they ended.
+        self.finished: dict[int, None] = {}
         self.live: dict[int, None] = {}
         # Only where there are quotas.
         self.shares = Shares()
@@ -199,9 +204,7 @@ class State:
         self.parties.pop(epoch, None)
         for node in gang.nodes:
             self.last_said.pop((node, epoch), None)
-        key = ("gang", str(epoch))
-        self._puts.pop(key, None)
-        self._removes[key] = None
+        self._remove(("gang", str(epoch)))
         self.dirty.jobs[gang.job] = None
         self.dirty.news[gang.job] = None
         for node in gang.nodes:
@@ -209,12 +212,25 @@ class State:
             self.dirty.rows[node] = None
 
     def forget_job(self, number: int) -> None:
+        """One that has ended, with nothing left anywhere."""
         job = self.jobs.pop(number)
-        self.requests.pop(job.request_id, None)
-        key = ("job", str(number))
-        self._puts.pop(key, None)
-        self._removes[key] = None
+        del self.finished[number]
+        if self.requests.get(job.request_id) == number:
+            del self.requests[job.request_id]
+        for known in (self.claimed_by, self.lost_turns):
+            known.pop(number, None)
+        self._remove(("job", str(number)))
         self._forget_refusals(number)
+
+    def put_request(self, request: Request) -> None:
+        self.forget_request(request.request_id)
+        self.former[request.request_id] = request
+        self._put(("request", str(request.number)), request)
+
+    def forget_request(self, request_id: str) -> None:
+        former = self.former.pop(request_id, None)
+        if former is not None:
+            self._remove(("request", str(former.number)))
 
     def _charge(self, number: int) -> None:
         """A job counts towards its user's quota from the approval of its gang until that is gone."""
@@ -262,9 +278,7 @@ class State:
             touched.pop(name, None)
         if not self.gangs_on[name]:
             del self.gangs_on[name]
-        key = ("node", name)
-        self._puts.pop(key, None)
-        self._removes[key] = None
+        self._remove(("node", name))
 
     def put_configuration_set(self, configuration_set: ConfigurationSet) -> None:
         self.configuration_sets[configuration_set.name] = configuration_set
@@ -351,6 +365,9 @@ class State:
             state.put_gang(gang)
         for job in sorted((j for j in by_kind["job"] if isinstance(j, Job)), key=lambda job: job.number):
             state.put_job(job)
+        state.finished = dict.fromkeys(sorted(state.finished, key=lambda number: state.jobs[number].end_time))
+        for request in sorted((r for r in by_kind["request"] if isinstance(r, Request)), key=lambda one: one.time):
+            state.former[request.request_id] = request
         for name in sorted(state.nodes):
             node = state.nodes[name]
             state.refresh_row(name)
@@ -478,6 +495,10 @@ class State:
         self.next_lost_check = max(min(later), now) + _LOST_TICK_SECONDS if later else None
         return lost
 
+    def _remove(self, key: tuple[str, str]) -> None:
+        self._puts.pop(key, None)
+        self._removes[key] = None
+
     def _put(self, key: tuple[str, str], element: Element) -> None:
         self._puts[key] = element
         self._removes.pop(key, None)
@@ -487,6 +508,7 @@ class State:
             self.requests[job.request_id] = job.number
         if job.state.is_final:
             self.live.pop(job.number, None)
+            self.finished[job.number] = None
         else:
             self.live[job.number] = None
         was, waits = old is not None and self.is_waiting(old), self.is_waiting(job)

@@ -55,9 +55,15 @@ class Shown:
     def job_named(self, number: int) -> Job:
         job = self._writer.committed.jobs.get(number)
         if job is None:
-            name = names.job_name(number)
-            raise errors.JobNotFound(f"there is no {name}: `ganger queue --all` lists what there is", job=name)
+            raise self.not_found(number)
         return job
+
+    def not_found(self, number: int) -> errors.JobNotFound:
+        name = names.job_name(number)
+        if 0 < number < self._writer.committed.counters.next_job:
+            text = f"{name} has ended and is no longer kept: `ganger history {number}` says what became of it"
+            return errors.JobNotFound(text, job=name)
+        return errors.JobNotFound(f"there is no {name}: `ganger queue --all` lists what there is", job=name)
 
     def node_named(self, node: str) -> Node:
         found = self._writer.committed.nodes.get(node)

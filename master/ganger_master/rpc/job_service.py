@@ -129,6 +129,9 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def ExplainJob(self, request: job_service_pb2.ExplainJobRequest, context: Any) -> job_service_pb2.Explanation:
         number = names.parse_job_name(request.name)
         job = self._shown.job(number)
+        if number not in self._writer.state.jobs:
+            # Forgotten in the batch that is being committed.
+            raise self._shown.not_found(number)
         found = explain(self._writer.state, number, self._clock())
         return job_service_pb2.Explanation(
             job=job,

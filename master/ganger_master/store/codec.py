@@ -13,12 +13,13 @@ import msgspec
 from msgspec.structs import replace
 
 from ganger_master.core.effects import History
-from ganger_master.core.model import ConfigurationSet, Counters, Element, Gang, Job, JobSpec, Node
+from ganger_master.core.model import ConfigurationSet, Counters, Element, Gang, Job, JobSpec, Node, Request
 from ganger_master.store.contract import Batch, HistoryEntry, Problem, Row, StoredRow, StoreError
 
 # Kind of an element, as the core names it, to the table that keeps it.
 TABLE_OF_KIND: Final = {
     "job": "jobs",
+    "request": "requests",
     "gang": "gangs",
     "node": "nodes",
     "configuration_set": "configuration_sets",
@@ -27,6 +28,7 @@ TABLE_OF_KIND: Final = {
 _TYPE_OF_TABLE: Final[Mapping[str, type]] = {
     "jobs": Job,
     "job_specs": JobSpec,
+    "requests": Request,
     "gangs": Gang,
     "nodes": Node,
     "configuration_sets": ConfigurationSet,
@@ -102,6 +104,10 @@ def _row_of_job(key: str, job: Job) -> Row:
     )
 
 
+def _row_of_request(key: str, request: Request) -> Row:
+    return key, request.time, _body(request)
+
+
 def _row_of_gang(key: str, gang: Gang) -> Row:
     return key, gang.epoch, gang.job, gang.role.value, gang.phase.value, _body(gang)
 
@@ -120,6 +126,7 @@ def _row_of_counters(key: str, counters: Counters) -> Row:
 
 _ROW_OF: Final[Mapping[str, Callable[[str, Any], Row]]] = {
     "jobs": _row_of_job,
+    "requests": _row_of_request,
     "gangs": _row_of_gang,
     "nodes": _row_of_node,
     "configuration_sets": _row_of_set,
@@ -147,7 +154,7 @@ def _order(element: Element) -> tuple[int, int, str]:
             return 1, 0, element.name
         case Node():
             return 2, 0, element.name
-        case Job():
+        case Job() | Request():
             return 3, element.number, ""
         case Gang():
             return 4, element.epoch, ""

@@ -74,6 +74,15 @@ job_specs = Table(
     Column("body", Text, nullable=False),
 )
 
+# Under which ids jobs were submitted that are no longer kept.
+requests = Table(
+    "requests",
+    metadata,
+    Column("key", String(_KEY_LENGTH), primary_key=True),
+    Column("time", Double, nullable=False),
+    Column("body", Text, nullable=False),
+)
+
 gangs = Table(
     "gangs",
     metadata,
@@ -100,7 +109,7 @@ events = Table(
 )
 
 # In the order in which they are loaded: an element only names elements of tables before its own.
-STATE: Final = {table.name: table for table in (counters, configuration_sets, nodes, job_specs, jobs, gangs)}
+STATE: Final = {table.name: table for table in (counters, configuration_sets, nodes, job_specs, jobs, requests, gangs)}
 # Of each state table, `key` left out.
 COLUMNS: Final = {
     name: tuple(column.name for column in table.columns if column.name != "key") for name, table in STATE.items()

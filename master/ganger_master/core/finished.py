@@ -1,0 +1,37 @@
+"""Which jobs that have ended are still kept, so that memory is bounded; of the others it is known that they were.
+
+A submission that is repeated must be recognised for a while: of a job that goes, its request id stays as long.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from ganger_master.core.model import Request
+from ganger_master.core.state import State
+
+
+def forget(state: State, now: float) -> None:
+    """Keeps the jobs that ended last; one that holds something on a lost node stays until that is gone."""
+    excess = len(state.finished) - state.settings.finished_jobs_limit
+    if excess > 0:
+        for number in list(islice((number for number in state.finished if number not in state.gangs_of), excess)):
+            _forget_job(state, number, now)
+    while state.former:
+        oldest = next(iter(state.former.values()))
+        if _must_be_known(state, oldest.time, now) and len(state.former) <= state.settings.former_requests_limit:
+            return
+        state.forget_request(oldest.request_id)
+
+
+def _forget_job(state: State, number: int, now: float) -> None:
+    job = state.jobs[number]
+    # After its day an id may be another's.
+    has_id = state.requests.get(job.request_id) == number
+    state.forget_job(number)
+    if has_id and _must_be_known(state, job.create_time, now):
+        state.put_request(Request(number, job.request_id, job.create_time))
+
+
+def _must_be_known(state: State, submitted: float, now: float) -> bool:
+    return now - submitted <= state.settings.request_kept_seconds
