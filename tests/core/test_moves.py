@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from core.drive import GIB, Drive, job_of
-from ganger_master.core.answers import Approved, JobAnswer, Rejected
+from ganger_master.core.answers import Approved, JobAnswer, Refused, Rejected
 from ganger_master.core.commands import MoveJob, ResumeJob, SuspendJob
 from ganger_master.core.model import (
     GangPhase,
@@ -68,6 +68,41 @@ def test_the_ready_destination_waits_for_a_source_that_still_runs() -> None:
     drive.seen(number, destination, ObservedPhase.READY, 40)
     assert drive.job(number).epoch == source
     assert drive.state.gangs[source].phase is GangPhase.MOVING
+
+
+def test_a_job_cannot_go_back_before_what_it_came_from_has_left_and_is_told_so() -> None:
+    drive, number, destination = handed_over(40, job_of(4))
+    source = drive.job(number).epoch
+    (home,), (away,) = drive.state.gangs[source].nodes, drive.state.gangs[destination].nodes
+    drive.seen(number, destination, ObservedPhase.READY, 40)
+    drive.seen(number, destination, ObservedPhase.RUNNING)
+    for nodes in ((), (home,)):
+        answer = drive.step(MoveJob(number, nodes))
+        assert isinstance(answer, Refused)
+        assert answer.reason == "MOVE_REFUSED"
+        assert f"what jobs/{number} was moved from is still leaving nodes/{home}: move it again" in answer.message
+    refused = drive.step(MoveJob(number, (away,)))
+    assert isinstance(refused, Refused)
+    assert "leaving" not in refused.message, "there it is the job itself that is in the way"
+    drive.seen(number, source, ObservedPhase.ENDED)
+    assert drive.step(MoveJob(number, (home,))) == JobAnswer(number)
+
+
+def test_a_job_goes_on_to_a_free_place_while_what_it_came_from_is_still_leaving() -> None:
+    drive = Drive(3)
+    number = drive.submit(job_of(4))
+    source = drive.start(number)
+    drive.runs(number)
+    drive.step(MoveJob(number))
+    destination = drive.job(number).next_epoch
+    drive.seen(number, destination, ObservedPhase.PREPARED)
+    drive.seen(number, source, ObservedPhase.PARKED, 40)
+    drive.seen(number, destination, ObservedPhase.READY, 40)
+    drive.seen(number, destination, ObservedPhase.RUNNING)
+    assert drive.state.gangs[source].intent is Intent.STOP
+    assert drive.step(MoveJob(number)) == JobAnswer(number)
+    third = drive.state.gangs[drive.job(number).next_epoch]
+    assert not set(third.nodes) & {*drive.state.gangs[source].nodes, *drive.state.gangs[destination].nodes}
 
 
 @pytest.mark.parametrize(("gib", "fits"), [(10, True), (20, False)])

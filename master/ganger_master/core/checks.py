@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ganger_master.core.answers import Refused
 from ganger_master.core.arenas import has_arenas
 from ganger_master.core.attempts import can_hand_over
@@ -88,9 +90,25 @@ def check_move(
         found = find_place(state, job, avoid, frozenset(nodes) or None)
         if found is not None:
             return found[0]
-        where = "on " + ", ".join(nodes) if nodes else "on other nodes"
+        where = "on " + ", ".join(f"nodes/{name}" for name in nodes) if nodes else "on other nodes"
         text = f"there is no room for it {where}"
+    candidates = {claim.node for claim in claims} or set(nodes) or state.nodes.keys() - set(gang.nodes)
+    leaving = _leaving(state, job, candidates)
+    if leaving:
+        text = f"{text} yet; {leaving}: move it again once that is gone (`ganger nodes` shows what is free)"
     return Refused("MOVE_REFUSED", f"{job.name} cannot be moved: {text}", {"job": job.name})
+
+
+def _leaving(state: State, job: Job, nodes: Collection[str]) -> str:
+    """Who still holds something on these nodes and is told to go; empty if nobody does."""
+    found: dict[str, list[str]] = {}
+    for node in sorted(nodes):
+        for epoch in state.gangs_on.get(node, {}):
+            gang = state.gangs[epoch]
+            if gang.intent is Intent.STOP:
+                who = f"what {job.name} was moved from" if gang.job == job.number else f"jobs/{gang.job}"
+                found.setdefault(who, []).append(f"nodes/{node}")
+    return "; ".join(f"{who} is still leaving {', '.join(places)}" for who, places in found.items())
 
 
 def busy(job: Job, why: str) -> Refused:
