@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ganger_master.policies.fragmentation import Demand, fragmented_gpus
 from ganger_master.sim.report.documents import as_json, write_jobs, write_series
 from ganger_master.sim.report.fairness import finish_time_fairness, mean_contention
 from ganger_master.sim.report.figures import figures
-from ganger_master.sim.report.fragmentation import Demand, demand_of, fragmented_gpus
+from ganger_master.sim.report.fragmentation import demand_of
 from ganger_master.sim.report.outcomes import Outcomes, Run, outcomes
 from ganger_master.sim.report.seeds import interval, paired_ratio
 from ganger_master.sim.report.series import StepSeries
