@@ -28,6 +28,8 @@ class Drive:
     def __init__(self, nodes: int = 1, settings: Settings | None = None) -> None:
         self.state = State(settings or Settings(), 0.0)
         self.now = 1.0
+        # What its processes keep of each device once they have offloaded.
+        self.residue_bytes = 0
         self.sessions: dict[str, str] = {}
         self.observations = 0
         self.told: list[History] = []
@@ -60,7 +62,7 @@ class Drive:
 
     def places(self, number: int) -> tuple[tuple[Claim, ...], ...]:
         job = self.state.jobs[number]
-        return candidates(self.state.view, job.spec.shape(job.arena_bytes_per_device), waited=1e9).candidates
+        return candidates(self.state.view, job.shape, waited=1e9).candidates
 
     def request(
         self,
@@ -73,7 +75,7 @@ class Drive:
         """In turn, if it has one and nothing else is said; without places it passes."""
         held = self.state.turn_of.get(number, 0) if turn is None else turn
         job = self.state.jobs[number]
-        found = candidates(self.state.view, job.spec.shape(job.arena_bytes_per_device)).refusals if blockers else ()
+        found = candidates(self.state.view, job.shape).refusals if blockers else ()
         return self.step(
             RequestGang(number, job.revision, places, held, blockers=tuple(found), view_version=view_version)
         )
@@ -91,10 +93,15 @@ class Drive:
     def seen(self, number: int, epoch: int, phase: ObservedPhase, stop_step: int = 0) -> None:
         """One gang is reported so by all its nodes, beside whatever else they have, as it was last reported."""
         for node in self.state.gangs[epoch].nodes:
-            others = [self.reported(gang, node) for gang in self.on(node) if gang.epoch != epoch]
+            others = self.others(node, epoch)
             gang = self.state.gangs.get(epoch)
             if gang is not None:
-                self.observe(node, *(one for one in others if one), self.report(gang, phase, stop_step))
+                self.observe(node, *others, self.report(gang, phase, stop_step))
+
+    def others(self, node: str, epoch: int) -> list[ObservedGang]:
+        """All but this gang, as they were last reported."""
+        found = [self.reported(gang, node) for gang in self.on(node) if gang.epoch != epoch]
+        return [one for one in found if one is not None]
 
     def seen_without(self, node: str, number: int) -> None:
         """A job's gang has gone from a node, the others are as they were last reported."""
@@ -122,6 +129,7 @@ class Drive:
             level=gang.park_level,
             stop_sequence=gang.stop_sequence if parked else 0,
             stop_step=stop_step,
+            residue_bytes=(self.residue_bytes,) * SERVER.devices if parked else (),
             capabilities=ALL_LEVELS,
         )
 

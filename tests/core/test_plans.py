@@ -16,7 +16,7 @@ def two_places(drive: Drive, *numbers: int) -> list[tuple[Claim, ...]]:
     view = drive.state.view.copy()
     found = []
     for number in numbers:
-        claims = candidates(view, drive.job(number).spec.shape(drive.job(number).arena_bytes_per_device)).candidates[0]
+        claims = candidates(view, drive.job(number).shape).candidates[0]
         for claim in claims:
             view.take(claim)
         found.append(claims)

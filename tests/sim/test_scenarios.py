@@ -3,7 +3,7 @@
 node NAME TOPOLOGY [type=T] [user=U]       policy NAME | quota USER=DEVICES ...   (before nodes)
 submit GPUS [steps= cores= memory= type= within= user= priority=]
 cancel|resume|why|show JOB                 suspend JOB LEVEL              move JOB [NODE]
-cordon|uncordon|drain|reboot|storage|nostorage NODE                       run SECONDS      nodes
+cordon|uncordon|drain|reboot|storage|nostorage NODE     residue MEBIBYTES     run SECONDS      nodes
 """
 
 from __future__ import annotations
@@ -181,6 +181,10 @@ class _Story:
 
     def _nostorage(self, node: str) -> Iterator[str]:
         self.cluster.daemons[node].storage_proved = False
+        yield from ()
+
+    def _residue(self, mebibytes: str) -> Iterator[str]:
+        self.cluster.physics.residue_bytes = int(mebibytes) << 20
         yield from ()
 
     def _ask(self, command: commands.Command) -> Iterator[str]:

@@ -19,7 +19,9 @@ from ganger_master.core.model import Claim, Job, Level, Node
 from ganger_master.core.state import Blocked, Kept, State
 
 # Blockers that only a change of the cluster's free pieces removes: their jobs are kept room for.
-WAITS_FOR_PIECES = frozenset({Reason.GPUS, Reason.CORES, Reason.MEMORY, Reason.LOCALITY, Reason.NODE_UNAVAILABLE})
+WAITS_FOR_PIECES = frozenset(
+    {Reason.GPUS, Reason.CORES, Reason.MEMORY, Reason.DEVICE_MEMORY, Reason.LOCALITY, Reason.NODE_UNAVAILABLE}
+)
 
 
 def judge(state: State, job: Job, wanted: Sequence[tuple[Claim, ...]], rank: int, now: float) -> Approved | Rejected:
@@ -36,7 +38,7 @@ def judge(state: State, job: Job, wanted: Sequence[tuple[Claim, ...]], rank: int
         return Rejected(refusals, ())
     verdict = approve(
         state.view,
-        job.spec.shape(job.arena_bytes_per_device),
+        job.shape,
         allowed,
         rank=rank,
         job=job.name,
@@ -50,7 +52,7 @@ def judge(state: State, job: Job, wanted: Sequence[tuple[Claim, ...]], rank: int
 
 def has_place(state: State, job: Job, now: float) -> bool:
     """Whether a request of a waiting job would be granted now, had it waited for its wish long enough."""
-    shape = job.spec.shape(job.arena_bytes_per_device)
+    shape = job.shape
     found = places(state.view, shape, waited=_PATIENT)
     return isinstance(judge(state, job, found, state.queue_rank(job.number), now), Approved)
 
@@ -67,7 +69,7 @@ def judge_change(
     refusals = node_rules(state, job, claims)
     if refusals:
         return refusals
-    shape = job.spec.shape(job.arena_bytes_per_device if arena is None else arena)
+    shape = job.shape if arena is None else job.spec.shape(arena, job.peak_device_bytes)
     return fit(state.view, shape, claims, holding=tuple(holding), retune=retune)
 
 
@@ -79,7 +81,7 @@ def find_place(
     state: State, job: Job, avoid: frozenset[str], within: frozenset[str] | None = None
 ) -> tuple[tuple[Claim, ...], Level] | None:
     """A place for a job on other nodes than those to avoid, and on none but `within`; None if there is none now."""
-    shape = job.spec.shape(job.arena_bytes_per_device)
+    shape = job.shape
     for claims in places(state.view, shape, waited=_PATIENT, avoid=avoid, only=within):
         if not judge_change(state, job, claims):
             return claims, level_of(state, claims)
@@ -207,9 +209,7 @@ def _places_for(state: State, waited: Sequence[Job], now: float) -> Mapping[str,
         or kept.numbers != numbers
         or (kept.view_version != state.view.version and not 0.0 <= now - kept.time < _KEPT_SECONDS)
     ):
-        wanting = [
-            Wanting(job.name, rank, job.spec.shape(job.arena_bytes_per_device)) for rank, job in enumerate(waited, 1)
-        ]
+        wanting = [Wanting(job.name, rank, job.shape) for rank, job in enumerate(waited, 1)]
         found = {one.job: one.claims for one in reserve(state.view, wanting)}
         kept = state.kept = Kept(numbers, state.view.version, now, found)
     return kept.places

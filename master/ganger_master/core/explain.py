@@ -5,10 +5,12 @@ from __future__ import annotations
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import GangShape
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ganger_master.approval import explain as approval
 from ganger_master.core import capacity
 from ganger_master.core.model import Job, JobState
+from ganger_master.core.residues import holders_on
 from ganger_master.core.state import State
 
 
@@ -56,7 +58,20 @@ def blockers_of(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
     if forbidden and not quota and _would_help(state, job, now):
         # The nodes it may not use are what it lacks.
         found = (*forbidden, *(one for one in found if one.reason is not Reason.NODE_UNAVAILABLE))
-    return found or state.blockers_of(job.number)
+    return tuple(_with_keeper(state, job, one) for one in found) or state.blockers_of(job.number)
+
+
+def _with_keeper(state: State, job: Job, refusal: Refusal) -> Refusal:
+    """Names who keeps the most of the devices that lack memory: it helps to end it, or to park it at CHECKPOINT."""
+    if refusal.reason is not Reason.DEVICE_MEMORY or refusal.job or not refusal.node:
+        return refusal
+    kept = {
+        number: sum(claim.parked_bytes)
+        for number, claim in holders_on(state, refusal.node)
+        if claim.parked_bytes and number != job.number
+    }
+    keeper = max(kept, key=lambda number: (kept[number], -number), default=0)
+    return replace(refusal, job=f"jobs/{keeper}") if keeper else refusal
 
 
 _BEHIND = frozenset({Reason.PROTECTED, Reason.RESERVED})
@@ -75,7 +90,7 @@ def _would_help(state: State, job: Job, now: float) -> bool:
 
 
 def _shape(job: Job) -> GangShape:
-    return job.spec.shape(job.arena_bytes_per_device)
+    return job.shape
 
 
 def _holders(state: State, now: float) -> list[approval.Holder]:

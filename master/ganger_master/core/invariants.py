@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ganger_master.core.capacity import find_blocked
 from ganger_master.core.model import GangPhase, GangRole, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.residues import holders_on
 from ganger_master.core.rows import row_of
 from ganger_master.core.state import State
 
@@ -34,8 +35,22 @@ def _pieces(state: State) -> Iterator[str]:
         memory = sum(claim.memory_bytes + claim.arena_bytes for claim in held)
         if memory > configuration_set.memory_bytes:
             yield f"{name}: {memory} of {configuration_set.memory_bytes} bytes are held"
+        yield from _device_memory(state, name, configuration_set.device_memory_bytes)
         if rows.get(name) != row_of(node, state.view.topology(name), held, state.affinity_of(name)):
             yield f"{name}: its row in the view is not what its gangs hold"
+
+
+def _device_memory(state: State, name: str, whole: int) -> Iterator[str]:
+    """Whoever holds a device has left on it what its job says it needs, beside what parked gangs keep."""
+    parked = [claim.parked_bytes for claim in state.held_on(name) if claim.parked_bytes]
+    if not parked or not whole:
+        return
+    kept = [sum(sizes) for sizes in zip(*parked, strict=True)]
+    for number, claim in holders_on(state, name):
+        needed = state.jobs[number].spec.gpu_memory_bytes
+        for device, size in enumerate(kept):
+            if claim.device_mask >> device & 1 and needed and needed + size > whole:
+                yield f"{name}: device {device} has {whole} bytes, {size} are kept and jobs/{number} needs {needed}"
 
 
 def _gangs(state: State) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Final, TypeAlias
 
 from ganger.resources.values import Claim, ConfigurationSet, GangShape, Level, Locality, NodeRow, Role
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 __all__ = [
     "Agent",
@@ -180,8 +181,9 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
     def tasks(self) -> int:
         return sum(role.tasks for role in self.roles)
 
-    def shape(self, arena_bytes_per_device: int = 0) -> GangShape:
-        return GangShape(self.roles, self.device_type, self.locality, self.nodes, arena_bytes_per_device)
+    def shape(self, arena_bytes_per_device: int = 0, peak_device_bytes: int = 0) -> GangShape:
+        needed = max(self.gpu_memory_bytes, peak_device_bytes)
+        return GangShape(self.roles, self.device_type, self.locality, self.nodes, arena_bytes_per_device, needed)
 
 
 class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -338,6 +340,8 @@ class Piece(Struct, frozen=True, gc=False, omit_defaults=True):
     # Nothing of it is left on the node, or the node is lost and counts as such for the job.
     gone: bool = False
     lost: bool = False
+    # What its processes kept of each of the node's devices when they last offloaded; empty for nothing.
+    residue_bytes: tuple[int, ...] = ()
 
 
 class Restore(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -387,6 +391,16 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
     @property
     def claims(self) -> tuple[Claim, ...]:
         return tuple([piece.claim for piece in self.pieces])
+
+    @property
+    def parked_claims(self) -> tuple[Claim, ...]:
+        """Its placement, with what it keeps of devices there although it holds none."""
+        return tuple(
+            [
+                replace(piece.claim, parked_bytes=piece.held.parked_bytes) if piece.held is not None else piece.claim
+                for piece in self.pieces
+            ]
+        )
 
     @property
     def nodes(self) -> tuple[str, ...]:

@@ -117,10 +117,13 @@ def reserve(gang: Gang, claims: Sequence[Claim]) -> Gang:
 
 
 def rested(gang: Gang, now: float) -> Gang:
-    """All parts rest: OFFLOAD gives up devices and cores, keeps the memory of its processes and their arenas."""
+    """All parts rest: OFFLOAD gives up devices and cores, keeps the memory of its processes and their arenas, and what
+    cannot be freed of the devices. What rested so before keeps what it kept."""
     pieces = gang.pieces
     if gang.park_level is SuspendLevel.OFFLOAD:
-        pieces = tuple(replace(piece, held=kept_offloaded(piece.claim)) for piece in pieces)
+        pieces = tuple(
+            piece if _has_given_up(piece) else replace(piece, held=kept_offloaded(piece)) for piece in pieces
+        )
     return replace(
         gang,
         pieces=pieces,
@@ -131,8 +134,13 @@ def rested(gang: Gang, now: float) -> Gang:
     )
 
 
-def kept_offloaded(claim: Claim) -> Claim:
-    return replace(claim, device_mask=0, millicores=(0,) * len(claim.millicores))
+def kept_offloaded(piece: Piece) -> Claim:
+    cores = (0,) * len(piece.claim.millicores)
+    return replace(piece.claim, device_mask=0, millicores=cores, parked_bytes=piece.residue_bytes)
+
+
+def _has_given_up(piece: Piece) -> bool:
+    return piece.held is not None and piece.held != piece.claim
 
 
 def holding(gang: Gang, claims: Sequence[Claim]) -> Gang:

@@ -20,12 +20,16 @@ def row_of(node: Node, topology: Topology, held: Sequence[Claim], affinity: int 
     """What is free on a node whose gangs hold these claims. Strays hold their devices, faulty devices are not free."""
     configuration_set = topology.configuration_set
     used_mask = used_memory = 0
+    kept_of_devices: tuple[int, ...] = ()
     free_cores = [socket.millicores for socket in configuration_set.sockets]
     pieces = []
     for claim in held:
         used_mask |= claim.device_mask
         used_memory += claim.memory_bytes + claim.arena_bytes
         pieces.append((claim.device_mask, claim.millicores))
+        if claim.parked_bytes:
+            before = kept_of_devices or (0,) * topology.devices
+            kept_of_devices = tuple([kept + more for kept, more in zip(before, claim.parked_bytes, strict=True)])
         for index, millicores in enumerate(claim.millicores):
             free_cores[index] -= millicores
     for stray in node.strays:
@@ -46,6 +50,7 @@ def row_of(node: Node, topology: Topology, held: Sequence[Claim], affinity: int 
         group_jobs=in_groups,
         device_rows=on_devices,
         affinity=affinity,
+        parked_bytes=kept_of_devices,
     )
 
 

@@ -22,6 +22,8 @@ class Settings:
     request_kept_seconds: float = 24 * 3600.0
     # Between SIGTERM and kill.
     grace_seconds: float = 10.0
+    # What each parked process is presumed to keep of its device at OFFLOAD while its daemon cannot measure it.
+    residue_bytes: int = 1 << 30
     # A move whose destination is not ready by then is given up; the source goes on.
     move_deadline_seconds: float = 600.0
     turn_lease_seconds: float = 0.5

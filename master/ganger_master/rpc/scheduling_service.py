@@ -206,10 +206,11 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             rank=turn.rank,
             spec=job_messages.spec_to_wire(job.spec, with_environment=False),
             waited=times.duration(max(0.0, now - (job.pending_since or now))),
-            parked=[] if parked is None else convert.claims_to_wire(parked.claims),
+            parked=[] if parked is None else convert.claims_to_wire(parked.parked_claims),
             reserved_nodes=[names.node_name(node) for node in turn.reserved_nodes],
             view_version=self._writer.committed.view_version,
             arena_bytes_per_device=job.arena_bytes_per_device,
+            device_memory_bytes=job.shape.device_memory_bytes,
         )
 
 

@@ -18,6 +18,8 @@ class Training:
     """What really happened to one job."""
 
     total_steps: int
+    # Memory it says that it needs of each device; zero for unknown.
+    device_bytes: int = 0
     step: int = 0
     # Highest epoch that ever stepped.
     epoch: int = 0
@@ -39,10 +41,13 @@ class Oracle:
         self.accepted: dict[int, str] = {}
         # Who steps on a device: (node, device) -> (uid, epoch).
         self.users: dict[tuple[str, int], tuple[str, int]] = {}
+        # Memory of each device of a node, and what processes that have offloaded keep: device -> attempt -> bytes.
+        self.memory: dict[str, int] = {}
+        self.kept: dict[tuple[str, int], dict[tuple[str, int], int]] = {}
         self.steps = 0
 
-    def submitted(self, uid: str, total_steps: int) -> None:
-        self.trainings.setdefault(uid, Training(total_steps))
+    def submitted(self, uid: str, total_steps: int, device_bytes: int = 0) -> None:
+        self.trainings.setdefault(uid, Training(total_steps, device_bytes))
 
     def acknowledged(self, number: int, uid: str) -> None:
         """The caller was told that the job is accepted."""
@@ -91,11 +96,27 @@ class Oracle:
             if user is not None and user != (uid, epoch) and user[0] != uid:
                 raise RuleBrokenError(f"{device} is given to {uid} epoch {epoch} while {user} is on it")
             self.users[device] = (uid, epoch)
+            self.kept.get(device, {}).pop((uid, epoch), None)
+            self._check_memory(device)
 
     def left(self, uid: str, epoch: int, devices: Sequence[tuple[str, int]]) -> None:
         for device in devices:
             if self.users.get(device) == (uid, epoch):
                 del self.users[device]
+            self.kept.get(device, {}).pop((uid, epoch), None)
+
+    def offloaded(self, uid: str, epoch: int, devices: Sequence[tuple[str, int]], residue: int) -> None:
+        """Its processes use the devices no more, but keep that many bytes of each."""
+        self.left(uid, epoch, devices)
+        for device in devices:
+            self.kept.setdefault(device, {})[uid, epoch] = residue
+            self._check_memory(device)
+
+    def _check_memory(self, device: tuple[str, int]) -> None:
+        user, kept = self.users.get(device), sum(self.kept.get(device, {}).values())
+        needed, whole = self.trainings[user[0]].device_bytes if user else 0, self.memory.get(device[0], 0)
+        if needed and needed + kept > whole > 0:
+            raise RuleBrokenError(f"{user} needs {needed} of the {whole} bytes of {device}, others keep {kept}")
 
     def moved(self, uid: str, epoch: int, stopped_at: set[int], has: set[int]) -> None:
         """A move was committed: the steps at which the source's ranks stand, and of which the destination's have the

@@ -73,6 +73,7 @@ class Cluster:
     ) -> SimDaemon:
         daemon = SimDaemon(self.engine, self.network, self.master, self.physics, name, configuration_set, capabilities)
         self.daemons[name] = daemon
+        self.oracle.memory[name] = configuration_set.device_memory_bytes
         daemon.start()
         return daemon
 
@@ -85,7 +86,7 @@ class Cluster:
         number = len(self.submissions) + 1
         submission = Submission(f"uid-{number}", f"request-{number}", spec)
         self.submissions.append(submission)
-        self.oracle.submitted(submission.uid, spec_steps(spec))
+        self.oracle.submitted(submission.uid, spec_steps(spec), spec.gpu_memory_bytes)
 
         def answered(answer: Answer) -> None:
             if isinstance(answer, JobAnswer) and not submission.number:

@@ -69,11 +69,11 @@ class SimHost:
             turn=turn.turn,
             job=job.name,
             revision=turn.revision,
-            shape=job.spec.shape(job.arena_bytes_per_device),
+            shape=job.shape,
             lease_seconds=turn.expires - turn.given,
             rank=turn.rank,
             waited_seconds=max(0.0, self.master.now() - (job.pending_since or self.master.now())),
-            parked=parked.claims if parked is not None else (),
+            parked=parked.parked_claims if parked is not None else (),
             reserved_nodes=turn.reserved_nodes,
         )
         scheduler = self._schedulers.setdefault(turn.number, self._make_scheduler())

@@ -10,7 +10,7 @@ from ganger.resources.values import ConfigurationSet
 from ganger_master.core.answers import Answer, Refused, SessionAnswer
 from ganger_master.core.commands import Answer as AnswerCommand
 from ganger_master.core.commands import Observe, ObservedGang, OpenSession
-from ganger_master.core.model import Capabilities, Checkpoint, Intent, ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.model import Capabilities, Checkpoint, Intent, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
 from ganger_master.core.wanted import DesiredGang, DesiredSet
 from ganger_master.sim.engine import Engine
 from ganger_master.sim.faults import Network
@@ -45,6 +45,8 @@ class SimDaemon:
         self.rack = rack
         self.storage_proved = True
         self.offers = _ALL_LEVELS
+        # Whether it can tell what processes keep of its devices.
+        self.measures = True
         self.is_up = False
         self.incarnation = 0
         self.session = ""
@@ -221,6 +223,8 @@ class SimDaemon:
             step, path = ranks.checkpoint
             checkpoint = Checkpoint(step, gang.epoch, path)
         attached = ranks.doing is not Doing.FORKING
+        measures = self.measures and ranks.level is SuspendLevel.OFFLOAD
+        residue = self.physics.residue_of(gang.uid) if measures else 0
         return ObservedGang(
             job=ranks.order.job,
             uid=ranks.order.uid,
@@ -235,6 +239,7 @@ class SimDaemon:
             peak_device_bytes=_PEAK_BYTES if gang.stepped else 0,
             capabilities=self.offers if attached else Capabilities(),
             device_mask=ranks.order.claim.device_mask,
+            residue_bytes=(residue,) * self.configuration_set.devices if measures else (),
         )
 
 

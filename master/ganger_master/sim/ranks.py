@@ -72,6 +72,8 @@ class Physics:
         self.oracle = oracle
         self.step_seconds = step_seconds
         self.fork_seconds = fork_seconds
+        # What processes keep of each of their devices once they have offloaded; no more than their job may use.
+        self.residue_bytes = 0
         self.ranks: dict[tuple[int, str], Ranks] = {}
         self.gangs: dict[int, Gang] = {}
         self.checkpoints: dict[str, int] = {}
@@ -92,6 +94,9 @@ class Physics:
             return
         ranks.order = order
         self._follow(ranks)
+
+    def residue_of(self, uid: str) -> int:
+        return min(self.residue_bytes, self.oracle.trainings[uid].device_bytes or self.residue_bytes)
 
     def forget(self, node: str, epoch: int) -> None:
         self.ranks.pop((epoch, node), None)
@@ -256,7 +261,7 @@ class Physics:
             return
         if order.level is SuspendLevel.OFFLOAD:
             ranks.level = SuspendLevel.OFFLOAD
-            self.oracle.left(order.uid, order.epoch, ranks.devices)
+            self.oracle.offloaded(order.uid, order.epoch, ranks.devices, self.residue_of(order.uid))
             return
         members = [self.ranks.get((order.epoch, node)) for node in gang.nodes]
         if all(

@@ -1,0 +1,32 @@
+"""What the processes of a gang keep of devices once they have offloaded: as measured, else as presumed."""
+
+from __future__ import annotations
+
+from ganger_master.core.commands import ObservedGang
+from ganger_master.core.model import Claim, Gang, ObservedPhase, Piece, SuspendLevel
+from ganger_master.core.state import State
+
+
+def residue_of(state: State, gang: Gang, piece: Piece, observed: ObservedGang) -> tuple[int, ...]:
+    """Bytes by device of the node, of devices of the gang's alone; empty where they keep none.
+
+    While the gang is not seen at OFFLOAD, what is known already. What is presumed is no more than the job may use.
+    """
+    if observed.phase is not ObservedPhase.PARKED or observed.level is not SuspendLevel.OFFLOAD:
+        return piece.residue_bytes
+    configuration_set = state.configuration_sets[state.nodes[piece.claim.node].configuration_set]
+    whole = configuration_set.device_memory_bytes
+    found = observed.residue_bytes
+    if len(found) != configuration_set.devices:
+        limits = [size for size in (whole, state.jobs[gang.job].spec.gpu_memory_bytes) if size]
+        found = (min([state.settings.residue_bytes, *limits]),) * configuration_set.devices
+    mask = piece.claim.device_mask
+    kept = tuple([min(size, whole or size) if mask >> at & 1 else 0 for at, size in enumerate(found)])
+    return kept if any(kept) else ()
+
+
+def holders_on(state: State, node: str) -> list[tuple[int, Claim]]:
+    """Numbers of the jobs whose gangs hold something on a node, and what, by epoch."""
+    gangs = [(state.gangs[epoch], place) for epoch, place in state.gangs_on.get(node, {}).items()]
+    held = [(gang.job, gang.pieces[place].held) for gang, place in gangs]
+    return [(number, claim) for number, claim in held if claim is not None]

@@ -1,0 +1,207 @@
+"""What parked jobs keep of devices is counted: from the report to the row, the verdict, `why`, and after a restart."""
+
+from __future__ import annotations
+
+import pytest
+from core.drive import GIB, SERVER, Drive, job_of
+from ganger.resources.reasons import Reason
+from ganger_master.core.answers import Approved, Refused, Rejected
+from ganger_master.core.commands import CancelJob, ResumeJob, SubmitJob, SuspendJob
+from ganger_master.core.explain import explain
+from ganger_master.core.invariants import violations
+from ganger_master.core.model import Capabilities, ObservedPhase, SuspendLevel
+from ganger_master.core.settings import Settings
+from ganger_master.core.state import State
+from msgspec.structs import replace
+
+MIB = 1 << 20
+
+
+def parked(drive: Drive, gpus: int, level: SuspendLevel, step: int = 40) -> int:
+    """A job that rests where it ran."""
+    number = drive.submit(job_of(gpus))
+    epoch = drive.start(number)
+    drive.runs(number)
+    drive.step(SuspendJob(number, level))
+    drive.seen(number, epoch, ObservedPhase.PARKED, step)
+    assert drive.job(number).suspended_level is level or level is SuspendLevel.CHECKPOINT
+    return number
+
+
+def kept_on(drive: Drive, node: str = "n1") -> tuple[int, ...]:
+    return drive.state.view.row(node).parked_bytes
+
+
+def drive_with_residue(size: int, settings: Settings | None = None) -> Drive:
+    drive = Drive(1, settings)
+    drive.residue_bytes = size
+    return drive
+
+
+def test_more_than_a_device_has_is_refused_at_submission_with_the_most_there_is() -> None:
+    drive = Drive(1)
+    answer = drive.step(SubmitJob(replace(job_of(1), gpu_memory_bytes=2 * GIB), "uid", ""))
+    assert isinstance(answer, Refused)
+    assert answer.reason == "GANG_IMPOSSIBLE"
+    assert answer.message == "no device has so much memory, largest=1G needed=2G"
+    assert dict(answer.metadata) == {"needed_bytes": str(2 * GIB), "largest_bytes": str(GIB)}
+
+
+@pytest.mark.parametrize(
+    ("level", "free", "kept"),
+    [
+        (SuspendLevel.PAUSE, 0b1100, ()),
+        (SuspendLevel.OFFLOAD, 0b1111, (300 * MIB, 300 * MIB, 0, 0)),
+        (SuspendLevel.CHECKPOINT, 0b1100, ()),
+    ],
+)
+def test_pause_holds_the_devices_offload_keeps_what_was_measured_checkpoint_nothing(
+    level: SuspendLevel, free: int, kept: tuple[int, ...]
+) -> None:
+    drive = drive_with_residue(300 * MIB)
+    number = parked(drive, 2, level)
+    assert (drive.state.view.row("n1").free_mask, kept_on(drive)) == (free, kept)
+    if level is SuspendLevel.CHECKPOINT:
+        drive.seen_without("n1", number)
+        assert (drive.state.view.row("n1").free_mask, kept_on(drive)) == (0b1111, ())
+
+
+def test_a_job_is_refused_devices_that_lack_memory_told_whose_it_is_and_starts_once_that_is_gone() -> None:
+    drive = drive_with_residue(300 * MIB)
+    first = parked(drive, 4, SuspendLevel.OFFLOAD)
+    second = drive.submit(job_of(4))
+    claims = drive.state.gangs[drive.job(first).epoch].claims
+    answer = drive.request(second, claims)
+    assert isinstance(answer, Rejected)
+    assert answer.refusals[0].reason is Reason.DEVICE_MEMORY
+    assert answer.refusals[0].figures == {"needed_bytes": GIB, "free_bytes": GIB - 300 * MIB, "conflicting": 4}
+    (blocker,) = explain(drive.state, second, drive.now).blockers
+    assert (blocker.reason, blocker.node, blocker.job) == (Reason.DEVICE_MEMORY, "n1", f"jobs/{first}")
+    assert "needed=1G" in blocker.message
+    drive.step(CancelJob(first))
+    drive.seen_without("n1", first)
+    assert kept_on(drive) == ()
+    assert isinstance(drive.request(second, *drive.places(second)), Approved)
+
+
+def test_a_job_that_parks_deeper_makes_room() -> None:
+    drive = drive_with_residue(300 * MIB)
+    first = parked(drive, 4, SuspendLevel.OFFLOAD)
+    second = drive.submit(job_of(4))
+    assert not drive.places(second)
+    drive.step(SuspendJob(first, SuspendLevel.CHECKPOINT))
+    drive.seen(first, drive.job(first).epoch, ObservedPhase.PARKED, 40)
+    drive.seen_without("n1", first)
+    assert drive.places(second)
+
+
+def test_a_job_whose_peak_was_measured_needs_as_much_as_that() -> None:
+    drive = drive_with_residue(300 * MIB)
+    spec = replace(job_of(4), gpu_memory_bytes=0)
+    other = drive.submit(spec)
+    epoch = drive.start(other)
+    report = drive.report(drive.state.gangs[epoch], ObservedPhase.RUNNING)
+    drive.observe("n1", replace(report, peak_device_bytes=GIB))
+    assert drive.job(other).shape.device_memory_bytes == GIB
+    drive.step(SuspendJob(other, SuspendLevel.OFFLOAD))
+    drive.seen(other, epoch, ObservedPhase.PARKED, 40)
+    # Of whom nothing is known takes what is left.
+    unknown = drive.submit(spec)
+    later = drive.start(unknown)
+    report = drive.report(drive.state.gangs[later], ObservedPhase.RUNNING)
+    drive.observe("n1", *drive.others("n1", later), replace(report, peak_device_bytes=MIB))
+    drive.step(SuspendJob(unknown, SuspendLevel.OFFLOAD))
+    drive.seen(unknown, later, ObservedPhase.PARKED, 40)
+    assert kept_on(drive) == (600 * MIB,) * 4
+    drive.step(ResumeJob(other))
+    assert [one.reason for one in explain(drive.state, other, drive.now).blockers] == [Reason.DEVICE_MEMORY]
+    drive.step(CancelJob(unknown))
+    drive.seen_without("n1", unknown)
+    # Beside its own it may go on.
+    answer = drive.request(other, drive.state.gangs[epoch].claims)
+    assert isinstance(answer, Approved)
+    assert (answer.epoch, kept_on(drive)) == (epoch, ())
+
+
+@pytest.mark.parametrize(
+    ("said", "declared", "kept"),
+    [
+        ((), GIB, 200 * MIB),
+        ((), 100 * MIB, 100 * MIB),
+        ((), 0, 200 * MIB),
+        ((1, 2), GIB, 200 * MIB),
+        ((0, 0, 0, 0), GIB, 0),
+        ((7, 7, 7, 7), GIB, 7),
+        # More than a device has, as only a broken daemon says.
+        ((5 * GIB,) * 4, GIB, GIB),
+    ],
+)
+def test_what_nobody_could_measure_is_presumed_but_never_more_than_the_job_may_use(
+    said: tuple[int, ...], declared: int, kept: int
+) -> None:
+    drive = Drive(1, Settings(residue_bytes=200 * MIB))
+    number = drive.submit(replace(job_of(2), gpu_memory_bytes=declared))
+    epoch = drive.start(number)
+    drive.runs(number)
+    offered = Capabilities(pause=True, offload=True, checkpoint=True, known=True)
+    report = drive.report(drive.state.gangs[epoch], ObservedPhase.RUNNING)
+    drive.observe("n1", replace(report, capabilities=offered, peak_device_bytes=MIB))
+    drive.step(SuspendJob(number, SuspendLevel.OFFLOAD))
+    report = drive.report(drive.state.gangs[epoch], ObservedPhase.PARKED, 40)
+    drive.observe("n1", replace(report, residue_bytes=said))
+    mask = drive.state.gangs[epoch].claims[0].device_mask
+    assert mask.bit_count() == 2
+    expected = tuple(kept if mask >> device & 1 else 0 for device in range(SERVER.devices))
+    assert kept_on(drive) == (expected if kept else ())
+
+
+def test_what_was_counted_when_it_came_to_rest_stands_whatever_is_said_later() -> None:
+    drive = drive_with_residue(300 * MIB)
+    number = parked(drive, 4, SuspendLevel.OFFLOAD)
+    drive.start(drive.submit(replace(job_of(4), gpu_memory_bytes=GIB - 300 * MIB)))
+    drive.residue_bytes = 500 * MIB
+    drive.seen(number, drive.job(number).epoch, ObservedPhase.PARKED, 40)
+    assert kept_on(drive) == (300 * MIB,) * 4
+
+
+def test_a_checkpoint_that_cannot_be_had_leaves_it_with_what_it_kept() -> None:
+    drive = drive_with_residue(300 * MIB)
+    number = parked(drive, 4, SuspendLevel.OFFLOAD)
+    epoch = drive.job(number).epoch
+    drive.step(SuspendJob(number, SuspendLevel.CHECKPOINT))
+    drive.residue_bytes = 500 * MIB
+    report = drive.report(drive.state.gangs[epoch], ObservedPhase.PARKED, 40)
+    drive.observe("n1", replace(report, level=SuspendLevel.OFFLOAD, trouble="STORAGE_FULL: no space"))
+    drive.seen(number, epoch, ObservedPhase.PARKED, 40)
+    assert drive.job(number).suspended_level is SuspendLevel.OFFLOAD
+    assert kept_on(drive) == (300 * MIB,) * 4
+
+
+def test_a_restarted_master_counts_the_same() -> None:
+    drive = drive_with_residue(300 * MIB)
+    number = parked(drive, 2, SuspendLevel.OFFLOAD)
+    waiting = drive.submit(job_of(4))
+    before = drive.state.rows["n1"]
+    elements = list(drive.state.take_changes().puts.values())
+    drive.state = State.restore(drive.state.settings, elements, drive.now)
+    assert replace(drive.state.rows["n1"], available=True) == before
+    assert violations(drive.state) == []
+    drive.join("n1")
+    assert drive.state.rows["n1"].parked_bytes == before.parked_bytes
+    drive.seen(number, drive.job(number).epoch, ObservedPhase.PARKED, 40)
+    assert drive.state.rows["n1"] == before
+    (blocker,) = explain(drive.state, waiting, drive.now).blockers
+    assert (blocker.reason, blocker.job) == (Reason.DEVICE_MEMORY, f"jobs/{number}")
+
+
+def test_the_invariants_see_a_device_that_is_given_twice_over() -> None:
+    drive = drive_with_residue(300 * MIB)
+    number = parked(drive, 4, SuspendLevel.OFFLOAD)
+    other = drive.submit(replace(job_of(4), gpu_memory_bytes=GIB - 300 * MIB))
+    drive.start(other)
+    job = drive.job(other)
+    drive.state.put_job(replace(job, spec=replace(job.spec, gpu_memory_bytes=GIB)))
+    (broken,) = {text.replace(f"device {device}", "device D") for device in range(4) for text in violations(drive.state)
+                 if f"device {device}" in text}  # fmt: skip
+    assert broken == f"n1: device D has {GIB} bytes, {300 * MIB} are kept and jobs/{other} needs {GIB}"
+    assert number != other
