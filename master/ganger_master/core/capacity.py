@@ -29,11 +29,9 @@ def judge(state: State, job: Job, wanted: Sequence[tuple[Claim, ...]], rank: int
     refusals = rules(state, job)
     if refusals:
         return Rejected(refusals, ())
-    allowed = []
-    for claims in wanted:
-        refusals = node_rules(state, job, claims)
-        if not refusals:
-            allowed.append(claims)
+    allowed = wanted
+    if state.choosy:
+        allowed = [claims for claims in wanted if not (refusals := node_rules(state, job, claims))]
     if not allowed:
         return Rejected(refusals, ())
     verdict = approve(

@@ -26,19 +26,25 @@ def desired_of(state: State, node: str) -> DesiredSet:
 
 
 class Party(Struct, eq=False, gc=False):
-    """Everybody of a gang, the node that holds rank 0 first, with the addresses that their nodes had."""
+    """A gang with all that its orders are made of; what else they depend on never changes."""
 
-    roles: Sequence[Role]
-    claims: Sequence[Claim]
+    gang: Gang
+    job: Job
+    settings: Settings
+    # Of its pieces: when an address among them changes, the state forgets the party.
     nodes: Sequence[Node | None]
+    # The one whose arenas it starts from.
+    source: Party | None
     _members: tuple[Member, ...] | None = None
 
     @property
     def members(self) -> tuple[Member, ...]:
+        """Everybody, the node that holds rank 0 first."""
         if self._members is None:
             members = []
-            ranks = ranks_by_claim(self.roles, self.claims)
-            for claim, node, own in zip(self.claims, self.nodes, ranks, strict=True):
+            claims = self.gang.claims
+            ranks = ranks_by_claim(self.job.spec.roles, claims)
+            for claim, node, own in zip(claims, self.nodes, ranks, strict=True):
                 peer, stream = (node.peer_address, node.stream_address) if node else ("", "")
                 members.append(Member(claim.node, peer, stream, own))
             members.sort(key=lambda member: (0 not in member.ranks, member.ranks))
@@ -47,21 +53,16 @@ class Party(Struct, eq=False, gc=False):
 
 
 class Projected(Struct, eq=False, gc=False):
-    """What a gang means for one node, and all that it is made of: as long as that is the same, so is what it means."""
+    """What a gang means for the node of one of its pieces: as long as the party is the same, so is what it means."""
 
-    gang: Gang
-    piece: Piece
-    job: Job
-    settings: Settings
     party: Party
-    # Of the gang whose arenas it starts from.
-    source: Party | None
+    place: int
     _desired: DesiredGang | None = None
 
     @property
     def desired(self) -> DesiredGang:
         if self._desired is None:
-            self._desired = _desired_gang(self)
+            self._desired = _desired_gang(self.party, self.party.gang.pieces[self.place])
         return self._desired
 
 
@@ -74,7 +75,8 @@ def project(state: State, node: Node, version: int = 0) -> DesiredSet:
         piece = gang.pieces[place]
         # A lost piece counts as gone for its job, but is to be stopped should the node come back.
         if not piece.gone or piece.lost:
-            fresh[epoch] = _projected(state, gang, piece, known.get(epoch))
+            party, before = party_of(state, gang), known.get(epoch)
+            fresh[epoch] = before if before is not None and before.party is party else Projected(party, place)
     state.projected[node.name] = fresh
     strays = [_desired_stray(state, node.name, stray) for stray in node.strays if not stray.quarantined]
     return DesiredSet(version, tuple(fresh.values()), node.acknowledged, tuple(strays))
@@ -88,11 +90,15 @@ def refresh(state: State) -> list[str]:
         node = state.nodes.get(name)
         if node is None:
             continue
-        old = state.desired.get(name, _NOTHING)
         if added and not node.strays:
-            state.desired[name] = DesiredSet(version, (*old.wanted, *_added(state, name, added)), node.acknowledged)
+            # They have the newest epochs, so they go last.
+            known = state.projected.setdefault(name, {})
+            for gang, place in added:
+                known[gang.epoch] = Projected(party_of(state, gang), place)
+            state.desired[name] = DesiredSet(version, tuple(known.values()), node.acknowledged)
             changed.append(name)
             continue
+        old = state.desired.get(name, _NOTHING)
         new = project(state, node, version)
         is_same = _alike(new, old)
         state.desired[name] = replace(new, version=old.version) if is_same else new
@@ -103,16 +109,6 @@ def refresh(state: State) -> list[str]:
     if changed:
         state.counters.desired_version = version
     return changed
-
-
-def _added(state: State, node: str, epochs: Sequence[int]) -> list[Projected]:
-    """Gangs that have come to a node since it was last projected; their epochs are the newest, so they go last."""
-    known = state.projected.setdefault(node, {})
-    places = state.gangs_on[node]
-    for epoch in epochs:
-        gang = state.gangs[epoch]
-        known[epoch] = _projected(state, gang, gang.pieces[places[epoch]], None)
-    return [known[epoch] for epoch in epochs]
 
 
 def _alike(one: DesiredSet, other: DesiredSet) -> bool:
@@ -142,13 +138,14 @@ def ranks_by_claim(roles: Sequence[Role], claims: Sequence[Claim]) -> tuple[tupl
     return tuple([tuple(own) for own in ranks])
 
 
-def party_of(state: State, job: Job, gang: Gang) -> Party:
-    """The state forgets it when a node's addresses change."""
+def party_of(state: State, gang: Gang) -> Party:
     known = state.parties.get(gang.epoch)
-    if known is None:
-        claims = gang.claims
-        nodes = [state.nodes.get(claim.node) for claim in claims]
-        known = state.parties[gang.epoch] = Party(job.spec.roles, claims, nodes)
+    parked = state.gangs.get(gang.restore.parked_epoch) if gang.restore.parked_epoch else None
+    source = party_of(state, parked) if parked is not None else None
+    if known is None or known.gang is not gang or known.source is not source:
+        nodes = [state.nodes.get(piece.claim.node) for piece in gang.pieces]
+        known = Party(gang, state.jobs[gang.job], state.settings, nodes, source)
+        state.parties[gang.epoch] = known
     return known
 
 
@@ -157,20 +154,8 @@ def threads_of(claims: Sequence[Claim]) -> int:
     return max(1, min([sum(claim.millicores) // 1000 // (sum(claim.tasks) or 1) for claim in claims]))
 
 
-def _projected(state: State, gang: Gang, piece: Piece, known: Projected | None) -> Projected:
-    parked = gang.restore.parked_epoch
-    job = state.jobs[gang.job]
-    party = party_of(state, job, gang)
-    origin = state.gangs.get(parked) if parked else None
-    source = party_of(state, job, origin) if origin is not None else None
-    # What else it depends on never changes: spec, uid and user of a job, settings.
-    if known is not None and known.gang is gang and known.party is party and known.source is source:
-        return known
-    return Projected(gang, piece, job, state.settings, party, source)
-
-
-def _desired_gang(of: Projected) -> DesiredGang:
-    job, gang, settings = of.job, of.gang, of.settings
+def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
+    job, gang, settings = party.job, party.gang, party.settings
     interval = job.spec.checkpoint_interval_seconds or settings.checkpoint_interval_seconds
     restore = gang.restore
     return DesiredGang(
@@ -181,12 +166,12 @@ def _desired_gang(of: Projected) -> DesiredGang:
         intent=gang.intent,
         level=gang.park_level,
         stop_sequence=gang.stop_sequence,
-        claim=of.piece.claim,
-        members=of.party.members,
+        claim=piece.claim,
+        members=party.members,
         spec=job.spec,
         user=job.user,
         restore=DesiredRestore(
-            restore.checkpoint_path, restore.parked_epoch, of.source.members if of.source else (), restore.step
+            restore.checkpoint_path, restore.parked_epoch, party.source.members if party.source else (), restore.step
         ),
         threads=gang.threads,
         checkpoint_interval_seconds=max(0.0, interval),
@@ -194,7 +179,7 @@ def _desired_gang(of: Projected) -> DesiredGang:
         repin_request=gang.repin_request,
         grace_seconds=settings.grace_seconds,
         checkpoint_first=gang.checkpoint_first,
-        needs_spec=of.piece.phase is ObservedPhase.NONE,
+        needs_spec=piece.phase is ObservedPhase.NONE,
     )
 
 

@@ -38,7 +38,7 @@ ELEMENT_TYPES: Final[Mapping[str, type[Element]]] = {
     "counters": Counters,
 }
 _LOST_TICK_SECONDS: Final = 0.001
-# To look up a member of an enumeration takes Python 3.11 as long as a call, and this one is asked for with every change.
+# To look up a member of an enumeration takes Python 3.11 as long as a call, and this one is asked for all the time.
 _PENDING: Final = JobState.PENDING
 _KINDS: Final = {element: kind for kind, element in ELEMENT_TYPES.items()}
 
@@ -90,8 +90,8 @@ class Dirty:
     jobs: dict[int, None] = field(default_factory=dict)
     rows: dict[str, None] = field(default_factory=dict)
     arenas: dict[int, None] = field(default_factory=dict)
-    # By node: new epochs, if nothing but those has changed there, else empty.
-    wants: dict[str, list[int]] = field(default_factory=dict)
+    # By node: new gangs and which of their pieces is there, if nothing else has changed there, else empty.
+    wants: dict[str, list[tuple[Gang, int]]] = field(default_factory=dict)
     news: dict[int, None] = field(default_factory=dict)
     # Nodes whose rows differ from before.
     shown: dict[str, None] = field(default_factory=dict)
@@ -454,9 +454,9 @@ class State:
             held, node = piece.held, piece.claim.node
             gangs_on.setdefault(node, {})[epoch] = place
             if node not in wants:
-                wants[node] = [epoch]
+                wants[node] = [(gang, place)]
             elif wants[node]:
-                wants[node].append(epoch)
+                wants[node].append((gang, place))
             slot = view.slots.get(node)
             if held is None or slot is None or node in dirty.rows:
                 dirty.rows[node] = None
