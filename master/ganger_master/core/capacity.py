@@ -67,7 +67,7 @@ def judge_change(
     refusals = node_rules(state, job, claims)
     if refusals:
         return refusals
-    shape = job.shape if arena is None else job.spec.shape(arena, job.peak_device_bytes)
+    shape = job.shape if arena is None else job.spec.shape(arena, job.used_device_bytes)
     return fit(state.view, shape, claims, holding=tuple(holding), retune=retune)
 
 

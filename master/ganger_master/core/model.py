@@ -181,8 +181,8 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
     def tasks(self) -> int:
         return sum(role.tasks for role in self.roles)
 
-    def shape(self, arena_bytes_per_device: int = 0, peak_device_bytes: int = 0) -> GangShape:
-        needed = max(self.gpu_memory_bytes, peak_device_bytes)
+    def shape(self, arena_bytes_per_device: int = 0, used_device_bytes: int = 0) -> GangShape:
+        needed = max(self.gpu_memory_bytes, used_device_bytes)
         return GangShape(self.roles, self.device_type, self.locality, self.nodes, arena_bytes_per_device, needed)
 
 
@@ -269,6 +269,8 @@ class Job(Struct, frozen=True, gc=False, omit_defaults=True):
     checkpoint_before: Checkpoint | None = None
     capabilities: Capabilities = Capabilities()
     peak_device_bytes: int = 0
+    # The same, but no more than the devices it ran on have: what others must leave it.
+    used_device_bytes: int = 0
     # Of the newest attempt that has ended. What runs is measured, and measurements are not kept.
     progress: Progress | None = None
     # What a user's suspend aims at, and where it rests (NONE until it does).
@@ -294,7 +296,7 @@ class Job(Struct, frozen=True, gc=False, omit_defaults=True):
     @property
     def shape(self) -> GangShape:
         """What it asks for now: as its spec says, and by what was measured of it."""
-        return self.spec.shape(self.arena_bytes_per_device, self.peak_device_bytes)
+        return self.spec.shape(self.arena_bytes_per_device, self.used_device_bytes)
 
 
 class Request(Struct, frozen=True, gc=False):

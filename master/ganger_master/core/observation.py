@@ -52,7 +52,7 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
             # What its ranks said before stands until they say something else.
             observed = replace(observed, capabilities=Capabilities())
         _observe_piece(state, gang, piece, observed)
-        _learn(state, gang, observed, now)
+        _learn(state, gang, node, observed, now)
         if observed.phase is ObservedPhase.ENDED:
             acknowledged.append(observed.epoch)
         else:
@@ -146,12 +146,18 @@ def _observe_absence(state: State, gang: Gang, report: Observe) -> None:
     state.put_gang(_with_piece(gang, replace(piece, gone=True, held=None, outcome=outcome)))
 
 
-def _learn(state: State, gang: Gang, observed: ObservedGang, now: float) -> None:
+def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: float) -> None:
     """Checkpoint, peak, capabilities and how far it got, from the job's present gangs only."""
     job = state.jobs[gang.job]
     if gang.epoch not in (job.epoch, job.next_epoch) or job.state.is_final:
         return
-    fresh = replace(job, peak_device_bytes=max(job.peak_device_bytes, observed.peak_device_bytes))
+    peak = observed.peak_device_bytes
+    used = min(peak, state.configuration_sets[node.configuration_set].device_memory_bytes or peak)
+    fresh = replace(
+        job,
+        peak_device_bytes=max(job.peak_device_bytes, peak),
+        used_device_bytes=max(job.used_device_bytes, used),
+    )
     if observed.capabilities.known and gang.role is not GangRole.DESTINATION:
         fresh = replace(fresh, capabilities=_common(state.gangs[gang.epoch]))
     if observed.progress is not None and _is_further(observed.progress, fresh.progress):
