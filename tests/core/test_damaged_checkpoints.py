@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.drive import Drive, job_of
-from ganger_master.core.commands import ResumeJob, SuspendJob
+from ganger_master.core.commands import DeclareLost, ResumeJob, SuspendJob
 from ganger_master.core.model import Checkpoint, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
 from msgspec.structs import replace
 
@@ -63,6 +63,34 @@ def test_the_one_before_is_taken_and_said_and_what_follows_counts_as_newer() -> 
     assert (job.checkpoint.step, job.trouble) == (15, "")
     assert job.checkpoint_before is not None
     assert job.checkpoint_before.step == 10
+
+
+def test_one_that_could_not_be_read_is_not_believed_again_when_an_old_part_tells_of_it_anew() -> None:
+    drive = Drive(nodes=2)
+    number = drive.submit(job_of(8))
+    first = drive.start(number)
+    drive.runs(number)
+    gang = drive.state.gangs[first]
+    running = drive.report(gang, ObservedPhase.RUNNING)
+    told = [replace(running, checkpoint=Checkpoint(step, first, f"{step}-{first}")) for step in (10, 20, 30)]
+    drive.observe("n1", told[0])
+    drive.now += drive.state.settings.session_alive_seconds
+    drive.step(DeclareLost("n1"))
+    drive.observe("n2", replace(running, phase=ObservedPhase.ENDED, outcome=Outcome(OutcomeKind.UNKNOWN)))
+    # It comes back while the job waits, with what it wrote meanwhile.
+    drive.join("n1")
+    drive.observe("n1", told[1])
+    assert checkpoints(drive, number) == [f"20-{first}", f"10-{first}"]
+    epoch = drive.state.counters.next_epoch
+    drive.state.put_job(replace(drive.job(number), unreadable=(f"30-{first}",)))
+    drive.observe("n1", told[2])
+    assert checkpoints(drive, number) == [f"20-{first}", f"10-{first}"]
+    assert epoch == drive.state.counters.next_epoch
+
+
+def checkpoints(drive: Drive, number: int) -> list[str]:
+    job = drive.job(number)
+    return [one.path for one in (job.checkpoint, job.checkpoint_before) if one is not None]
 
 
 def test_when_no_good_one_is_left_the_job_fails_and_names_the_files() -> None:

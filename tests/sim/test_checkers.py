@@ -9,6 +9,7 @@ from ganger_master.sim.checkers import Oracle, RuleBrokenError
 def trained(to: int) -> Oracle:
     oracle = Oracle()
     oracle.submitted("uid-1", 60)
+    oracle.placed("uid-1", 1)
     for step in range(1, to + 1):
         oracle.stepped("uid-1", 1, step, [("n1", 0)])
         if step == 20:
@@ -20,8 +21,10 @@ def trained(to: int) -> Oracle:
 def test_an_attempt_on_a_node_that_is_given_up_may_go_back_once() -> None:
     oracle = trained(to=25)
     oracle.given_up("n1", silent=65.0, allowed=60.0, attempts=[("uid-1", 1)])
+    oracle.placed("uid-1", 2)
     oracle.restored("uid-1", 2, 20, from_parked=False)
     oracle.stepped("uid-1", 2, 21, [("n2", 0)])
+    oracle.placed("uid-1", 3)
     with pytest.raises(RuleBrokenError, match="goes back from 21 to 20"):
         oracle.restored("uid-1", 3, 20, from_parked=False)
 
@@ -30,6 +33,7 @@ def test_a_copy_left_on_a_node_that_is_given_up_lets_nothing_go_back() -> None:
     oracle = trained(to=25)
     oracle.stepped("uid-1", 2, 26, [("n2", 0)])
     oracle.given_up("n1", silent=65.0, allowed=60.0, attempts=[("uid-1", 1)])
+    oracle.placed("uid-1", 3)
     with pytest.raises(RuleBrokenError, match="goes back from 26 to 20"):
         oracle.restored("uid-1", 3, 20, from_parked=False)
 
@@ -60,8 +64,25 @@ def test_a_move_from_anything_older_loses_steps_whoever_died() -> None:
 def test_what_starts_from_storage_starts_from_the_newest_checkpoint_that_is_known() -> None:
     oracle = trained(to=25)
     oracle.died("uid-1")
+    oracle.placed("uid-1", 2)
     with pytest.raises(RuleBrokenError, match="starts at step 0, not at checkpoint 20"):
         oracle.restored("uid-1", 2, 0, from_parked=False)
+
+
+def test_one_that_becomes_known_later_is_for_the_attempt_after_that_and_passes_over_steps_that_were_done() -> None:
+    oracle = trained(to=45)
+    oracle.checkpointed("uid-1", 40)
+    oracle.given_up("n1", silent=65.0, allowed=60.0, attempts=[("uid-1", 1)])
+    oracle.placed("uid-1", 2)
+    oracle.made_known("uid-1", 40)
+    oracle.restored("uid-1", 2, 20, from_parked=False)
+    oracle.stepped("uid-1", 2, 21, [("n2", 0)])
+    oracle.died("uid-1")
+    oracle.placed("uid-1", 3)
+    with pytest.raises(RuleBrokenError, match="starts at step 20, not at checkpoint 40"):
+        oracle.restored("uid-1", 3, 20, from_parked=False)
+    oracle.restored("uid-1", 3, 40, from_parked=False)
+    oracle.stepped("uid-1", 3, 41, [("n2", 0)])
 
 
 def test_no_checkpoint_is_made_known_that_nobody_wrote() -> None:

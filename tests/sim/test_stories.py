@@ -18,7 +18,7 @@ from ganger_master.core.commands import (
     UncordonNode,
 )
 from ganger_master.core.explain import explain
-from ganger_master.core.model import Gang, GangPhase, Job, JobSpec, JobState, SuspendLevel
+from ganger_master.core.model import Gang, GangPhase, Job, JobSpec, JobState, OutcomeKind, SuspendLevel
 from ganger_master.core.settings import Settings
 from ganger_master.sim.cluster import Cluster
 from ganger_master.sim.faults import Faults, Network
@@ -192,6 +192,39 @@ def test_a_job_that_was_cut_off_goes_on_elsewhere_and_never_runs_twice() -> None
     daemon.network = cluster.network
     ends(cluster, number)
     assert not cluster.state.gangs_on[daemon.name]
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_checkpoint_written_while_cut_off_is_what_the_next_attempt_starts_from(is_running: bool) -> None:
+    cluster = cluster_of(2, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    number = started(cluster, job_of(4, steps=200))
+    training = cluster.oracle.trainings["uid-1"]
+    assert cluster.run_until(lambda: training.known == 20, 60.0)
+    held = gang(cluster, number)
+    assert held is not None
+    (here,), (there,) = held.nodes, sorted({"n1", "n2"} - set(held.nodes))
+    daemon = cluster.daemons[here]
+    daemon.network = Network(cluster.engine, Faults(lose=1.0))
+    if not is_running:
+        cluster.ask(CordonNode(there, "another's"))
+    assert cluster.run_until(lambda: cluster.state.nodes[here].lost, 80.0)
+    newest = training.checkpoints[-1]
+    assert training.known == 20 < newest
+    if is_running:
+        assert cluster.run_until(lambda: training.step == 25, 30.0)
+    daemon.network = cluster.network
+    assert cluster.run_until(lambda: training.known == newest, 30.0)
+    assert cluster.run_until(lambda: not cluster.state.gangs_on[here], 30.0)
+    if is_running:
+        # The attempt that began before it was known goes on, and is not asked to begin anew.
+        assert training.step < newest
+        (alive,) = [ranks for ranks in cluster.physics.ranks.values() if ranks.is_alive]
+        cluster.physics.kill(there, alive.order.epoch, OutcomeKind.UNKNOWN, "killed")
+    else:
+        cluster.ask(UncordonNode(there))
+    assert cluster.run_until(lambda: training.step > newest, 60.0)
+    assert training.began == newest
+    ends(cluster, number)
 
 
 def test_a_draining_node_empties_by_moves() -> None:

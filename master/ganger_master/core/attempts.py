@@ -381,7 +381,8 @@ def _fall_back(
         text = f"{trouble}; there is no older checkpoint, and nothing was deleted"
         end(state, job.number, JobState.FAILED, now, text, Failure("NO_CHECKPOINT", text, epoch=gang.epoch))
         return
-    state.put_job(replace(job, checkpoint=before, checkpoint_before=None, trouble=trouble))
+    passed_over = (*job.unreadable, newest.path)
+    state.put_job(replace(job, checkpoint=before, checkpoint_before=None, unreadable=passed_over, trouble=trouble))
     _requeue(state, job, now, f"{trouble}; it goes on from step {before.step}")
 
 

@@ -267,6 +267,8 @@ class Job(Struct, frozen=True, gc=False, omit_defaults=True):
     checkpoint: Checkpoint | None = None
     # The one before it, for when it turns out to be damaged; daemons keep the files of both.
     checkpoint_before: Checkpoint | None = None
+    # Paths of those that could not be read, so that none is believed again; until an attempt has one of its own.
+    unreadable: tuple[str, ...] = ()
     capabilities: Capabilities = Capabilities()
     peak_device_bytes: int = 0
     # The same, but no more than the devices it ran on have: what others must leave it.

@@ -37,6 +37,7 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
         gang = state.gangs.get(observed.epoch)
         piece = gang.piece(report.node) if gang is not None else None
         if gang is None or piece is None or (piece.gone and not piece.lost) or not _same_job(state, observed, gang):
+            _learn_checkpoint(state, observed, now)
             stray = _stray_of(state, node, observed)
             if stray is not None:
                 strays.append(stray)
@@ -53,6 +54,7 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
             observed = replace(observed, capabilities=Capabilities())
         _observe_piece(state, gang, piece, observed)
         _learn(state, gang, node, observed, now)
+        _learn_checkpoint(state, observed, now)
         if observed.phase is ObservedPhase.ENDED:
             acknowledged.append(observed.epoch)
         else:
@@ -147,7 +149,7 @@ def _observe_absence(state: State, gang: Gang, report: Observe) -> None:
 
 
 def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: float) -> None:
-    """Checkpoint, peak, capabilities and how far it got, from the job's present gangs only."""
+    """Peak, capabilities and how far it got, from the job's present gangs only."""
     job = state.jobs[gang.job]
     if gang.epoch not in (job.epoch, job.next_epoch) or job.state.is_final:
         return
@@ -162,13 +164,23 @@ def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: fl
         fresh = replace(fresh, capabilities=_common(state.gangs[gang.epoch]))
     if observed.progress is not None and _is_further(observed.progress, fresh.progress):
         fresh = replace(fresh, progress=replace(observed.progress, time=now))
-    checkpoint = observed.checkpoint
-    if checkpoint is not None and _is_newer(checkpoint, fresh.checkpoint):
-        fresh = replace(fresh, checkpoint=checkpoint, checkpoint_before=fresh.checkpoint, trouble="")
-        state.history(now, job.name, "checkpoint_complete", f"epoch:{gang.epoch}", step=checkpoint.step)
     if fresh != job:
         state.put_job(fresh)
     state.dirty.arenas[job.number] = None
+
+
+def _learn_checkpoint(state: State, observed: ObservedGang, now: float) -> None:
+    """A complete checkpoint counts whichever attempt wrote it, be it one that was cut off from here when it did."""
+    job, checkpoint = state.jobs.get(observed.job), observed.checkpoint
+    if job is None or job.uid != observed.uid or job.state.is_final or checkpoint is None:
+        return
+    if observed.epoch >= state.counters.next_epoch or checkpoint.path in job.unreadable:
+        return
+    if _is_newer(checkpoint, job.checkpoint):
+        unreadable = () if checkpoint.epoch == job.epoch else job.unreadable
+        before = job.checkpoint
+        state.put_job(replace(job, checkpoint=checkpoint, checkpoint_before=before, unreadable=unreadable, trouble=""))
+        state.history(now, job.name, "checkpoint_complete", f"epoch:{observed.epoch}", step=checkpoint.step)
 
 
 def _is_newer(one: Checkpoint, other: Checkpoint | None) -> bool:

@@ -28,6 +28,8 @@ class Training:
     # Steps of complete checkpoints, as written; and of the newest that the master has made known.
     checkpoints: list[int] = field(default_factory=list)
     known: int = 0
+    # By epoch: the newest that was known when it got its place.
+    known_to: dict[int, int] = field(default_factory=dict)
     # Deaths that allow going back to the last complete checkpoint: of a rank, of a node, by its own code; silence too.
     deaths: int = 0
     deaths_used: int = 0
@@ -59,9 +61,14 @@ class Oracle:
         """A new attempt starts its first step from here."""
         training = self.trainings[uid]
         began, training.began = training.began, step
-        if not from_parked and step != training.known:
-            raise RuleBrokenError(f"{uid} epoch {epoch} starts at step {step}, not at checkpoint {training.known}")
+        known = training.known_to.get(epoch)
+        if not from_parked and step != known:
+            raise RuleBrokenError(f"{uid} epoch {epoch} starts at step {step}, not at checkpoint {known}")
         if step == training.step:
+            return
+        if not from_parked and step > training.step:
+            # Done by an attempt that was cut off, and known of only after another had begun from before it.
+            training.step = step
             return
         if step > training.step:
             raise RuleBrokenError(f"{uid} epoch {epoch} starts at step {step}, but only {training.step} were done")
@@ -150,6 +157,11 @@ class Oracle:
         if step not in training.checkpoints:
             raise RuleBrokenError(f"{uid} is said to have a checkpoint of step {step}, which nobody wrote")
         training.known = step
+
+    def placed(self, uid: str, epoch: int) -> None:
+        """An attempt has its place; what it starts from, if not from a parked copy, stands."""
+        training = self.trainings[uid]
+        training.known_to[epoch] = training.known
 
     def check_kept(self, jobs: Mapping[int, str]) -> None:
         """`jobs`: number to uid, as the master knows them now."""

@@ -237,6 +237,9 @@ class Cluster:
             # A side whose machine lost its disk meanwhile tells nothing any more.
             if stopped_at and has:
                 self.oracle.moved(row.subject, epoch, stopped_at, has)
+        elif row.kind == "gang_approved":
+            job = self.state.jobs[int(row.subject.removeprefix("jobs/"))]
+            self.oracle.placed(job.uid, int(row.figures["epoch"]))
         elif row.kind == "checkpoint_complete":
             job = self.state.jobs[int(row.subject.removeprefix("jobs/"))]
             self.oracle.made_known(job.uid, int(row.figures["step"]))
