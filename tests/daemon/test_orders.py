@@ -83,6 +83,7 @@ def test_offloaded_is_said_only_of_memory_seen_free(mode: str, monkeypatch: pyte
             return
         parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
         assert parked.level == job_pb2.SUSPEND_LEVEL_OFFLOAD
+        assert set(parked.residue_bytes) == {0}
         assert parked.arena_bytes >= 48 * MEBIBYTE
         assert before - (anonymous_bytes(pid) or 0) >= 0.9 * 48 * MEBIBYTE
 

@@ -39,6 +39,8 @@ class FakeNvml:
         self.ecc = [0] * len(self.server.devices)
         self.lost: set[int] = set()
         self.mig: set[int] = set()
+        # By device: pid and bytes; the driver says None where it does not know.
+        self.processes: dict[int, list[tuple[int, int | None]]] = {}
         self.events: queue.Queue[tuple[int, int, int]] = queue.Queue()
         self.can_report_events = True
         self.open = 0
@@ -71,6 +73,11 @@ class FakeNvml:
         if handle in self.lost:
             raise NVMLError(self.NVML_ERROR_GPU_IS_LOST)
         return SimpleNamespace(total=self.server.devices[handle].memory_bytes, used=self.used[handle])
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
+        if handle in self.lost:
+            raise NVMLError(self.NVML_ERROR_GPU_IS_LOST)
+        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in self.processes.get(handle, [])]
 
     def nvmlDeviceGetNumaNodeId(self, handle: int) -> int:
         return self.server.devices[handle].numa_node

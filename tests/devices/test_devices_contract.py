@@ -11,7 +11,7 @@ from devices.fake_pynvml import FakeNvml
 from ganger.resources.values import Level
 from ganger_daemon.cores import declared_cores
 from ganger_daemon.devices.choose import choose_devices
-from ganger_daemon.devices.contract import MAX_DEVICES, Devices
+from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Devices
 from ganger_daemon.devices.none import NoDevices
 from ganger_daemon.devices.nvml import NvmlDevices
 from ganger_daemon.devices.recorded import FIXTURES, RecordedDevices, read_recording
@@ -79,6 +79,11 @@ def test_groups_are_of_several_known_devices_with_the_innermost_level_first(devi
 
 def test_used_memory_is_told_for_each_device(devices: Devices) -> None:
     assert len(devices.used_memory()) == devices.discover().configuration_set.devices
+
+
+def test_of_processes_that_are_not_there_nobody_can_tell_what_they_use(devices: Devices) -> None:
+    count = devices.discover().configuration_set.devices
+    assert devices.used_by(()) == devices.used_by({1 << 30}) == (UNREADABLE,) * count
 
 
 def test_a_process_can_be_attached_and_detached_any_number_of_times(devices: Devices) -> None:

@@ -1,5 +1,5 @@
 """Device memory of one gang's ranks: baselines at hello, samples while a stop is on, and the proof that OFFLOAD
-freed it."""
+freed it, with what cannot be freed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import time
 from collections.abc import Mapping
 
 from ganger.injob.page import State
+from ganger.resources.topology import bits
 
+from ganger_daemon.devices.contract import UNREADABLE
 from ganger_daemon.host import Host
 from ganger_daemon.workers.desired import LocalPart
 from ganger_daemon.workers.processes import ProcessId, anonymous_bytes
@@ -34,6 +36,8 @@ class MemoryWatch:
         self._verifying_since: float | None = None
         self.freed = False
         self.trouble = ""
+        # What the ranks keep of each device of the node although all is freed; empty where that cannot be told.
+        self.residue: tuple[int, ...] = ()
 
     @property
     def waiting(self) -> bool:
@@ -68,6 +72,7 @@ class MemoryWatch:
         """A stop, or a run, begins: nothing is known of it yet."""
         self.freed = False
         self.trouble = ""
+        self.residue = ()
         self._verifying_since = None
         self._before = {}
         self._sampled_at = 0.0
@@ -92,12 +97,12 @@ class MemoryWatch:
             self._verifying_since = now
         reported = sum(pages.progress(rank).offloaded_bytes for rank in self._part.ranks)
         if not device_mask or not self._before:
-            self.freed = True  # no devices; or a former daemon saw the ranks before and this one cannot compare
+            # no devices; or a former daemon saw the ranks before and this one cannot compare
+            self._settle(pages, processes, device_mask)
             return
         found = compare(self._before, self._in_use(processes), reported)
         if found.enough:
-            self.freed = True
-            self.trouble = ""
+            self._settle(pages, processes, device_mask)
             return
         if now - self._verifying_since >= _TROUBLE_SECONDS and not self.trouble:
             self.trouble = (
@@ -106,8 +111,33 @@ class MemoryWatch:
             )
             log.warning("offload not confirmed", extra={"seen": found.seen_bytes, "expected": found.expected_bytes})
 
+    def _settle(self, pages: ControlPages, processes: Mapping[int, ProcessId], device_mask: int) -> None:
+        self.freed = True
+        self.trouble = ""
+        if self._is_virtual:
+            self.residue = self._residue_by_pages(pages)
+            return
+        used = self._host.devices.used_by({process.pid for process in processes.values()})
+        kept = [size if device_mask >> index & 1 else 0 for index, size in enumerate(used)]
+        self.residue = tuple(kept) if UNREADABLE not in kept else ()
+
+    def _residue_by_pages(self, pages: ControlPages) -> tuple[int, ...]:
+        """Of tensors that live on; no more than the devices are said to have, for pages say what they like."""
+        configuration_set = self._host.inventory.configuration_set
+        kept = [0] * configuration_set.devices
+        for rank, mask in zip(self._part.ranks, self._part.device_masks, strict=True):
+            progress = pages.progress(rank)
+            left = max(0, progress.device_bytes - progress.offloaded_bytes)
+            for index in bits(mask):
+                kept[index] = min(kept[index] + left // mask.bit_count(), configuration_set.device_memory_bytes)
+        return tuple(kept)
+
+    @property
+    def _is_virtual(self) -> bool:
+        return self._host.devices.capabilities.get("devices") == "virtual"
+
     def _in_use(self, processes: Mapping[int, ProcessId]) -> dict[int, int]:
-        if self._host.devices.capabilities.get("devices") == "virtual":
+        if self._is_virtual:
             return {process.pid: anonymous_bytes(process.pid) or 0 for process in processes.values()}
         used = self._host.devices.used_memory()
         mask = 0

@@ -6,7 +6,7 @@ scripted faults) and `none` keep this contract; one conformance suite holds for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -74,6 +74,10 @@ class Devices(Protocol):
 
     def used_memory(self) -> tuple[int, ...]:
         """Bytes in use now by device index; UNREADABLE for a device that does not answer."""
+
+    def used_by(self, pids: Collection[int]) -> tuple[int, ...]:
+        """Bytes in use now by these processes, by device index; UNREADABLE where nobody can tell, as where none of them
+        is known on a device."""
 
     def attach(self, pid: int, device_mask: int, baseline_bytes: int | None = None) -> None:
         """A rank said hello. Virtual devices count what it uses from here on; the value a daemon had noted

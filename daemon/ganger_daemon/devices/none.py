@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ganger.resources.values import ConfigurationSet, Socket
 
@@ -31,6 +31,9 @@ class NoDevices:
         return self._inventory
 
     def used_memory(self) -> tuple[int, ...]:
+        return ()
+
+    def used_by(self, pids: Collection[int]) -> tuple[int, ...]:
         return ()
 
     def attach(self, pid: int, device_mask: int, baseline_bytes: int | None = None) -> None:

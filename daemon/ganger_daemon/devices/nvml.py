@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -91,6 +91,9 @@ class NvmlDevices:
 
     def used_memory(self) -> tuple[int, ...]:
         return tuple(self._used_memory(i) for i in range(len(self._handles)))
+
+    def used_by(self, pids: Collection[int]) -> tuple[int, ...]:
+        return tuple(self._used_by(handle, pids) for handle in self._handles)
 
     def attach(self, pid: int, device_mask: int, baseline_bytes: int | None = None) -> None:
         """The driver itself counts."""
@@ -218,6 +221,12 @@ class NvmlDevices:
             if _code(error) == self._nvml.NVML_ERROR_GPU_IS_LOST:
                 self._note(lost_event(index))
             return UNREADABLE
+
+    def _used_by(self, handle: Any, pids: Collection[int]) -> int:
+        found = self._ask(self._nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
+        sizes = [process.usedGpuMemory for process in found if process.pid in pids]
+        # In a container the driver may list no process, or say nothing of its memory.
+        return UNREADABLE if not sizes or None in sizes else sum(sizes)
 
     def _watch(self) -> None:
         events = self._register()

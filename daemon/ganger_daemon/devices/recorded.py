@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,9 @@ class RecordedDevices:
     def used_memory(self) -> tuple[int, ...]:
         self._play()
         return tuple(UNREADABLE if i in self._lost else used for i, used in enumerate(self._recording.used_memory))
+
+    def used_by(self, pids: Collection[int]) -> tuple[int, ...]:
+        return (UNREADABLE,) * len(self._recording.used_memory)
 
     def attach(self, pid: int, device_mask: int, baseline_bytes: int | None = None) -> None:
         """A recording has no processes."""

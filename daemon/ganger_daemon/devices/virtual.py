@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ganger.resources.values import ConfigurationSet, Level, Socket
 
 from ganger_daemon.cores import CoreMap, declared_cores
-from ganger_daemon.devices.contract import MAX_DEVICES, Device, HealthEvent, Inventory
+from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Device, HealthEvent, Inventory
 from ganger_daemon.devices.machine import read_memory_bytes, usable_cpus
 from ganger_daemon.devices.topology import groups_of, named
 
@@ -78,6 +78,10 @@ class VirtualDevices:
             for i in bits:
                 used[i] += max(0, now - process.baseline_bytes) // len(bits)
         return tuple(used)
+
+    def used_by(self, pids: Collection[int]) -> tuple[int, ...]:
+        """There is no driver that could tell a process's tensors from the rest of its memory."""
+        return (UNREADABLE,) * len(self._inventory.devices)
 
     def attach(self, pid: int, device_mask: int, baseline_bytes: int | None = None) -> None:
         mask = device_mask & ((1 << len(self._inventory.devices)) - 1)

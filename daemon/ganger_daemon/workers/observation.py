@@ -12,7 +12,7 @@ from ganger.v1 import job_pb2
 from google.protobuf import timestamp_pb2
 
 from ganger_daemon.core.gang import RankPhase, is_opaque
-from ganger_daemon.core.orders import Phase
+from ganger_daemon.core.orders import Level, Phase
 
 from .desired import order_key_to_wire
 
@@ -47,6 +47,8 @@ def observe(gang: LocalGang) -> agent_pb2.ObservedGang:
     for rank, process in sorted(gang.deaths.processes.items()):
         if gang.deaths.is_live(rank):
             message.ranks.add(rank=rank, pid=process.pid, start_ticks=process.start_ticks)
+    if judgement.phase is Phase.PARKED and judgement.level is Level.OFFLOAD:
+        message.residue_bytes.extend(gang.memory.residue)
     outcome = judgement.outcome
     if outcome is not None:
         message.outcome.CopyFrom(

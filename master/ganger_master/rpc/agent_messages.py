@@ -82,6 +82,7 @@ def observed_gang_from_wire(message: agent_pb2.ObservedGang) -> commands.Observe
         trouble=message.trouble,
         cores=tuple(message.cores),
         device_mask=message.claim_device_mask,
+        residue_bytes=tuple(message.residue_bytes),
         progress=job_messages.progress_from_wire(message.epoch, message.progress) if message.progress.step else None,
     )
 

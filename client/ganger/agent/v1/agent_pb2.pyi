@@ -530,6 +530,7 @@ class ObservedGang(google.protobuf.message.Message):
     CLAIM_DEVICE_MASK_FIELD_NUMBER: builtins.int
     CAPABILITIES_PRESUMED_FIELD_NUMBER: builtins.int
     PROGRESS_FIELD_NUMBER: builtins.int
+    RESIDUE_BYTES_FIELD_NUMBER: builtins.int
     job: builtins.str
     job_uid: builtins.str
     epoch: builtins.int
@@ -570,6 +571,12 @@ class ObservedGang(google.protobuf.message.Message):
     def progress(self) -> ganger.v1.job_pb2.Progress:
         """With PHASE_ENDED: how far the local ranks got, for the job's record. That of a running gang goes by ReportProgress."""
 
+    @property
+    def residue_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Parked at OFFLOAD: device memory that its processes keep all the same, by device of the node, as measured when the
+        rest was seen free; empty where it cannot be measured.
+        """
+
     def __init__(
         self,
         *,
@@ -594,10 +601,11 @@ class ObservedGang(google.protobuf.message.Message):
         claim_device_mask: builtins.int = ...,
         capabilities_presumed: builtins.bool = ...,
         progress: ganger.v1.job_pb2.Progress | None = ...,
+        residue_bytes: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "order", b"order", "outcome", b"outcome", "progress", b"progress"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "capabilities", b"capabilities", "capabilities_presumed", b"capabilities_presumed", "checkpoint", b"checkpoint", "claim_device_mask", b"claim_device_mask", "cores", b"cores", "epoch", b"epoch", "job", b"job", "job_uid", b"job_uid", "level", b"level", "order", b"order", "outcome", b"outcome", "peak_device_bytes", b"peak_device_bytes", "phase", b"phase", "progress", b"progress", "ranks", b"ranks", "repin_done", b"repin_done", "stop_sequence", b"stop_sequence", "stop_step", b"stop_step", "threads", b"threads", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "capabilities", b"capabilities", "capabilities_presumed", b"capabilities_presumed", "checkpoint", b"checkpoint", "claim_device_mask", b"claim_device_mask", "cores", b"cores", "epoch", b"epoch", "job", b"job", "job_uid", b"job_uid", "level", b"level", "order", b"order", "outcome", b"outcome", "peak_device_bytes", b"peak_device_bytes", "phase", b"phase", "progress", b"progress", "ranks", b"ranks", "repin_done", b"repin_done", "residue_bytes", b"residue_bytes", "stop_sequence", b"stop_sequence", "stop_step", b"stop_step", "threads", b"threads", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ObservedGang: typing_extensions.TypeAlias = ObservedGang
