@@ -1,0 +1,14 @@
+"""Cores and memory in proportion to GPUs, whatever the job: `bind` of the CPU poster (Xiao et al., SoCC 2018: 24 cores
+and 4 GPUs give 6 each), the baseline of Synergy (OSDI 2022) and the floor of every tuning that guarantees one."""
+
+from __future__ import annotations
+
+from ganger_master.policies.tune import Gangs, Nodes, Pieces, Tuning, proportionally
+
+
+def tune(gangs: Gangs, nodes: Nodes, placed: Pieces) -> Pieces:
+    return proportionally(nodes, placed)
+
+
+PROPORTIONAL = Tuning("proportional", tune, guarantees=True)
+BIND = Tuning("bind", tune, guarantees=True)
