@@ -86,7 +86,8 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         if not gang.part.leads or storage is None:
             raise GangNotFound("this daemon does not lead the gang, or sees no storage")
         shards = tuple(
-            Shard(shard.rank, f"rank-{shard.rank}.shard", shard.size_bytes, shard.digest) for shard in request.shards
+            Shard(shard.rank, f"rank-{shard.rank}.shard", shard.size_bytes, shard.digest, shard.device_model)
+            for shard in request.shards
         )
         await gang.saving.keeper.gather(storage, request.stop_sequence, request.step, shards)
         gang.wake()
@@ -167,7 +168,13 @@ class PeerCalls:
                 stop_sequence=agreement,
                 step=step,
                 shards=[
-                    peer_pb2.Shard(rank=shard.rank, file=shard.file, size_bytes=shard.size_bytes, digest=shard.digest)
+                    peer_pb2.Shard(
+                        rank=shard.rank,
+                        file=shard.file,
+                        size_bytes=shard.size_bytes,
+                        digest=shard.digest,
+                        device_model=shard.device_model,
+                    )
                     for shard in shards
                 ],
             )

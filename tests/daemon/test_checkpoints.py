@@ -34,6 +34,7 @@ def write_shards(directory: Path, step: int, epoch: int, world: int) -> tuple[Sh
     shards = []
     for rank in range(world):
         header = {"format": 1, "step": step, "rank": rank, "world": world, "tensors": [], "tree": None}
+        header["device_model"] = f"model {rank}"
         kind = image.preferred_digest()
         data = bytes([rank]) * 4096
         preamble, encoded = image.lay_out(header, len(data), kind)
@@ -43,6 +44,15 @@ def write_shards(directory: Path, step: int, epoch: int, world: int) -> tuple[Sh
         path.write_bytes(preamble.pack() + encoded + data + digests.trailer())
         shards.append(Shard(rank, path.name, *describe_shard(path)))
     return tuple(shards)
+
+
+def test_a_manifest_names_the_devices_that_shards_were_saved_on(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path, 7, 1, 2)
+    files = manifest(Gathering(2, 7).add(7, shards), "uid", 1, 2.0)["files"]
+    assert {name: entry["device_model"] for name, entry in files.items()} == {
+        "rank-0.shard": "model 0",
+        "rank-1.shard": "model 1",
+    }
 
 
 def damage(path: Path) -> None:

@@ -182,6 +182,20 @@ def test_objects_not_registered_yet_are_left_for_later() -> None:
     assert restored.position == {"epoch": 2}
 
 
+def test_going_on_on_another_model_of_device_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Processors do not tell their names; accelerators do.
+    def called(name: str) -> None:
+        monkeypatch.setattr(torch.cpu, "get_device_name", lambda device: name, raising=False)
+
+    made = OPTIMIZERS["sgd"]()
+    assert _restore(OPTIMIZERS["sgd"](), _image(made)).notice == ""
+    called("A100")
+    arena = _image(made)
+    assert _restore(OPTIMIZERS["sgd"](), arena).notice == ""
+    called("H200")
+    assert "saved on A100 and goes on on H200" in _restore(OPTIMIZERS["sgd"](), arena).notice
+
+
 def test_another_model_is_refused_with_the_names_that_differ() -> None:
     arena = _image(Training({"model": nn.Linear(2, 2)}))
     with pytest.raises(StateMismatchError, match="bias"):

@@ -19,6 +19,7 @@ import torch
 from ganger.injob import image as form
 from ganger.injob.image import ImageError, Preamble
 from ganger.training.codec import dtype_named
+from ganger.training.hardware import device_model
 
 # Small enough that what was copied is still in the processor's cache when it is hashed: together they take little
 # longer than the copy alone. And who streams an image is never far behind who fills it.
@@ -71,6 +72,7 @@ def plan_image(
         "world": world,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
+        "device_model": device_model(tensors),
         "tensors": table,
         "tree": tree,
     }

@@ -16,6 +16,7 @@ from ganger.injob.control import Control
 from ganger.injob.page import Capability, Phase, Word
 from ganger.training import agent
 from ganger.training.ending import keep_default_group
+from ganger.training.hardware import tell
 from ganger.training.loader import ElasticLoader
 from ganger.training.offload import StateKeeper
 from ganger.training.progress import Progress
@@ -92,6 +93,7 @@ class TrainingJob:
         restored = keeper.restore_at_start()
         if restored is not None:
             self._restored = restored
+            tell(restored.notice)
             self._steps = self._told = restored.position["steps"]
             self._epoch = restored.position["epoch"]
             self._samples = restored.position["samples"]

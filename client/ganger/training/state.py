@@ -14,6 +14,7 @@ import torch
 
 from ganger.training import codec
 from ganger.training.codec import StateNotSupportedError, TensorRef, TensorTable
+from ganger.training.hardware import device_model, notice_of_change
 from ganger.training.image import ImagePlan, OpenImage, plan_image, read_tensors
 from ganger.training.randomness import capture_random
 
@@ -54,6 +55,8 @@ class Restored:
     position: dict[str, Any]
     random: dict[str, Any]
     unclaimed: dict[str, Any]
+    # What the user is to be told of it; empty for nothing.
+    notice: str = ""
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -115,7 +118,8 @@ def restore(training: Training, image: OpenImage) -> Restored:
         state = codec.decode(image.tree, tensors.__getitem__)
         _apply(training, state)
         unclaimed = {name: item for name, item in state["objects"].items() if name not in training.objects}
-        return Restored(image.step, int(image.header["world"]), state["position"], state["random"], unclaimed)
+        notice = notice_of_change(str(image.header.get("device_model", "")), device_model(tensors.values()))
+        return Restored(image.step, int(image.header["world"]), state["position"], state["random"], unclaimed, notice)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         raise StateMismatchError(f"the saved state does not fit this script: {error}") from error
 

@@ -25,6 +25,7 @@ from ganger.training.codec import StateNotSupportedError
 from ganger.training.discovery import Discovery
 from ganger.training.diversion import Diversion
 from ganger.training.ending import keep_default_group
+from ganger.training.hardware import tell
 from ganger.training.loops import Loop, OneBatch, Resumed
 from ganger.training.offload import StateKeeper
 from ganger.training.ownfiles import OwnFiles
@@ -366,6 +367,7 @@ class UnmodifiedScript:
         self._progress.training = _weakly(self._training(), self._variables)
         if self._diversion is not None:
             self._diversion.end()
+        tell(restored.notice)
         self._control.phase(Phase.TRAINING)
         self._control.start(restored.step)
         restore_random(restored.random)

@@ -191,13 +191,13 @@ class Keeper:
             file = f"rank-{rank}.shard"
             directory = tmp if (tmp / file).exists() else final
             try:
-                size, digest = await asyncio.to_thread(describe_shard, directory / file)
+                described = await asyncio.to_thread(describe_shard, directory / file)
             except (OSError, ImageError) as error:
                 self.trouble = f"STORAGE_FAILED: shard of rank {rank} is unreadable: {error}"
                 self._refused = {agreement: self.trouble}
                 log.warning("shard unreadable: %s", error, extra={"job": self._job_uid, "rank": rank})
                 return None
-            self._described[agreement, rank] = Shard(rank, file, size, digest)
+            self._described[agreement, rank] = Shard(rank, file, *described)
         found = tuple(self._described[agreement, rank] for rank in ranks)
         self._described = {key: shard for key, shard in self._described.items() if key[0] == agreement}
         return found

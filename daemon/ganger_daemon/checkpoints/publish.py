@@ -14,12 +14,14 @@ MANIFEST_FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's durable part. `digest` is "algorithm:hex"."""
+    """One rank's durable part. `digest` is "algorithm:hex"; `device_model` the name of the accelerators its state was
+    on, empty without any."""
 
     rank: int
     file: str
     size_bytes: int
     digest: str
+    device_model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,12 @@ def manifest(gathering: Gathering, job_uid: str, epoch: int, time_seconds: float
         "world": gathering.world,
         "time": time_seconds,
         "files": {
-            shard.file: {"rank": shard.rank, "bytes": shard.size_bytes, "digest": shard.digest}
+            shard.file: {
+                "rank": shard.rank,
+                "bytes": shard.size_bytes,
+                "digest": shard.digest,
+                "device_model": shard.device_model,
+            }
             for _, shard in sorted(gathering.shards.items())
         },
     }

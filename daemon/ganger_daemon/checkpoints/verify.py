@@ -10,6 +10,8 @@ from ganger.injob import image
 
 from .layout import MANIFEST, read_manifest
 
+_MODEL_CHARACTERS = 200
+
 
 @dataclass(frozen=True, slots=True)
 class Verified:
@@ -28,12 +30,16 @@ class Unreadable:
     is_lasting: bool = True
 
 
-def describe_shard(path: Path) -> tuple[int, str]:
-    """(bytes, "algorithm:hex") of a shard, every byte of it read and checked. Raises image.ImageError or OSError."""
+def describe_shard(path: Path) -> tuple[int, str, str]:
+    """(bytes, "algorithm:hex", model of the devices its state was on) of a shard, every byte of it read and checked.
+    Raises image.ImageError or OSError."""
     with open(path, "rb") as file:
         preamble = image.parse_preamble(file.read(64))
     summary = image.verify(str(path))
-    return summary.total_bytes, f"{'xxh3_64' if preamble.digest_kind == 1 else 'crc32'}:{summary.digest}"
+    digest = f"{'xxh3_64' if preamble.digest_kind == 1 else 'crc32'}:{summary.digest}"
+    # What a job says of itself, for people to read.
+    model = str(image.read_header(str(path)).get("device_model", ""))[:_MODEL_CHARACTERS]
+    return summary.total_bytes, digest, model
 
 
 def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Verified | Unreadable:
@@ -53,7 +59,7 @@ def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Verified | 
                 return Unreadable(directory, f"{shard.name} has {actual} bytes, {MANIFEST} says {entry['bytes']}")
             if ranks is not None and rank not in ranks:
                 continue
-            _, digest = describe_shard(shard)
+            _, digest, _ = describe_shard(shard)
             if digest != str(entry["digest"]):
                 return Unreadable(directory, f"{shard.name} has digest {digest}, {MANIFEST} says {entry['digest']}")
     except OSError as error:

@@ -155,11 +155,14 @@ class Shard(google.protobuf.message.Message):
     FILE_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
+    DEVICE_MODEL_FIELD_NUMBER: builtins.int
     rank: builtins.int
     file: builtins.str
     size_bytes: builtins.int
     digest: builtins.str
     """xxh3_128 (or sha256 where the job has no xxhash), "algorithm:hex"."""
+    device_model: builtins.str
+    """Name of the accelerators its state was on; empty without any."""
     def __init__(
         self,
         *,
@@ -167,8 +170,9 @@ class Shard(google.protobuf.message.Message):
         file: builtins.str = ...,
         size_bytes: builtins.int = ...,
         digest: builtins.str = ...,
+        device_model: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["digest", b"digest", "file", b"file", "rank", b"rank", "size_bytes", b"size_bytes"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["device_model", b"device_model", "digest", b"digest", "file", b"file", "rank", b"rank", "size_bytes", b"size_bytes"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Shard: typing_extensions.TypeAlias = Shard
