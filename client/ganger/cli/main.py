@@ -50,6 +50,7 @@ _ADDED_HELP = {
     "demo": "Show real jobs being paused, moved and re-pinned, with proof.",
     "bench": "Run a benchmark.",
     "simulate": "Replay a trace in virtual time.",
+    "compare": "Replay a trace under several policies, side by side.",
 }
 ENTRY_POINTS = "ganger.commands"
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000

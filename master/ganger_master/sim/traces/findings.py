@@ -22,7 +22,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """`lines` are the first few; rows that came from no file have none."""
+    """`lines` are the first few; rows that came from no file have none. No rows: it is about the file."""
 
     kind: Kind
     what: str
@@ -30,6 +30,8 @@ class Finding:
     lines: tuple[int, ...] = ()
 
     def __str__(self) -> str:
+        if not self.rows:
+            return self.what
         if not self.lines:
             return f"{self.what} ({counted(self.rows)})"
         more = f" and {self.rows - len(self.lines):,} more" if self.rows > len(self.lines) else ""

@@ -1,0 +1,149 @@
+"""What is to be simulated: the jobs of a trace that a cluster can hold, and what had to be left out, added or changed.
+
+Files are read here; what a load and a seed make of the jobs is decided by pure functions.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+
+from ganger_master.sim.traces.findings import Finding, Kind, Tally, TraceError
+from ganger_master.sim.traces.profiles import gavel_speeds, synergy_profiles, with_iterations, with_models
+from ganger_master.sim.traces.reader import Reading, Wanted, read_stream, read_trace
+from ganger_master.sim.traces.servers import Servers
+from ganger_master.sim.traces.synthetic import synthetic
+from ganger_master.sim.traces.transform import sample, scaled_to_load, that_fit, with_durations, with_loads
+from ganger_master.sim.traces.workload import Floats, Workload
+
+# A trace of this name, where there is no such file, is the one that comes with Ganger.
+EXAMPLE = "example"
+STANDARD_INPUT = "-"
+# Recorded steps are counted at this type's pace.
+_REFERENCE_GPU = "v100"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which jobs of a trace: those that `wanted` names, then the first `first` of them, or `drawn` of them at random.
+
+    `draws_durations`: jobs whose run time nothing tells get one at random; otherwise they are left out.
+    """
+
+    wanted: Wanted = field(default_factory=Wanted)
+    first: int | None = None
+    drawn: int | None = None
+    draws_durations: bool = False
+
+
+@dataclass(frozen=True)
+class Material:
+    """Jobs on the servers they are to run on. `rows` were read of the trace, and each is a job here, is `apart` by
+    choice, or is among the skipped rows of `findings`."""
+
+    trace: str
+    jobs: Workload
+    servers: Servers
+    rows: int
+    apart: int
+    findings: tuple[Finding, ...]
+    ignored_columns: tuple[str, ...]
+    part: Part
+
+    @property
+    def jobs_of_a_run(self) -> int:
+        return len(self.jobs) if self.part.drawn is None else min(self.part.drawn, len(self.jobs))
+
+
+@dataclass(frozen=True)
+class Load:
+    """`offered`: the jobs come closer together or further apart until they offer it. `phases` of (seconds, load): the
+    same, one after another. Neither: as recorded."""
+
+    offered: float | None = None
+    phases: tuple[tuple[float, float], ...] = ()
+
+    def __str__(self) -> str:
+        if self.phases:
+            return "phases " + " ".join(f"{seconds:g}s:{load:g}" for seconds, load in self.phases)
+        return "as recorded" if self.offered is None else f"{self.offered:g}"
+
+
+def material(trace: str, servers: Servers, part: Part, seed: int = 0) -> Material:
+    """Reads the trace (a path, "-" for standard input, or "example"). TraceError, also where no job is left."""
+    reading = _read(trace, part.wanted)
+    name = "standard input" if trace == STANDARD_INPUT else Path(trace).name
+    fitting, too_large = that_fit(reading.workload, servers)
+    jobs, untimed = with_run_times(fitting, seed if part.draws_durations else None)
+    findings = (*reading.findings, *too_large, *untimed)
+    if not len(jobs):
+        hint = "" if part.draws_durations or not untimed else " (--draw-durations gives jobs run times at random)"
+        left_out = [finding for finding in findings if finding.kind is Kind.SKIPPED]
+        raise TraceError(name, [Finding(Kind.MISTAKE, f"no job to run is left{hint}", reading.rows), *left_out])
+    before = len(jobs)
+    if part.first is not None:
+        jobs = jobs.take(np.arange(min(part.first, before)))
+    apart = before - (len(jobs) if part.drawn is None else min(part.drawn, before))
+    return Material(name, jobs, servers, reading.rows, apart, findings, reading.ignored_columns, part)
+
+
+def jobs_at(source: Material, load: Load, seed: int) -> Workload:
+    """The jobs of one run. The seed decides which are drawn, and what models those train that name none. ValueError
+    where the load cannot be offered."""
+    jobs = source.jobs
+    if source.part.drawn is not None:
+        jobs = sample(jobs, source.part.drawn, seed)
+    if load.phases:
+        jobs = with_loads(jobs, source.servers.gpus, load.phases)
+    elif load.offered is not None:
+        jobs = scaled_to_load(jobs, source.servers.gpus, load.offered)
+    return with_iterations(with_models(jobs, seed))
+
+
+def with_run_times(jobs: Workload, draw_seed: int | None) -> tuple[Workload, tuple[Finding, ...]]:
+    """Run times for jobs that have none recorded: iterations by the published pace of their model, where both are
+    known; else drawn with this seed as Synergy draws them, or, without a seed, the jobs are left out."""
+    unknown = np.isnan(jobs.duration_s)
+    if not unknown.any():
+        return jobs, ()
+    tally = Tally()
+    jobs = with_durations(jobs, jobs.iterations * _step_seconds(jobs))
+    still = np.isnan(jobs.duration_s)
+    tally.note(Kind.CHANGED, "run time worked out from iterations and model", jobs.lines[unknown & ~still])
+    if draw_seed is None:
+        tally.note(Kind.SKIPPED, "no run time, and none follows from iterations and model", jobs.lines[still])
+        return jobs.take(~still), tally.findings()
+    drawn = synthetic(len(jobs), 1.0, draw_seed).duration_s
+    tally.note(Kind.CHANGED, "run time drawn at random", jobs.lines[still])
+    return with_durations(jobs, drawn), tally.findings()
+
+
+def _step_seconds(jobs: Workload) -> Floats:
+    """Of one step of each job's model on the reference GPU; NaN where no profile tells."""
+    batches = np.nan_to_num(jobs.batch_size).tolist()
+    return np.array(list(map(_step_of, jobs.model.texts(), batches, jobs.gpus.tolist())), float)
+
+
+@cache
+def _step_of(model: str, batch_size: float, gpus: int) -> float:
+    profile = synergy_profiles().get(model)
+    if profile is not None:
+        return profile.step_s
+    named = f"{model} (batch size {batch_size:.0f})"
+    pace = max(gavel_speeds().get((_REFERENCE_GPU, together, named, gpus), 0.0) for together in (True, False))
+    return 1.0 / pace if pace > 0 else np.nan
+
+
+def _read(trace: str, wanted: Wanted) -> Reading:
+    if trace == STANDARD_INPUT:
+        return read_stream(sys.stdin.buffer, "standard input", wanted)
+    path = Path(trace)
+    if trace == EXAMPLE and not path.exists():
+        with resources.as_file(resources.files("ganger_master.sim.traces") / "example.csv") as packaged:
+            return read_trace(packaged, wanted)
+    return read_trace(path, wanted)

@@ -1,0 +1,361 @@
+"""`ganger simulate` and `ganger compare`: which policy would serve this cluster, asked of a recorded trace.
+
+Everything that can be found wrong is found before anything is simulated. Help answers at once: what is heavy is
+imported inside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from ganger.console.exits import CommandError, Exit
+
+from ganger_master.sim.flags import CLUSTER, LOAD_PHASES, Amount, Listed, shared_flags
+from ganger_master.sim.threads import one_thread_each
+
+if TYPE_CHECKING:
+    from ganger_master.sim.asked import Load, Material
+    from ganger_master.sim.parallel import Cell
+    from ganger_master.sim.replay.options import Options, SwitchCosts
+    from ganger_master.sim.report.figures import Figures
+    from ganger_master.sim.report.outcomes import Run
+    from ganger_master.sim.traces.servers import Servers
+
+_Value = TypeVar("_Value")
+
+
+def _list_policies(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:
+    if is_wanted:
+        _import_numpy()
+        from ganger_master.policies import POLICIES
+
+        for name, policy in sorted(POLICIES.items()):
+            click.echo(f"{name}  (an oracle: it knows run times)" if policy.order.knows_durations else name)
+        context.exit()
+
+
+@click.command()
+@click.argument("trace")
+@click.option("--policy", "-p", metavar="NAME", required=True, help="How jobs are scheduled, such as fifo or las2d.")
+@click.option(
+    "--list-policies", is_flag=True, is_eager=True, expose_value=False, callback=_list_policies, help="Name them all."
+)
+@click.option(
+    "--load", type=Amount(), metavar="X", help="Squeeze or stretch the times of submission to offer this load."
+)
+@LOAD_PHASES
+@shared_flags
+def simulate(
+    trace: str, policy: str, load: float | None, load_phases: tuple[tuple[float, float], ...] | None, **flags: Any
+) -> None:
+    """Replay the jobs of TRACE in virtual time and print how they fared.
+
+    TRACE is a CSV file with the columns job_id, submit_time_s, gpus, duration_s (docs/traces.md), "-" for standard
+    input, or "example": a week of a real cluster that comes with Ganger.
+    """
+    if load is not None and load_phases:
+        raise click.UsageError("--load and --load-phases exclude each other")
+    experiment = _Experiment(trace, (policy,), flags)
+    from ganger.console.tables import print_pairs, print_table
+
+    from ganger_master.sim import said
+    from ganger_master.sim.asked import Load
+    from ganger_master.sim.meter import Meter
+    from ganger_master.sim.replay.run import simulate as replay
+    from ganger_master.sim.report.figures import figures
+    from ganger_master.sim.report.tables import details, waiting_by_size
+
+    source = experiment.material()
+    asked = Load(load, load_phases or ())
+    options = experiment.options(flags["seed"])
+    with _explained():
+        jobs = experiment.jobs(source, asked, flags["seed"])
+        with Meter(policy, flags["progress"]) as meter:
+            run = replay(jobs, source.servers, policy, options, meter)
+    found = figures(run)
+    if flags["as_json"]:
+        _print_json(said.simulated(source, asked, options, found))
+    else:
+        print_pairs(experiment.headline(source, asked) + details(found))
+        print()
+        print_table(*waiting_by_size(found))
+    sys.stdout.flush()
+    experiment.save([(asked, run, found)])
+
+
+@click.command()
+@click.argument("trace")
+@click.option(
+    "--policies", "-p", type=Listed(click.STRING), metavar="NAME,...", required=True, help="Such as fifo,las2d,srtf."
+)
+@click.option(
+    "--loads", type=Listed(Amount()), metavar="X,...", help="Squeeze or stretch the times of submission to offer these."
+)
+@LOAD_PHASES
+@click.option(
+    "--seeds", type=click.IntRange(1, 1000), default=1, metavar="N", help="Runs of each, with seeds from --seed on."
+)
+@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Runs at a time; default: one for each core.")
+@shared_flags
+def compare(
+    trace: str,
+    policies: tuple[str, ...],
+    loads: tuple[float, ...] | None,
+    load_phases: tuple[tuple[float, float], ...] | None,
+    seeds: int,
+    workers: int | None,
+    **flags: Any,
+) -> None:
+    """Replay the jobs of TRACE under several policies at once and print them side by side.
+
+    TRACE is as for `ganger simulate`, which also names the policies. With several seeds each figure is a mean with its
+    95 % confidence interval.
+    """
+    if loads and load_phases:
+        raise click.UsageError("--loads and --load-phases exclude each other")
+    experiment = _Experiment(trace, policies, flags)
+    from ganger.console.tables import print_pairs, print_table
+
+    from ganger_master.sim import said
+    from ganger_master.sim.asked import Load
+    from ganger_master.sim.parallel import Cell
+    from ganger_master.sim.report.figures import figures
+    from ganger_master.sim.report.side_by_side import side_by_side
+
+    source = experiment.material()
+    asked = [Load(phases=load_phases)] if load_phases else [Load(load) for load in loads or (None,)]
+    for load in asked:
+        # A load that cannot be offered is refused before anything runs.
+        experiment.jobs(source, load, flags["seed"])
+    numbers = range(flags["seed"], flags["seed"] + seeds)
+    cells = [Cell(policy, load, seed) for load in asked for seed in numbers for policy in policies]
+    runs = _in_processes(experiment, source, cells, workers or len(os.sched_getaffinity(0)))
+    found = {cell: figures(runs[cell]) for cell in cells}
+    groups = [
+        (load, {policy: [found[Cell(policy, load, seed)] for seed in numbers] for policy in policies}) for load in asked
+    ]
+    if flags["as_json"]:
+        _print_json(said.compared(source, experiment.options(flags["seed"]), groups))
+    else:
+        print_pairs(experiment.headline(source, *asked))
+        for _, group in groups:
+            print()
+            print_table(*side_by_side(group))
+    sys.stdout.flush()
+    experiment.save([(cell.load, runs[cell], found[cell]) for cell in cells])
+
+
+def _in_processes(experiment: _Experiment, source: Material, cells: Sequence[Cell], workers: int) -> dict[Cell, Run]:
+    from ganger_master.sim.meter import Meter
+    from ganger_master.sim.parallel import RunError, run_all
+    from ganger_master.sim.replay.run import simulate as replay
+
+    ended = dict.fromkeys(cells, 0)
+    runs: dict[Cell, Run] = {}
+    with Meter(f"{len(cells)} runs", experiment.flags["progress"]) as meter:
+
+        def progress(cell: Cell, jobs: int) -> None:
+            ended[cell] = jobs
+            meter(sum(ended.values()), len(cells) * source.jobs_of_a_run)
+
+        every = run_all(cells, source, lambda cell: experiment.options(cell.seed), replay, workers, progress)
+        try:
+            # Closed whatever happens, Ctrl-C included: that ends the processes.
+            with _explained(), closing(every):
+                for cell, run in every:
+                    runs[cell] = run
+                    progress(cell, len(run.outcomes))
+        except RunError as error:
+            print(error.details, end="", file=sys.stderr)
+            raise CommandError(str(error), Exit.BUG) from error
+    return runs
+
+
+class _Experiment:
+    """What both commands were asked, but for policies and loads; made only of what is right."""
+
+    def __init__(self, trace: str, policies: Sequence[str], flags: Mapping[str, Any]) -> None:
+        self.flags = flags
+        self._trace = trace
+        if flags["jobs"] is not None and flags["draw"] is not None:
+            raise click.UsageError("--jobs and --draw exclude each other")
+        _import_numpy()
+        _check_policies(policies)
+        self._costs = _costs(flags["costs"])
+        self._servers = _servers(flags)
+        self._make_directories()
+
+    def options(self, seed: int) -> Options:
+        from ganger_master.sim.replay.options import Options
+
+        flags = self.flags
+        plan_every = {} if flags["plan_every_s"] is None else {"plan_every_s": flags["plan_every_s"]}
+        return Options(ideal=flags["ideal"], round_s=flags["round_s"], costs=self._costs, seed=seed, **plan_every)
+
+    def material(self) -> Material:
+        """Reads the trace, and says on stderr what became of its rows."""
+        from ganger_master.sim.asked import Part, material
+        from ganger_master.sim.said import notes
+        from ganger_master.sim.traces.reader import Wanted
+
+        flags = self.flags
+        wanted = Wanted(flags["window"], _named(flags["where"], "--where"), flags["skip_mistakes"])
+        part = Part(wanted, flags["jobs"], flags["draw"], flags["draw_durations"])
+        with _explained():
+            source = material(self._trace, self._servers, part, flags["seed"])
+        for line in notes(source, self.flags["ideal"]):
+            print(line, file=sys.stderr)
+        return source
+
+    def jobs(self, source: Material, load: Load, seed: int) -> Any:
+        from ganger_master.sim.asked import jobs_at
+
+        try:
+            return jobs_at(source, load, seed)
+        except ValueError as error:
+            raise click.UsageError(f"{source.trace}: {error}") from error
+
+    def headline(self, source: Material, *loads: Load) -> list[tuple[str, str]]:
+        from ganger_master.sim import said
+
+        return [
+            ("trace", f"{source.trace}, load {', '.join(map(str, loads))}"),
+            ("cluster", said.cluster_in_words(source.servers)),
+            ("switching", said.options_in_words(self.options(0))),
+        ]
+
+    def save(self, runs: Sequence[tuple[Load, Run, Figures]]) -> None:
+        """The files that were asked for."""
+        from ganger_master.sim.saved import save_figures, save_run
+
+        directory: Path | None = self.flags["csv"]
+        if directory is not None:
+            save_figures([(str(load), figures) for load, _, figures in runs], directory)
+            for place, (_, run, _) in zip(_places(directory, runs), runs, strict=True):
+                place.mkdir(parents=True, exist_ok=True)
+                save_run(run, place)
+            print(f"wrote {directory}", file=sys.stderr)
+        directory = self.flags["plots"]
+        if directory is not None:
+            self._draw(directory, runs)
+            print(f"wrote {directory}", file=sys.stderr)
+
+    def _draw(self, directory: Path, runs: Sequence[tuple[Load, Run, Figures]]) -> None:
+        """The runs of the first seed, each load's in a directory of its own if there are several."""
+        from ganger_master.sim.report.plots import save_plots
+
+        loads = list(dict.fromkeys(load for load, _, _ in runs))
+        for load in loads:
+            place = directory / _name(f"load {load}") if len(loads) > 1 else directory
+            place.mkdir(parents=True, exist_ok=True)
+            save_plots([run for other, run, _ in runs if other == load and run.seed == self.flags["seed"]], place)
+
+    def _make_directories(self) -> None:
+        from ganger_master.sim.saved import check_plots, made_ready
+
+        with _explained():
+            if self.flags["plots"] is not None:
+                check_plots()
+            for directory in (self.flags["csv"], self.flags["plots"]):
+                if directory is not None:
+                    made_ready(directory)
+
+
+def _places(directory: Path, runs: Sequence[tuple[Load, Run, Figures]]) -> Iterator[Path]:
+    """A directory for each run, named after what differs between them; the directory itself for one run."""
+    several = [len({name(entry) for entry in runs}) > 1 for name in _DIFFERENCES]
+    for entry in runs:
+        parts = [name(entry) for name, is_told in zip(_DIFFERENCES, several, strict=True) if is_told]
+        yield directory / _name(" ".join(parts)) if parts else directory
+
+
+_DIFFERENCES: tuple[Callable[[tuple[Load, Run, Figures]], str], ...] = (
+    lambda entry: entry[1].policy,
+    lambda entry: f"load {entry[0]}",
+    lambda entry: f"seed {entry[1].seed}",
+)
+
+
+def _name(text: str) -> str:
+    """As a name of a file."""
+    return "".join(sign if sign.isalnum() or sign in "-+." else "_" for sign in text)
+
+
+def _check_policies(names: Sequence[str]) -> None:
+    from ganger_master.policies import policy_named
+
+    for name in names:
+        try:
+            policy_named(name)
+        except KeyError as error:
+            raise click.UsageError(str(error.args[0])) from error
+
+
+def _costs(given: Sequence[tuple[str, float]]) -> SwitchCosts:
+    from dataclasses import fields, replace
+
+    from ganger_master.sim.replay.options import SwitchCosts
+
+    known = {field.name.removesuffix("_s"): field for field in fields(SwitchCosts)}
+    costs = _named(given, "--cost")
+    for name in costs:
+        if name not in known:
+            there_are = ", ".join(f"{name}={field.default:g}s" for name, field in known.items())
+            raise click.UsageError(f"no cost is named {name!r}; there are, with their defaults: {there_are}")
+    return replace(SwitchCosts(), **{known[name].name: seconds for name, seconds in costs.items()})
+
+
+def _named(pairs: Sequence[tuple[str, _Value]], flag: str) -> dict[str, _Value]:
+    for name, _ in pairs:
+        if sum(name == other for other, _ in pairs) > 1:
+            raise click.UsageError(f"{flag} {name} is given twice")
+    return dict(pairs)
+
+
+def _servers(flags: Mapping[str, Any]) -> Servers:
+    from ganger_master.sim.traces.servers import servers_from_file, servers_from_flags
+
+    given = {name: flags[name] for name in CLUSTER if flags[name] is not None}
+    path: Path | None = flags["cluster"]
+    if path is not None and given:
+        raise click.UsageError(f"--cluster describes all servers: leave out --{next(iter(given)).replace('_', '-')}")
+    if path is None and not given:
+        raise click.UsageError("say on what: --nodes N --gpus-per-node G, or --cluster FILE")
+    with _explained():
+        return servers_from_flags(**given) if path is None else servers_from_file(path)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Mistakes in what was given are not ours."""
+    from ganger_master.sim.report.plots import PlotsUnavailable
+    from ganger_master.sim.traces.findings import TraceError
+    from ganger_master.sim.traces.servers import ClusterError
+
+    try:
+        yield
+    except (TraceError, ClusterError) as error:
+        is_forbidden = isinstance(error.__cause__, PermissionError)
+        raise CommandError(str(error), Exit.NOT_PERMITTED if is_forbidden else Exit.USAGE) from error
+    except PlotsUnavailable as error:
+        raise CommandError(str(error)) from error
+    except MemoryError as error:
+        raise CommandError("out of memory: take a part of the trace (--window, --jobs), or fewer --workers") from error
+
+
+def _print_json(value: Mapping[str, Any]) -> None:
+    json.dump(value, sys.stdout, indent=2, allow_nan=False)
+    sys.stdout.write("\n")
+
+
+def _import_numpy() -> None:
+    """It asks once how many threads it may have: when it is imported."""
+    with one_thread_each():
+        import numpy  # noqa: F401
