@@ -228,7 +228,7 @@ def _fill(
     if len(shape.roles) == 1:
         rooms = main[order]
         edges = [0, *(np.flatnonzero(np.diff(rooms)) + 1).tolist(), order.size]
-        runs = [(int(rooms[start]), order[start:end].tolist()) for start, end in pairwise(edges) if start < end]
+        runs = [(int(rooms[start]), iter(order[start:end].tolist())) for start, end in pairwise(edges) if start < end]
         return fewest(scan.view, shape, runs, mode)
     return greedily(scan.view, shape, order.tolist(), mode)
 

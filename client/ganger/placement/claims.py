@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from ganger.resources.fit import demand
 from ganger.resources.topology import Topology
@@ -59,6 +60,14 @@ def split_cores(
 
     Without devices, from the socket with the fewest jobs and then the most free cores. None if there are too few.
     """
+    return _split(topology, tuple(free), mask, millicores, tuple(socket_jobs))
+
+
+# Many nodes are filled alike.
+@lru_cache(16_384)
+def _split(
+    topology: Topology, free: tuple[int, ...], mask: int, millicores: int, socket_jobs: tuple[int, ...]
+) -> tuple[int, ...] | None:
     if sum(free) < millicores:
         return None
     sockets = range(len(topology.sockets))

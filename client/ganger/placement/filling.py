@@ -5,7 +5,7 @@ The order is somebody else's question; nodes are slots of the view.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ganger.placement.claims import make_claim
 from ganger.resources.values import Claim, GangShape
@@ -28,23 +28,26 @@ def evenly(view: View, shape: GangShape, order: Iterable[int], mode: Mode) -> tu
 
 
 def fewest(
-    view: View, shape: GangShape, runs: Sequence[tuple[int, Iterable[int]]], mode: Mode
+    view: View, shape: GangShape, runs: Iterable[tuple[int, Iterator[int]]], mode: Mode
 ) -> tuple[Claim, ...] | None:
     """One role over the roomiest nodes, its last tasks on a node that they fill best.
 
-    `runs`: nodes with room for so many tasks each, the roomiest first; a run is walked through once.
+    `runs`: nodes with room for so many tasks each, the roomiest first; walked through once, and no further than needed.
     """
     remaining = shape.roles[0].tasks
     claims: list[Claim] = []
-    walks = [(room, iter(slots)) for room, slots in runs]
-    at = 0
-    while remaining and at < len(walks):
-        while at + 1 < len(walks) and walks[at + 1][0] >= remaining:
-            at += 1
-        room, slots = walks[at]
+    following = iter(runs)
+    run, ahead = next(following, None), None
+    while remaining and run is not None:
+        room, slots = run
+        if room >= remaining:
+            ahead = ahead or next(following, None)
+            if ahead is not None and ahead[0] >= remaining:
+                run, ahead = ahead, None
+                continue
         slot = next(slots, None)
         if slot is None:
-            at += 1
+            run, ahead = ahead or next(following, None), None
             continue
         count = min(remaining, room)
         claim = make_claim(view, slot, shape, (count,), mode)

@@ -38,7 +38,7 @@ class Topology:
         self._best: dict[tuple[int, int, Level, bool, Sequence[int], Sequence[int]], int | None] = {}
         self._closest: dict[int, NDArray[np.int8]] = {}
         self._largest: dict[tuple[int, Level], int] = {}
-        self._touched_waste = tuple({*self.sockets, *(mask for _, mask in self._cliques)} - {0})
+        self.circles = tuple({*self.sockets, *(mask for _, mask in self._cliques)} - {0})
 
     def level(self, mask: int) -> Level:
         """The worst pair of the mask's devices; NVLINK, the closest, for fewer than two."""
@@ -115,7 +115,7 @@ class Topology:
         self, free: int, count: int, widest: Level, spread: bool, socket_jobs: Sequence[int], group_jobs: Sequence[int]
     ) -> int | None:
         def rank(mask: int) -> tuple[int, int, int, int, int]:
-            waste = sum((free & ~mask & group).bit_count() for group in self._touched_waste if group & mask)
+            waste = sum((free & ~mask & group).bit_count() for group in self.circles if group & mask)
             if not spread:
                 return self.level(mask), waste, 0, 0, mask
             return (

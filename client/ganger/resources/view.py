@@ -184,6 +184,11 @@ class View:
             self.available[slot] = available
             self._touch(slot)
 
+    @property
+    def versions(self) -> Sequence[int]:
+        """By slot: the version of its last change, zero without a node; not to be written to."""
+        return self._versions
+
     def row(self, name: str) -> NodeRow:
         """KeyError for an unknown node."""
         return self._row(self.slots[name])
