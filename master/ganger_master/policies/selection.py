@@ -4,13 +4,35 @@ from __future__ import annotations
 
 import numpy as np
 
-from ganger_master.policies.facts import Flags, Integers
+from ganger_master.policies.facts import Facts, Flags, Integers
+from ganger_master.policies.order import Order
 
 
-def chosen(ranked: Integers, gpus: Integers, free: int, is_strict: bool = False, kept: Flags | None = None) -> Integers:
+def selected(order: Order, facts: Facts, line: Integers, free: int) -> Integers:
+    """Positions of who should hold GPUs now, of `line` as `order` ranked it and `free` GPUs in all, held ones among
+    them. Who runs and may not be stopped stays. While an overdue gang does not fit, only those who can be stopped for
+    it again start past it."""
+    may_stop = facts.is_preemptible if order.preempts else np.zeros(len(facts), bool)
+    stays = facts.is_running & ~may_stop
+    if order.overdue is None:
+        return chosen(line, facts.gpus, free, order.is_strict, stays)
+    # What fits into no empty cluster is waited for by nobody.
+    overdue = order.overdue(facts) & (facts.gpus <= free)
+    return chosen(line, facts.gpus, free, order.is_strict, stays, overdue, may_stop & ~overdue)
+
+
+def chosen(
+    ranked: Integers,
+    gpus: Integers,
+    free: int,
+    is_strict: bool = False,
+    kept: Flags | None = None,
+    guarded: Flags | None = None,
+    passing: Flags | None = None,
+) -> Integers:
     """Positions of the jobs that fit into `free` GPUs, in order: `ranked` are positions, first job first; `gpus` is by
     position. Who does not fit is passed over, or ends the pass if that `is_strict`. `kept` (by position) hold theirs
-    whatever comes, and are chosen before all others.
+    whatever comes, and are chosen before all others. Once one of the `guarded` does not fit only the `passing` go on.
 
     Whole stretches of the order are taken at once: each look takes the longest stretch that fits and drops all that
     can no longer fit, so there are about as many looks as there are sizes of gangs.
@@ -21,7 +43,7 @@ def chosen(ranked: Integers, gpus: Integers, free: int, is_strict: bool = False,
         taken.append(staying)
         free -= int(gpus[staying].sum())
         ranked = ranked[~kept[ranked]]
-    while len(ranked) and free > 0:
+    while len(ranked):
         sizes = gpus[ranked]
         together = np.cumsum(sizes)
         fitting = int(np.searchsorted(together, free, side="right"))
@@ -31,5 +53,10 @@ def chosen(ranked: Integers, gpus: Integers, free: int, is_strict: bool = False,
         if is_strict:
             break
         ranked, sizes = ranked[fitting:], sizes[fitting:]
-        ranked = ranked[sizes <= free]
+        goes_on = sizes <= free
+        if guarded is not None and passing is not None:
+            stuck = np.flatnonzero(guarded[ranked] & ~goes_on)
+            if len(stuck):
+                goes_on[stuck[0] :] &= passing[ranked[stuck[0] :]]
+        ranked = ranked[goes_on]
     return np.concatenate(taken) if taken else ranked[:0]

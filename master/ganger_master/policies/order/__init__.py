@@ -6,33 +6,49 @@ and then by number. A job's priority goes before all of them (`ranked`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import numpy as np
 from numpy.typing import NDArray
 
-from ganger_master.policies.facts import Capacity, Facts, Integers
+from ganger_master.policies.facts import Capacity, Facts, Flags, Integers
+from ganger_master.policies.sorting import sorted_by
 
 # The columns, most significant first, from the facts, the time and the cluster.
 Keys: TypeAlias = Callable[[Facts, float, Capacity], tuple[NDArray[Any], ...]]
+
+# Seconds that count as nothing where a clock is held against a limit: a change that was seen coming is there when its
+# time has come, however the sums were rounded, and the next one is at least this far away.
+SLACK_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
     """`preempts`: who goes first may take the place of who runs. `is_strict`: nobody passes a job that does not fit.
-    `knows_durations`: it asks an oracle, so it serves for comparison only."""
+    `knows_durations`: it asks an oracle, so it serves for comparison only.
+
+    `next_change`: when it will rank differently though nothing happens, if that comes in jumps. `overdue`: who has
+    waited too long, so that nobody may pass them for good (`selection.selected`).
+    """
 
     name: str
     keys: Keys
     preempts: bool = True
     is_strict: bool = False
     knows_durations: bool = False
+    next_change: Callable[[Facts, float], float] | None = None
+    overdue: Callable[[Facts], Flags] | None = None
 
 
 def ranked(order: Order, facts: Facts, now: float, capacity: Capacity) -> Integers:
     """Positions in the facts, first job first."""
-    columns = order.keys(facts, now, capacity)
-    # lexsort takes the most significant column last.
-    return np.lexsort((facts.number, facts.arrival_s, *reversed(columns), -facts.priority))
+    return sorted_by(-facts.priority, *order.keys(facts, now, capacity), facts.arrival_s, facts.number)
+
+
+def next_change_s(order: Order, facts: Facts, now: float) -> float:
+    """The earliest time after now at which the order may change by itself (a job enters another queue, a wait becomes
+    too long, a deadline passes); infinite if it does not before something happens. Orders that change all the time
+    (las, las2d, ftf, and an index within a queue) are asked anew by rounds instead."""
+    return math.inf if order.next_change is None else order.next_change(facts, now)

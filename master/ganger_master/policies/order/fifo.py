@@ -1,4 +1,4 @@
-"""By arrival, and nobody running is stopped: strict, or passing over what does not fit (Tiresias's `fifo` and `fjf`)."""
+"""By arrival, nobody passes anybody, and nobody running is stopped (Tiresias's `fifo`)."""
 
 from __future__ import annotations
 
@@ -14,5 +14,10 @@ def keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ..
     return ()
 
 
+def keys_passing(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
+    """By arrival, passing over what does not fit, and nobody running is stopped (Tiresias's `fjf`)."""
+    return ()
+
+
 FIFO = Order("fifo", keys, preempts=False, is_strict=True)
-FIFO_BACKFILL = Order("fifo-backfill", keys, preempts=False)
+FIFO_BACKFILL = Order("fifo-backfill", keys_passing, preempts=False)

@@ -1,0 +1,73 @@
+"""Bounded waiting for any order: who has waited too long goes first, and keeps its place for a while.
+
+A wait is too long once it lasts `after_s` and `factor` x what the job had attained before it. The job then goes before
+all others of its priority (first in, first out by when the waits began), and once started it keeps its place until it
+has run for `share` x that wait, so that an order that would rather run others does not stop it at once. Nobody who
+could not be stopped again starts past a gang that is overdue and does not fit yet (`selection.selected`).
+
+What that promises: from the moment a wait is too long, it lasts no longer than what is left of the jobs that are live
+then takes, one after the other; nobody of equal priority who comes later is ahead. A job waits so for at most
+max(after_s, factor x attained) plus that, and each wait earns it at least `share` of its length: with finite load
+every job ends. Among priorities the higher one always goes first: that is the operator's word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ganger_master.policies.facts import Capacity, Facts, Flags, Floats
+from ganger_master.policies.order import SLACK_S, Order, next_change_s
+
+DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Aging:
+    order: Order
+    after_s: float
+    factor: float
+    share: float
+
+    def __post_init__(self) -> None:
+        assert self.after_s > 0, self
+        assert self.factor >= 0, self
+        assert self.share > 0, self
+
+    def keys(self, facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
+        overdue = self.overdue(facts)
+        # To the millisecond: waits that began together are ties, however the sums were rounded.
+        waiting_since = np.round(now - facts.waited_s - facts.stretch_s - facts.waited_before_s, 3)
+        # Who has its turn, then who should have, then everybody else.
+        group = np.where(overdue, np.where(facts.is_running, 0, 1), 2)
+        return (group, np.where(overdue, waiting_since, 0.0), *self.order.keys(facts, now, capacity))
+
+    def overdue(self, facts: Facts) -> Flags:
+        """Who waits too long, or has not had its turn for a wait that was."""
+        waited_s, limit_s = self._waits(facts)
+        has_turn = ~facts.is_running | (facts.stretch_s + SLACK_S < self.share * waited_s)
+        overdue: Flags = (waited_s + SLACK_S >= limit_s) & has_turn
+        return overdue
+
+    def next_change(self, facts: Facts, now: float) -> float:
+        """When the first wait becomes too long, the first turn ends, or the order below changes."""
+        waited_s, limit_s = self._waits(facts)
+        overdue = self.overdue(facts)
+        until_overdue = (limit_s - waited_s)[~facts.is_running & ~overdue]
+        until_end = (self.share * waited_s - facts.stretch_s)[facts.is_running & overdue]
+        soonest = min(float(until_overdue.min(initial=np.inf)), float(until_end.min(initial=np.inf)))
+        return min(now + soonest, next_change_s(self.order, facts, now))
+
+    def _waits(self, facts: Facts) -> tuple[Floats, Floats]:
+        """Seconds of the present wait, or the one before the present stretch, and what is too long for it."""
+        waited_s = np.where(facts.is_running, facts.waited_before_s, facts.waited_s)
+        return waited_s, np.maximum(self.after_s, self.factor * (facts.attained_s - facts.stretch_s))
+
+
+def with_aging(order: Order, after_s: float = DAY_S, factor: float = 1.0, share: float = 0.1) -> Order:
+    """The order, with bounded waiting; named as before."""
+    aging = Aging(order, after_s, factor, share)
+    return replace(order, keys=aging.keys, next_change=aging.next_change, overdue=aging.overdue)

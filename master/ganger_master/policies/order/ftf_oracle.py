@@ -1,0 +1,18 @@
+"""Finish-time fairness with an oracle's remaining times, for comparison with `ftf`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy.typing import NDArray
+
+from ganger_master.policies.facts import Capacity, Facts
+from ganger_master.policies.order import Order
+from ganger_master.policies.order.ftf import finish_time_fairness
+
+
+def keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
+    return (-finish_time_fairness(facts, facts.remaining_s, now, capacity),)
+
+
+FTF_ORACLE = Order("ftf-oracle", keys, knows_durations=True)

@@ -1,0 +1,52 @@
+"""Every order by name, with the line that says what it is."""
+
+from __future__ import annotations
+
+import sys
+
+from ganger_master.policies.order import Order
+from ganger_master.policies.order.drf import DRF
+from ganger_master.policies.order.edf import EDF
+from ganger_master.policies.order.fifo import FIFO, FIFO_BACKFILL
+from ganger_master.policies.order.ftf import FTF
+from ganger_master.policies.order.ftf_oracle import FTF_ORACLE
+from ganger_master.policies.order.las import LAS
+from ganger_master.policies.order.las2d import LAS2D
+from ganger_master.policies.order.srsf import SRSF
+from ganger_master.policies.order.srtf import SRTF
+from ganger_master.policies.order.tiresias import TIRESIAS
+from ganger_master.policies.order.tiresias_gittins import NO_HISTORY, History, tiresias_gittins
+
+# Those that learn from ended jobs stand here as they are before the first.
+ORDERS = {
+    order.name: order
+    for order in (
+        FIFO,
+        FIFO_BACKFILL,
+        SRTF,
+        SRSF,
+        LAS,
+        LAS2D,
+        TIRESIAS,
+        tiresias_gittins(NO_HISTORY),
+        DRF,
+        FTF,
+        FTF_ORACLE,
+        EDF,
+    )
+}
+
+
+def order_named(name: str, history: History = NO_HISTORY) -> Order:
+    """With what is known of ended jobs. KeyError, naming the known ones, for an unknown name."""
+    if name not in ORDERS:
+        raise KeyError(f"there is no order {name!r}; there are {', '.join(sorted(ORDERS))}")
+    return tiresias_gittins(history) if name == "tiresias-gittins" else ORDERS[name]
+
+
+def summary(name: str) -> str:
+    """One line: the first of what the order's columns, or else its file, say of themselves."""
+    keys = ORDERS[name].keys
+    text = keys.__doc__ or sys.modules[keys.__module__].__doc__
+    assert text, f"the order {name} says nothing of itself"
+    return text.splitlines()[0]

@@ -1,0 +1,121 @@
+"""Who holds GPUs: the first in order that fit, whoever may not be stopped, and nobody past an overdue gang for good."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from ganger_master.policies.facts import Facts
+from ganger_master.policies.order import Order, ranked
+from ganger_master.policies.order.aging import with_aging
+from ganger_master.policies.order.fifo import FIFO, FIFO_BACKFILL
+from ganger_master.policies.order.las import LAS
+from ganger_master.policies.selection import chosen, selected
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.facts import capacity_of, facts_of, live_jobs
+
+
+def naive(
+    ranked: list[int],
+    gpus: list[int],
+    free: int,
+    is_strict: bool,
+    kept: list[bool],
+    guarded: list[bool],
+    passing: list[bool],
+) -> list[int]:
+    taken = [job for job in ranked if kept[job]]
+    free -= sum(gpus[job] for job in taken)
+    is_guarded = False
+    for job in ranked:
+        if kept[job] or (is_guarded and not passing[job]):
+            continue
+        if gpus[job] <= free:
+            taken.append(job)
+            free -= gpus[job]
+        elif is_strict:
+            break
+        else:
+            is_guarded = is_guarded or guarded[job]
+    return taken
+
+
+@given(
+    jobs=st.lists(
+        st.tuples(st.sampled_from([0, 1, 1, 2, 3, 4, 8]), st.booleans(), st.booleans(), st.booleans()), max_size=15
+    ),
+    free=st.integers(-2, 20),
+    is_strict=st.booleans(),
+    random=st.randoms(use_true_random=False),
+)
+def test_stretches_choose_whom_one_after_the_other_would(
+    jobs: list[tuple[int, bool, bool, bool]], free: int, is_strict: bool, random: Random
+) -> None:
+    order = list(range(len(jobs)))
+    random.shuffle(order)
+    gpus = [job[0] for job in jobs]
+    kept, guarded, passing = [[bool(job[column]) for job in jobs] for column in (1, 2, 3)]
+    expected = naive(order, gpus, free, is_strict, kept, guarded, passing)
+    found = chosen(
+        np.array(order, np.int64),
+        np.array(gpus, np.int64),
+        free,
+        is_strict,
+        np.array(kept, bool),
+        np.array(guarded, bool),
+        np.array(passing, bool),
+    )
+    assert found.tolist() == expected
+    plain = chosen(np.array(order, np.int64), np.array(gpus, np.int64), free, is_strict)
+    nobody = [False] * len(jobs)
+    assert plain.tolist() == naive(order, gpus, free, is_strict, nobody, nobody, nobody)
+
+
+def test_a_job_without_gpus_runs_in_a_full_cluster() -> None:
+    assert chosen(np.arange(3), np.array([4, 0, 1]), 4).tolist() == [0, 1]
+
+
+@given(live_jobs(), st.integers(0, 30), st.sampled_from([FIFO, FIFO_BACKFILL, LAS]), st.booleans())
+def test_nothing_is_promised_twice_and_nobody_is_stopped_who_may_not_be(
+    facts: Facts, gpus: int, order: Order, is_aged: bool
+) -> None:
+    order = with_aging(order, after_s=10.0) if is_aged else order
+    line = ranked(order, facts, 1000.0, capacity_of(gpus))
+    held = selected(order, facts, line, gpus)
+    assert len(set(held.tolist())) == len(held)
+    stays = facts.is_running if not order.preempts else facts.is_running & ~facts.is_preemptible
+    assert set(np.flatnonzero(stays)) <= set(held.tolist())
+    # What runs and stays may exceed a cluster that lost a node, but nothing is added to that.
+    assert facts.gpus[held].sum() <= max(gpus, facts.gpus[stays].sum())
+
+
+OVERDUE = {"waited_s": 100.0, "gpus": 4, "arrival_s": 0.0}
+HOLDS_TWO = {"is_running": True, "is_preemptible": False, "gpus": 2, "arrival_s": 50.0, "attained_s": 20.0}
+
+
+@pytest.mark.parametrize("order", [FIFO_BACKFILL, LAS])
+@pytest.mark.parametrize(("may_be_stopped", "starts"), [(True, True), (False, False)])
+def test_only_who_can_be_stopped_again_starts_past_an_overdue_gang(
+    order: Order, may_be_stopped: bool, starts: bool
+) -> None:
+    young = {"arrival_s": 99.0, "waited_s": 1.0, "is_preemptible": may_be_stopped}
+    facts = facts_of(OVERDUE, HOLDS_TWO, young)
+    aged = with_aging(order, after_s=60.0)
+    held = selected(aged, facts, ranked(aged, facts, 100.0, capacity_of(4)), 4)
+    # An order that stops nobody has nobody who can be stopped again.
+    assert held.tolist() == ([1, 2] if starts and order.preempts else [1])
+
+
+def test_nobody_waits_for_an_overdue_gang_that_fits_into_no_empty_cluster() -> None:
+    facts = facts_of({**OVERDUE, "gpus": 9}, {"arrival_s": 99.0, "waited_s": 1.0})
+    aged = with_aging(FIFO_BACKFILL, after_s=60.0)
+    assert selected(aged, facts, ranked(aged, facts, 100.0, capacity_of(8)), 8).tolist() == [1]
+
+
+def test_the_order_without_aging_lets_everybody_pass() -> None:
+    facts = facts_of(OVERDUE, HOLDS_TWO, {"arrival_s": 99.0, "waited_s": 1.0})
+    plain = replace(with_aging(FIFO_BACKFILL, after_s=60.0), overdue=None)
+    assert selected(plain, facts, ranked(plain, facts, 100.0, capacity_of(4)), 4).tolist() == [1, 2]
