@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.optimize import nnls
 
 from ganger_master.models.accuracy import NOT_FITTED, FitError, Floats, fit_error, is_usable
 
@@ -172,6 +171,9 @@ def _curve(cores: Floats, rates: Floats, theta: float) -> tuple[CpuModel, float]
     at_theta = max(theta, 1.0)
     meets = _CONTINUITY / scale * np.array([math.log(at_theta), at_theta - math.log(at_theta), -1.0])
     straight = _STRAIGHTNESS / scale * np.array([1.0, -1.0, 0.0])
+    # loading it takes longer than a short simulation, which only reads profiles
+    from scipy.optimize import nnls
+
     solution, _ = nnls(np.vstack([rows, meets, straight]), np.concatenate([np.ones(len(rates)), [0.0, 0.0]]))
     log_part, line_part, plateau = (float(value) for value in solution)
     model = CpuModel(log_part - line_part, line_part, plateau, theta)

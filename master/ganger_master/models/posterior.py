@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from ganger_master.models.accuracy import Floats
 
@@ -58,6 +57,9 @@ def posterior(prior: Belief, law: Callable[[Floats], Floats], measured: Floats, 
     start = np.zeros(reach.shape[1])
     if len(start) == 0:
         return prior
+    # loading it takes longer than a short simulation, which only reads profiles
+    from scipy.optimize import least_squares
+
     found = least_squares(
         residuals, start, method="lm", diff_step=1e-6, ftol=1e-3, xtol=1e-3, max_nfev=_MOST_EVALUATIONS
     )

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-from scipy.optimize import nnls
 
 from ganger_master.models.accuracy import NOT_FITTED, FitError, fit_error, is_usable
 
@@ -97,6 +96,9 @@ def _fit(measured: Sequence[tuple[float, float]]) -> FetchModel:
         hits = np.minimum(1.0, memory / knee)
         # a miss costs what a hit costs and something more, so that memory never slows a job down
         rows = np.stack([np.ones_like(hits), 1.0 - hits], axis=1) * rates[:, None]
+        # loading it takes longer than a short simulation, which only reads profiles
+        from scipy.optimize import nnls
+
         (hit, more), _ = nnls(rows, np.ones(len(rates)))
         model = FetchModel(float(hit), float(hit + more), float(knee))
         found.append(replace(model, error=_error(model, measured)))
