@@ -1,0 +1,102 @@
+"""Nodes that are alike, and sets of nodes as integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, TypeAlias
+
+import numpy as np
+from ganger.resources.topology import Topology
+
+# Bit i: the node in slot i of the view.
+Slots: TypeAlias = int
+# So many nodes are put into an integer one by one.
+_FEW: Final = 32
+
+
+class Family:
+    """Nodes with the same devices free and gangs of the same size on them; `members` by what else they have left."""
+
+    __slots__ = ("_lowest", "affinity", "free", "left", "mask", "members", "topology")
+
+    def __init__(self, topology: Topology, mask: int, affinity: int, left: tuple[int, ...]) -> None:
+        self.topology = topology
+        self.mask = mask
+        self.affinity = affinity
+        # Bytes of each device beside what parked gangs keep of it.
+        self.left = left
+        # Free devices.
+        self.free = mask.bit_count()
+        # An ordered set of those with nodes.
+        self.members: dict[Alike, None] = {}
+        self._lowest = -1
+
+    @property
+    def lowest(self) -> int:
+        """The first of the nodes; there must be one."""
+        if self._lowest < 0:
+            self._lowest = min([alike.lowest for alike in self.members])
+        return self._lowest
+
+    def takable(self, needed_bytes: int) -> int:
+        """The free devices with so many bytes left each; all where nobody said how much memory they have."""
+        if not needed_bytes or not self.topology.configuration_set.device_memory_bytes:
+            return self.mask
+        return self.mask & sum([1 << device for device, left in enumerate(self.left) if left >= needed_bytes])
+
+    def flip(self, alike: Alike, slots: Slots) -> None:
+        """Nodes of a member come, or go."""
+        before = alike.slots
+        alike.slots ^= slots
+        alike.lowest_known = self._lowest = -1
+        if not before:
+            self.members[alike] = None
+        elif not alike.slots:
+            del self.members[alike]
+
+
+class Alike:
+    """Nodes that are alike in all that matters. Cores are summed over sockets, since any of them serve."""
+
+    __slots__ = ("family", "jobs", "lowest_known", "memory", "millicores", "number", "slots")
+
+    def __init__(self, number: int, family: Family, millicores: int, memory: int, jobs: int) -> None:
+        # Counts up from 1.
+        self.number = number
+        self.family = family
+        self.millicores = millicores
+        self.memory = memory
+        self.jobs = jobs
+        self.slots: Slots = 0
+        self.lowest_known = -1
+
+    @property
+    def lowest(self) -> int:
+        """The first of the nodes; there must be one."""
+        if self.lowest_known < 0:
+            self.lowest_known = (self.slots & -self.slots).bit_length() - 1
+        return self.lowest_known
+
+
+def together(slots: Sequence[int], size: int) -> Slots:
+    """Slots below `size` as one integer."""
+    if len(slots) <= _FEW:
+        return sum([1 << slot for slot in slots])
+    flags = np.zeros(size, np.bool_)
+    flags[np.asarray(slots)] = True
+    return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
+
+
+def each(slots: Slots) -> Iterator[int]:
+    """Ascending."""
+    while slots:
+        lowest = slots & -slots
+        yield lowest.bit_length() - 1
+        slots ^= lowest
+
+
+def each_from_last(slots: Slots) -> Iterator[int]:
+    while slots:
+        highest = slots.bit_length() - 1
+        yield highest
+        slots ^= 1 << highest

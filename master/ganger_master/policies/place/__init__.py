@@ -1,0 +1,46 @@
+"""Where a gang goes, by name: one file per placement, each a pure search in a `Room`, which it leaves as it was.
+
+All of them keep to the same words. A gang goes on one node if one has room for it and the job does not ask for more;
+else it is spread over as few nodes as the placement's own rule allows, no further apart than the job accepts. What is
+found fits.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ganger_master.policies.place.anywhere import ANYWHERE
+from ganger_master.policies.place.best_fit import BEST_FIT
+from ganger_master.policies.place.fgd import FGD
+from ganger_master.policies.place.first_fit import FIRST_FIT
+from ganger_master.policies.place.gandiva import GANDIVA
+from ganger_master.policies.place.locality import LOCALITY
+from ganger_master.policies.place.optimus import OPTIMUS, OPTIMUS_CARDS
+from ganger_master.policies.place.placement import Placement, Want
+from ganger_master.policies.place.tetris import TETRIS, TETRIS_COS
+
+__all__ = ["PLACEMENTS", "Placement", "Want", "placement_named"]
+
+PLACEMENTS: Final = {
+    placement.name: placement
+    for placement in (
+        FIRST_FIT,
+        BEST_FIT,
+        GANDIVA,
+        LOCALITY,
+        TETRIS,
+        TETRIS_COS,
+        OPTIMUS,
+        OPTIMUS_CARDS,
+        FGD,
+        ANYWHERE,
+    )
+}
+
+
+def placement_named(name: str) -> Placement:
+    """KeyError, naming the known ones, for an unknown name."""
+    try:
+        return PLACEMENTS[name]
+    except KeyError:
+        raise KeyError(f"there is no placement {name!r}; there are {', '.join(PLACEMENTS)}") from None

@@ -1,0 +1,47 @@
+"""Best fit: where the least is left over, so that what is whole stays whole.
+
+Counted first in devices left on the node, then in those left in the switches and sockets that are cut, then in cores
+and memory. A gang without devices goes where the fewest devices wait for cores.
+"""
+
+from __future__ import annotations
+
+from ganger.resources.values import Level
+
+from ganger_master.policies.alike import Alike, Family
+from ganger_master.policies.ask import Ask
+from ganger_master.policies.fragmentation import Demand
+from ganger_master.policies.place.placement import Claims, Placement
+from ganger_master.policies.place.search import Single, Spread, on_one_node, over_nodes
+from ganger_master.policies.room import Room
+
+
+def cut(family: Family, ask: Ask) -> tuple[int, int]:
+    """Devices left over, and those of them beside the gang's in groups that it cuts."""
+    topology = family.topology
+    if not ask.gpus:
+        return (topology.devices, 0)
+    free = ask.takable(family)
+    mask = topology.best(free, ask.gpus)
+    assert mask is not None
+    beside = sum((free & ~mask & circle).bit_count() for circle in topology.circles if circle & mask)
+    return (free.bit_count() - ask.gpus, beside)
+
+
+def left_over(alike: Alike, ask: Ask) -> tuple[int, int, int, int]:
+    """Devices, devices beside the gang's in groups that it cuts, cores, memory."""
+    return (*cut(alike.family, ask), alike.millicores, alike.memory)
+
+
+def least(alike: Alike, ask: Ask) -> tuple[int, int, int]:
+    """Of nodes with room for equally many tasks."""
+    return (ask.takable(alike.family).bit_count(), alike.millicores, alike.memory)
+
+
+def search(room: Room, ask: Ask, widest: Level, demand: Demand | None) -> Claims | None:
+    return on_one_node(room, ask, widest, _SINGLE) or over_nodes(room, ask, widest, _SPREAD)
+
+
+_SINGLE = Single(cut, left_over)
+_SPREAD = Spread(least)
+BEST_FIT = Placement("best-fit", "where the least is left over: whole nodes, sockets and switches stay whole", search)

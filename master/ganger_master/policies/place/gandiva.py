@@ -1,0 +1,77 @@
+"""Gandiva's Algorithm 1 (Xiao et al., OSDI 2018): servers whose jobs are of this size, then idle ones, then any.
+
+The same answers as `ganger.placement.candidates`, which job schedulers use, through the room's index: see there for the
+two corrections of the paper. The room's view says whether gangs are spread apart or packed.
+"""
+
+from __future__ import annotations
+
+from ganger.resources.values import Level
+from ganger.resources.view import Mode
+
+from ganger_master.policies.alike import Alike, Family
+from ganger_master.policies.ask import Ask
+from ganger_master.policies.fragmentation import Demand
+from ganger_master.policies.place.placement import Claims, Placement
+from ganger_master.policies.place.search import Single, Spread, any_node, on_one_node, over_nodes
+from ganger_master.policies.room import Room
+
+_MOST_JOBS = 255
+_MOST_CORES = 4095
+
+
+def line_then_most(family: Family, ask: Ask) -> tuple[int, ...]:
+    """Line of the algorithm and level, then the most left; cores beside devices are left to gangs that use those."""
+    if not ask.gpus:
+        return (family.topology.devices,)
+    return (line(family, ask), ask.level[family], -ask.takable(family).bit_count())
+
+
+def apart(alike: Alike, ask: Ask) -> tuple[int, ...]:
+    """Then the fewest jobs."""
+    start = line_then_most(alike.family, ask)
+    jobs = min(alike.jobs, _MOST_JOBS)
+    return (*start, jobs) if ask.gpus else (*start, jobs, -_cores(alike))
+
+
+def line_then_least(family: Family, ask: Ask) -> tuple[int, ...]:
+    """Line of the algorithm and level, then the least left."""
+    if not ask.gpus:
+        return (family.topology.devices,)
+    return (line(family, ask), ask.level[family], ask.takable(family).bit_count())
+
+
+def packed(alike: Alike, ask: Ask) -> tuple[int, ...]:
+    """Then the fewest jobs, or cores."""
+    return (*line_then_least(alike.family, ask), min(alike.jobs, _MOST_JOBS) if ask.gpus else _cores(alike))
+
+
+def line(family: Family, ask: Ask) -> int:
+    """Of the algorithm: 0 the same affinity, 1 no jobs yet, 2 any."""
+    return 0 if family.affinity == ask.gpus else 2 if family.affinity else 1
+
+
+def few_jobs(alike: Alike, ask: Ask) -> int:
+    return alike.jobs
+
+
+def keeps_holes(alike: Alike, ask: Ask) -> bool:
+    """Of this affinity, or idle: servers whose holes no other size of gang waits for."""
+    return line(alike.family, ask) < 2
+
+
+def search(room: Room, ask: Ask, widest: Level, demand: Demand | None) -> Claims | None:
+    mode = room.view.mode
+    return on_one_node(room, ask, widest, _SINGLE[mode]) or over_nodes(room, ask, widest, _SPREAD[mode])
+
+
+def _cores(alike: Alike) -> int:
+    return min(alike.millicores // 1000, _MOST_CORES)
+
+
+_SINGLE = {
+    Mode.SPREAD: Single(line_then_most, apart, Mode.SPREAD),
+    Mode.PACK: Single(line_then_least, packed, Mode.PACK),
+}
+_SPREAD = {mode: Spread(few_jobs, mode, tries=(keeps_holes, any_node)) for mode in Mode}
+GANDIVA = Placement("gandiva", "nodes with jobs of the gang's size, then idle ones, then any (Algorithm 1)", search)

@@ -1,0 +1,35 @@
+"""Locality first: the closest level at which the gang finds room, and there where the least is left over.
+
+Xiao, "All You Need to Know about Scheduling Deep Learning Jobs" (SOSP 2017, student research): how much a job loses by
+distance is its own, so what it tolerates, and for how long it waits for better, is in its shape. A worse level is never
+taken while a better one has room, so all racks and fabrics are tried.
+"""
+
+from __future__ import annotations
+
+from ganger.resources.values import Level
+
+from ganger_master.policies.alike import Alike, Family
+from ganger_master.policies.ask import Ask
+from ganger_master.policies.fragmentation import Demand
+from ganger_master.policies.place.best_fit import cut, least, left_over
+from ganger_master.policies.place.placement import Claims, Placement
+from ganger_master.policies.place.search import Single, Spread, on_one_node, over_nodes
+from ganger_master.policies.room import Room
+
+
+def level_and_cut(family: Family, ask: Ask) -> tuple[int, int, int]:
+    return (ask.level[family], *cut(family, ask))
+
+
+def closest(alike: Alike, ask: Ask) -> tuple[int, int, int, int, int]:
+    return (ask.level[alike.family], *left_over(alike, ask))
+
+
+def search(room: Room, ask: Ask, widest: Level, demand: Demand | None) -> Claims | None:
+    return on_one_node(room, ask, widest, _SINGLE) or over_nodes(room, ask, widest, _SPREAD)
+
+
+_SINGLE = Single(level_and_cut, closest)
+_SPREAD = Spread(least, most_spans=None)
+LOCALITY = Placement("locality", "the closest devices that are free, within what the job tolerates", search)

@@ -1,0 +1,234 @@
+"""The walk that placements share: the whole gang on the best single node, else spread over as few nodes as will do.
+
+Which node is best is the placement's to say, by keys of nodes alike; ties go to the node that came first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+from operator import itemgetter
+from typing import Any, TypeAlias
+
+import numpy as np
+from ganger.placement.claims import make_claim
+from ganger.placement.filling import evenly, fewest, greedily
+from ganger.placement.scan import PLENTY
+from ganger.resources.values import Level
+from ganger.resources.view import Mode
+
+from ganger_master.policies.alike import Alike, Family, Slots, each, each_from_last
+from ganger_master.policies.ask import Ask
+from ganger_master.policies.place.placement import Claims
+from ganger_master.policies.room import Room
+
+# Smaller is better. One question must be one function, since answers are remembered by it.
+Key: TypeAlias = Callable[[Alike, Ask], Any]
+# Ascending; a list for a few nodes, else a set.
+Nodes: TypeAlias = list[int] | Slots
+_LEVELS = (Level.RACK, Level.FABRIC, Level.CLUSTER)
+
+
+@dataclass(frozen=True, slots=True)
+class Single:
+    """Which single node takes a gang: that with the smallest `key`.
+
+    `bound`: no key of the family is smaller, so families are looked at in its order, no further than needed. The start
+    of a key bounds it.
+    """
+
+    bound: Callable[[Family, Ask], Any]
+    key: Key
+    mode: Mode = Mode.PACK
+
+
+def any_node(alike: Alike, ask: Ask) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How a gang is spread over nodes. `key`: which go first among those with room for equally many tasks.
+
+    `tries`: only nodes of which the first holds, then the second. Of racks and fabrics the tightest that has room for
+    the gang is tried first, and no more than `most_spans` of a level. Without `closest_first` the first rack (fabric,
+    cluster) of the widest level that the gang accepts is taken.
+    """
+
+    key: Key
+    mode: Mode = Mode.PACK
+    tries: tuple[Callable[[Alike, Ask], bool], ...] = (any_node,)
+    closest_first: bool = True
+    most_spans: int | None = 4
+
+
+def on_one_node(room: Room, ask: Ask, widest: Level, single: Single) -> Claims | None:
+    """The whole gang on the node with the smallest key."""
+    best: Any = None
+    slot = -1
+    keys: dict[Alike, Any] = ask.memo(single.key, lambda alike: single.key(alike, ask))
+    for bound, family in _bounded(room, ask, widest, single):
+        if best is not None and bound > best:
+            break
+        for alike in able(family, ask):
+            key = keys[alike]
+            if best is None or key < best or (key == best and alike.lowest < slot):
+                best, slot = key, alike.lowest
+    return _claim(room, ask, slot, widest, single.mode) if best is not None else None
+
+
+def on_first_node(room: Room, ask: Ask, widest: Level) -> Claims | None:
+    """The whole gang on the first node, in the order in which nodes came, that has room for it."""
+    slot = -1
+    if ask.shape.nodes <= 1:
+        within = min(widest, Level.NODE)
+        level = ask.level
+        for family in room.families(ask.gpus):
+            if level[family] <= within and (slot < 0 or family.lowest < slot):
+                for alike in able(family, ask):
+                    if slot < 0 or alike.lowest < slot:
+                        slot = alike.lowest
+    return _claim(room, ask, slot, widest, Mode.PACK) if slot >= 0 else None
+
+
+def able(family: Family, ask: Ask) -> list[Alike]:
+    """Nodes of the family with cores and memory for the whole gang."""
+    needed = ask.whole(family.topology)
+    millicores, memory = needed.millicores, needed.memory_bytes
+    return [alike for alike in family.members if alike.millicores >= millicores and alike.memory >= memory]
+
+
+def hosts(room: Room, ask: Ask, widest: Level) -> Iterator[Family]:
+    """Families with devices for the whole gang within that level, those with the fewest first."""
+    within = min(widest, Level.NODE)
+    level = ask.level
+    if ask.shape.nodes <= 1:
+        yield from (family for family in room.families(ask.gpus) if level[family] <= within)
+
+
+def over_nodes(room: Room, ask: Ask, widest: Level, spread: Spread) -> Claims | None:
+    """The gang over several nodes, of one rack if one has room and the gang's closeness matters."""
+    if ask.shape.nodes == 1 or ask.tasks <= 1:
+        return None
+    for level in _LEVELS:
+        if level > widest or (level < widest and not spread.closest_first):
+            continue
+        most = None if level is Level.CLUSTER else spread.most_spans
+        for number in fitting_spans(room, ask, level, spread.closest_first)[:most]:
+            for accepts in spread.tries:
+                claims = _fill(room, ask, level, number, spread, accepts)
+                if claims is not None:
+                    return claims
+    return None
+
+
+def fitting_spans(room: Room, ask: Ask, level: Level, tightest_first: bool) -> Sequence[int]:
+    """Racks (fabrics, the cluster) with room for every role."""
+    totals = [room.tally(ask, role).totals(level) for role in ask.by_weight]
+    enough = totals[0] >= ask.everything[ask.by_weight[0]]
+    tightness = totals[0]
+    for role, total in zip(ask.by_weight[1:], totals[1:], strict=True):
+        enough &= total >= ask.everything[role]
+        tightness = tightness + total
+    numbers = np.flatnonzero(enough)
+    if tightest_first and len(numbers) > 1:
+        numbers = numbers[np.argsort(tightness[numbers], kind="stable")]
+    return numbers.tolist()
+
+
+def in_span(
+    room: Room, level: Level, number: int, key_of: dict[Alike, Any], least_free: int
+) -> list[tuple[Any, Nodes]]:
+    """The nodes of a rack (fabric, ...) by their keys, the smallest first; those without a key are left out."""
+    if level is Level.RACK:
+        by_key: dict[Any, list[int]] = {}
+        for slot in room.members(number):
+            alike = room.alike(slot)
+            if alike is not None and (key := key_of[alike]) is not None:
+                by_key.setdefault(key, []).append(slot)
+        return sorted(by_key.items())
+    every = (alike for family in room.families(least_free) for alike in family.members)
+    return _together(((key_of[alike], alike) for alike in every), room.span(level, number))
+
+
+def walk(slots: Nodes, from_last: bool = False) -> Iterator[int]:
+    """Nodes in the order in which they came."""
+    if isinstance(slots, int):
+        return each_from_last(slots) if from_last else each(slots)
+    return reversed(slots) if from_last else iter(slots)
+
+
+def chain_of(runs: Iterable[tuple[Any, Nodes]], from_last: bool = False) -> Iterator[int]:
+    return chain.from_iterable([walk(slots, from_last) for _, slots in runs])
+
+
+def _bounded(room: Room, ask: Ask, widest: Level, single: Single) -> list[tuple[Any, Family]]:
+    bounds: dict[Family, Any] = ask.memo(single.bound, lambda family: single.bound(family, ask))
+    return sorted([(bounds[family], family) for family in hosts(room, ask, widest)], key=itemgetter(0))
+
+
+def _claim(room: Room, ask: Ask, slot: int, widest: Level, mode: Mode) -> Claims:
+    claim = make_claim(room.view, slot, ask.shape, ask.everything, mode, widest)
+    assert claim is not None, f"the index has room on {room.view.nodes[slot]} where there is none"
+    return (claim,)
+
+
+def _fill(
+    room: Room, ask: Ask, level: Level, number: int, spread: Spread, accepts: Callable[[Alike, Ask], bool]
+) -> Claims | None:
+    view, shape, mode = room.view, ask.shape, spread.mode
+
+    def key(alike: Alike) -> Any:
+        most = ask.spread_room(alike)
+        return (-most, spread.key(alike, ask)) if most and accepts(alike, ask) else None
+
+    key_of = ask.memo((spread.key, accepts), key)
+    if shape.nodes:
+        return _over_exactly(room, ask, in_span(room, level, number, key_of, ask.least_free), mode)
+    if len(shape.roles) > 1:
+        return greedily(view, shape, chain_of(in_span(room, level, number, key_of, ask.least_free)), mode)
+    if level is Level.RACK or not ask.least_free:
+        runs = in_span(room, level, number, key_of, ask.least_free)
+        by_room = ((-most, chain_of(list(some))) for most, some in groupby(runs, key=lambda run: run[0][0]))
+        return fewest(view, shape, by_room, mode)
+    return fewest(view, shape, _roomiest_first(room, ask, room.span(level, number), key_of), mode)
+
+
+def _over_exactly(room: Room, ask: Ask, runs: Sequence[tuple[Any, Nodes]], mode: Mode) -> Claims | None:
+    shape = ask.shape
+    share = -(-ask.everything[ask.by_weight[0]] // shape.nodes)
+    if len(shape.roles) > 1:
+        share *= PLENTY
+    roomy = [run for run in runs if -run[0][0] >= share]
+    # Packing uses the tightest nodes that will do, so that the roomy ones stay whole.
+    order = chain_of(roomy) if mode is Mode.SPREAD else chain_of(reversed(roomy), from_last=True)
+    even = evenly(room.view, shape, order, mode)
+    return even if even is not None else greedily(room.view, shape, chain_of(runs), mode)
+
+
+def _roomiest_first(room: Room, ask: Ask, span: Slots, key_of: dict[Alike, Any]) -> Iterator[tuple[int, Iterator[int]]]:
+    """Nodes of a large span by how many tasks of the one role they have room for; keys begin with that, negated. Nodes
+    with fewer free devices than the tasks need are not looked at before it comes to them."""
+    each_gpus = ask.least_free
+    waiting: dict[int, list[tuple[Any, Alike]]] = {}
+    free = room.most_free
+    for most in range(free // each_gpus, 0, -1):
+        while free >= most * each_gpus:
+            for family in room.families_with(free):
+                for alike in family.members:
+                    key = key_of[alike]
+                    if key is not None:
+                        waiting.setdefault(-key[0], []).append((key, alike))
+            free -= 1
+        nodes = _together(waiting.pop(most, ()), span)
+        if nodes:
+            yield most, chain_of(nodes)
+
+
+def _together(some: Iterable[tuple[Any, Alike]], span: Slots) -> list[tuple[Any, Nodes]]:
+    by_key: dict[Any, Slots] = {}
+    for key, alike in some:
+        if key is not None and (here := alike.slots & span):
+            by_key[key] = by_key.get(key, 0) | here
+    return sorted(by_key.items())

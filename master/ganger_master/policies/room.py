@@ -1,0 +1,284 @@
+"""A what-if of the cluster that gangs are taken from and given back to, with an index by what is free.
+
+Nodes that are alike in all that a placement may weigh are one entry of the index, however many they are; which nodes
+those are is one integer with a bit for each. So a gang is placed by looking at tens of entries instead of thousands of
+nodes, and what is said of one node of an entry holds for all of them. What fits is the one fit function's to say: the
+index only says where to look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Final, TypeAlias
+
+import numpy as np
+from ganger.resources.topology import Topology
+from ganger.resources.values import Claim, GangShape, Level
+from ganger.resources.view import View
+
+from ganger_master.policies.alike import Alike, Family, Slots, together
+from ganger_master.policies.ask import Ask, TaskKind, TaskRoom
+from ganger_master.policies.tally import Tally
+
+# Hardware, free devices, free cores by socket, free memory, jobs by socket, affinity, what is parked on its devices.
+_State: TypeAlias = tuple[Topology, int, tuple[int, ...], int, tuple[int, ...], int, tuple[int, ...]]
+
+# Bounds of what is remembered, so that a room may live as long as the cluster.
+_MOST_STATES: Final = 1 << 15
+_MOST_ASKS: Final = 1 << 13
+_MOST_TALLIES: Final = 256
+_MOST_CHANGES: Final = 1 << 18
+
+
+class Room:
+    """`view` is taken from and given back to directly: hand over a copy if it is not to change.
+
+    Only nodes that take gangs are found in it, and only those named in `only` if that is told; pieces can be given back
+    to all. When all is given back, the last gang first, everything is as it was.
+    """
+
+    def __init__(self, view: View, only: Collection[str] | None = None) -> None:
+        self.view = view
+        self._only = only if only is None else frozenset(only)
+        self._build()
+
+    def take(self, claims: Iterable[Claim]) -> None:
+        """Holds the pieces of one gang. Whoever calls had them from a placement, or asked `fit`."""
+        claims = tuple(claims)
+        gpus = sum([claim.device_mask.bit_count() for claim in claims])
+        for claim in claims:
+            self.view.take(claim, gpus)
+            self._changed(self.view.slots[claim.node])
+
+    def give(self, claims: Iterable[Claim]) -> None:
+        """The inverse of `take`; claims of nodes that left are ignored."""
+        for claim in claims:
+            self.view.give(claim)
+            slot = self.view.slots.get(claim.node)
+            if slot is not None:
+                self._changed(slot)
+
+    def refresh(self) -> None:
+        """Follows what others did to the view meanwhile."""
+        view = self.view
+        if self._versions == view.versions:
+            return
+        if len(view.nodes) != len(self._alike) or len(self._by_state) > _MOST_STATES:
+            self._build()
+            return
+        for slot, (before, now) in enumerate(zip(self._versions, view.versions, strict=True)):
+            if before != now:
+                if self._places[slot] != (view.nodes[slot], view.racks[slot], view.fabrics[slot]):
+                    self._build()
+                    return
+                self._changed(slot)
+
+    @contextmanager
+    def without(self, names: Collection[str]) -> Iterator[None]:
+        """Meanwhile nothing is found on these nodes."""
+        slots = [slot for name in names if (slot := self.view.slots.get(name)) is not None]
+        for slot in slots:
+            self._put(slot, None)
+        try:
+            yield
+        finally:
+            for slot in slots:
+                self._put(slot, self._found(slot))
+
+    def ask(self, shape: GangShape) -> Ask:
+        """What the gang means to nodes alike."""
+        found = self._asks.get(shape)
+        if found is None:
+            if len(self._asks) >= _MOST_ASKS:
+                self._asks.clear()
+            found = self._asks[shape] = Ask(self.view, shape, self._task_room)
+        return found
+
+    def families(self, least_free: int) -> Iterator[Family]:
+        """Nodes that have at least so many free devices, those with the fewest first."""
+        return chain.from_iterable(self._by_free[least_free:])
+
+    def families_with(self, free: int) -> Iterable[Family]:
+        """Nodes that have exactly so many free devices, which are no more than `most_free`."""
+        return self._by_free[free]
+
+    @property
+    def most_free(self) -> int:
+        """Devices of the largest node."""
+        return len(self._by_free) - 1
+
+    def alike(self, slot: int) -> Alike | None:
+        """None for nodes that take no gangs."""
+        return self._alike[slot]
+
+    def members(self, rack: int) -> Sequence[int]:
+        """Slots of the nodes of a rack, ascending. Racks count from 0 in the order in which their first nodes came."""
+        return self._rack_members[rack]
+
+    def span(self, level: Level, number: int) -> Slots:
+        """The nodes of a fabric, or of the whole cluster."""
+        return self._fabric_slots[number] if level is Level.FABRIC else self._everywhere
+
+    def tally(self, ask: Ask, role: int) -> Tally:
+        """How many tasks of one role each rack, each fabric and the cluster could take, as it is now."""
+        if len(self._journal) > _MOST_CHANGES:
+            self._journal.clear()
+            self._tallies.clear()
+        tasks = ask.rooms[role]
+        gpus = tasks.kind.task.gpus
+        # More than a node has devices for need not be told apart.
+        most = min(ask.everything[role], self.most_free // gpus) if gpus else ask.everything[role]
+        tally = self._tallies.get((tasks.kind, most))
+        if tally is None:
+            if len(self._tallies) >= _MOST_TALLIES:
+                self._tallies.clear()
+            tally = self._tallies[tasks.kind, most] = Tally(most, self._racks, self._fabrics)
+        tally.follow(self._journal, self._numbers, tasks.by_number(self._entries))
+        return tally
+
+    def _task_room(self, kind: TaskKind) -> TaskRoom:
+        found = self._task_rooms.get(kind)
+        if found is None:
+            if len(self._task_rooms) >= _MOST_TALLIES:
+                self._task_rooms.clear()
+            found = self._task_rooms[kind] = TaskRoom(kind)
+        return found
+
+    def _build(self) -> None:
+        view = self.view
+        size = len(view.nodes)
+        self._asks: dict[GangShape, Ask] = {}
+        self._task_rooms: dict[TaskKind, TaskRoom] = {}
+        self._tallies: dict[tuple[TaskKind, int], Tally] = {}
+        self._by_state: dict[_State, Alike] = {}
+        self._by_key: dict[tuple[Family, int, int, int], Alike] = {}
+        self._family_of: dict[tuple[Topology, int, int, tuple[int, ...]], Family] = {}
+        self._entries: list[Alike] = []
+        # Slots whose entry changed, for the tallies to follow.
+        self._journal: list[int] = []
+        self._versions = list(view.versions)
+        devices = max((item.devices for item in view.sets.values()), default=0)
+        # By number of free devices, each an ordered set.
+        self._by_free: list[dict[Family, None]] = [{} for _ in range(devices + 1)]
+        self._alike: list[Alike | None] = [None] * size
+        self._numbers = np.zeros(size, np.int32)
+        self._allowed = self._which_allowed(size)
+        self._find_spans(size)
+        members: dict[Alike, list[int]] = {}
+        known, allowed = self._by_state, self._allowed
+        for slot, state in enumerate(self._states(size)):
+            if view.available[slot] and (allowed is None or slot in allowed):
+                alike = known.get(state) or self._met(state, slot)
+                self._alike[slot] = alike
+                if alike in members:
+                    members[alike].append(slot)
+                else:
+                    members[alike] = [slot]
+        for alike, slots in members.items():
+            self._flip(alike, together(slots, size))
+            self._numbers[slots] = alike.number
+
+    def _which_allowed(self, size: int) -> frozenset[int] | None:
+        if self._only is None:
+            return None
+        return frozenset(self.view.slots[name] for name in self._only if name in self.view.slots)
+
+    def _find_spans(self, size: int) -> None:
+        view = self.view
+        racks, fabrics = _Spans(size), _Spans(size)
+        self._places = list(zip(view.nodes, view.racks, view.fabrics, strict=True))
+        for slot, (name, rack, fabric) in enumerate(self._places):
+            if name and rack:
+                racks.add((fabric, rack), slot)
+            if name and fabric:
+                fabrics.add(fabric, slot)
+        self._racks, self._fabrics = racks.numbers, fabrics.numbers
+        self._rack_members = racks.members
+        self._fabric_slots = [together(slots, size) for slots in fabrics.members]
+        self._everywhere: Slots = (1 << size) - 1
+
+    def _states(self, size: int) -> Iterator[_State]:
+        view = self.view
+        kept: list[tuple[int, ...]] = [()] * size
+        for slot, sizes in view.parked.items():
+            kept[slot] = sizes
+        columns = (view.topologies, view.free, view.millicores, view.memory, view.socket_jobs, view.affinity, kept)
+        return zip(*columns, strict=True)
+
+    def _met(self, state: _State, slot: int) -> Alike:
+        """The entry of a state that was not seen before, in which a node is."""
+        topology, free, millicores, memory, socket_jobs, affinity, kept = state
+        of = (topology, free, affinity, kept)
+        family = self._family_of.get(of)
+        if family is None:
+            left = self.view.device_memory_left(slot)
+            family = self._family_of[of] = Family(topology, free, affinity, left)
+        key = (family, sum(millicores), memory, sum(socket_jobs))
+        alike = self._by_key.get(key)
+        if alike is None:
+            alike = self._by_key[key] = Alike(len(self._entries) + 1, *key)
+            self._entries.append(alike)
+        self._by_state[state] = alike
+        return alike
+
+    def _found(self, slot: int) -> Alike | None:
+        view = self.view
+        if not view.available[slot] or (self._allowed is not None and slot not in self._allowed):
+            return None
+        kept = view.parked.get(slot, ()) if view.parked else ()
+        state = (
+            view.topologies[slot],
+            view.free[slot],
+            view.millicores[slot],
+            view.memory[slot],
+            view.socket_jobs[slot],
+            view.affinity[slot],
+            kept,
+        )
+        return self._by_state.get(state) or self._met(state, slot)
+
+    def _changed(self, slot: int) -> None:
+        self._versions[slot] = self.view.versions[slot]
+        self._put(slot, self._found(slot))
+
+    def _put(self, slot: int, alike: Alike | None) -> None:
+        """Moves a node to another entry; None: to nowhere."""
+        before = self._alike[slot]
+        if before is alike:
+            return
+        if before is not None:
+            self._flip(before, 1 << slot)
+        if alike is not None:
+            self._flip(alike, 1 << slot)
+        self._alike[slot] = alike
+        self._numbers[slot] = 0 if alike is None else alike.number
+        self._journal.append(slot)
+
+    def _flip(self, alike: Alike, slots: Slots) -> None:
+        """Nodes of an entry come, or go."""
+        family = alike.family
+        was_there = bool(family.members)
+        family.flip(alike, slots)
+        if not was_there:
+            self._by_free[family.free][family] = None
+        elif not family.members:
+            del self._by_free[family.free][family]
+
+
+class _Spans:
+    """Nodes of one rack, or one fabric, numbered in the order in which their first ones came."""
+
+    def __init__(self, size: int) -> None:
+        # By slot; -1: nowhere.
+        self.numbers = np.full(size, -1, np.int32)
+        self.members: list[list[int]] = []
+        self._number_of: dict[Hashable, int] = {}
+
+    def add(self, span: Hashable, slot: int) -> None:
+        number = self._number_of.setdefault(span, len(self.members))
+        if number == len(self.members):
+            self.members.append([])
+        self.members[number].append(slot)
+        self.numbers[slot] = number
