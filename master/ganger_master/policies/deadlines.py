@@ -1,0 +1,106 @@
+"""Can a new job meet its deadline beside those admitted, and whom would it make late?
+
+ElasticFlow (Gu et al., ASPLOS 2023, section 4.1) admits a job if, filled in by deadline, every job still gets its
+minimum satisfactory share: the fewest GPUs over time with which it ends in time. Simplified here: a gang has one size,
+so its share is the whole gang at the earliest moments that jobs with earlier deadlines leave free. That is what the
+order `edf` does if nothing else happens: counts of GPUs only, switching for free, no later arrivals, no job that cannot
+be stopped and starts into what is free meanwhile. Jobs that yield to every deadline are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from ganger_master.policies.facts import Capacity, Facts, Floats, Integers
+from ganger_master.policies.order import SLACK_S, edf
+
+
+class Verdict(Enum):
+    MET = "met"
+    # It would end after its deadline.
+    TOO_LATE = "too late"
+    # It would be in time, and somebody who would have been in time would not.
+    DELAYS_OTHERS = "delays others"
+    # Nobody knows how long somebody ahead of it still takes.
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Newcomer:
+    gpus: int
+    # Of running with its whole gang.
+    duration_s: float
+    deadline_s: float
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """`end_s`: when it would end, infinite for never, NaN for unknown; `delayed`: numbers of the jobs it would make
+    late; `unknown`: numbers of the jobs that count and whose remaining time nobody knows."""
+
+    verdict: Verdict
+    end_s: float
+    delayed: tuple[int, ...] = ()
+    unknown: tuple[int, ...] = ()
+
+
+def advice(newcomer: Newcomer, facts: Facts, remaining_s: Floats, now: float, capacity: Capacity) -> Advice:
+    """`remaining_s` of the live jobs by position, at the rates of their whole gangs: a model's, or what users said;
+    NaN where unknown."""
+    line, counts = _line(newcomer, facts, now)
+    remaining = np.append(remaining_s, newcomer.duration_s)[line]
+    number = np.append(facts.number, -1)[line]
+    unknown = number[:counts][np.isnan(remaining[:counts])]
+    if len(unknown):
+        return Advice(Verdict.UNKNOWN, np.nan, unknown=tuple(sorted(unknown.tolist())))
+    gpus = np.append(facts.gpus, newcomer.gpus)[line]
+    deadline = np.append(facts.deadline_s, newcomer.deadline_s)[line]
+    is_new = number == -1
+    beside = ends(gpus[:counts], remaining[:counts], capacity.gpus, now)
+    end_s = float(beside[is_new[:counts]][0])
+    if end_s > newcomer.deadline_s + SLACK_S:
+        return Advice(Verdict.TOO_LATE, end_s)
+    others = np.flatnonzero(~is_new[:counts])
+    without = ends(gpus[others], remaining[others], capacity.gpus, now)
+    due = deadline[others] + SLACK_S
+    late = (beside[others] > due) & (without <= due)
+    delayed = tuple(sorted(number[others][late].tolist()))
+    return Advice(Verdict.DELAYS_OTHERS if delayed else Verdict.MET, end_s, delayed)
+
+
+def ends(gpus: Integers, remaining_s: Floats, free: int, now: float) -> Floats:
+    """When each gang ends if earlier ones always go first: each runs whenever the earlier ones leave it room. Infinite
+    for a gang that never finds any."""
+    # Pieces of time: when each begins, and the GPUs left in it; the last never ends.
+    begins, left = np.array([now]), np.array([free])
+    found = np.full(len(gpus), np.inf)
+    for job, (size, work) in enumerate(zip(gpus.tolist(), remaining_s.tolist(), strict=True)):
+        has_room = left >= size
+        if not has_room[-1]:
+            continue
+        length = np.append(np.diff(begins), np.inf)
+        served = np.cumsum(np.where(has_room, length, 0.0))
+        last = int(np.searchsorted(served, work))
+        end = float(begins[last] + work - (served[last - 1] if last else 0.0))
+        found[job] = end
+        begins, left = np.insert(begins, last + 1, end), np.insert(left, last + 1, left[last])
+        left[: last + 1] -= np.where(has_room[: last + 1], size, 0)
+    return found
+
+
+def _line(newcomer: Newcomer, facts: Facts, now: float) -> tuple[Integers, int]:
+    """Positions (the newcomer's is the last) as `edf` serves them, and how many of them count: all up to the last whose
+    deadline can still be met."""
+    is_kept = np.append(facts.is_running & ~facts.is_preemptible, False)
+    priority = np.append(facts.priority, newcomer.priority)
+    deadline = np.append(facts.deadline_s, newcomer.deadline_s)
+    group = edf.group(deadline, now)
+    number = np.append(facts.number, np.iinfo(np.int64).max)
+    line = np.lexsort((number, np.append(facts.arrival_s, now), deadline, group, -priority, ~is_kept))
+    # The newcomer counts even if its deadline has passed.
+    counting = (group == edf.AHEAD) | (number == number[-1]) | is_kept
+    return line, int(np.flatnonzero(counting[line])[-1]) + 1
