@@ -378,6 +378,12 @@ def test_history_is_read_page_by_page(call: Call, master: CannedMaster, capsys: 
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[3] for line in lines] == [f"kind_{number}" for number in range(1, 6)]
     assert call("events", "7") == 3
+    # What is kept no longer has a history still, and a node is named as elsewhere.
+    master.events += [job_pb2.Event(sequence=6, subject=subject, kind="gone") for subject in ("jobs/7", "nodes/n9")]
+    for subject in ("7", "n9"):
+        capsys.readouterr()
+        assert call("history", subject) == 0
+        assert "gone" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -406,7 +412,7 @@ def test_exit_codes_follow_the_error(
 @pytest.mark.parametrize("name", ["x", "jobs/x", "nodes/1", "-1x", "0"])
 def test_a_bad_job_name_is_a_usage_error(call: Call, name: str, capsys: Output) -> None:
     assert call("show", "--", name) == 2
-    assert "jobs/" in capsys.readouterr().err
+    assert f"{name!r} is not a job: give its number" in capsys.readouterr().err
 
 
 def test_nobody_there_is_its_own_exit_code(tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,8 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
 
     async def ListEvents(self, request: Any, context: Any) -> job_service_pb2.ListEventsResponse:
         self._taken(request)
-        after = [event for event in self.events if event.sequence > request.after_sequence][:2]
+        known = [event for event in self.events if request.subject in ("", event.subject)]
+        after = [event for event in known if event.sequence > request.after_sequence][:2]
         last = after[-1].sequence if after else request.after_sequence
         return job_service_pb2.ListEventsResponse(events=after, next_sequence=last)
 

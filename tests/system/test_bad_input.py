@@ -164,7 +164,7 @@ def test_an_oversize_message_is_refused_by_the_master_too(cluster: Cluster) -> N
 @pytest.mark.parametrize("command", ["show", "logs", "why", "suspend", "resume", "move", "repin", "cancel", "wait"])
 def test_an_unknown_job_is_named(shell: Shell, command: str) -> None:
     assert "there is no jobs/4711" in refused(shell, 3, command, "4711")
-    assert "'jobs/x7' is not a job name" in refused(shell, 2, command, "x7")
+    assert "'x7' is not a job: give its number" in refused(shell, 2, command, "x7")
 
 
 @pytest.mark.parametrize("command", ["drain", "cordon", "uncordon", "lost"])

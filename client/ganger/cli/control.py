@@ -157,6 +157,7 @@ def cancel(jobs: tuple[str, ...], reason: str, as_json: bool) -> int:
 @json_option
 def wait(jobs: tuple[str, ...], timeout: str | None, as_json: bool) -> int:
     """Wait until jobs have ended; exit code 1 if one did not succeed."""
+    from ganger.cli.job_lines import sentence
     from ganger.console.plain import print_json
     from ganger.job import Job as Handle
     from ganger.job import JobState
@@ -171,7 +172,7 @@ def wait(jobs: tuple[str, ...], timeout: str | None, as_json: bool) -> int:
                 remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
                 is_good &= handle.wait(remaining, check=False) is JobState.SUCCEEDED
             except TimeoutError as error:
-                raise CommandError(str(error)) from error
+                raise CommandError(f"{sentence(handle.message)}, not over, after {timeout}") from error
             messages.append(handle.message)
     if as_json:
         print_json(messages)

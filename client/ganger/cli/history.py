@@ -19,18 +19,20 @@ _FOLLOW_SECONDS = 1.0
 @click.option("--limit", "-n", type=click.IntRange(1), help="At most so many, oldest first.")
 @json_option
 def history(subject: str, follow: bool, after: int, limit: int | None, as_json: bool) -> None:
-    """List what happened to SUBJECT: a job (7, jobs/7) or a node (nodes/n1). Without it, everything."""
+    """List what happened to SUBJECT: a job (7, jobs/7) or a node (n1, nodes/n1). Without it, everything."""
     from ganger.console.plain import print_json, print_json_line
     from ganger.wire.names import job_name_from_text, node_name_from_text
 
     if subject:
-        subject = node_name_from_text(subject) if subject.startswith("nodes/") else job_name_from_text(subject)
+        is_job = subject.isdecimal() or subject.startswith("jobs/")
+        subject = job_name_from_text(subject) if is_job else node_name_from_text(subject)
     with open_client() as client:
-        if subject.startswith("jobs/"):
-            # An unknown job has no history either; say that it is unknown.
-            client.get_job(subject)
-        elif subject:
-            client.get_node(subject)
+        # What is gone has a history still; what has none may never have been.
+        if subject and next(iter(client.list_events(subject, 0, 1)), None) is None:
+            if subject.startswith("jobs/"):
+                client.get_job(subject)
+            else:
+                client.get_node(subject)
         if as_json and not follow:
             print_json(list(client.list_events(subject, after, limit)))
             return

@@ -38,7 +38,10 @@ def nodes(context: click.Context, as_json: bool) -> None:
 @reason_option
 @json_option
 def drain(node: str, reason: str, as_json: bool) -> None:
-    """Move all jobs off a node and give it no new ones; says who has to stay."""
+    """Move all jobs off a node and give it no new ones.
+
+    Says who has to stay until it ends.
+    """
     from ganger.v1.job_pb2 import Job
 
     with open_client() as client:

@@ -26,7 +26,11 @@ def parse_job_name(name: str) -> int:
 
 def job_name_from_text(text: str) -> str:
     """What a person types, "7" or "jobs/7", as a name. Raises NameInvalid."""
-    return job_name(parse_job_name(text if "/" in text else f"jobs/{text}"))
+    try:
+        return job_name(parse_job_name(text if "/" in text else f"jobs/{text}"))
+    except NameInvalid as error:
+        hint = "give its number, for example 7; `ganger queue` lists jobs, `ganger nodes` nodes"
+        raise NameInvalid(f"{text[:80]!r} is not a job: {hint}", name=text) from error
 
 
 def node_name(node: str) -> str:

@@ -14,9 +14,15 @@ from ganger_master.core.state import State
 
 def find_job(state: State, number: int) -> Job | Refused:
     job = state.jobs.get(number)
-    if job is None:
-        return Refused("JOB_NOT_FOUND", f"there is no jobs/{number}", {"job": f"jobs/{number}"})
-    return job
+    return no_job(number, state.counters.next_job) if job is None else job
+
+
+def no_job(number: int, next_job: int) -> Refused:
+    """A job that is not there: it never was, or it is kept no longer."""
+    text = f"there is no jobs/{number}: `ganger queue --all` lists what there is"
+    if 0 < number < next_job:
+        text = f"jobs/{number} has ended and is no longer kept: `ganger history {number}` says what became of it"
+    return Refused("JOB_NOT_FOUND", text, {"job": f"jobs/{number}"})
 
 
 def unfinished(state: State, number: int) -> Job | Refused:

@@ -298,7 +298,7 @@ def _with_cores(state: State, claim: Claim, millicores: int) -> Claim:
 
 
 def _no_node(name: str) -> Refused:
-    return Refused("NODE_NOT_FOUND", f"there is no nodes/{name}", {"node": f"nodes/{name}"})
+    return Refused("NODE_NOT_FOUND", f"there is no nodes/{name}: `ganger nodes` lists them", {"node": f"nodes/{name}"})
 
 
 def _user(user: str) -> str:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from ganger_master.approval import explain as approval
 from ganger_master.core import capacity
-from ganger_master.core.model import Job, JobState
+from ganger_master.core.model import Job, JobState, Node
 from ganger_master.core.residues import holders_on
 from ganger_master.core.state import State
 
@@ -34,6 +34,8 @@ def explain(state: State, number: int, now: float) -> Explanation:
     if any(blocker.reason not in capacity.WAITS_FOR_PIECES | _BEHIND for blocker in blockers[:1]):
         return Explanation(blockers, assumption=f"unknown, because {blockers[0].message}")
     estimate = approval.estimate(state.view, _shape(job), holders, now)
+    if not estimate.before and any(blocker.reason is Reason.NODE_UNAVAILABLE for blocker in blockers[:1]):
+        return Explanation(blockers, assumption=f"unknown, because {blockers[0].message}")
     return Explanation(blockers, estimate.after, estimate.before, estimate.assumption)
 
 
@@ -58,7 +60,30 @@ def blockers_of(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
     if forbidden and not quota and _would_help(state, job, now):
         # The nodes it may not use are what it lacks.
         found = (*forbidden, *(one for one in found if one.reason is not Reason.NODE_UNAVAILABLE))
-    return tuple(_with_keeper(state, job, one) for one in found) or state.blockers_of(job.number)
+    blockers = tuple(_with_keeper(state, job, one) for one in found) or state.blockers_of(job.number)
+    return tuple(as_it_is(state, one) for one in blockers)
+
+
+def as_it_is(state: State, refusal: Refusal) -> Refusal:
+    """Names the nodes that take no gangs, and why: what the view does not say, and nobody but an operator can change."""
+    if refusal.reason is not Reason.NODE_UNAVAILABLE or refusal.detail:
+        return refusal
+    closed = [refusal.node] if refusal.node else [name for name in sorted(state.nodes) if not _is_open(state, name)]
+    told = [_condition(state.nodes[name]) for name in closed[:_NODES_TOLD] if name in state.nodes]
+    more = [f"{len(closed) - _NODES_TOLD} more"] if len(closed) > _NODES_TOLD else []
+    return replace(refusal, node="", detail="; ".join([*told, *more]))
+
+
+_NODES_TOLD = 3
+
+
+def _is_open(state: State, name: str) -> bool:
+    return state.nodes[name].takes_gangs
+
+
+def _condition(node: Node) -> str:
+    why = f" ({node.state_reason})" if node.state_reason else ""
+    return f"nodes/{node.name} is {node.state.value}{why}"
 
 
 def _with_keeper(state: State, job: Job, refusal: Refusal) -> Refusal:

@@ -10,6 +10,8 @@ from ganger.v1 import job_pb2, node_pb2, scheduling_pb2
 from ganger.wire import convert, errors, names, times
 
 from ganger_master.core.answers import Approved, ChangeAnswer, Refused, Rejected
+from ganger_master.core.checks import no_job
+from ganger_master.core.explain import as_it_is
 from ganger_master.core.model import Job, Node, NodeState
 from ganger_master.rpc import job_messages
 from ganger_master.runtime.progress import ProgressBoard
@@ -58,12 +60,8 @@ class Shown:
             raise self.not_found(number)
         return job
 
-    def not_found(self, number: int) -> errors.JobNotFound:
-        name = names.job_name(number)
-        if 0 < number < self._writer.committed.counters.next_job:
-            text = f"{name} has ended and is no longer kept: `ganger history {number}` says what became of it"
-            return errors.JobNotFound(text, job=name)
-        return errors.JobNotFound(f"there is no {name}: `ganger queue --all` lists what there is", job=name)
+    def not_found(self, number: int) -> errors.ApiError:
+        return error_of(no_job(number, self._writer.committed.counters.next_job))
 
     def node_named(self, node: str) -> Node:
         found = self._writer.committed.nodes.get(node)
@@ -81,7 +79,7 @@ class Shown:
             job,
             committed.gangs.get(job.epoch),
             committed.gangs.get(job.next_epoch),
-            blockers=state.blockers_of(number),
+            blockers=tuple([as_it_is(state, blocker) for blocker in state.blockers_of(number)]),
             queue_rank=state.queue_rank(number),
             sample=self._progress.of(number),
             with_environment=with_environment,
