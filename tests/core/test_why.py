@@ -6,7 +6,7 @@ from core.drive import SERVER, Drive, job_of
 from ganger.resources.reasons import Reason
 from ganger.resources.values import Level, Locality
 from ganger_master.core.answers import SessionAnswer
-from ganger_master.core.commands import Observe, OpenSession
+from ganger_master.core.commands import CordonNode, Observe, OpenSession
 from ganger_master.core.explain import explain
 from msgspec.structs import replace
 
@@ -44,3 +44,20 @@ def test_a_wish_is_named_while_the_patience_lasts_and_never_after() -> None:
     assert why(drive, picky)[0] is Reason.LOCALITY
     drive.now += 61.0
     assert why(drive, picky) == [Reason.GPUS]
+
+
+def test_closed_nodes_are_named_with_their_condition_and_nothing_else_is_said_to_be_waited_for() -> None:
+    drive = Drive(0)
+    number = drive.submit(job_of(1))
+    assert explain(drive.state, number, drive.now).assumption == "unknown, because no node has joined yet"
+    for name in ("n1", "n2", "n3", "n4", "n5"):
+        drive.join(name)
+        drive.step(CordonNode(name, f"new fan for {name}"))
+    found = explain(drive.state, number, drive.now)
+    (blocker,) = found.blockers
+    assert blocker.detail == (
+        "nodes/n1 is CORDONED (new fan for n1); nodes/n2 is CORDONED (new fan for n2); "
+        "nodes/n3 is CORDONED (new fan for n3); 2 more"
+    )
+    assert blocker.figures == {"nodes": 5, "available": 0}
+    assert found.assumption == f"unknown, because {blocker.message}"

@@ -79,7 +79,8 @@ class Shown:
             job,
             committed.gangs.get(job.epoch),
             committed.gangs.get(job.next_epoch),
-            blockers=tuple([as_it_is(state, blocker) for blocker in state.blockers_of(number)]),
+            # In a list of many jobs not all nodes are looked at for each.
+            blockers=tuple([as_it_is(state, one) if one.node else one for one in state.blockers_of(number)]),
             queue_rank=state.queue_rank(number),
             sample=self._progress.of(number),
             with_environment=with_environment,
