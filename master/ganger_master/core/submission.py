@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Iterator
 
 from ganger.placement.impossible import impossible
 
 from ganger_master.core.answers import Refused
 from ganger_master.core.model import JobSpec
 from ganger_master.core.state import State
-
-Expect: TypeAlias = Callable[[bool, str, str], None]
 
 _TASKS_LIMIT = 10_000
 _COMMAND_LIMIT = 1_000
@@ -51,67 +48,104 @@ def check_submission(state: State, spec: JobSpec) -> Refused | None:
 
 def violations_of(spec: JobSpec) -> tuple[tuple[str, str], ...]:
     """(path, what is wrong) pairs."""
-    found: list[tuple[str, str]] = []
+    return (*_wrong_program(spec), *_wrong_numbers(spec), *_wrong_texts(spec), *_wrong_roles(spec))
 
-    def expect(holds: bool, path: str, what: str) -> None:
-        if not holds:
-            found.append((path, what))
 
-    size = sum([len(word.encode(errors="surrogatepass")) for word in spec.command])
-    expect(bool(spec.command) and bool(spec.command[0]), "spec.command", "must name a program to run")
-    expect(len(spec.command) <= _COMMAND_LIMIT, "spec.command", f"at most {_COMMAND_LIMIT} words")
-    expect(size <= _COMMAND_BYTES_LIMIT, "spec.command", f"at most {_COMMAND_BYTES_LIMIT} bytes in all")
-    expect(not any("\0" in word for word in spec.command), "spec.command", "no word may contain a NUL character")
-    expect(spec.working_directory.startswith("/"), "spec.working_directory", "must be an absolute path")
-    is_path = len(spec.working_directory) <= _TEXT_LIMIT and "\0" not in spec.working_directory
-    expect(is_path, "spec.working_directory", f"at most {_TEXT_LIMIT} characters, no NUL")
-    expect(_is_text(spec.display_name), "spec.display_name", f"at most {_NAME_LIMIT} printable characters")
-    expect(_is_text(spec.device_type), "spec.device_type", f"at most {_NAME_LIMIT} printable characters")
-    expect(abs(spec.priority) <= _PRIORITY_LIMIT, "spec.priority", f"from -{_PRIORITY_LIMIT} to {_PRIORITY_LIMIT}")
-    limit = spec.time_limit_seconds
-    expect(limit is None or limit > 0, "spec.time_limit", "must be more than zero")
-    expect(limit is None or limit <= _SECONDS_LIMIT, "spec.time_limit", _CENTURY)
-    expect(spec.checkpoint_interval_seconds <= _SECONDS_LIMIT, "spec.checkpoint_interval", _CENTURY)
-    expect(0 <= spec.max_failures <= _FAILURES_LIMIT, "spec.max_failures", f"from 0 to {_FAILURES_LIMIT}")
-    expect(spec.nodes >= 0, "spec.nodes", "must not be negative")
-    expect(0 <= spec.gpu_memory_bytes <= _BYTES_LIMIT, "spec.gpu_memory_bytes", f"from 0 to {_BYTES_LIMIT}")
-    bad_names = [name for name in spec.environment if not name or "=" in name or "\0" in name]
-    expect(not bad_names, "spec.environment", f"no such variable name is possible: {bad_names[:3]}")
-    values = spec.environment.values()
-    expect(not any("\0" in value for value in values), "spec.environment", "no value may contain a NUL character")
-    variables = sum(map(len, spec.environment)) + sum(map(len, values))
-    expect(variables <= _ENVIRONMENT_LIMIT, "spec.environment", f"at most {_ENVIRONMENT_LIMIT} characters in all")
-    labels = [*spec.labels, *spec.labels.values()]
-    expect(len(spec.labels) <= _LABELS_LIMIT, "spec.labels", f"at most {_LABELS_LIMIT}")
-    expect(all(map(_is_text, labels)), "spec.labels", f"at most {_NAME_LIMIT} printable characters each")
-    _check_roles(spec, expect)
-    wish = spec.locality.wish
-    expect(wish is None or wish <= spec.locality.widest, "spec.locality.wish", "must not be wider than widest")
-    expect(spec.locality.patience_seconds >= 0, "spec.locality.patience", "must not be negative")
-    expect(spec.locality.patience_seconds <= _SECONDS_LIMIT, "spec.locality.patience", _CENTURY)
+def _wrong_program(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    path, command = "spec.command", spec.command
+    if not command or not command[0]:
+        yield path, "must name a program to run"
+    if len(command) > _COMMAND_LIMIT:
+        yield path, f"at most {_COMMAND_LIMIT} words"
+    if sum([len(word.encode(errors="surrogatepass")) for word in command]) > _COMMAND_BYTES_LIMIT:
+        yield path, f"at most {_COMMAND_BYTES_LIMIT} bytes in all"
+    if "\0" in "".join(command):
+        yield path, "no word may contain a NUL character"
+    path, directory = "spec.working_directory", spec.working_directory
+    if not directory.startswith("/"):
+        yield path, "must be an absolute path"
+    if len(directory) > _TEXT_LIMIT or "\0" in directory:
+        yield path, f"at most {_TEXT_LIMIT} characters, no NUL"
+    if spec.environment:
+        path, names, values = "spec.environment", "".join(spec.environment), "".join(spec.environment.values())
+        if "" in spec.environment or "=" in names or "\0" in names:
+            bad = [name for name in spec.environment if not name or "=" in name or "\0" in name]
+            yield path, f"no such variable name is possible: {bad[:3]}"
+        if "\0" in values:
+            yield path, "no value may contain a NUL character"
+        if len(names) + len(values) > _ENVIRONMENT_LIMIT:
+            yield path, f"at most {_ENVIRONMENT_LIMIT} characters in all"
     if spec.scheduler:
-        expect(_is_text(spec.scheduler, _TEXT_LIMIT), "spec.scheduler", f"at most {_TEXT_LIMIT} characters")
-        module, colon, name = spec.scheduler.partition(":")
-        expect(bool(module and colon and name), "spec.scheduler", "write module:Class")
-    return tuple(found)
+        path = "spec.scheduler"
+        if not _is_text(spec.scheduler, _TEXT_LIMIT):
+            yield path, f"at most {_TEXT_LIMIT} characters"
+        module, _, name = spec.scheduler.partition(":")
+        if not (module and name):
+            yield path, "write module:Class"
 
 
-def _check_roles(spec: JobSpec, expect: Expect) -> None:
-    expect(bool(spec.roles), "spec.roles", "at least one role")
-    expect(1 <= spec.tasks <= _TASKS_LIMIT or not spec.roles, "spec.roles", f"1 to {_TASKS_LIMIT} tasks in all")
-    size = sum([role.tasks * role.shape.memory_bytes for role in spec.roles])
-    expect(size <= _ALL_BYTES_LIMIT, "spec.roles", f"at most {_ALL_BYTES_LIMIT} bytes of memory in all")
-    names = [role.name for role in spec.roles]
-    expect(len(set(names)) == len(names), "spec.roles", "role names must differ")
-    for index, role in enumerate(spec.roles):
-        path = f"spec.roles[{index}]"
-        expect(_is_text(role.name), f"{path}.name", f"at most {_NAME_LIMIT} printable characters")
-        expect(role.tasks >= 1, f"{path}.tasks", "at least one task")
-        expect(0 <= role.shape.gpus <= _GPUS_PER_TASK_LIMIT, f"{path}.shape.gpus", f"0 to {_GPUS_PER_TASK_LIMIT}")
-        cores, memory = role.shape.millicores, role.shape.memory_bytes
-        expect(0 <= cores <= _MILLICORES_LIMIT, f"{path}.shape.millicores", f"from 0 to {_MILLICORES_LIMIT}")
-        expect(0 <= memory <= _BYTES_LIMIT, f"{path}.shape.memory_bytes", f"from 0 to {_BYTES_LIMIT}")
-    expect(spec.nodes <= max(1, spec.tasks), "spec.nodes", "more nodes than tasks")
+def _wrong_numbers(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    # Of seconds it is asked what they must be: what is no number is neither more nor less.
+    if abs(spec.priority) > _PRIORITY_LIMIT:
+        yield "spec.priority", f"from -{_PRIORITY_LIMIT} to {_PRIORITY_LIMIT}"
+    limit = spec.time_limit_seconds
+    if limit is not None and not limit > 0:
+        yield "spec.time_limit", "must be more than zero"
+    if limit is not None and not limit <= _SECONDS_LIMIT:
+        yield "spec.time_limit", _CENTURY
+    if not spec.checkpoint_interval_seconds <= _SECONDS_LIMIT:
+        yield "spec.checkpoint_interval", _CENTURY
+    if not 0 <= spec.max_failures <= _FAILURES_LIMIT:
+        yield "spec.max_failures", f"from 0 to {_FAILURES_LIMIT}"
+    if spec.nodes < 0:
+        yield "spec.nodes", "must not be negative"
+    if not 0 <= spec.gpu_memory_bytes <= _BYTES_LIMIT:
+        yield "spec.gpu_memory_bytes", f"from 0 to {_BYTES_LIMIT}"
+    locality = spec.locality
+    if locality.wish is not None and locality.wish > locality.widest:
+        yield "spec.locality.wish", "must not be wider than widest"
+    if not locality.patience_seconds >= 0:
+        yield "spec.locality.patience", "must not be negative"
+    if not locality.patience_seconds <= _SECONDS_LIMIT:
+        yield "spec.locality.patience", _CENTURY
+
+
+def _wrong_texts(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    printable = f"at most {_NAME_LIMIT} printable characters"
+    if not _is_text(spec.display_name):
+        yield "spec.display_name", printable
+    if not _is_text(spec.device_type):
+        yield "spec.device_type", printable
+    if len(spec.labels) > _LABELS_LIMIT:
+        yield "spec.labels", f"at most {_LABELS_LIMIT}"
+    if not all(map(_is_text, spec.labels)) or not all(map(_is_text, spec.labels.values())):
+        yield "spec.labels", f"{printable} each"
+
+
+def _wrong_roles(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    path, roles, tasks = "spec.roles", spec.roles, spec.tasks
+    if not roles:
+        yield path, "at least one role"
+    elif not 1 <= tasks <= _TASKS_LIMIT:
+        yield path, f"1 to {_TASKS_LIMIT} tasks in all"
+    if sum([role.tasks * role.shape.memory_bytes for role in roles]) > _ALL_BYTES_LIMIT:
+        yield path, f"at most {_ALL_BYTES_LIMIT} bytes of memory in all"
+    if len({role.name for role in roles}) != len(roles):
+        yield path, "role names must differ"
+    for index, role in enumerate(roles):
+        shape = role.shape
+        if not _is_text(role.name):
+            yield f"{path}[{index}].name", f"at most {_NAME_LIMIT} printable characters"
+        if role.tasks < 1:
+            yield f"{path}[{index}].tasks", "at least one task"
+        if not 0 <= shape.gpus <= _GPUS_PER_TASK_LIMIT:
+            yield f"{path}[{index}].shape.gpus", f"0 to {_GPUS_PER_TASK_LIMIT}"
+        if not 0 <= shape.millicores <= _MILLICORES_LIMIT:
+            yield f"{path}[{index}].shape.millicores", f"from 0 to {_MILLICORES_LIMIT}"
+        if not 0 <= shape.memory_bytes <= _BYTES_LIMIT:
+            yield f"{path}[{index}].shape.memory_bytes", f"from 0 to {_BYTES_LIMIT}"
+    if spec.nodes > max(1, tasks):
+        yield "spec.nodes", "more nodes than tasks"
 
 
 def _is_text(text: str, limit: int = _NAME_LIMIT) -> bool:
