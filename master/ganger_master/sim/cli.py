@@ -80,13 +80,13 @@ def simulate(
         with Meter(policy, flags["progress"]) as meter:
             run = replay(jobs, source.servers, policy, options, meter)
     found = figures(run)
-    if flags["as_json"]:
-        _print_json(said.simulated(source, asked, options, found))
-    else:
-        print_pairs(experiment.headline(source, asked) + details(found))
-        print()
-        print_table(*waiting_by_size(found))
-    sys.stdout.flush()
+    with _whether_read_or_not():
+        if flags["as_json"]:
+            _print_json(said.simulated(source, asked, options, found))
+        else:
+            print_pairs(experiment.headline(source, asked) + details(found))
+            print()
+            print_table(*waiting_by_size(found))
     experiment.save([(asked, run, found)])
 
 
@@ -141,14 +141,14 @@ def compare(
     groups = [
         (load, {policy: [found[Cell(policy, load, seed)] for seed in numbers] for policy in policies}) for load in asked
     ]
-    if flags["as_json"]:
-        _print_json(said.compared(source, experiment.options(flags["seed"]), groups))
-    else:
-        print_pairs(experiment.headline(source, *asked))
-        for _, group in groups:
-            print()
-            print_table(*side_by_side(group))
-    sys.stdout.flush()
+    with _whether_read_or_not():
+        if flags["as_json"]:
+            _print_json(said.compared(source, experiment.options(flags["seed"]), groups))
+        else:
+            print_pairs(experiment.headline(source, *asked))
+            for _, group in groups:
+                print()
+                print_table(*side_by_side(group))
     experiment.save([(cell.load, runs[cell], found[cell]) for cell in cells])
 
 
@@ -348,6 +348,17 @@ def _explained() -> Iterator[None]:
         raise CommandError(str(error)) from error
     except MemoryError as error:
         raise CommandError("out of memory: take a part of the trace (--window, --jobs), or fewer --workers") from error
+
+
+@contextmanager
+def _whether_read_or_not() -> Iterator[None]:
+    """What is printed here may find nobody to read it (head, less): files are written all the same."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_json(value: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -102,7 +103,9 @@ def _started(cell: Cell, source: Material, options: Options, simulate: Simulate)
     jobs = jobs_at(source, cell.load, cell.seed)
     arguments = (theirs, simulate, jobs, source.servers, cell.policy, options)
     process = context.Process(target=_work, args=arguments, name=f"ganger {cell}", daemon=True)
-    # Ctrl-C goes to all processes of a terminal; children leave it to us, from their first instruction on.
+    # Ctrl-C goes to all processes of a terminal; children leave it to us, from their first instruction on. What
+    # starting the tracker does to the mask must be over by then: it ends by letting SIGINT through.
+    resource_tracker.ensure_running()
     old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with one_thread_each():
