@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -18,11 +19,12 @@ class Meter:
     """Call it with what is done and what there is in all, as often as you like. `is_shown` False: it says nothing;
     None: only to a terminal."""
 
-    def __init__(self, what: str, is_shown: bool | None) -> None:
+    def __init__(self, what: str, is_shown: bool | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._what = what
+        self._clock = clock
         self._is_terminal = sys.stderr.isatty()
         self._is_shown = self._is_terminal if is_shown is None else is_shown
-        self._next = time.monotonic()
+        self._next = clock() + _SECONDS_BETWEEN_LOOKS
         self._tenths = 0
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -38,7 +40,7 @@ class Meter:
 
     def __call__(self, done: int, total: int) -> None:
         # This is called for each job: looking at the clock is all that may cost.
-        if not self._is_shown or (now := time.monotonic()) < self._next:
+        if not self._is_shown or (now := self._clock()) < self._next:
             return
         self._next = now + _SECONDS_BETWEEN_LOOKS
         if self._is_terminal:

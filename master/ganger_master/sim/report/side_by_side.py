@@ -76,7 +76,8 @@ def side_by_side(runs: Mapping[str, Sequence[Figures]]) -> Table:
         if row.figure in _UNLESS_ZERO and not any(any(of_policy) for of_policy in values.values()):
             continue
         cells = [_cell(of_policy, row.shown) for of_policy in values.values()]
-        if all(cell == _UNKNOWN for cell in cells):
+        # No ratio means anything without the load it was found at.
+        if all(cell == _UNKNOWN for cell in cells) and row.figure != "offered_load":
             continue
         shown.append([row.name, *cells])
         if row.by_best:

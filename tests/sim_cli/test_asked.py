@@ -1,0 +1,97 @@
+"""What jobs a run gets: run times where a trace has none, loads, and what a seed draws."""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ganger_master.sim.asked import Load, Part, jobs_at, material, with_run_times
+from ganger_master.sim.traces.profiles import gavel_speeds, synergy_profiles
+from ganger_master.sim.traces.reader import Wanted
+from ganger_master.sim.traces.servers import servers_from_flags
+from ganger_master.sim.traces.statistics import offered_load
+from ganger_master.sim.traces.workload import workload
+
+SERVERS = servers_from_flags(nodes=9, gpus_per_node=8)
+TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
+
+
+def test_run_times_follow_from_iterations_and_the_published_pace_of_the_model() -> None:
+    jobs = workload(
+        "abcd",
+        np.zeros(4),
+        [1, 4, 1, 1],
+        [math.nan, math.nan, 77.0, math.nan],
+        numbers={"iterations": [100, 1000, 5, 100], "batch_size": [math.nan, 128, 128, 128]},
+        labels={"model": ["gnmt", "ResNet-18", "gnmt", "unheard-of"]},
+    )
+    timed, findings = with_run_times(jobs, None)
+    assert timed.job_ids == ("a", "b", "c")
+    of_four = gavel_speeds()["v100", True, "ResNet-18 (batch size 128)", 4]
+    np.testing.assert_allclose(timed.duration_s, [100 * synergy_profiles()["gnmt"].step_s, 1000 / of_four, 77.0])
+    assert [(found.rows, found.what[:12]) for found in findings] == [(2, "run time wor"), (1, "no run time,")]
+
+
+def test_run_times_are_drawn_only_where_asked_for_and_nothing_tells() -> None:
+    jobs = workload("ab", [0.0, 0.0], [1, 1], [math.nan, 5.0])
+    timed, (finding,) = with_run_times(jobs, 3)
+    assert timed.duration_s[1] == 5.0
+    # Synergy's: 10^1.5 to 10^4 minutes.
+    assert 60 * 10**1.5 <= timed.duration_s[0] <= 60 * 10**4
+    assert (finding.rows, finding.what) == (1, "run time drawn at random")
+    again, _ = with_run_times(jobs, 3)
+    other, _ = with_run_times(jobs, 4)
+    assert timed.duration_s[0] == again.duration_s[0] != other.duration_s[0]
+
+
+def test_the_example_comes_with_the_package_and_offers_what_is_asked() -> None:
+    source = material("example", SERVERS, Part())
+    assert (source.rows, len(source.jobs), source.apart, source.findings) == (478, 478, 0, ())
+    assert offered_load(jobs_at(source, Load(0.8), 0), SERVERS.gpus) == pytest.approx(0.8)
+    assert str(Load()) == "as recorded"
+    half_a_day = jobs_at(source, Load(phases=((6 * 3600, 0.2), (6 * 3600, 1.2))), 0)
+    early = half_a_day.submit_s - half_a_day.submit_s[0] < 6 * 3600
+    assert 0 < early.sum() < len(half_a_day) < 478
+
+
+def test_a_file_called_example_is_meant_before_the_packaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "example").write_text("job_id,submit_time_s,gpus,duration_s\na,0,1,1\n")
+    assert material("example", SERVERS, Part()).jobs.job_ids == ("a",)
+
+
+def test_a_trace_may_come_through_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = b"job_id,submit_time_s,gpus,duration_s\na,0,1,1\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+    assert material("-", SERVERS, Part()).trace == "standard input"
+
+
+def test_a_seed_decides_what_is_drawn_and_nothing_else() -> None:
+    source = material("example", SERVERS, Part(drawn=50))
+    assert (source.jobs_of_a_run, source.apart) == (50, 428)
+    one, same, other = (jobs_at(source, Load(), seed) for seed in (1, 1, 2))
+    assert one == same
+    assert len(one) == len(other) == 50
+    assert set(one.job_ids) != set(other.job_ids)
+    whole = material("example", SERVERS, Part())
+    first, second = (jobs_at(whole, Load(), seed) for seed in (1, 2))
+    assert first.model != second.model
+    assert first.with_columns(model=second.model, iterations=second.iterations) == second
+
+
+@pytest.mark.parametrize("path", sorted(TRACES.glob("jobs_*.csv")), ids=lambda path: path.stem)
+def test_every_trace_beside_the_project_can_be_run(path: Path) -> None:
+    is_sia = path.stem == "jobs_sia_workloads"
+    where = {"suite": "sia_philly", "workload": "1"} if is_sia else {}
+    part = Part(Wanted(where=where), first=100, draws_durations=is_sia)
+    source = material(str(path), SERVERS, part)
+    jobs = jobs_at(source, Load(0.7), 0)
+    assert len(jobs) == min(100, len(source.jobs))
+    assert np.isfinite(jobs.duration_s).all()
+    assert all(jobs.model.names)
