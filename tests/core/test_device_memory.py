@@ -207,3 +207,34 @@ def test_the_invariants_see_a_device_that_is_given_twice_over() -> None:
                  if f"device {device}" in text}  # fmt: skip
     assert broken == f"n1: device D has {GIB} bytes, {300 * MIB} are kept and jobs/{other} needs {GIB}"
     assert number != other
+
+
+def test_who_keeps_what_the_first_in_a_strict_queue_lacks_goes_on_before_it() -> None:
+    drive = drive_with_residue(300 * MIB)
+    resting = parked(drive, 4, SuspendLevel.OFFLOAD)
+    first = drive.submit(replace(job_of(4), priority=5))
+    assert isinstance(drive.request(first, blockers=True), Rejected)
+    # Nothing that could free its devices runs, and the queue lets nobody pass.
+    drive.step(ResumeJob(resting))
+    other = drive.submit(job_of(1))
+    assert [drive.state.queue_rank(number) for number in (first, resting, other)] == [1, 2, 3]
+    assert resting in drive.state.turn_of
+    assert other not in drive.state.turn_of
+    claims = drive.state.gangs[drive.job(resting).epoch].claims
+    assert isinstance(drive.request(resting, claims), Approved)
+    drive.step(CancelJob(resting))
+    drive.seen_without("n1", resting)
+    assert isinstance(drive.request(first, *drive.places(first)), Approved)
+
+
+def test_who_rests_goes_before_nobody_who_lacks_something_else() -> None:
+    drive = drive_with_residue(0)
+    resting = parked(drive, 2, SuspendLevel.OFFLOAD)
+    running = drive.submit(job_of(1))
+    drive.start(running)
+    first = drive.submit(replace(job_of(4), priority=5))
+    assert isinstance(drive.request(first, blockers=True), Rejected)
+    drive.step(ResumeJob(resting))
+    answer = drive.request(resting, *drive.places(resting))
+    assert isinstance(answer, Rejected)
+    assert answer.refusals[0].reason is Reason.PROTECTED

@@ -166,12 +166,22 @@ def protected_from(state: State, job: Job, now: float, out_of_turn: bool = False
         for other in blocked
         if (state.policy.key(other), other.number) < key or (out_of_turn and other.number != job.number)
     ]
+    if job.number in state.resuming:
+        # What it keeps may be what they lack: it goes on, or neither would ever.
+        others = [other for other in ahead if not lacks_memory(state, other)]
+        ahead = [] if state.policy.protects_all and others[:1] != ahead[:1] else others
     if not ahead:
         return NOTHING
     if state.policy.protects_all:
         return Protected(everything=(ahead[0].name, state.queue_rank(ahead[0].number)))
     reservations = _reservations(state, blocked, ahead, now)
     return protect(state.view, reservations) if reservations else NOTHING
+
+
+def lacks_memory(state: State, job: Job) -> bool:
+    """Whether a job waits for memory, of nodes or of devices: whoever rests keeps some of it."""
+    refusals = state.refusals.get(job.number, ())
+    return any(refusal.reason in (Reason.MEMORY, Reason.DEVICE_MEMORY) for refusal in refusals)
 
 
 def reservations_of(state: State, jobs: Sequence[Job], now: float) -> tuple[Reservation, ...]:

@@ -7,11 +7,12 @@ for those who go first. Losing a turn costs its job nothing but time.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from ganger.resources.reasons import Kind, Reason
 from msgspec.structs import replace
 
-from ganger_master.core.capacity import first_blocked, has_place, reservations_of
+from ganger_master.core.capacity import first_blocked, has_place, lacks_memory, reservations_of
 from ganger_master.core.commands import ClaimTurns
 from ganger_master.core.events import GangRefused
 from ganger_master.core.model import Job
@@ -50,21 +51,32 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
             break
         if _lasts(state, number) and _asked_in_vain(state) >= most // 2:
             continue
-        turn = Turn(
-            turn=state.next_turn,
-            number=number,
-            revision=job.revision,
-            rank=rank,
-            given=now,
-            expires=now + state.settings.turn_lease_seconds,
-            scheduler=scheduler_of(state, job),
-            reserved_nodes=_reserved_nodes(state, job, now),
+        given.append(_give(state, job, rank, now))
+    if state.resuming and any(lacks_memory(state, job) for job in first_blocked(state)):
+        # Also those who keep it, be there whoever before them.
+        given.extend(
+            _give(state, state.jobs[number], state.queue_rank(number), now)
+            for number in islice(state.resuming, WINDOW)
+            if number not in state.turn_of and _may_ask(state, number, now) and len(state.turns) < most
         )
-        state.next_turn += 1
-        state.turns[turn.turn] = turn
-        state.turn_of[number] = turn.turn
-        given.append(turn.turn)
     return tuple(given)
+
+
+def _give(state: State, job: Job, rank: int, now: float) -> int:
+    turn = Turn(
+        turn=state.next_turn,
+        number=job.number,
+        revision=job.revision,
+        rank=rank,
+        given=now,
+        expires=now + state.settings.turn_lease_seconds,
+        scheduler=scheduler_of(state, job),
+        reserved_nodes=_reserved_nodes(state, job, now),
+    )
+    state.next_turn += 1
+    state.turns[turn.turn] = turn
+    state.turn_of[job.number] = turn.turn
+    return turn.turn
 
 
 def scheduler_of(state: State, job: Job) -> str:

@@ -126,6 +126,8 @@ class State:
         # Only where there are quotas.
         self.shares = Shares()
         self.waiting = Waiting()
+        # Waiting jobs that rest somewhere, and keep memory there.
+        self.resuming: dict[int, None] = {}
         self.running_limited: dict[int, None] = {}
         self.moving: dict[int, None] = {}
         self.draining: dict[str, None] = {}
@@ -524,6 +526,10 @@ class State:
             if job.number in self.refusals:
                 self.blocked = None
             self.waiting.add((*self.policy.key(job), job.number))
+        if waits and job.epoch:
+            self.resuming[job.number] = None
+        else:
+            self.resuming.pop(job.number, None)
         if job.spec.time_limit_seconds is not None:
             if job.running_since and not job.state.is_final:
                 self.running_limited[job.number] = None
