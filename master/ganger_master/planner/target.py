@@ -19,7 +19,7 @@ from ganger_master.core.model import SuspendLevel
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies.facts import Capacity, Facts, Floats, Integers
 from ganger_master.policies.order import Order, ranked
-from ganger_master.policies.selection import chosen
+from ganger_master.policies.selection import selected
 
 
 class Room(Protocol):
@@ -59,9 +59,8 @@ def plan(
     if order.knows_durations:
         assert remaining_s is not None, f"{order.name} asks an oracle, and there is none"
         facts = facts.with_remaining(remaining_s(facts.number))
-    stays = facts.is_running if not order.preempts else facts.is_running & ~facts.is_preemptible
     first = ranked(order, facts, now, capacity)
-    taken = chosen(first, facts.gpus, capacity.gpus, order.is_strict, stays)
+    taken = selected(order, facts, first, capacity.gpus)
     is_chosen = np.zeros(len(rows), bool)
     is_chosen[taken] = True
     waiting = table.is_waiting(rows)
