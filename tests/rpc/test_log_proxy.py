@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import pytest
 from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
-from ganger.v1 import job_service_pb2
-from ganger.wire.errors import OffsetBeyondEnd, from_rpc_error
+from ganger.v1 import job_service_pb2, resources_pb2, scheduling_pb2
+from ganger.wire.errors import NodeSilent, OffsetBeyondEnd, from_rpc_error
 from ganger.wire.servers import bind, make_server
 from rpc.kit import Served, Speaker, serving
 
@@ -89,6 +89,41 @@ def test_negative_offset_reads_the_end(tmp_path: Path) -> None:
             assert b"".join(chunk.data for chunk in await read(served, offset=-99)) == b"one two three"
 
     asyncio.run(story())
+
+
+def test_nothing_found_is_not_said_to_be_nothing_written_while_a_node_is_silent(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with cluster(tmp_path, a=Segments((0, b""))) as served:
+            assert await read(served) == []
+            # Nobody listens there.
+            await Speaker(served, "b").join()
+            await placed(served, "b")
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await read(served)
+            error = from_rpc_error(refused.value)
+            assert isinstance(error, NodeSilent)
+            assert "may be on nodes/b:" in error.message
+
+    asyncio.run(story())
+
+
+async def placed(served: Served, node: str) -> None:
+    """The job gets a gang there."""
+    host = served.scheduling.WatchTurns(scheduling_pb2.WatchTurnsRequest(scheduler="host"))
+    turn = await host.read()
+    role = turn.spec.roles[0].shape
+    claim = resources_pb2.Claim(
+        node=f"nodes/{node}", device_mask=1, millicores=[role.millicores], memory_bytes=role.memory_bytes, tasks=[1]
+    )
+    verdict = await served.scheduling.RequestGang(
+        scheduling_pb2.GangRequest(
+            job=turn.job,
+            revision=turn.revision,
+            turn=turn.turn,
+            candidates=[scheduling_pb2.Candidate(claims=[claim])],
+        )
+    )
+    assert verdict.WhichOneof("verdict") == "approved", verdict
 
 
 def test_offset_beyond_the_end_is_named(tmp_path: Path) -> None:

@@ -70,7 +70,8 @@ class JobServiceStub:
     """Elastic resize. UNIMPLEMENTED/NOT_SUPPORTED until built."""
     ReadLog: grpc.UnaryStreamMultiCallable[ganger.v1.job_service_pb2.ReadLogRequest, ganger.v1.job_service_pb2.LogChunk]
     """Bytes of one rank's log from a logical offset, across suspends, moves and restarts.
-    Errors: NOT_FOUND/{JOB_NOT_FOUND, RANK_NOT_FOUND}, OUT_OF_RANGE/OFFSET_BEYOND_END.
+    Errors: NOT_FOUND/{JOB_NOT_FOUND, RANK_NOT_FOUND}, OUT_OF_RANGE/OFFSET_BEYOND_END, FAILED_PRECONDITION/NODE_SILENT
+    (nothing was found, and a node where the job was does not answer).
     """
     ExplainJob: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.ExplainJobRequest, ganger.v1.job_service_pb2.Explanation]
     """Why a job waits or rests, and when it may start, or "unknown, because ...". Errors: NOT_FOUND/JOB_NOT_FOUND."""
@@ -120,7 +121,8 @@ class JobServiceAsyncStub(JobServiceStub):
     """Elastic resize. UNIMPLEMENTED/NOT_SUPPORTED until built."""
     ReadLog: grpc.aio.UnaryStreamMultiCallable[ganger.v1.job_service_pb2.ReadLogRequest, ganger.v1.job_service_pb2.LogChunk]  # type: ignore[assignment]
     """Bytes of one rank's log from a logical offset, across suspends, moves and restarts.
-    Errors: NOT_FOUND/{JOB_NOT_FOUND, RANK_NOT_FOUND}, OUT_OF_RANGE/OFFSET_BEYOND_END.
+    Errors: NOT_FOUND/{JOB_NOT_FOUND, RANK_NOT_FOUND}, OUT_OF_RANGE/OFFSET_BEYOND_END, FAILED_PRECONDITION/NODE_SILENT
+    (nothing was found, and a node where the job was does not answer).
     """
     ExplainJob: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.ExplainJobRequest, ganger.v1.job_service_pb2.Explanation]  # type: ignore[assignment]
     """Why a job waits or rests, and when it may start, or "unknown, because ...". Errors: NOT_FOUND/JOB_NOT_FOUND."""
@@ -233,7 +235,8 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[ganger.v1.job_service_pb2.LogChunk], collections.abc.AsyncIterator[ganger.v1.job_service_pb2.LogChunk]]:
         """Bytes of one rank's log from a logical offset, across suspends, moves and restarts.
-        Errors: NOT_FOUND/{JOB_NOT_FOUND, RANK_NOT_FOUND}, OUT_OF_RANGE/OFFSET_BEYOND_END.
+        Errors: NOT_FOUND/{JOB_NOT_FOUND, RANK_NOT_FOUND}, OUT_OF_RANGE/OFFSET_BEYOND_END, FAILED_PRECONDITION/NODE_SILENT
+        (nothing was found, and a node where the job was does not answer).
         """
 
     @abc.abstractmethod

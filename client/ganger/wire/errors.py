@@ -149,6 +149,10 @@ class NodeBusy(ApiError):
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NODE_BUSY"
 
 
+class NodeSilent(ApiError):
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NODE_SILENT"
+
+
 class NodeNameTaken(ApiError):
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NODE_NAME_TAKEN"
 

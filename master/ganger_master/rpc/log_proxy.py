@@ -56,7 +56,7 @@ class LogProxy:
         self, number: int, rank: int, offset: int, *, follow: bool
     ) -> AsyncIterator[job_service_pb2.LogChunk]:
         """Chunks in the order of their offsets; a negative offset counts from the end as it is now. Raises JobNotFound,
-        RankNotFound, OffsetBeyondEnd."""
+        RankNotFound, OffsetBeyondEnd, and NodeSilent where nothing was found though there may be something."""
         job = self._shown.job_named(number)
         if rank >= job.spec.tasks:
             raise errors.RankNotFound(f"jobs/{number} has ranks 0 to {job.spec.tasks - 1}, not {rank}")
@@ -65,9 +65,13 @@ class LogProxy:
             position = max(0, await self._end_of(job, rank) + offset)
         elif offset and not follow and 0 < (end := await self._end_of(job, rank)) < offset:
             raise errors.OffsetBeyondEnd(f"rank {rank} of jobs/{number} has written {end} bytes, fewer than {offset}")
+        begin = position
         async for chunk in self._sweep(job, rank, position):
             position = chunk.offset + len(chunk.data)
             yield chunk
+        # A job that never had a gang has written nothing anywhere.
+        if not follow and position == begin and (job.start_time or job.epoch):
+            await self._check_heard(job, rank)
         if follow:
             async for chunk in self._follow(number, rank, position):
                 yield chunk
@@ -165,22 +169,38 @@ class LogProxy:
 
     async def _end_of(self, job: Job, rank: int) -> int:
         """Right after the last byte any node knows of; 0 when none does."""
-        return max(
-            await asyncio.gather(*(self._end_on(node, job, rank) for node in await self._places(job, rank))), default=0
-        )
+        return max([end or 0 for end in (await self._ends(job, rank)).values()], default=0)
 
-    async def _end_on(self, node: str, job: Job, rank: int) -> int:
+    async def _check_heard(self, job: Job, rank: int) -> None:
+        """Raises NodeSilent if a node where the job was cannot be asked: nothing said is not nothing written."""
+        silent = sorted(node for node, end in (await self._ends(job, rank)).items() if end is None)
+        if silent:
+            where = ", ".join(f"nodes/{node}" for node in silent)
+            raise errors.NodeSilent(
+                f"what rank {rank} of {job.name} has written may be on {where}: no answer from there"
+            )
+
+    async def _ends(self, job: Job, rank: int) -> dict[str, int | None]:
+        """By node where the job may have been."""
+        nodes = await self._places(job, rank)
+        ends = await asyncio.gather(*(self._end_on(node, job, rank) for node in nodes))
+        return dict(zip(nodes, ends, strict=True))
+
+    async def _end_on(self, node: str, job: Job, rank: int) -> int | None:
+        """None if the node does not answer."""
         # Asked for what lies beyond everything, a daemon says where its log ends.
         call = self._call(node, job, rank, _BEYOND_EVERYTHING, follow=False)
         if call is None:
-            return 0
+            return None
         try:
             await asyncio.wait_for(call.read(), _FIRST_CHUNK_SECONDS)
         except grpc.RpcError as error:
             found = errors.from_rpc_error(error)
+            if isinstance(found, errors.Unreachable | errors.DeadlineExceeded):
+                return None
             return int(found.metadata.get("end", 0)) if isinstance(found, errors.OffsetBeyondEnd) else 0
         except TimeoutError:
-            pass
+            return None
         finally:
             call.cancel()
         return 0
@@ -250,7 +270,7 @@ class LogProxy:
         if not nodes:
             # Its history is no longer kept.
             nodes.update(dict.fromkeys(sorted(committed.nodes)))
-        return [node for node in nodes if node in committed.nodes]
+        return list(nodes)
 
 
 def _nodes_in(figures: str) -> list[str]:
