@@ -230,7 +230,7 @@ def _declare_lost(state: State, command: commands.DeclareLost, now: float) -> De
         return Decision((), _no_node(command.node))
     if node.lost:
         return Decision((), NodeAnswer(node.name))
-    refused = _check_silent(state, node, now, "stop it first, or drain it")
+    refused = _check_silent(state, node, now)
     if refused is not None:
         return Decision((), refused)
     event = events.NodeLost(now, _user(command.user), node.name, "declared lost by an operator")
@@ -241,7 +241,7 @@ def _remove_node(state: State, command: commands.RemoveNode, now: float) -> Deci
     node = state.nodes.get(command.node)
     if node is None:
         return Decision((), _no_node(command.node))
-    refused = None if node.lost else _check_silent(state, node, now, "stop its daemon first")
+    refused = None if node.lost else _check_silent(state, node, now)
     if refused is not None:
         return Decision((), refused)
     gangs = [state.gangs[epoch] for epoch in state.gangs_on.get(node.name, ())]
@@ -256,10 +256,11 @@ def _remove_node(state: State, command: commands.RemoveNode, now: float) -> Deci
     return Decision((events.NodeRemoved(now, _user(command.user), node.name),), Done())
 
 
-def _check_silent(state: State, node: Node, now: float, remedy: str) -> Refused | None:
-    silent = now - state.last_answer.get(node.name, 0.0)
-    if not node.session or silent >= state.settings.session_alive_seconds:
+def _check_silent(state: State, node: Node, now: float) -> Refused | None:
+    silent, enough = now - state.last_answer.get(node.name, 0.0), state.settings.session_alive_seconds
+    if not node.session or silent >= enough:
         return None
+    remedy = f"stop its daemon, and try again when it has been silent for {enough:g} s"
     text = f"nodes/{node.name} answered {silent:.1f} s ago: {remedy}"
     return Refused("NODE_ALIVE", text, {"node": f"nodes/{node.name}"})
 
