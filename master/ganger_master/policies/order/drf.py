@@ -27,9 +27,10 @@ _FIRST_GLANCE = 1_024
 
 def keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
     is_kept = facts.is_running & ~facts.is_preemptible
-    line = sorted_by(~is_kept, -facts.priority, facts.arrival_s, facts.number)
+    line = sorted_by(-facts.priority, facts.arrival_s, facts.number)
+    line = np.concatenate((line[is_kept[line]], line[~is_kept[line]]))
     visits, _ = filled(
-        np.stack((facts.gpus[line], facts.cores[line], facts.memory_bytes[line])).astype(float),
+        np.array((facts.gpus, facts.cores, facts.memory_bytes), float).take(line, axis=1),
         np.array((capacity.gpus, capacity.cores, capacity.memory_bytes), float),
         facts.user[line],
         facts.weight[line],
