@@ -59,8 +59,8 @@ class LiveTable:
         if job.pending_since:
             self._numbers[9, row] = 0.0
         elif waiting_since and gang is not None:
-            # The wait that ended when this gang was approved; a table made anew does not know it.
-            self._numbers[9, row] = max(0.0, gang.create_time - waiting_since)
+            # The wait that ended when this gang was approved or resumed; a table made anew does not know it.
+            self._numbers[9, row] = max(0.0, max(gang.create_time, gang.since) - waiting_since)
         self._numbers[5:9, row] = job.run_seconds, job.running_since, job.pending_since, job.start_time
         holds = gang is not None and gang.intent is Intent.RUN and job.ending is None
         self._flags[1, row] = holds and job.state is JobState.HOLDING

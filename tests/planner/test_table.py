@@ -1,0 +1,55 @@
+"""What the table of live jobs tells policies of the clocks of a job, from its submission to its end."""
+
+from __future__ import annotations
+
+import math
+
+from ganger.resources.values import Level, Role, TaskShape
+from ganger_master.core.model import Gang, GangPhase, GangRole, Job, JobSpec, JobState
+from ganger_master.planner.table import LiveTable
+from msgspec.structs import replace
+
+SPEC = JobSpec(("train",), (Role("worker", 2, TaskShape(gpus=2)),))
+JOB = Job(7, "uid", "ada", SPEC, create_time=100.0, pending_since=100.0)
+
+
+def clocks(table: LiveTable, now: float) -> tuple[float, ...]:
+    """Attained, waited, first start, present stretch, wait before it."""
+    rows, facts = table.facts(now)
+    assert facts.number.tolist() == [7]
+    columns = (facts.attained_s, facts.waited_s, facts.started_s, facts.stretch_s, facts.waited_before_s)
+    return tuple([float(column[0]) for column in columns])
+
+
+def gang(epoch: int, now: float) -> Gang:
+    return Gang(epoch, 7, GangRole.ACTIVE, GangPhase.RUNNING, (), Level.CLUSTER, now, since=now)
+
+
+def test_waits_and_stretches_are_told_as_they_come() -> None:
+    table = LiveTable()
+    table.put(JOB, None)
+    assert clocks(table, 130.0) == (0.0, 30.0, math.inf, 0.0, 0.0)
+    held = replace(JOB, state=JobState.HOLDING, epoch=1, pending_since=0.0)
+    table.put(held, gang(1, 140.0))
+    # Its wait is over, its first step not yet seen.
+    assert clocks(table, 145.0) == (0.0, 0.0, math.inf, 0.0, 40.0)
+    running = replace(held, running_since=150.0, start_time=150.0)
+    table.put(running, gang(1, 140.0))
+    table.put(running, gang(1, 140.0))
+    assert clocks(table, 210.0) == (60.0, 0.0, 150.0, 60.0, 40.0)
+    stopped = replace(running, state=JobState.PENDING, running_since=0.0, run_seconds=60.0, pending_since=210.0)
+    table.put(stopped, None)
+    assert clocks(table, 215.0) == (60.0, 5.0, 150.0, 0.0, 0.0)
+    again = replace(stopped, state=JobState.HOLDING, epoch=2, pending_since=0.0, running_since=225.0)
+    table.put(again, gang(2, 220.0))
+    assert clocks(table, 235.0) == (70.0, 0.0, 150.0, 10.0, 10.0)
+    table.put(replace(again, state=JobState.SUCCEEDED), None)
+    assert len(table) == 0
+
+
+def test_a_row_taken_anew_knows_nothing_of_who_had_it() -> None:
+    table = LiveTable()
+    table.put(JOB, None)
+    table.put(replace(JOB, state=JobState.CANCELLED), None)
+    table.put(replace(JOB, state=JobState.HOLDING, pending_since=0.0), gang(1, 150.0))
+    assert clocks(table, 160.0) == (0.0, 0.0, math.inf, 0.0, 0.0)
