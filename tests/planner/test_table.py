@@ -15,7 +15,7 @@ JOB = Job(7, "uid", "ada", SPEC, create_time=100.0, pending_since=100.0)
 
 def clocks(table: LiveTable, now: float) -> tuple[float, ...]:
     """Attained, waited, first start, present stretch, wait before it."""
-    rows, facts = table.facts(now)
+    _, facts = table.facts(now)
     assert facts.number.tolist() == [7]
     columns = (facts.attained_s, facts.waited_s, facts.started_s, facts.stretch_s, facts.waited_before_s)
     return tuple([float(column[0]) for column in columns])
