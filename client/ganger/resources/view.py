@@ -47,6 +47,8 @@ class View:
     def __init__(self, sets: Iterable[ConfigurationSet] = (), version: int = 0, mode: Mode = Mode.SPREAD) -> None:
         self.sets: dict[str, ConfigurationSet] = {}
         self.version = version
+        # The version of the last change that made room anywhere: what found none since then still finds none.
+        self.freed = version
         self.mode = mode
         self.slots: dict[str, int] = {}
         # By slot; read by fit and placement, written only here.
@@ -102,6 +104,9 @@ class View:
         if slot is None:
             slot = self._vacant.pop() if self._vacant else self._grow()
             self.slots[row.node] = slot
+            makes_room = True
+        else:
+            makes_room = self._makes_room(slot, row) or self.topologies[slot] is not topology
         self.nodes[slot] = row.node
         self.free[slot] = row.free_mask
         self.millicores[slot] = tuple(row.free_millicores)
@@ -118,6 +123,8 @@ class View:
         self._in_service[slot] = topology.all_mask if in_service is None else in_service
         self._versions[slot] = row.version or self.version + 1
         self.version = max(self.version, self._versions[slot])
+        if makes_room:
+            self.freed = self.version
         self._dirty.add(slot)
         return True
 
@@ -159,6 +166,7 @@ class View:
         self.free[slot] |= claim.device_mask & self._in_service[slot]
         if not any(self.group_jobs[slot]):
             self.affinity[slot] = 0
+        self.freed = self.version
 
     def roomy(self, slot: int, needed: int, own: Sequence[int] = ()) -> int:
         """The devices that have `needed` bytes left, `own` bytes of what is kept there counted as left.
@@ -183,6 +191,8 @@ class View:
         if self.available[slot] != available:
             self.available[slot] = available
             self._touch(slot)
+            if available:
+                self.freed = self.version
 
     @property
     def versions(self) -> Sequence[int]:
@@ -255,6 +265,7 @@ class View:
     def copy(self) -> View:
         """Independent of this one; 16,000 nodes take about a millisecond."""
         twin = View((), self.version, self.mode)
+        twin.freed = self.freed
         twin.sets = dict(self.sets)
         twin.slots = dict(self.slots)
         for name in _LISTS:
@@ -367,6 +378,18 @@ class View:
             and self.device_rows[slot] == _padded(row.device_rows, topology.devices)
             and self.affinity[slot] == row.affinity
             and self.parked.get(slot, ()) == row.parked_bytes
+        )
+
+    def _makes_room(self, slot: int, row: NodeRow) -> bool:
+        """Whether anything is freer in the row than it was."""
+        return bool(
+            row.free_mask & ~self.free[slot]
+            or row.free_memory_bytes > self.memory[slot]
+            or (row.available and not self.available[slot])
+            or len(row.free_millicores) != len(self.millicores[slot])
+            or any([now > before for now, before in zip(row.free_millicores, self.millicores[slot], strict=True)])
+            or (row.rack, row.fabric) != (self.racks[slot], self.fabrics[slot])
+            or slot in self.parked
         )
 
     def _row(self, slot: int) -> NodeRow:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from ganger.resources.reasons import Kind, Reason
+from ganger.resources.values import GangShape
 from msgspec.structs import replace
 
 from ganger_master.core.capacity import first_blocked, has_place, lacks_memory, reservations_of
@@ -41,17 +42,35 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
     most = state.settings.turns_at_once
     if len(state.turns) >= most or state.policy.places is Places.PLANNER:
         return ()
+    # What was refused on this view for lack of pieces, and the devices that are being asked for.
+    vain: set[GangShape] = set()
+    asking = _asking(state)
     for rank, number in _window(state):
         if len(state.turns) >= most:
             break
-        if number in state.turn_of or not _may_ask(state, number, now):
+        if number in state.turn_of:
             continue
         job = state.jobs[number]
+        if not _may_ask(state, number, now):
+            if _lasts(state, number):
+                continue
+            if state.policy.protects_all:
+                # Nobody may pass it, so nobody behind it would get what they ask for.
+                break
+            vain.add(job.shape)
+            continue
+        is_known = number in state.refusals and number not in state.declined
+        if is_known and (_is_too_large(state, job, asking) or (vain and job.shape in vain)):
+            # Who asks for the same goes first, and did not get it.
+            if state.policy.protects_all:
+                break
+            continue
         if not _has_room_beside(state, job):
             break
         if _lasts(state, number) and _asked_in_vain(state) >= most // 2:
             continue
         given.append(_give(state, job, rank, now))
+        asking += job.spec.gpus
     if state.resuming and any(lacks_memory(state, job) for job in first_blocked(state)):
         # Also those who keep it, be there whoever before them.
         given.extend(
@@ -134,7 +153,7 @@ def note_refused(state: State, event: GangRefused) -> None:
     before, last = state.passed.get(event.number, (0, 0.0))
     version = event.view_version if event.view_version > before else state.view.version
     state.passed[event.number] = (version, event.time)
-    if version == state.view.version:
+    if version >= state.view.freed:
         _note_declined(state, turn, event, last)
     state.drop_turn(event.number)
 
@@ -218,8 +237,7 @@ def _has_room_beside(state: State, job: Job) -> bool:
     """Where nobody may overtake, several ask at once only if there is ample room for all of them."""
     if not state.turns or not state.policy.protects_all:
         return True
-    asking = sum(state.jobs[turn.number].spec.gpus for turn in state.turns.values())
-    return _AMPLE * (asking + job.spec.gpus) <= state.free_devices
+    return _AMPLE * (_asking(state) + job.spec.gpus) <= state.free_devices
 
 
 # Free devices per device asked for; fragments of the rest make less than this a gamble.
@@ -246,6 +264,18 @@ def _lasts(state: State, number: int) -> bool:
     return refusals[0].reason is not Reason.NODE_UNAVAILABLE or not state.policy.protects_all
 
 
+def _asking(state: State) -> int:
+    """Devices that the holders of turns ask for."""
+    return sum([state.jobs[turn.number].spec.gpus for turn in state.turns.values()])
+
+
+def _is_too_large(state: State, job: Job, asking: int) -> bool:
+    """Whether it lacks devices wherever they may be, beside those that others ask for at the moment; what it is parked
+    on is not counted as free. Schedulers of their own are asked all the same: that they answer shows that they are
+    there."""
+    return not job.epoch and not scheduler_of(state, job) and job.spec.gpus > state.free_devices - asking
+
+
 def _asked_in_vain(state: State) -> int:
     """Turns of jobs for which the last answer holds for long."""
     return sum([_lasts(state, turn.number) for turn in state.turns.values()])
@@ -258,6 +288,6 @@ def _may_ask(state: State, number: int, now: float) -> bool:
 def _asked_again(state: State, number: int) -> float:
     """When a job that passed may be asked again: on another view, or after some time, for patience changes with it."""
     version, time = state.passed[number]
-    if version == state.view.version:
+    if version >= state.view.freed:
         return time + state.settings.turn_again_seconds
     return time + _LASTING_SECONDS if _lasts(state, number) else time

@@ -24,6 +24,7 @@ from ganger_master.sim.replay.nodes import Nodes
 from ganger_master.sim.replay.options import FREE, Options
 from ganger_master.sim.replay.rooms import AnyFree, OnView
 from ganger_master.sim.replay.specs import devices_only, specs_of
+from ganger_master.sim.replay.turns import Turns
 from ganger_master.sim.replay.work import Work
 from ganger_master.sim.report.outcomes import Run, outcomes
 from ganger_master.sim.report.series import Recorder
@@ -33,6 +34,7 @@ from ganger_master.sim.traces.workload import Workload
 
 # A trace's clock begins at zero, and a time of zero means "never" in the core.
 EPOCH_S = 1_000_000.0
+_NEVER_S = 1e12
 # Plans of one instant: one stops, the next starts what that made room for.
 _PLANS_AT_ONCE = 64
 
@@ -95,6 +97,8 @@ class _Replay:
             policy=policy,
             checkpoint_interval_seconds=-1.0,
             jobs_waiting_limit=len(jobs) + 1,
+            # Nobody here becomes less choosy with time: only what changes in the cluster gives a job another chance.
+            turn_again_seconds=_NEVER_S,
             # Ended jobs are looked at by nobody.
             request_kept_seconds=0.0,
             finished_jobs_limit=1_000,
@@ -111,13 +115,14 @@ class _Replay:
             self._begins,
             self._ends,
         )
+        self.turns = Turns(self.state, self.send)
         self.events = 0
         self.ended = 0
         self._happened = False
         # Jobs came, started, stopped or ended since the last plan.
         self._is_news = False
         self._wake: float | None = None
-        self._next_round = EPOCH_S
+        self._back_at = self._last_plan = -np.inf
         count = len(jobs)
         self._first_start, self._end = np.full(count, np.nan), np.full(count, np.nan)
         self._service, self._overhead = np.zeros(count), np.zeros(count)
@@ -238,6 +243,8 @@ class _Replay:
             if job is not None:
                 self.table.put(job, self.state.gangs.get(job.epoch))
                 self.nodes.follow(number)
+        if effects.turns:
+            self.turns.take(effects.turns, now)
         if effects.wake_at is not None:
             self._wake = wake = effects.wake_at
             self.clock.at(wake, lambda: self._tick(wake))
@@ -249,28 +256,44 @@ class _Replay:
 
     def _plan(self) -> bool:
         """Proposes a plan if it is time for one; whether it changed anything."""
-        if not len(self.table) or not self._is_time():
+        if self.policy.places is Places.JOBS or not len(self.table):
+            return False
+        may_stop = self._may_stop()
+        if not may_stop and (self.options.round_s is not None or not self._is_news):
             return False
         self._is_news = False
         now = self.clock.now
         found = plan(self.order, self.table, now, self.capacity, self.room, self.room.place, self._oracle)
-        if not found.changes:
+        changes = found.changes
+        if not may_stop:
+            # Who finds room need not wait for a plan that stops others.
+            changes = tuple([change for change in changes if change.kind != "SUSPEND"])
+        if not changes:
             return False
-        answer = self.send(commands.ProposePlan(found.changes))
+        answer = self.send(commands.ProposePlan(changes))
         assert isinstance(answer, PlanAnswer)
         return any(verdict.approved for verdict in answer.verdicts)
 
-    def _is_time(self) -> bool:
-        """Whether plans are made at this instant; if not, sees to it that there will be one at which they are."""
-        step, now = self.options.round_s, self.clock.now
-        if step is None:
+    def _may_stop(self) -> bool:
+        """Whether a plan at this instant may stop who runs; if not, sees to it that the next one is made in time."""
+        now, step = self.clock.now, self.options.round_s
+        if step is not None:
+            rounds = (now - EPOCH_S) / step
+            whole = np.floor(rounds)
+            self._come_back(EPOCH_S + step * (whole + 1))
+            return bool(rounds == whole)
+        if self.options.ideal:
             return self._is_news
-        rounds = (now - EPOCH_S) / step
-        whole = np.floor(rounds)
-        if self._next_round <= now:
-            self._next_round = EPOCH_S + step * (whole + 1)
-            self.clock.at(self._next_round, _nothing)
-        return bool(rounds == whole)
+        if now != self._last_plan and now < self._last_plan + self.options.plan_every_s:
+            self._come_back(self._last_plan + self.options.plan_every_s)
+            return False
+        self._last_plan = now
+        return True
+
+    def _come_back(self, time: float) -> None:
+        if self._back_at <= self.clock.now:
+            self._back_at = time
+            self.clock.at(time, _nothing)
 
     def _oracle(self, numbers: Integers) -> Floats:
         return self.work.remaining(numbers - 1, self.clock.now)

@@ -1,0 +1,72 @@
+"""The default job scheduler of every simulated job: asked when it is its job's turn, and answered at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ganger.scheduling.default import DefaultScheduler
+from ganger.scheduling.scheduler import Proposal, Turn
+
+from ganger_master.core import answers
+from ganger_master.core.commands import Command, RequestGang
+from ganger_master.core.model import Job
+from ganger_master.core.state import State
+from ganger_master.core.state import Turn as Lease
+
+
+class Turns:
+    """`send` gives the core a command and returns its answer."""
+
+    def __init__(self, state: State, send: Callable[[Command], object]) -> None:
+        self._state = state
+        self._send = send
+        # What a scheduler learned while its job waits.
+        self._schedulers: dict[int, DefaultScheduler] = {}
+
+    def take(self, turns: Iterable[int], now: float) -> None:
+        for number in turns:
+            lease = self._state.turns.get(number)
+            if lease is not None:
+                self._ask(lease, now)
+
+    def _ask(self, lease: Lease, now: float) -> None:
+        state, number = self._state, lease.number
+        job = state.jobs[number]
+        scheduler = self._schedulers.get(number)
+        if scheduler is None:
+            scheduler = self._schedulers[number] = DefaultScheduler()
+        turn = _turn_of(lease, job, now)
+        proposal: Proposal | None = scheduler.propose(turn, state.view)
+        while proposal is not None:
+            answer = self._send(_request(lease, proposal, state.view.version))
+            if isinstance(answer, answers.Approved):
+                del self._schedulers[number]
+                return
+            assert isinstance(answer, answers.Rejected)
+            if not answer.turn_kept:
+                return
+            proposal = scheduler.on_rejected(turn, state.view, answer.refusals)
+
+
+def _turn_of(lease: Lease, job: Job, now: float) -> Turn:
+    return Turn(
+        turn=lease.turn,
+        job=job.name,
+        revision=lease.revision,
+        shape=job.spec.shape(job.arena_bytes_per_device),
+        lease_seconds=lease.expires - now,
+        rank=lease.rank,
+        waited_seconds=now - job.pending_since,
+        reserved_nodes=lease.reserved_nodes,
+    )
+
+
+def _request(lease: Lease, proposal: Proposal, view_version: int) -> RequestGang:
+    return RequestGang(
+        lease.number,
+        lease.revision,
+        proposal.candidates,
+        lease.turn,
+        blockers=proposal.blockers,
+        view_version=view_version,
+    )
