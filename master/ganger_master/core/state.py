@@ -506,39 +506,40 @@ class State:
         self._removes.pop(key, None)
 
     def _index_job(self, old: Job | None, job: Job) -> None:
+        number, is_final = job.number, job.state.is_final
         if old is None and job.request_id:
-            self.requests[job.request_id] = job.number
-        if job.state.is_final:
-            self.live.pop(job.number, None)
-            self.finished[job.number] = None
+            self.requests[job.request_id] = number
+        if is_final:
+            self.live.pop(number, None)
+            self.finished[number] = None
         else:
-            self.live[job.number] = None
+            self.live[number] = None
         was, waits = old is not None and self.is_waiting(old), self.is_waiting(job)
         if was and not waits:
-            self.waiting.remove((*self.policy.key(job), job.number))
-            self.drop_turn(job.number)
-            self._forget_refusals(job.number)
-            self.conflicts.pop(job.number, None)
-            self.passed.pop(job.number, None)
-            self.declined.pop(job.number, None)
-            self.returned.pop(job.number, None)
+            self.waiting.remove((*self.policy.key(job), number))
+            self.drop_turn(number)
+            self._forget_refusals(number)
+            self.conflicts.pop(number, None)
+            self.passed.pop(number, None)
+            self.declined.pop(number, None)
+            self.returned.pop(number, None)
         elif waits and not was:
-            if job.number in self.refusals:
+            if number in self.refusals:
                 self.blocked = None
-            self.waiting.add((*self.policy.key(job), job.number))
+            self.waiting.add((*self.policy.key(job), number))
         if waits and job.epoch:
-            self.resuming[job.number] = None
+            self.resuming[number] = None
         else:
-            self.resuming.pop(job.number, None)
+            self.resuming.pop(number, None)
         if job.spec.time_limit_seconds is not None:
-            if job.running_since and not job.state.is_final:
-                self.running_limited[job.number] = None
+            if job.running_since and not is_final:
+                self.running_limited[number] = None
             else:
-                self.running_limited.pop(job.number, None)
+                self.running_limited.pop(number, None)
         if job.next_epoch:
-            self.moving[job.number] = None
+            self.moving[number] = None
         else:
-            self.moving.pop(job.number, None)
+            self.moving.pop(number, None)
 
     def _unindex_gang(self, gang: Gang) -> None:
         self.gangs_of[gang.job].remove(gang.epoch)
