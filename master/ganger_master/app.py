@@ -97,6 +97,7 @@ class Master:
             checkpoint_interval_seconds=config.checkpoint_interval_seconds,
             session_alive_seconds=config.session_alive_seconds,
             finished_jobs_limit=config.finished_jobs_limit,
+            residue_bytes=config.residue_bytes,
         )
         store = self._given_store or SqlStore(config.url)
         writer = Writer(store, settings, self._clock, failpoints.of_environment())

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
+from ganger.units import parse_memory
 from ganger.wire.endpoints import EndpointError, check_listen_address
 
 PREFIX: Final = "GANGER_MASTER_"
@@ -45,6 +46,8 @@ class Config:
     events_kept_seconds: float = 30 * 86400.0
     # Finished jobs that are kept, the last to end.
     finished_jobs_limit: int = 10_000
+    # What a process at OFFLOAD is presumed to keep of its device (a context, buffers) where nobody can measure it.
+    residue_bytes: int = 1 << 30
     scheduler_host: bool = True
     log_level: str = "info"
 
@@ -126,6 +129,8 @@ def _parse_one(name: str, value: object) -> object:
         if not str(value).isdecimal() or not int(str(value)):
             raise ValueError(f"{name}: {value!r} is no number of jobs, at least 1")
         return int(str(value))
+    if name == "residue_bytes":
+        return parse_memory(value)
     if name == "scheduler_host":
         return _truth_of(name, value)
     if name == "log_level":

@@ -35,7 +35,7 @@ def test_all_mistakes_are_reported_together() -> None:
         load(
             {"listen": "10.0.0.1:80", "lost_after": "soon", "log_level": "loud"},
             {"GANGER_MASTER_FINISHED_JOBS_LIMIT": "0"},
-            "nonsense_key = 1\n",
+            'nonsense_key = 1\nresidue_bytes = "much"\n',
         )
     text = str(refused.value)
     for word in (
@@ -44,10 +44,12 @@ def test_all_mistakes_are_reported_together() -> None:
         "log_level 'loud'",
         "'0' is no number of jobs",
         "nonsense_key",
+        "'much'",
         "--state-dir",
     ):
         assert word in text
     assert load({"state_dir": "/s"}, {}, "finished_jobs_limit = 7\n").finished_jobs_limit == 7
+    assert load({"state_dir": "/s"}, {}, 'residue_bytes = "1.5G"\n').residue_bytes == 3 << 29
 
 
 @pytest.mark.parametrize("listen", ["nowhere", "127.0.0.1:99999", "0.0.0.0:0", "unix:relative", "unix:/" + "x" * 200])

@@ -92,6 +92,8 @@ def _jobs(state: State) -> Iterator[str]:
     numbers = set(state.waiting)
     if numbers != {n for n, job in state.jobs.items() if state.is_waiting(job)}:
         yield "the queue is not what waits"
+    if set(state.resuming) != {number for number in numbers if state.jobs[number].epoch}:
+        yield f"{sorted(state.resuming)} are not those that wait and rest somewhere"
     if any(number >= state.counters.next_job for number in state.jobs):
         yield "a job's number was never given"
 

@@ -117,7 +117,7 @@ class _Fitting:
     def _find(self, job: int) -> tuple[Claim, ...] | None:
         found = self._table.jobs[self._rows[job]]
         assert found is not None
-        return self._place(found.spec.shape(found.arena_bytes_per_device))
+        return self._place(found.shape)
 
     def _claims(self, job: int) -> tuple[Claim, ...]:
         gang = self._table.gangs[self._rows[job]]

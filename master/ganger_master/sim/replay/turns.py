@@ -53,7 +53,7 @@ def _turn_of(lease: Lease, job: Job, now: float) -> Turn:
         turn=lease.turn,
         job=job.name,
         revision=lease.revision,
-        shape=job.spec.shape(job.arena_bytes_per_device),
+        shape=job.shape,
         lease_seconds=lease.expires - now,
         rank=lease.rank,
         waited_seconds=now - job.pending_since,
