@@ -28,7 +28,7 @@ def rows(view: View) -> list[NodeRow]:
     return [replace(row, version=0) for row in view.rows()]
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(views(), st.lists(shapes, min_size=1, max_size=6), st.sampled_from(NAMES), st.data())
 def test_whatever_a_placement_finds_fits_and_given_back_leaves_no_trace(
     view: View, gangs: list[GangShape], name: str, data: st.DataObject
@@ -51,7 +51,7 @@ def test_whatever_a_placement_finds_fits_and_given_back_leaves_no_trace(
     assert_index_is_that_of_a_new_room(room)
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(views(), st.lists(shapes, min_size=1, max_size=6))
 def test_gandiva_goes_where_job_schedulers_would_go(view: View, gangs: list[GangShape]) -> None:
     room = Room(view.copy())
@@ -65,7 +65,7 @@ def test_gandiva_goes_where_job_schedulers_would_go(view: View, gangs: list[Gang
                 view.take(claim, shape.gpus)
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(views(), shapes, st.sampled_from(NAMES))
 def test_no_placement_passes_over_a_node_that_could_host_the_gang(view: View, shape: GangShape, name: str) -> None:
     """`anywhere` takes the first free devices, so only single tasks are its to put on one node."""
@@ -78,7 +78,7 @@ def test_no_placement_passes_over_a_node_that_could_host_the_gang(view: View, sh
         assert len(found) > 1
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(views(), st.lists(shapes, min_size=1, max_size=4), shapes)
 def test_sums_of_spans_follow_what_is_taken(view: View, gangs: list[GangShape], asked: GangShape) -> None:
     room = Room(view)
@@ -187,7 +187,7 @@ def test_gang_waits_for_its_wish_while_its_patience_lasts(name: str) -> None:
     assert PLACEMENTS[name].place(room, picky, Want(waited_s=60)) is not None
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(views(), shapes)
 def test_locality_takes_no_worse_level_while_a_better_one_is_free(view: View, shape: GangShape) -> None:
     """Of single roles, for which sums tell exactly; others by what any placement finds within the better level."""

@@ -17,7 +17,17 @@ _FEW: Final = 32
 class Family:
     """Nodes with the same devices free and gangs of the same size on them; `members` by what else they have left."""
 
-    __slots__ = ("_lowest", "affinity", "free", "left", "mask", "members", "topology")
+    __slots__ = (
+        "_lowest",
+        "_most_memory",
+        "_most_millicores",
+        "affinity",
+        "free",
+        "left",
+        "mask",
+        "members",
+        "topology",
+    )
 
     def __init__(self, topology: Topology, mask: int, affinity: int, left: tuple[int, ...]) -> None:
         self.topology = topology
@@ -30,6 +40,8 @@ class Family:
         # An ordered set of those with nodes.
         self.members: dict[Alike, None] = {}
         self._lowest = -1
+        # No member has more; whose look was in vain finds out how much it is.
+        self._most_millicores = self._most_memory = 0
 
     @property
     def lowest(self) -> int:
@@ -44,6 +56,16 @@ class Family:
             return self.mask
         return self.mask & sum([1 << device for device, left in enumerate(self.left) if left >= needed_bytes])
 
+    def able(self, millicores: int, memory: int) -> Sequence[Alike]:
+        """Members with so many cores and bytes."""
+        if self._most_millicores < millicores or self._most_memory < memory:
+            return ()
+        found = [alike for alike in self.members if alike.millicores >= millicores and alike.memory >= memory]
+        if not found:
+            self._most_millicores = max([alike.millicores for alike in self.members])
+            self._most_memory = max([alike.memory for alike in self.members])
+        return found
+
     def flip(self, alike: Alike, slots: Slots) -> None:
         """Nodes of a member come, or go."""
         before = alike.slots
@@ -51,6 +73,10 @@ class Family:
         alike.lowest_known = self._lowest = -1
         if not before:
             self.members[alike] = None
+            if alike.millicores > self._most_millicores:
+                self._most_millicores = alike.millicores
+            if alike.memory > self._most_memory:
+                self._most_memory = alike.memory
         elif not alike.slots:
             del self.members[alike]
 

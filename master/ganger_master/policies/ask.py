@@ -54,9 +54,24 @@ class TaskRoom:
     def by_number(self, entries: Sequence[Alike]) -> NDArray[np.int64]:
         """Of all entries, which count up from 1; 0 for none. Not to be written to."""
         if len(self._known) <= len(entries):
-            more = [self.of[alike] for alike in entries[len(self._known) - 1 :]]
-            self._known = np.concatenate((self._known, np.array(more, np.int64)))
+            more = self._of_all(entries[len(self._known) - 1 :])
+            self._known = np.concatenate((self._known, more))
         return self._known
+
+    def _of_all(self, some: Sequence[Alike]) -> NDArray[np.int64]:
+        topologies = {alike.family.topology for alike in some}
+        if self.kind.device_memory_bytes or len(topologies) > 1 or not self.kind.task.gpus:
+            return np.array([self.of[alike] for alike in some], np.int64)
+        (topology,) = topologies
+        if self.kind.device_type not in ("", topology.configuration_set.device_type):
+            return np.zeros(len(some), np.int64)
+        one = self.needs(topology)
+        room = np.array([alike.family.free for alike in some], np.int64) // one.gpus
+        if one.millicores:
+            room = np.minimum(room, np.array([alike.millicores for alike in some], np.int64) // one.millicores)
+        if one.memory_bytes:
+            room = np.minimum(room, np.array([alike.memory for alike in some], np.int64) // one.memory_bytes)
+        return room
 
     def needs(self, topology: Topology) -> Needs:
         """Of one task."""

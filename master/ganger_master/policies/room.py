@@ -17,6 +17,7 @@ import numpy as np
 from ganger.resources.topology import Topology
 from ganger.resources.values import Claim, GangShape, Level
 from ganger.resources.view import View
+from numpy.typing import NDArray
 
 from ganger_master.policies.alike import Alike, Family, Slots, together
 from ganger_master.policies.ask import Ask, TaskKind, TaskRoom
@@ -187,16 +188,12 @@ class Room:
 
     def _find_spans(self, size: int) -> None:
         view = self.view
-        racks, fabrics = _Spans(size), _Spans(size)
         self._places = list(zip(view.nodes, view.racks, view.fabrics, strict=True))
-        for slot, (name, rack, fabric) in enumerate(self._places):
-            if name and rack:
-                racks.add((fabric, rack), slot)
-            if name and fabric:
-                fabrics.add(fabric, slot)
-        self._racks, self._fabrics = racks.numbers, fabrics.numbers
-        self._rack_members = racks.members
-        self._fabric_slots = [together(slots, size) for slots in fabrics.members]
+        racks = [(fabric, rack) if name and rack else None for name, rack, fabric in self._places]
+        fabrics = [fabric if name and fabric else None for name, _, fabric in self._places]
+        self._racks, self._rack_members = _numbered(racks)
+        self._fabrics, members = _numbered(fabrics)
+        self._fabric_slots = [together(slots, size) for slots in members]
         self._everywhere: Slots = (1 << size) - 1
 
     def _states(self, size: int) -> Iterator[_State]:
@@ -267,18 +264,14 @@ class Room:
             del self._by_free[family.free][family]
 
 
-class _Spans:
-    """Nodes of one rack, or one fabric, numbered in the order in which their first ones came."""
-
-    def __init__(self, size: int) -> None:
-        # By slot; -1: nowhere.
-        self.numbers = np.full(size, -1, np.int32)
-        self.members: list[list[int]] = []
-        self._number_of: dict[Hashable, int] = {}
-
-    def add(self, span: Hashable, slot: int) -> None:
-        number = self._number_of.setdefault(span, len(self.members))
-        if number == len(self.members):
-            self.members.append([])
-        self.members[number].append(slot)
-        self.numbers[slot] = number
+def _numbered(spans: Sequence[Hashable]) -> tuple[NDArray[np.int32], list[list[int]]]:
+    """By slot, the number of its span, -1 for None; by number, its slots. Numbered as their first slots come."""
+    members: dict[Hashable, list[int]] = {}
+    for slot, span in enumerate(spans):
+        if span in members:
+            members[span].append(slot)
+        else:
+            members[span] = [slot]
+    members.pop(None, None)
+    number_of: dict[Hashable, int] = {None: -1, **{span: number for number, span in enumerate(members)}}
+    return np.array([number_of[span] for span in spans], np.int32), list(members.values())

@@ -1,7 +1,7 @@
 """Best fit: where the least is left over, so that what is whole stays whole.
 
 Counted first in devices left on the node, then in those left in the switches and sockets that are cut, then in cores
-and memory. A gang without devices goes where the fewest devices wait for cores.
+and memory. A gang without devices goes where the fewest free ones could miss the cores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def cut(family: Family, ask: Ask) -> tuple[int, int]:
     """Devices left over, and those of them beside the gang's in groups that it cuts."""
     topology = family.topology
     if not ask.gpus:
-        return (topology.devices, 0)
+        return (family.free, topology.devices)
     free = ask.takable(family)
     mask = topology.best(free, ask.gpus)
     assert mask is not None
@@ -28,9 +28,9 @@ def cut(family: Family, ask: Ask) -> tuple[int, int]:
     return (free.bit_count() - ask.gpus, beside)
 
 
-def left_over(alike: Alike, ask: Ask) -> tuple[int, int, int, int]:
-    """Devices, devices beside the gang's in groups that it cuts, cores, memory."""
-    return (*cut(alike.family, ask), alike.millicores, alike.memory)
+def left_over(alike: Alike, ask: Ask, bound: tuple[int, ...]) -> tuple[int, ...]:
+    """Then cores and memory."""
+    return (*bound, alike.millicores, alike.memory)
 
 
 def least(alike: Alike, ask: Ask) -> tuple[int, int, int]:
@@ -42,6 +42,6 @@ def search(room: Room, ask: Ask, widest: Level, demand: Demand | None) -> Claims
     return on_one_node(room, ask, widest, _SINGLE) or over_nodes(room, ask, widest, _SPREAD)
 
 
-_SINGLE = Single(cut, left_over)
+_SINGLE = Single(cut, left_over, fewest_free_first=True)
 _SPREAD = Spread(least)
 BEST_FIT = Placement("best-fit", "where the least is left over: whole nodes, sockets and switches stay whole", search)

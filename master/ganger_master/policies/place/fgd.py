@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from ganger.resources.fit import demand as needs
@@ -18,7 +18,7 @@ from ganger.resources.values import Level
 from ganger_master.policies.alike import Alike, Family
 from ganger_master.policies.ask import Ask
 from ganger_master.policies.fragmentation import Demand, fragmented_gpus
-from ganger_master.policies.place.best_fit import BEST_FIT, least, left_over
+from ganger_master.policies.place.best_fit import BEST_FIT, cut, least
 from ganger_master.policies.place.placement import Claims, Placement
 from ganger_master.policies.place.search import Single, Spread, able, hosts, on_one_node, over_nodes
 from ganger_master.policies.room import Room
@@ -41,13 +41,18 @@ class Growth:
 
     def foresee(self, some: Sequence[Alike], ask: Ask) -> None:
         """Counts for all of them at once what their keys will ask for."""
-        states = [state for alike in some for state in self._states(alike, ask, ask.everything)]
+        known: dict[Alike, tuple[float, ...]] = ask.memo(self, lambda alike: self._grown(alike, ask))
+        states = [state for alike in some if alike not in known for state in self._states(alike, ask, ask.everything)]
         missing = [state for state in dict.fromkeys(states) if state not in self._fragments]
         if missing:
             self._fragments.update(zip(missing, self._count(missing), strict=True))
 
-    def _whole(self, alike: Alike, ask: Ask) -> tuple[float, tuple[int, ...]]:
-        return (self._of(alike, ask, ask.everything), left_over(alike, ask))
+    def _whole(self, alike: Alike, ask: Ask, bound: tuple[()]) -> tuple[float, ...]:
+        known: dict[Alike, tuple[float, ...]] = ask.memo(self, lambda alike: self._grown(alike, ask))
+        return known[alike]
+
+    def _grown(self, alike: Alike, ask: Ask) -> tuple[float, ...]:
+        return (self._of(alike, ask, ask.everything), *cut(alike.family, ask), alike.millicores, alike.memory)
 
     def _part(self, alike: Alike, ask: Ask) -> tuple[float, tuple[int, ...]]:
         role = ask.by_weight[0]
@@ -95,9 +100,7 @@ def search(room: Room, ask: Ask, widest: Level, demand: Demand | None) -> Claims
         # Without devices it leaves no fragments.
         return BEST_FIT.search(room, ask, widest, None)
     growth = _growth(demand if demand is not None else ask.own_kind)
-    known: dict[Alike, Any] = ask.memo(growth.single.key, lambda alike: growth.single.key(alike, ask))
-    some = [alike for family in hosts(room, ask, widest) for alike in able(family, ask) if alike not in known]
-    growth.foresee(some, ask)
+    growth.foresee([alike for family in hosts(room, ask, widest) for alike in able(family, ask)], ask)
     return on_one_node(room, ask, widest, growth.single) or over_nodes(room, ask, widest, growth.spread)
 
 

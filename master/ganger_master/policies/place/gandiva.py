@@ -27,11 +27,10 @@ def line_then_most(family: Family, ask: Ask) -> tuple[int, ...]:
     return (line(family, ask), ask.level[family], -ask.takable(family).bit_count())
 
 
-def apart(alike: Alike, ask: Ask) -> tuple[int, ...]:
+def apart(alike: Alike, ask: Ask, bound: tuple[int, ...]) -> tuple[int, ...]:
     """Then the fewest jobs."""
-    start = line_then_most(alike.family, ask)
     jobs = min(alike.jobs, _MOST_JOBS)
-    return (*start, jobs) if ask.gpus else (*start, jobs, -_cores(alike))
+    return (*bound, jobs) if ask.gpus else (*bound, jobs, -_cores(alike))
 
 
 def line_then_least(family: Family, ask: Ask) -> tuple[int, ...]:
@@ -41,9 +40,9 @@ def line_then_least(family: Family, ask: Ask) -> tuple[int, ...]:
     return (line(family, ask), ask.level[family], ask.takable(family).bit_count())
 
 
-def packed(alike: Alike, ask: Ask) -> tuple[int, ...]:
+def packed(alike: Alike, ask: Ask, bound: tuple[int, ...]) -> tuple[int, ...]:
     """Then the fewest jobs, or cores."""
-    return (*line_then_least(alike.family, ask), min(alike.jobs, _MOST_JOBS) if ask.gpus else _cores(alike))
+    return (*bound, min(alike.jobs, _MOST_JOBS) if ask.gpus else _cores(alike))
 
 
 def line(family: Family, ask: Ask) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ganger.resources.values import Level
 
-from ganger_master.policies.alike import Alike, Family
+from ganger_master.policies.alike import Family
 from ganger_master.policies.ask import Ask
 from ganger_master.policies.fragmentation import Demand
 from ganger_master.policies.place.best_fit import cut, least, left_over
@@ -22,14 +22,10 @@ def level_and_cut(family: Family, ask: Ask) -> tuple[int, int, int]:
     return (ask.level[family], *cut(family, ask))
 
 
-def closest(alike: Alike, ask: Ask) -> tuple[int, int, int, int, int]:
-    return (ask.level[alike.family], *left_over(alike, ask))
-
-
 def search(room: Room, ask: Ask, widest: Level, demand: Demand | None) -> Claims | None:
     return on_one_node(room, ask, widest, _SINGLE) or over_nodes(room, ask, widest, _SPREAD)
 
 
-_SINGLE = Single(level_and_cut, closest)
+_SINGLE = Single(level_and_cut, left_over)
 _SPREAD = Spread(least, most_spans=None)
 LOCALITY = Placement("locality", "the closest devices that are free, within what the job tolerates", search)

@@ -130,6 +130,6 @@ def _claims(room: Room, ask: Ask, servers: Sequence[tuple[Any, Nodes]], number: 
     return tuple(claims)
 
 
-_SINGLE = Single(most_devices, emptiest, Mode.SPREAD)
+_SINGLE = Single(most_devices, lambda alike, ask, bound: emptiest(alike, ask), Mode.SPREAD)
 OPTIMUS = _placement("optimus", "the fewest servers, equal parts of the gang on each, the emptiest first", by_theorem)
 OPTIMUS_CARDS = _placement("optimus-cards", "the same with the least traffic over any server's network card", by_card)

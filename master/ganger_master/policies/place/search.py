@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import chain, groupby
-from operator import itemgetter
+from operator import itemgetter, or_
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,15 +33,17 @@ _LEVELS = (Level.RACK, Level.FABRIC, Level.CLUSTER)
 
 @dataclass(frozen=True, slots=True)
 class Single:
-    """Which single node takes a gang: that with the smallest `key`.
+    """Which single node takes a gang: that with the smallest `key`, which gets the bound of its family too.
 
-    `bound`: no key of the family is smaller, so families are looked at in its order, no further than needed. The start
-    of a key bounds it.
+    `bound`: no key of the family is smaller, so families are looked at in its order, no further than needed; the start
+    of a key bounds it. It is asked once, so it must be one and the same function. `fewest_free_first`: it begins with
+    the free devices that are the gang's to take.
     """
 
     bound: Callable[[Family, Ask], Any]
-    key: Key
+    key: Callable[[Alike, Ask, Any], Any]
     mode: Mode = Mode.PACK
+    fewest_free_first: bool = False
 
 
 def any_node(alike: Alike, ask: Ask) -> bool:
@@ -65,46 +68,48 @@ class Spread:
 
 def on_one_node(room: Room, ask: Ask, widest: Level, single: Single) -> Claims | None:
     """The whole gang on the node with the smallest key."""
+    if ask.shape.nodes > 1:
+        return None
     best: Any = None
     slot = -1
-    keys: dict[Alike, Any] = ask.memo(single.key, lambda alike: single.key(alike, ask))
-    for bound, family in _bounded(room, ask, widest, single):
-        if best is not None and bound > best:
-            break
-        for alike in able(family, ask):
-            key = keys[alike]
-            if best is None or key < best or (key == best and alike.lowest < slot):
-                best, slot = key, alike.lowest
-    return _claim(room, ask, slot, widest, single.mode) if best is not None else None
+    key_of = single.key
+    for bounded in _bounded(room, ask, widest, single):
+        for bound, family in bounded:
+            if best is not None and bound > best:
+                break
+            for alike in able(family, ask):
+                key = key_of(alike, ask, bound)
+                if best is None or key < best or (key == best and alike.lowest < slot):
+                    best, slot = key, alike.lowest
+        if best is not None:
+            return _claim(room, ask, slot, widest, single.mode)
+    return None
 
 
 def on_first_node(room: Room, ask: Ask, widest: Level) -> Claims | None:
     """The whole gang on the first node, in the order in which nodes came, that has room for it."""
     slot = -1
-    if ask.shape.nodes <= 1:
-        within = min(widest, Level.NODE)
-        level = ask.level
-        for family in room.families(ask.gpus):
-            if level[family] <= within and (slot < 0 or family.lowest < slot):
-                for alike in able(family, ask):
-                    if slot < 0 or alike.lowest < slot:
-                        slot = alike.lowest
+    for family in hosts(room, ask, widest):
+        if slot < 0 or family.lowest < slot:
+            for alike in able(family, ask):
+                if slot < 0 or alike.lowest < slot:
+                    slot = alike.lowest
     return _claim(room, ask, slot, widest, Mode.PACK) if slot >= 0 else None
 
 
-def able(family: Family, ask: Ask) -> list[Alike]:
+def able(family: Family, ask: Ask) -> Sequence[Alike]:
     """Nodes of the family with cores and memory for the whole gang."""
     needed = ask.whole(family.topology)
-    millicores, memory = needed.millicores, needed.memory_bytes
-    return [alike for alike in family.members if alike.millicores >= millicores and alike.memory >= memory]
+    return family.able(needed.millicores, needed.memory_bytes)
 
 
-def hosts(room: Room, ask: Ask, widest: Level) -> Iterator[Family]:
-    """Families with devices for the whole gang within that level, those with the fewest first."""
+def hosts(room: Room, ask: Ask, widest: Level) -> list[Family]:
+    """Families with devices for the whole gang within that level, those with the fewest free first."""
+    if ask.shape.nodes > 1:
+        return []
     within = min(widest, Level.NODE)
     level = ask.level
-    if ask.shape.nodes <= 1:
-        yield from (family for family in room.families(ask.gpus) if level[family] <= within)
+    return [family for family in room.families(ask.gpus) if level[family] <= within]
 
 
 def over_nodes(room: Room, ask: Ask, widest: Level, spread: Spread) -> Claims | None:
@@ -148,8 +153,14 @@ def in_span(
             if alike is not None and (key := key_of[alike]) is not None:
                 by_key.setdefault(key, []).append(slot)
         return sorted(by_key.items())
-    every = (alike for family in room.families(least_free) for alike in family.members)
-    return _together(((key_of[alike], alike) for alike in every), room.span(level, number))
+    span = room.span(level, number)
+    alikes: dict[Any, list[Alike]] = {}
+    for family in room.families(least_free):
+        for alike in family.members:
+            key = key_of[alike]
+            if key is not None:
+                alikes.setdefault(key, []).append(alike)
+    return [(key, slots) for key in sorted(alikes) if (slots := _together(alikes[key]) & span)]
 
 
 def walk(slots: Nodes, from_last: bool = False) -> Iterator[int]:
@@ -163,9 +174,21 @@ def chain_of(runs: Iterable[tuple[Any, Nodes]], from_last: bool = False) -> Iter
     return chain.from_iterable([walk(slots, from_last) for _, slots in runs])
 
 
-def _bounded(room: Room, ask: Ask, widest: Level, single: Single) -> list[tuple[Any, Family]]:
-    bounds: dict[Family, Any] = ask.memo(single.bound, lambda family: single.bound(family, ask))
-    return sorted([(bounds[family], family) for family in hosts(room, ask, widest)], key=itemgetter(0))
+def _bounded(room: Room, ask: Ask, widest: Level, single: Single) -> Iterator[list[tuple[Any, Family]]]:
+    """Families that host the gang, by their bounds; in parts of which each is better than all that follow."""
+    within = min(widest, Level.NODE)
+    level = ask.level
+    bounds: dict[Family, Any] = ask.memo(
+        (single.bound, within), lambda family: single.bound(family, ask) if level[family] <= within else None
+    )
+    if single.fewest_free_first and not ask.shape.device_memory_bytes:
+        parts = [room.families_with(free) for free in range(ask.gpus, room.most_free + 1)]
+    else:
+        parts = [room.families(ask.gpus)]
+    for families in parts:
+        found = [(bound, family) for family in families if (bound := bounds[family]) is not None]
+        found.sort(key=itemgetter(0))
+        yield found
 
 
 def _claim(room: Room, ask: Ask, slot: int, widest: Level, mode: Mode) -> Claims:
@@ -211,7 +234,7 @@ def _roomiest_first(room: Room, ask: Ask, span: Slots, key_of: dict[Alike, Any])
     """Nodes of a large span by how many tasks of the one role they have room for; keys begin with that, negated. Nodes
     with fewer free devices than the tasks need are not looked at before it comes to them."""
     each_gpus = ask.least_free
-    waiting: dict[int, list[tuple[Any, Alike]]] = {}
+    waiting: dict[int, dict[Any, list[Alike]]] = {}
     free = room.most_free
     for most in range(free // each_gpus, 0, -1):
         while free >= most * each_gpus:
@@ -219,16 +242,16 @@ def _roomiest_first(room: Room, ask: Ask, span: Slots, key_of: dict[Alike, Any])
                 for alike in family.members:
                     key = key_of[alike]
                     if key is not None:
-                        waiting.setdefault(-key[0], []).append((key, alike))
+                        waiting.setdefault(-key[0], {}).setdefault(key, []).append(alike)
             free -= 1
-        nodes = _together(waiting.pop(most, ()), span)
-        if nodes:
-            yield most, chain_of(nodes)
+        by_key = waiting.pop(most, None)
+        if by_key and any(alike.slots & span for some in by_key.values() for alike in some):
+            yield most, chain.from_iterable([_walk(by_key[key], span) for key in sorted(by_key)])
 
 
-def _together(some: Iterable[tuple[Any, Alike]], span: Slots) -> list[tuple[Any, Nodes]]:
-    by_key: dict[Any, Slots] = {}
-    for key, alike in some:
-        if key is not None and (here := alike.slots & span):
-            by_key[key] = by_key.get(key, 0) | here
-    return sorted(by_key.items())
+def _walk(some: Sequence[Alike], span: Slots) -> Iterator[int]:
+    yield from each(_together(some) & span)
+
+
+def _together(some: Sequence[Alike]) -> Slots:
+    return reduce(or_, [alike.slots for alike in some])

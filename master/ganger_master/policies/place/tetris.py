@@ -8,6 +8,7 @@ node; the paper's own pass, in which a node looks for its job, is `tetris_pass`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from ganger.resources.values import Level
 
@@ -63,8 +64,14 @@ def _dot(one: tuple[float, float, float], other: tuple[float, float, float]) -> 
     return one[0] * other[0] + one[1] * other[1] + one[2] * other[2]
 
 
-def _placement(name: str, summary: str, single: Single) -> Placement:
-    spread = Spread(single.key)
+def _placement(
+    name: str, summary: str, at_best: Callable[[Family, Ask], float], score: Callable[[Alike, Ask], float]
+) -> Placement:
+    def key(alike: Alike, ask: Ask, bound: float) -> float:
+        scores: dict[Alike, float] = ask.memo(score, lambda alike: score(alike, ask))
+        return scores[alike]
+
+    single, spread = Single(at_best, key), Spread(score)
 
     def search(room: Room, ask: Ask, widest: Level, demand: Demand | None) -> Claims | None:
         return on_one_node(room, ask, widest, single) or over_nodes(room, ask, widest, spread)
@@ -75,8 +82,7 @@ def _placement(name: str, summary: str, single: Single) -> Placement:
 TETRIS = _placement(
     "tetris",
     "where free devices, cores and memory lie best along the demand (dot product)",
-    Single(at_best_by_dot, by_dot),
+    at_best_by_dot,
+    by_dot,
 )
-TETRIS_COS = _placement(
-    "tetris-cos", "the same by the angle between them alone (cosine)", Single(at_best_by_cosine, by_cosine)
-)
+TETRIS_COS = _placement("tetris-cos", "the same by the angle between them alone (cosine)", at_best_by_cosine, by_cosine)

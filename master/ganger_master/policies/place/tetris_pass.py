@@ -16,6 +16,8 @@ from ganger_master.policies.place.alignment import Alignment, aligned, scores, w
 
 # Shares of machines are sums of floats: a task that fits to a millionth of a machine fits.
 _SLACK = 1e-9
+# Scores that differ by less than a billionth are a tie.
+_DIGITS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def tetris_pass(
                 remote_penalty=knobs.remote_penalty,
                 eligible=fits[:, None],
             )
-            job = int(np.argmax(here[:, 0]))
+            job = int(np.argmax(np.round(here[:, 0], _DIGITS)))
             placed[job, machine] += 1
             waiting[job] -= 1
             left[machine] -= demands[job]

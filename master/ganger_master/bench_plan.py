@@ -1,0 +1,192 @@
+"""`ganger bench plan`: how long one full pass takes that orders and places every gang of a large cluster.
+
+4,000 jobs with 100,000 tasks of one GPU each go to 16,000 nodes with 8 GPUs, all of them waiting: in the order of the
+policy they are chosen by counts and placed, gang by gang, into a what-if of the cluster. Jobs have 1 to 256 tasks and
+ten different demands for cores and memory. Once the cluster is idle and takes all of them, once it is in use here and
+there, so that it takes part of them, in pieces. Figures are medians over rounds of whole passes, the making of the
+what-if from the view included.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any, Final
+
+import numpy as np
+from ganger.resources.topology import parse_topology
+from ganger.resources.values import GangShape, NodeRow, Role, TaskShape
+from ganger.resources.view import Mode, View
+
+from ganger_master.bench_report import AtMost, report
+from ganger_master.policies.facts import Capacity, Facts
+from ganger_master.policies.order import Order, ranked
+from ganger_master.policies.order.fifo import FIFO_BACKFILL
+from ganger_master.policies.order.las2d import LAS2D
+from ganger_master.policies.place import PLACEMENTS, Placement
+from ganger_master.policies.room import Room
+from ganger_master.policies.selection import chosen
+
+NODES: Final = 16_000
+JOBS: Final = 4_000
+ROUNDS: Final = 5
+_PER_RACK: Final = 32
+_GIB: Final = 1 << 30
+# GPUs of a gang, and how many of a hundred jobs ask for so many: 25 on average.
+_SIZES: Final = ((1, 25), (2, 10), (4, 12), (8, 15), (16, 10), (32, 9), (64, 11), (128, 7), (256, 1))
+# Cores and GiB of one task; 0: the node's proportional share.
+_DEMANDS: Final = ((0, 0), (1, 8), (2, 16), (3, 10), (3, 24), (4, 32), (5, 62), (6, 48), (8, 60), (12, 40))
+_SEED: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What one pass took, and whom it found a place."""
+
+    seconds: float
+    cpu_seconds: float
+    jobs: int
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A whole pass of one policy over the view and the jobs, to be done within the limit."""
+
+    name: str
+    limit_seconds: float
+    run: Callable[[View, Sequence[GangShape], Facts], Passed]
+
+
+def main(nodes: int = NODES, jobs: int = JOBS, rounds: int = ROUNDS, quick: bool = False) -> dict[str, Any]:
+    """The whole report; `quick` tries it on a small cluster."""
+    if quick:
+        nodes, jobs, rounds = 1_600, 400, 1
+    shapes, facts = workload(jobs)
+    views = {"idle": idle_view(nodes), "used": used_view(nodes)}
+    samples: list[dict[str, Any]] = []
+    # By turns, so that a drift of the machine hits all alike.
+    for number, (kind, view), timed in product(range(rounds), views.items(), PASSES):
+        passed = timed.run(view, shapes, facts)
+        samples.append({"policy": timed.name, "view": kind, "round": number, **asdict(passed)})
+    figures: dict[str, float] = {
+        "nodes": nodes,
+        "jobs": jobs,
+        "tasks": int(facts.gpus.sum()),
+        "room_ms": 1e3 * min(_room_seconds(view) for view in views.values() for _ in range(rounds)),
+    }
+    limits: dict[str, AtMost] = {"room_ms": AtMost(20.0)}
+    for timed, kind in product(PASSES, views):
+        of_figure = [sample for sample in samples if (sample["policy"], sample["view"]) == (timed.name, kind)]
+        name = f"{timed.name}_{kind}".replace("-", "_").replace("+", "_")
+        figures[f"{name}_seconds"] = statistics.median(sample["seconds"] for sample in of_figure)
+        figures[f"{name}_cpu_seconds"] = statistics.median(sample["cpu_seconds"] for sample in of_figure)
+        figures[f"{name}_placed_jobs"] = of_figure[0]["jobs"]
+        limits[f"{name}_seconds"] = AtMost(timed.limit_seconds)
+    return report("plan", figures, limits, samples)
+
+
+def one_pass(view: View, order: Order, placement: Placement, shapes: Sequence[GangShape], facts: Facts) -> Passed:
+    """Ranks, chooses and places all jobs in a what-if of the view, which stays as it is."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    capacity = Capacity(sum(mask.bit_count() for mask in view.free), math.inf, math.inf, 8)
+    first = chosen(ranked(order, facts, 0.0, capacity), facts.gpus, capacity.gpus, order.is_strict)
+    room = Room(view.copy())
+    jobs = gpus = 0
+    for job in first.tolist():
+        claims = placement.place(room, shapes[job])
+        if claims is not None:
+            room.take(claims)
+            jobs += 1
+            gpus += shapes[job].gpus
+    return Passed(time.perf_counter() - wall, time.process_time() - cpu, jobs, gpus)
+
+
+def ordered_and_placed(order: Order, placement: Placement) -> Pass:
+    def run(view: View, shapes: Sequence[GangShape], facts: Facts) -> Passed:
+        return one_pass(view, order, placement, shapes, facts)
+
+    return Pass(f"{order.name}+{placement.name}", 0.5, run)
+
+
+PASSES: Final = tuple(
+    ordered_and_placed(order, PLACEMENTS[name])
+    for order in (FIFO_BACKFILL, LAS2D)
+    for name in ("first-fit", "best-fit", "gandiva", "tetris")
+)
+
+
+def workload(jobs: int) -> tuple[list[GangShape], Facts]:
+    """Waiting jobs in any order of size, and what a policy may know of them."""
+    random = np.random.default_rng(_SEED)
+    sizes = np.array([gpus for gpus, share in _SIZES for _ in range(share)])
+    gpus = random.permutation(np.resize(sizes, jobs))
+    shapes = []
+    for number, size in enumerate(gpus.tolist()):
+        cores, gib = _DEMANDS[number % len(_DEMANDS)]
+        shapes.append(GangShape((Role("worker", size, TaskShape(1, cores * 1000, gib * _GIB)),)))
+    zeros = np.zeros(jobs)
+    return shapes, Facts(
+        number=np.arange(1, jobs + 1),
+        arrival_s=np.sort(random.uniform(0, 86_400, jobs)),
+        gpus=gpus.astype(np.int64),
+        cores=zeros,
+        memory_bytes=zeros,
+        priority=random.integers(0, 3, jobs),
+        weight=np.ones(jobs),
+        user=random.integers(0, 50, jobs),
+        deadline_s=np.full(jobs, math.inf),
+        is_running=np.zeros(jobs, bool),
+        is_preemptible=np.ones(jobs, bool),
+        attained_s=random.exponential(3_600, jobs),
+        waited_s=zeros,
+        started_s=np.full(jobs, math.inf),
+        stretch_s=zeros,
+        waited_before_s=zeros,
+        expected_remaining_s=np.full(jobs, math.nan),
+        remaining_s=np.full(jobs, math.nan),
+    )
+
+
+def idle_view(nodes: int) -> View:
+    of = parse_topology("2x2x2", name="bench", device_type="gpu", millicores=64_000, memory_bytes=512 * _GIB)
+    view = View((of,), mode=Mode.PACK)
+    cores = tuple(socket.millicores for socket in of.sockets)
+    for number in range(nodes):
+        rack = number // _PER_RACK
+        row = NodeRow(
+            f"n{number:05}", of.name, 0xFF, cores, of.memory_bytes, rack=f"r{rack:03}", fabric=f"f{rack // 50}"
+        )
+        view.put(row)
+    view.columns()
+    return view
+
+
+def used_view(nodes: int) -> View:
+    """Two of five nodes hold gangs of 1 to 8 GPUs, in no order, of which every second one ended since."""
+    random = np.random.default_rng(_SEED)
+    view = idle_view(nodes)
+    shapes, _ = workload(nodes * 2)
+    room = Room(view, only=[f"n{number:05}" for number in random.choice(nodes, nodes * 2 // 5, replace=False)])
+    small = [shape for shape in shapes if shape.gpus <= 8]
+    held = []
+    for shape in small:
+        claims = PLACEMENTS["best-fit"].place(room, shape)
+        if claims is not None:
+            room.take(claims)
+            held.append(claims)
+    for claims in held[::2]:
+        room.give(claims)
+    view.columns()
+    return view
+
+
+def _room_seconds(view: View) -> float:
+    twin = view.copy()
+    began = time.perf_counter()
+    Room(twin)
+    return time.perf_counter() - began

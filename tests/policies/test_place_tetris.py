@@ -1,0 +1,134 @@
+"""Tetris's scores and its pass machine by machine, against loops over single jobs, machines and resources."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from ganger_master.policies.place.alignment import Alignment, aligned, scores, within_fairness
+from ganger_master.policies.place.tetris_pass import Knobs, tetris_pass
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+# Eighths: their sums and products are exact, so that ties are ties.
+eighths = st.integers(0, 8).map(lambda count: count / 8)
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Demands of jobs, what machines have left."""
+    resources = draw(st.integers(1, 4))
+
+    def rows(most: int) -> NDArray[np.float64]:
+        row = st.lists(eighths, min_size=resources, max_size=resources)
+        return np.array(draw(st.lists(row, min_size=1, max_size=most)), np.float64)
+
+    return rows(6), rows(5)
+
+
+def naive_alignment(demand: list[float], available: list[float], kind: Alignment) -> float:
+    dot = sum(one * other for one, other in zip(demand, available, strict=True))
+    if kind is Alignment.DOT:
+        return dot
+    lengths = math.hypot(*demand) * math.hypot(*available)
+    return dot / lengths if lengths else 0.0
+
+
+@pytest.mark.parametrize("kind", Alignment)
+@given(matrices())
+def test_alignment_is_that_of_each_pair(
+    kind: Alignment, drawn: tuple[NDArray[np.float64], NDArray[np.float64]]
+) -> None:
+    demands, available = drawn
+    expected = [[naive_alignment(one, machine, kind) for machine in available.tolist()] for one in demands.tolist()]
+    assert aligned(demands, available, kind) == pytest.approx(np.array(expected))
+
+
+@settings(max_examples=100)
+@given(matrices(), st.data(), st.sampled_from([0.0, 0.5, 1.0]))
+def test_scores_weigh_alignment_against_the_work_left(
+    drawn: tuple[NDArray[np.float64], NDArray[np.float64]], data: st.DataObject, weight: float
+) -> None:
+    demands, available = drawn
+    jobs, machines = len(demands), len(available)
+    alignment = aligned(demands, available)
+    work = np.array(data.draw(st.lists(st.integers(0, 9), min_size=jobs, max_size=jobs)), np.float64)
+    flags = st.lists(st.booleans(), min_size=machines, max_size=machines)
+    remote = np.array(data.draw(st.lists(flags, min_size=jobs, max_size=jobs)))
+    eligible = np.array(data.draw(st.lists(flags, min_size=jobs, max_size=jobs)))
+    found = scores(alignment, work, srtf_weight=weight, is_remote=remote, remote_penalty=0.25, eligible=eligible)
+    after = [[alignment[j, m] * (0.75 if remote[j, m] else 1.0) for m in range(machines)] for j in range(jobs)]
+    pairs = [(j, m) for j in range(jobs) for m in range(machines) if eligible[j, m]]
+    works = [work[j] for j in sorted({j for j, _ in pairs})]
+    epsilon = 0.0
+    if works and sum(works):
+        epsilon = weight * (sum(after[j][m] for j, m in pairs) / len(pairs)) / (sum(works) / len(works))
+    for j in range(jobs):
+        for m in range(machines):
+            expected = after[j][m] - epsilon * work[j] if eligible[j, m] else -math.inf
+            assert found[j, m] == pytest.approx(expected)
+
+
+@given(st.lists(st.tuples(eighths, st.booleans()), min_size=1, max_size=8), st.sampled_from([0.0, 0.25, 0.5, 0.9]))
+def test_fairness_serves_those_furthest_below_their_share(jobs: list[tuple[float, bool]], fairness: float) -> None:
+    shares, waiting = (np.array(column) for column in zip(*jobs, strict=True))
+    order = sorted((share, index) for index, (share, waits) in enumerate(jobs) if waits)
+    served = {index for _, index in order[: math.ceil(round((1 - fairness) * len(order), 9))]}
+    assert set(np.flatnonzero(within_fairness(shares, waiting, fairness))) == served
+
+
+@settings(max_examples=100)
+@given(matrices(), st.data(), st.sampled_from(Alignment))
+def test_each_machine_in_turn_takes_the_best_task_until_none_fits(
+    drawn: tuple[NDArray[np.float64], NDArray[np.float64]], data: st.DataObject, kind: Alignment
+) -> None:
+    demands, available = drawn
+    demands = np.maximum(demands, 1 / 8)
+    jobs = len(demands)
+    numbers = st.lists(st.integers(0, 4), min_size=jobs, max_size=jobs)
+    pending, work = np.array(data.draw(numbers)), np.array(data.draw(numbers), np.float64)
+    shares = np.array(data.draw(st.lists(eighths, min_size=jobs, max_size=jobs)))
+    knobs = Knobs(alignment=kind)
+    placed = tetris_pass(demands, pending, work, available, shares, knobs=knobs)
+
+    allowed = within_fairness(shares, pending > 0, knobs.fairness)
+    waiting = pending.tolist()
+    expected = np.zeros_like(placed)
+    for machine, left in enumerate(available.tolist()):
+        while True:
+            fits = [
+                job
+                for job in range(jobs)
+                if allowed[job] and waiting[job] and all(d <= a for d, a in zip(demands[job], left, strict=True))
+            ]
+            if not fits:
+                break
+            alignments = {job: naive_alignment(demands[job].tolist(), left, kind) for job in fits}
+            mean_work = sum(work[job] for job in fits) / len(fits)
+            epsilon = sum(alignments.values()) / len(fits) / mean_work if mean_work else 0.0
+            first = max(fits, key=lambda job: (round(float(alignments[job] - epsilon * work[job]), 9), -job))
+            expected[first, machine] += 1
+            waiting[first] -= 1
+            left = [a - d for d, a in zip(demands[first].tolist(), left, strict=True)]
+    assert (placed.T @ demands <= available + 1e-9).all()
+    assert (placed.sum(axis=1) <= pending).all()
+    assert placed.tolist() == expected.tolist()
+
+
+def test_complementary_tasks_share_a_machine() -> None:
+    """Two jobs of tasks that need nearly all cores or nearly all memory: one of each on every machine."""
+    demands = np.array([[0.9, 0.1], [0.1, 0.9]])
+    placed = tetris_pass(demands, np.array([3, 3]), np.ones(2), np.ones((3, 2)), np.zeros(2), knobs=Knobs(fairness=0.0))
+    assert placed.tolist() == [[1, 1, 1], [1, 1, 1]]
+
+
+def test_less_work_left_goes_first_as_far_as_its_weight_says() -> None:
+    demands, work = np.array([[0.6], [0.5]]), np.array([9.0, 1.0])
+    one_machine, pending, shares = np.ones((1, 1)), np.ones(2, np.int64), np.zeros(2)
+    by_weight = {}
+    for weight in (0.0, 1.0):
+        knobs = Knobs(srtf_weight=weight, fairness=0.0)
+        by_weight[weight] = tetris_pass(demands, pending, work, one_machine, shares, knobs=knobs)[:, 0].tolist()
+    assert by_weight == {0.0: [1, 0], 1.0: [0, 1]}
