@@ -175,9 +175,17 @@ class View:
         """
         topology = self.topologies[slot]
         capacity = topology.configuration_set.device_memory_bytes
-        if not needed or not capacity or (needed <= capacity and slot not in self.parked):
+        if not needed or not capacity:
             return topology.all_mask
-        return sum(1 << at for at, left in enumerate(self.device_memory_left(slot, own)) if left >= needed)
+        most = capacity - needed
+        if most < 0:
+            return 0
+        kept = self.parked.get(slot)
+        if kept is None or max(kept) <= most:
+            return topology.all_mask
+        if own:
+            kept = tuple([size - mine for size, mine in zip(kept, _padded(tuple(own), len(kept)), strict=True)])
+        return sum([1 << at for at, size in enumerate(kept) if size <= most])
 
     def device_memory_left(self, slot: int, own: Sequence[int] = ()) -> tuple[int, ...]:
         """Bytes of each device beside what parked gangs keep of it; `own` bytes of that count as left."""
