@@ -76,15 +76,13 @@ def growth(view: View, slot: int, shape: GangShape, claim: Claim, seen: Demand) 
     if not shape.gpus:
         return 0.0
     of = view.topologies[slot].configuration_set
-    free, cores, memory = view.free[slot], sum(view.millicores[slot]), view.memory[slot]
-    after = [
-        free.bit_count() - claim.device_mask.bit_count(),
-        cores - sum(claim.millicores),
-        memory - claim.memory_bytes,
-    ]
-    states = np.array([[free.bit_count(), cores, memory], after], np.int64).T
+    free, cores, memory = view.free[slot].bit_count(), sum(view.millicores[slot]), view.memory[slot]
+    gpus = claim.device_mask.bit_count()
     if of.device_type not in seen.device_types:
-        return float(after[0] - free.bit_count())
+        return float(-gpus)
+    before = (free, cores, memory)
+    after = (free - gpus, cores - sum(claim.millicores), memory - claim.memory_bytes)
+    free_gpus, millicores, bytes_left = np.array([before, after], np.int64).T
     devices, kinds = np.full(2, of.devices), np.full(2, seen.device_types.index(of.device_type))
     counted = fragmented_gpus(seen, free_gpus, millicores, bytes_left, devices, kinds)
     return float(counted[1] - counted[0])
