@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import chain
 from typing import Final
 
 from msgspec.structs import astuple
@@ -68,9 +70,13 @@ def commit(connection: sqlite3.Connection, generation: int, batch: Batch) -> Non
 
 
 def _insert(connection: sqlite3.Connection, rows: Sequence[tuple[Cell, ...]]) -> None:
+    connection.execute(_insertion(len(rows)), list(chain.from_iterable(rows))).close()
+
+
+@cache
+def _insertion(rows: int) -> str:
     row = f"({', '.join('?' * (1 + _WIDTH))})"
-    cells = [cell for row_cells in rows for cell in row_cells]
-    connection.execute(f"INSERT INTO temp.batches VALUES {', '.join([row] * len(rows))}", cells).close()
+    return f"INSERT INTO temp.batches VALUES {', '.join([row] * rows)}"
 
 
 def _statements() -> Iterator[tuple[int, str]]:
