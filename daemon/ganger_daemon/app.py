@@ -29,6 +29,7 @@ from ganger_daemon.core import escalation
 from ganger_daemon.cores import CoreTable
 from ganger_daemon.devices.choose import choose_devices
 from ganger_daemon.devices.virtual import VirtualSpec
+from ganger_daemon.files import read_json, write_json
 from ganger_daemon.gangs import GangSet
 from ganger_daemon.host import Host, Storage
 from ganger_daemon.logs import LogStore
@@ -36,7 +37,7 @@ from ganger_daemon.peers import PeerCalls, PeerServicer
 from ganger_daemon.session import Session
 from ganger_daemon.transfer.serving import ParkedArenas
 from ganger_daemon.transfer.stream import StreamServer
-from ganger_daemon.workers.directories import DaemonPaths, DirectoryError, DirectoryNameError, read_json, write_json
+from ganger_daemon.workers.directories import DaemonPaths, DirectoryError, DirectoryNameError
 from ganger_daemon.workers.launch import own_user
 from ganger_daemon.workers.launchers import Launchers
 
@@ -111,6 +112,7 @@ class Daemon:
             named = isinstance(error, DirectoryNameError)
             raise DaemonError(str(error), Obstacle.SETTING if named else _obstacle_of(error)) from error
         self._take_lock()
+        self.paths.sweep()
         settings = self._settings
         try:
             devices = choose_devices(settings.virtual, settings.recorded, node=self.node)

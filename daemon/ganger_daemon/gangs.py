@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ganger.agent.v1 import agent_pb2
 
 from ganger_daemon.core import gang as core
 from ganger_daemon.core.orders import Intent, Outcome, OutcomeKind, Phase, Wanted
 from ganger_daemon.core.reconcile import (
+    Action,
     Forget,
     GangId,
     Here,
@@ -21,9 +22,9 @@ from ganger_daemon.core.reconcile import (
     StopAbsent,
     reconcile,
 )
+from ganger_daemon.files import read_json, write_json
 from ganger_daemon.host import Host
 from ganger_daemon.workers.desired import DesiredInvalidError, recall, wanted_of
-from ganger_daemon.workers.directories import read_json, write_json
 from ganger_daemon.workers.gang import LocalGang
 from ganger_daemon.workers.others import Peers
 
@@ -100,18 +101,25 @@ class GangSet:
         )
         self._wanted_before |= {(one.job_uid, one.epoch) for one in wanted}
         for action in reconcile(wanted, observed, acknowledged):
-            match action:
-                case Start(one):
-                    self._start(messages[one.job_uid, one.epoch])
-                case Obey(one):
-                    self._gangs[one.job_uid, one.epoch].obey(messages[one.job_uid, one.epoch])
-                case StopAbsent(key, why):
-                    log.info("gang stopped", extra={"job_uid": key[0], "epoch": key[1], "cause": why.value})
-                    self._gangs[key].stop()
-                case ReportGone(one):
-                    self._report_gone(messages[one.job_uid, one.epoch], one)
-                case Forget(key):
-                    await self._forget(key)
+            try:
+                await self._act(action, messages)
+            except Exception:
+                # whatever it is, it is one gang's: the others are not kept waiting for it
+                log.exception("desired gang not applied", extra={"action": str(action)})
+
+    async def _act(self, action: Action, messages: Mapping[GangId, agent_pb2.DesiredGang]) -> None:
+        match action:
+            case Start(one):
+                self._start(messages[one.job_uid, one.epoch])
+            case Obey(one):
+                self._gangs[one.job_uid, one.epoch].obey(messages[one.job_uid, one.epoch])
+            case StopAbsent(key, why):
+                log.info("gang stopped", extra={"job_uid": key[0], "epoch": key[1], "cause": why.value})
+                self._gangs[key].stop()
+            case ReportGone(one):
+                self._report_gone(messages[one.job_uid, one.epoch], one)
+            case Forget(key):
+                await self._forget(key)
 
     def observed(self) -> list[agent_pb2.ObservedGang]:
         """The complete observed set, in a fixed order."""

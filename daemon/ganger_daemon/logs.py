@@ -9,13 +9,14 @@ says how much is gone.
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from ganger_daemon.files import open_plain, read_json, write_json
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class LogStore:
         if directory is None:
             return
         copy = directory / path.name
-        with open(path, "rb") as source, open(copy, "ab") as target:
+        with open_plain(path) as source, open(copy, "ab") as target:
             done = target.tell()
             source.seek(done)
             while data := source.read(CHUNK_BYTES):
@@ -186,7 +187,7 @@ class LogStore:
 def _pieces(segment: Segment, inside: int) -> Iterator[tuple[int, bytes]]:
     if segment.path is None:
         return
-    with open(segment.path, "rb") as file:
+    with open_plain(segment.path) as file:
         file.seek(inside)
         # up to the length noted when the segment was listed: what comes later belongs to the next look
         while inside < segment.available:
@@ -201,9 +202,9 @@ def _read_notes(directory: Path, rank: int) -> dict[int, dict[str, int]]:
     """Notes by epoch from rank-K.json; segments that have none (the note was lost) count with their size."""
     notes: dict[int, dict[str, int]] = {}
     try:
-        fields = json.loads((directory / f"rank-{rank}.json").read_bytes())
-        notes = {int(epoch): dict(note) for epoch, note in fields["segments"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        segments = read_json(directory / f"rank-{rank}.json").get("segments", {})
+        notes = {int(epoch): {name: int(value) for name, value in note.items()} for epoch, note in segments.items()}
+    except (ValueError, TypeError, AttributeError):
         notes = {}
     if directory.is_dir():
         for path in directory.glob(f"rank-{rank}.*.log"):
@@ -215,9 +216,7 @@ def _read_notes(directory: Path, rank: int) -> dict[int, dict[str, int]]:
 
 def _write_notes(directory: Path, rank: int, notes: dict[int, dict[str, int]]) -> None:
     path = directory / f"rank-{rank}.json"
-    new = path.with_suffix(".json.new")
-    new.write_text(json.dumps({"segments": {str(epoch): note for epoch, note in sorted(notes.items())}}))
-    os.replace(new, path)
+    write_json(path, {"segments": {str(epoch): note for epoch, note in sorted(notes.items())}})
 
 
 def _punch(path: Path, start: int, end: int) -> bool:

@@ -17,7 +17,7 @@ from ganger.wire.errors import DeadlineExceeded, EpochStale, GangNotFound, Offse
 from ganger_daemon.checkpoints.publish import Shard
 from ganger_daemon.control.relaying import Heard, Link, from_wire
 from ganger_daemon.core.orders import Phase
-from ganger_daemon.workers.directories import read_json
+from ganger_daemon.files import read_json
 
 if TYPE_CHECKING:
     from ganger_daemon.gangs import GangSet

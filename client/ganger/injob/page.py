@@ -220,7 +220,8 @@ class Page:
     @classmethod
     def open(cls, path: str, *, writable: bool = True, mapped: bool = True) -> Page:
         """Open an existing page. Raises FileNotFoundError, PageMismatchError, PageError (no page, or damaged)."""
-        descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe in its place is not waited for
+        descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | flags)
         size = os.fstat(descriptor).st_size
         if size != PAGE_BYTES:
             os.close(descriptor)

@@ -10,7 +10,7 @@ from ganger.injob import page
 from ganger_daemon.checkpoints.layout import unfinished_template
 from ganger_daemon.core.orders import Intent, Level, Wanted
 from ganger_daemon.failpoints import hit
-from ganger_daemon.workers.directories import read_json, write_json
+from ganger_daemon.files import make_directory, read_json, write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def page_order(wanted: Wanted) -> PageOrder | None:
 def write_details(orders: Path, name: str, storage: Path | None, job_uid: str, epoch: int) -> None:
     """orders/NAME.json: where a shard goes. Written before the order is published, so that whoever sees it finds it;
     not again by a daemon that takes over, for its time is when the order was given."""
-    orders.mkdir(parents=True, exist_ok=True)
+    make_directory(orders)
     details = {}
     if storage is not None:
         template = unfinished_template(storage, job_uid, epoch)

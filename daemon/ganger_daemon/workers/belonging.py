@@ -8,6 +8,7 @@ for a process that is not its own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,26 @@ def recognise(child: Child | None, noted: Collection[ProcessId], belongs: Callab
     return Found(proved[0] if proved else NOBODY, strangers[0] if strangers else None)
 
 
+def strays(page_paths: Collection[Path], inject: str) -> frozenset[int]:
+    """Pids of processes that came from a gang's ranks and left their sessions and parents: by the environment they were
+    started with, which is the rank's; or the launcher's (it has `inject`), and then they still map a control page.
+    Looks at every process that may be looked at."""
+    names = [b"GANGER_PAGE=" + bytes(path) for path in page_paths]
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            environment = (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        variables, pid = environment.split(b"\0"), int(entry.name)
+        is_forked = os.fsencode(inject) in environment and any(_maps(pid, path) for path in page_paths)
+        if is_forked or any(name in variables for name in names):
+            found.add(pid)
+    return frozenset(found)
+
+
 def stranger_text(rank: int, found: Found) -> str:
     pid = found.stranger.pid if found.stranger is not None else 0
     return f"the files of rank {rank} name process {pid}, which is none of this gang: it is left alone"
@@ -65,11 +86,17 @@ def holds_files_of_rank(pid: int, log: Path, page: Path) -> bool:
     """Whether a process writes its output to this log, or maps this control page. False where that cannot be seen."""
     if any(_are_one(Path(f"/proc/{pid}/fd/{output}"), log) for output in (1, 2)):
         return True
+    return _maps(pid, page)
+
+
+def _maps(pid: int, file: Path) -> bool:
     try:
         maps = Path(f"/proc/{pid}/maps").read_bytes()
     except OSError:
         return False
-    return any(line.endswith((b" " + bytes(page), b" " + bytes(page) + b" (deleted)")) for line in maps.splitlines())
+    # to write into it: who only looks at a page is no rank
+    ends = (b" " + bytes(file), b" " + bytes(file) + b" (deleted)")
+    return any(b" rw-s " in line and line.endswith(ends) for line in maps.splitlines())
 
 
 def _are_one(path: Path, other: Path) -> bool:

@@ -13,10 +13,11 @@ from ganger_daemon.checkpoints.storage import free_bytes
 from ganger_daemon.control.pages import ControlPages
 from ganger_daemon.core import gang as core
 from ganger_daemon.core.orders import OrderKey
+from ganger_daemon.files import read_json
 from ganger_daemon.host import Host
 
 from .desired import LocalPart
-from .directories import GangPaths, read_json
+from .directories import GangPaths
 
 _LIMIT = 1000
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Exit|Interrupt): ")

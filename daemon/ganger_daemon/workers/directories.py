@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
+import threading
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from ganger_daemon.files import remove_tree
 
 # sun_path holds 108 bytes with its end.
 MAX_SOCKET_PATH = 107
+# Begins the name of what is being removed.
+_GONE = ".gone-"
 _LONGEST_SOCKET = len("/00000000-0000-0000-0000-000000000000/18446744073709551615/job.sock")
 
 
@@ -79,13 +81,18 @@ class GangPaths:
         """What the launcher calls this rank."""
         return f"{self.job_uid}/{self.epoch}/rank-{rank}"
 
-    def remove(self) -> None:
+    def discard(self) -> None:
+        """Out of the way at once, and removed beside: a job may leave more here than goes in a moment."""
+        gone = []
         for path in (self.run, self.job):
-            shutil.rmtree(path, ignore_errors=True)
+            place = path.parent.parent / f"{_GONE}{uuid.uuid4()}"
             try:
+                path.rename(place)
+                gone.append(place)
                 path.parent.rmdir()
             except OSError:
-                pass  # other epochs of the job live there
+                pass  # it is not there, or other epochs of the job live there
+        _remove_beside(gone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +114,10 @@ class DaemonPaths:
                 raise DirectoryError(
                     f"cannot make {path}: {error.strerror}; choose another with --state-dir or --run-dir"
                 ) from error
+
+    def sweep(self) -> None:
+        """What a former daemon did not come to remove."""
+        _remove_beside([*self.jobs.glob(f"{_GONE}*"), *self.run.glob(f"{_GONE}*")])
 
     @property
     def jobs(self) -> Path:
@@ -140,38 +151,9 @@ class DaemonPaths:
         return tuple(found)
 
 
-def write_json(path: Path, fields: Any, durable: bool = False) -> None:
-    """Replaces the file whole; `durable` waits for the disk."""
-    new = path.with_name(path.name + ".new")
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(fd, "w") as file:
-        json.dump(fields, file)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(new, path)
-    if durable:
-        _sync(path.parent)
+def _remove_beside(paths: Sequence[Path]) -> None:
+    def remove() -> None:
+        for path in paths:
+            remove_tree(path)
 
-
-def sync_file(path: Path) -> None:
-    """Waits until a file that is there, and its name, are on the disk."""
-    _sync(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in the file; empty when it is missing or half written by a crash."""
-    try:
-        fields = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
+    threading.Thread(target=remove, name="remove", daemon=True).start()

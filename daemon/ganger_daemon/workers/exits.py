@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ganger_daemon.core.gang import Exit
+from ganger_daemon.files import read_json
 
-from .directories import read_json
 from .processes import ProcessId, is_alive
 
 
@@ -15,14 +17,26 @@ def exit_of(record: Path, process: ProcessId, page_exit_code: int | None, launch
 
     A missing record counts only when nobody is left to write one: the process is gone and so is its launcher.
     """
-    fields = read_json(record)
-    # a record of another pid belongs to a former try; after a reboot no pid is known, and any record is the one
-    if fields and (not process.pid or int(fields.get("pid") or 0) in (0, process.pid)):
+    recorded = _recorded(read_json(record), process, page_exit_code)
+    if recorded is not None:
+        return recorded
+    if is_alive(process) or launcher_lives:
+        return None
+    return Exit(known=False) if page_exit_code is None else Exit(page_exit_code)
+
+
+def _recorded(fields: Mapping[str, Any], process: ProcessId, page_exit_code: int | None) -> Exit | None:
+    """None without a record of this process; nonsense in its place is none."""
+    if not fields:
+        return None
+    try:
+        # a record of another pid belongs to a former try; after a reboot no pid is known, and any record is the one
+        if process.pid and int(fields.get("pid") or 0) not in (0, process.pid):
+            return None
         code, number = fields.get("code"), fields.get("signal")
         at = float(fields.get("time") or 0.0)
         if code is None and not number:
             return Exit(known=False, at=at) if page_exit_code is None else Exit(page_exit_code, at=at)
-        return Exit(int(code or 0), int(number or 0), at=at)
-    if is_alive(process) or launcher_lives:
+        return Exit(int(code or 0) & 0xFF, int(number or 0) & 0x7F, at=at)
+    except (TypeError, ValueError, OverflowError):
         return None
-    return Exit(known=False) if page_exit_code is None else Exit(page_exit_code)

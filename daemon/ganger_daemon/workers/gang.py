@@ -24,8 +24,9 @@ from ganger_daemon.control.pinning import Pinning
 from ganger_daemon.control.rates import Look
 from ganger_daemon.control.relaying import Heard, Hub
 from ganger_daemon.core import gang as core
-from ganger_daemon.core.orders import Intent, Outcome, OutcomeKind, Phase
+from ganger_daemon.core.orders import Intent, OrderKey, Outcome, OutcomeKind, Phase
 from ganger_daemon.failpoints import hit
+from ganger_daemon.files import make_directory, read_json, write_hint
 from ganger_daemon.host import Host
 
 from . import outcomes
@@ -34,7 +35,6 @@ from .belonging import Child, stranger_text
 from .complaints import Complaints, summary_of
 from .deaths import Deaths
 from .desired import local_part, to_json, wanted_of, with_spec_of
-from .directories import read_json, write_json
 from .incoming import Incoming
 from .launch import StateUnreadableError, has_no_agent
 from .launching import Launching
@@ -90,6 +90,7 @@ class LocalGang:
         self._launched_at = 0.0
         self._launch_failure: Outcome | None = None
         self._order_due = True
+        self._unwritten: OrderKey | None = None  # the last order that could not be, as was said
         self._mark = RunMark()
         self._settled: Outcome | None = None
         self._reaped = False
@@ -155,7 +156,9 @@ class LocalGang:
                 self.memory.begin(self.deaths.processes)
         self.desired, self.wanted = merged, wanted
         self._order_due = True
-        write_json(self.paths.wanted, to_json(merged)) if self.paths.job.exists() else None
+        if self._launched:
+            make_directory(self.paths.job)
+            write_hint(self.paths.wanted, to_json(merged))
         self._pressing.begin(self.wanted, time.monotonic(), self._pace.iteration_seconds)
         self.wake()
 
@@ -252,7 +255,7 @@ class LocalGang:
         if self._launched and not self._reaped and self.pages.readable:
             await self._begin_attending()
             if self._order_due:
-                await self._write_order()
+                await self._try_to_write_order()
             if self.deaths.awaited:
                 await self.deaths.settle(lambda rank: self.pages.progress(rank).exit_code)
             self._agreeing.relay(self.wanted, self.judgement.phase)
@@ -267,7 +270,7 @@ class LocalGang:
         self.judgement, self.judged_under = core.judge(facts, now), facts.wanted
         for todo in self.judgement.todo:
             await self._do(todo, facts, now)
-        if self._launched and not self._reaped:
+        if self._launched and not self._reaped and not (self._order_due and self._unwritten):
             await self._pressing.press(self.facts(), now)
         self._publish_observation()
 
@@ -358,6 +361,15 @@ class LocalGang:
         self._agreeing.begin(self.desired.members[0], self.wanted, self.hear)
         await self._incoming.follow(self.desired, self.wanted)
 
+    async def _try_to_write_order(self) -> None:
+        """A full disk keeps an order from the ranks, and nothing else from being done. Tried again at the next tick."""
+        try:
+            await self._write_order()
+        except OSError as error:
+            if self._unwritten != self.wanted.order:
+                self._unwritten = self.wanted.order
+                log.error("order not written", extra={"job": self.desired.job, "error": str(error)})
+
     async def _write_order(self) -> None:
         order = page_order(self.wanted)
         if order is None:
@@ -447,7 +459,7 @@ class LocalGang:
         """The master has the outcome: nothing of the gang stays but its logs."""
         self.forgotten = True
         self.pages.close()
-        await asyncio.to_thread(self.paths.remove)
+        await asyncio.to_thread(self.paths.discard)
         self.wake()
 
     # -- helpers --------------------------------------------------------------------------------------------------
@@ -494,7 +506,7 @@ class LocalGang:
             "mark": self._mark.journal(),
             **self.launching.journal(),
         }
-        write_json(self.paths.local, fields)
+        write_hint(self.paths.local, fields)
 
     def _mirror_logs(self, sealed: bool = False) -> None:
         self.host.logs.mirror_all(self.desired.job_uid, self.part.ranks, self.desired.epoch, sealed)

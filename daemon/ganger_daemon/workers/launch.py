@@ -22,9 +22,10 @@ from ganger.v1 import job_pb2
 
 from ganger_daemon.checkpoints.storage import token_found
 from ganger_daemon.checkpoints.verify import Unreadable, verify
+from ganger_daemon.files import write_json
 
 from .desired import LocalPart
-from .directories import GangPaths, write_json
+from .directories import GangPaths
 from .launchers import is_python
 
 # A rank's share of the arena is rounded up to whole huge pages.

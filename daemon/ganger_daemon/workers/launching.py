@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -17,16 +19,18 @@ from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.page import Word
 from ganger.injob.pages import page_path
 
+from ganger_daemon.cgroups.contract import Variant
 from ganger_daemon.control.orders import page_order, write_details
 from ganger_daemon.control.pages import ControlPages
 from ganger_daemon.core.orders import Wanted
+from ganger_daemon.files import make_directory, read_json, remove_tree, sync_file, write_json
 from ganger_daemon.host import Host
 from ganger_daemon.transfer.arrival import Leg
 from ganger_daemon.transfer.request import StreamRequest
 
-from .belonging import Child, Found, holds_files_of_rank, recognise, stranger_text
+from .belonging import Child, Found, holds_files_of_rank, recognise, stranger_text, strays
 from .desired import LocalPart, to_json
-from .directories import GangPaths, read_json, sync_file, write_json
+from .directories import GangPaths
 from .launch import (
     LaunchRefusedError,
     Rendezvous,
@@ -42,12 +46,16 @@ from .launch import (
 )
 from .launchers import children_of, interpreter_of
 from .others import Peers
-from .processes import NOBODY, ProcessId, is_alive
+from .processes import NOBODY, ProcessId, is_alive, send_signal, start_ticks
 
 if TYPE_CHECKING:
     from .gang import LocalGang
 
 log = logging.getLogger(__name__)
+
+# What was killed is gone within milliseconds, but for one that hangs in a driver.
+_STRAYS_SECONDS = 5.0
+_STRAYS_LOOK_SECONDS = 0.01
 
 
 class Launching:
@@ -116,7 +124,7 @@ class Launching:
         restore = await asyncio.to_thread(restore_plan, desired, storage, part)
         threads = self._threads(desired)
         # run directory, then the pages with the order in them, before anybody could read them
-        paths.run.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_directory(paths.run)
         pages.create(threads)
         pages.extend_lease(host.lease_until_ns or 0)
         order = page_order(wanted)
@@ -233,11 +241,13 @@ class Launching:
         """What the ranks leave: their group, cores, arenas. The run directory goes with the gang's outcome."""
         group = self._paths.group
         await asyncio.to_thread(self._host.cgroups.kill, group)
+        if self._host.cgroups.variant is Variant.NONE:
+            await asyncio.to_thread(self._kill_strays)
         if not await asyncio.to_thread(self._host.cgroups.destroy, group):
             log.warning("group not removed", extra={"group": group})
         self._host.release_cores(group)
         # the rendezvous store ends when its file is gone
-        self._paths.rendezvous.unlink(missing_ok=True)
+        remove_tree(self._paths.rendezvous)
         launcher = await asyncio.to_thread(self.running_launcher)
         if launcher is not None:
             for rank in self._part.ranks:
@@ -246,10 +256,23 @@ class Launching:
                 except LauncherError:
                     break
 
+    def _kill_strays(self) -> None:
+        """Blocks until they are gone, or will not go. Without groups a process may slip out of its rank's session, and
+        keep its devices."""
+        pages = [Path(page_path(str(self._paths.run), rank)) for rank in self._part.ranks]
+        deadline, said = time.monotonic() + _STRAYS_SECONDS, set()
+        while found := [ProcessId(pid, start_ticks(pid)) for pid in strays(pages, self._host.launchers.inject)]:
+            for process in sorted(found):
+                if send_signal(process, signal.SIGKILL) and process not in said:
+                    said.add(process)
+                    log.warning("stray process killed", extra={"group": self._paths.group, "pid": process.pid})
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_STRAYS_LOOK_SECONDS)
+
     def _write_gang(self, desired: agent_pb2.DesiredGang) -> None:
-        self._paths.job.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._paths.orders.mkdir(exist_ok=True)
-        if not self._paths.gang.exists():
+        make_directory(self._paths.orders)
+        if not read_json(self._paths.gang):
             write_json(self._paths.gang, to_json(desired))
 
     def _threads(self, desired: agent_pb2.DesiredGang) -> int:

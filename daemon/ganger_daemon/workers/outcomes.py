@@ -6,8 +6,9 @@ import logging
 from typing import NamedTuple
 
 from ganger_daemon.core.orders import Outcome, OutcomeKind
+from ganger_daemon.files import make_directory, read_json, write_json
 
-from .directories import GangPaths, read_json, write_json
+from .directories import GangPaths
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ def keep(paths: GangPaths, outcome: Outcome, step: int | None) -> None:
         "message": outcome.message,
         "step": step,
     }
-    paths.job.mkdir(parents=True, exist_ok=True)
+    make_directory(paths.job)
     write_json(paths.outcome, fields, durable=True)
 
 

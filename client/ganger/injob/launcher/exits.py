@@ -69,7 +69,11 @@ def record(path: str, end: Exit) -> None:
 def write_durably(path: str, data: bytes, mode: int = 0o600) -> None:
     """Replace a file by one with this content, synced, the directory too."""
     temporary = f"{path}.{os.getpid()}.tmp"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    for place in (temporary, path):
+        # what a job has put there may be no file at all
+        if os.path.lexists(place) and (os.path.islink(place) or not os.path.isfile(place)):
+            os.rename(place, f"{place}.{time.monotonic_ns()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, mode)
     try:
         view = memoryview(data)
         while view:

@@ -135,7 +135,7 @@ class Server:
             operation(self, caller, number, request)
         except LaunchError as error:
             self._reply(caller, number, error={"reason": error.reason, "message": str(error)})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self._reply(caller, number, error={"reason": "INVALID_REQUEST", "message": f"cannot be read: {error!r}"})
         except OSError as error:
             self._reply(caller, number, error={"reason": "SYSTEM", "message": str(error)})

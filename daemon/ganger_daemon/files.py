@@ -1,0 +1,128 @@
+"""Files in directories where jobs can write too. Whatever a job has put in the place of one, nobody waits for it,
+follows it elsewhere, or fails over it for ever."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any, BinaryIO
+
+log = logging.getLogger(__name__)
+
+# None of the files that are read whole is larger; a job may make one that is.
+_LARGEST_BYTES = 64 << 20
+
+
+def make_directory(path: Path) -> None:
+    """Private to this user; what a job has put in its place, or its parent's, goes."""
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except (FileExistsError, NotADirectoryError):
+        for part in (path.parent, path):
+            if not part.is_dir():
+                part.unlink(missing_ok=True)
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+
+def write_json(path: Path, fields: Any, durable: bool = False) -> None:
+    """Replaces the file whole, or what a job has put in its place; `durable` waits for the disk."""
+    new = path.with_name(path.name + ".new")
+    for place in (new, path):
+        _clear(place)
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    with os.fdopen(fd, "w") as file:
+        json.dump(fields, file)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    os.replace(new, path)
+    if durable:
+        _sync(path.parent)
+
+
+def write_hint(path: Path, fields: Any) -> None:
+    """What saves the next daemon a question, if the file can be written."""
+    try:
+        write_json(path, fields)
+    except OSError as error:
+        log.warning("note not written", extra={"path": str(path), "error": str(error)})
+
+
+def _clear(path: Path) -> None:
+    try:
+        kind = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(kind):
+        remove_tree(path)
+    elif not stat.S_ISREG(kind):
+        path.unlink(missing_ok=True)
+
+
+def remove_tree(path: Path) -> None:
+    """A directory with all in it, a file, or nothing; what cannot be removed stays."""
+    if _is_deep(path):
+        subprocess.run(["rm", "-rf", "--", str(path)], check=False, stderr=subprocess.DEVNULL)
+        return
+    shutil.rmtree(path, ignore_errors=True)
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        pass
+
+
+def _is_deep(path: Path) -> bool:
+    """Nothing of ours is. The library goes down with a descriptor and a frame for each level, until it has none."""
+    level = [path]
+    for _ in range(8):
+        below = []
+        for directory in level:
+            try:
+                with os.scandir(directory) as entries:
+                    below += [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+            except OSError:
+                continue
+        if not below:
+            return False
+        level = below
+    return True
+
+
+def sync_file(path: Path) -> None:
+    """Waits until a file that is there, and its name, are on the disk."""
+    _sync(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """For reading. Of what a job could have put there only a plain file is opened: no pipe that nobody writes into, no
+    link to somewhere else. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "is no plain file", str(path))
+    return os.fdopen(fd, "rb")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in the file; empty when it is missing, half written by a crash, or nonsense of a job."""
+    try:
+        with open_plain(path) as file:
+            fields = json.loads(file.read(_LARGEST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
