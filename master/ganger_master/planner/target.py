@@ -1,42 +1,33 @@
 """One pass of the planner: who should run where, and the changes of one plan that lead there.
 
 Jobs are ranked by the policy's order and chosen by counts; who runs and stays chosen keeps its place. The others are
-placed in order into what would be free if nobody else ran. What is there already free starts now; what somebody has to
-leave first waits for a later pass, and only those who are in the way are stopped. The pass remembers nothing.
+placed in order: into what is free, else into what would be free without those who were not chosen, who are stopped only
+where they are in the way. What somebody has to leave first waits for a later pass. The pass remembers nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from ganger.resources.values import Claim, GangShape
 
 from ganger_master.core.commands import Change
-from ganger_master.core.model import SuspendLevel
+from ganger_master.core.model import Gang, Job, SuspendLevel
 from ganger_master.planner.table import LiveTable
-from ganger_master.policies.facts import Capacity, Facts, Floats, Integers
+from ganger_master.policies.facts import Capacity, Floats, Integers
 from ganger_master.policies.order import Order, ranked
+from ganger_master.policies.place import Placement, Want
+from ganger_master.policies.room import Room
 from ganger_master.policies.selection import selected
 
-
-class Room(Protocol):
-    """What is free, as a what-if."""
-
-    def take(self, claims: tuple[Claim, ...]) -> None: ...
-
-    def give(self, claims: tuple[Claim, ...]) -> None: ...
-
-
-# Where a gang would go, or None where it finds no room.
-PlaceIn = Callable[[GangShape], tuple[Claim, ...] | None]
+Claims = tuple[Claim, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """`waits`: somebody chosen waits for what others are leaving, so the next pass follows when they have."""
+    """`waits`: somebody chosen has no place yet, so a later pass may find it one though nothing happens."""
 
     changes: tuple[Change, ...] = ()
     waits: bool = False
@@ -44,100 +35,137 @@ class Pass:
 
 def plan(
     order: Order,
+    placement: Placement,
     table: LiveTable,
     now: float,
     capacity: Capacity,
     room: Room,
-    place: PlaceIn,
+    may_stop: bool = True,
     remaining_s: Callable[[Integers], Floats] | None = None,
 ) -> Pass:
-    """The changes to propose now. `room` is as it is now and is left so; `remaining_s` gives an oracle's seconds by
-    number, for orders that ask for one."""
+    """The changes to propose now. `room` is as it is now and is left so. Without `may_stop` only those start who find
+    room as it is. `remaining_s` gives an oracle's seconds by number, for orders that ask for one."""
     rows, facts = table.facts(now)
     if not len(rows):
+        return Pass()
+    waiting = table.is_waiting(rows)
+    if not waiting.any():
         return Pass()
     if order.knows_durations:
         assert remaining_s is not None, f"{order.name} asks an oracle, and there is none"
         facts = facts.with_remaining(remaining_s(facts.number))
-    first = ranked(order, facts, now, capacity)
-    taken = selected(order, facts, first, capacity.gpus)
+    line = ranked(order, facts, now, capacity)
     is_chosen = np.zeros(len(rows), bool)
-    is_chosen[taken] = True
-    waiting = table.is_waiting(rows)
-    starting = [int(job) for job in taken if waiting[job]]
-    leaving = [int(job) for job in first if facts.is_running[job] and not is_chosen[job]]
-    if not starting and not leaving:
-        return Pass()
-    going = [int(job) for job in np.flatnonzero(table.is_going(rows))]
-    return _Fitting(table, rows, facts, room, place).changes(starting, leaving, going)
+    is_chosen[selected(order, facts, line, capacity.gpus)] = True
+    fitting = _Fitting(placement, room)
+    crowded = fitting.start(_jobs(table, rows, line[(is_chosen & waiting)[line]]))
+    if not crowded:
+        return Pass(fitting.changes)
+    if may_stop:
+        leaving = _gangs(table, rows, line[(facts.is_running & ~is_chosen)[line]])
+        going = _gangs(table, rows, np.flatnonzero(table.is_going(rows)))
+        unplaced = fitting.make_way(crowded, leaving, going)
+        if unplaced and not order.is_strict:
+            # What they cannot use serves those behind them.
+            fitting.start(_jobs(table, rows, line[(waiting & ~is_chosen)[line]]), beside_others=True)
+    fitting.undo()
+    return Pass(fitting.changes, waits=True)
+
+
+def _jobs(table: LiveTable, rows: Integers, positions: Integers) -> list[Job]:
+    return [job for row in rows[positions].tolist() if (job := table.jobs[row]) is not None]
+
+
+def _gangs(table: LiveTable, rows: Integers, positions: Integers) -> list[tuple[Job, Gang]]:
+    found = [(table.jobs[row], table.gangs[row]) for row in rows[positions].tolist()]
+    return [(job, gang) for job, gang in found if job is not None and gang is not None]
 
 
 class _Fitting:
-    """Places who was chosen into what would be free without those who were not."""
+    """Fits gangs into a room, and undoes it."""
 
-    def __init__(self, table: LiveTable, rows: Integers, facts: Facts, room: Room, place: PlaceIn) -> None:
-        self._table = table
-        self._rows = rows
-        self._facts = facts
+    def __init__(self, placement: Placement, room: Room) -> None:
+        self._placement = placement
         self._room = room
-        self._place = place
+        self._starts: list[Change] = []
+        self._stops: list[Change] = []
+        # Held in the room, or given back, though nothing happened yet; in this order.
+        self._done: list[tuple[bool, Claims]] = []
+        # Nodes where pieces are somebody's who leaves, or are kept for somebody.
+        self._busy: set[str] = set()
+        room.refresh()
 
-    def changes(self, starting: list[int], leaving: list[int], going: list[int]) -> Pass:
-        """`leaving`: who runs and was not chosen; `going`: who was told to go already."""
-        held = {job: self._claims(job) for job in (*leaving, *going)}
-        starts: list[Change] = []
-        later: list[tuple[Claim, ...]] = []
-        # First into what is free now: nobody is stopped for what is there anyhow.
-        crowded: list[int] = []
-        for job in starting:
-            claims = self._find(job)
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        if self._done:
+            self.undo()
+        return (*self._stops, *self._starts)
+
+    def start(self, jobs: Iterable[Job], beside_others: bool = False) -> list[Job]:
+        """Starts who finds room; the others. `beside_others`: not on nodes where others leave or will come."""
+        want = Want(avoid=frozenset(self._busy)) if beside_others else _ANYTHING
+        crowded = []
+        vain: set[GangShape] = set()
+        for job in jobs:
+            shape = job.shape
+            claims = None if shape in vain else self._placement.place(self._room, shape, want)
             if claims is None:
+                vain.add(shape)
                 crowded.append(job)
             else:
-                self._room.take(claims)
-                starts.append(self._start(job, claims))
-        for claims in held.values():
-            self._room.give(claims)
+                self._take(claims)
+                self._starts.append(Change(job.number, job.revision, "START", claims))
+        return crowded
+
+    def make_way(
+        self, crowded: Iterable[Job], leaving: Iterable[tuple[Job, Gang]], going: Iterable[tuple[Job, Gang]]
+    ) -> list[Job]:
+        """Stops who is `leaving` and in the way of the crowded, in order; who of these finds no place even so. Who is
+        `going` has been told already."""
+        held = [(job, _held(gang)) for job, gang in leaving]
+        gone = [_held(gang) for _, gang in going]
+        for claims in (*(claims for _, claims in held), *gone):
+            self._give(claims)
+        unplaced = []
+        vain: set[GangShape] = set()
+        wanted: dict[str, int] = {}
         for job in crowded:
-            claims = self._find(job)
-            if claims is not None:
+            shape = job.shape
+            claims = None if shape in vain else self._placement.place(self._room, shape)
+            if claims is None:
+                vain.add(shape)
+                unplaced.append(job)
+                continue
+            self._take(claims)
+            for claim in claims:
+                wanted[claim.node] = wanted.get(claim.node, 0) | claim.device_mask
+        for job, claims in held:
+            if any([wanted.get(claim.node, 0) & claim.device_mask for claim in claims]):
+                self._stops.append(Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT))
+        self._busy.update(wanted)
+        self._busy.update(claim.node for claims in (*(claims for _, claims in held), *gone) for claim in claims)
+        return unplaced
+
+    def undo(self) -> None:
+        """The room is as it was."""
+        while self._done:
+            taken, claims = self._done.pop()
+            if taken:
+                self._room.give(claims)
+            else:
                 self._room.take(claims)
-                later.append(claims)
-        taken = _masks(later)
-        stopped = [job for job in leaving if any(taken.get(c.node, 0) & c.device_mask for c in held[job])]
-        # Back to how it was.
-        for claims in later:
-            self._room.give(claims)
-        for change in starts:
-            self._room.give(change.claims)
-        for claims in held.values():
-            self._room.take(claims)
-        return Pass((*map(self._stop, stopped), *starts), bool(later))
 
-    def _find(self, job: int) -> tuple[Claim, ...] | None:
-        found = self._table.jobs[self._rows[job]]
-        assert found is not None
-        return self._place(found.shape)
+    def _take(self, claims: Claims) -> None:
+        self._room.take(claims)
+        self._done.append((True, claims))
 
-    def _claims(self, job: int) -> tuple[Claim, ...]:
-        gang = self._table.gangs[self._rows[job]]
-        assert gang is not None
-        return tuple([piece.held for piece in gang.pieces if piece.held is not None])
-
-    def _start(self, job: int, claims: tuple[Claim, ...]) -> Change:
-        found = self._table.jobs[self._rows[job]]
-        assert found is not None
-        return Change(found.number, found.revision, "START", claims)
-
-    def _stop(self, job: int) -> Change:
-        found = self._table.jobs[self._rows[job]]
-        assert found is not None
-        return Change(found.number, found.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT)
+    def _give(self, claims: Claims) -> None:
+        self._room.give(claims)
+        self._done.append((False, claims))
 
 
-def _masks(claims: list[tuple[Claim, ...]]) -> dict[str, int]:
-    masks: dict[str, int] = {}
-    for gang in claims:
-        for claim in gang:
-            masks[claim.node] = masks.get(claim.node, 0) | claim.device_mask
-    return masks
+_ANYTHING = Want()
+
+
+def _held(gang: Gang) -> Claims:
+    return tuple([piece.held for piece in gang.pieces if piece.held is not None])

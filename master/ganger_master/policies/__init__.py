@@ -1,4 +1,4 @@
-"""Policies by name: who goes first, who places them, and what nobody may do meanwhile.
+"""Policies by name: who goes first, where gangs go, and who places them. Names compose: "srtf", "tiresias+best-fit".
 
 See docs/design/003-policies.md for the parts a policy is made of.
 """
@@ -11,11 +11,10 @@ from enum import Enum
 
 from ganger_master.core.model import Job
 from ganger_master.policies.order import Order
-from ganger_master.policies.order.fifo import FIFO, FIFO_BACKFILL
-from ganger_master.policies.order.las import LAS
-from ganger_master.policies.order.las2d import LAS2D
-from ganger_master.policies.order.srsf import SRSF
-from ganger_master.policies.order.srtf import SRTF
+from ganger_master.policies.order.registry import ORDERS, order_named
+from ganger_master.policies.place import PLACEMENTS, Placement, placement_named
+
+_DEFAULT_PLACEMENT = "gandiva"
 
 
 class Places(Enum):
@@ -29,6 +28,7 @@ class Places(Enum):
 class Policy:
     name: str
     order: Order
+    placement: Placement
     places: Places
 
     @property
@@ -46,18 +46,24 @@ def _by_submission(job: Job) -> tuple[int, ...]:
     return (-job.spec.priority, job.number)
 
 
-POLICIES = {
-    "fifo": Policy("fifo", FIFO, Places.JOBS),
-    "fifo-backfill": Policy("fifo-backfill", FIFO_BACKFILL, Places.JOBS),
-    **{order.name: Policy(order.name, order, Places.PLANNER) for order in (SRTF, SRSF, LAS, LAS2D)},
-}
-# Names of before.
-_ALIASES = {"backfill": "fifo-backfill"}
+# Other names of orders: those of before, and what the papers call them.
+_ALIASES = {"backfill": "fifo-backfill", "las2d": "tiresias", "las2d-gittins": "tiresias-gittins"}
+NAMES = tuple(sorted({*ORDERS, *_ALIASES}))
 
 
 def policy_named(name: str) -> Policy:
-    """KeyError, naming the known ones, for an unknown name."""
-    try:
-        return POLICIES[_ALIASES.get(name, name)]
-    except KeyError:
-        raise KeyError(f"there is no policy {name!r}; there are {', '.join(sorted(POLICIES))}") from None
+    """An order's name, or an order's and a placement's with a plus between. KeyError, naming the known ones, for
+    others."""
+    order_name, *parts = name.split("+")
+    if order_name not in NAMES:
+        raise KeyError(f"there is no policy {order_name!r}; there are {', '.join(NAMES)}")
+    order = order_named(_ALIASES.get(order_name, order_name))
+    unknown = [part for part in parts if part not in PLACEMENTS]
+    if unknown:
+        raise KeyError(f"there is no placement {unknown[0]!r}; there are {', '.join(PLACEMENTS)}")
+    if len(parts) > 1:
+        raise KeyError(f"policy {name!r} names more than one placement")
+    placement = placement_named(parts[0] if parts else _DEFAULT_PLACEMENT)
+    # Who stops nobody has nothing to weigh against each other: each job looks for its own place.
+    places = Places.PLANNER if order.preempts or parts else Places.JOBS
+    return Policy(name, order, placement, places)

@@ -30,10 +30,10 @@ FREE = SwitchCosts(0.0, 0.0, 0.0)
 class Options:
     """`ideal`: any free GPUs serve, nothing costs time, and plans are made at every event. `round_s`: plans only at
     multiples of so many seconds, at which gangs that ended meanwhile also give their devices back. `plan_every_s`: not
-    ideal, the least time between two plans."""
+    ideal, the least time between two plans that stop somebody."""
 
     ideal: bool = False
     round_s: float | None = None
     costs: SwitchCosts = SwitchCosts()
     seed: int = 0
-    plan_every_s: float = 60.0
+    plan_every_s: float = 300.0

@@ -19,10 +19,12 @@ from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import plan
 from ganger_master.policies import Places, policy_named
 from ganger_master.policies.facts import Capacity, Floats, Integers
+from ganger_master.policies.order.las2d import LAS2D
+from ganger_master.policies.place.anywhere import ANYWHERE
+from ganger_master.policies.room import Room
 from ganger_master.sim.replay.clock import Clock
 from ganger_master.sim.replay.nodes import Nodes
 from ganger_master.sim.replay.options import FREE, Options
-from ganger_master.sim.replay.rooms import AnyFree, OnView
 from ganger_master.sim.replay.specs import devices_only, specs_of
 from ganger_master.sim.replay.turns import Turns
 from ganger_master.sim.replay.work import Work
@@ -35,6 +37,8 @@ from ganger_master.sim.traces.workload import Workload
 # A trace's clock begins at zero, and a time of zero means "never" in the core.
 EPOCH_S = 1_000_000.0
 _NEVER_S = 1e12
+# In ideal runs service is counted as it is, not in queues.
+_CONTINUOUS = {"tiresias": LAS2D}
 # Plans of one instant: one stops, the next starts what that made room for.
 _PLANS_AT_ONCE = 64
 
@@ -83,8 +87,9 @@ class _Replay:
         self.policy = policy_named(policy)
         if options.ideal:
             # Where any free devices serve there is nothing for a job's own scheduler to weigh.
-            self.policy = replace(self.policy, places=Places.PLANNER)
-        self.order = self.policy.order
+            order = _CONTINUOUS.get(self.policy.order.name, self.policy.order)
+            self.policy = replace(self.policy, order=order, placement=ANYWHERE, places=Places.PLANNER)
+        self.order, self.placement = self.policy.order, self.policy.placement
         if options.round_s is not None:
             # A round begins with an empty cluster.
             self.order = replace(self.order, preempts=True)
@@ -119,6 +124,8 @@ class _Replay:
         self.events = 0
         self.ended = 0
         self._happened = False
+        # Somebody found no place in the last plan.
+        self._is_waited_for = False
         # Jobs came, started, stopped or ended since the last plan.
         self._is_news = False
         self._wake: float | None = None
@@ -130,7 +137,7 @@ class _Replay:
         self._began = np.full(count, np.nan)
         self._preemptions = np.zeros(count, np.int64)
         self.series = {"used_gpus": Recorder(0.0), "waiting_jobs": Recorder(0.0)}
-        self.room = AnyFree(self.state.view) if options.ideal else OnView(self.state.view)
+        self.room = Room(self.state.view)
         self.capacity = Capacity(
             servers.gpus,
             servers.millicores / 1000,
@@ -263,14 +270,14 @@ class _Replay:
             return False
         self._is_news = False
         now = self.clock.now
-        found = plan(self.order, self.table, now, self.capacity, self.room, self.room.place, self._oracle)
-        changes = found.changes
-        if not may_stop:
-            # Who finds room need not wait for a plan that stops others.
-            changes = tuple([change for change in changes if change.kind != "SUSPEND"])
-        if not changes:
+        # Who finds room need not wait for a plan that stops others.
+        found = plan(
+            self.order, self.placement, self.table, now, self.capacity, self.room, may_stop, self._oracle
+        )
+        self._is_waited_for = found.waits
+        if not found.changes:
             return False
-        answer = self.send(commands.ProposePlan(changes))
+        answer = self.send(commands.ProposePlan(found.changes))
         assert isinstance(answer, PlanAnswer)
         return any(verdict.approved for verdict in answer.verdicts)
 
@@ -285,7 +292,8 @@ class _Replay:
         if self.options.ideal:
             return self._is_news
         if now != self._last_plan and now < self._last_plan + self.options.plan_every_s:
-            self._come_back(self._last_plan + self.options.plan_every_s)
+            if self._is_waited_for:
+                self._come_back(self._last_plan + self.options.plan_every_s)
             return False
         self._last_plan = now
         return True
