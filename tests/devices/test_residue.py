@@ -97,16 +97,16 @@ def test_nothing_is_measured_before_the_memory_is_seen_free(fake: FakeNvml, nvml
 @pytest.mark.parametrize(
     ("said", "residue"),
     [
-        (((100, 100), (80, 80)), (0, 0, 0, 0)),
-        (((100, 40), (80, 40)), (0, 60, 20, 20)),
-        # Freed more than was there when it was last measured.
-        (((0, 100), (40, 80)), (0, 0, 0, 0)),
+        (((100 * MIB, 100 * MIB), (80 * MIB, 80 * MIB)), (0, 0, 0, 0)),
+        (((100 * MIB, 40 * MIB), (80 * MIB, 40 * MIB)), (0, 60 * MIB, 20 * MIB, 20 * MIB)),
+        # A little less or more was there when it was last measured.
+        (((100, 40), (80 * MIB, 82 * MIB)), (0, 0, 0, 0)),
         # What a page says is anybody's word.
-        ((((1 << 64) - 1, 0), (0, 0)), (0, MIB, 0, 0)),
+        ((((1 << 64) - 1, 0), (0, 0)), (0, 200 * MIB, 0, 0)),
     ],
 )
 def test_of_virtual_devices_the_pages_say_what_lives_on(
     said: tuple[tuple[int, int], ...], residue: tuple[int, ...]
 ) -> None:
-    devices = VirtualDevices(VirtualSpec(4, "2x2", 8, 2**34, gpu_memory_bytes=MIB))
+    devices = VirtualDevices(VirtualSpec(4, "2x2", 8, 2**34, gpu_memory_bytes=200 * MIB))
     assert settled(devices, pages(*said)).residue == residue

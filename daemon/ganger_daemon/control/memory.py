@@ -21,6 +21,7 @@ from .pages import ControlPages
 log = logging.getLogger(__name__)
 
 _SAMPLE_SECONDS = 0.02
+_MEBIBYTE = 1 << 20
 # Drivers free a little later than they say; after this it is worth telling somebody.
 _TROUBLE_SECONDS = 5.0
 
@@ -122,7 +123,8 @@ class MemoryWatch:
         self.residue = tuple(kept) if UNREADABLE not in kept else ()
 
     def _residue_by_pages(self, pages: ControlPages) -> tuple[int, ...]:
-        """Of tensors that live on; no more than the devices are said to have, for pages say what they like."""
+        """Of tensors that live on, in whole MiB, for a page has figures of two moments; no more than the devices are
+        said to have, for pages say what they like."""
         configuration_set = self._host.inventory.configuration_set
         kept = [0] * configuration_set.devices
         for rank, mask in zip(self._part.ranks, self._part.device_masks, strict=True):
@@ -130,7 +132,7 @@ class MemoryWatch:
             left = max(0, progress.device_bytes - progress.offloaded_bytes)
             for index in bits(mask):
                 kept[index] = min(kept[index] + left // mask.bit_count(), configuration_set.device_memory_bytes)
-        return tuple(kept)
+        return tuple([size // _MEBIBYTE * _MEBIBYTE for size in kept])
 
     @property
     def _is_virtual(self) -> bool:
