@@ -93,3 +93,24 @@ def test_no_checkpoint_is_made_known_that_nobody_wrote() -> None:
 def test_a_node_is_not_given_up_before_its_time() -> None:
     with pytest.raises(RuleBrokenError, match="59 s of silence"):
         trained(to=1).given_up("n1", silent=59.0, allowed=60.0, attempts=[("uid-1", 1)])
+
+
+def test_a_device_is_used_only_while_what_its_user_needs_is_left_beside_what_others_keep() -> None:
+    oracle, device = Oracle(), [("n1", 0)]
+    oracle.memory["n1"] = 100
+    for uid, needed in (("whole", 100), ("most", 90), ("unknown", 0)):
+        oracle.submitted(uid, 60, needed)
+    oracle.occupied("most", 1, device)
+    oracle.offloaded("most", 1, device, 10)
+    oracle.occupied("unknown", 2, device)
+    oracle.left("unknown", 2, device)
+    with pytest.raises(RuleBrokenError, match="needs 100 of the 100 bytes"):
+        oracle.occupied("whole", 3, device)
+    oracle.left("whole", 3, device)
+    # What it keeps itself is its own when it goes on, and gone when it has ended.
+    oracle.occupied("most", 1, device)
+    oracle.offloaded("most", 1, device, 10)
+    oracle.left("most", 1, device)
+    oracle.occupied("whole", 4, device)
+    with pytest.raises(RuleBrokenError, match="others keep 5"):
+        oracle.offloaded("most", 5, device, 5)
