@@ -188,11 +188,12 @@ _RETURN_SECONDS = 10.0
 
 def next_time(state: State, now: float) -> float | None:
     """When a lease runs out, or a job that found no place is to be asked again."""
-    times = [turn.expires + _JUST_AFTER for turn in state.turns.values()]
+    times = [time for turn in state.turns.values() if (time := turn.expires + _JUST_AFTER) > now]
     if state.passed:
-        times.extend([_asked_again(state, number) for _, number in _window(state) if number in state.passed])
-    # One that may be asked already waits for a turn to become free, not for time to pass.
-    return min([time for time in times if time > now], default=None)
+        again = [_asked_again(state, number) for _, number in _window(state) if number in state.passed]
+        # One that may be asked already waits for a turn to become free, not for time to pass.
+        times.extend([time for time in again if time > now])
+    return min(times, default=None)
 
 
 # An instant at which a lease still holds is not yet past it.
