@@ -137,6 +137,18 @@ def test_single_node_is_the_first_of_the_best_when_all_are_looked_at(name: str, 
         assert found is None or len(found) > 1
 
 
+@pytest.mark.parametrize("name", sorted({*RULES} - {"first-fit"}))
+def test_of_equally_good_nodes_the_first_is_taken_whenever_it_became_so(name: str) -> None:
+    """They differ in what the rule does not weigh, so they are entries of their own, the first node's the youngest."""
+    view = cluster(3)
+    room = Room(view)
+    view.put(replace(view.row("s0"), affinity=2, version=view.version + 1))
+    view.put(replace(view.row("s1"), affinity=4, version=view.version + 2))
+    room.refresh()
+    (claim,) = PLACEMENTS[name].place(room, gang(1)) or ()
+    assert claim.node == "s0"
+
+
 @settings(max_examples=100)
 @given(views(), shapes)
 def test_anywhere_takes_the_first_free_devices(view: View, shape: GangShape) -> None:
