@@ -72,6 +72,16 @@ def test_a_trace_may_come_through_a_pipe(monkeypatch: pytest.MonkeyPatch) -> Non
     assert material("-", SERVERS, Part()).trace == "standard input"
 
 
+def test_how_much_was_read_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("job_id,submit_time_s,gpus,duration_s\n" + "".join(f"{job},0,1,1\n" for job in range(100_000)))
+    told: list[tuple[int, int]] = []
+    material(str(path), SERVERS, Part(), progress=lambda read, there: told.append((read, there)))
+    size = path.stat().st_size
+    assert told[-1] == (size, size)
+    assert 3 <= len(told) == len(set(told))
+
+
 def test_a_seed_decides_what_is_drawn_and_nothing_else() -> None:
     source = material("example", SERVERS, Part(drawn=50))
     assert (source.jobs_of_a_run, source.apart) == (50, 428)

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from ganger.cli.main import run
-from ganger_master.policies import POLICIES
+from ganger_master.policies import policy_named
 from ganger_master.sim.replay.options import SwitchCosts
 from kit.waiting import eventually
 
@@ -72,10 +72,10 @@ def test_simulate_gives_what_a_person_works_out(
 def test_simulate_prints_a_table_for_people_and_notes_beside_it(said: Said, trace: Path) -> None:
     code, out, err = said("simulate", trace, *ONE_NODE, "-p", "fifo")
     assert code == 0
-    for word in ("average JCT", "makespan", "offered load", "first start", "1 nodes, 2 GPUs, 6 cores", "start 5s"):
+    for word in ("average JCT", "makespan", "offered load", "first start", "1 node, 2 GPUs, 6 cores", "start 5s"):
         assert word in out
     assert "trace.csv: columns that were not read: colour" in err
-    assert "3 jobs name no model and get one at random" in err
+    assert "models are drawn for 3 jobs of unknown model" in err
 
 
 def test_switching_costs_time_where_it_is_not_ideal(said: Said, trace: Path) -> None:
@@ -98,11 +98,16 @@ def test_help_names_every_cost(said: Said) -> None:
         assert field.name.removesuffix("_s") in text[text.index("--cost") : text.index("--seed")]
 
 
-def test_policies_are_listed_with_their_oracles(said: Said) -> None:
+def test_what_is_listed_are_policies_and_what_may_follow_them(said: Said) -> None:
     code, out, _ = said("simulate", "--list-policies")
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()] == sorted(POLICIES)
-    assert {line.split()[0] for line in out.splitlines() if "oracle" in line} >= {"srtf", "srsf"}
+    names = [line.split()[0] for line in out.splitlines()]
+    assert {"fifo", "fifo-backfill", "srtf", "srsf", "las", "las2d"} <= set(names)
+    for name in names:
+        policy_named(f"fifo{name}" if name.startswith("+") else name)
+    oracles = {line.split()[0] for line in out.splitlines() if "oracle" in line}
+    assert {"srtf", "srsf"} <= oracles
+    assert not {"fifo", "las", "las2d"} & oracles
 
 
 def test_every_row_is_a_job_or_is_accounted_for(said: Said, tmp_path: Path) -> None:
@@ -120,7 +125,7 @@ def test_every_row_is_a_job_or_is_accounted_for(said: Said, tmp_path: Path) -> N
     assert reasons["asks for no GPU"] == [4]
     assert reasons["duration_s is not a finite number"] == [5]
     assert [found["first_lines"] for found in trace["changed"]] == [[7]]
-    assert "t.csv: 8 rows: 1 jobs, 5 left out, 2 not asked for" in err
+    assert "t.csv: 8 rows: 1 job, 5 left out, 2 not asked for" in err
     assert "t.csv: left out: line 3: needs more GPUs" in err
 
 
@@ -172,7 +177,7 @@ def test_a_bad_trace_is_refused_with_its_lines(said: Said, tmp_path: Path, text:
         (["example", *ONE_NODE, "--round", "0"], "no time above zero"),
         (["example", *ONE_NODE, "--cost", "stop=3"], "no cost is named 'stop'; there are"),
         (["example", *ONE_NODE, "--cost", "start=-3"], "not a duration"),
-        (["example", *ONE_NODE, "-p", "best"], "there is no policy 'best'; there are fifo"),
+        (["example", *ONE_NODE, "-p", "best"], "there is no policy 'best'; there are"),
         (["example", *ONE_NODE, "--csv", "/etc/hostname"], "/etc/hostname: not a directory"),
         (["example", *ONE_NODE, "--csv", "/proc/nothing"], "/proc/nothing: no such file"),
     ],

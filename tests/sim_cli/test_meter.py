@@ -33,7 +33,7 @@ def test_a_pipe_gets_a_line_a_tenth_and_only_if_asked_for(capsys: pytest.Capture
     go_through(Meter("las2d", None, clock=count().__next__))
     assert capsys.readouterr().err == ""
     go_through(Meter("las2d", True, clock=count().__next__))
-    assert capsys.readouterr().err.splitlines() == [f"las2d: {n * 100:,} of 1,000 jobs ended" for n in range(1, 11)]
+    assert capsys.readouterr().err.splitlines() == [f"las2d: {n * 100:,} of 1,000 jobs" for n in range(1, 11)]
 
 
 def test_a_terminal_gets_nothing_if_not_wanted() -> None:

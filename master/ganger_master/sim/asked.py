@@ -6,6 +6,7 @@ Files are read here; what a load and a seed make of the jobs is decided by pure 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -74,9 +75,12 @@ class Load:
         return "as recorded" if self.offered is None else f"{self.offered:g}"
 
 
-def material(trace: str, servers: Servers, part: Part, seed: int = 0) -> Material:
-    """Reads the trace (a path, "-" for standard input, or "example"). TraceError, also where no job is left."""
-    reading = _read(trace, part.wanted)
+def material(
+    trace: str, servers: Servers, part: Part, seed: int = 0, progress: Callable[[int, int], None] | None = None
+) -> Material:
+    """Reads the trace (a path, "-" for standard input, or "example"); `progress` gets the bytes read and the bytes
+    there are. TraceError, also where no job is left."""
+    reading = _read(trace, part.wanted, progress)
     name = "standard input" if trace == STANDARD_INPUT else Path(trace).name
     fitting, too_large = that_fit(reading.workload, servers)
     jobs, untimed = with_run_times(fitting, seed if part.draws_durations else None)
@@ -139,11 +143,11 @@ def _step_of(model: str, batch_size: float, gpus: int) -> float:
     return 1.0 / pace if pace > 0 else np.nan
 
 
-def _read(trace: str, wanted: Wanted) -> Reading:
+def _read(trace: str, wanted: Wanted, progress: Callable[[int, int], None] | None) -> Reading:
     if trace == STANDARD_INPUT:
         return read_stream(sys.stdin.buffer, "standard input", wanted)
     path = Path(trace)
     if trace == EXAMPLE and not path.exists():
         with resources.as_file(resources.files("ganger_master.sim.traces") / "example.csv") as packaged:
-            return read_trace(packaged, wanted)
-    return read_trace(path, wanted)
+            return read_trace(packaged, wanted, progress)
+    return read_trace(path, wanted, progress)

@@ -34,10 +34,15 @@ _Value = TypeVar("_Value")
 def _list_policies(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:
     if is_wanted:
         _import_numpy()
-        from ganger_master.policies import POLICIES
+        from ganger_master.policies import NAMES, policy_named
+        from ganger_master.policies.place import PLACEMENTS
 
-        for name, policy in sorted(POLICIES.items()):
-            click.echo(f"{name}  (an oracle: it knows run times)" if policy.order.knows_durations else name)
+        for name in NAMES:
+            is_oracle = policy_named(name).order.knows_durations
+            click.echo(f"{name}  (an oracle: it knows run times)" if is_oracle else name)
+        # What may follow any of them.
+        for name in PLACEMENTS:
+            click.echo(f"+{name}")
         context.exit()
 
 
@@ -202,14 +207,15 @@ class _Experiment:
     def material(self) -> Material:
         """Reads the trace, and says on stderr what became of its rows."""
         from ganger_master.sim.asked import Part, material
+        from ganger_master.sim.meter import Meter
         from ganger_master.sim.said import notes
         from ganger_master.sim.traces.reader import Wanted
 
         flags = self.flags
         wanted = Wanted(flags["window"], _named(flags["where"], "--where"), flags["skip_mistakes"])
         part = Part(wanted, flags["jobs"], flags["draw"], flags["draw_durations"])
-        with _explained():
-            source = material(self._trace, self._servers, part, flags["seed"])
+        with _explained(), Meter(f"reading {self._trace}", flags["progress"], "MB", 1e-6) as meter:
+            source = material(self._trace, self._servers, part, flags["seed"], meter)
         for line in notes(source, self.flags["ideal"]):
             print(line, file=sys.stderr)
         return source

@@ -17,10 +17,19 @@ _TENTHS = 10
 
 class Meter:
     """Call it with what is done and what there is in all, as often as you like. `is_shown` False: it says nothing;
-    None: only to a terminal."""
+    None: only to a terminal. What it gets is shown in `unit`s, of which one is 1 / `scale`."""
 
-    def __init__(self, what: str, is_shown: bool | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        what: str,
+        is_shown: bool | None,
+        unit: str = "jobs",
+        scale: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._what = what
+        self._unit = unit
+        self._scale = scale
         self._clock = clock
         self._is_terminal = sys.stderr.isatty()
         self._is_shown = self._is_terminal if is_shown is None else is_shown
@@ -43,11 +52,12 @@ class Meter:
         if not self._is_shown or (now := self._clock()) < self._next:
             return
         self._next = now + _SECONDS_BETWEEN_LOOKS
+        done, total = round(done * self._scale), round(total * self._scale)
         if self._is_terminal:
             self._draw(done, total)
         elif (tenths := _TENTHS * done // max(total, 1)) > self._tenths:
             self._tenths = tenths
-            print(f"{self._what}: {done:,} of {total:,} jobs ended", file=sys.stderr, flush=True)
+            print(f"{self._what}: {done:,} of {total:,} {self._unit}", file=sys.stderr, flush=True)
 
     def _draw(self, done: int, total: int) -> None:
         if self._bar is None or self._task is None:
@@ -58,7 +68,7 @@ class Meter:
                 TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TextColumn("jobs"),
+                TextColumn(self._unit),
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
                 # What a run printed is its results, not how it got there.

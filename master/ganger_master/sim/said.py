@@ -10,7 +10,7 @@ from ganger_master.sim.asked import Load, Material
 from ganger_master.sim.replay.options import Options
 from ganger_master.sim.report import documents, side_by_side
 from ganger_master.sim.report.figures import Figures
-from ganger_master.sim.traces.findings import Finding, Kind, counted, rows_of
+from ganger_master.sim.traces.findings import Finding, Kind, rows_of
 from ganger_master.sim.traces.servers import Servers
 
 
@@ -19,10 +19,9 @@ def notes(source: Material, is_ideal: bool) -> list[str]:
     lines = []
     left_out = rows_of(source.findings, Kind.SKIPPED)
     if left_out or source.apart:
+        kept = _several(source.rows - left_out - source.apart, "job")
         chosen = f", {source.apart:,} not asked for" if source.apart else ""
-        lines.append(
-            f"{counted(source.rows)}: {source.rows - left_out - source.apart:,} jobs, {left_out:,} left out{chosen}"
-        )
+        lines.append(f"{_several(source.rows, 'row')}: {kept}, {left_out:,} left out{chosen}")
     words = {Kind.SKIPPED: "left out", Kind.CHANGED: "changed", Kind.MISTAKE: "mistake"}
     lines += [f"{words[finding.kind]}: {finding}" for finding in source.findings]
     if source.ignored_columns:
@@ -30,14 +29,19 @@ def notes(source: Material, is_ideal: bool) -> list[str]:
     unnamed = sum(not model for model in source.jobs.model.texts())
     # To an ideal cluster all models are the same.
     if unnamed and not is_ideal:
-        lines.append(f"changed: {unnamed:,} jobs name no model and get one at random")
+        lines.append(f"changed: models are drawn for {_several(unnamed, 'job')} of unknown model")
     return [f"{source.trace}: {line}" for line in lines]
 
 
 def cluster_in_words(servers: Servers) -> str:
     kinds = sorted({group.configuration_set.device_type for group in servers.groups if group.configuration_set.devices})
     types = "" if kinds == ["gpu"] else f" ({', '.join(kinds)})"
-    return f"{servers.nodes:,} nodes, {servers.gpus:,} GPUs{types}, {servers.millicores / 1000:,.0f} cores"
+    parts = (
+        _several(servers.nodes, "node"),
+        _several(servers.gpus, "GPU") + types,
+        _several(servers.millicores // 1000, "core"),
+    )
+    return ", ".join(parts)
 
 
 def options_in_words(options: Options) -> str:
@@ -101,3 +105,7 @@ def load_asked(load: Load) -> float | list[dict[str, float]] | None:
 
 def _finding(finding: Finding) -> dict[str, Any]:
     return {"what": finding.what, "rows": finding.rows, "first_lines": list(finding.lines)}
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

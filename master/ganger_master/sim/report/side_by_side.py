@@ -58,7 +58,7 @@ _ROWS = (
     _Row("jobs worse off than alone", "share_rho_above_1", _share),
     _Row("deadlines met", "deadline_hits", _count),
     _Row("deadlines", "deadlines", _count),
-    _Row("suspensions", "preemptions", _count),
+    _Row("preemptions", "preemptions", _count),
     _Row("moves", "migrations", _count),
     _Row("overhead", "overhead_share", _share),
     _Row("simulated in", "wall_s", format_duration),

@@ -8,8 +8,10 @@ simulation can run (no GPU, no run time) are left out. Nothing is dropped in sil
 from __future__ import annotations
 
 import csv
+import io
+import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
@@ -35,6 +37,7 @@ from ganger_master.sim.traces.workload import Floats, Integers, Labels, Workload
 
 # Rows turned into columns at once: enough for NumPy, little to hold.
 _BLOCK_ROWS = 16_384
+_BUFFER_BYTES = 1 << 18
 _LONGEST_ID = 256
 # A file with more than these is no trace: nobody reads on.
 _MOST_MISTAKES = 10_000
@@ -69,15 +72,33 @@ class Reading:
     ignored_columns: tuple[str, ...]
 
 
-def read_trace(path: Path, wanted: Wanted | None = None) -> Reading:
-    """Reads a file. TraceError names the file, the lines and everything that is wrong with them; it is raised too for
-    a file that cannot be opened."""
+def read_trace(path: Path, wanted: Wanted | None = None, progress: Callable[[int, int], None] | None = None) -> Reading:
+    """Reads a file; `progress` gets the bytes read and the bytes there are. TraceError names the file, the lines and
+    everything that is wrong with them; it is raised too for a file that cannot be opened."""
     try:
-        with path.open("rb") as stream:
+        with io.BufferedReader(_Watched(path, progress), _BUFFER_BYTES) as stream:
             return read_stream(stream, path.name, wanted)
     except OSError as error:
         what = f"cannot be read: {error.strerror or error}"
         raise TraceError(str(path), [Finding(Kind.MISTAKE, what, 0)]) from error
+
+
+class _Watched(io.FileIO):
+    """A file that says how much of it was read, where it has a size to compare with."""
+
+    def __init__(self, path: Path, progress: Callable[[int, int], None] | None) -> None:
+        super().__init__(path)
+        size = os.fstat(self.fileno()).st_size
+        self._progress = progress if size else None
+        self._size = size
+        self._read = 0
+
+    def readinto(self, buffer: Any) -> int | None:
+        count = super().readinto(buffer)
+        if self._progress is not None and count:
+            self._read += count
+            self._progress(self._read, self._size)
+        return count
 
 
 def read_stream(stream: BinaryIO, name: str, wanted: Wanted | None = None) -> Reading:
