@@ -26,12 +26,13 @@ from ganger_daemon.control.relaying import Heard, Hub
 from ganger_daemon.core import gang as core
 from ganger_daemon.core.orders import Intent, OrderKey, Outcome, OutcomeKind, Phase
 from ganger_daemon.failpoints import hit
-from ganger_daemon.files import make_directory, read_json, write_hint
+from ganger_daemon.files import make_directory, write_hint
 from ganger_daemon.host import Host
 
 from . import outcomes
+from .adopting import find_ranks, recall_notes
 from .agreeing import Agreeing
-from .belonging import Child, stranger_text
+from .belonging import Child
 from .complaints import Complaints, summary_of
 from .deaths import Deaths
 from .desired import local_part, to_json, wanted_of, with_spec_of
@@ -43,7 +44,6 @@ from .observation import observe
 from .others import Peers
 from .pace import Pace
 from .pressing import Pressing
-from .processes import is_alive
 from .saving import Saving
 from .standing import Standing
 
@@ -201,50 +201,28 @@ class LocalGang:
         self.pages.close()
 
     def adopt(self, children: Mapping[str, Child]) -> None:
-        """Takes over what a former daemon left: processes, pages and exit records are the truth. `children`: what the
-        launchers look after."""
-        self._recall()
-        is_open = self.pages.open(int(read_json(self.paths.launch(self.part.ranks[0])).get("page_version") or 0))
-        found = self.launching.recognise(children, self.pages)
-        for rank, one in found.items():
-            if one.stranger is not None:
-                log.error("process not adopted", extra={"job": self.desired.job, "cause": stranger_text(rank, one)})
-            if one.is_lost:
-                self.pages.spoil(stranger_text(rank, one))
-        if not is_open and not self.pages.foreign and any(is_alive(one.process) for one in found.values()):
-            # else they went with the machine's memory, and so did the processes
-            self.pages.spoil(f"the control pages in {self.paths.run} were removed by its job")
-        was_launched = any(self.paths.launch(rank).exists() for rank in self.part.ranks) or bool(self.pages.damage())
-        if all(one.process.pid for one in found.values()) or (was_launched and not self.pages.readable):
-            self._launched = True
-            self._launched_at = time.monotonic()
-            for rank, one in found.items():
-                self.deaths.watch(rank, one.process)
-                if is_alive(one.process):
-                    self.host.cgroups.track(self.paths.group, one.process.pid)
-            self._standing.recall()
-        self._pressing.begin(self.wanted, time.monotonic(), self._pace.iteration_seconds)
-        self._look_again()
-        log.info(
-            "gang adopted", extra={"job": self.desired.job, "epoch": self.desired.epoch, "running": self._launched}
-        )
-
-    def _recall(self) -> None:
-        """What a former daemon noted saves questions; notes that cannot be read are none."""
-        try:
-            left = read_json(self.paths.local)
-            self.launching.recall(left)
-            self._mark = RunMark.recall(left.get("mark", {}))
-            self.memory.recall({int(pid): int(size) for pid, size in left.get("baselines", {}).items()})
-            self.host.adopt_cores(self.paths.group, [(int(core), int(share)) for core, share in left.get("grant", [])])
-        except (AttributeError, TypeError, ValueError) as error:
-            log.warning("notes cannot be read", extra={"path": str(self.paths.local), "error": str(error)})
+        """Takes over what a former daemon left. `children`: what the launchers look after."""
+        self._mark = recall_notes(self.host, self.paths, self.launching, self.memory)
         kept = outcomes.kept(self.paths)
         self.saving.recall(self.wanted.stop_sequence, kept.step if kept is not None else None)
         if kept is not None:
             self._settled = kept.outcome
             if self._settled.kind in (OutcomeKind.LAUNCH_FAILED, OutcomeKind.STATE_UNREADABLE):
                 self._launch_failure = self._settled
+        ranks = find_ranks(self.paths, self.part, self.pages, self.launching, children)
+        if ranks is not None:
+            self._launched = True
+            self._launched_at = time.monotonic()
+            for rank, process in ranks.items():
+                self.deaths.watch(rank, process)
+                if self.deaths.is_live(rank):
+                    self.host.cgroups.track(self.paths.group, process.pid)
+            self._standing.recall()
+        self._pressing.begin(self.wanted, time.monotonic(), self._pace.iteration_seconds)
+        self._look_again()
+        log.info(
+            "gang adopted", extra={"job": self.desired.job, "epoch": self.desired.epoch, "running": self._launched}
+        )
 
     # -- the tick -------------------------------------------------------------------------------------------------
 

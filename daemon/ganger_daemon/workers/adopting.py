@@ -1,0 +1,60 @@
+"""What a daemon finds of a gang that a former one looked after, and how much of it can be believed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from ganger_daemon.control.memory import MemoryWatch
+from ganger_daemon.control.pages import ControlPages, RunMark
+from ganger_daemon.files import read_json
+from ganger_daemon.host import Host
+
+from .belonging import Child, stranger_text
+from .desired import LocalPart
+from .directories import GangPaths
+from .launching import Launching
+from .processes import ProcessId, is_alive
+
+log = logging.getLogger(__name__)
+
+
+def recall_notes(host: Host, paths: GangPaths, launching: Launching, memory: MemoryWatch) -> RunMark:
+    """What a former daemon noted saves questions; notes that cannot be read are none."""
+    mark = RunMark()
+    try:
+        left = read_json(paths.local)
+        launching.recall(left)
+        mark = RunMark.recall(left.get("mark", {}))
+        memory.recall({int(pid): int(size) for pid, size in left.get("baselines", {}).items()})
+        host.adopt_cores(paths.group, [(int(core), int(share)) for core, share in left.get("grant", [])])
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        log.warning("notes cannot be read", extra={"path": str(paths.local), "error": str(error)})
+    return mark
+
+
+def find_ranks(
+    paths: GangPaths, part: LocalPart, pages: ControlPages, launching: Launching, children: Mapping[str, Child]
+) -> dict[int, ProcessId] | None:
+    """Local ranks, dead ones too; None if not all of them were launched yet. Opens the pages, and spoils those that
+    contradict what runs."""
+    is_open = pages.open(_page_version(paths, part))
+    found = launching.recognise(children, pages)
+    for rank, one in found.items():
+        if one.stranger is not None:
+            log.error("process not adopted", extra={"gang": paths.group, "cause": stranger_text(rank, one)})
+        if one.is_lost:
+            pages.spoil(stranger_text(rank, one))
+    if not is_open and not pages.foreign and any(is_alive(one.process) for one in found.values()):
+        # else they went with the machine's memory, and so did the processes
+        pages.spoil(f"the control pages in {paths.run} were removed by its job")
+    had_launches = any(paths.launch(rank).exists() for rank in part.ranks) or bool(pages.damage())
+    if all(one.process.pid for one in found.values()) or (had_launches and not pages.readable):
+        return {rank: one.process for rank, one in found.items()}
+    return None
+
+
+def _page_version(paths: GangPaths, part: LocalPart) -> int:
+    """What the pages were made as; 0 if that is not known."""
+    version = read_json(paths.launch(part.ranks[0])).get("page_version")
+    return version if isinstance(version, int) else 0
