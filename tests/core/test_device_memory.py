@@ -238,3 +238,11 @@ def test_who_rests_goes_before_nobody_who_lacks_something_else() -> None:
     answer = drive.request(resting, *drive.places(resting))
     assert isinstance(answer, Rejected)
     assert answer.refusals[0].reason is Reason.PROTECTED
+
+
+def test_what_a_job_keeps_itself_is_never_what_it_waits_for() -> None:
+    drive = drive_with_residue(300 * MIB)
+    resting = parked(drive, 4, SuspendLevel.OFFLOAD)
+    drive.start(drive.submit(replace(job_of(1), gpu_memory_bytes=MIB)))
+    drive.step(ResumeJob(resting))
+    assert [one.reason for one in explain(drive.state, resting, drive.now).blockers] == [Reason.GPUS]

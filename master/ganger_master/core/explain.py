@@ -43,11 +43,15 @@ def blockers_of(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
     """Judged afresh, as a request of the job would be now; what its scheduler said when it passed comes last."""
     quota = capacity.rules(state, job)
     forbidden = capacity.forbidden_nodes(state, job)
+    own = capacity.holding_of(state, job, state.gangs[job.epoch].claims) if job.number in state.resuming else ()
     view = state.view
-    if forbidden:
+    if forbidden or own:
         view = view.copy()
         for refusal in forbidden:
             view.set_available(refusal.node, False)
+        for claim in own:
+            # What it keeps where it rests is in nobody's way but others'.
+            view.give(claim)
     found = approval.explain(
         view,
         _shape(job),
