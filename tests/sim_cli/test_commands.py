@@ -196,7 +196,10 @@ def test_what_cannot_be_is_refused_in_a_sentence(said: Said, arguments: list[str
         ("servers: [{nodes: -1, gpus_per_node: many, colour: red}]", "c.yaml: servers[0].colour: there is no such key"),
         ("{[", "c.yaml: not readable as YAML"),
         ("servers: [{nodes: 1, gpus_per_node: 0}]", "none of them has a GPU"),
-        ("servers: &a [*a]", "c.yaml: "),
+        ("servers: &a [*a]", "c.yaml: servers[0]: not a mapping"),
+        ("servers: [{nodes: &a [*a], gpus_per_node: 1}]", "servers[0].nodes: one value is wanted here, not a list"),
+        ("servers: [{name: 2020-13-45}]", "c.yaml: not readable as YAML: month must be in 1..12"),
+        ("[" * 100_000, "c.yaml: not readable as YAML"),
     ],
 )
 def test_a_bad_cluster_is_refused_with_its_place(said: Said, tmp_path: Path, text: str, words: str) -> None:

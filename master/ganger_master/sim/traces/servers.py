@@ -10,6 +10,7 @@ Keys are the flags' names. Everything wrong is found at once, each with the flag
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,12 +149,14 @@ def servers_from_file(path: Path) -> Servers:
     try:
         with path.open("rb") as file:
             text = file.read(_MOST_FILE_BYTES + 1)
-        if len(text) > _MOST_FILE_BYTES:
-            raise ClusterError([f"{path}: longer than {_MOST_FILE_BYTES:,} bytes: this is no description of a cluster"])
-        description = yaml.safe_load(text.decode())
     except OSError as error:
         raise ClusterError([f"{path}: cannot be read: {error.strerror or error}"]) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    if len(text) > _MOST_FILE_BYTES:
+        raise ClusterError([f"{path}: longer than {_MOST_FILE_BYTES:,} bytes: this is no description of a cluster"])
+    try:
+        description = yaml.safe_load(text.decode())
+    # A date that is none is a ValueError, too many brackets a RecursionError.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ClusterError([f"{path}: not readable as YAML: {' '.join(str(error).split())}"]) from error
     try:
         return servers_from_description(description)
@@ -212,8 +215,13 @@ class _Reader:
             if required:
                 self.complain(key, "is needed")
             return default
+        entry = self._entries[key]
+        # A few lines of YAML can stand for gigabytes: what has no business here is not even shown.
+        if isinstance(entry, list) or (isinstance(entry, dict) and parse is not _dimensions):
+            self.complain(key, f"one value is wanted here, not a {'list' if isinstance(entry, list) else 'mapping'}")
+            return default
         try:
-            return parse(self._entries[key])
+            return parse(entry)
         except (ValueError, TypeError) as error:
             self.complain(key, str(error))
             return default
@@ -288,5 +296,5 @@ def _dimensions(value: Any) -> Mapping[str, float]:
     for key, amount in value.items():
         _word(key)
         if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 <= amount < float("inf"):
-            raise ValueError(f"{key} is {amount!r}, not a number that is finite and not negative")
+            raise ValueError(f"{key} is {reprlib.repr(amount)}, not a number that is finite and not negative")
     return {str(key): float(amount) for key, amount in value.items()}
