@@ -4,8 +4,11 @@ devices are free for the next, and nobody else notices."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import socket
 import sys
+import time
 import uuid
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from ganger.agent.v1 import agent_pb2
 from ganger.v1 import job_pb2
 from ganger_daemon.control.jobsocket import JobSocket
 from ganger_daemon.files import make_directory, open_plain, read_json, remove_tree, write_json
+from ganger_daemon.workers import gang
 from ganger_daemon.workers.directories import DaemonPaths
 from ganger_daemon.workers.exits import exit_of
 from ganger_daemon.workers.processes import ProcessId, start_ticks
@@ -90,7 +94,6 @@ def test_who_floods_the_job_socket_is_heard_now_and_then_and_nobody_waits_for_it
         server = JobSocket(tmp_path / "job.sock", heard.append)
         server.start()
         reader, sent = asyncio.get_running_loop(), 0
-        import socket
 
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as flood:
             flood.connect(str(tmp_path / "job.sock"))
@@ -178,5 +181,37 @@ def test_without_groups_processes_that_left_their_rank_end_with_it_before_its_de
         left = [int(line.split()[-1]) for line in log_of(made.directory, "n1", uid, 0, 1) if "left behind" in line]
         assert len(left) == 2
         assert [start_ticks(pid) for pid in left] == [0, 0]
+
+    run(story)
+
+
+@pytest.mark.system
+def test_an_order_that_cannot_be_written_is_tried_again_and_nobody_is_killed_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_details, refused = gang.write_details, 0
+
+    def on_a_full_disk(*_: object) -> None:
+        nonlocal refused
+        refused += 1
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1", order_patience_seconds=0.05, order_deadline_seconds=0.1)
+        wanted = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()))
+        await made.master.want("n1", wanted)
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        pause = {"intent": Intents.INTENT_PARK, "level": job_pb2.SUSPEND_LEVEL_PAUSE, "stop_sequence": 2}
+        monkeypatch.setattr(gang, "write_details", on_a_full_disk)
+        ordered = time.monotonic()
+        await made.master.want("n1", with_changes(wanted, 2, **pause))
+
+        def is_overdue() -> bool:
+            return refused > 20 and time.monotonic() > ordered + 0.5
+
+        await asyncio.to_thread(eventually, is_overdue, what="an order long overdue")
+        assert [record.message for record in caplog.records].count("order not written") == 1
+        monkeypatch.setattr(gang, "write_details", write_details)
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
 
     run(story)

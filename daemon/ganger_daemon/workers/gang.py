@@ -52,6 +52,8 @@ log = logging.getLogger(__name__)
 _COPYING = {Phase.STOPPING: core.RankState.SAVING, Phase.PREPARED: core.RankState.RESTORING}
 _YOUNG_SECONDS = 60.0
 _LOG_SECONDS = 10.0
+# Of what a job says; its own log has room for the rest.
+_LOGGED_PACKETS = 10_000
 
 
 class LocalGang:
@@ -85,6 +87,7 @@ class LocalGang:
         self.stop_wanted = False  # nobody wants it: being stopped
         self.forgotten = False
         self._socket: JobSocket | None = None
+        self._packets = 0
         self._wake = asyncio.Event()
         self._launched = False
         self._launched_at = 0.0
@@ -347,6 +350,11 @@ class LocalGang:
             if self._unwritten != self.wanted.order:
                 self._unwritten = self.wanted.order
                 log.error("order not written", extra={"job": self.desired.job, "error": str(error)})
+            return
+        if self._unwritten is not None:
+            # its time to obey begins only now
+            self._unwritten = None
+            self._pressing.begin(self.wanted, time.monotonic(), self._pace.iteration_seconds)
 
     async def _write_order(self) -> None:
         order = page_order(self.wanted)
@@ -372,8 +380,12 @@ class LocalGang:
 
     def _heard_packet(self, packet: dict[str, Any]) -> None:
         if packet.get("event") in ("error", "note", "hello"):
-            said = {**packet, "message": summary_of(str(packet["message"]))} if "message" in packet else packet
-            log.info("job says", extra={"job": self.desired.job, "packet": str(said)[:500]})
+            self._packets += 1
+            if self._packets <= _LOGGED_PACKETS:
+                said = {**packet, "message": summary_of(str(packet["message"]))} if "message" in packet else packet
+                log.info("job says", extra={"job": self.desired.job, "packet": str(said)[:500]})
+            elif self._packets == _LOGGED_PACKETS + 1:
+                log.warning("job says too much to be logged", extra={"job": self.desired.job})
         self.wake()
 
     # -- the small things of every tick ---------------------------------------------------------------------------
