@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import product
 from typing import Any, Final
 
@@ -129,27 +129,17 @@ def workload(jobs: int) -> tuple[list[GangShape], Facts]:
     for number, size in enumerate(gpus.tolist()):
         cores, gib = _DEMANDS[number % len(_DEMANDS)]
         shapes.append(GangShape((Role("worker", size, TaskShape(1, cores * 1000, gib * _GIB)),)))
-    zeros = np.zeros(jobs)
-    return shapes, Facts(
-        number=np.arange(1, jobs + 1),
-        arrival_s=np.sort(random.uniform(0, 86_400, jobs)),
-        gpus=gpus.astype(np.int64),
-        cores=zeros,
-        memory_bytes=zeros,
-        priority=random.integers(0, 3, jobs),
-        weight=np.ones(jobs),
-        user=random.integers(0, 50, jobs),
-        deadline_s=np.full(jobs, math.inf),
-        is_running=np.zeros(jobs, bool),
-        is_preemptible=np.ones(jobs, bool),
-        attained_s=random.exponential(3_600, jobs),
-        waited_s=zeros,
-        started_s=np.full(jobs, math.inf),
-        stretch_s=zeros,
-        waited_before_s=zeros,
-        expected_remaining_s=np.full(jobs, math.nan),
-        remaining_s=np.full(jobs, math.nan),
-    )
+    # All that the orders here do not ask for is zero.
+    columns: dict[str, Any] = {column.name: np.zeros(jobs) for column in fields(Facts)}
+    columns |= {
+        "number": np.arange(1, jobs + 1),
+        "arrival_s": np.sort(random.uniform(0, 86_400, jobs)),
+        "gpus": gpus.astype(np.int64),
+        "priority": random.integers(0, 3, jobs),
+        "is_running": np.zeros(jobs, np.bool_),
+        "attained_s": random.exponential(3_600, jobs),
+    }
+    return shapes, Facts(**columns)
 
 
 def idle_view(nodes: int) -> View:

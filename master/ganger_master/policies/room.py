@@ -114,13 +114,33 @@ class Room:
         """None for nodes that take no gangs."""
         return self._alike[slot]
 
-    def members(self, rack: int) -> Sequence[int]:
-        """Slots of the nodes of a rack, ascending. Racks count from 0 in the order in which their first nodes came."""
-        return self._rack_members[rack]
+    @property
+    def entries(self) -> Sequence[Alike]:
+        """Of the index, those without nodes too, by number: the first is number 1."""
+        return self._entries
+
+    def entries_in(self, level: Level, number: int) -> NDArray[np.int32]:
+        """For each node of a span the number of its entry, 0 where it has none; not to be written to.
+
+        Racks and fabrics count from 0 in the order in which their first nodes came; there is one cluster.
+        """
+        if level is Level.CLUSTER:
+            return self._numbers
+        return self._numbers[self._members[level][number]]
+
+    def slots_in(self, level: Level, number: int) -> Sequence[int]:
+        """The nodes of a span, ascending, as `entries_in` has them."""
+        return range(len(self._alike)) if level is Level.CLUSTER else self._members[level][number]
 
     def span(self, level: Level, number: int) -> Slots:
-        """The nodes of a fabric, or of the whole cluster."""
-        return self._fabric_slots[number] if level is Level.FABRIC else self._everywhere
+        """The nodes of a rack or a fabric, or of the whole cluster."""
+        if level is Level.CLUSTER:
+            return self._everywhere
+        found = self._spans.get((level, number))
+        if found is None:
+            slots = self._members[level][number]
+            found = self._spans[level, number] = together(slots, len(self._alike))
+        return found
 
     def tally(self, ask: Ask, role: int) -> Tally:
         """How many tasks of one role each rack, each fabric and the cluster could take, as it is now."""
@@ -191,9 +211,10 @@ class Room:
         self._places = list(zip(view.nodes, view.racks, view.fabrics, strict=True))
         racks = [(fabric, rack) if name and rack else None for name, rack, fabric in self._places]
         fabrics = [fabric if name and fabric else None for name, _, fabric in self._places]
-        self._racks, self._rack_members = _numbered(racks)
-        self._fabrics, members = _numbered(fabrics)
-        self._fabric_slots = [together(slots, size) for slots in members]
+        self._racks, in_racks = _numbered(racks)
+        self._fabrics, in_fabrics = _numbered(fabrics)
+        self._members = {Level.RACK: in_racks, Level.FABRIC: in_fabrics}
+        self._spans: dict[tuple[Level, int], Slots] = {}
         self._everywhere: Slots = (1 << size) - 1
 
     def _states(self, size: int) -> Iterator[_State]:

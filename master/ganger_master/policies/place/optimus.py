@@ -13,7 +13,7 @@ least traffic per card.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,12 @@ from ganger.resources.fit import demand as needs
 from ganger.resources.values import Level
 from ganger.resources.view import Mode
 
-from ganger_master.policies.alike import Alike, Family
+from ganger_master.policies.alike import Alike, Family, Slots, each
 from ganger_master.policies.ask import Ask
 from ganger_master.policies.facts import Facts, Integers
 from ganger_master.policies.fragmentation import Demand
 from ganger_master.policies.place.placement import Claims, Placement
-from ganger_master.policies.place.search import Nodes, Single, chain_of, fitting_spans, in_span, on_one_node, walk
+from ganger_master.policies.place.search import Single, by_key, fitting_spans, in_span, on_one_node, walk
 from ganger_master.policies.room import Room
 
 
@@ -82,11 +82,8 @@ def _placement(name: str, summary: str, cost: Callable[[int, int], tuple[float, 
         if len(shape.roles) > 1:
             workers = ask.everything[ask.by_weight[0]]
             numbers = sorted(numbers, key=lambda servers: cost(workers, servers))
-        keys: dict[Alike, Any] = ask.memo(
-            emptiest, lambda alike: emptiest(alike, ask) if ask.spread_room(alike) else None
-        )
         for span in fitting_spans(room, ask, widest, tightest_first=False):
-            servers = in_span(room, widest, span, keys, ask.least_free)
+            servers = _Known(_emptiest_first(room, ask, widest, span))
             for number in numbers:
                 if _all_fit(room, ask, servers, number):
                     return _claims(room, ask, servers, number)
@@ -100,15 +97,44 @@ def _share(ask: Ask, number: int, server: int) -> tuple[int, ...]:
     return tuple([tasks // number + (server < tasks % number) for tasks in ask.everything])
 
 
-def _all_fit(room: Room, ask: Ask, servers: Sequence[tuple[Any, Nodes]], number: int) -> bool:
+class _Known(Iterable[tuple[Any, Slots]]):
+    """What was looked at once is not made again."""
+
+    def __init__(self, runs: Iterator[tuple[Any, Slots]]) -> None:
+        self._more = runs
+        self._known: list[tuple[Any, Slots]] = []
+
+    def __iter__(self) -> Iterator[tuple[Any, Slots]]:
+        at = 0
+        while True:
+            if at == len(self._known):
+                run = next(self._more, None)
+                if run is None:
+                    return
+                self._known.append(run)
+            yield self._known[at]
+            at += 1
+
+
+def _emptiest_first(room: Room, ask: Ask, level: Level, number: int) -> Iterator[tuple[Any, Slots]]:
+    keys: dict[Alike, Any] = ask.memo(_emptiest_with_room, lambda alike: _emptiest_with_room(alike, ask))
+    if level is not Level.CLUSTER or ask.shape.device_memory_bytes:
+        yield from in_span(room, ask, level, number, keys)
+        return
+    # By free devices first, so the fuller ones need not be looked at before it comes to them.
+    for free in range(room.most_free, ask.least_free - 1, -1):
+        some = [alike for family in room.families_with(free) for alike in family.members]
+        yield from by_key(some, keys, room.span(level, number))
+
+
+def _all_fit(room: Room, ask: Ask, servers: Iterable[tuple[Any, Slots]], number: int) -> bool:
     """Whether each of the first servers, of runs of servers alike, can hold its share."""
     # From these servers on the share is smaller by a task.
     edges = sorted({number, *(tasks % number for tasks in ask.everything)} - {0})
     at = 0
     for (devices, millicores, memory, _), nodes in servers:
-        topology = room.view.topologies[next(walk(nodes))]
-        of = topology.configuration_set
-        end = at + (nodes.bit_count() if isinstance(nodes, int) else len(nodes))
+        of = room.view.topologies[next(each(nodes))].configuration_set
+        end = at + nodes.bit_count()
         while at < min(end, number):
             needed = needs(of, ask.shape, _share(ask, number, at))
             if needed.gpus > -devices or needed.millicores > -millicores or needed.memory_bytes > -memory:
@@ -121,9 +147,9 @@ def _all_fit(room: Room, ask: Ask, servers: Sequence[tuple[Any, Nodes]], number:
     return False
 
 
-def _claims(room: Room, ask: Ask, servers: Sequence[tuple[Any, Nodes]], number: int) -> Claims:
+def _claims(room: Room, ask: Ask, servers: Iterable[tuple[Any, Slots]], number: int) -> Claims:
     claims = []
-    for server, slot in zip(range(number), chain_of(servers), strict=False):
+    for server, slot in zip(range(number), walk(servers), strict=False):
         claim = make_claim(room.view, slot, ask.shape, _share(ask, number, server), Mode.SPREAD)
         assert claim is not None, f"the index has room on {room.view.nodes[slot]} where there is none"
         claims.append(claim)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import chain, groupby
+from itertools import chain
 from operator import itemgetter, or_
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from ganger.placement.claims import make_claim
@@ -18,6 +18,7 @@ from ganger.placement.filling import evenly, fewest, greedily
 from ganger.placement.scan import PLENTY
 from ganger.resources.values import Level
 from ganger.resources.view import Mode
+from numpy.typing import NDArray
 
 from ganger_master.policies.alike import Alike, Family, Slots, each, each_from_last
 from ganger_master.policies.ask import Ask
@@ -26,9 +27,9 @@ from ganger_master.policies.room import Room
 
 # Smaller is better. One question must be one function, since answers are remembered by it.
 Key: TypeAlias = Callable[[Alike, Ask], Any]
-# Ascending; a list for a few nodes, else a set.
-Nodes: TypeAlias = list[int] | Slots
-_LEVELS = (Level.RACK, Level.FABRIC, Level.CLUSTER)
+# So many nodes are told apart one by one.
+_FEW: Final = 128
+_LEVELS: Final = (Level.RACK, Level.FABRIC, Level.CLUSTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,36 +143,20 @@ def fitting_spans(room: Room, ask: Ask, level: Level, tightest_first: bool) -> S
     return numbers.tolist()
 
 
-def in_span(
-    room: Room, level: Level, number: int, key_of: dict[Alike, Any], least_free: int
-) -> list[tuple[Any, Nodes]]:
+def in_span(room: Room, ask: Ask, level: Level, number: int, key_of: dict[Alike, Any]) -> Iterator[tuple[Any, Slots]]:
     """The nodes of a rack (fabric, ...) by their keys, the smallest first; those without a key are left out."""
-    if level is Level.RACK:
-        by_key: dict[Any, list[int]] = {}
-        for slot in room.members(number):
-            alike = room.alike(slot)
-            if alike is not None and (key := key_of[alike]) is not None:
-                by_key.setdefault(key, []).append(slot)
-        return sorted(by_key.items())
-    span = room.span(level, number)
-    alikes: dict[Any, list[Alike]] = {}
-    for family in room.families(least_free):
-        for alike in family.members:
-            key = key_of[alike]
-            if key is not None:
-                alikes.setdefault(key, []).append(alike)
-    return [(key, slots) for key in sorted(alikes) if (slots := _together(alikes[key]) & span)]
+    return by_key(_present(room, ask, level, number), key_of, room.span(level, number))
 
 
-def walk(slots: Nodes, from_last: bool = False) -> Iterator[int]:
-    """Nodes in the order in which they came."""
-    if isinstance(slots, int):
-        return each_from_last(slots) if from_last else each(slots)
-    return reversed(slots) if from_last else iter(slots)
+def by_key(some: Iterable[Alike], key_of: dict[Alike, Any], span: Slots) -> Iterator[tuple[Any, Slots]]:
+    """Those of a span's nodes that are these, by their keys as in `in_span`."""
+    for key, alikes in _by_key(some, key_of):
+        yield key, _together(alikes, span)
 
 
-def chain_of(runs: Iterable[tuple[Any, Nodes]], from_last: bool = False) -> Iterator[int]:
-    return chain.from_iterable([walk(slots, from_last) for _, slots in runs])
+def walk(runs: Iterable[tuple[Any, Slots]], from_last: bool = False) -> Iterator[int]:
+    """Nodes, run by run, in the order in which they came."""
+    return chain.from_iterable(each_from_last(slots) if from_last else each(slots) for _, slots in runs)
 
 
 def _bounded(room: Room, ask: Ask, widest: Level, single: Single) -> Iterator[list[tuple[Any, Family]]]:
@@ -206,52 +191,91 @@ def _fill(
         most = ask.spread_room(alike)
         return (-most, spread.key(alike, ask)) if most and accepts(alike, ask) else None
 
-    key_of = ask.memo((spread.key, accepts), key)
+    key_of: dict[Alike, Any] = ask.memo((spread.key, accepts), key)
     if shape.nodes:
-        return _over_exactly(room, ask, in_span(room, level, number, key_of, ask.least_free), mode)
+        return _over_exactly(room, ask, list(in_span(room, ask, level, number, key_of)), mode)
     if len(shape.roles) > 1:
-        return greedily(view, shape, chain_of(in_span(room, level, number, key_of, ask.least_free)), mode)
-    if level is Level.RACK or not ask.least_free:
-        runs = in_span(room, level, number, key_of, ask.least_free)
-        by_room = ((-most, chain_of(list(some))) for most, some in groupby(runs, key=lambda run: run[0][0]))
-        return fewest(view, shape, by_room, mode)
-    return fewest(view, shape, _roomiest_first(room, ask, room.span(level, number), key_of), mode)
+        return greedily(view, shape, walk(in_span(room, ask, level, number, key_of)), mode)
+    return fewest(view, shape, _roomiest_first(room, ask, level, number, key_of), mode)
 
 
-def _over_exactly(room: Room, ask: Ask, runs: Sequence[tuple[Any, Nodes]], mode: Mode) -> Claims | None:
+def _over_exactly(room: Room, ask: Ask, runs: Sequence[tuple[Any, Slots]], mode: Mode) -> Claims | None:
     shape = ask.shape
     share = -(-ask.everything[ask.by_weight[0]] // shape.nodes)
     if len(shape.roles) > 1:
         share *= PLENTY
     roomy = [run for run in runs if -run[0][0] >= share]
     # Packing uses the tightest nodes that will do, so that the roomy ones stay whole.
-    order = chain_of(roomy) if mode is Mode.SPREAD else chain_of(reversed(roomy), from_last=True)
+    order = walk(roomy) if mode is Mode.SPREAD else walk(reversed(roomy), from_last=True)
     even = evenly(room.view, shape, order, mode)
-    return even if even is not None else greedily(room.view, shape, chain_of(runs), mode)
+    return even if even is not None else greedily(room.view, shape, walk(runs), mode)
 
 
-def _roomiest_first(room: Room, ask: Ask, span: Slots, key_of: dict[Alike, Any]) -> Iterator[tuple[int, Iterator[int]]]:
-    """Nodes of a large span by how many tasks of the one role they have room for; keys begin with that, negated. Nodes
-    with fewer free devices than the tasks need are not looked at before it comes to them."""
-    each_gpus = ask.least_free
-    waiting: dict[int, dict[Any, list[Alike]]] = {}
-    free = room.most_free
-    for most in range(free // each_gpus, 0, -1):
-        while free >= most * each_gpus:
+def _roomiest_first(
+    room: Room, ask: Ask, level: Level, number: int, key_of: dict[Alike, Any]
+) -> Iterator[tuple[int, Iterator[int]]]:
+    """Nodes of a span by how many tasks of the one role they have room for, those with equal room by their keys. Keys
+    are not asked for before it comes to their nodes."""
+    span = room.span(level, number)
+    is_small = level is Level.RACK or not ask.least_free
+    for most, some in _by_room_of_few(room, ask, level, number) if is_small else _by_room(room, ask, span):
+        runs = _by_key(some, key_of)
+        if runs:
+            yield most, chain.from_iterable([_walk(alikes, span) for _, alikes in runs])
+
+
+def _by_room_of_few(room: Room, ask: Ask, level: Level, number: int) -> Iterator[tuple[int, list[Alike]]]:
+    """Node by node."""
+    entries = room.entries_in(level, number)
+    rooms = ask.rooms[0].by_number(room.entries)[entries]
+    while most := int(rooms.max(initial=0)):
+        yield most, _named(room, entries[rooms == most])
+        less = rooms < most
+        entries, rooms = entries[less], rooms[less]
+
+
+def _by_room(room: Room, ask: Ask, span: Slots) -> Iterator[tuple[int, list[Alike]]]:
+    """Entry by entry; nodes with fewer free devices than the tasks need are not looked at before it comes to them."""
+    room_of, gpus, free = ask.rooms[0].of, ask.least_free, room.most_free
+    waiting: dict[int, list[Alike]] = {}
+    for most in range(free // gpus, 0, -1):
+        while free >= most * gpus:
             for family in room.families_with(free):
                 for alike in family.members:
-                    key = key_of[alike]
-                    if key is not None:
-                        waiting.setdefault(-key[0], {}).setdefault(key, []).append(alike)
+                    waiting.setdefault(room_of[alike], []).append(alike)
             free -= 1
-        by_key = waiting.pop(most, None)
-        if by_key and any(alike.slots & span for some in by_key.values() for alike in some):
-            yield most, chain.from_iterable([_walk(by_key[key], span) for key in sorted(by_key)])
+        some = [alike for alike in waiting.pop(most, ()) if alike.slots & span]
+        if some:
+            yield most, some
+
+
+def _present(room: Room, ask: Ask, level: Level, number: int) -> Iterable[Alike]:
+    if level is Level.CLUSTER:
+        return chain.from_iterable(family.members for family in room.families(ask.least_free))
+    entries = room.entries_in(level, number)
+    return _named(room, entries[entries > 0])
+
+
+def _named(room: Room, entries: NDArray[np.int32]) -> list[Alike]:
+    """Each entry once."""
+    different = set(entries.tolist()) if len(entries) <= _FEW else np.flatnonzero(np.bincount(entries)).tolist()
+    every = room.entries
+    return [every[number - 1] for number in different]
+
+
+def _by_key(some: Iterable[Alike], key_of: dict[Alike, Any]) -> list[tuple[Any, list[Alike]]]:
+    by_key: dict[Any, list[Alike]] = {}
+    for alike in some:
+        key = key_of[alike]
+        if key is not None:
+            by_key.setdefault(key, []).append(alike)
+    return sorted(by_key.items(), key=itemgetter(0))
 
 
 def _walk(some: Sequence[Alike], span: Slots) -> Iterator[int]:
-    yield from each(_together(some) & span)
+    # Not before it comes to them.
+    yield from each(_together(some, span))
 
 
-def _together(some: Sequence[Alike]) -> Slots:
-    return reduce(or_, [alike.slots for alike in some])
+def _together(some: Sequence[Alike], span: Slots) -> Slots:
+    return reduce(or_, [alike.slots for alike in some]) & span
