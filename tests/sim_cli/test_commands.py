@@ -19,6 +19,7 @@ from ganger.cli.main import run
 from ganger_master.policies import policy_named
 from ganger_master.sim.replay.options import SwitchCosts
 from kit.waiting import eventually
+from sim_cli import fakes
 
 GANGER = [sys.executable, "-m", "ganger.cli.main"]
 ONE_NODE = ["--nodes", "1", "--gpus-per-node", "2"]
@@ -280,6 +281,31 @@ def test_compare_refuses_what_cannot_be(said: Said, trace: Path, arguments: list
     code, out, err = said("compare", trace, *ONE_NODE, *arguments)
     assert (code, out) == (2, "")
     assert words in err
+
+
+def test_a_run_that_dies_is_our_bug_and_named(said: Said, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ganger_master.sim.replay.run.simulate", fakes.killed_if_srtf)
+    code, out, err = said("compare", trace, *ONE_NODE, "-p", "fifo,srtf")
+    assert (code, out) == (7, "")
+    assert "ganger: policy srtf, load as recorded, seed 0: its process was ended by SIGKILL" in err
+    assert "Traceback" not in err
+
+
+def test_plots_without_their_library_are_refused_before_anything_runs(
+    said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, out, err = said("simulate", "example", *GPUS_64, "-p", "fifo", "--plots", tmp_path / "out")
+    assert (code, out, err) == (4, "", "ganger: plots need Matplotlib: pip install 'ganger[plots]'\n")
+    assert not (tmp_path / "out").exists()
+
+
+def test_plots_of_several_loads_get_a_directory_each(said: Said, trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    code, _, _ = said("compare", trace, *ONE_NODE, "-p", "fifo,srtf", "--ideal", "--loads", "1,2", "--plots", tmp_path)
+    assert code == 0
+    assert {path.name for path in tmp_path.glob("load_*")} == {"load_1", "load_2"}
+    assert len(list(tmp_path.glob("load_1/*.png"))) == 5
 
 
 def processes(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
