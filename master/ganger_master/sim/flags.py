@@ -151,7 +151,7 @@ _SHARED: list[Callable[[Any], Any]] = [
         "plan_every_s",
         type=Duration(),
         metavar="TIME",
-        help="Between plans of a policy that plans; 0: at every event; default: 1m.",
+        help="Least time between two plans that stop jobs; 0: none.",
     ),
     click.option(
         "--cost",

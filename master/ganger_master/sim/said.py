@@ -49,7 +49,7 @@ def options_in_words(options: Options) -> str:
         words = "ideal: any free GPUs serve, nothing costs time"
     else:
         costs = ", ".join(f"{name.removesuffix('_s')} {seconds:g}s" for name, seconds in asdict(options.costs).items())
-        words = f"costs: {costs}"
+        words = f"costs: {costs}; stops at most every {options.plan_every_s:g}s"
     return words if options.round_s is None else f"{words}; rounds of {options.round_s:g}s"
 
 
