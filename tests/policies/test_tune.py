@@ -22,7 +22,7 @@ from ganger_master.policies.tune import (
 from ganger_master.policies.tune.catalogue import TUNINGS
 from ganger_master.policies.tune.demand import ENOUGH, demands
 from ganger_master.policies.tune.predictor import predicted, shared_out
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.published import synergy_points
 from policies.tune_cases import GB, NAMES, SYNERGY, assert_fits, profiles, rounds, servers
@@ -135,6 +135,7 @@ def naive_demand(of_round: Gangs, gang: int, nodes: Nodes) -> tuple[float, float
     raise AssertionError("all there is always enough")
 
 
+@settings(max_examples=60)
 @given(rounds())
 def test_demands_agree_with_looking_at_every_cell(case: tuple[Gangs, Nodes]) -> None:
     of_round, nodes = case
@@ -160,6 +161,7 @@ def placed_somewhere(of_round: Gangs, nodes: Nodes) -> Pieces:
 
 
 @pytest.mark.parametrize("name", sorted(TUNINGS))
+@settings(max_examples=40)
 @given(case=rounds(alike=True))
 def test_no_tuning_gives_more_than_there_is_and_those_that_promise_keep_everybody_at_the_share(
     name: str, case: tuple[Gangs, Nodes]
@@ -175,6 +177,7 @@ def test_no_tuning_gives_more_than_there_is_and_those_that_promise_keep_everybod
 
 
 @pytest.mark.parametrize("name", ["proportional", "bind", "synergy-tune", "exact"])
+@settings(max_examples=50)
 @given(case=rounds(alike=False))
 def test_shares_are_kept_on_nodes_that_differ(name: str, case: tuple[Gangs, Nodes]) -> None:
     of_round, nodes = case

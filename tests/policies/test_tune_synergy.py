@@ -12,6 +12,7 @@ from ganger_master.policies.tune import (
     Nodes,
     Pieces,
     Profiles,
+    balance,
     exact,
     gangs,
     pieces,
@@ -26,7 +27,7 @@ from ganger_master.policies.tune.demand import demands
 from ganger_master.policies.tune.knapsack import Choices, best_choice
 from ganger_master.policies.tune.options import options
 from ganger_master.policies.tune.packing import Packing
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from policies.tune_cases import NAMES, SYNERGY, assert_fits, clusters, drawn, profiles, rounds, servers
 
@@ -43,6 +44,7 @@ def relative(of_round: Gangs, nodes: Nodes, placed: Pieces) -> np.ndarray:
 
 
 @pytest.mark.parametrize("place", [synergy_tune.place, synergy_opt.place, exact.place])
+@settings(max_examples=50)
 @given(case=rounds(alike=True))
 def test_every_gpu_that_can_be_used_is_used_and_nobody_falls_below_the_share(
     place: object, case: tuple[Gangs, Nodes]
@@ -57,6 +59,7 @@ def test_every_gpu_that_can_be_used_is_used_and_nobody_falls_below_the_share(
 
 
 @pytest.mark.parametrize("place", [synergy_tune.place, synergy_greedy.place, synergy_opt.place, exact.place])
+@settings(max_examples=50)
 @given(case=rounds())
 def test_nothing_is_given_twice_on_nodes_that_differ_and_local_gangs_stay_on_one(
     place: object, case: tuple[Gangs, Nodes]
@@ -248,6 +251,47 @@ def test_scattered_gpus_split_a_gang_or_leave_a_local_one_out() -> None:
     assert synergy_tune.place(gangs([4, 1], [0, 0], known, is_local=[True, True]), nodes).gang.tolist() == [1]
 
 
+@settings(max_examples=60)
+@given(rounds())
+def test_the_hungry_are_spread_as_by_looking_at_every_node(case: tuple[Gangs, Nodes]) -> None:
+    of_round, nodes = case
+    demand = demands(of_round, nodes)
+    rows = list(zip(nodes.cores.tolist(), nodes.memory_bytes.tolist(), strict=True))
+    packing = Packing(of_round, nodes)
+    used = [(0.0, 0.0) for _ in rows]
+    want = [
+        (gpus * cores, gpus * memory)
+        for gpus, cores, memory in zip(of_round.gpus.tolist(), demand.cores, demand.memory_bytes, strict=True)
+    ]
+
+    def part(gang: int) -> float:
+        return float(max(want[gang][axis] / max(row[axis] for row in rows) for axis in (0, 1)))
+
+    def full(gang: int, node: int) -> float:
+        return float(max((used[node][axis] + want[gang][axis]) / rows[node][axis] for axis in (0, 1)))
+
+    expected: dict[tuple[int, int], int] = {}
+    for gang in sorted(range(len(of_round)), key=lambda j: (-of_round.gpus[j], -part(j), j)):
+        gpus = int(of_round.gpus[gang])
+        able = [node for node in range(len(rows)) if packing.free_gpus[node] >= gpus]
+        nothing = [0.0] * len(rows)
+        where: Where | None
+        if able:
+            where = [(min(able, key=lambda node: (full(gang, node), node)), gpus)]
+        else:
+            where = naive_tightest(packing, gang, nothing, nothing)
+        for node, count in where or []:
+            expected[gang, node] = count
+            packing.free_gpus[node] -= count
+            used[node] = (
+                used[node][0] + count * float(demand.cores[gang]),
+                used[node][1] + count * float(demand.memory_bytes[gang]),
+            )
+    placed = balance.place(of_round, nodes, demand)
+    found = dict(zip(zip(placed.gang.tolist(), placed.node.tolist(), strict=True), placed.gpus.tolist(), strict=True))
+    assert found == expected
+
+
 # --- the small exact problems
 
 
@@ -348,6 +392,7 @@ def test_a_split_gang_gets_the_same_everywhere_and_only_what_pays() -> None:
 # --- how near to the best
 
 
+@settings(max_examples=50)
 @given(rounds(most_gangs=6, alike=True))
 def test_no_packing_beats_the_bound(case: tuple[Gangs, Nodes]) -> None:
     of_round, nodes = case
@@ -395,11 +440,25 @@ def test_with_gangs_of_several_gpus_ours_is_ahead_of_tune(split: tuple[float, fl
     assert found["tune"] < found["exact"]
 
 
+def test_gangs_of_many_kinds_are_placed_by_their_demands_nearly_as_well() -> None:
+    """Each gang with a profile of its own, 300 of them: too many for the program at every round. Seen: 0.97."""
+    random = np.random.default_rng(0)
+    nodes = servers(38)
+    like = drawn(0, 300, SPLITS[0], SINGLE)
+    table = SYNERGY.rates[like.profile] * random.uniform(0.8, 1.2, (300, 1, 1))
+    of_round = gangs(like.gpus, range(300), Profiles(SYNERGY.cores, SYNERGY.memory_bytes, table))
+    placed = exact.place(of_round, nodes)
+    assert_fits(placed, of_round, nodes)
+    bound = synergy_opt.upper_bound(of_round, nodes)
+    assert relative(of_round, nodes, placed).sum() >= 0.95 * bound
+
+
 def test_opt_refuses_what_it_could_not_solve() -> None:
     with pytest.raises(ValueError, match="use synergy-tune"):
         synergy_opt.place(drawn(0, 1000, SPLITS[0], SINGLE), servers(1000))
 
 
+@settings(max_examples=50)
 @given(clusters())
 def test_nobody_needs_nothing(nodes: Nodes) -> None:
     nobody = gangs([], [], SYNERGY)
@@ -408,8 +467,8 @@ def test_nobody_needs_nothing(nodes: Nodes) -> None:
     assert synergy_opt.upper_bound(nobody, nodes) == 0.0
 
 
-def test_four_thousand_gangs_on_sixteen_thousand_nodes_take_seconds() -> None:
-    """100,000 GPUs asked for of 128,000; 0.7 CPU seconds for Tune and 1.4 for ours on a 2 GHz core."""
+def test_four_thousand_gangs_on_sixteen_thousand_nodes_take_less_than_three_seconds() -> None:
+    """100,000 GPUs asked for of 128,000. Seen on a loaded machine: 0.6 CPU seconds."""
     random = np.random.default_rng(0)
     sizes = random.choice([1, 2, 4, 8, 16, 32, 64, 128], size=4000, p=[0.2, 0.05, 0.1, 0.2, 0.15, 0.1, 0.1, 0.1])
     of_round = gangs(sizes, random.integers(len(NAMES), size=4000), SYNERGY)
