@@ -27,6 +27,7 @@ PLAIN: dict[str, Any] = {
     "stretch_s": 0.0,
     "waited_before_s": 0.0,
     "expected_remaining_s": np.nan,
+    "index": np.nan,
     "remaining_s": np.nan,
 }
 
@@ -82,5 +83,6 @@ def live_jobs(draw: st.DrawFn, now: float = 1000.0, most: int = 12) -> Facts:
         stretch_s=np.where(is_running, np.minimum(attained, some(0.0, 1.0, 4.0, 20.0)), 0.0),
         waited_before_s=np.where(is_running, wait, 0.0),
         expected_remaining_s=some(np.nan, np.nan, 0.0, 40.0, 300.0),
+        index=some(np.nan, 0.0, 1e-6, 1e-3),
         remaining_s=random.integers(1, 400, count).astype(float),
     )

@@ -59,7 +59,8 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
                 break
             vain.add(job.shape)
             continue
-        is_known = number in state.refusals and number not in state.declined
+        # Parked jobs may have room where others have none: what they keep is there already.
+        is_known = number in state.refusals and number not in state.declined and not job.epoch
         if is_known and (_is_too_large(state, job, asking) or (vain and job.shape in vain)):
             # Who asks for the same goes first, and did not get it.
             if state.policy.protects_all:
@@ -271,10 +272,9 @@ def _asking(state: State) -> int:
 
 
 def _is_too_large(state: State, job: Job, asking: int) -> bool:
-    """Whether it lacks devices wherever they may be, beside those that others ask for at the moment; what it is parked
-    on is not counted as free. Schedulers of their own are asked all the same: that they answer shows that they are
+    """Whether it lacks devices wherever they may be, beside those that others ask for at the moment. Schedulers of their own are asked all the same: that they answer shows that they are
     there."""
-    return not job.epoch and not scheduler_of(state, job) and job.spec.gpus > state.free_devices - asking
+    return not scheduler_of(state, job) and job.spec.gpus > state.free_devices - asking
 
 
 def _asked_in_vain(state: State) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.models.service import ServiceMemory
 from ganger_master.policies.facts import Facts, Flags, Integers
 
 _FIRST_ROOM = 64
@@ -27,6 +28,9 @@ class LiveTable:
         self._integers = np.zeros((4, _FIRST_ROOM), np.int64)
         self._numbers = np.zeros((10, _FIRST_ROOM))
         self._flags = np.zeros((4, _FIRST_ROOM), bool)
+        # What ended jobs took, and as what kind of job each live one counts there.
+        self.memory = ServiceMemory()
+        self._steps = np.zeros(_FIRST_ROOM, np.int64)
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -41,6 +45,7 @@ class LiveTable:
         row = self._row_of.get(number)
         if job.state.is_final:
             if row is not None:
+                self.memory.learn(int(self._steps[row]), job.run_seconds * job.spec.gpus)
                 self._drop(number, row)
             return
         if row is None:
@@ -53,6 +58,7 @@ class LiveTable:
             self._numbers[:5, row] = job.create_time, tasks / 1000, memory, weight, deadline_s
             self._numbers[5:, row] = 0.0
             self._flags[0, row] = spec.preemptible
+            self._steps[row] = self.memory.step(_path(job))
         self.jobs[row] = job
         self.gangs[row] = gang
         waiting_since = self._numbers[7, row]
@@ -94,6 +100,7 @@ class LiveTable:
             stretch_s=stretch,
             waited_before_s=waited_before,
             expected_remaining_s=np.full(len(rows), np.nan),
+            index=self.memory.index(self._steps[rows], (ran + stretch) * gpus),
             remaining_s=np.full(len(rows), np.nan),
         )
 
@@ -130,11 +137,17 @@ class LiveTable:
     def _grow(self) -> None:
         room = 2 * len(self._live)
         self._live = np.concatenate((self._live, np.zeros(room // 2, bool)))
+        self._steps = np.concatenate((self._steps, np.zeros(room // 2, np.int64)))
         for name in ("_integers", "_numbers", "_flags"):
             old = getattr(self, name)
             new = np.zeros((len(old), room), old.dtype)
             new[:, : room // 2] = old
             setattr(self, name, new)
+
+
+def _path(job: Job) -> tuple[str, ...]:
+    """From all jobs to those most like it."""
+    return (job.user, job.spec.display_name, str(job.spec.gpus))
 
 
 def _gives_back(gang: Gang) -> bool:

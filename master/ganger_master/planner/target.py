@@ -7,6 +7,7 @@ where they are in the way. What somebody has to leave first waits for a later pa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, Job, SuspendLevel
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies.facts import Capacity, Floats, Integers
-from ganger_master.policies.order import Order, ranked
+from ganger_master.policies.order import Order, next_change_s, ranked
 from ganger_master.policies.place import Placement, Want
 from ganger_master.policies.room import Room
 from ganger_master.policies.selection import selected
@@ -27,10 +28,12 @@ Claims = tuple[Claim, ...]
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """`waits`: somebody chosen has no place yet, so a later pass may find it one though nothing happens."""
+    """`waits`: somebody chosen has no place yet, so a later pass may find it one though nothing happens.
+    `next_change_s`: when the order may change by itself; infinite if it does not in jumps."""
 
     changes: tuple[Change, ...] = ()
     waits: bool = False
+    next_change_s: float = math.inf
 
 
 def plan(
@@ -55,12 +58,13 @@ def plan(
         assert remaining_s is not None, f"{order.name} asks an oracle, and there is none"
         facts = facts.with_remaining(remaining_s(facts.number))
     line = ranked(order, facts, now, capacity)
+    changes_at = next_change_s(order, facts, now)
     is_chosen = np.zeros(len(rows), bool)
     is_chosen[selected(order, facts, line, capacity.gpus)] = True
     fitting = _Fitting(placement, room)
     crowded = fitting.start(_jobs(table, rows, line[(is_chosen & waiting)[line]]))
     if not crowded:
-        return Pass(fitting.changes)
+        return Pass(fitting.changes, next_change_s=changes_at)
     if may_stop:
         leaving = _gangs(table, rows, line[(facts.is_running & ~is_chosen)[line]])
         going = _gangs(table, rows, np.flatnonzero(table.is_going(rows)))
@@ -69,7 +73,7 @@ def plan(
             # What they cannot use serves those behind them.
             fitting.start(_jobs(table, rows, line[(waiting & ~is_chosen)[line]]), beside_others=True)
     fitting.undo()
-    return Pass(fitting.changes, waits=True)
+    return Pass(fitting.changes, waits=True, next_change_s=changes_at)
 
 
 def _jobs(table: LiveTable, rows: Integers, positions: Integers) -> list[Job]:

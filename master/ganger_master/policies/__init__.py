@@ -11,6 +11,7 @@ from enum import Enum
 
 from ganger_master.core.model import Job
 from ganger_master.policies.order import Order
+from ganger_master.policies.order.aging import with_aging
 from ganger_master.policies.order.registry import ORDERS, order_named
 from ganger_master.policies.place import PLACEMENTS, Placement, placement_named
 
@@ -30,6 +31,11 @@ class Policy:
     order: Order
     placement: Placement
     places: Places
+
+    @property
+    def aging_order(self) -> Order:
+        """The order, changed so that nobody waits for ever: what a planner goes by."""
+        return with_aging(self.order) if self.order.preempts else self.order
 
     @property
     def protects_all(self) -> bool:

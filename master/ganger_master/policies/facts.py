@@ -58,6 +58,8 @@ class Facts:
     waited_before_s: Floats
     # What its own progress lets expect, at the rate of its whole gang alone; NaN: nothing is known.
     expected_remaining_s: Floats
+    # Gittins's index by what was learned from ended jobs, in 1 / GPU-seconds; NaN: nobody learns.
+    index: Floats
     # Of an oracle, at the rate of its whole gang alone; NaN for who may not know.
     remaining_s: Floats
 

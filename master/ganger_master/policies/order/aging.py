@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ganger_master.policies.facts import Capacity, Facts, Flags, Floats
 from ganger_master.policies.order import SLACK_S, Order, next_change_s
 
-DAY_S = 86_400.0
+WEEK_S = 7 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Aging:
         return waited_s, np.maximum(self.after_s, self.factor * (facts.attained_s - facts.stretch_s))
 
 
-def with_aging(order: Order, after_s: float = DAY_S, factor: float = 1.0, share: float = 0.1) -> Order:
+def with_aging(order: Order, after_s: float = WEEK_S, factor: float = 1.0, share: float = 0.1) -> Order:
     """The order, with bounded waiting; named as before."""
     aging = Aging(order, after_s, factor, share)
     return replace(order, keys=aging.keys, next_change=aging.next_change, overdue=aging.overdue)

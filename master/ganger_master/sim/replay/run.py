@@ -89,7 +89,8 @@ class _Replay:
             # Where any free devices serve there is nothing for a job's own scheduler to weigh.
             order = _CONTINUOUS.get(self.policy.order.name, self.policy.order)
             self.policy = replace(self.policy, order=order, placement=ANYWHERE, places=Places.PLANNER)
-        self.order, self.placement = self.policy.order, self.policy.placement
+        self.order = self.policy.order if options.ideal else self.policy.aging_order
+        self.placement = self.policy.placement
         if options.round_s is not None:
             # A round begins with an empty cluster.
             self.order = replace(self.order, preempts=True)
@@ -275,6 +276,8 @@ class _Replay:
             self.order, self.placement, self.table, now, self.capacity, self.room, may_stop, self._oracle
         )
         self._is_waited_for = found.waits
+        if found.next_change_s < np.inf and self.options.round_s is None:
+            self._come_back(max(found.next_change_s, self._last_plan + self.options.plan_every_s))
         if not found.changes:
             return False
         answer = self.send(commands.ProposePlan(found.changes))
@@ -292,14 +295,14 @@ class _Replay:
         if self.options.ideal:
             return self._is_news
         if now != self._last_plan and now < self._last_plan + self.options.plan_every_s:
-            if self._is_waited_for:
+            if self._is_waited_for and self._is_news:
                 self._come_back(self._last_plan + self.options.plan_every_s)
             return False
         self._last_plan = now
         return True
 
     def _come_back(self, time: float) -> None:
-        if self._back_at <= self.clock.now:
+        if self._back_at <= self.clock.now or time < self._back_at:
             self._back_at = time
             self.clock.at(time, _nothing)
 
