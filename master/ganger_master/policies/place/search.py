@@ -218,10 +218,10 @@ def _roomiest_first(
     are not asked for before it comes to their nodes."""
     span = room.span(level, number)
     is_small = level is Level.RACK or not ask.least_free
-    for most, some in _by_room_of_few(room, ask, level, number) if is_small else _by_room(room, ask, span):
-        runs = _by_key(some, key_of)
-        if runs:
-            yield most, chain.from_iterable([_walk(alikes, span) for _, alikes in runs])
+    for most, some in _by_room_of_few(room, ask, level, number) if is_small else _by_room(room, ask):
+        inside = some if level is Level.CLUSTER else [alike for alike in some if alike.slots & span]
+        if any(key_of[alike] is not None for alike in inside):
+            yield most, _walk(inside, key_of, span)
 
 
 def _by_room_of_few(room: Room, ask: Ask, level: Level, number: int) -> Iterator[tuple[int, list[Alike]]]:
@@ -234,7 +234,7 @@ def _by_room_of_few(room: Room, ask: Ask, level: Level, number: int) -> Iterator
         entries, rooms = entries[less], rooms[less]
 
 
-def _by_room(room: Room, ask: Ask, span: Slots) -> Iterator[tuple[int, list[Alike]]]:
+def _by_room(room: Room, ask: Ask) -> Iterator[tuple[int, list[Alike]]]:
     """Entry by entry; nodes with fewer free devices than the tasks need are not looked at before it comes to them."""
     room_of, gpus, free = ask.rooms[0].of, ask.least_free, room.most_free
     waiting: dict[int, list[Alike]] = {}
@@ -244,9 +244,8 @@ def _by_room(room: Room, ask: Ask, span: Slots) -> Iterator[tuple[int, list[Alik
                 for alike in family.members:
                     waiting.setdefault(room_of[alike], []).append(alike)
             free -= 1
-        some = [alike for alike in waiting.pop(most, ()) if alike.slots & span]
-        if some:
-            yield most, some
+        if most in waiting:
+            yield most, waiting.pop(most)
 
 
 def _present(room: Room, ask: Ask, level: Level, number: int) -> Iterable[Alike]:
@@ -272,9 +271,10 @@ def _by_key(some: Iterable[Alike], key_of: dict[Alike, Any]) -> list[tuple[Any, 
     return sorted(by_key.items(), key=itemgetter(0))
 
 
-def _walk(some: Sequence[Alike], span: Slots) -> Iterator[int]:
-    # Not before it comes to them.
-    yield from each(_together(some, span))
+def _walk(some: Iterable[Alike], key_of: dict[Alike, Any], span: Slots) -> Iterator[int]:
+    """Nodes by their keys, which are not compared before it comes to them."""
+    for _, alikes in _by_key(some, key_of):
+        yield from each(_together(alikes, span))
 
 
 def _together(some: Sequence[Alike], span: Slots) -> Slots:
