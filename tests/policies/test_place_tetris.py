@@ -6,10 +6,19 @@ import math
 
 import numpy as np
 import pytest
+from ganger.resources.fit import fit
+from ganger.resources.values import GangShape
+from ganger.resources.view import View
 from ganger_master.policies.place.alignment import Alignment, aligned, scores, within_fairness
+from ganger_master.policies.place.tetris import TETRIS
+from ganger_master.policies.place.tetris_gangs import alignment_of, tetris_gangs
 from ganger_master.policies.place.tetris_pass import Knobs, tetris_pass
+from ganger_master.policies.room import Room
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.busy import shapes, views
+from kit.clusters import cluster, gang, server
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 # Eighths: their sums and products are exact, so that ties are ties.
@@ -132,3 +141,47 @@ def test_less_work_left_goes_first_as_far_as_its_weight_says() -> None:
         knobs = Knobs(srtf_weight=weight, fairness=0.0)
         by_weight[weight] = tetris_pass(demands, pending, work, one_machine, shares, knobs=knobs)[:, 0].tolist()
     assert by_weight == {0.0: [1, 0], 1.0: [0, 1]}
+
+
+@settings(max_examples=60)
+@given(views(), st.lists(shapes, min_size=1, max_size=5), st.data())
+def test_of_all_gangs_the_one_whose_place_scores_best_goes_first(
+    view: View, gangs: list[GangShape], data: st.DataObject
+) -> None:
+    """Of gangs on single nodes, whose alignments can only fall."""
+    gangs = [replace(shape, nodes=1) for shape in gangs]
+    numbers = st.lists(st.integers(0, 5), min_size=len(gangs), max_size=len(gangs))
+    work, shares = (np.array(data.draw(numbers), np.float64) for _ in range(2))
+    room, twin = Room(view.copy()), Room(view.copy())
+    found = tetris_gangs(room, gangs, work, shares, Knobs(fairness=0.5))
+
+    waiting = np.flatnonzero(within_fairness(shares, np.ones(len(gangs), np.bool_), 0.5)).tolist()
+    epsilon, expected = None, []
+    while True:
+        places = {job: claims for job in waiting if (claims := TETRIS.place(twin, gangs[job])) is not None}
+        if not places:
+            break
+        alignments = {job: alignment_of(twin, claims, Alignment.DOT) for job, claims in places.items()}
+        if epsilon is None:
+            total = sum(float(work[job]) for job in places)
+            epsilon = sum(alignments.values()) / total if total else 0.0
+        scored = {job: round(alignments[job] - epsilon * float(work[job]), 9) for job in places}
+        best = max(scored, key=lambda job: (scored[job], -job))
+        expected.append((best, places[best]))
+        twin.take(places[best])
+        waiting.remove(best)
+    assert found == expected
+
+
+@pytest.mark.parametrize("kind", Alignment)
+def test_gangs_that_are_chosen_fit_and_are_taken(kind: Alignment) -> None:
+    room = Room(cluster(4, server("2x2", cores=16)))
+    gangs = [gang(4, cores=1), gang(8), gang(2, cores=6), gang(1), gang(16), gang(2, gib=30)]
+    before = room.view.copy()
+    chosen = tetris_gangs(room, gangs, np.ones(6), np.zeros(6), Knobs(fairness=0.0, alignment=kind))
+    for job, claims in chosen:
+        assert fit(before, gangs[job], claims) == ()
+        for claim in claims:
+            before.take(claim)
+    assert sum(mask.bit_count() for mask in room.view.free) == sum(mask.bit_count() for mask in before.free)
+    assert len({job for job, _ in chosen}) == len(chosen) >= 3

@@ -7,6 +7,7 @@ its peak, so nothing is over-committed. The pass knows no duration but through t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from ganger_master.policies.place.alignment import Alignment, aligned, scores, w
 # Shares of machines are sums of floats: a task that fits to a millionth of a machine fits.
 _SLACK = 1e-9
 # Scores that differ by less than a billionth are a tie.
-_DIGITS = 9
+DIGITS: Final = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def tetris_pass(
                 remote_penalty=knobs.remote_penalty,
                 eligible=fits[:, None],
             )
-            job = int(np.argmax(np.round(here[:, 0], _DIGITS)))
+            job = int(np.argmax(np.round(here[:, 0], DIGITS)))
             placed[job, machine] += 1
             waiting[job] -= 1
             left[machine] -= demands[job]
