@@ -79,6 +79,19 @@ def test_simulate_prints_a_table_for_people_and_notes_beside_it(said: Said, trac
     assert "models are drawn for 3 jobs of unknown model" in err
 
 
+def test_the_load_is_stated_even_where_there_is_none(said: Said, tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(f"{HEADER}a,5,1,9\nb,5,1,9\n")
+    code, out, _ = said("simulate", path, *ONE_NODE, "-p", "fifo", "--ideal")
+    assert code == 0
+    assert "offered load               all jobs are submitted at once" in out
+    _, out, _ = said("simulate", path, *ONE_NODE, "-p", "fifo", "--ideal", "--json")
+    assert json.loads(out)["offered_load"] is None
+    code, _, err = said("simulate", path, *ONE_NODE, "-p", "fifo", "--ideal", "--load", "1")
+    assert code == 2
+    assert "t.csv: jobs that are all submitted at once offer no load that could be scaled" in err
+
+
 def test_switching_costs_time_where_it_is_not_ideal(said: Said, trace: Path) -> None:
     def average(*costs: str) -> float:
         flags = [word for cost in costs for word in ("--cost", cost)]

@@ -89,7 +89,7 @@ def simulate(
         if flags["as_json"]:
             _print_json(said.simulated(source, asked, options, found))
         else:
-            print_pairs(experiment.headline(source, asked) + details(found))
+            print_pairs(experiment.headline(source, asked) + said.load_unless_told(found) + details(found))
             print()
             print_table(*waiting_by_size(found))
     experiment.save([(asked, run, found)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -51,6 +52,13 @@ def options_in_words(options: Options) -> str:
         costs = ", ".join(f"{name.removesuffix('_s')} {seconds:g}s" for name, seconds in asdict(options.costs).items())
         words = f"costs: {costs}; stops at most every {options.plan_every_s:g}s"
     return words if options.round_s is None else f"{words}; rounds of {options.round_s:g}s"
+
+
+def load_unless_told(figures: Figures) -> list[tuple[str, str]]:
+    """The row of the offered load for a run that has none: it is never left out."""
+    if math.isfinite(figures.offered_load):
+        return []
+    return [("offered load", "all jobs are submitted at once")]
 
 
 def simulated(source: Material, load: Load, options: Options, figures: Figures) -> dict[str, Any]:
