@@ -1,0 +1,117 @@
+"""Jobs that have not ended, as a planner knows them: the core's values and messages, both ways.
+
+What does not matter to who goes first, or to where a gang goes, is left out: commands, environments, what was observed.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ganger.resources.values import Level
+from ganger.v1 import job_pb2, scheduling_pb2
+from ganger.wire import convert, names, times
+from google.protobuf.timestamp_pb2 import Timestamp
+from msgspec.structs import replace
+
+from ganger_master.core.model import Gang, GangPhase, GangRole, Intent, Job, JobSpec, JobState, Piece
+from ganger_master.rpc import job_messages
+
+_STATES: Final = job_messages.STATES_FROM_WIRE
+_PHASES_TO_WIRE: Final = {phase: job_pb2.Gang.Phase.Value(f"PHASE_{phase.name}") for phase in GangPhase}
+_PHASES: Final = {number: phase for phase, number in _PHASES_TO_WIRE.items()}
+
+
+def live_job_to_wire(job: Job, gang: Gang | None, into: scheduling_pb2.LiveJob) -> None:
+    """`gang`: that of the job's present epoch; `into`: an empty message that is to hold it."""
+    into.job = job.name
+    into.revision = job.revision
+    into.user = job.user
+    into.state = job_messages.STATES[job.state]
+    spec = replace(job.spec, command=(), labels={}, display_name="")
+    job_messages.spec_to_wire(spec, with_environment=False, into=into.spec)
+    _put_time(into.create_time, job.create_time)
+    if job.pending_since:
+        _put_time(into.pending_time, job.pending_since)
+    if job.start_time:
+        _put_time(into.start_time, job.start_time)
+    if job.run_seconds:
+        into.run.CopyFrom(times.duration(job.run_seconds))
+    if job.running_since:
+        _put_time(into.run_time, job.running_since)
+    into.ends = job.ending is not None
+    into.moves = job.next_epoch != 0
+    into.peak_device_bytes = job.peak_device_bytes
+    into.used_device_bytes = job.used_device_bytes
+    if job.capabilities.known:
+        into.capabilities.CopyFrom(job_messages.capabilities_to_wire(job.capabilities))
+    if gang is not None:
+        _gang_to_wire(gang, into.gang)
+
+
+def live_job_from_wire(message: scheduling_pb2.LiveJob) -> tuple[Job, Gang | None]:
+    """Values of which only what the message carries is meant. Raises RequestInvalid for what does not exist."""
+    number = names.parse_job_name(message.job)
+    gang = _gang_from_wire(number, message.gang) if message.HasField("gang") else None
+    spec: JobSpec = job_messages.spec_from_wire(message.spec)
+    job = Job(
+        number,
+        "",
+        message.user,
+        spec,
+        _time(message.create_time),
+        state=_STATES.get(message.state, JobState.PENDING),
+        revision=message.revision,
+        pending_since=_time(message.pending_time) if message.HasField("pending_time") else 0.0,
+        start_time=_time(message.start_time) if message.HasField("start_time") else 0.0,
+        run_seconds=times.seconds(message.run),
+        running_since=_time(message.run_time) if message.HasField("run_time") else 0.0,
+        epoch=0 if gang is None else gang.epoch,
+        # Not which: only that there is another.
+        next_epoch=1 if message.moves else 0,
+        peak_device_bytes=message.peak_device_bytes,
+        used_device_bytes=message.used_device_bytes,
+        # Nor how it ends: only that it does.
+        ending=JobState.PENDING if message.ends else None,
+    )
+    if message.HasField("capabilities"):
+        job = replace(job, capabilities=job_messages.capabilities_from_wire(message.capabilities))
+    return job, gang
+
+
+def _gang_to_wire(gang: Gang, into: scheduling_pb2.LiveGang) -> None:
+    into.epoch = gang.epoch
+    into.phase = _PHASES_TO_WIRE[gang.phase]
+    into.parked_level = job_messages.level_to_wire(gang.park_level)
+    into.stops = gang.intent is Intent.STOP
+    _put_time(into.create_time, gang.create_time)
+    if gang.since:
+        _put_time(into.phase_time, gang.since)
+    into.claims.extend(convert.claims_to_wire(gang.claims))
+    into.held.extend(convert.claims_to_wire(piece.held for piece in gang.pieces if piece.held is not None))
+
+
+def _gang_from_wire(number: int, message: scheduling_pb2.LiveGang) -> Gang:
+    held = {claim.node: claim for claim in convert.parked_claims_from_wire(message.held)}
+    pieces = tuple([Piece(claim, held.get(claim.node)) for claim in convert.claims_from_wire(message.claims)])
+    parked = job_messages.level_from_wire(message.parked_level)
+    return Gang(
+        message.epoch,
+        number,
+        GangRole.ACTIVE,
+        _PHASES.get(message.phase, GangPhase.RUNNING),
+        pieces,
+        # Where it goes is for the placement to weigh; how close it is now nobody asks.
+        Level.CLUSTER,
+        _time(message.create_time),
+        intent=Intent.STOP if message.stops else Intent.PARK if parked else Intent.RUN,
+        park_level=parked,
+        since=_time(message.phase_time) if message.HasField("phase_time") else 0.0,
+    )
+
+
+def _put_time(message: Timestamp, unix_seconds: float) -> None:
+    message.CopyFrom(times.timestamp(unix_seconds))
+
+
+def _time(message: Timestamp) -> float:
+    return times.unix_seconds(message)
