@@ -21,6 +21,11 @@ from ganger_master.core.answers import Answer, Refused
 from ganger_master.core.explain import explain
 from ganger_master.core.model import JobSpec, SuspendLevel
 from ganger_master.core.settings import Settings
+from ganger_master.planner.table import LiveTable
+from ganger_master.planner.target import plan
+from ganger_master.policies.facts import Capacity
+from ganger_master.policies.order import ranked
+from ganger_master.policies.room import Room
 from ganger_master.sim.cluster import Cluster
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
@@ -137,6 +142,22 @@ class _Story:
             yield f"{blocker.reason.name}: {blocker.message}"
         if not found.blockers:
             yield found.assumption
+
+    def _plan(self) -> Iterator[str]:
+        """What the planner would propose now, with the order it tells the master."""
+        state, now = self.cluster.state, self.cluster.master.now()
+        table = LiveTable()
+        for job in state.jobs.values():
+            table.put(job, state.gangs.get(job.epoch))
+        capacity = Capacity(state.devices, 16.0, 64.0 * _GIB, 4)
+        order, placement = state.policy.order, state.policy.placement
+        found = plan(order, placement, table, now, capacity, Room(state.view.copy()))
+        _, facts = table.facts(now)
+        line = [int(facts.number[at]) for at in ranked(order, facts, now, capacity) if not facts.is_running[at]]
+        told = commands.Line(tuple(line), state.settings.policy)
+        self.cluster.ask(commands.ProposePlan(found.changes, line=told))
+        self.cluster.run_for(10.0)
+        yield from ()
 
     def _nodes(self) -> Iterator[str]:
         for name, row in sorted(self.cluster.state.rows.items()):

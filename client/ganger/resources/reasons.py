@@ -30,6 +30,7 @@ class Reason(Enum):
     NODE_UNAVAILABLE = (Kind.BLOCKER, "the node takes no gangs: unknown, cordoned, draining or lost")
     PROTECTED = (Kind.BLOCKER, "the pieces are kept for a job that goes first")
     RESERVED = (Kind.BLOCKER, "the pieces are reserved for a large gang")
+    RANKED = (Kind.BLOCKER, "the planner lets others have the devices first")
     QUOTA = (Kind.BLOCKER, "the user's share is used up")
     STORAGE_NOT_SHARED = (Kind.BLOCKER, "the checkpoint lies on storage the node does not see")
     CANNOT_SWITCH_USER = (Kind.BLOCKER, "the daemon cannot become the job's user")

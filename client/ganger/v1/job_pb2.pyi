@@ -116,7 +116,9 @@ class Job(google.protobuf.message.Message):
     preemptions: builtins.int
     """Preemptions, lost nodes and unknown exits so far; not limited."""
     queue_rank: builtins.int
-    """Position among waiting jobs by the policy, from 1; zero when not waiting. Output only."""
+    """Position among waiting jobs by the policy, from 1; zero when not waiting, or not ranked by the planner yet. Output
+    only.
+    """
     trouble: builtins.str
     """What went wrong last without ending it: a suspend that was given up, a checkpoint that could not be read. Stands
     until the next suspend, move or complete checkpoint. "REASON: text". Output only.

@@ -13,6 +13,7 @@ import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import google.protobuf.timestamp_pb2
 import sys
 import typing
 
@@ -445,20 +446,53 @@ class Plan(google.protobuf.message.Message):
 
     CHANGES_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    LINE_FIELD_NUMBER: builtins.int
     reason: builtins.str
     """For `why` and history: what the proposer expects to gain."""
     @property
     def changes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Change]: ...
+    @property
+    def line(self) -> Global___Line:
+        """Who goes first among those that wait; unset leaves what was told before."""
+
     def __init__(
         self,
         *,
         changes: collections.abc.Iterable[Global___Change] | None = ...,
         reason: builtins.str = ...,
+        line: Global___Line | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changes", b"changes", "reason", b"reason"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["line", b"line"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changes", b"changes", "line", b"line", "reason", b"reason"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Plan: typing_extensions.TypeAlias = Plan
+
+@typing.final
+class Line(google.protobuf.message.Message):
+    """What `queue` and `why` say of the places of waiting jobs while the planner places them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOBS_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
+    policy: builtins.str
+    """The policy that ranks them."""
+    @property
+    def jobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """"jobs/{job}", first job first, at most 10,000."""
+
+    def __init__(
+        self,
+        *,
+        jobs: collections.abc.Iterable[builtins.str] | None = ...,
+        policy: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["jobs", b"jobs", "policy", b"policy"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Line: typing_extensions.TypeAlias = Line
 
 @typing.final
 class Change(google.protobuf.message.Message):
@@ -681,6 +715,202 @@ class ChangeVerdict(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ChangeVerdict: typing_extensions.TypeAlias = ChangeVerdict
+
+@typing.final
+class WatchClusterRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___WatchClusterRequest: typing_extensions.TypeAlias = WatchClusterRequest
+
+@typing.final
+class ClusterDelta(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VIEW_FIELD_NUMBER: builtins.int
+    JOBS_FIELD_NUMBER: builtins.int
+    ENDED_FIELD_NUMBER: builtins.int
+    CONTINUES_FIELD_NUMBER: builtins.int
+    TIME_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
+    PLAN_EVERY_FIELD_NUMBER: builtins.int
+    continues: builtins.bool
+    """More of the same moment follows: what is told so far does not add up yet."""
+    policy: builtins.str
+    """The cluster's policy, and the least time between two plans of its planner that stop who runs."""
+    @property
+    def view(self) -> Global___ViewDelta:
+        """The whole view if its from_version is zero; then `jobs` are all there are, too."""
+
+    @property
+    def jobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LiveJob]:
+        """Jobs that changed, whole."""
+
+    @property
+    def ended(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """"jobs/{job}" that have ended."""
+
+    @property
+    def time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """The master's clock at that moment."""
+
+    @property
+    def plan_every(self) -> google.protobuf.duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        view: Global___ViewDelta | None = ...,
+        jobs: collections.abc.Iterable[Global___LiveJob] | None = ...,
+        ended: collections.abc.Iterable[builtins.str] | None = ...,
+        continues: builtins.bool = ...,
+        time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        policy: builtins.str = ...,
+        plan_every: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["plan_every", b"plan_every", "time", b"time", "view", b"view"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["continues", b"continues", "ended", b"ended", "jobs", b"jobs", "plan_every", b"plan_every", "policy", b"policy", "time", b"time", "view", b"view"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ClusterDelta: typing_extensions.TypeAlias = ClusterDelta
+
+@typing.final
+class LiveJob(google.protobuf.message.Message):
+    """A job that has not ended, as who weighs all jobs has to know it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    REVISION_FIELD_NUMBER: builtins.int
+    USER_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    SPEC_FIELD_NUMBER: builtins.int
+    CREATE_TIME_FIELD_NUMBER: builtins.int
+    PENDING_TIME_FIELD_NUMBER: builtins.int
+    START_TIME_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    RUN_TIME_FIELD_NUMBER: builtins.int
+    ENDS_FIELD_NUMBER: builtins.int
+    MOVES_FIELD_NUMBER: builtins.int
+    PEAK_DEVICE_BYTES_FIELD_NUMBER: builtins.int
+    USED_DEVICE_BYTES_FIELD_NUMBER: builtins.int
+    CAPABILITIES_FIELD_NUMBER: builtins.int
+    GANG_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    revision: builtins.int
+    user: builtins.str
+    state: ganger.v1.job_pb2.Job.State.ValueType
+    ends: builtins.bool
+    """It is on its way to an end, to rest, or to wait again."""
+    moves: builtins.bool
+    """Its gang is about to be another one, elsewhere."""
+    peak_device_bytes: builtins.int
+    """Largest memory of one device that it was seen to use, and what its devices must have left for it."""
+    used_device_bytes: builtins.int
+    @property
+    def spec(self) -> ganger.v1.job_pb2.JobSpec:
+        """Without command and environment."""
+
+    @property
+    def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def pending_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """Since when it waits; unset while it does not."""
+
+    @property
+    def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """First step of the first attempt."""
+
+    @property
+    def run(self) -> google.protobuf.duration_pb2.Duration:
+        """Running time of former stretches, and since when the present one lasts; unset while it does not run."""
+
+    @property
+    def run_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def capabilities(self) -> ganger.v1.job_pb2.Capabilities:
+        """Unset before a rank has told."""
+
+    @property
+    def gang(self) -> Global___LiveGang: ...
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        revision: builtins.int = ...,
+        user: builtins.str = ...,
+        state: ganger.v1.job_pb2.Job.State.ValueType = ...,
+        spec: ganger.v1.job_pb2.JobSpec | None = ...,
+        create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        pending_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        run: google.protobuf.duration_pb2.Duration | None = ...,
+        run_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        ends: builtins.bool = ...,
+        moves: builtins.bool = ...,
+        peak_device_bytes: builtins.int = ...,
+        used_device_bytes: builtins.int = ...,
+        capabilities: ganger.v1.job_pb2.Capabilities | None = ...,
+        gang: Global___LiveGang | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "create_time", b"create_time", "gang", b"gang", "pending_time", b"pending_time", "run", b"run", "run_time", b"run_time", "spec", b"spec", "start_time", b"start_time"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "create_time", b"create_time", "ends", b"ends", "gang", b"gang", "job", b"job", "moves", b"moves", "peak_device_bytes", b"peak_device_bytes", "pending_time", b"pending_time", "revision", b"revision", "run", b"run", "run_time", b"run_time", "spec", b"spec", "start_time", b"start_time", "state", b"state", "used_device_bytes", b"used_device_bytes", "user", b"user"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___LiveJob: typing_extensions.TypeAlias = LiveJob
+
+@typing.final
+class LiveGang(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    PHASE_FIELD_NUMBER: builtins.int
+    PARKED_LEVEL_FIELD_NUMBER: builtins.int
+    STOPS_FIELD_NUMBER: builtins.int
+    CREATE_TIME_FIELD_NUMBER: builtins.int
+    PHASE_TIME_FIELD_NUMBER: builtins.int
+    CLAIMS_FIELD_NUMBER: builtins.int
+    HELD_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    phase: ganger.v1.job_pb2.Gang.Phase.ValueType
+    parked_level: ganger.v1.job_pb2.SuspendLevel.ValueType
+    """Level at which it is parked or being parked; unspecified while it is to run."""
+    stops: builtins.bool
+    """It was told to end."""
+    @property
+    def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def phase_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When its phase began."""
+
+    @property
+    def claims(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.resources_pb2.Claim]:
+        """Its place, and what it holds of that now, node by node."""
+
+    @property
+    def held(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.resources_pb2.Claim]: ...
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        phase: ganger.v1.job_pb2.Gang.Phase.ValueType = ...,
+        parked_level: ganger.v1.job_pb2.SuspendLevel.ValueType = ...,
+        stops: builtins.bool = ...,
+        create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        phase_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        claims: collections.abc.Iterable[ganger.v1.resources_pb2.Claim] | None = ...,
+        held: collections.abc.Iterable[ganger.v1.resources_pb2.Claim] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["create_time", b"create_time", "phase_time", b"phase_time"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["claims", b"claims", "create_time", b"create_time", "epoch", b"epoch", "held", b"held", "parked_level", b"parked_level", "phase", b"phase", "phase_time", b"phase_time", "stops", b"stops"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___LiveGang: typing_extensions.TypeAlias = LiveGang
 
 @typing.final
 class WatchProgressRequest(google.protobuf.message.Message):

@@ -71,6 +71,11 @@ class SchedulingServiceStub(object):
                 request_serializer=ganger_dot_v1_dot_scheduling__pb2.Plan.SerializeToString,
                 response_deserializer=ganger_dot_v1_dot_scheduling__pb2.PlanVerdict.FromString,
                 _registered_method=True)
+        self.WatchCluster = channel.unary_stream(
+                '/ganger.v1.SchedulingService/WatchCluster',
+                request_serializer=ganger_dot_v1_dot_scheduling__pb2.WatchClusterRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_scheduling__pb2.ClusterDelta.FromString,
+                _registered_method=True)
         self.WatchProgress = channel.unary_stream(
                 '/ganger.v1.SchedulingService/WatchProgress',
                 request_serializer=ganger_dot_v1_dot_scheduling__pb2.WatchProgressRequest.SerializeToString,
@@ -133,6 +138,14 @@ class SchedulingServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchCluster(self, request, context):
+        """What a planner goes by: the view and all jobs that have not ended, as one commit left both. The first delta is
+        everything, the next ones what changed. Closes after 30 minutes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchProgress(self, request, context):
         """Measured rates, sampled. Closes after 30 minutes.
         """
@@ -177,6 +190,11 @@ def add_SchedulingServiceServicer_to_server(servicer, server):
                     servicer.ProposePlan,
                     request_deserializer=ganger_dot_v1_dot_scheduling__pb2.Plan.FromString,
                     response_serializer=ganger_dot_v1_dot_scheduling__pb2.PlanVerdict.SerializeToString,
+            ),
+            'WatchCluster': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchCluster,
+                    request_deserializer=ganger_dot_v1_dot_scheduling__pb2.WatchClusterRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_scheduling__pb2.ClusterDelta.SerializeToString,
             ),
             'WatchProgress': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchProgress,
@@ -374,6 +392,33 @@ class SchedulingService(object):
             '/ganger.v1.SchedulingService/ProposePlan',
             ganger_dot_v1_dot_scheduling__pb2.Plan.SerializeToString,
             ganger_dot_v1_dot_scheduling__pb2.PlanVerdict.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchCluster(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ganger.v1.SchedulingService/WatchCluster',
+            ganger_dot_v1_dot_scheduling__pb2.WatchClusterRequest.SerializeToString,
+            ganger_dot_v1_dot_scheduling__pb2.ClusterDelta.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,10 @@ class SchedulingServiceStub:
     """Gives a gang back; the job becomes PENDING. Errors: NOT_FOUND/JOB_NOT_FOUND, ABORTED/REVISION_CONFLICT."""
     ProposePlan: grpc.UnaryUnaryMultiCallable[ganger.v1.scheduling_pb2.Plan, ganger.v1.scheduling_pb2.PlanVerdict]
     """Errors: INVALID_ARGUMENT/PLAN_INVALID, PERMISSION_DENIED/JOB_NOT_YOURS, UNIMPLEMENTED/NOT_SUPPORTED."""
+    WatchCluster: grpc.UnaryStreamMultiCallable[ganger.v1.scheduling_pb2.WatchClusterRequest, ganger.v1.scheduling_pb2.ClusterDelta]
+    """What a planner goes by: the view and all jobs that have not ended, as one commit left both. The first delta is
+    everything, the next ones what changed. Closes after 30 minutes.
+    """
     WatchProgress: grpc.UnaryStreamMultiCallable[ganger.v1.scheduling_pb2.WatchProgressRequest, ganger.v1.scheduling_pb2.ProgressBatch]
     """Measured rates, sampled. Closes after 30 minutes."""
 
@@ -74,6 +78,10 @@ class SchedulingServiceAsyncStub(SchedulingServiceStub):
     """Gives a gang back; the job becomes PENDING. Errors: NOT_FOUND/JOB_NOT_FOUND, ABORTED/REVISION_CONFLICT."""
     ProposePlan: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.scheduling_pb2.Plan, ganger.v1.scheduling_pb2.PlanVerdict]  # type: ignore[assignment]
     """Errors: INVALID_ARGUMENT/PLAN_INVALID, PERMISSION_DENIED/JOB_NOT_YOURS, UNIMPLEMENTED/NOT_SUPPORTED."""
+    WatchCluster: grpc.aio.UnaryStreamMultiCallable[ganger.v1.scheduling_pb2.WatchClusterRequest, ganger.v1.scheduling_pb2.ClusterDelta]  # type: ignore[assignment]
+    """What a planner goes by: the view and all jobs that have not ended, as one commit left both. The first delta is
+    everything, the next ones what changed. Closes after 30 minutes.
+    """
     WatchProgress: grpc.aio.UnaryStreamMultiCallable[ganger.v1.scheduling_pb2.WatchProgressRequest, ganger.v1.scheduling_pb2.ProgressBatch]  # type: ignore[assignment]
     """Measured rates, sampled. Closes after 30 minutes."""
 
@@ -140,6 +148,16 @@ class SchedulingServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[ganger.v1.scheduling_pb2.PlanVerdict, collections.abc.Awaitable[ganger.v1.scheduling_pb2.PlanVerdict]]:
         """Errors: INVALID_ARGUMENT/PLAN_INVALID, PERMISSION_DENIED/JOB_NOT_YOURS, UNIMPLEMENTED/NOT_SUPPORTED."""
+
+    @abc.abstractmethod
+    def WatchCluster(
+        self,
+        request: ganger.v1.scheduling_pb2.WatchClusterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[ganger.v1.scheduling_pb2.ClusterDelta], collections.abc.AsyncIterator[ganger.v1.scheduling_pb2.ClusterDelta]]:
+        """What a planner goes by: the view and all jobs that have not ended, as one commit left both. The first delta is
+        everything, the next ones what changed. Closes after 30 minutes.
+        """
 
     @abc.abstractmethod
     def WatchProgress(

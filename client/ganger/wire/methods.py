@@ -50,6 +50,7 @@ METHODS: dict[str, Method] = {
         Method(f"{_SCHEDULING}/RequestGangs", None, is_idempotent=False),
         Method(f"{_SCHEDULING}/ReleaseGang", is_idempotent=False),
         Method(f"{_SCHEDULING}/ProposePlan", is_idempotent=False),
+        Method(f"{_SCHEDULING}/WatchCluster", _STREAM_SECONDS),
         Method(f"{_SCHEDULING}/WatchProgress", _STREAM_SECONDS),
         Method(f"{_NODES}/ListNodes"),
         Method(f"{_NODES}/GetNode"),

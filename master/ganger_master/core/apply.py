@@ -140,6 +140,11 @@ def _turns_claimed(state: State, event: events.TurnsClaimed) -> None:
     queue.note_stream(state, event.claim, event.time)
 
 
+def _jobs_ranked(state: State, event: events.JobsRanked) -> None:
+    state.ranks = {number: rank for rank, number in enumerate(event.line.numbers, 1)}
+    state.ranked_by = event.line.policy
+
+
 def _time_passed(state: State, event: events.TimePassed) -> None:
     now = event.time
     # The wake-up that was asked for has come: the next one is to be said again, even if it is the same instant.
@@ -177,5 +182,6 @@ _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
     events.NodeLost: _node_lost,
     events.NodeRemoved: _node_removed,
     events.TurnsClaimed: _turns_claimed,
+    events.JobsRanked: _jobs_ranked,
     events.TimePassed: _time_passed,
 }

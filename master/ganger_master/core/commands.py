@@ -103,10 +103,20 @@ class Change(Struct, frozen=True, gc=False):
     together: int = 0
 
 
+class Line(Struct, frozen=True, gc=False):
+    """Who goes first among those that wait, by the policy that is named."""
+
+    numbers: tuple[int, ...]
+    policy: str = ""
+
+
 class ProposePlan(Struct, frozen=True, gc=False):
+    """Without a `line` the one told before stands."""
+
     changes: tuple[Change, ...]
     reason: str = ""
     proposer: str = "planner"
+    line: Line | None = None
 
 
 class OpenSession(Struct, frozen=True, gc=False):

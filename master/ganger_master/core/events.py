@@ -11,7 +11,7 @@ from typing import TypeAlias
 from ganger.resources.reasons import Refusal
 from msgspec import Struct
 
-from ganger_master.core.commands import ClaimTurns, Observe, OpenSession
+from ganger_master.core.commands import ClaimTurns, Line, Observe, OpenSession
 from ganger_master.core.model import Claim, JobSpec, Level, SuspendLevel
 
 
@@ -142,6 +142,14 @@ class TurnsClaimed(Struct, frozen=True, gc=False):
     claim: ClaimTurns
 
 
+class JobsRanked(Struct, frozen=True, gc=False):
+    """The planner said who goes first. Volatile: it says so again."""
+
+    time: float
+    cause: str
+    line: Line
+
+
 class TimePassed(Struct, frozen=True, gc=False):
     time: float
     cause: str = "clock"
@@ -164,5 +172,6 @@ Event: TypeAlias = (
     | NodeLost
     | NodeRemoved
     | TurnsClaimed
+    | JobsRanked
     | TimePassed
 )

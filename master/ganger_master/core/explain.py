@@ -12,6 +12,7 @@ from ganger_master.core import capacity
 from ganger_master.core.model import Job, JobState, Node
 from ganger_master.core.residues import holders_on
 from ganger_master.core.state import State
+from ganger_master.policies import Places
 
 
 class Explanation(Struct, frozen=True, gc=False):
@@ -30,6 +31,11 @@ def explain(state: State, number: int, now: float) -> Explanation:
         trouble = f"; {job.trouble}" if job.trouble and not job.state.is_final else ""
         return Explanation((), assumption=_at_rest(state, job) + trouble)
     blockers = blockers_of(state, job, now)
+    if state.policy.places is Places.PLANNER:
+        # Whose turn the next free devices are is decided anew each time.
+        return Explanation(
+            (*blockers, *told_blockers(state, job)), assumption=f"unknown, because {_ranked(state, job).message}"
+        )
     holders = tuple(_holders(state, now))
     if any(blocker.reason not in capacity.WAITS_FOR_PIECES | _BEHIND for blocker in blockers[:1]):
         return Explanation(blockers, assumption=f"unknown, because {blockers[0].message}")
@@ -37,6 +43,25 @@ def explain(state: State, number: int, now: float) -> Explanation:
     if not estimate.before and any(blocker.reason is Reason.NODE_UNAVAILABLE for blocker in blockers[:1]):
         return Explanation(blockers, assumption=f"unknown, because {blockers[0].message}")
     return Explanation(blockers, estimate.after, estimate.before, estimate.assumption)
+
+
+def told_blockers(state: State, job: Job) -> tuple[Refusal, ...]:
+    """Why a job waits, as it was last told: by its scheduler, or by the planner's ranking where that places."""
+    told = state.blockers_of(job.number)
+    if told or state.policy.places is Places.JOBS or not state.is_waiting(job):
+        return told
+    return (_ranked(state, job),)
+
+
+def _ranked(state: State, job: Job) -> Refusal:
+    """What the planner's order means for one who waits."""
+    rank, policy = state.ranks.get(job.number, 0), state.ranked_by or state.settings.policy
+    if not rank:
+        return Refusal(Reason.RANKED, detail=f"the planner of policy {policy} has not ranked it yet")
+    if rank == 1:
+        text = f"first of those that wait, it starts once the planner of policy {policy} finds it a place"
+        return Refusal(Reason.RANKED, {"ahead": 0}, detail=text)
+    return Refusal(Reason.RANKED, {"ahead": rank - 1}, detail=f"the planner of policy {policy} lets others go first")
 
 
 def blockers_of(state: State, job: Job, now: float) -> tuple[Refusal, ...]:

@@ -33,6 +33,9 @@ def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Res
     """Verdicts in the order of the changes; what is approved happens in the order in which it was judged."""
     if len(command.changes) > _CHANGES_LIMIT:
         return (), Refused("PLAN_INVALID", f"at most {_CHANGES_LIMIT} changes")
+    line = command.line
+    if line is not None and len(line.numbers) > _CHANGES_LIMIT:
+        return (), Refused("PLAN_INVALID", f"at most {_CHANGES_LIMIT} jobs in the line")
     numbers = [change.number for change in command.changes]
     if len(set(numbers)) != len(numbers):
         return (), Refused("PLAN_INVALID", "one change per job")
@@ -49,6 +52,8 @@ def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Res
             own = (refusals[change.number],) if change.number in refusals else ()
             verdicts[change.number] = answers.ChangeAnswer(change.number, not refusals, 0, own)
     ordered = tuple(verdicts[number] for number in numbers)
+    if line is not None:
+        happening.append(events.JobsRanked(now, command.proposer, line))
     return tuple(happening), answers.PlanAnswer(ordered, state.view.version)
 
 

@@ -15,6 +15,7 @@ from ganger_master.core.checks import find_job, unfinished
 from ganger_master.core.events import Event
 from ganger_master.core.model import Job, JobState
 from ganger_master.core.state import State
+from ganger_master.policies import Places
 
 Result: TypeAlias = tuple[tuple[Event, ...], Answer]
 
@@ -76,6 +77,9 @@ def release_gang(state: State, command: commands.ReleaseGang, now: float) -> Res
 
 
 def _check_asked(state: State, job: Job, command: commands.RequestGang) -> Refusal | None:
+    if state.policy.places is Places.PLANNER:
+        text = f"the planner places all jobs: policy {state.settings.policy}"
+        return Refusal(Reason.OUT_OF_TURN, detail=text, job=job.name)
     if command.revision != job.revision:
         figures = {"revision": job.revision, "given": command.revision}
         return Refusal(Reason.STALE_REVISION, figures, job=job.name)

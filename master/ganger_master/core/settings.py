@@ -14,6 +14,8 @@ class Settings:
     # Beyond lost_after: what clocks may drift and processes may be late in stopping themselves.
     lost_margin_seconds: float = 30.0
     policy: str = "fifo"
+    # Between two plans of the planner that stop who runs.
+    plan_every_seconds: float = 300.0
     storage: str = ""
     storage_token: str = ""
     checkpoint_interval_seconds: float = 1800.0

@@ -27,7 +27,7 @@ from ganger_master.core.settings import Settings
 from ganger_master.core.shares import Shares
 from ganger_master.core.waiting import Waiting
 from ganger_master.core.wanted import DesiredSet
-from ganger_master.policies import policy_named
+from ganger_master.policies import Places, policy_named
 
 ELEMENT_TYPES: Final[Mapping[str, type[Element]]] = {
     "configuration_set": ConfigurationSet,
@@ -159,6 +159,9 @@ class State:
         # When a scheduler that had lost its turns last came back.
         self.returned: dict[int, float] = {}
         self.claimed_by: dict[int, str] = {}
+        # What the planner last said of who goes first, and by which policy.
+        self.ranks: dict[int, int] = {}
+        self.ranked_by = ""
         self.wake_at: float | None = None
         # Changes since the last take_changes.
         self.dirty = Dirty()
@@ -308,10 +311,12 @@ class State:
         return self.refusals.get(number, ())
 
     def queue_rank(self, number: int) -> int:
-        """Position among waiting jobs, from 1; zero when it does not wait."""
+        """Position among waiting jobs, from 1; zero when it does not wait, or the planner has not ranked it."""
         job = self.jobs.get(number)
         if job is None or not self.is_waiting(job):
             return 0
+        if self.policy.places is Places.PLANNER:
+            return self.ranks.get(number, 0)
         return self.waiting.rank((*self.policy.key(job), number)) + 1
 
     @staticmethod

@@ -11,7 +11,7 @@ from ganger.wire import convert, errors, names, times
 
 from ganger_master.core.answers import Approved, ChangeAnswer, Refused, Rejected
 from ganger_master.core.checks import no_job
-from ganger_master.core.explain import as_it_is
+from ganger_master.core.explain import as_it_is, told_blockers
 from ganger_master.core.model import Job, Node, NodeState
 from ganger_master.rpc import job_messages
 from ganger_master.runtime.progress import ProgressBoard
@@ -75,12 +75,13 @@ class Shown:
         """Raises JobNotFound."""
         job = self.job_named(number)
         state, committed = self._writer.state, self._writer.committed
+        told = told_blockers(state, job)
         return job_messages.job_to_wire(
             job,
             committed.gangs.get(job.epoch),
             committed.gangs.get(job.next_epoch),
             # In a list of many jobs not all nodes are looked at for each.
-            blockers=tuple([as_it_is(state, one) if one.node else one for one in state.blockers_of(number)]),
+            blockers=tuple([as_it_is(state, one) if one.node else one for one in told]),
             queue_rank=state.queue_rank(number),
             sample=self._progress.of(number),
             with_environment=with_environment,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any, Final, TypeAlias, TypeGuard
 
 from ganger.resources.values import NodeRow
 from ganger.resources.view import Mode
@@ -13,17 +13,20 @@ from ganger.wire import convert, errors, names, times
 
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, Done, JobAnswer, PlanAnswer, Refused
-from ganger_master.core.model import SuspendLevel
+from ganger_master.core.model import Job, SuspendLevel
 from ganger_master.core.state import Turn
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.answers import Shown, change_verdict_of, expect, verdict_of
-from ganger_master.rpc.job_service import STREAM_SECONDS
+from ganger_master.rpc.job_service import REASON_MOST, STREAM_SECONDS
+from ganger_master.rpc.live_jobs import live_job_to_wire
 from ganger_master.runtime.progress import ProgressBoard
 from ganger_master.runtime.writer import Writer
 
 _CANDIDATES_MOST: Final = 16
 _REQUESTS_MOST: Final = 1_000
 _CHANGES_MOST: Final = 10_000
+# Of a policy's name, which is shown to people.
+_POLICY_MOST: Final = 100
 # Messages of one stream that may wait for their commit.
 _MESSAGES_AHEAD: Final = 16
 _MODES: Final = {
@@ -38,6 +41,10 @@ _DELTA_SECONDS: Final = 0.01
 # Rows turned into messages before other calls get their turn.
 _ROWS_AT_ONCE: Final = 500
 _SHORTEST_INTERVAL_SECONDS: Final = 0.1
+# Between two deltas of all jobs: whoever weighs them all takes longer than that.
+_CLUSTER_DELTA_SECONDS: Final = 0.05
+# Jobs in one message, before other calls get their turn.
+_JOBS_AT_ONCE: Final = 500
 
 _Judged: TypeAlias = tuple[scheduling_pb2.GangRequests, asyncio.Future[Sequence[Answer]]]
 
@@ -77,18 +84,58 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                 removed = shown.difference(committed.rows)
                 shown = set(committed.rows) if removed else shown.union(row.node for row in rows)
                 if rows or removed or is_first:
-                    yield scheduling_pb2.ViewDelta(
-                        version=version,
-                        from_version=sent,
-                        configuration_sets=self._configuration_sets(),
-                        nodes=await _messages(rows),
-                        removed=[names.node_name(node) for node in sorted(removed)],
-                        mode=self._mode(),
-                    )
+                    delta = self._view_delta(version, sent, removed)
+                    delta.nodes.extend(await _messages(rows))
+                    yield delta
                     sent, is_first = version, False
                     await asyncio.sleep(_DELTA_SECONDS)
                 try:
                     await asyncio.wait_for(news.wait(), end - loop.time())
+                except TimeoutError:
+                    return
+
+    async def WatchCluster(
+        self, request: scheduling_pb2.WatchClusterRequest, context: Any
+    ) -> AsyncIterator[scheduling_pb2.ClusterDelta]:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + STREAM_SECONDS
+        committed = self._writer.committed
+        sent, shown = 0, set[str]()
+        with committed.watching_jobs() as news:
+            while loop.time() < end:
+                news.mark.clear()
+                # All of one moment, taken before anybody else has a turn; elements never change.
+                numbers = news.take()
+                if numbers is None or not sent:
+                    sent, shown = 0, set()
+                    numbers = list(committed.jobs)
+                jobs = [(n, committed.jobs.get(n)) for n in numbers]
+                live = [(job, committed.gangs.get(job.epoch)) for _, job in jobs if _is_live(job)]
+                ended = [n for n, job in jobs if not _is_live(job)] if sent else []
+                rows = committed.rows_after(sent) if sent else list(committed.rows.values())
+                removed = shown.difference(committed.rows)
+                shown = set(committed.rows) if removed else shown.union(row.node for row in rows)
+                delta = scheduling_pb2.ClusterDelta(
+                    view=self._view_delta(committed.view_version, sent, removed),
+                    ended=[names.job_name(number) for number in ended],
+                    time=times.timestamp(self._clock()),
+                    policy=self._writer.state.settings.policy,
+                    plan_every=times.duration(self._writer.state.settings.plan_every_seconds),
+                )
+                sent = committed.view_version
+                delta.view.nodes.extend(await _messages(rows))
+                for start in range(0, len(live), _JOBS_AT_ONCE):
+                    if start:
+                        delta.continues = True
+                        yield delta
+                        delta = scheduling_pb2.ClusterDelta()
+                        await asyncio.sleep(0)
+                    for job, gang in live[start : start + _JOBS_AT_ONCE]:
+                        live_job_to_wire(job, gang, delta.jobs.add())
+                yield delta
+                await asyncio.sleep(_CLUSTER_DELTA_SECONDS)
+                try:
+                    await asyncio.wait_for(news.mark.wait(), end - loop.time())
                 except TimeoutError:
                     return
 
@@ -161,7 +208,14 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         if len(request.changes) > _CHANGES_MOST:
             raise errors.PlanInvalid(f"a plan has at most {_CHANGES_MOST} changes, this one {len(request.changes)}")
         changes = tuple(_change(change) for change in request.changes)
-        answer = expect(await self._writer.submit(commands.ProposePlan(changes, request.reason)), PlanAnswer)
+        line = None
+        if request.HasField("line"):
+            if len(request.line.jobs) > _CHANGES_MOST:
+                raise errors.PlanInvalid(f"a line has at most {_CHANGES_MOST} jobs, this one {len(request.line.jobs)}")
+            numbers = tuple([names.parse_job_name(job) for job in request.line.jobs])
+            line = commands.Line(numbers, request.line.policy[:_POLICY_MOST])
+        command = commands.ProposePlan(changes, request.reason[:REASON_MOST], line=line)
+        answer = expect(await self._writer.submit(command), PlanAnswer)
         return scheduling_pb2.PlanVerdict(
             verdicts=[change_verdict_of(verdict) for verdict in answer.verdicts], view_version=answer.view_version
         )
@@ -182,6 +236,16 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                     progress={names.job_name(job): job_messages.progress_to_wire(s) for job, s in fresh.items()}
                 )
             await asyncio.sleep(max(interval, _SHORTEST_INTERVAL_SECONDS))
+
+    def _view_delta(self, version: int, after: int, removed: Iterable[str]) -> scheduling_pb2.ViewDelta:
+        """Still without nodes."""
+        return scheduling_pb2.ViewDelta(
+            version=version,
+            from_version=after,
+            configuration_sets=self._configuration_sets(),
+            removed=[names.node_name(node) for node in sorted(removed)],
+            mode=self._mode(),
+        )
 
     def _configuration_sets(self) -> list[Any]:
         known = self._writer.committed.configuration_sets
@@ -212,6 +276,10 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             arena_bytes_per_device=job.arena_bytes_per_device,
             device_memory_bytes=job.shape.device_memory_bytes,
         )
+
+
+def _is_live(job: Job | None) -> TypeGuard[Job]:
+    return job is not None and not job.state.is_final
 
 
 async def _messages(rows: Sequence[NodeRow]) -> list[node_pb2.NodeRow]:

@@ -37,6 +37,31 @@ class Publication:
     mode: Mode = Mode.SPREAD
 
 
+class JobNews:
+    """Which jobs changed since somebody last took note: numbers, each once however often it changed."""
+
+    def __init__(self) -> None:
+        self.mark = asyncio.Event()
+        self._numbers: dict[int, None] = {}
+        # Everything may have changed.
+        self._is_all = True
+        self.mark.set()
+
+    def add(self, numbers: Iterable[int]) -> None:
+        self._numbers.update(dict.fromkeys(numbers))
+        self.mark.set()
+
+    def add_all(self) -> None:
+        self._is_all = True
+        self.mark.set()
+
+    def take(self) -> Sequence[int] | None:
+        """None: all there are."""
+        numbers, self._numbers = self._numbers, {}
+        is_all, self._is_all = self._is_all, False
+        return None if is_all else tuple(numbers)
+
+
 class Committed:
     """Durable state by key, and the marks of its watchers."""
 
@@ -55,6 +80,7 @@ class Committed:
         self.free_devices = 0
         self.mode = Mode.SPREAD
         self._watchers: dict[str, set[asyncio.Event]] = {}
+        self._job_watchers: set[JobNews] = set()
 
     def reset(
         self,
@@ -77,6 +103,8 @@ class Committed:
         self.devices, self.free_devices, self.mode = devices, free_devices, mode
         for subject in list(self._watchers):
             self.wake(subject)
+        for watched in self._job_watchers:
+            watched.add_all()
 
     def publish(self, news: Publication) -> None:
         for kind, key in news.removes:
@@ -95,6 +123,9 @@ class Committed:
             self._show(news.rows)
             self.view_version = news.view_version
             self.devices, self.free_devices, self.mode = news.devices, news.free_devices, news.mode
+        if self._job_watchers and (news.jobs or news.rows):
+            for watched in self._job_watchers:
+                watched.add(news.jobs)
         if self._watchers:
             for number in news.jobs:
                 self.wake(f"jobs/{number}")
@@ -119,6 +150,16 @@ class Committed:
             marks.discard(mark)
             if not marks:
                 self._watchers.pop(subject, None)
+
+    @contextmanager
+    def watching_jobs(self) -> Iterator[JobNews]:
+        """Collects which jobs changed; its mark is set by changes of the view, too, and by nodes that leave."""
+        news = JobNews()
+        self._job_watchers.add(news)
+        try:
+            yield news
+        finally:
+            self._job_watchers.discard(news)
 
     def wake(self, subject: str) -> None:
         """Lets the watchers of a subject look again."""
@@ -156,6 +197,8 @@ class Committed:
                 self.desired.pop(key, None)
                 self.rows.pop(key, None)
                 self.wake("view")
+                for watched in self._job_watchers:
+                    watched.add(())
             case "configuration_set":
                 self.configuration_sets.pop(key, None)
 
