@@ -18,7 +18,7 @@ WORKER_CORES = 4.0
 def tune(gangs: Gangs, nodes: Nodes, placed: Pieces) -> Pieces:
     wanted = WORKER_CORES * placed.gpus + SERVER_CORES * placed.parameter_servers
     used = np.bincount(placed.node, weights=wanted, minlength=len(nodes))
-    part = np.minimum(1.0, nodes.cores / np.maximum(used, 1e-300))
+    part = nodes.cores / np.maximum(used, nodes.cores + (nodes.cores <= 0.0))
     return placed.given(wanted * part[placed.node], proportionally(nodes, placed).memory_bytes)
 
 

@@ -27,7 +27,7 @@ def tune(gangs: Gangs, nodes: Nodes, placed: Pieces) -> Pieces:
 def _shared(placed: Pieces, per_gpu: Floats, capacity: Floats) -> Floats:
     wanted = placed.gpus * per_gpu
     used = np.bincount(placed.node, weights=wanted, minlength=len(capacity))
-    part = np.minimum(1.0, capacity / np.maximum(used, 1e-300))
+    part = capacity / np.maximum(used, capacity + (capacity <= 0.0))
     return np.asarray(wanted * part[placed.node], float)
 
 
