@@ -1,0 +1,1 @@
+"""The papers' claims run again: one file per experiment, thresholds in thresholds.toml."""

@@ -1,0 +1,113 @@
+"""`ganger reproduce`: the experiments of the papers, run again, theirs beside ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+from ganger.console.exits import CommandError, Exit
+
+from ganger_master.sim.threads import one_thread_each
+
+_ROWS = Path("build/reproduce")
+
+
+@click.command()
+@click.option("--all", "is_all", is_flag=True, help="Every claim.")
+@click.option("--only", multiple=True, metavar="NAME", help="This claim; may be given again.")
+@click.option("--list", "is_list", is_flag=True, help="Name the claims and end.")
+@click.option("--quick", is_flag=True, help="Fewer seeds: to see that it works, not to conclude.")
+@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Parts at a time; default: one for each core.")
+@click.option(
+    "--traces", type=click.Path(path_type=Path), default=Path("../shared/traces"), metavar="DIR", show_default=True,
+    help="Where published traces and profiles are.",
+)  # fmt: skip
+@click.option(
+    "--papers", type=click.Path(path_type=Path), default=Path("../shared/papers/data"), metavar="DIR",
+    show_default=True, help="Where data from the papers' own repositories are.",
+)  # fmt: skip
+@click.option("--rows", type=click.Path(path_type=Path), default=_ROWS, metavar="DIR", show_default=True,
+    help="Where raw rows go, one file for each claim.",
+)  # fmt: skip
+@click.option("--saved", is_flag=True, help="Conclude from rows saved before where there are any; measure the rest.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+@click.option("--document", type=click.Path(path_type=Path), metavar="FILE", help="Write a page of documentation.")
+@click.option("--progress/--no-progress", default=None, help="Say how far it is; default: on a terminal.")
+def reproduce(
+    is_all: bool,
+    only: tuple[str, ...],
+    is_list: bool,
+    quick: bool,
+    workers: int | None,
+    traces: Path,
+    papers: Path,
+    rows: Path,
+    saved: bool,
+    as_json: bool,
+    document: Path | None,
+    progress: bool | None,
+) -> None:
+    """Run the papers' experiments again and print their figures beside ours.
+
+    Each says whether the paper's claim holds here, and whether it is beaten; docs/reproduce.md has the last full run.
+    """
+    with one_thread_each():
+        import numpy  # noqa: F401
+    from ganger.console.tables import print_table
+
+    from ganger_master.sim.meter import Meter
+    from ganger_master.sim.reproduce import results
+    from ganger_master.sim.reproduce.claims import claims
+    from ganger_master.sim.reproduce.experiment import Setting
+    from ganger_master.sim.reproduce.registry import EXPERIMENTS, UNRUN
+    from ganger_master.sim.reproduce.running import run
+
+    known = claims()
+    for name in only:
+        if name not in known:
+            raise click.UsageError(f"there is no claim {name!r}; there are {', '.join(known)}")
+    if is_list:
+        for claim in known.values():
+            reason = f"  (not run: {UNRUN[claim.name]})" if claim.name in UNRUN else ""
+            click.echo(f"{claim.name}  {claim.title}{reason}")
+        return
+    if is_all == bool(only):
+        raise click.UsageError("say what to run: --all, or --only NAME")
+    began = time.monotonic()
+    with Meter("reproduce", progress, "parts") as meter:
+        found = run(
+            list(known.values()) if is_all else [known[name] for name in dict.fromkeys(only)],
+            EXPERIMENTS,
+            UNRUN,
+            Setting(traces, papers, quick),
+            rows,
+            workers or len(os.sched_getaffinity(0)),
+            meter,
+            saved,
+        )
+    if as_json:
+        _print_json([results.as_json(result) for result in found])
+    else:
+        print_table(results.HEADINGS, [results.as_cells(result) for result in found])
+    if document is not None:
+        command = shlex.join(["ganger", *sys.argv[1:]])
+        date = datetime.now(UTC).date().isoformat()
+        document.write_text(results.document(found, command, date, time.monotonic() - began), encoding="utf-8")
+    failed = [result for result in found if result.failed]
+    if failed:
+        for result in failed:
+            print(result.failed, file=sys.stderr)
+        names = ", ".join(result.claim.name for result in failed)
+        raise CommandError(f"not everything came to its end: {names}", Exit.BUG)
+
+
+def _print_json(value: Any) -> None:
+    json.dump(value, sys.stdout, indent=2, allow_nan=False)
+    sys.stdout.write("\n")

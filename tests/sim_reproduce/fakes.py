@@ -1,0 +1,38 @@
+"""Experiments whose outcome is known, to be run in other processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+
+from ganger_master.sim.report.seeds import interval
+from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+
+
+def by_seed(setting: Setting) -> Sequence[Row]:
+    return [{"seed": seed} for seed in setting.seeds(5)]
+
+
+def twice_the_seed(setting: Setting, part: Row) -> Sequence[Row]:
+    return [{"figure": 2.0 * part["seed"]}]
+
+
+def dies_at_seed_one(setting: Setting, part: Row) -> Sequence[Row]:
+    if part["seed"] == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return twice_the_seed(setting, part)
+
+
+def fails(setting: Setting, part: Row) -> Sequence[Row]:
+    raise RuntimeError(f"seed {part['seed']} is no good")
+
+
+def mean_figure(rows: Sequence[Row]) -> Found:
+    return Found({"figure": interval([row["figure"] for row in rows])}, len(rows), load=0.9)
+
+
+GOOD = Experiment("good", by_seed, twice_the_seed, mean_figure)
+DIES = Experiment("dies", by_seed, dies_at_seed_one, mean_figure)
+FAILS = Experiment("fails", by_seed, fails, mean_figure)
+NEEDS = Experiment("needs", by_seed, twice_the_seed, mean_figure, needs=(("traces", "nobody_has_this.csv"),))

@@ -1,0 +1,172 @@
+"""What runs the experiments: every claim is answered for, and none of them lies about how it went. (5 s)"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from ganger.cli.main import run as ganger
+from ganger_master.sim.report.seeds import Interval
+from ganger_master.sim.reproduce.claims import Claim, claims, meets
+from ganger_master.sim.reproduce.experiment import Experiment, Found, Setting
+from ganger_master.sim.reproduce.registry import EXPERIMENTS, UNRUN
+from ganger_master.sim.reproduce.results import HEADINGS, Result, as_cells, as_json, document
+from ganger_master.sim.reproduce.running import run
+from sim_reproduce import fakes
+
+NOWHERE = Setting(Path("nowhere"), Path("nowhere"))
+
+
+def claim(name: str) -> Claim:
+    return Claim(name, "a claim", "nobody", {"figure": 3.0}, {"figure": {"at_least": 3.0}}, {"figure": {"above": 4.0}})
+
+
+def results(tmp_path: Path, *experiments: Experiment, is_saved: bool = False) -> dict[str, Result]:
+    by_name = {experiment.name: experiment for experiment in experiments}
+    made = run([claim(name) for name in by_name], by_name, {}, NOWHERE, tmp_path, 2, is_saved=is_saved)
+    return {result.claim.name: result for result in made}
+
+
+def test_every_claim_of_the_dossier_has_an_experiment_or_a_reason() -> None:
+    assert list(claims()) == [f"B{number}" for number in range(1, 21)]
+    assert sorted([*EXPERIMENTS, *UNRUN]) == sorted(claims())
+    assert all(experiment.name == name for name, experiment in EXPERIMENTS.items())
+    assert all(len(reason) > 20 for reason in UNRUN.values())
+
+
+def test_every_claim_says_whose_it_is_and_when_it_holds() -> None:
+    for known in claims().values():
+        assert known.title
+        assert known.source
+        assert known.paper
+        assert known.holds
+
+
+def test_what_was_run_is_judged_and_its_rows_are_kept(tmp_path: Path) -> None:
+    told = as_json(results(tmp_path, fakes.GOOD)["good"])
+    assert told["ours"] == {"figure": 4.0}
+    assert (told["holds"], told["beats"], told["load"], told["seeds"]) == (True, False, 0.9, 5)
+    assert told["interval"]["figure"] == pytest.approx(2.776 * math.sqrt(10 / 5), rel=1e-3)
+    rows = [json.loads(line) for line in (tmp_path / "good.jsonl").read_text().splitlines()]
+    assert rows == [{"seed": seed, "figure": 2.0 * seed} for seed in range(5)]
+
+
+def test_saved_rows_conclude_the_same_and_are_not_measured_again(tmp_path: Path) -> None:
+    results(tmp_path, fakes.GOOD)
+    again = Experiment("good", fakes.by_seed, fakes.fails, fakes.mean_figure)
+    assert as_json(results(tmp_path, again, is_saved=True)["good"])["ours"] == {"figure": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("experiment", "what"), [(fakes.DIES, "dies seed=1: .*SIGKILL"), (fakes.FAILS, "fails seed=.*no good")]
+)
+def test_an_experiment_whose_worker_dies_has_failed_and_the_others_go_on(
+    tmp_path: Path, experiment: Experiment, what: str
+) -> None:
+    found = results(tmp_path, experiment, fakes.GOOD)
+    told = as_json(found[experiment.name])
+    assert (told["ours"], told["holds"], told["beats"]) == (None, None, None)
+    assert re.match(what, told["failed"])
+    assert found["good"].holds
+
+
+def test_an_experiment_without_its_data_is_skipped_with_the_file(tmp_path: Path) -> None:
+    told = as_json(results(tmp_path, fakes.NEEDS)["needs"])
+    assert "nobody_has_this.csv" in told["skipped"]
+    assert (told["ours"], told["holds"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "is_met"),
+    [
+        ({"a": {"at_least": 1.0}}, True),
+        ({"a": {"above": 1.0}}, False),
+        ({"a": {"at_most": 1.0}, "b": {"below": 2.0}}, False),
+        ({"a": {"at_least": 0.0, "at_most": 2.0}, "b": {"at_most": 2.0}}, True),
+    ],
+)
+def test_a_criterion_is_met_by_means_within_all_its_limits(
+    criterion: dict[str, dict[str, float]], is_met: bool
+) -> None:
+    assert meets(criterion, {"a": 1.0, "b": Interval(2.0, 5.0, 3)}) is is_met
+
+
+def test_a_figure_nobody_measured_is_our_mistake() -> None:
+    with pytest.raises(KeyError):
+        meets({"c": {"at_least": 1.0}}, {"a": 1.0})
+
+
+def test_no_figure_that_is_not_known_meets_anything() -> None:
+    for comparison in ("at_least", "at_most", "above", "below"):
+        assert not meets({"a": {comparison: 1.0}}, {"a": math.nan})
+    told = as_json(Result(claim("x"), Found({"figure": math.nan}, 1)))
+    assert told["ours"] == {"figure": None}
+    json.dumps(told, allow_nan=False)
+
+
+def test_nobody_beats_what_nobody_asks_for() -> None:
+    modest = Claim("x", "a claim", "nobody", {"figure": 1.0}, {"figure": {"at_least": 1.0}}, {})
+    assert as_json(Result(modest, Found({"figure": 2.0}, 1)))["beats"] is None
+
+
+def test_table_and_page_say_what_was_left_out() -> None:
+    made = [
+        Result(claim("ran"), Found({"figure": 3.5}, 5, load={"one": 0.5})),
+        Result(claim("left"), skipped="nobody | knows how"),
+    ]
+    assert as_cells(made[0]) == ("ran", "a claim", "yes", "no", "figure 3", "figure 3.5", "one 0.50", "")
+    assert as_cells(made[1])[2:4] == ("skipped", "skipped")
+    page = document(made, "ganger reproduce --all", "2026-01-01", 60.0)
+    assert "of 2 claims 1 were run" in page
+    assert all(line.replace("\\|", "").count("|") == len(HEADINGS) + 1 for line in page.splitlines() if line[:1] == "|")
+
+
+Said = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        code = ganger(["reproduce", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def test_command_refuses_what_it_does_not_know(said: Said) -> None:
+    code, _, err = said("--only", "B99")
+    assert code == 2
+    assert "no claim 'B99'; there are B1, B2" in err
+    assert said()[0] == 2
+    assert said("--all", "--only", "B1")[0] == 2
+
+
+def test_command_lists_every_claim(said: Said) -> None:
+    code, out, _ = said("--list")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == list(claims())
+
+
+def test_command_prints_a_json_list_of_what_was_asked(said: Said, tmp_path: Path) -> None:
+    code, out, _ = said(
+        "--only",
+        "B1",
+        "--quick",
+        "--json",
+        "--traces",
+        tmp_path,
+        "--rows",
+        tmp_path,
+        "--document",
+        tmp_path / "page.md",
+    )
+    assert code == 0
+    (told,) = json.loads(out)
+    assert {"name", "source", "paper", "ours", "holds", "beats", "skipped", "quick"} <= set(told)
+    assert "profile_ps_speed_dl2.csv" in told["skipped"]
+    assert (tmp_path / "page.md").read_text().startswith("# ")
