@@ -395,7 +395,7 @@ class View:
             or row.free_memory_bytes > self.memory[slot]
             or (row.available and not self.available[slot])
             or len(row.free_millicores) != len(self.millicores[slot])
-            or any([now > before for now, before in zip(row.free_millicores, self.millicores[slot], strict=True)])
+            or any(now > before for now, before in zip(row.free_millicores, self.millicores[slot], strict=True))
             or (row.rack, row.fabric) != (self.racks[slot], self.fabrics[slot])
             or slot in self.parked
         )

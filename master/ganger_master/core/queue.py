@@ -13,7 +13,7 @@ from ganger.resources.reasons import Kind, Reason
 from ganger.resources.values import GangShape
 from msgspec.structs import replace
 
-from ganger_master.core.capacity import first_blocked, has_place, lacks_memory, reservations_of
+from ganger_master.core.capacity import WAITS_FOR_PIECES, first_blocked, has_place, lacks_memory, reservations_of
 from ganger_master.core.commands import ClaimTurns
 from ganger_master.core.events import GangRefused
 from ganger_master.core.model import Job
@@ -54,8 +54,7 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
         if not _may_ask(state, number, now):
             if _lasts(state, number):
                 continue
-            if state.policy.protects_all:
-                # Nobody may pass it, so nobody behind it would get what they ask for.
+            if state.policy.protects_all and _holds_up(state, number):
                 break
             vain.add(job.shape)
             continue
@@ -63,7 +62,7 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
         is_known = number in state.refusals and number not in state.declined and not job.epoch
         if is_known and (_is_too_large(state, job, asking) or (vain and job.shape in vain)):
             # Who asks for the same goes first, and did not get it.
-            if state.policy.protects_all:
+            if state.policy.protects_all and _holds_up(state, number):
                 break
             continue
         if not _has_room_beside(state, job):
@@ -264,6 +263,12 @@ def _lasts(state: State, number: int) -> bool:
     if not refusals or refusals[0].reason not in _LASTING:
         return False
     return refusals[0].reason is not Reason.NODE_UNAVAILABLE or not state.policy.protects_all
+
+
+def _holds_up(state: State, number: int) -> bool:
+    """Whether it is kept all there is in a strict queue, so that nobody behind it would get what they ask for."""
+    refusals = state.refusals.get(number)
+    return bool(refusals) and refusals[0].reason in WAITS_FOR_PIECES and number not in state.declined
 
 
 def _asking(state: State) -> int:
