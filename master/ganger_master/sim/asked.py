@@ -14,12 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
+from ganger_master.sim.acceptable import acceptable
 from ganger_master.sim.traces.findings import Finding, Kind, Tally, TraceError
 from ganger_master.sim.traces.profiles import gavel_speeds, synergy_profiles, with_iterations, with_models
 from ganger_master.sim.traces.reader import Reading, Wanted, read_stream, read_trace
 from ganger_master.sim.traces.servers import Servers
 from ganger_master.sim.traces.synthetic import synthetic
-from ganger_master.sim.traces.transform import sample, scaled_to_load, that_fit, with_durations, with_loads
+from ganger_master.sim.traces.transform import sample, scaled_to_load, with_durations, with_loads
 from ganger_master.sim.traces.workload import Floats, Workload
 
 # A trace of this name, where there is no such file, is the one that comes with Ganger.
@@ -34,12 +35,14 @@ class Part:
     """Which jobs of a trace: those that `wanted` names, then the first `first` of them, or `drawn` of them at random.
 
     `draws_durations`: jobs whose run time nothing tells get one at random; otherwise they are left out.
+    `is_ideal`: whether they run on devices only.
     """
 
     wanted: Wanted = field(default_factory=Wanted)
     first: int | None = None
     drawn: int | None = None
     draws_durations: bool = False
+    is_ideal: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,9 +85,9 @@ def material(
     there are. TraceError, also where no job is left."""
     reading = _read(trace, part.wanted, progress)
     name = "standard input" if trace == STANDARD_INPUT else Path(trace).name
-    fitting, too_large = that_fit(reading.workload, servers)
-    jobs, untimed = with_run_times(fitting, seed if part.draws_durations else None)
-    findings = (*reading.findings, *too_large, *untimed)
+    taken, refused = acceptable(reading.workload, servers, part.is_ideal)
+    jobs, untimed = with_run_times(taken, seed if part.draws_durations else None)
+    findings = (*reading.findings, *refused, *untimed)
     if not len(jobs):
         hint = "" if part.draws_durations or not untimed else " (--draw-durations gives jobs run times at random)"
         left_out = [finding for finding in findings if finding.kind is Kind.SKIPPED]

@@ -213,7 +213,7 @@ class _Experiment:
 
         flags = self.flags
         wanted = Wanted(flags["window"], _named(flags["where"], "--where"), flags["skip_mistakes"])
-        part = Part(wanted, flags["jobs"], flags["draw"], flags["draw_durations"])
+        part = Part(wanted, flags["jobs"], flags["draw"], flags["draw_durations"], flags["ideal"])
         with _explained(), Meter(f"reading {Path(self._trace).name}", flags["progress"], "MB", 1e-6) as meter:
             source = material(self._trace, self._servers, part, flags["seed"], meter)
         for line in notes(source, self.flags["ideal"]):
