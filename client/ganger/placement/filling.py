@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from msgspec.structs import replace
+
 from ganger.placement.claims import make_claim
 from ganger.resources.values import Claim, GangShape
 from ganger.resources.view import Mode, View
@@ -38,6 +40,7 @@ def fewest(
     claims: list[Claim] = []
     following = iter(runs)
     run, ahead = next(following, None), None
+    last: tuple[object, ...] = ()
     while remaining and run is not None:
         room, slots = run
         if room >= remaining:
@@ -50,10 +53,17 @@ def fewest(
             run, ahead = ahead or next(following, None), None
             continue
         count = min(remaining, room)
-        claim = make_claim(view, slot, shape, (count,), mode)
-        if claim is not None:
-            claims.append(claim)
-            remaining -= count
+        # Most nodes of a large gang are alike, and whole.
+        now = (count, *_state(view, slot))
+        if claims and now == last:
+            claim = replace(claims[-1], node=view.nodes[slot])
+        else:
+            found = make_claim(view, slot, shape, (count,), mode)
+            if found is None:
+                continue
+            claim, last = found, now
+        claims.append(claim)
+        remaining -= count
     return tuple(claims) if not remaining else None
 
 
@@ -78,6 +88,19 @@ def greedily(view: View, shape: GangShape, order: Iterable[int], mode: Mode) -> 
             claims.append(best)
             remaining = [left - here for left, here in zip(remaining, best.tasks, strict=True)]
     return tuple(claims) if not any(remaining) and (not nodes or len(claims) == nodes) else None
+
+
+def _state(view: View, slot: int) -> tuple[object, ...]:
+    """All that a claim on a node depends on, but for its name."""
+    return (
+        view.topologies[slot],
+        view.free[slot],
+        view.millicores[slot],
+        view.memory[slot],
+        view.socket_jobs[slot],
+        view.group_jobs[slot],
+        view.parked.get(slot),
+    )
 
 
 def _most_tasks(

@@ -27,8 +27,8 @@ from ganger_master.policies.tally import Tally
 _State: TypeAlias = tuple[Topology, int, tuple[int, ...], int, tuple[int, ...], int, tuple[int, ...]]
 
 # Bounds of what is remembered, so that a room may live as long as the cluster.
-_MOST_STATES: Final = 1 << 15
-_MOST_ASKS: Final = 1 << 13
+_MOST_STATES: Final = 1 << 13
+_MOST_ASKS: Final = 1 << 10
 _MOST_TALLIES: Final = 256
 _MOST_CHANGES: Final = 1 << 18
 
@@ -66,12 +66,17 @@ class Room:
         view = self.view
         if self._versions == view.versions:
             return
-        if len(view.nodes) != len(self._alike) or len(self._by_state) > _MOST_STATES:
+        if len(view.nodes) != len(self._alike) or len(self._by_state) > _MOST_STATES + 4 * len(self._alike):
             self._build()
             return
         for slot, (before, now) in enumerate(zip(self._versions, view.versions, strict=True)):
             if before != now:
-                if self._places[slot] != (view.nodes[slot], view.racks[slot], view.fabrics[slot]):
+                nodes, racks, fabrics = self._places
+                if (nodes[slot], racks[slot], fabrics[slot]) != (
+                    view.nodes[slot],
+                    view.racks[slot],
+                    view.fabrics[slot],
+                ):
                     self._build()
                     return
                 self._changed(slot)
@@ -126,11 +131,17 @@ class Room:
         """
         if level is Level.CLUSTER:
             return self._numbers
-        return self._numbers[self._members[level][number]]
+        return self._numbers[self.slots_in(level, number)]
 
     def slots_in(self, level: Level, number: int) -> Sequence[int]:
         """The nodes of a span, ascending, as `entries_in` has them."""
-        return range(len(self._alike)) if level is Level.CLUSTER else self._members[level][number]
+        if level is Level.CLUSTER:
+            return range(len(self._alike))
+        found = self._members.get((level, number))
+        if found is None:
+            spans = self._racks if level is Level.RACK else self._fabrics
+            found = self._members[level, number] = np.flatnonzero(spans == number).tolist()
+        return found
 
     def span(self, level: Level, number: int) -> Slots:
         """The nodes of a rack or a fabric, or of the whole cluster."""
@@ -138,7 +149,7 @@ class Room:
             return self._everywhere
         found = self._spans.get((level, number))
         if found is None:
-            slots = self._members[level][number]
+            slots = self.slots_in(level, number)
             found = self._spans[level, number] = together(slots, len(self._alike))
         return found
 
@@ -186,7 +197,7 @@ class Room:
         self._alike: list[Alike | None] = [None] * size
         self._numbers = np.zeros(size, np.int32)
         self._allowed = self._which_allowed(size)
-        self._find_spans(size)
+        self._find_spans()
         members: dict[Alike, list[int]] = {}
         known, allowed = self._by_state, self._allowed
         for slot, state in enumerate(self._states(size)):
@@ -206,16 +217,18 @@ class Room:
             return None
         return frozenset(self.view.slots[name] for name in self._only if name in self.view.slots)
 
-    def _find_spans(self, size: int) -> None:
+    def _find_spans(self) -> None:
+        """Slots without a node may be in one: nothing is found there."""
         view = self.view
-        self._places = list(zip(view.nodes, view.racks, view.fabrics, strict=True))
-        racks = [(fabric, rack) if name and rack else None for name, rack, fabric in self._places]
-        fabrics = [fabric if name and fabric else None for name, _, fabric in self._places]
-        self._racks, in_racks = _numbered(racks)
-        self._fabrics, in_fabrics = _numbered(fabrics)
-        self._members = {Level.RACK: in_racks, Level.FABRIC: in_fabrics}
+        self._places = (view.nodes.copy(), view.racks.copy(), view.fabrics.copy())
+        codes: dict[tuple[str, str], int] = {}
+        places = np.array([codes.setdefault(place, len(codes)) for place in zip(view.fabrics, view.racks, strict=True)])
+        racks = _numbered([(fabric, rack) if rack else None for fabric, rack in codes])
+        fabrics = _numbered([fabric or None for fabric, _ in codes])
+        self._racks, self._fabrics = (numbers[places] if len(places) else numbers for numbers in (racks, fabrics))
+        self._members: dict[tuple[Level, int], list[int]] = {}
         self._spans: dict[tuple[Level, int], Slots] = {}
-        self._everywhere: Slots = (1 << size) - 1
+        self._everywhere: Slots = (1 << len(view.nodes)) - 1
 
     def _states(self, size: int) -> Iterator[_State]:
         view = self.view
@@ -285,14 +298,7 @@ class Room:
             del self._by_free[family.free][family]
 
 
-def _numbered(spans: Sequence[Hashable]) -> tuple[NDArray[np.int32], list[list[int]]]:
-    """By slot, the number of its span, -1 for None; by number, its slots. Numbered as their first slots come."""
-    members: dict[Hashable, list[int]] = {}
-    for slot, span in enumerate(spans):
-        if span in members:
-            members[span].append(slot)
-        else:
-            members[span] = [slot]
-    members.pop(None, None)
-    number_of: dict[Hashable, int] = {None: -1, **{span: number for number, span in enumerate(members)}}
-    return np.array([number_of[span] for span in spans], np.int32), list(members.values())
+def _numbered(spans: Sequence[Hashable]) -> NDArray[np.int32]:
+    """The number of each, as the first of its kind came; -1 for None."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([-1 if span is None else numbers.setdefault(span, len(numbers)) for span in spans], np.int32)

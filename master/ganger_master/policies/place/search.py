@@ -89,13 +89,16 @@ def on_one_node(room: Room, ask: Ask, widest: Level, single: Single) -> Claims |
 
 def on_first_node(room: Room, ask: Ask, widest: Level) -> Claims | None:
     """The whole gang on the first node, in the order in which nodes came, that has room for it."""
-    slot = -1
-    for family in hosts(room, ask, widest):
-        if slot < 0 or family.lowest < slot:
+    if ask.shape.nodes > 1:
+        return None
+    within, level = min(widest, Level.NODE), ask.level
+    first = nowhere = len(room.view.nodes)
+    for family in room.families(ask.gpus):
+        if level[family] <= within and family.lowest < first:
             for alike in able(family, ask):
-                if slot < 0 or alike.lowest < slot:
-                    slot = alike.lowest
-    return _claim(room, ask, slot, widest, Mode.PACK) if slot >= 0 else None
+                if alike.lowest < first:
+                    first = alike.lowest
+    return _claim(room, ask, first, widest, Mode.PACK) if first < nowhere else None
 
 
 def able(family: Family, ask: Ask) -> Sequence[Alike]:
