@@ -57,10 +57,11 @@ class LiveTable:
             self._integers[:, row] = number, spec.gpus, spec.priority, user
             self._numbers[:5, row] = job.create_time, tasks / 1000, memory, weight, deadline_s
             self._numbers[5:, row] = 0.0
-            self._flags[0, row] = spec.preemptible
             self._steps[row] = self.memory.step(_path(job))
         self.jobs[row] = job
         self.gangs[row] = gang
+        # One that has not said yet what it can may be able to.
+        self._flags[0, row] = job.spec.preemptible and (job.capabilities.checkpoint or not job.capabilities.known)
         waiting_since = self._numbers[7, row]
         if job.pending_since:
             self._numbers[9, row] = 0.0
@@ -70,11 +71,12 @@ class LiveTable:
         self._numbers[5:9, row] = job.run_seconds, job.running_since, job.pending_since, job.start_time
         holds = gang is not None and gang.intent is Intent.RUN and job.ending is None
         self._flags[1, row] = holds and job.state is JobState.HOLDING
-        self._flags[2, row] = job.state is JobState.PENDING and gang is None and job.ending is None
+        rests = gang is None or (gang.intent is Intent.PARK and gang.phase is GangPhase.PARKED)
+        self._flags[2, row] = job.state is JobState.PENDING and rests and job.ending is None and not job.next_epoch
         self._flags[3, row] = gang is not None and _gives_back(gang)
 
-    def facts(self, now: float) -> tuple[Integers, Facts]:
-        """Rows of all live jobs, and what may be known of them; no oracle's."""
+    def facts(self, now: float, learned: bool = False) -> tuple[Integers, Facts]:
+        """Rows of all live jobs, and what may be known of them; no oracle's. `learned`: with indices."""
         rows = np.flatnonzero(self._live)
         number, gpus, priority, user = self._integers[:, rows]
         arrival, cores, memory, weight, deadline, ran, running_since, pending_since, started, waited_before = (
@@ -100,14 +102,21 @@ class LiveTable:
             stretch_s=stretch,
             waited_before_s=waited_before,
             expected_remaining_s=np.full(len(rows), np.nan),
-            index=self.memory.index(self._steps[rows], (ran + stretch) * gpus),
+            index=self.memory.index(self._steps[rows], (ran + stretch) * gpus)
+            if learned
+            else np.full(len(rows), np.nan),
             remaining_s=np.full(len(rows), np.nan),
         )
 
     def is_waiting(self, rows: Integers) -> Flags:
-        """Whether they could be started: pending, with nothing left anywhere."""
+        """Whether they could be started: pending, with nothing left anywhere, or at rest where they are."""
         waiting: Flags = self._flags[2, rows]
         return waiting
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether anybody could be started."""
+        return bool(self._flags[2].any())
 
     def is_going(self, rows: Integers) -> Flags:
         """Whether they are giving back what they hold."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from ganger.resources.values import Claim, GangShape
 
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, Job, SuspendLevel
+from ganger_master.core.orders import same_place
+from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies.facts import Capacity, Floats, Integers
 from ganger_master.policies.order import Order, next_change_s, ranked
@@ -29,11 +31,13 @@ Claims = tuple[Claim, ...]
 @dataclass(frozen=True, slots=True)
 class Pass:
     """`waits`: somebody chosen has no place yet, so a later pass may find it one though nothing happens.
-    `next_change_s`: when the order may change by itself; infinite if it does not in jumps."""
+    `next_change_s`: when the order may change by itself; infinite if it does not in jumps. `line`: numbers of all who
+    waited, first job first, the started ones among them."""
 
     changes: tuple[Change, ...] = ()
     waits: bool = False
     next_change_s: float = math.inf
+    line: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 def plan(
@@ -45,26 +49,33 @@ def plan(
     room: Room,
     may_stop: bool = True,
     remaining_s: Callable[[Integers], Floats] | None = None,
+    kept_out: KeptOut = NOBODY,
 ) -> Pass:
     """The changes to propose now. `room` is as it is now and is left so. Without `may_stop` only those start who find
-    room as it is. `remaining_s` gives an oracle's seconds by number, for orders that ask for one."""
-    rows, facts = table.facts(now)
-    if not len(rows):
+    room as it is. `remaining_s` gives an oracle's seconds by number, for orders that ask for one. `kept_out`: what was
+    found not to be possible for some, whatever else is free."""
+    if not table.has_waiting:
         return Pass()
+    rows, facts = table.facts(now, order.learns)
     waiting = table.is_waiting(rows)
-    if not waiting.any():
-        return Pass()
     if order.knows_durations:
         assert remaining_s is not None, f"{order.name} asks an oracle, and there is none"
         facts = facts.with_remaining(remaining_s(facts.number))
     line = ranked(order, facts, now, capacity)
+    told = facts.number[line[waiting[line]]]
+    if kept_out.not_stopped:
+        may = ~np.isin(facts.number, list(kept_out.not_stopped))
+        facts = replace(facts, is_preemptible=facts.is_preemptible & may)
+    if kept_out.not_started:
+        waiting &= ~np.isin(facts.number, list(kept_out.not_started))
+        line = line[(waiting | facts.is_running)[line]]
     changes_at = next_change_s(order, facts, now)
     is_chosen = np.zeros(len(rows), bool)
     is_chosen[selected(order, facts, line, capacity.gpus)] = True
-    fitting = _Fitting(placement, room)
+    fitting = _Fitting(placement, room, table, now, kept_out)
     crowded = fitting.start(_jobs(table, rows, line[(is_chosen & waiting)[line]]))
     if not crowded:
-        return Pass(fitting.changes, next_change_s=changes_at)
+        return Pass(fitting.changes, next_change_s=changes_at, line=told)
     if may_stop:
         leaving = _gangs(table, rows, line[(facts.is_running & ~is_chosen)[line]])
         going = _gangs(table, rows, np.flatnonzero(table.is_going(rows)))
@@ -73,7 +84,7 @@ def plan(
             # What they cannot use serves those behind them.
             fitting.start(_jobs(table, rows, line[(waiting & ~is_chosen)[line]]), beside_others=True)
     fitting.undo()
-    return Pass(fitting.changes, waits=True, next_change_s=changes_at)
+    return Pass(fitting.changes, waits=True, next_change_s=changes_at, line=told)
 
 
 def _jobs(table: LiveTable, rows: Integers, positions: Integers) -> list[Job]:
@@ -88,9 +99,12 @@ def _gangs(table: LiveTable, rows: Integers, positions: Integers) -> list[tuple[
 class _Fitting:
     """Fits gangs into a room, and undoes it."""
 
-    def __init__(self, placement: Placement, room: Room) -> None:
+    def __init__(self, placement: Placement, room: Room, table: LiveTable, now: float, kept_out: KeptOut) -> None:
         self._placement = placement
         self._room = room
+        self._table = table
+        self._now = now
+        self._closed = kept_out.nodes
         self._starts: list[Change] = []
         self._stops: list[Change] = []
         # Held in the room, or given back, though nothing happened yet; in this order.
@@ -107,17 +121,14 @@ class _Fitting:
 
     def start(self, jobs: Iterable[Job], beside_others: bool = False) -> list[Job]:
         """Starts who finds room; the others. `beside_others`: not on nodes where others leave or will come."""
-        want = Want(avoid=frozenset(self._busy)) if beside_others else _ANYTHING
+        avoid = frozenset(self._busy) if beside_others else _NOWHERE
         crowded = []
         vain: set[GangShape] = set()
         for job in jobs:
-            shape = job.shape
-            claims = None if shape in vain else self._placement.place(self._room, shape, want)
+            claims = self._hold(job, avoid, vain)
             if claims is None:
-                vain.add(shape)
                 crowded.append(job)
             else:
-                self._take(claims)
                 self._starts.append(Change(job.number, job.revision, "START", claims))
         return crowded
 
@@ -128,23 +139,20 @@ class _Fitting:
         `going` has been told already."""
         held = [(job, _held(gang)) for job, gang in leaving]
         gone = [_held(gang) for _, gang in going]
-        for claims in (*(claims for _, claims in held), *gone):
-            self._give(claims)
-        unplaced = []
+        for back in (*(claims for _, claims in held), *gone):
+            self._give(back)
+        unplaced: list[Job] = []
         vain: set[GangShape] = set()
         wanted: dict[str, int] = {}
         for job in crowded:
-            shape = job.shape
-            claims = None if shape in vain else self._placement.place(self._room, shape)
+            claims = self._hold(job, _NOWHERE, vain)
             if claims is None:
-                vain.add(shape)
                 unplaced.append(job)
                 continue
-            self._take(claims)
             for claim in claims:
                 wanted[claim.node] = wanted.get(claim.node, 0) | claim.device_mask
-        for job, claims in held:
-            if any([wanted.get(claim.node, 0) & claim.device_mask for claim in claims]):
+        for job, its in held:
+            if any([wanted.get(claim.node, 0) & claim.device_mask for claim in its]):
                 self._stops.append(Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT))
         self._busy.update(wanted)
         self._busy.update(claim.node for claims in (*(claims for _, claims in held), *gone) for claim in claims)
@@ -159,6 +167,30 @@ class _Fitting:
             else:
                 self._room.take(claims)
 
+    def _hold(self, job: Job, avoid: frozenset[str], vain: set[GangShape]) -> Claims | None:
+        """A place for a job, taken in the room; None where it finds none. `vain`: shapes that found none before."""
+        shape = job.shape
+        closed = self._closed.get(job.number, _NOWHERE)
+        if not (job.epoch or closed or shape.locality.wish):
+            if shape in vain:
+                return None
+            claims = self._placement.place(self._room, shape, Want(avoid=avoid) if avoid else _ANYTHING)
+            if claims is None:
+                vain.add(shape)
+                return None
+        else:
+            gang = self._table.gangs[self._table.row(job.number)] if job.epoch else None
+            parked = () if gang is None else gang.parked_claims
+            want = Want(max(0.0, self._now - job.pending_since), parked, avoid=avoid | closed)
+            claims = self._placement.place(self._room, shape, want)
+            if claims is None:
+                return None
+            if gang is not None and same_place(claims, parked):
+                # What it keeps there is its own.
+                self._give(_held(gang))
+        self._take(claims)
+        return claims
+
     def _take(self, claims: Claims) -> None:
         self._room.take(claims)
         self._done.append((True, claims))
@@ -169,6 +201,7 @@ class _Fitting:
 
 
 _ANYTHING = Want()
+_NOWHERE: frozenset[str] = frozenset()
 
 
 def _held(gang: Gang) -> Claims:

@@ -27,7 +27,8 @@ SLACK_S = 1e-3
 @dataclass(frozen=True, slots=True)
 class Order:
     """`preempts`: who goes first may take the place of who runs. `is_strict`: nobody passes a job that does not fit.
-    `knows_durations`: it asks an oracle, so it serves for comparison only.
+    `knows_durations`: it asks an oracle, so it serves for comparison only. `learns`: it goes by indices
+    learned from ended jobs.
 
     `next_change`: when it will rank differently though nothing happens, if that comes in jumps. `overdue`: who has
     waited too long, so that nobody may pass them for good (`selection.selected`).
@@ -38,6 +39,7 @@ class Order:
     preempts: bool = True
     is_strict: bool = False
     knows_durations: bool = False
+    learns: bool = False
     next_change: Callable[[Facts, float], float] | None = None
     overdue: Callable[[Facts], Flags] | None = None
 

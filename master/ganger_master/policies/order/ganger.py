@@ -23,4 +23,4 @@ def keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ..
     return (-facts.index * np.where(facts.is_running, _CLEARLY, 1.0),)
 
 
-GANGER = Order("ganger", keys)
+GANGER = Order("ganger", keys, learns=True)
