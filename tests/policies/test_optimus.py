@@ -72,8 +72,8 @@ def naive_allocated(jobs: Growing, capacity: Floats, least_gain: float, with_bun
 
     def divisor(job: int, kind: int) -> float:
         shape = jobs.shapes[job, kind]
-        parts = [wanted / max(there, 1e-300) for wanted, there in zip(shape, capacity, strict=True)]
-        return max(float(shape[parts.index(max(parts))]), 1e-300)
+        parts = [wanted / max(there, 1e-9) for wanted, there in zip(shape, capacity, strict=True)]
+        return max(float(shape[parts.index(max(parts))]), 1e-9)
 
     closed: set[tuple[int, int]] = set()
 

@@ -285,3 +285,15 @@ def test_predicted_cores_of_synergys_models_are_within_one_of_their_best() -> No
         assert model is not None
         alone = gangs([1], [0], predicted([model], 24))
         assert abs(TUNINGS["predictor"].tune(alone, server, pieces([0], [0], [1])).cores[0] - best) <= 1, name
+
+
+@pytest.mark.parametrize("name", sorted(TUNINGS))
+@pytest.mark.parametrize(("cores", "gigabytes"), [(0.0, 0.0), (0.0, 100.0), (4.0, 0.0)])
+def test_nodes_that_have_nothing_to_give_break_nothing(name: str, cores: float, gigabytes: float) -> None:
+    nodes = Nodes(np.array([2, 2]), np.array([cores, 0.0]), np.array([gigabytes * GB, 0.0]))
+    three = gangs([2, 1, 1], [0, 1, 5], SYNERGY)
+    tuned = TUNINGS[name].tune(three, nodes, pieces([0, 1, 2], [0, 1, 1], [2, 1, 1]))
+    assert_fits(tuned, three, nodes)
+    place = TUNINGS[name].place
+    if place is not None:
+        assert_fits(place(three, nodes), three, nodes)

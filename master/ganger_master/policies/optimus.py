@@ -148,9 +148,9 @@ class _Growth:
         self._free: list[float] = (capacity * (1.0 + _ROUNDING)).tolist()
         # What each move takes, and what its gain is divided by: the raw amount of its tasks' dominant resources.
         self._needs = np.einsum("mk,jkr->jmr", moves.astype(float), jobs.shapes)
-        part = jobs.shapes / np.maximum(capacity, 1e-300)
+        part = jobs.shapes / np.maximum(capacity, 1e-9)
         amount = np.take_along_axis(jobs.shapes, np.argmax(part, axis=2)[:, :, None], axis=2)[:, :, 0]
-        self._divisor = np.maximum(amount, 1e-300) @ moves.T.astype(float)
+        self._divisor = np.maximum(amount, 1e-9) @ moves.T.astype(float)
         self._least = least_gain * moves.sum(axis=1)
         self._factor = np.where(jobs.is_young, YOUNG, 1.0)
         # Moves that no longer fit; what is free only shrinks.

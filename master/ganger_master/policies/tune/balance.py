@@ -19,10 +19,10 @@ def place(gangs: Gangs, nodes: Nodes, wanted: Demand) -> Pieces:
     one that is then least full, by the fuller of cores and memory; ties go to the node named first. Gangs that no node
     holds are split over the fewest, if they may be; who finds no GPUs is left out."""
     packing = Packing(gangs, nodes)
-    capacity = np.maximum(np.stack([nodes.cores, nodes.memory_bytes]), 1e-300)
+    capacity = np.maximum(np.stack([nodes.cores, nodes.memory_bytes]), 1e-9)
     each = np.stack([wanted.cores, wanted.memory_bytes])
     whole_gangs = each * gangs.gpus
-    part = np.max(whole_gangs / capacity.max(axis=1, initial=1e-300)[:, None], axis=0)
+    part = np.max(whole_gangs / capacity.max(axis=1, initial=1e-9)[:, None], axis=0)
     used = np.zeros_like(capacity)
     for gang in np.lexsort((-part, -gangs.gpus)).tolist():
         gpus = int(gangs.gpus[gang])

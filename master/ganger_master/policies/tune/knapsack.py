@@ -30,7 +30,7 @@ def best_choice(pieces: Sequence[Choices], cores: float, memory: float) -> list[
     if not pieces:
         return []
     room = np.array([cores, memory]) * (1.0 + ROUNDING)
-    scale = np.maximum(room, 1e-300)
+    scale = np.maximum(room, 1e-9)
     costs = [np.stack([piece[0], piece[1]], axis=1) / scale for piece in pieces]
     values = [np.asarray(piece[2], float) for piece in pieces]
     least = np.array([cost.min(axis=0) for cost in costs])

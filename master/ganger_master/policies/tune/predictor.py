@@ -82,7 +82,7 @@ def _curve(gangs: Gangs, placed: Pieces, row: int, capacity: float) -> Floats:
         gangs.profile[gang], np.arange(1, most + 1) / gpus, np.array(gangs.profiles.memory_bytes[-1])
     )
     sweet = int(np.argmax(rates >= ENOUGH * rates[-1]))
-    return np.asarray(rates[: sweet + 1] / max(float(rates[sweet]), 1e-300), float)
+    return np.asarray(rates[: sweet + 1] / max(float(rates[sweet]), 1e-9), float)
 
 
 PREDICTOR = Tuning("predictor", tune)

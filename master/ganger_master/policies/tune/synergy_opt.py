@@ -125,7 +125,7 @@ def _super_machine(kinds: list[_Kind], nodes: Nodes, is_integer: bool) -> tuple[
     each = csr_array((np.ones(len(rows)), (rows, np.arange(len(rows)))))
     counts = np.array([len(kind.gangs) for kind in kinds], float)
     total = np.array([nodes.cores.sum(), nodes.memory_bytes.sum()])
-    scale = np.maximum(total, 1e-300)
+    scale = np.maximum(total, 1e-9)
     found = milp(
         -value,
         constraints=[
@@ -156,7 +156,7 @@ def _nodes_of(gangs: Gangs, nodes: Nodes, wanted: Demand) -> Integers:
     for number, (each, capacity) in enumerate(
         ((np.ones(jobs), nodes.gpus), (wanted.cores, nodes.cores), (wanted.memory_bytes, nodes.memory_bytes))
     ):
-        scale = max(float(np.max(capacity)), 1e-300)
+        scale = max(float(np.max(capacity)), 1e-9)
         data.append(np.asarray((gangs.gpus * each)[job] / scale, float))
         row.append(jobs + number * places + place)
         column.append(pair)
