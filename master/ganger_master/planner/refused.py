@@ -1,0 +1,80 @@
+"""What the master refused of a plan, so that the next ones do not ask for it again at once.
+
+Whoever plans need not remember it: without it a plan asks once more. What is noted of a job stands until the job
+changes, or for some seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from ganger.resources.reasons import Kind, Reason, Refusal
+
+from ganger_master.core.commands import Change
+
+# What other jobs do may end it, and nobody says so.
+_NOTED_SECONDS: Final = 5.0
+# Of nodes and users: an operator has to do something.
+_CLOSED_SECONDS: Final = 60.0
+_OF_NODES: Final = frozenset({Reason.STORAGE_NOT_SHARED, Reason.CANNOT_SWITCH_USER})
+
+
+@dataclass(frozen=True, slots=True)
+class KeptOut:
+    """Jobs by number: not to be started, not to be stopped, not to be placed on these nodes."""
+
+    not_started: Collection[int] = ()
+    not_stopped: Collection[int] = ()
+    nodes: Mapping[int, frozenset[str]] = field(default_factory=dict)
+
+
+NOBODY: Final = KeptOut()
+
+
+class Refused:
+    """Notes by job; at most one change of each is refused at a time, so there are no more than jobs."""
+
+    def __init__(self) -> None:
+        self._not_started: dict[int, float] = {}
+        self._not_stopped: dict[int, float] = {}
+        self._closed: dict[int, tuple[float, frozenset[str]]] = {}
+
+    def note(self, change: Change, refusals: Collection[Refusal], now: float) -> None:
+        """The first refusal is what counts. One that a fresh view cures is not noted."""
+        refusal = next(iter(refusals), None)
+        if refusal is None or refusal.reason.kind is Kind.RACE:
+            return
+        number = change.number
+        if change.kind == "SUSPEND":
+            self._not_stopped[number] = now + _NOTED_SECONDS
+        elif refusal.reason in _OF_NODES:
+            nodes = frozenset(one.node for one in refusals if one.reason in _OF_NODES and one.node)
+            known = self._closed.get(number, (0.0, frozenset[str]()))[1]
+            self._closed[number] = now + _CLOSED_SECONDS, known | nodes
+        else:
+            self._not_started[number] = now + _NOTED_SECONDS
+
+    def forget(self, number: int) -> None:
+        """The job is another one now."""
+        for notes in (self._not_started, self._not_stopped, self._closed):
+            notes.pop(number, None)
+
+    def at(self, now: float) -> KeptOut:
+        """What stands now; the rest is forgotten."""
+        for ends in (self._not_started, self._not_stopped):
+            for number in [number for number, end in ends.items() if end <= now]:
+                del ends[number]
+        for number in [number for number, (end, _) in self._closed.items() if end <= now]:
+            del self._closed[number]
+        if not (self._not_started or self._not_stopped or self._closed):
+            return NOBODY
+        nodes = {number: nodes for number, (_, nodes) in self._closed.items()}
+        return KeptOut(frozenset(self._not_started), frozenset(self._not_stopped), nodes)
+
+    @property
+    def next_s(self) -> float:
+        """When the first note is over; infinite without any."""
+        ends = [*self._not_started.values(), *self._not_stopped.values(), *(end for end, _ in self._closed.values())]
+        return min(ends, default=float("inf"))
