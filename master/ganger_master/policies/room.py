@@ -110,6 +110,15 @@ class Room:
         """Nodes that have exactly so many free devices, which are no more than `most_free`."""
         return self._by_free[free]
 
+    def families_of(self, affinity: int) -> Iterable[Family]:
+        """Nodes whose gangs have so many devices; 0: idle ones."""
+        return self._by_affinity.get(affinity, ())
+
+    @property
+    def affinities(self) -> list[int]:
+        """Sizes of the gangs that are on nodes, ascending."""
+        return sorted(self._by_affinity)
+
     @property
     def most_free(self) -> int:
         """Devices of the largest node."""
@@ -194,6 +203,7 @@ class Room:
         devices = max((item.devices for item in view.sets.values()), default=0)
         # By number of free devices, each an ordered set.
         self._by_free: list[dict[Family, None]] = [{} for _ in range(devices + 1)]
+        self._by_affinity: dict[int, dict[Family, None]] = {}
         self._alike: list[Alike | None] = [None] * size
         self._numbers = np.zeros(size, np.int32)
         self._allowed = self._which_allowed(size)
@@ -294,8 +304,10 @@ class Room:
         family.flip(alike, slots)
         if not was_there:
             self._by_free[family.free][family] = None
+            self._by_affinity.setdefault(family.affinity, {})[family] = None
         elif not family.members:
             del self._by_free[family.free][family]
+            del self._by_affinity[family.affinity][family]
 
 
 def _numbered(spans: Sequence[Hashable]) -> NDArray[np.int32]:

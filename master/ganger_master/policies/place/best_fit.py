@@ -12,7 +12,7 @@ from ganger_master.policies.alike import Alike, Family
 from ganger_master.policies.ask import Ask
 from ganger_master.policies.fragmentation import Demand
 from ganger_master.policies.place.placement import Claims, Placement
-from ganger_master.policies.place.search import Single, Spread, on_one_node, over_nodes
+from ganger_master.policies.place.search import Single, Spread, by_free_devices, on_one_node, over_nodes
 from ganger_master.policies.room import Room
 
 
@@ -42,6 +42,6 @@ def search(room: Room, ask: Ask, widest: Level, demand: Demand | None) -> Claims
     return on_one_node(room, ask, widest, _SINGLE) or over_nodes(room, ask, widest, _SPREAD)
 
 
-_SINGLE = Single(cut, left_over, fewest_free_first=True)
+_SINGLE = Single(cut, left_over, parts=by_free_devices)
 _SPREAD = Spread(least)
 BEST_FIT = Placement("best-fit", "where the least is left over: whole nodes, sockets and switches stay whole", search)

@@ -6,6 +6,9 @@ two corrections of the paper. The room's view says whether gangs are spread apar
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
+
 from ganger.resources.values import Level
 from ganger.resources.view import Mode
 
@@ -13,7 +16,7 @@ from ganger_master.policies.alike import Alike, Family
 from ganger_master.policies.ask import Ask
 from ganger_master.policies.fragmentation import Demand
 from ganger_master.policies.place.placement import Claims, Placement
-from ganger_master.policies.place.search import Single, Spread, any_node, on_one_node, over_nodes
+from ganger_master.policies.place.search import Single, Spread, any_node, at_once, on_one_node, over_nodes
 from ganger_master.policies.room import Room
 
 _MOST_JOBS = 255
@@ -50,6 +53,17 @@ def line(family: Family, ask: Ask) -> int:
     return 0 if family.affinity == ask.gpus else 2 if family.affinity else 1
 
 
+def by_line(room: Room, ask: Ask) -> Iterable[Iterable[Family]]:
+    if not ask.gpus:
+        return at_once(room, ask)
+    others = [affinity for affinity in room.affinities if affinity not in (0, ask.gpus)]
+    return (
+        room.families_of(ask.gpus),
+        room.families_of(0),
+        chain.from_iterable(room.families_of(affinity) for affinity in others),
+    )
+
+
 def few_jobs(alike: Alike, ask: Ask) -> int:
     return alike.jobs
 
@@ -69,8 +83,8 @@ def _cores(alike: Alike) -> int:
 
 
 _SINGLE = {
-    Mode.SPREAD: Single(line_then_most, apart, Mode.SPREAD),
-    Mode.PACK: Single(line_then_least, packed, Mode.PACK),
+    Mode.SPREAD: Single(line_then_most, apart, Mode.SPREAD, by_line),
+    Mode.PACK: Single(line_then_least, packed, Mode.PACK, by_line),
 }
 _SPREAD = {mode: Spread(few_jobs, mode, tries=(keeps_holes, any_node)) for mode in Mode}
 GANDIVA = Placement("gandiva", "nodes with jobs of the gang's size, then idle ones, then any (Algorithm 1)", search)

@@ -32,19 +32,31 @@ _FEW: Final = 128
 _LEVELS: Final = (Level.RACK, Level.FABRIC, Level.CLUSTER)
 
 
+def at_once(room: Room, ask: Ask) -> Iterable[Iterable[Family]]:
+    return (room.families(ask.gpus),)
+
+
+def by_free_devices(room: Room, ask: Ask) -> Iterable[Iterable[Family]]:
+    """For bounds that begin with the devices that a gang could take, the fewest first."""
+    if ask.shape.device_memory_bytes:
+        # Of the free ones it may be able to take some only.
+        return at_once(room, ask)
+    return (room.families_with(free) for free in range(ask.gpus, room.most_free + 1))
+
+
 @dataclass(frozen=True, slots=True)
 class Single:
     """Which single node takes a gang: that with the smallest `key`, which gets the bound of its family too.
 
     `bound`: no key of the family is smaller, so families are looked at in its order, no further than needed; the start
-    of a key bounds it. It is asked once, so it must be one and the same function. `fewest_free_first`: it begins with
-    the free devices that are the gang's to take.
+    of a key bounds it. It is asked once, so it must be one and the same function. `parts`: families among which are all
+    that have the gang's devices free, in parts of which each has smaller bounds than all that follow.
     """
 
     bound: Callable[[Family, Ask], Any]
     key: Callable[[Alike, Ask, Any], Any]
     mode: Mode = Mode.PACK
-    fewest_free_first: bool = False
+    parts: Callable[[Room, Ask], Iterable[Iterable[Family]]] = at_once
 
 
 def any_node(alike: Alike, ask: Ask) -> bool:
@@ -169,11 +181,7 @@ def _bounded(room: Room, ask: Ask, widest: Level, single: Single) -> Iterator[li
     bounds: dict[Family, Any] = ask.memo(
         (single.bound, within), lambda family: single.bound(family, ask) if level[family] <= within else None
     )
-    if single.fewest_free_first and not ask.shape.device_memory_bytes:
-        parts = [room.families_with(free) for free in range(ask.gpus, room.most_free + 1)]
-    else:
-        parts = [room.families(ask.gpus)]
-    for families in parts:
+    for families in single.parts(room, ask):
         found = [(bound, family) for family in families if (bound := bounds[family]) is not None]
         found.sort(key=itemgetter(0))
         yield found
