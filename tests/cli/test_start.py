@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -65,3 +66,13 @@ def test_closed_outputs_are_no_error_of_ours(arguments: list[str], monkeypatch: 
     assert ended.value.code == (0 if arguments == ["--help"] else 2)
     for stream in (sys.stdout, sys.stderr):
         stream.close()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--list"]])
+def test_a_reader_that_has_had_enough_is_no_failure(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "ganger.cli.main", *arguments]
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, timeout=60)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (0, b"")

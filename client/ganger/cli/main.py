@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 import click
 
@@ -56,7 +57,23 @@ ENTRY_POINTS = "ganger.commands"
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000
 
 
+class _NobodyReads(Exception):  # noqa: N818 - no error of anybody's
+    """Carries a BrokenPipeError past click, which would end with 1: the code of a job that failed."""
+
+
 class _Commands(click.Group):
+    def make_context(self, *arguments: Any, **options: Any) -> click.Context:
+        try:
+            return super().make_context(*arguments, **options)
+        except BrokenPipeError as error:
+            raise _NobodyReads from error
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except BrokenPipeError as error:
+            raise _NobodyReads from error
+
     def list_commands(self, context: click.Context) -> list[str]:
         return [*(name for name in COMMANDS if name != "events"), *sorted(set(_added()) - set(COMMANDS))]
 
@@ -144,7 +161,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             raise
         from ganger.cli.failures import report
 
-        return report(error)
+        return report(error.__cause__ or error if isinstance(error, _NobodyReads) else error)
     return result if isinstance(result, int) else 0
 
 
