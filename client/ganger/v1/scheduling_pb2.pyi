@@ -732,7 +732,7 @@ class ClusterDelta(google.protobuf.message.Message):
 
     VIEW_FIELD_NUMBER: builtins.int
     JOBS_FIELD_NUMBER: builtins.int
-    ENDED_FIELD_NUMBER: builtins.int
+    FORGOTTEN_FIELD_NUMBER: builtins.int
     CONTINUES_FIELD_NUMBER: builtins.int
     TIME_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
@@ -747,11 +747,11 @@ class ClusterDelta(google.protobuf.message.Message):
 
     @property
     def jobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LiveJob]:
-        """Jobs that changed, whole."""
+        """Jobs that changed, whole; those that have ended, as they ended."""
 
     @property
-    def ended(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """"jobs/{job}" that have ended."""
+    def forgotten(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """"jobs/{job}" that are no longer kept."""
 
     @property
     def time(self) -> google.protobuf.timestamp_pb2.Timestamp:
@@ -764,7 +764,7 @@ class ClusterDelta(google.protobuf.message.Message):
         *,
         view: Global___ViewDelta | None = ...,
         jobs: collections.abc.Iterable[Global___LiveJob] | None = ...,
-        ended: collections.abc.Iterable[builtins.str] | None = ...,
+        forgotten: collections.abc.Iterable[builtins.str] | None = ...,
         continues: builtins.bool = ...,
         time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         policy: builtins.str = ...,
@@ -772,14 +772,14 @@ class ClusterDelta(google.protobuf.message.Message):
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["plan_every", b"plan_every", "time", b"time", "view", b"view"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["continues", b"continues", "ended", b"ended", "jobs", b"jobs", "plan_every", b"plan_every", "policy", b"policy", "time", b"time", "view", b"view"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["continues", b"continues", "forgotten", b"forgotten", "jobs", b"jobs", "plan_every", b"plan_every", "policy", b"policy", "time", b"time", "view", b"view"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ClusterDelta: typing_extensions.TypeAlias = ClusterDelta
 
 @typing.final
 class LiveJob(google.protobuf.message.Message):
-    """A job that has not ended, as who weighs all jobs has to know it."""
+    """A job as who weighs all jobs has to know it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -139,8 +139,8 @@ class SchedulingServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchCluster(self, request, context):
-        """What a planner goes by: the view and all jobs that have not ended, as one commit left both. The first delta is
-        everything, the next ones what changed. Closes after 30 minutes.
+        """What a planner goes by: the view and all jobs, as one commit left both. The first delta is everything, the next
+        ones what changed. Closes after 30 minutes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

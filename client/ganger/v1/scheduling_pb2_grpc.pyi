@@ -48,8 +48,8 @@ class SchedulingServiceStub:
     ProposePlan: grpc.UnaryUnaryMultiCallable[ganger.v1.scheduling_pb2.Plan, ganger.v1.scheduling_pb2.PlanVerdict]
     """Errors: INVALID_ARGUMENT/PLAN_INVALID, PERMISSION_DENIED/JOB_NOT_YOURS, UNIMPLEMENTED/NOT_SUPPORTED."""
     WatchCluster: grpc.UnaryStreamMultiCallable[ganger.v1.scheduling_pb2.WatchClusterRequest, ganger.v1.scheduling_pb2.ClusterDelta]
-    """What a planner goes by: the view and all jobs that have not ended, as one commit left both. The first delta is
-    everything, the next ones what changed. Closes after 30 minutes.
+    """What a planner goes by: the view and all jobs, as one commit left both. The first delta is everything, the next
+    ones what changed. Closes after 30 minutes.
     """
     WatchProgress: grpc.UnaryStreamMultiCallable[ganger.v1.scheduling_pb2.WatchProgressRequest, ganger.v1.scheduling_pb2.ProgressBatch]
     """Measured rates, sampled. Closes after 30 minutes."""
@@ -79,8 +79,8 @@ class SchedulingServiceAsyncStub(SchedulingServiceStub):
     ProposePlan: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.scheduling_pb2.Plan, ganger.v1.scheduling_pb2.PlanVerdict]  # type: ignore[assignment]
     """Errors: INVALID_ARGUMENT/PLAN_INVALID, PERMISSION_DENIED/JOB_NOT_YOURS, UNIMPLEMENTED/NOT_SUPPORTED."""
     WatchCluster: grpc.aio.UnaryStreamMultiCallable[ganger.v1.scheduling_pb2.WatchClusterRequest, ganger.v1.scheduling_pb2.ClusterDelta]  # type: ignore[assignment]
-    """What a planner goes by: the view and all jobs that have not ended, as one commit left both. The first delta is
-    everything, the next ones what changed. Closes after 30 minutes.
+    """What a planner goes by: the view and all jobs, as one commit left both. The first delta is everything, the next
+    ones what changed. Closes after 30 minutes.
     """
     WatchProgress: grpc.aio.UnaryStreamMultiCallable[ganger.v1.scheduling_pb2.WatchProgressRequest, ganger.v1.scheduling_pb2.ProgressBatch]  # type: ignore[assignment]
     """Measured rates, sampled. Closes after 30 minutes."""
@@ -155,8 +155,8 @@ class SchedulingServiceServicer(metaclass=abc.ABCMeta):
         request: ganger.v1.scheduling_pb2.WatchClusterRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[ganger.v1.scheduling_pb2.ClusterDelta], collections.abc.AsyncIterator[ganger.v1.scheduling_pb2.ClusterDelta]]:
-        """What a planner goes by: the view and all jobs that have not ended, as one commit left both. The first delta is
-        everything, the next ones what changed. Closes after 30 minutes.
+        """What a planner goes by: the view and all jobs, as one commit left both. The first delta is everything, the next
+        ones what changed. Closes after 30 minutes.
         """
 
     @abc.abstractmethod

@@ -74,6 +74,8 @@ class LiveTable:
         rests = gang is None or (gang.intent is Intent.PARK and gang.phase is GangPhase.PARKED)
         self._flags[2, row] = job.state is JobState.PENDING and rests and job.ending is None and not job.next_epoch
         self._flags[3, row] = gang is not None and _gives_back(gang)
+        # Who rests for its user wants nothing.
+        self._live[row] = job.state is not JobState.SUSPENDED or self._flags[3, row]
 
     def facts(self, now: float, learned: bool = False) -> tuple[Integers, Facts]:
         """Rows of all live jobs, and what may be known of them; no oracle's. `learned`: with indices."""
@@ -84,6 +86,9 @@ class LiveTable:
         )
         is_preemptible, is_running = self._flags[:2, rows]
         stretch = np.where(running_since > 0, now - running_since, 0.0)
+        index = np.full(len(rows), np.nan)
+        if learned:
+            index = self.memory.index(self._steps[rows], (ran + stretch) * gpus)
         return rows, Facts(
             number=number,
             arrival_s=arrival,
@@ -102,9 +107,7 @@ class LiveTable:
             stretch_s=stretch,
             waited_before_s=waited_before,
             expected_remaining_s=np.full(len(rows), np.nan),
-            index=self.memory.index(self._steps[rows], (ran + stretch) * gpus)
-            if learned
-            else np.full(len(rows), np.nan),
+            index=index,
             remaining_s=np.full(len(rows), np.nan),
         )
 

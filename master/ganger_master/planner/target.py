@@ -152,7 +152,7 @@ class _Fitting:
             for claim in claims:
                 wanted[claim.node] = wanted.get(claim.node, 0) | claim.device_mask
         for job, its in held:
-            if any([wanted.get(claim.node, 0) & claim.device_mask for claim in its]):
+            if any(wanted.get(claim.node, 0) & claim.device_mask for claim in its):
                 self._stops.append(Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT))
         self._busy.update(wanted)
         self._busy.update(claim.node for claims in (*(claims for _, claims in held), *gone) for claim in claims)

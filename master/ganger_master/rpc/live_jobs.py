@@ -1,4 +1,4 @@
-"""Jobs that have not ended, as a planner knows them: the core's values and messages, both ways.
+"""Jobs as a planner knows them: the core's values and messages, both ways.
 
 What does not matter to who goes first, or to where a gang goes, is left out: commands, environments, what was observed.
 """
@@ -27,7 +27,7 @@ def live_job_to_wire(job: Job, gang: Gang | None, into: scheduling_pb2.LiveJob) 
     into.revision = job.revision
     into.user = job.user
     into.state = job_messages.STATES[job.state]
-    spec = replace(job.spec, command=(), labels={}, display_name="")
+    spec = replace(job.spec, command=(), labels={})
     job_messages.spec_to_wire(spec, with_environment=False, into=into.spec)
     _put_time(into.create_time, job.create_time)
     if job.pending_since:

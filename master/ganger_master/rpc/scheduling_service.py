@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, Final, TypeAlias, TypeGuard
+from typing import Any, Final, TypeAlias
 
 from ganger.resources.values import NodeRow
 from ganger.resources.view import Mode
@@ -13,7 +13,7 @@ from ganger.wire import convert, errors, names, times
 
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, Done, JobAnswer, PlanAnswer, Refused
-from ganger_master.core.model import Job, SuspendLevel
+from ganger_master.core.model import SuspendLevel
 from ganger_master.core.state import Turn
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.answers import Shown, change_verdict_of, expect, verdict_of
@@ -44,7 +44,7 @@ _SHORTEST_INTERVAL_SECONDS: Final = 0.1
 # Between two deltas of all jobs: whoever weighs them all takes longer than that.
 _CLUSTER_DELTA_SECONDS: Final = 0.05
 # Jobs in one message, before other calls get their turn.
-_JOBS_AT_ONCE: Final = 500
+_JOBS_AT_ONCE: Final = 200
 
 _Judged: TypeAlias = tuple[scheduling_pb2.GangRequests, asyncio.Future[Sequence[Answer]]]
 
@@ -109,28 +109,27 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                 if numbers is None or not sent:
                     sent, shown = 0, set()
                     numbers = list(committed.jobs)
-                jobs = [(n, committed.jobs.get(n)) for n in numbers]
-                live = [(job, committed.gangs.get(job.epoch)) for _, job in jobs if _is_live(job)]
-                ended = [n for n, job in jobs if not _is_live(job)] if sent else []
+                there = [(job, committed.gangs.get(job.epoch)) for n in numbers if (job := committed.jobs.get(n))]
+                forgotten = [number for number in numbers if number not in committed.jobs]
                 rows = committed.rows_after(sent) if sent else list(committed.rows.values())
                 removed = shown.difference(committed.rows)
                 shown = set(committed.rows) if removed else shown.union(row.node for row in rows)
                 delta = scheduling_pb2.ClusterDelta(
                     view=self._view_delta(committed.view_version, sent, removed),
-                    ended=[names.job_name(number) for number in ended],
+                    forgotten=[names.job_name(number) for number in forgotten],
                     time=times.timestamp(self._clock()),
                     policy=self._writer.state.settings.policy,
                     plan_every=times.duration(self._writer.state.settings.plan_every_seconds),
                 )
                 sent = committed.view_version
                 delta.view.nodes.extend(await _messages(rows))
-                for start in range(0, len(live), _JOBS_AT_ONCE):
+                for start in range(0, len(there), _JOBS_AT_ONCE):
                     if start:
                         delta.continues = True
                         yield delta
                         delta = scheduling_pb2.ClusterDelta()
                         await asyncio.sleep(0)
-                    for job, gang in live[start : start + _JOBS_AT_ONCE]:
+                    for job, gang in there[start : start + _JOBS_AT_ONCE]:
                         live_job_to_wire(job, gang, delta.jobs.add())
                 yield delta
                 await asyncio.sleep(_CLUSTER_DELTA_SECONDS)
@@ -276,10 +275,6 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             arena_bytes_per_device=job.arena_bytes_per_device,
             device_memory_bytes=job.shape.device_memory_bytes,
         )
-
-
-def _is_live(job: Job | None) -> TypeGuard[Job]:
-    return job is not None and not job.state.is_final
 
 
 async def _messages(rows: Sequence[NodeRow]) -> list[node_pb2.NodeRow]:
