@@ -267,7 +267,7 @@ def _lasts(state: State, number: int) -> bool:
 
 def _holds_up(state: State, number: int) -> bool:
     """Whether it is kept all there is in a strict queue, so that nobody behind it would get what they ask for."""
-    refusals = state.refusals.get(number)
+    refusals = state.refusals.get(number, ())
     return bool(refusals) and refusals[0].reason in WAITS_FOR_PIECES and number not in state.declined
 
 
@@ -277,8 +277,8 @@ def _asking(state: State) -> int:
 
 
 def _is_too_large(state: State, job: Job, asking: int) -> bool:
-    """Whether it lacks devices wherever they may be, beside those that others ask for at the moment. Schedulers of their own are asked all the same: that they answer shows that they are
-    there."""
+    """Whether it lacks devices wherever they may be, beside those that others ask for at the moment. Schedulers of
+    their own are asked all the same: that they answer shows that they are there."""
     return not scheduler_of(state, job) and job.spec.gpus > state.free_devices - asking
 
 

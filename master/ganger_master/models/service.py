@@ -17,8 +17,11 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ganger_master.models.accuracy import Floats
+
+Integers = NDArray[np.int64]
 
 # Half doublings from 8 GPU-seconds to 2**33 (270 GPU-years); what is shorter or longer counts at the ends.
 _FIRST_LOG2, _LAST_LOG2, _PER_DOUBLING = 3, 33, 2
@@ -65,7 +68,7 @@ class ServiceMemory:
             self._counts[step, bucket] += 1.0
             step = self._parent[step]
 
-    def index(self, steps: np.ndarray, attained: Floats) -> Floats:
+    def index(self, steps: Integers, attained: Floats) -> Floats:
         """Gittins's index of jobs of these steps, in 1 / GPU-seconds."""
         for step in np.unique(steps).tolist():
             known = self._counts[step].sum()
@@ -90,11 +93,12 @@ class ServiceMemory:
         self._made_at = np.concatenate((self._made_at, np.full(more, -1.0)))
 
 
-def _buckets(service: Floats) -> np.ndarray:
+def _buckets(service: Floats) -> Integers:
     """The bucket each service lies in."""
     with np.errstate(divide="ignore"):
         place = np.floor((np.log2(service) - _FIRST_LOG2) * _PER_DOUBLING)
-    return np.clip(place, 0, _BUCKETS - 1).astype(np.int64)
+    found: Integers = np.clip(place, 0, _BUCKETS - 1).astype(np.int64)
+    return found
 
 
 def _gittins(shares: Floats) -> Floats:

@@ -1,7 +1,7 @@
 """Modelled nodes: they start, stop and end gangs after the time that takes, and report as daemons do.
 
-A gang starts and stops on all of its nodes at once, so it is followed as one; each of its nodes reports its own part, in
-a complete observed set.
+A gang starts and stops on all of its nodes at once, so it is followed as one; each of its nodes reports its own part,
+in a complete observed set.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class _Followed:
 
 
 class Nodes:
-    """`send` gives the core a command. `begins(job number, gang)` is called when a gang's first step is done and returns
-    when it will have finished; `ends(job number, gang, finished)` when it is gone."""
+    """`send` gives the core a command. `begins(job number, gang)` is called when a gang's first step is done and
+    returns when it will have finished; `ends(job number, gang, finished)` when it is gone."""
 
     def __init__(
         self,
         clock: Clock,
         state: State,
         costs: SwitchCosts,
-        send: Callable[[Command], None],
+        send: Callable[[Command], object],
         begins: Callable[[int, Gang], float],
         ends: Callable[[int, Gang, bool], None],
     ) -> None:

@@ -11,8 +11,8 @@ class SwitchCosts:
 
     Defaults: a start is a process of the pre-imported launcher with its first batches (0.03 s measured here) and a data
     loader to fill; a suspension waits for a boundary, then writes a checkpoint of a few gigabytes; a restart reads it
-    again. Ours, measured: 0.55 s for the pause of a move of 1 GB, 2.1 GB/s; published: 0.1-1 s for a suspension and 1-2 s
-    for a warm migration (Gandiva, OSDI 2018), 25-250 s for restarts that fill data loaders anew (Sia, SOSP 2023).
+    again. Ours, measured: 0.55 s for the pause of a move of 1 GB, 2.1 GB/s; published: 0.1-1 s for a suspension and
+    1-2 s for a warm migration (Gandiva, OSDI 2018), 25-250 s for restarts that fill data loaders anew (Sia, SOSP 2023).
     """
 
     # From approval to the first step.

@@ -28,7 +28,7 @@ from ganger_master.sim.replay.options import FREE, Options
 from ganger_master.sim.replay.specs import devices_only, specs_of
 from ganger_master.sim.replay.turns import Turns
 from ganger_master.sim.replay.work import Work
-from ganger_master.sim.report.outcomes import Run, outcomes
+from ganger_master.sim.report.outcomes import Outcomes, Run, outcomes
 from ganger_master.sim.report.series import Recorder
 from ganger_master.sim.traces.servers import Servers
 from ganger_master.sim.traces.statistics import offered_load
@@ -37,6 +37,7 @@ from ganger_master.sim.traces.workload import Workload
 # A trace's clock begins at zero, and a time of zero means "never" in the core.
 EPOCH_S = 1_000_000.0
 _NEVER_S = 1e12
+_DEFAULTS = Options()
 # In ideal runs service is counted as it is, not in queues.
 _CONTINUOUS = {"tiresias": LAS2D}
 # Plans of one instant: one stops, the next starts what that made room for.
@@ -47,7 +48,7 @@ def simulate(
     jobs: Workload,
     servers: Servers,
     policy: str,
-    options: Options = Options(),
+    options: Options = _DEFAULTS,
     progress: Callable[[int, int], None] | None = None,
 ) -> Run:
     """Every job from submission to end. Every gang must fit into the cluster (`traces.transform.that_fit`) and every
@@ -163,7 +164,7 @@ class _Replay:
         self._happened = self._happened or bool(happened)
         return answer
 
-    def outcomes(self):  # type: ignore[no-untyped-def]
+    def outcomes(self) -> Outcomes:
         return outcomes(
             self.jobs,
             self._first_start,
@@ -272,9 +273,7 @@ class _Replay:
         self._is_news = False
         now = self.clock.now
         # Who finds room need not wait for a plan that stops others.
-        found = plan(
-            self.order, self.placement, self.table, now, self.capacity, self.room, may_stop, self._oracle
-        )
+        found = plan(self.order, self.placement, self.table, now, self.capacity, self.room, may_stop, self._oracle)
         self._is_waited_for = found.waits
         if found.next_change_s < np.inf and self.options.round_s is None:
             self._come_back(max(found.next_change_s, self._last_plan + self.options.plan_every_s))
