@@ -125,7 +125,7 @@ def _read(lines: RowLines, name: str, wanted: Wanted) -> Reading:
         seen += len(block)
         columns.add([line for line, _ in block], [row for _, row in block])
         if len(columns.ids) > wanted.most_jobs:
-            what = f"more than {wanted.most_jobs:,} jobs: take a window of the trace, or raise the limit"
+            what = f"more than {wanted.most_jobs:,} jobs: take a window of the trace"
             raise TraceError(name, [Finding(Kind.MISTAKE, what, 1, (block[-1][0],))])
         if not wanted.skip_mistakes and rows_of(columns.tally.findings(), Kind.MISTAKE) > _MOST_MISTAKES:
             break
