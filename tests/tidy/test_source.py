@@ -19,6 +19,8 @@ PURE = (
     ROOT / "master/ganger_master/core",
     ROOT / "master/ganger_master/approval",
     ROOT / "master/ganger_master/policies",
+    ROOT / "master/ganger_master/models",
+    ROOT / "master/ganger_master/planner",
     ROOT / "daemon/ganger_daemon/core",
 )
 # Calls whose answer differs from run to run; what decides gets time and seeds as arguments.
