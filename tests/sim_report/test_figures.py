@@ -18,7 +18,7 @@ from ganger_master.sim.report.fragmentation import demand_of
 from ganger_master.sim.report.outcomes import Outcomes, Run, outcomes
 from ganger_master.sim.report.seeds import interval, paired_ratio
 from ganger_master.sim.report.series import StepSeries
-from ganger_master.sim.report.tables import comparison, details, waiting_by_size
+from ganger_master.sim.report.tables import details, waiting_by_size
 from ganger_master.sim.traces.reader import read_trace
 from ganger_master.sim.traces.workload import Workload, workload
 from hypothesis import given
@@ -254,18 +254,6 @@ def test_series_are_written_step_by_step() -> None:
         "used_gpus,2.5,0.125",
         "used_gpus,4,",
     ]
-
-
-def test_policies_stand_side_by_side_with_the_best_as_measure() -> None:
-    jobs, made = three()
-    slow = outcomes(jobs, [0, 10, NAN], [20, 57, NAN], [10, 22, 0])
-    headings, rows = comparison(
-        [figures(run_of(made, offered_load=0.7)), figures(Run("slow", slow, 8, 24, 0, 60, offered_load=0.7))]
-    )
-    assert [row[headings.index("policy")] for row in rows] == ["fifo", "slow"]
-    assert [row[headings.index("x best")] for row in rows] == ["1.00", f"{36 / 21:.2f}"]
-    assert [row[headings.index("jobs")] for row in rows] == ["3 (1 unfinished)"] * 2
-    assert "makespan" not in headings, "nobody has one"
 
 
 def test_one_run_reads_as_names_and_values() -> None:

@@ -1,9 +1,9 @@
-"""Figures as tables for people: several policies side by side, one policy in full, waiting by size of gang."""
+"""The figures of a run as tables for people: in full, and waiting by size of gang."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ganger.units import format_duration, format_memory
 
@@ -12,43 +12,6 @@ from ganger_master.sim.report.figures import Figures
 Table = tuple[list[str], list[list[str]]]
 
 _UNKNOWN = "-"
-
-
-def comparison(runs: Sequence[Figures]) -> Table:
-    """(headings, rows): one row for each policy, in the order given; JCT and waiting also against the best of them.
-    The offered load stands beside them: no ratio means anything without it."""
-    best_jct = _least([run.avg_jct_s for run in runs])
-    best_waiting = _least([run.p95_waiting_s for run in runs])
-    columns: list[tuple[str, Callable[[Figures], str]]] = [
-        ("policy", lambda run: run.policy),
-        ("load", lambda run: _number(run.offered_load)),
-        ("jobs", lambda run: f"{run.jobs:,}" + (f" ({run.unfinished:,} unfinished)" if run.unfinished else "")),
-        ("avg JCT", lambda run: _duration(run.avg_jct_s)),
-        ("x best", lambda run: _number(_over(run.avg_jct_s, best_jct))),
-        ("median", lambda run: _duration(run.median_jct_s)),
-        ("p95", lambda run: _duration(run.p95_jct_s)),
-        ("p99", lambda run: _duration(run.p99_jct_s)),
-        ("makespan", lambda run: _duration(run.makespan_s)),
-        ("first start", lambda run: _duration(run.avg_start_delay_s)),
-        ("p95 waiting", lambda run: _duration(run.p95_waiting_s)),
-        ("x best", lambda run: _number(_over(run.p95_waiting_s, best_waiting))),
-        ("GPUs", lambda run: _share(run.gpu_utilization)),
-        ("cores", lambda run: _share(run.core_utilization)),
-        ("fragm.", lambda run: _share(run.fragmentation)),
-        ("max rho", lambda run: _number(run.max_rho)),
-        ("deadlines", lambda run: f"{run.deadline_hits:,}/{run.deadlines:,}" if run.deadlines else _UNKNOWN),
-        ("preempt.", lambda run: f"{run.preemptions:,}"),
-        ("moves", lambda run: f"{run.migrations:,}"),
-        ("overhead", lambda run: _share(run.overhead_share)),
-        ("wall", lambda run: _duration(run.wall_s)),
-    ]
-    # A column nobody has anything to say in only takes room.
-    shown = [
-        (name, cells)
-        for name, cells in ((name, [cell(run) for run in runs]) for name, cell in columns)
-        if any(cell != _UNKNOWN for cell in cells)
-    ]
-    return [name for name, _ in shown], [list(row) for row in zip(*(cells for _, cells in shown), strict=True)]
 
 
 def details(run: Figures) -> list[tuple[str, str]]:
@@ -107,11 +70,3 @@ def _share(value: float) -> str:
 
 def _list(cell: Callable[[float], str], *values: float) -> str:
     return _UNKNOWN if all(map(math.isnan, values)) else ", ".join(map(cell, values))
-
-
-def _least(values: Sequence[float]) -> float:
-    return min((value for value in values if not math.isnan(value)), default=math.nan)
-
-
-def _over(value: float, best: float) -> float:
-    return value / best if best > 0 else math.nan
