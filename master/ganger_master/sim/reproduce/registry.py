@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ganger_master.sim.reproduce.closest_tier import CLOSEST_TIER
 from ganger_master.sim.reproduce.convergence import CONVERGENCE
 from ganger_master.sim.reproduce.experiment import Experiment
+from ganger_master.sim.reproduce.scale import SCALE
 from ganger_master.sim.reproduce.speed_model import SPEED_MODEL
+from ganger_master.sim.reproduce.tetris_study import TETRIS_STUDY
+from ganger_master.sim.reproduce.tune_bound import TUNE_BOUND
 
-EXPERIMENTS: Mapping[str, Experiment] = {experiment.name: experiment for experiment in (SPEED_MODEL, CONVERGENCE)}
+EXPERIMENTS: Mapping[str, Experiment] = {
+    experiment.name: experiment
+    for experiment in (SPEED_MODEL, CONVERGENCE, SCALE, TUNE_BOUND, TETRIS_STUDY, CLOSEST_TIER)
+}
 
 _NO_RATES = (
     "jobs of the simulator run at one rate: rates by cores and memory, and the tune part in its loop, are missing"
@@ -17,7 +24,6 @@ _NO_ELASTIC = "gangs of the simulator have one size: rates by number of GPUs are
 _NO_INTROSPECTION = "the decisions to slice, pack, move and grow are no policy yet"
 UNRUN: Mapping[str, str] = {
     "B3": "not written yet: placement and allocation of Optimus in intervals",
-    "B4": "not written yet: a whole pass of Optimus on 16,000 nodes",
     "B5": _NO_INTROSPECTION,
     "B6": _NO_INTROSPECTION,
     "B7": _NO_INTROSPECTION,
@@ -26,10 +32,7 @@ UNRUN: Mapping[str, str] = {
     "B10": _NO_RATES,
     "B11": _NO_RATES,
     "B12": _NO_RATES,
-    "B13": "not written yet: rounds of Synergy-Tune beside the linear program",
-    "B14": "not written yet: tasks of four resources",
     "B15": _NO_RATES,
-    "B16": "not written yet: placements beside all places that are free",
     "B17": "approvals are measured live: `ganger bench verdicts` has the figures; a virtual clock tells no speed",
     "B18": "not written yet: time slicing in turns",
     "B19": "not written yet: finish-time fairness over loads",

@@ -4,6 +4,7 @@ on."""
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -44,8 +45,7 @@ def run(
     for claim in chosen:
         if claim.name in saved and saved[claim.name].is_file():
             rows_there = [json.loads(line) for line in saved[claim.name].read_text(encoding="utf-8").splitlines()]
-            found = experiments[claim.name].conclude(rows_there)
-            results[claim.name] = Result(claim, found, is_quick=setting.is_quick)
+            results[claim.name] = _concluded(claim, experiments[claim.name], rows_there, setting)
     running = [experiments[claim.name] for claim in chosen if results[claim.name] is None]
     parts = [
         _Part(experiment, index, values)
@@ -67,11 +67,13 @@ def run(
     for claim in chosen:
         result = results[claim.name]
         if result is None:
-            of_claim = [row for index in sorted(rows[claim.name]) for row in rows[claim.name][index]]
-            _save(rows_to / f"{claim.name}.jsonl", of_claim)
             what = failed.get(claim.name, "")
-            concluded = None if what else experiments[claim.name].conclude(of_claim)
-            result = Result(claim, concluded, failed=what, is_quick=setting.is_quick)
+            if what:
+                result = Result(claim, failed=what, is_quick=setting.is_quick)
+            else:
+                of_claim = [row for index in sorted(rows[claim.name]) for row in rows[claim.name][index]]
+                _save(rows_to / f"{claim.name}.jsonl", of_claim)
+                result = _concluded(claim, experiments[claim.name], of_claim, setting)
         made.append(result)
     return made
 
@@ -88,6 +90,15 @@ def _without_run(
         what = f"{names} not found: say where the published data are with --traces and --papers"
         return Result(claim, skipped=what, is_quick=setting.is_quick)
     return None
+
+
+def _concluded(claim: Claim, experiment: Experiment, rows: Sequence[Row], setting: Setting) -> Result:
+    """A mistake in one conclusion takes nobody else's rows with it."""
+    try:
+        return Result(claim, experiment.conclude(rows), is_quick=setting.is_quick)
+    except Exception as error:
+        what = f"{claim.name}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
+        return Result(claim, failed=what.strip(), is_quick=setting.is_quick)
 
 
 def _measure(experiment: Experiment, setting: Setting, values: Row, _: Report) -> list[Row]:
