@@ -12,7 +12,6 @@ import contextlib
 import faulthandler
 import logging
 import os
-import signal
 import sys
 import uuid
 from collections import OrderedDict
@@ -27,6 +26,7 @@ from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import GangShape, Role, TaskShape
 from ganger.scheduling.default import DefaultScheduler
 from ganger.scheduling.mirror import Mirror
+from ganger.scheduling.running import first_end, set_of, until_stopped
 from ganger.scheduling.scheduler import MOST_CANDIDATES, JobScheduler, Proposal, Turn
 from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire import convert, names, times
@@ -102,8 +102,8 @@ class Host:
             parts: list[Coroutine[Any, Any, None]] = [self._watch_view(scheduling), self._watch_turns(scheduling)]
             parts += [self._watch_job(channel, job, stop) for job in self._open_jobs]
             if self._jobs:
-                parts += [_until(stop), _until(self._given_up)]
-            await _first_end(parts)
+                parts += [set_of(stop), set_of(self._given_up)]
+            await first_end(parts)
             for task in list(self._turns):
                 task.cancel()
             await asyncio.gather(*self._turns, return_exceptions=True)
@@ -256,42 +256,9 @@ def _why(error: Exception) -> str:
     return str(error)
 
 
-async def _until(event: asyncio.Event) -> None:
-    await event.wait()
-
-
-async def _first_end(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Runs all until one ends; its error is raised."""
-    tasks = [asyncio.create_task(part) for part in parts]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 async def run_host(host: Host, *, until_stdin_closes: bool = False) -> None:
     """Until the host is done, SIGTERM or SIGINT comes, or, if asked, standard input closes (its parent died)."""
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    parts = [host.run(), _until(stop)]
-    if until_stdin_closes:
-        parts.append(_stdin_closed())
-    await _first_end(parts)
-
-
-async def _stdin_closed() -> None:
-    reader = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    with contextlib.closing(transport):
-        while await reader.read(4096):
-            pass
+    await until_stopped(host.run(), until_stdin_closes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -77,6 +77,10 @@ class LiveTable:
         # Who rests for its user wants nothing.
         self._live[row] = job.state is not JobState.SUSPENDED or self._flags[3, row]
 
+    def forget(self, number: int) -> None:
+        """A live job of which nobody said how it ended. KeyError for another one."""
+        self._drop(number, self._row_of[number])
+
     def facts(self, now: float, learned: bool = False) -> tuple[Integers, Facts]:
         """Rows of all live jobs, and what may be known of them; no oracle's. `learned`: with indices."""
         rows = np.flatnonzero(self._live)
@@ -115,6 +119,17 @@ class LiveTable:
         """Whether they could be started: pending, with nothing left anywhere, or at rest where they are."""
         waiting: Flags = self._flags[2, rows]
         return waiting
+
+    @property
+    def last_stop_s(self) -> float:
+        """When the last of those who have run before began to wait; minus infinity if none waits."""
+        stopped = self._flags[2] & (self._numbers[5] > 0)
+        return float(self._numbers[7, stopped].max(initial=-np.inf))
+
+    @property
+    def held_gpus(self) -> int:
+        """Of all who run, or are giving back what they hold."""
+        return int(self._integers[1, self._flags[1] | self._flags[3]].sum())
 
     @property
     def has_waiting(self) -> bool:

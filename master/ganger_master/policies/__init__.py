@@ -57,6 +57,17 @@ _ALIASES = {"backfill": "fifo-backfill", "las2d": "tiresias", "las2d-gittins": "
 NAMES = tuple(sorted({*ORDERS, *_ALIASES}))
 
 
+def live_policy_named(name: str) -> Policy:
+    """One that a live cluster can go by: KeyError for an unknown name, ValueError for one that asks an oracle."""
+    policy = policy_named(name)
+    if policy.order.knows_durations:
+        live = [known for known in NAMES if not order_named(_ALIASES.get(known, known)).knows_durations]
+        raise ValueError(
+            f"policy {name!r} asks an oracle how long jobs take: for the simulator only; there are {', '.join(live)}"
+        )
+    return policy
+
+
 def policy_named(name: str) -> Policy:
     """An order's name, or an order's and a placement's with a plus between. KeyError, naming the known ones, for
     others."""

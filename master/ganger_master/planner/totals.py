@@ -1,0 +1,27 @@
+"""How much there is to share among gangs: what policies reckon by."""
+
+from __future__ import annotations
+
+import numpy as np
+from ganger.resources.view import View
+
+from ganger_master.planner.table import LiveTable
+from ganger_master.policies.facts import Capacity
+
+
+def capacity_of(view: View, table: LiveTable) -> Capacity:
+    """Devices are those free on nodes that take gangs, and those of gangs that run or are leaving, wherever they are:
+    what others keep (who rests, what is broken) no gang can have. Cores and memory are all of the nodes that take
+    gangs."""
+    columns = view.columns()
+    available = columns.available
+    free = int(np.bitwise_count(columns.free[available]).sum())
+    cores = memory = gpus_per_node = 0
+    numbers = np.bincount(columns.sets[available], minlength=len(view.sets)).tolist()
+    for name, configuration_set in view.sets.items():
+        nodes = numbers[view.set_code(name)]
+        if nodes:
+            cores += nodes * sum(socket.millicores for socket in configuration_set.sockets)
+            memory += nodes * configuration_set.memory_bytes
+            gpus_per_node = max(gpus_per_node, configuration_set.devices)
+    return Capacity(free + table.held_gpus, cores / 1000, float(memory), gpus_per_node)

@@ -1,0 +1,1 @@
+"""The planner's process: hears the cluster, has `ganger_master.planner` decide, and proposes plans."""

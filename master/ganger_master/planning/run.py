@@ -1,0 +1,220 @@
+"""The planner: plans on news and when its pace says so, proposes, and hears what became of it.
+
+It comes back when the master does, calls nothing that the public API lacks and keeps nothing that it could not find out again: killed at any instant it
+is started anew and goes on from what the master tells it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from ganger.resources.reasons import Refusal
+from ganger.scheduling.running import first_end
+from ganger.v1 import scheduling_pb2, scheduling_pb2_grpc
+from ganger.wire import convert, names
+from ganger.wire.channels import open_aio_channel
+from ganger.wire.endpoints import Endpoint, EndpointError
+from ganger.wire.errors import ApiError, from_rpc_error
+
+from ganger_master.core.commands import Change
+from ganger_master.planner.pace import Pace
+from ganger_master.planner.refused import Refused
+from ganger_master.planner.target import plan
+from ganger_master.planning.live import Live
+from ganger_master.policies import Places, Policy, live_policy_named
+from ganger_master.rpc.job_messages import level_to_wire
+
+log = logging.getLogger(__name__)
+
+_BACKOFF_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
+# A connection that lasted this long ended by its age, not by a fault.
+_HEALTHY_SECONDS: Final = 5.0
+# Changes of one proposal: the master judges them at one go, and others wait meanwhile.
+_CHANGES_AT_ONCE: Final = 200
+# Jobs whose places are told, and how often that of many is when nothing else is.
+_LINE_MOST: Final = 10_000
+_SHORT_LINE: Final = 100
+_LINE_SECONDS: Final = 1.0
+# What was approved is told in the next breath; if not, something was missed, and all is asked for anew.
+_REACH_SECONDS: Final = 10.0
+
+
+class NoPlannerError(ValueError):
+    """The policy is not one a planner places by; the message says why."""
+
+
+class Planner:
+    """Plans for the master that `find` finds, asked at every connection. `policy` and `plan_every_s` are the master's
+    own unless given."""
+
+    def __init__(
+        self,
+        find: Callable[[], Endpoint],
+        *,
+        policy: str = "",
+        plan_every_s: float | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._find = find
+        self._policy_name = policy
+        self._plan_every_s = plan_every_s
+        self._clock = clock
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._live = Live(self._clock)
+        self._refused = Refused()
+        self._news = asyncio.Event()
+        # Numbers last told, and when.
+        self._line: tuple[int, ...] | None = None
+        self._line_told_s = 0.0
+
+    async def run(self) -> None:
+        """Until cancelled. NoPlannerError if there is nothing to plan here."""
+        attempt = 0
+        loop = asyncio.get_running_loop()
+        while True:
+            started = loop.time()
+            try:
+                await self._serve()
+            except (grpc.aio.AioRpcError, EndpointError, OSError) as error:
+                log.info("master is away", extra={"reason": _why(error)})
+            except TimeoutError:
+                log.warning("what was approved was not told of: asking for everything anew")
+            attempt = 0 if loop.time() - started > _HEALTHY_SECONDS else attempt + 1
+            await asyncio.sleep(_BACKOFF_SECONDS[min(attempt, len(_BACKOFF_SECONDS) - 1)])
+
+    async def _serve(self) -> None:
+        self._start_over()
+        async with open_aio_channel(self._find()) as channel:
+            scheduling: Any = scheduling_pb2_grpc.SchedulingServiceStub(channel)
+            await first_end([self._watch(scheduling), self._plan_for_ever(scheduling)])
+
+    async def _watch(self, scheduling: Any) -> None:
+        async for delta in scheduling.WatchCluster(scheduling_pb2.WatchClusterRequest()):
+            for number in self._live.apply(delta):
+                self._refused.forget(number)
+            if not delta.continues:
+                self._news.set()
+
+    async def _plan_for_ever(self, scheduling: Any) -> None:
+        await self._news.wait()
+        policy = self._policy()
+        every_s = self._live.plan_every_s if self._plan_every_s is None else self._plan_every_s
+        log.info("planning", extra={"policy": policy.name, "plan_every_seconds": every_s})
+        # Who was stopped just before we came counts, too.
+        pace = Pace(every_s, stopped_at_s=self._live.table.last_stop_s)
+        while True:
+            wait_s = pace.wait_s(self._live.now, self._news.is_set())
+            if wait_s <= 0:
+                pace = await self._plan(scheduling, policy, pace)
+            elif self._news.is_set():
+                await asyncio.sleep(wait_s)
+            else:
+                try:
+                    async with asyncio.timeout(min(wait_s, _LONGEST_SLEEP_SECONDS)):
+                        await self._news.wait()
+                except TimeoutError:
+                    pass
+
+    async def _plan(self, scheduling: Any, policy: Policy, pace: Pace) -> Pace:
+        self._news.clear()
+        live, now = self._live, self._live.now
+        began = time.perf_counter()
+        found = plan(
+            policy.aging_order,
+            policy.placement,
+            live.table,
+            now,
+            live.capacity,
+            live.room,
+            pace.may_stop(now),
+            kept_out=self._refused.at(now),
+        )
+        took_s = time.perf_counter() - began
+        started = {change.number for change in found.changes if change.kind == "START"}
+        line = tuple([number for number in found.line.tolist() if number not in started][:_LINE_MOST])
+        revisions: dict[int, int] = {}
+        stopped = refused = False
+        for message, changes in self._messages(policy, found.changes, line):
+            verdict = await scheduling.ProposePlan(message)
+            for change, said in zip(changes, verdict.verdicts, strict=True):
+                if said.approved:
+                    revisions[change.number] = said.revision
+                    stopped = stopped or change.kind == "SUSPEND"
+                else:
+                    refused = True
+                    self._note(change, convert.refusals_from_wire(said.refusals))
+        if revisions:
+            # The next plan goes by what this one has changed.
+            async with asyncio.timeout(_REACH_SECONDS):
+                await live.reach(revisions)
+        again_s = self._refused.next_s
+        if line != self._line:
+            again_s = min(again_s, self._line_told_s + _LINE_SECONDS)
+        return pace.after(live.now, took_s, found, stopped=stopped, refused=refused, again_s=again_s)
+
+    def _messages(
+        self, policy: Policy, changes: Sequence[Change], line: tuple[int, ...]
+    ) -> Iterator[tuple[scheduling_pb2.Plan, Sequence[Change]]]:
+        """What to propose, in this order; the order of those who wait with the last of it, or alone if that has
+        changed and was not told just now."""
+        now = self._live.now
+        tells = line != self._line and (len(line) <= _SHORT_LINE or now >= self._line_told_s + _LINE_SECONDS)
+        starts = range(0, len(changes), _CHANGES_AT_ONCE)
+        parts = [changes[start : start + _CHANGES_AT_ONCE] for start in starts] or ([()] if tells else [])
+        for number, part in enumerate(parts, 1):
+            message = scheduling_pb2.Plan(changes=map(_change_to_wire, part), reason=f"policy {policy.name}")
+            if tells and number == len(parts):
+                message.line.policy = policy.name
+                message.line.jobs.extend(map(names.job_name, line))
+                self._line, self._line_told_s = line, now
+            yield message, part
+
+    def _note(self, change: Change, refusals: Sequence[Refusal]) -> None:
+        self._refused.note(change, refusals, self._live.now)
+        text = refusals[0].message if refusals else ""
+        log.info("change refused", extra={"job": change.number, "change": change.kind, "reason": text})
+
+    def _policy(self) -> Policy:
+        name = self._policy_name or self._live.policy
+        try:
+            policy = live_policy_named(name)
+        except (KeyError, ValueError) as error:
+            raise NoPlannerError(str(error.args[0])) from error
+        if policy.places is Places.JOBS:
+            raise NoPlannerError(
+                f"under policy {name} each job is placed by its own scheduler: there is nothing to plan"
+            )
+        if live_policy_named(self._live.policy).places is Places.JOBS:
+            raise NoPlannerError(
+                f"the master's policy is {self._live.policy}, and two would place jobs: start it with --policy {name}"
+            )
+        return policy
+
+
+# However far off the next plan is: clocks may be set.
+_LONGEST_SLEEP_SECONDS: Final = 60.0
+
+
+def _change_to_wire(change: Change) -> scheduling_pb2.Change:
+    message = scheduling_pb2.Change(job=names.job_name(change.number), revision=change.revision)
+    if change.kind == "START":
+        message.start.claims.extend(convert.claims_to_wire(change.claims))
+    else:
+        assert change.kind == "SUSPEND", f"passes propose starts and stops, not {change.kind}"
+        message.suspend.level = level_to_wire(change.level)
+    return message
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        found = from_rpc_error(error)
+        return found.reason if isinstance(found, ApiError) else str(found)
+    return str(error)
