@@ -197,9 +197,10 @@ class State:
                 self._charge(gang.job)
             self._place(gang)
             return
-        for piece in gang.pieces:
+        for before, piece in zip(old.pieces, gang.pieces, strict=True):
             self.dirty.wants[piece.claim.node] = []
-            self.dirty.rows[piece.claim.node] = None
+            if piece.held != before.held:
+                self.dirty.rows[piece.claim.node] = None
 
     def forget_gang(self, epoch: int) -> None:
         gang = self.gangs.pop(epoch)
@@ -207,14 +208,15 @@ class State:
         if self.settings.quota_devices:
             self._charge(gang.job)
         self.parties.pop(epoch, None)
-        for node in gang.nodes:
-            self.last_said.pop((node, epoch), None)
         self._remove(("gang", str(epoch)))
         self.dirty.jobs[gang.job] = None
         self.dirty.news[gang.job] = None
-        for node in gang.nodes:
+        for piece in gang.pieces:
+            node = piece.claim.node
+            self.last_said.pop((node, epoch), None)
             self.dirty.wants[node] = []
-            self.dirty.rows[node] = None
+            if piece.held is not None:
+                self.dirty.rows[node] = None
 
     def forget_job(self, number: int) -> None:
         """One that has ended, with nothing left anywhere."""
