@@ -53,6 +53,7 @@ TWINS: dict[str, Callable[[dict[str, Any], float], tuple[float, ...]]] = {
     "srsf": lambda job, weights: (job["remaining_s"] * job["gpus"],),
     "las": lambda job, weights: (job["attained_s"],),
     "las2d": lambda job, weights: (job["attained_s"] * job["gpus"],),
+    "round-robin": lambda job, weights: (-job["waited_s"], job["stretch_s"]),
     "ftf": lambda job, weights: (-rho(job, estimate(job), weights),),
     "ftf-oracle": lambda job, weights: (-rho(job, job["remaining_s"], weights),),
     "edf": lambda job, weights: due(job),

@@ -5,8 +5,8 @@ Set-up: clusters of 24 servers with 2 sockets of 2 switches of 2 GPUs, four serv
 by the placement itself with gangs of 1 to 32 GPUs and emptied again at random, so that what is free lies in pieces. At
 every placement the level of what was chosen (same switch, socket, server, rack, fabric, cluster) is held against the
 closest that was free, found by trying every set of free GPUs of every server, and every rack and fabric.
-`worse_than_free` is the share of placements of `locality` that were worse, `missed` that of gangs it found no place for where there was
-one; the others, which weigh other things too, stand beside it.
+`worse_than_free` is the share of placements of `locality` that were worse, `missed` that of gangs it found no place for
+where there was one; the others, which weigh other things too, stand beside it.
 """
 
 from __future__ import annotations
