@@ -1,5 +1,5 @@
-"""The master as a whole: directory, store, writer, server and the default job-scheduler host, started and stopped in
-order."""
+"""The master as a whole: directory, store, writer, server and whoever places jobs (the default job-scheduler host, or
+the planner), started and stopped in order."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ganger.wire.endpoints import EndpointError
 
 from ganger_master.config import Config
 from ganger_master.core.settings import Settings
-from ganger_master.policies import policy_named
+from ganger_master.policies import Places, live_policy_named
 from ganger_master.rpc.server import MasterServer
 from ganger_master.runtime import failpoints, heap
 from ganger_master.runtime.progress import ProgressBoard
-from ganger_master.runtime.scheduler_process import SupervisedProcess, host_command
+from ganger_master.runtime.scheduler_process import SupervisedProcess, host_command, planner_command
 from ganger_master.runtime.state_directory import Obstacle, StartError, StateDirectory, obstacle_of, storage_token
 from ganger_master.runtime.writer import Writer
 from ganger_master.store.contract import Problem, Store, StoreError
@@ -63,7 +63,8 @@ class Master:
         self._directory: StateDirectory | None = None
         self._writer: Writer | None = None
         self._server: MasterServer | None = None
-        self._host: SupervisedProcess | None = None
+        # Who places jobs.
+        self._child: SupervisedProcess | None = None
         self._housekeeping: asyncio.Task[None] | None = None
 
     @property
@@ -86,12 +87,13 @@ class Master:
         self._directory = StateDirectory(config.state_dir)
         self.token = self._directory.token()
         try:
-            policy_named(config.policy)
+            places = live_policy_named(config.policy).places
         except (KeyError, ValueError) as error:
             raise StartError(str(error.args[0]), Obstacle.SETTING) from error
         settings = Settings(
             lost_after_seconds=config.lost_after_seconds,
             policy=config.policy,
+            plan_every_seconds=config.plan_every_seconds,
             storage=str(config.storage_path),
             storage_token=storage_token(config.storage_path),
             checkpoint_interval_seconds=config.checkpoint_interval_seconds,
@@ -115,9 +117,12 @@ class Master:
         self.address = self._server.address
         await self._server.start()
         self._directory.write_endpoint(self.address)
-        if config.scheduler_host:
-            self._host = SupervisedProcess(host_command(config.state_dir))
-            self._host.start()
+        if places is Places.JOBS and config.scheduler_host:
+            self._child = SupervisedProcess(host_command(config.state_dir))
+        elif places is Places.PLANNER and config.planner:
+            self._child = SupervisedProcess(planner_command(config.state_dir))
+        if self._child is not None:
+            self._child.start()
         self._housekeeping = asyncio.get_running_loop().create_task(self._keep_house())
         log.info("master ready", extra={"address": self.address, "jobs": len(writer.committed.jobs)})
 
@@ -128,15 +133,15 @@ class Master:
         if self._housekeeping is not None:
             self._housekeeping.cancel()
             await asyncio.gather(self._housekeeping, return_exceptions=True)
-        if self._host is not None:
-            await self._host.stop()
+        if self._child is not None:
+            await self._child.stop()
         if self._server is not None:
             await self._server.stop(_STOP_GRACE_SECONDS)
         if self._writer is not None:
             await self._writer.close()
         if self._directory is not None:
             self._directory.close()
-        self._directory = self._housekeeping = self._host = self._server = None
+        self._directory = self._housekeeping = self._child = self._server = None
 
     async def _keep_house(self) -> None:
         """Forgets history older than the retention, and progress of jobs that are over."""

@@ -14,9 +14,11 @@ import click
 @click.option("--database-url", metavar="URL", help="SQLAlchemy URL; default: SQLite in the state directory.")
 @click.option("--storage", type=click.Path(path_type=Path), help="Directory all nodes see; default: in --state-dir.")
 @click.option("--lost-after", metavar="TIME", help="10m, 1h, ... or never: when a silent node's jobs start elsewhere.")
-@click.option("--policy", metavar="NAME", help="Order of waiting jobs; default: fifo.")
+@click.option("--policy", metavar="NAME", help="Who goes first, and where; default: fifo.")
+@click.option("--plan-every", metavar="TIME", help="Between plans that stop who runs, where a planner places; 5m.")
 @click.option("--checkpoint-interval", metavar="TIME", help="Between checkpoints of jobs that set none; default 30m.")
 @click.option("--scheduler-host/--no-scheduler-host", default=None, help="Run the default job schedulers as a child.")
+@click.option("--planner/--no-planner", default=None, help="Run the planner as a child where the policy needs one.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Default: info.")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file with the same settings.")
 def master(config_file: Path | None, **flags: str | Path | bool | None) -> None:

@@ -20,6 +20,9 @@ PREFIX: Final = "GANGER_MASTER_"
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)?")
 _SECONDS: Final = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
+# Whoever is stopped at every plan does nothing else.
+_LEAST_PLAN_EVERY_SECONDS: Final = 1.0
+
 
 class ConfigError(ValueError):
     """One line per thing that is wrong with the configuration."""
@@ -39,6 +42,8 @@ class Config:
     storage: Path | None = None
     lost_after_seconds: float | None = 600.0
     policy: str = "fifo"
+    # Where the policy's planner places jobs: the least time between two plans that stop who runs.
+    plan_every_seconds: float = 300.0
     # Default interval between checkpoints to storage; zero never.
     checkpoint_interval_seconds: float = 1800.0
     # Sessions of two machines with one name are refused while the first answered this recently.
@@ -49,6 +54,8 @@ class Config:
     # What a process at OFFLOAD is presumed to keep of its device (a context, buffers) where nobody can measure it.
     residue_bytes: int = 1 << 30
     scheduler_host: bool = True
+    # Start the planner where the policy needs one.
+    planner: bool = True
     log_level: str = "info"
 
     @property
@@ -123,6 +130,11 @@ def _parse_one(name: str, value: object) -> object:
         if problem:
             raise ValueError(problem)
         return str(value)
+    if name == "plan_every_seconds":
+        seconds = _duration_of(name, value)
+        if not seconds or seconds < _LEAST_PLAN_EVERY_SECONDS:
+            raise ValueError(f"plan_every: {value!r} is too short, at least {_LEAST_PLAN_EVERY_SECONDS:g} s")
+        return seconds
     if name.endswith("_seconds"):
         return _duration_of(name, value)
     if name == "finished_jobs_limit":
@@ -131,7 +143,7 @@ def _parse_one(name: str, value: object) -> object:
         return int(str(value))
     if name == "residue_bytes":
         return parse_memory(value)
-    if name == "scheduler_host":
+    if name in ("scheduler_host", "planner"):
         return _truth_of(name, value)
     if name == "log_level":
         if value not in ("debug", "info", "warning", "error"):

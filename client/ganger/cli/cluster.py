@@ -43,6 +43,7 @@ class Settings:
     storage: str = ""
     policy: str = ""
     lost_after: str = ""
+    plan_every: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ def programs(settings: Settings, run_directory: Path) -> tuple[Program, ...]:
         ("--storage", settings.storage),
         ("--policy", settings.policy),
         ("--lost-after", settings.lost_after),
+        ("--plan-every", settings.plan_every),
     )
     master = [*ganger, "master", "--state-dir", str(directory)]
     for flag, value in optional:

@@ -48,6 +48,7 @@ _ADDED_HELP = {
     "master": "Run the master.",
     "daemon": "Run the daemon of this node.",
     "scheduler": "Run job schedulers.",
+    "planner": "Run the planner.",
     "demo": "Show real jobs being paused, moved and re-pinned, with proof.",
     "bench": "Run a benchmark.",
     "simulate": "Replay a trace in virtual time.",

@@ -34,6 +34,7 @@ _WATCH_SECONDS = 0.5
 @click.option("--storage", type=click.Path(file_okay=False, path_type=Path), help="Where checkpoints are kept.")
 @click.option("--listen", metavar="ADDRESS", help="Address of the master: 127.0.0.1:PORT or unix:PATH.")
 @click.option("--policy", metavar="NAME", help="Who goes first; default fifo.")
+@click.option("--plan-every", metavar="TIME", help="Between plans that stop who runs, where the policy makes plans.")
 @click.option("--lost-after", metavar="TIME", help="When a silent node counts as lost; or never.")
 @click.option("--detach", "-d", is_flag=True, help="Return once it is ready; `ganger down` stops it.")
 @click.option("--cancel-jobs", is_flag=True, help="Cancel all jobs when it is stopped; else they go on.")
@@ -47,6 +48,7 @@ def up(
     storage: Path | None,
     listen: str | None,
     policy: str | None,
+    plan_every: str | None,
     lost_after: str | None,
     detach: bool,
     cancel_jobs: bool,
@@ -79,6 +81,7 @@ def up(
         str(storage.absolute()) if storage else "",
         policy or "",
         lost_after or "",
+        plan_every or "",
     )
     with _alone(directory):
         if pretends:

@@ -1,7 +1,7 @@
 """The planner: plans on news and when its pace says so, proposes, and hears what became of it.
 
-It comes back when the master does, calls nothing that the public API lacks and keeps nothing that it could not find out again: killed at any instant it
-is started anew and goes on from what the master tells it.
+It comes back when the master does. It calls nothing that the public API lacks and keeps nothing that it could not find
+out again: killed at any instant it is started anew and goes on from what the master tells it.
 """
 
 from __future__ import annotations

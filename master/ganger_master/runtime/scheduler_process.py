@@ -1,4 +1,4 @@
-"""Keeps the default job-scheduler host running as a child: started with the master, started again when it dies."""
+"""Keeps a child of the master running, the default job-scheduler host or the planner: started again when it dies."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def host_command(state_dir: Path) -> tuple[str, ...]:
         str(state_dir),
         "--until-stdin-closes",
     )
+
+
+def planner_command(state_dir: Path) -> tuple[str, ...]:
+    """It ends when its standard input does, too. Policy and pace it hears from the master."""
+    return (sys.executable, "-m", "ganger_master.planning", "--state-dir", str(state_dir), "--until-stdin-closes")
 
 
 class SupervisedProcess:
