@@ -23,13 +23,14 @@ from ganger_master.policies.order.las2d import LAS2D
 from ganger_master.policies.place.anywhere import ANYWHERE
 from ganger_master.policies.room import Room
 from ganger_master.sim.replay.clock import Clock
+from ganger_master.sim.replay.ledger import Ledger
+from ganger_master.sim.replay.meters import Meters
 from ganger_master.sim.replay.nodes import Nodes
 from ganger_master.sim.replay.options import FREE, Options
 from ganger_master.sim.replay.specs import devices_only, specs_of
 from ganger_master.sim.replay.turns import Turns
 from ganger_master.sim.replay.work import Work
-from ganger_master.sim.report.outcomes import Outcomes, Run, outcomes
-from ganger_master.sim.report.series import Recorder
+from ganger_master.sim.report.outcomes import Run
 from ganger_master.sim.traces.servers import Servers
 from ganger_master.sim.traces.statistics import offered_load
 from ganger_master.sim.traces.workload import Workload
@@ -61,12 +62,12 @@ def simulate(
     end = replay.clock.now
     return Run(
         policy=policy,
-        outcomes=replay.outcomes(),
+        outcomes=replay.ledger.outcomes(),
         gpus=servers.gpus,
         cores=servers.millicores / 1000,
         start_s=float(jobs.submit_s[0]) if len(jobs) else 0.0,
         end_s=end - EPOCH_S,
-        series={name: recorder.series(end - EPOCH_S) for name, recorder in replay.series.items()},
+        series=replay.meters.series(end - EPOCH_S),
         seed=options.seed,
         offered_load=offered_load(jobs, servers.gpus),
         wall_s=time.perf_counter() - began,
@@ -124,7 +125,6 @@ class _Replay:
         )
         self.turns = Turns(self.state, self.send)
         self.events = 0
-        self.ended = 0
         self._happened = False
         # Somebody found no place in the last plan.
         self._is_waited_for = False
@@ -132,13 +132,7 @@ class _Replay:
         self._is_news = False
         self._wake: float | None = None
         self._back_at = self._last_plan = -np.inf
-        count = len(jobs)
-        self._first_start, self._end = np.full(count, np.nan), np.full(count, np.nan)
-        self._service, self._overhead = np.zeros(count), np.zeros(count)
-        self._held_since = np.zeros(count)
-        self._began = np.full(count, np.nan)
-        self._preemptions = np.zeros(count, np.int64)
-        self.series = {"used_gpus": Recorder(0.0), "waiting_jobs": Recorder(0.0)}
+        self.ledger = Ledger(jobs)
         self.room = Room(self.state.view)
         self.capacity = Capacity(
             servers.gpus,
@@ -146,16 +140,20 @@ class _Replay:
             float(servers.memory_bytes),
             max(group.configuration_set.devices for group in servers.groups),
         )
+        deadlines = np.where(np.isnan(jobs.deadline_s), np.inf, jobs.deadline_s + EPOCH_S)
+        # Deadline and weight.
+        self._promised = list(zip(deadlines.tolist(), jobs.weight.tolist(), strict=True))
         self._specs = specs_of(jobs, servers, options.ideal)
         self._open(servers)
-        if count:
+        self.meters = Meters(jobs, self.state, servers.millicores)
+        if len(jobs):
             self._expect(0)
 
     def run(self) -> None:
         while self.clock.next_time() is not None:
             self.events += self.clock.run_instant()
             self._settle()
-        stuck = len(self.jobs) - self.ended
+        stuck = len(self.jobs) - self.ledger.ended
         assert not stuck, f"{stuck} jobs never ended"
 
     def send(self, command: Command) -> object:
@@ -163,16 +161,6 @@ class _Replay:
         assert not isinstance(answer, Refused), f"{type(command).__name__} was refused: {answer}"
         self._happened = self._happened or bool(happened)
         return answer
-
-    def outcomes(self) -> Outcomes:
-        return outcomes(
-            self.jobs,
-            self._first_start,
-            self._end,
-            self._service,
-            overhead_s=self._overhead,
-            preemptions=self._preemptions,
-        )
 
     # -- the cluster and its jobs --------------------------------------------------------------------------------------
 
@@ -198,9 +186,7 @@ class _Replay:
 
     def _begins(self, number: int, gang: Gang) -> float:
         job, now = number - 1, self.clock.now
-        if np.isnan(self._first_start[job]):
-            self._first_start[job] = gang.create_time - EPOCH_S
-        self._began[job] = now
+        self.ledger.trains(job, gang.create_time - EPOCH_S, now - EPOCH_S)
         ends = self.work.begin(job, now)
         step = self.options.round_s
         if step is None:
@@ -210,21 +196,10 @@ class _Replay:
 
     def _ends(self, number: int, gang: Gang, finished: bool) -> None:
         job, now = number - 1, self.clock.now
-        held = now - gang.create_time
-        self._service[job] += held
-        if np.isnan(self._began[job]):
-            self._overhead[job] += held
-        else:
-            self.work.stop(job, now)
-            self._overhead[job] += held - (now - self._began[job])
-        self._began[job] = np.nan
-        if finished:
-            self._end[job] = now - EPOCH_S
-            self.ended += 1
-            if self.progress is not None:
-                self.progress(self.ended, len(self.jobs))
-        else:
-            self._preemptions[job] += 1
+        self.work.stop(job, now)
+        self.ledger.leaves(job, gang, gang.create_time - EPOCH_S, now - EPOCH_S, finished)
+        if finished and self.progress is not None:
+            self.progress(self.ledger.ended, len(self.jobs))
 
     # -- what follows --------------------------------------------------------------------------------------------------
 
@@ -237,9 +212,7 @@ class _Replay:
                     self.events += self.clock.run_instant()
             if not self._plan():
                 break
-        now = self.clock.now - EPOCH_S
-        self.series["used_gpus"].record(now, self.state.devices - self.state.free_devices)
-        self.series["waiting_jobs"].record(now, len(self.state.waiting))
+        self.meters.read(self.clock.now - EPOCH_S)
 
     def _finish(self) -> None:
         self._happened = False
@@ -250,7 +223,7 @@ class _Replay:
         for number in effects.jobs:
             job = self.state.jobs.get(number)
             if job is not None:
-                self.table.put(job, self.state.gangs.get(job.epoch))
+                self.table.put(job, self.state.gangs.get(job.epoch), *self._promised[number - 1])
                 self.nodes.follow(number)
         if effects.turns:
             self.turns.take(effects.turns, now)

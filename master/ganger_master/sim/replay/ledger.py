@@ -1,0 +1,53 @@
+"""What became of every job of a replay: when it started and ended, what it held, what switching cost it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ganger_master.core.model import Gang
+from ganger_master.sim.report.outcomes import Outcomes, outcomes
+from ganger_master.sim.traces.workload import Workload
+
+
+class Ledger:
+    """By position in the workload; times are on the workload's clock."""
+
+    def __init__(self, jobs: Workload) -> None:
+        count = len(jobs)
+        self._jobs = jobs
+        self._first_start, self._end = np.full(count, np.nan), np.full(count, np.nan)
+        self._service, self._overhead, self._core_seconds = np.zeros(count), np.zeros(count), np.zeros(count)
+        self._trains_since = np.full(count, np.nan)
+        self._preemptions = np.zeros(count, np.int64)
+        self.ended = 0
+
+    def trains(self, job: int, held_since: float, now: float) -> None:
+        """Its gang, held since a time, has done its first step."""
+        if np.isnan(self._first_start[job]):
+            self._first_start[job] = held_since
+        self._trains_since[job] = now
+
+    def leaves(self, job: int, gang: Gang, held_since: float, now: float, finished: bool) -> None:
+        """It gave its gang back."""
+        held = now - held_since
+        trained = 0.0 if np.isnan(self._trains_since[job]) else now - self._trains_since[job]
+        self._service[job] += held
+        self._overhead[job] += held - trained
+        self._core_seconds[job] += held * sum([sum(claim.millicores) for claim in gang.claims]) / 1000
+        self._trains_since[job] = np.nan
+        if finished:
+            self._end[job] = now
+            self.ended += 1
+        else:
+            self._preemptions[job] += 1
+
+    def outcomes(self) -> Outcomes:
+        return outcomes(
+            self._jobs,
+            self._first_start,
+            self._end,
+            self._service,
+            overhead_s=self._overhead,
+            core_seconds=self._core_seconds,
+            preemptions=self._preemptions,
+        )

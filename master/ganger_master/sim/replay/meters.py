@@ -1,0 +1,61 @@
+"""What a replayed cluster is like over time: devices and cores in use, who waits, free devices that nobody can use."""
+
+from __future__ import annotations
+
+import numpy as np
+from ganger.resources.view import View
+
+from ganger_master.core.state import State
+from ganger_master.policies.fragmentation import Demand, fragmented_gpus
+from ganger_master.sim.report.fragmentation import demand_of
+from ganger_master.sim.report.series import Recorder, StepSeries
+from ganger_master.sim.traces.workload import Workload
+
+# Looks at fragmentation, which asks about every node, over the time in which jobs are submitted.
+_LOOKS = 1_000
+
+
+class Meters:
+    """`millicores`: of the whole cluster."""
+
+    def __init__(self, jobs: Workload, state: State, millicores: int) -> None:
+        self._state = state
+        self._millicores = millicores
+        self._used = Recorder(0.0)
+        self._cores = Recorder(0.0)
+        self._waiting = Recorder(0.0)
+        self._fragmented = Recorder(0.0)
+        types = tuple(sorted({one.device_type for one in state.view.sets.values() if one.devices}))
+        self._demand = demand_of(jobs, types) if len(jobs) and types else None
+        span = float(jobs.submit_s[-1] - jobs.submit_s[0]) if len(jobs) else 0.0
+        self._every = span / _LOOKS
+        self._next_look = 0.0
+
+    def read(self, now: float) -> None:
+        state = self._state
+        self._used.record(now, state.devices - state.free_devices)
+        self._waiting.record(now, len(state.waiting))
+        if now < self._next_look or self._demand is None:
+            return
+        self._next_look = now + self._every
+        self._cores.record(now, (self._millicores - sum(map(sum, state.view.millicores))) / 1000)
+        self._fragmented.record(now, _fragmented(state.view, self._demand))
+
+    def series(self, end: float) -> dict[str, StepSeries]:
+        return {
+            "used_gpus": self._used.series(end),
+            "used_cores": self._cores.series(end),
+            "waiting_jobs": self._waiting.series(end),
+            "fragmented_gpus": self._fragmented.series(end),
+        }
+
+
+def _fragmented(view: View, demand: Demand) -> float:
+    columns = view.columns()
+    size = len(view.nodes)
+    sets = [topology.configuration_set for topology in view.topologies]
+    types = np.array([demand.device_types.index(one.device_type) if one.devices else 0 for one in sets], np.int64)
+    devices = np.array([one.devices for one in sets], np.int64)
+    free = np.bitwise_count(columns.free[:size]).astype(np.int64)
+    lost = fragmented_gpus(demand, free, columns.millicores[:size], columns.memory[:size], devices, types)
+    return float(lost.sum())
