@@ -50,7 +50,7 @@ class Pace:
         failures = self.failures + 1 if refused else 0
         rest_s = max(_LEAST_REST_SECONDS, _REST * took_s)
         alone_s = min(again_s, found.next_change_s)
-        if found.waits:
+        if found.waits or found.leaves_waiting:
             # Orders that change all the time are looked at again as often as somebody may be stopped for them.
             next_stop_s = stopped_at_s + self.every_s
             alone_s = min(alone_s, next_stop_s if now < next_stop_s else now + self.every_s)

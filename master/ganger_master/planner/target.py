@@ -39,6 +39,11 @@ class Pass:
     next_change_s: float = math.inf
     line: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
 
+    @property
+    def leaves_waiting(self) -> bool:
+        """Whether anybody waits whom it does not start, chosen or not."""
+        return len(self.line) > sum(change.kind == "START" for change in self.changes)
+
 
 def plan(
     order: Order,
