@@ -7,14 +7,25 @@ from collections.abc import Mapping
 from ganger_master.sim.reproduce.closest_tier import CLOSEST_TIER
 from ganger_master.sim.reproduce.convergence import CONVERGENCE
 from ganger_master.sim.reproduce.experiment import Experiment
+from ganger_master.sim.reproduce.fairness import FAIRNESS
 from ganger_master.sim.reproduce.scale import SCALE
 from ganger_master.sim.reproduce.speed_model import SPEED_MODEL
 from ganger_master.sim.reproduce.tetris_study import TETRIS_STUDY
+from ganger_master.sim.reproduce.time_slicing import TIME_SLICING
 from ganger_master.sim.reproduce.tune_bound import TUNE_BOUND
 
 EXPERIMENTS: Mapping[str, Experiment] = {
     experiment.name: experiment
-    for experiment in (SPEED_MODEL, CONVERGENCE, SCALE, TUNE_BOUND, TETRIS_STUDY, CLOSEST_TIER)
+    for experiment in (
+        SPEED_MODEL,
+        CONVERGENCE,
+        SCALE,
+        TUNE_BOUND,
+        TETRIS_STUDY,
+        CLOSEST_TIER,
+        TIME_SLICING,
+        FAIRNESS,
+    )
 }
 
 _NO_RATES = (
@@ -34,7 +45,5 @@ UNRUN: Mapping[str, str] = {
     "B12": _NO_RATES,
     "B15": _NO_RATES,
     "B17": "approvals are measured live: `ganger bench verdicts` has the figures; a virtual clock tells no speed",
-    "B18": "not written yet: time slicing in turns",
-    "B19": "not written yet: finish-time fairness over loads",
     "B20": _NO_ELASTIC,
 }

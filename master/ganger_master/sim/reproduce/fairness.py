@@ -1,0 +1,91 @@
+"""B19. How much worse the worst-off job is for sharing (Themis, NSDI 2020: the largest rho, finish time shared by
+finish time alone on an equal part of the cluster, is 1.2 on its testbed).
+
+Set-up: 200 jobs of Synergy's generator (durations from half an hour to a week, gangs of 1, 2, 4 and 8) on 8 servers of
+8 GPUs, Poisson arrivals at loads 0.7, 1.0 and 1.3, switching costs at their defaults, plans at most every 5 minutes.
+`ftf-oracle` serves whoever is worst off first and knows what jobs have left, as Themis's jobs say so themselves; `ftf`
+knows no durations; `las2d` and `fifo` stand beside. The figure compared is the largest rho of any job under
+`ftf-oracle`, mean over seeds, at the worst of the loads. Contention is the mean number of live jobs over a job's life,
+as in Themis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.run import simulate
+from ganger_master.sim.report.fairness import finish_time_fairness
+from ganger_master.sim.report.figures import figures
+from ganger_master.sim.report.seeds import interval
+from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.traces.servers import servers_from_flags
+from ganger_master.sim.traces.synthetic import synthetic
+from ganger_master.sim.traces.transform import scaled_to_load
+
+_JOBS, _NODES, _GPUS_PER_NODE = 200, 8, 8
+_LOADS = (0.7, 1.0, 1.3)
+_COMPARED = "ftf-oracle"
+_POLICIES = (_COMPARED, "ftf", "las2d", "fifo")
+
+
+def parts(setting: Setting) -> Sequence[Row]:
+    return [{"load": load, "seed": seed} for load in _LOADS for seed in setting.seeds(5)]
+
+
+def measure(setting: Setting, part: Row) -> Sequence[Row]:
+    gpus = _NODES * _GPUS_PER_NODE
+    jobs = scaled_to_load(synthetic(_JOBS, 1.0, part["seed"]), gpus, part["load"])
+    servers = servers_from_flags(nodes=_NODES, gpus_per_node=_GPUS_PER_NODE)
+    rows: list[Row] = []
+    for policy in _POLICIES:
+        run = simulate(jobs, servers, policy, Options(seed=part["seed"], plan_every_s=300.0))
+        found, done = figures(run), run.outcomes
+        rho = finish_time_fairness(done.submit_s, done.end_s, done.gpus, done.duration_s, gpus, run.end_s)
+        worst = int(np.nanargmax(rho))
+        rows.append(
+            {
+                "policy": policy,
+                "max_rho": found.max_rho,
+                "worst_gpus": int(done.gpus[worst]),
+                "worst_duration_s": float(done.duration_s[worst]),
+                "worst_waiting_s": float(done.waiting_s[worst]),
+                "p95_rho": found.p95_rho,
+                "share_above_1": found.share_rho_above_1,
+                "avg_jct_s": found.avg_jct_s,
+            }
+        )
+    return rows
+
+
+def conclude(rows: Sequence[Row]) -> Found:
+    table = {(row["load"], row["policy"], row["seed"]): row for row in rows}
+    seeds = sorted({row["seed"] for row in rows})
+    loads = sorted({row["load"] for row in rows})
+
+    def of(figure: str, policy: str, load: float) -> list[float]:
+        return [table[load, policy, seed][figure] for seed in seeds]
+
+    def median_of_worst(figure: str) -> float:
+        return float(np.median([table[load, _COMPARED, seed][figure] for load in loads for seed in seeds]))
+
+    worst = max(loads, key=lambda load: np.mean(of("max_rho", _COMPARED, load)))
+    ours = {"max_rho": interval(of("max_rho", _COMPARED, worst))}
+    for policy in _POLICIES:
+        label = policy.replace("-", "_")
+        for load in loads:
+            ours[f"{label}_max_rho_at_{load:g}"] = interval(of("max_rho", policy, load))
+        ours[f"{label}_p95_rho_at_{worst:g}"] = interval(of("p95_rho", policy, worst))
+    return Found(
+        ours,
+        len(seeds),
+        load={"compared": worst},
+        why=f"the worst-off jobs waited once, at a bad time: medians of {median_of_worst('worst_gpus'):g} GPUs, "
+        f"{median_of_worst('worst_duration_s') / 60:.0f} min of work, {median_of_worst('worst_waiting_s') / 60:.0f} min "
+        "of waiting; Themis's jobs run for hours, and may be given a part of their GPUs",
+    )
+
+
+FAIRNESS = Experiment("B19", parts, measure, conclude)
