@@ -1,0 +1,277 @@
+"""Rows of a slot matrix: shares of the time, gangs whole, nobody a quantum behind. (6 s)"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from ganger.resources.reasons import Reason, Refusal
+from ganger.resources.topology import Topology
+from ganger_master.core.model import SuspendLevel
+from ganger_master.policies.introspect.sharing import Footprint, Host, Resident, parked_at
+from ganger_master.policies.introspect.slicing import (
+    Row,
+    SharedNode,
+    Sharer,
+    credited,
+    load,
+    matrix,
+    next_row,
+    node_sets,
+    quantum_s,
+    seated,
+    shares,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.clusters import GIB, server
+
+QUANTUM = 60.0
+
+
+def nodes(count: int = 1, topology: str = "2x2") -> list[SharedNode]:
+    of = Topology(server(topology))
+    return [SharedNode(f"s{index}", of, of.all_mask) for index in range(count)]
+
+
+def singles(count: int) -> tuple[Sharer, ...]:
+    return tuple(Sharer(number, 1, joined_s=number) for number in range(1, count + 1))
+
+
+def run(
+    sharers: tuple[Sharer, ...], on: list[SharedNode], rows: int, quantum: float = QUANTUM
+) -> tuple[list[Row], list[tuple[Sharer, ...]]]:
+    """Rows and what everybody has after each."""
+    made, after = [], []
+    for _ in range(rows):
+        row = next_row(sharers, on, quantum)
+        sharers = credited(seated(sharers, row), row.seats.keys(), quantum, quantum)
+        made.append(row)
+        after.append(sharers)
+    return made, after
+
+
+def jain(values: list[float]) -> float:
+    return sum(values) ** 2 / (len(values) * sum(value**2 for value in values))
+
+
+def assert_legal(row: Row, sharers: tuple[Sharer, ...], on: list[SharedNode]) -> None:
+    held = {node.name: 0 for node in on}
+    there = {node.name: node.mask for node in on}
+    for number, seat in row.seats.items():
+        (one,) = (sharer for sharer in sharers if sharer.number == number)
+        assert sum(mask.bit_count() for _, mask in seat) == one.gpus
+        for name, mask in seat:
+            assert mask & ~there[name] == 0
+            assert held[name] & mask == 0
+            held[name] |= mask
+
+
+def test_six_jobs_on_four_gpus_get_two_thirds_each() -> None:
+    """Gandiva, figure 9."""
+    rows, after = run(singles(6), nodes(), 60)
+    received = [one.received_s / (60 * QUANTUM) for one in after[-1]]
+    assert received == pytest.approx([4 / 6] * 6)
+    assert jain(received) >= 0.99
+    assert all(len(row.seats) == 4 for row in rows)
+    # After every full rotation of three rows they are equal to the second.
+    assert {one.received_s for one in after[2]} == {2 * QUANTUM}
+
+
+def test_rows_follow_one_another_with_few_switches() -> None:
+    rows, after = run(singles(6), nodes(), 30)
+    for before, row in zip(after[2:], rows[3:], strict=False):
+        assert len(row.entering(before)) == len(row.leaving(before)) <= 2
+        # Who goes on stays on its device.
+        assert not set(row.shifted(before)) & {one.number for one in before if one.runs}
+
+
+gang_sizes = st.sampled_from([1, 2, 4])
+weights = st.one_of(st.sampled_from([1.0, 1.0, 2.0, 3.0]), st.floats(0.1, 5.0))
+
+
+@settings(max_examples=60)
+@given(gang_sizes, st.lists(weights, min_size=1, max_size=12), st.integers(1, 3))
+def test_gangs_of_one_size_are_never_a_quantum_from_their_share(gpus: int, some: list[float], count: int) -> None:
+    # Each has run before: first turns of newcomers come beside their shares.
+    sharers = tuple(Sharer(n, gpus, weight=weight, received_s=QUANTUM) for n, weight in enumerate(some))
+    on = nodes(count)
+    entitled = shares(sharers, 4 * count)
+    rows, after = run(sharers, on, 80)
+    for number_of_rows, (row, now) in enumerate(zip(rows, after, strict=True), 1):
+        assert_legal(row, now, on)
+        for one in now:
+            share = entitled[one.number] * number_of_rows * QUANTUM
+            assert abs(one.received_s - QUANTUM - share) <= QUANTUM * (1 + 1e-6)
+
+
+sharers_of_all_kinds = st.lists(
+    st.builds(
+        Sharer,
+        number=st.just(0),
+        gpus=st.sampled_from([1, 1, 2, 3, 4, 6]),
+        joined_s=st.integers(0, 3).map(float),
+        weight=st.sampled_from([1.0, 2.0]),
+        priority=st.sampled_from([0, 0, 0, 1]),
+        is_bound=st.booleans(),
+    ),
+    min_size=1,
+    max_size=10,
+).map(lambda some: tuple(replace(one, number=n) for n, one in enumerate(some)))
+
+
+@settings(max_examples=100)
+@given(sharers_of_all_kinds, st.integers(1, 3))
+def test_rows_hold_whole_gangs_on_devices_of_their_own(sharers: tuple[Sharer, ...], count: int) -> None:
+    on = nodes(count)
+    rows, after = run(sharers, on, 25)
+    for row, now in zip(rows, after, strict=True):
+        assert_legal(row, now, on)
+    for before, row, now in zip(after, rows[1:], after[1:], strict=False):
+        for one, then in zip(before, now, strict=True):
+            if one.seat and one.is_bound:
+                assert then.seat == one.seat
+        # What is free is of no use to anybody of the highest priority who can sit anywhere.
+        top = max(one.priority for one in before)
+        left = 4 * count - sum(mask.bit_count() for seat in row.seats.values() for _, mask in seat)
+        idle = [one for one in before if one.number not in row.seats and one.priority == top and not one.is_bound]
+        assert all(one.gpus > left for one in idle)
+
+
+@settings(max_examples=60)
+@given(sharers_of_all_kinds)
+def test_everybody_who_fits_the_set_runs_again_and_again(sharers: tuple[Sharer, ...]) -> None:
+    sharers = tuple(replace(one, priority=0, is_bound=False) for one in sharers if one.gpus <= 4)
+    rows, _ = run(sharers, nodes(), 200)
+    most = 6 * max(1, sum(one.gpus for one in sharers))
+    for one in sharers:
+        turns = [0, *(at for at, row in enumerate(rows, 1) if one.number in row.seats), len(rows)]
+        assert max(later - earlier for earlier, later in pairwise(turns)) <= most
+
+
+def test_newcomer_gets_its_first_mini_batches_in_the_next_row() -> None:
+    _, after = run(singles(9), nodes(), 20)
+    newcomer = Sharer(100, 1, joined_s=1000.0)
+    assert 100 in next_row((*after[-1], newcomer), nodes(), QUANTUM).seats
+
+
+def test_newcomer_is_owed_nothing_for_the_time_before_and_gets_its_share_from_then_on() -> None:
+    _, after = run(singles(6), nodes(), 20)
+    _, later = run((*after[-1], Sharer(100, 1, joined_s=1000.0)), nodes(), 70)
+    newcomer = later[-1][-1]
+    assert newcomer.received_s / (70 * QUANTUM) == pytest.approx(4 / 7, abs=1 / 70)
+
+
+def test_newcomer_among_gangs_that_cannot_have_their_share_is_not_kept_waiting() -> None:
+    """Two gangs of three and one of one on four devices: the small one runs always, the large ones every other row."""
+    sharers = (Sharer(1, 3), Sharer(2, 3), Sharer(3, 1))
+    _, after = run(sharers, nodes(), 2000)
+    rows, _ = run((*after[-1], Sharer(4, 3, joined_s=1e6), Sharer(5, 1, joined_s=1e6)), nodes(), 30)
+    for number in range(1, 6):
+        assert sum(number in row.seats for row in rows) >= 7
+
+
+def test_weights_divide_the_time_and_nobody_gets_more_than_all_of_it() -> None:
+    sharers = tuple(Sharer(n, 1, weight=weight) for n, weight in enumerate([10.0, 1.0, 1.0, 2.0]))
+    assert shares(sharers, 2) == {0: 1.0, 1: 0.25, 2: 0.25, 3: 0.5}
+    assert shares(sharers, 4) == dict.fromkeys(range(4), 1.0)
+    assert shares((), 4) == {}
+
+
+def test_lower_priority_gets_what_is_left() -> None:
+    sharers = (Sharer(1, 2, priority=1), Sharer(2, 2, priority=1), Sharer(3, 1), Sharer(4, 1))
+    assert shares(sharers, 4) == {1: 1.0, 2: 1.0, 3: 0.0, 4: 0.0}
+    assert shares(sharers, 5) == {1: 1.0, 2: 1.0, 3: 0.5, 4: 0.5}
+    rows, _ = run(sharers, nodes(), 5)
+    assert all(set(row.seats) == {1, 2} for row in rows)
+
+
+def test_who_must_not_be_suspended_stays_and_the_others_share_the_rest() -> None:
+    fixed = Sharer(1, 2, is_preemptible=False, runs=True, seat=(("s0", 0b11),))
+    sharers = (fixed, Sharer(2, 2), Sharer(3, 2), Sharer(4, 2, priority=5))
+    rows, _ = run(sharers, nodes(), 9)
+    assert all(row.seats[1] == (("s0", 0b11),) for row in rows)
+    assert all(set(row.seats) == {1, 4} for row in rows)
+    rows, after = run(sharers[:3], nodes(), 10)
+    assert [one.received_s / QUANTUM for one in after[-1]] == [10, 5, 5]
+
+
+def test_bound_gangs_run_on_their_own_devices_only() -> None:
+    sharers = (
+        Sharer(1, 1, is_bound=True, seat=(("s0", 1),)),
+        Sharer(2, 1, is_bound=True, seat=(("s0", 1),)),
+        Sharer(3, 1, is_bound=True, seat=(("s0", 2),)),
+    )
+    rows, after = run(sharers, nodes(topology="2"), 20)
+    assert all(dict(row.seats).get(3) == (("s0", 2),) for row in rows)
+    assert [one.received_s / QUANTUM for one in after[-1]] == [10, 10, 20]
+
+
+def test_gang_of_several_nodes_runs_on_all_of_them_at_once() -> None:
+    sharers = (Sharer(1, 8), Sharer(2, 8), Sharer(3, 4))
+    rows, after = run(sharers, nodes(2), 20)
+    for row in rows:
+        assert_legal(row, sharers, nodes(2))
+        for number in (1, 2):
+            assert dict(row.seats).get(number) in (None, (("s0", 0b1111), ("s1", 0b1111)))
+    assert min(one.received_s for one in after[-1]) >= 5 * QUANTUM
+
+
+def test_late_boundary_is_made_up_for() -> None:
+    """A row that lasted half a quantum too long counts as what it was."""
+    one, other = Sharer(1, 4), Sharer(2, 4)
+    row = next_row((one, other), nodes(), QUANTUM)
+    sharers = credited(seated((one, other), row), row.seats.keys(), 1.5 * QUANTUM, QUANTUM)
+    for _ in range(41):
+        row = next_row(sharers, nodes(), QUANTUM)
+        sharers = credited(seated(sharers, row), row.seats.keys(), QUANTUM, QUANTUM)
+    assert abs(sharers[0].received_s - sharers[1].received_s) <= QUANTUM
+
+
+def test_matrix_is_the_rows_as_they_come() -> None:
+    rows, _ = run(singles(6), nodes(), 7)
+    assert matrix(singles(6), nodes(), QUANTUM, 7) == tuple(rows)
+
+
+def test_order_of_the_sharers_does_not_matter() -> None:
+    assert matrix(singles(7), nodes(), QUANTUM, 9) == matrix(singles(7)[::-1], nodes(), QUANTUM, 9)
+
+
+def test_quantum_is_fifty_switches_at_least() -> None:
+    assert quantum_s(0.1) == 60.0
+    assert quantum_s(2.0) == 100.0
+    assert quantum_s(0.05, wanted_s=1.0) == 2.5
+
+
+def test_node_sets_are_disjoint_and_gangs_whole_in_them() -> None:
+    seats = [(("a", 1),), (("b", 1), ("c", 1)), (("d", 1), ("c", 2)), (("a", 2),), (("e", 1),)]
+    assert node_sets(seats) == [("a",), ("b", "c", "d"), ("e",)]
+    assert node_sets([]) == []
+
+
+def test_load_is_what_is_wanted_by_what_is_there() -> None:
+    assert load(singles(6), nodes()) == 1.5
+
+
+def test_gangs_that_fit_device_memory_together_are_paused() -> None:
+    host = Host("s0", 40 * GIB, 0)
+    assert parked_at(host, [Resident(Footprint(19 * GIB), 1)], Resident(Footprint(19 * GIB), 1)) is SuspendLevel.PAUSE
+
+
+def test_gangs_that_do_not_are_offloaded_if_all_arenas_fit() -> None:
+    resident, newcomer = Resident(Footprint(30 * GIB, GIB), 4), Resident(Footprint(20 * GIB, GIB), 2)
+    host = Host("s0", 40 * GIB, 176 * GIB)
+    assert parked_at(host, [resident], newcomer) is SuspendLevel.OFFLOAD
+    refused = parked_at(replace(host, arena_room_bytes=175 * GIB), [resident], newcomer)
+    assert isinstance(refused, Refusal)
+    assert (refused.reason, refused.node) == (Reason.MEMORY, "s0")
+    assert refused.figures == {"needed_bytes": 44 * GIB, "free_bytes": 43 * GIB}
+
+
+def test_what_parked_gangs_keep_of_a_device_is_counted() -> None:
+    host = Host("s0", 40 * GIB, 1000 * GIB)
+    refused = parked_at(host, [Resident(Footprint(37 * GIB, GIB), 1)] * 2, Resident(Footprint(37 * GIB, GIB), 1))
+    assert isinstance(refused, Refusal)
+    assert refused.reason is Reason.DEVICE_MEMORY
+    assert refused.figures == {"needed_bytes": 39 * GIB, "free_bytes": 38 * GIB}
