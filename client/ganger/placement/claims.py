@@ -63,6 +63,26 @@ def split_cores(
     return _split(topology, tuple(free), mask, millicores, tuple(socket_jobs))
 
 
+def resplit_cores(held: Sequence[int], free: Sequence[int], millicores: int) -> tuple[int, ...]:
+    """Other cores by socket for who holds some: as it holds them, then wherever some are free beside them, lowest
+    socket first. What is not there is asked for all the same, of the first socket: the refusal has the true figures."""
+    room = [have + own for have, own in zip(free, held, strict=True)]
+    given = [min(own, room_here) for own, room_here in zip(held, room, strict=True)]
+    excess = sum(given) - millicores
+    for index in reversed(range(len(given))):
+        taken = min(given[index], max(0, excess))
+        given[index] -= taken
+        excess -= taken
+    missing = millicores - sum(given)
+    for index, room_here in sorted(enumerate(room), key=lambda item: (given[item[0]] == 0, item[0])):
+        more = min(room_here - given[index], max(0, missing))
+        given[index] += more
+        missing -= more
+    if missing > 0:
+        given[0] += missing
+    return tuple(given)
+
+
 # Many nodes are filled alike.
 @lru_cache(16_384)
 def _split(

@@ -51,7 +51,7 @@ def demand(configuration_set: ConfigurationSet, shape: GangShape, tasks: Sequenc
             task = role.shape
             gpus += count * task.gpus
             millicores += count * (task.millicores or share_of_cores(configuration_set, task.gpus))
-            memory += count * (task.memory_bytes or _share_of_memory(configuration_set, task.gpus))
+            memory += count * (task.memory_bytes or share_of_memory(configuration_set, task.gpus))
     return Demand(gpus, millicores, memory, gpus * shape.arena_bytes_per_device)
 
 
@@ -64,7 +64,8 @@ def share_of_cores(configuration_set: ConfigurationSet, gpus: int) -> int:
     return share // _CORE * _CORE if share >= _CORE else share
 
 
-def _share_of_memory(configuration_set: ConfigurationSet, gpus: int) -> int:
+def share_of_memory(configuration_set: ConfigurationSet, gpus: int) -> int:
+    """Proportional bytes of one task with so many devices."""
     arenas = configuration_set.devices * configuration_set.device_memory_bytes * 11 // 10
     memory = configuration_set.memory_bytes - min(arenas, configuration_set.memory_bytes // 2)
     if gpus and configuration_set.devices:
@@ -78,8 +79,9 @@ def fit(
 ) -> tuple[Refusal, ...]:
     """Why the claims cannot be held on this view; empty when they can.
 
-    `holding`: pieces the gang holds already and would give up for these. With `retune` the cores may differ from what
-    the shape asks for. Mistakes come first, then what is missing node by node, then the gang's locality.
+    `holding`: pieces the gang holds already and would give up for these. With `retune` cores and memory may differ from
+    what the shape asks for, but memory is never less than what it names. Mistakes come first, then what is missing node
+    by node, then the gang's locality.
     """
     if not holding and _fits_at_a_glance(view, shape, claims):
         return ()
@@ -204,7 +206,8 @@ def _fit_node(
     topology = view.topologies[slot]
     configuration_set = topology.configuration_set
     needed = demand(configuration_set, shape, claim.tasks)
-    mistake = _claim_mistake(claim, needed, len(topology.sockets), retune)
+    named = memory_named(shape, claim.tasks) if retune else 0
+    mistake = _claim_mistake(claim, needed, len(topology.sockets), retune, named)
     if mistake:
         refusals.append(Refusal(Reason.CLAIM_MISMATCH, mistake, node=node))
         return
@@ -248,7 +251,14 @@ def _fit_node(
         refusals.append(Refusal(Reason.DEVICE_MEMORY, figures, node=node))
 
 
-def _claim_mistake(claim: Claim, needed: Demand, sockets: int, retune: bool) -> dict[str, int] | None:
+def memory_named(shape: GangShape, tasks: Sequence[int]) -> int:
+    """Bytes that the shape asks for by name for `tasks[r]` tasks of role r; what is left to be a share counts nothing."""
+    return sum([count * role.shape.memory_bytes for count, role in zip(tasks, shape.roles, strict=True)])
+
+
+def _claim_mistake(
+    claim: Claim, needed: Demand, sockets: int, retune: bool, named_memory: int
+) -> dict[str, int] | None:
     gpus = claim.device_mask.bit_count()
     if claim.device_mask < 0 or gpus != needed.gpus:
         return {"needed": needed.gpus, "claimed": gpus}
@@ -257,7 +267,7 @@ def _claim_mistake(claim: Claim, needed: Demand, sockets: int, retune: bool) -> 
     millicores = sum(claim.millicores)
     if millicores != needed.millicores and not (retune and millicores):
         return {"needed_millicores": needed.millicores, "claimed_millicores": millicores}
-    if claim.memory_bytes != needed.memory_bytes:
+    if claim.memory_bytes != needed.memory_bytes and not (retune and claim.memory_bytes >= max(1, named_memory)):
         return {"needed_bytes": needed.memory_bytes, "claimed_bytes": claim.memory_bytes}
     # The arena is a courtesy beside the claim: a scheduler may leave it out where it does not fit.
     if claim.arena_bytes not in (0, needed.arena_bytes):

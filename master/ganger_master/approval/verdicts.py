@@ -45,16 +45,17 @@ def approve(
     job: str = "",
     protected: Protected = NOTHING,
     holding: Sequence[Claim] = (),
+    retune: bool = False,
 ) -> Approved | Rejected:
     """Tries the candidates in order; takes nothing itself.
 
     `rank` is the job's position in the policy's order, 0 for a request out of turn, which goes behind everybody.
-    `holding`: pieces that are the job's own.
+    `holding`: pieces that are the job's own. `retune`: with other cores and memory, as `fit` has it.
     """
     refusals: tuple[Refusal, ...] = _NO_CANDIDATES
     conflicting: dict[str, NodeRow] = {}
     for index, claims in enumerate(candidates[:MOST_CANDIDATES]):
-        refusals = fit(view, shape, claims, holding=holding)
+        refusals = fit(view, shape, claims, holding=holding, retune=retune)
         if not refusals and protected is not NOTHING:
             refusals = trespass(view, protected, claims, rank=rank, job=job)
         if not refusals:

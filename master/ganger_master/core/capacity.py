@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ganger.placement.candidates import places
-from ganger.resources.fit import fit, gang_level
+from ganger.resources.fit import demand, fit, gang_level
 from ganger.resources.reasons import Reason, Refusal
 
 from ganger_master.approval.protected import NOTHING, Protected, protect
@@ -24,8 +24,11 @@ WAITS_FOR_PIECES = frozenset(
 )
 
 
-def judge(state: State, job: Job, wanted: Sequence[tuple[Claim, ...]], rank: int, now: float) -> Approved | Rejected:
-    """The first candidate that fits, or why the last one does not. `rank` 0: out of turn."""
+def judge(
+    state: State, job: Job, wanted: Sequence[tuple[Claim, ...]], rank: int, now: float, retune: bool = False
+) -> Approved | Rejected:
+    """The first candidate that fits, or why the last one does not. `rank` 0: out of turn. `retune`: with other cores
+    and memory than it asks for, as `fit` has it."""
     refusals = rules(state, job)
     if refusals:
         return Rejected(refusals, ())
@@ -42,6 +45,7 @@ def judge(state: State, job: Job, wanted: Sequence[tuple[Claim, ...]], rank: int
         job=job.name,
         protected=protected_from(state, job, now, out_of_turn=not rank),
         holding=holding_of(state, job, allowed[0]) if job.epoch else (),
+        retune=retune,
     )
     if isinstance(verdict, Approved) and len(allowed) < len(wanted):
         return Approved(list(wanted).index(allowed[verdict.candidate]), verdict.claims, verdict.level)
@@ -69,6 +73,14 @@ def judge_change(
         return refusals
     shape = job.shape if arena is None else job.spec.shape(arena, job.used_device_bytes)
     return fit(state.view, shape, claims, holding=tuple(holding), retune=retune)
+
+
+def asked_memory(state: State, job: Job, claim: Claim) -> int:
+    """Bytes that the job asks for, or has a right to, for the tasks of a claim on its node; 0 for a node that left."""
+    slot = state.view.slots.get(claim.node)
+    if slot is None:
+        return 0
+    return demand(state.view.topologies[slot].configuration_set, job.shape, claim.tasks).memory_bytes
 
 
 def level_of(state: State, claims: Sequence[Claim]) -> Level:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from ganger.placement.claims import resplit_cores
 from ganger.resources.values import ConfigurationSet
 from msgspec import Struct
 from msgspec.structs import replace
@@ -278,24 +279,8 @@ def _tick(state: State, command: commands.Tick, now: float) -> Decision:
 
 
 def _with_cores(state: State, claim: Claim, millicores: int) -> Claim:
-    """Spreads cores over sockets: as the claim did, then wherever some are free, lowest socket first."""
     row = state.view.row(claim.node)
-    room = [free + own for free, own in zip(row.free_millicores, claim.millicores, strict=True)]
-    given = [min(own, room_here) for own, room_here in zip(claim.millicores, room, strict=True)]
-    excess = sum(given) - millicores
-    for index in reversed(range(len(given))):
-        taken = min(given[index], max(0, excess))
-        given[index] -= taken
-        excess -= taken
-    missing = millicores - sum(given)
-    for index, room_here in sorted(enumerate(room), key=lambda item: (given[item[0]] == 0, item[0])):
-        more = min(room_here - given[index], max(0, missing))
-        given[index] += more
-        missing -= more
-    if missing > 0:
-        # Does not fit: say so with the true figures instead of a smaller claim.
-        given[0] += missing
-    return replace(claim, millicores=tuple(given))
+    return replace(claim, millicores=resplit_cores(claim.millicores, row.free_millicores, millicores))
 
 
 def _no_node(name: str) -> Refused:

@@ -17,7 +17,7 @@ from ganger_master.approval.verdicts import Approved
 from ganger_master.core import answers, commands, events, orders
 from ganger_master.core.answers import Answer, Refused
 from ganger_master.core.arenas import per_device
-from ganger_master.core.capacity import judge, judge_change, level_of
+from ganger_master.core.capacity import asked_memory, judge, judge_change, level_of
 from ganger_master.core.checks import check_move, check_suspend, unfinished
 from ganger_master.core.events import Event
 from ganger_master.core.model import Claim, GangPhase, Intent, Job, JobState, SuspendLevel
@@ -182,7 +182,8 @@ def _judge_start(
 ) -> tuple[Event, ...] | Refusal:
     if not state.is_waiting(job) or not change.claims:
         return Refusal(Reason.WRONG_STATE, job=job.name)
-    verdict = judge(state, job, (change.claims,), 0, now)
+    # What it asks of cores and memory is a wish where a plan tunes them.
+    verdict = judge(state, job, (change.claims,), 0, now, retune=True)
     if isinstance(verdict, Approved):
         return (events.GangApproved(now, proposer, job.number, tuple(verdict.claims), verdict.level),)
     return verdict.refusals[0]
@@ -203,9 +204,16 @@ def _judge_cores(
     gang = state.gangs.get(job.epoch)
     if gang is None or gang.intent is not Intent.RUN or job.next_epoch or job.ending is not None:
         return Refusal(Reason.WRONG_STATE, job=job.name)
-    held = [(c.node, c.device_mask, c.memory_bytes, c.arena_bytes, c.tasks) for c in gang.claims]
-    if [(c.node, c.device_mask, c.memory_bytes, c.arena_bytes, c.tasks) for c in change.claims] != held:
-        return Refusal(Reason.CLAIM_MISMATCH, job=job.name, detail="only the cores may differ from what is held")
+    held = [(c.node, c.device_mask, c.arena_bytes, c.tasks) for c in gang.claims]
+    if [(c.node, c.device_mask, c.arena_bytes, c.tasks) for c in change.claims] != held:
+        detail = "only cores and memory may differ from what is held"
+        return Refusal(Reason.CLAIM_MISMATCH, job=job.name, detail=detail)
+    for old, new in zip(gang.claims, change.claims, strict=True):
+        least = min(old.memory_bytes, asked_memory(state, job, old))
+        if new.memory_bytes < least:
+            figures = {"needed_bytes": least, "claimed_bytes": new.memory_bytes}
+            detail = "it may run in all the memory that it asks for"
+            return Refusal(Reason.CLAIM_MISMATCH, figures, job=job.name, node=old.node, detail=detail)
     refusals = judge_change(state, job, change.claims, holding=gang.claims, retune=True, arena=per_device(gang))
     if refusals:
         return refusals[0]

@@ -12,8 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
-from scipy.sparse import coo_array, csr_array
 
 from ganger_master.policies.facts import Floats, Integers
 from ganger_master.policies.tune import ROUNDING, Gangs, Nodes, Pieces, Tuning, runnable
@@ -122,6 +120,10 @@ def _super_machine(kinds: list[_Kind], nodes: Nodes, is_integer: bool) -> tuple[
     cores = gpus * np.concatenate([kind.options.cores for kind in kinds])
     memory = gpus * np.concatenate([kind.options.memory_bytes for kind in kinds])
     value = np.concatenate([kind.weight * kind.options.value for kind in kinds])
+    # Half a second to import, and only who asks for it waits.
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array
+
     each = csr_array((np.ones(len(rows)), (rows, np.arange(len(rows)))))
     counts = np.array([len(kind.gangs) for kind in kinds], float)
     total = np.array([nodes.cores.sum(), nodes.memory_bytes.sum()])
@@ -161,6 +163,10 @@ def _nodes_of(gangs: Gangs, nodes: Nodes, wanted: Demand) -> Integers:
         row.append(jobs + number * places + place)
         column.append(pair)
         limit.append(np.asarray(capacity / scale, float))
+    # Half a second to import, and only who asks for it waits.
+    from scipy.optimize import linprog
+    from scipy.sparse import coo_array
+
     matrix = coo_array((np.concatenate(data), (np.concatenate(row), np.concatenate(column)))).tocsr()
     found = linprog(-gangs.gpus[job].astype(float), A_ub=matrix, b_ub=np.concatenate(limit), method="highs-ds")
     assert found.x is not None, "nothing placed at all is always allowed"
