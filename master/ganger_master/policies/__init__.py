@@ -12,8 +12,13 @@ from enum import Enum
 from ganger_master.core.model import Job
 from ganger_master.policies.order import Order
 from ganger_master.policies.order.aging import with_aging
+from ganger_master.policies.order.fifo import FIFO_BACKFILL
 from ganger_master.policies.order.registry import ORDERS, order_named
 from ganger_master.policies.place import PLACEMENTS, Placement, placement_named
+from ganger_master.policies.tune import Tuning
+from ganger_master.policies.tune.catalogue import TUNINGS
+from ganger_master.policies.place.alignment import Alignment
+from ganger_master.policies.place.tetris_pass import Knobs
 
 _DEFAULT_PLACEMENT = "gandiva"
 
@@ -31,6 +36,12 @@ class Policy:
     order: Order
     placement: Placement
     places: Places
+    # Cores and memory of gangs; None: what their jobs ask for.
+    tuning: Tuning | None = None
+    # The placement was named: a tuning that would place for itself follows it.
+    is_placement_named: bool = False
+    # Tetris chooses jobs and places at once; None: the order chooses.
+    tetris: Knobs | None = None
 
     @property
     def aging_order(self) -> Order:
@@ -58,10 +69,16 @@ NAMES = tuple(sorted({*ORDERS, *_ALIASES}))
 
 
 def live_policy_named(name: str) -> Policy:
-    """One that a live cluster can go by: KeyError for an unknown name, ValueError for one that asks an oracle."""
+    """One that a live cluster can go by: KeyError for an unknown name, ValueError for one that asks an oracle, or for
+    what nobody measures there yet."""
     policy = policy_named(name)
+    if policy.tuning is not None:
+        raise ValueError(
+            f"policy {name!r} tunes cores and memory by profiles of the jobs, and nobody measures them here yet: for "
+            "the simulator only"
+        )
     if policy.order.knows_durations:
-        live = [known for known in NAMES if not order_named(_ALIASES.get(known, known)).knows_durations]
+        live = [known for known in NAMES if not policy_named(known).order.knows_durations]
         raise ValueError(
             f"policy {name!r} asks an oracle how long jobs take: for the simulator only; there are {', '.join(live)}"
         )
@@ -69,18 +86,24 @@ def live_policy_named(name: str) -> Policy:
 
 
 def policy_named(name: str) -> Policy:
-    """An order's name, or an order's and a placement's with a plus between. KeyError, naming the known ones, for
-    others."""
+    """An order's name, a placement's, a tuning's, with a plus between; the last two may be left out, or come in either
+    order. KeyError, naming the known ones, for others."""
     order_name, *parts = name.split("+")
     if order_name not in NAMES:
         raise KeyError(f"there is no policy {order_name!r}; there are {', '.join(NAMES)}")
     order = order_named(_ALIASES.get(order_name, order_name))
-    unknown = [part for part in parts if part not in PLACEMENTS]
+    unknown = [part for part in parts if part not in PLACEMENTS and part not in TUNINGS]
     if unknown:
-        raise KeyError(f"there is no placement {unknown[0]!r}; there are {', '.join(PLACEMENTS)}")
-    if len(parts) > 1:
-        raise KeyError(f"policy {name!r} names more than one placement")
-    placement = placement_named(parts[0] if parts else _DEFAULT_PLACEMENT)
+        raise KeyError(
+            f"there is no placement or tuning {unknown[0]!r}; there are {', '.join(PLACEMENTS)}, and {', '.join(TUNINGS)}"
+        )
+    placements = [part for part in parts if part in PLACEMENTS]
+    tunings = [part for part in parts if part in TUNINGS]
+    for kind, named in (("placement", placements), ("tuning", tunings)):
+        if len(named) > 1:
+            raise KeyError(f"policy {name!r} names more than one {kind}")
+    placement = placement_named(placements[0] if placements else _DEFAULT_PLACEMENT)
     # Who stops nobody has nothing to weigh against each other: each job looks for its own place.
     places = Places.PLANNER if order.preempts or parts else Places.JOBS
-    return Policy(name, order, placement, places)
+    tuning = TUNINGS[tunings[0]] if tunings else None
+    return Policy(name, order, placement, places, tuning=tuning, is_placement_named=bool(placements))
