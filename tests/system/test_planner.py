@@ -1,4 +1,4 @@
-"""Who has attained more makes place for who comes new, by the planner; and whoever is killed meanwhile, nothing is lost."""
+"""Who has attained more makes place for who comes new; and whoever is killed meanwhile, nothing is lost."""
 
 from __future__ import annotations
 

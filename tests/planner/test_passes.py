@@ -1,0 +1,199 @@
+"""Passes over a real state, told by wire: who is stopped for whom, where the parked go on, what refusals change."""
+
+from __future__ import annotations
+
+from core.drive import GIB, Drive, job_of
+from ganger.resources.reasons import Reason, Refusal
+from ganger.resources.values import Level, Locality
+from ganger.v1 import scheduling_pb2
+from ganger_master.core.answers import PlanAnswer
+from ganger_master.core.commands import Change, ProposePlan, ResumeJob, SuspendJob
+from ganger_master.core.model import Capabilities, Gang, Job, JobSpec, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.settings import Settings
+from ganger_master.planner.refused import NOBODY, KeptOut, Refused
+from ganger_master.planner.table import LiveTable
+from ganger_master.planner.target import Pass, plan
+from ganger_master.planner.totals import capacity_of
+from ganger_master.policies import policy_named
+from ganger_master.policies.room import Room
+from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
+from msgspec.structs import replace
+
+
+class Planned(Drive):
+    """A state that a planner looks after."""
+
+    def __init__(self, nodes: int = 1, policy: str = "las") -> None:
+        super().__init__(nodes, Settings(policy=policy))
+        self.policy = policy_named(policy)
+
+    def as_told(self, job: Job) -> tuple[Job, Gang | None]:
+        message = scheduling_pb2.LiveJob()
+        live_job_to_wire(job, self.state.gangs.get(job.epoch), message)
+        told, gang = live_job_from_wire(scheduling_pb2.LiveJob.FromString(message.SerializeToString()))
+        assert (told.shape, told.capabilities, told.spec.priority) == (job.shape, job.capabilities, job.spec.priority)
+        clocks = ("create_time", "pending_since", "start_time", "run_seconds", "running_since")
+        assert [getattr(told, name) for name in clocks] == [round(getattr(job, name), 9) for name in clocks]
+        return told, gang
+
+    def found(self, kept_out: KeptOut = NOBODY, may_stop: bool = True) -> Pass:
+        table = LiveTable()
+        for job in self.state.jobs.values():
+            table.put(*self.as_told(job))
+        view = self.state.view.copy()
+        rows = list(view.rows())
+        capacity = capacity_of(view, table)
+        found = plan(
+            self.policy.order, self.policy.placement, table, self.now, capacity, Room(view), may_stop, kept_out=kept_out
+        )
+        free = [(row.free_mask, row.free_memory_bytes, row.parked_bytes) for row in rows]
+        assert free == [(row.free_mask, row.free_memory_bytes, row.parked_bytes) for row in view.rows()]
+        return found
+
+    def proposed(self, kept_out: KeptOut = NOBODY) -> list[tuple[str, int]]:
+        """What a pass proposes, all of which must be approved."""
+        changes = self.found(kept_out).changes
+        answer = self.step(ProposePlan(changes))
+        assert isinstance(answer, PlanAnswer)
+        assert all(verdict.approved for verdict in answer.verdicts), answer
+        return [(change.kind, change.number) for change in changes]
+
+    def running(self, spec: JobSpec, seconds: float = 10.0) -> int:
+        """A job that the planner started so long ago."""
+        number = self.submit(spec)
+        assert ("START", number) in self.proposed()
+        self.runs(number)
+        self.now += seconds
+        return number
+
+    def rests(self, number: int) -> None:
+        """Its daemons have done what was wanted of it."""
+        epoch = self.job(number).epoch
+        gang = self.state.gangs[epoch]
+        self.seen(number, epoch, ObservedPhase.PARKED, stop_step=5)
+        if gang.park_level is SuspendLevel.CHECKPOINT:
+            for node in gang.nodes:
+                self.seen_without(node, number)
+
+
+def test_who_attained_most_is_stopped_for_a_newcomer_which_starts_once_there_is_room() -> None:
+    drive = Planned()
+    old, young = drive.running(job_of(2), seconds=50.0), drive.running(job_of(2))
+    new = drive.submit(job_of(1))
+    assert drive.found(may_stop=False).changes == ()
+    assert drive.proposed() == [("SUSPEND", old)]
+    assert drive.proposed() == [], "it has been told already"
+    drive.rests(old)
+    assert drive.job(old).state is JobState.PENDING
+    assert drive.proposed() == [("START", new)]
+    assert drive.found().line.tolist() == [old]
+    assert drive.found().leaves_waiting
+    assert drive.job(young).preemptions == 0
+
+
+def test_nobody_is_stopped_who_could_not_come_back() -> None:
+    drive = Planned()
+    old = drive.running(job_of(4), seconds=50.0)
+    drive.submit(job_of(1))
+    known = Capabilities(pause=True, missing={"CHECKPOINT": "it has no state"}, known=True)
+    drive.state.put_job(replace(drive.job(old), capabilities=known))
+    assert drive.found().changes == ()
+    drive.state.put_job(replace(drive.job(old), capabilities=Capabilities()))
+    assert [change.kind for change in drive.found().changes] == ["SUSPEND"], "it may be able to: the master knows"
+
+
+def test_who_rests_for_its_user_takes_no_part_and_goes_on_where_it_rests_once_resumed() -> None:
+    drive = Planned()
+    parked = drive.running(replace(job_of(2, memory=14 * GIB), priority=1))
+    drive.step(SuspendJob(parked, SuspendLevel.OFFLOAD))
+    drive.rests(parked)
+    new = drive.submit(job_of(2, memory=14 * GIB))
+    assert drive.found().line.tolist() == [new]
+    drive.now += 30.0
+    place = drive.state.gangs[drive.job(parked).epoch].claims
+    drive.step(ResumeJob(parked))
+    # What it keeps is its own: there would be no memory for it a second time.
+    assert sorted(drive.proposed()) == [("START", parked), ("START", new)]
+    assert drive.state.gangs[drive.job(parked).epoch].claims == place
+
+
+def test_a_wish_is_kept_to_while_the_patience_lasts_and_not_longer() -> None:
+    drive = Planned()
+    drive.running(job_of(1))
+    drive.state.view.give(drive.state.gangs[1].claims[0])
+    drive.state.view.take(replace(drive.state.gangs[1].claims[0], device_mask=0b0001, millicores=(2000, 0)))
+    picky = drive.submit(replace(job_of(3), locality=Locality(wish=Level.SOCKET, patience_seconds=60.0)))
+    assert drive.found().changes == ()
+    drive.now += 61.0
+    (change,) = drive.found().changes
+    assert (change.kind, change.number) == ("START", picky)
+
+
+def test_what_is_kept_out_leaves_its_place_to_others() -> None:
+    drive = Planned(nodes=2)
+    first, second = drive.submit(job_of(4)), drive.submit(job_of(4))
+    third = drive.submit(job_of(4))
+    found = drive.found(KeptOut(not_started={first}))
+    assert [change.number for change in found.changes] == [second, third]
+    assert found.line.tolist() == [first, second, third]
+    (taken,) = [change for change in drive.found().changes if change.number == first]
+    closed = KeptOut(nodes={first: frozenset({taken.claims[0].node})})
+    (elsewhere,) = [change for change in drive.found(closed).changes if change.number == first]
+    assert elsewhere.claims[0].node != taken.claims[0].node
+    assert not [c for c in drive.found(KeptOut(nodes={first: frozenset({"n1", "n2"})})).changes if c.number == first]
+
+
+def test_who_is_not_to_be_stopped_stays_though_others_go_first() -> None:
+    drive = Planned()
+    old = drive.running(job_of(4), seconds=50.0)
+    drive.submit(job_of(1))
+    assert drive.found(KeptOut(not_stopped={old})).changes == ()
+    assert [change.number for change in drive.found().changes] == [old]
+
+
+def test_devices_are_counted_where_gangs_can_have_them() -> None:
+    drive = Planned(nodes=2)
+    held = drive.running(job_of(2))
+    drive.running(job_of(1))
+
+    def gpus() -> int:
+        table = LiveTable()
+        for job in drive.state.jobs.values():
+            table.put(*drive.as_told(job))
+        return capacity_of(drive.state.view, table).gpus
+
+    assert gpus() == 8
+    drive.step(SuspendJob(held, SuspendLevel.PAUSE))
+    drive.rests(held)
+    assert gpus() == 6, "what a user's paused job holds is nobody else's"
+    for name in ("n1", "n2"):
+        drive.state.view.set_available(name, False)
+    assert gpus() == 1
+
+
+# what is remembered of refusals
+
+STOP, START = Change(1, 1, "SUSPEND"), Change(2, 1, "START")
+
+
+def test_refusals_stand_for_seconds_and_what_a_fresh_view_cures_is_not_noted() -> None:
+    refused = Refused()
+    refused.note(START, [Refusal(Reason.STALE_REVISION)], 10.0)
+    assert refused.at(10.0) is NOBODY
+    assert refused.next_s == float("inf")
+    refused.note(STOP, [Refusal(Reason.LEVEL_UNAVAILABLE)], 10.0)
+    refused.note(START, [Refusal(Reason.QUOTA)], 12.0)
+    assert (refused.at(12.0).not_stopped, refused.at(12.0).not_started) == ({1}, {2})
+    assert refused.next_s == 15.0
+    assert (refused.at(15.0).not_stopped, refused.at(15.0).not_started) == (set(), {2})
+    refused.forget(2)
+    assert refused.at(15.0) is NOBODY
+
+
+def test_nodes_that_are_closed_to_a_job_add_up() -> None:
+    refused = Refused()
+    for node in ("n1", "n2"):
+        refused.note(START, [Refusal(Reason.STORAGE_NOT_SHARED, node=node)], 10.0)
+    assert refused.at(20.0).nodes == {2: {"n1", "n2"}}
+    assert refused.at(20.0).not_started == frozenset()
+    assert refused.at(71.0) is NOBODY

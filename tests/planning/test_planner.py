@@ -1,0 +1,193 @@
+"""The planner against a real master: it hears all, places who waits, tells their order, and survives what happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from ganger.agent.v1 import agent_pb2
+from ganger.v1 import job_pb2, job_service_pb2, scheduling_pb2
+from ganger.wire.endpoints import Endpoint
+from ganger_master.planning.live import Live
+from ganger_master.planning.run import NoPlannerError, Planner
+from rpc.kit import Served, Speaker, serving, spec_of, until
+
+PENDING, HOLDING = job_pb2.Job.STATE_PENDING, job_pb2.Job.STATE_HOLDING
+
+
+def on_a_master(
+    tmp_path: Path, story: Callable[[Served, Speaker], Awaitable[None]], policy: str = "las", nodes: int = 1
+) -> None:
+    async def told() -> None:
+        async with serving(tmp_path, planner=False, policy=policy, plan_every_seconds=1.0) as served:
+            speakers = [Speaker(served, f"n{number}") for number in range(1, nodes + 1)]
+            for speaker in speakers:
+                await speaker.join()
+            await story(served, speakers[0])
+
+    asyncio.run(told())
+
+
+@asynccontextmanager
+async def planning(served: Served, **more: object) -> AsyncIterator[asyncio.Task[None]]:
+    endpoint = Endpoint(served.master.address, served.master.token)
+    task = asyncio.create_task(Planner(lambda: endpoint, **more).run())  # type: ignore[arg-type]
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def state_of(served: Served, number: int) -> str:
+    return served.master.writer.committed.jobs[number].state
+
+
+async def get(served: Served, number: int) -> job_pb2.Job:
+    return await served.jobs.GetJob(job_service_pb2.GetJobRequest(name=f"jobs/{number}"))
+
+
+def test_it_starts_whom_there_is_room_for_and_says_who_goes_before_whom(tmp_path: Path) -> None:
+    async def story(served: Served, node: Speaker) -> None:
+        for gpus in (3, 2, 2):
+            await served.submit(spec_of(gpus))
+        first = await get(served, 1)
+        assert (first.state, first.queue_rank) == (PENDING, 0)
+        assert [blocker.reason for blocker in first.blockers] == ["RANKED"]
+        assert first.blockers[0].message == "the planner of policy las has not ranked it yet"
+        async with planning(served):
+            state = served.master.writer.state
+            await until(lambda: state_of(served, 1) == "HOLDING" and state.ranks == {2: 1, 3: 2})
+        last = await get(served, 3)
+        assert (last.state, last.queue_rank) == (PENDING, 2)
+        assert last.blockers[0].message == "the planner of policy las lets others go first, ahead=1"
+        found = await served.jobs.ExplainJob(job_service_pb2.ExplainJobRequest(name="jobs/3"))
+        assert [blocker.reason for blocker in found.blockers] == ["GPUS", "CORES", "RANKED"]
+        assert (found.start_before_seconds, found.assumption) == (
+            0.0,
+            "unknown, because the planner of policy las lets others go first, ahead=1",
+        )
+
+    on_a_master(tmp_path, story)
+
+
+def test_a_place_that_comes_is_used_and_who_is_cancelled_is_out_of_the_line(tmp_path: Path) -> None:
+    async def story(served: Served, node: Speaker) -> None:
+        async with planning(served):
+            for gpus in (4, 4, 4):
+                await served.submit(spec_of(gpus))
+            state = served.master.writer.state
+            await until(lambda: state.ranks == {2: 1, 3: 2})
+            await served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name="jobs/2"))
+            await until(lambda: state.ranks == {3: 1})
+            await Speaker(served, "n2").join()
+            await until(lambda: state_of(served, 3) == "HOLDING" and state.ranks == {})
+
+    on_a_master(tmp_path, story)
+
+
+def test_what_the_master_refuses_keeps_nobody_else_waiting_and_is_asked_for_again(tmp_path: Path) -> None:
+    async def story(served: Served, node: Speaker) -> None:
+        async with planning(served):
+            await served.submit(spec_of(4))
+            await until(lambda: state_of(served, 1) == "HOLDING")
+            # It has not said yet what it can: to stop it is refused.
+            await served.submit(spec_of(1))
+            await until(lambda: 2 in served.master.writer.state.ranks)
+            (gang,) = (await node.reconcile()).gangs
+            running = agent_pb2.ObservedGang(
+                job=gang.job,
+                job_uid=gang.job_uid,
+                epoch=gang.epoch,
+                phase=agent_pb2.ObservedGang.PHASE_RUNNING,
+                order=gang.order,
+                capabilities=job_pb2.Capabilities(checkpoint=True),
+            )
+            await node.reconcile([running])
+            gangs = served.master.writer.committed.gangs
+            await until(lambda: gangs[gang.epoch].intent == "PARK")
+            assert state_of(served, 2) == "PENDING"
+
+    on_a_master(tmp_path, story)
+
+
+def test_job_schedulers_are_told_that_it_is_nobodys_turn(tmp_path: Path) -> None:
+    async def story(served: Served, node: Speaker) -> None:
+        job = await served.submit(spec_of(1))
+        request = scheduling_pb2.GangRequest(job=job.name, revision=job.revision)
+        verdict = await served.scheduling.RequestGang(request)
+        assert verdict.rejected.refusals[0].reason == "OUT_OF_TURN"
+        assert "the planner places all jobs: policy las" in verdict.rejected.refusals[0].message
+
+    on_a_master(tmp_path, story)
+
+
+def test_the_first_delta_is_everything_in_parts_and_the_next_ones_are_what_changed(tmp_path: Path) -> None:
+    async def story(served: Served, node: Speaker) -> None:
+        for _ in range(450):
+            await served.submit(spec_of(1))
+        await served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name="jobs/1"))
+        live = Live(lambda: 0.0)
+        stream = served.scheduling.WatchCluster(scheduling_pb2.WatchClusterRequest())
+
+        async def hear() -> tuple[list[int], int]:
+            changed: list[int] = []
+            parts = 0
+            while True:
+                delta = await asyncio.wait_for(stream.read(), 10.0)
+                parts += 1
+                changed += live.apply(delta)  # type: ignore[arg-type]
+                if not delta.continues:  # type: ignore[union-attr]
+                    return changed, parts
+                assert not changed
+                assert not live.told
+
+        changed, parts = await hear()
+        assert (sorted(changed), parts) == (list(range(1, 451)), 3)
+        assert (len(live.table), live.policy, live.plan_every_s) == (449, "las", 1.0)
+        assert (live.capacity.gpus, live.capacity.gpus_per_node) == (4, 4)
+        assert live.now == pytest.approx(served.master._clock(), abs=5.0)
+        await served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name="jobs/7"))
+        assert await hear() == ([7], 1)
+        assert len(live.table) == 448
+        await Speaker(served, "n2").join()
+        while live.capacity.gpus == 4:
+            assert (await hear())[0] == []
+        stream.cancel()
+
+    on_a_master(tmp_path, story)
+
+
+def test_a_reload_of_the_master_is_told_as_a_new_beginning(tmp_path: Path) -> None:
+    async def story(served: Served, node: Speaker) -> None:
+        await served.submit(spec_of(2))
+        async with planning(served):
+            await until(lambda: state_of(served, 1) == "HOLDING")
+            await served.master.writer._load()
+            await node.join()
+            await served.submit(spec_of(2))
+            await until(lambda: state_of(served, 2) == "HOLDING")
+
+    on_a_master(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("policy", "own", "why"),
+    [
+        ("fifo", "", "under policy fifo each job is placed by its own scheduler: there is nothing to plan"),
+        ("fifo", "las", "the master's policy is fifo, and two would place jobs: start it with --policy las"),
+        ("las", "srtf", "policy 'srtf' asks an oracle how long jobs take: for the simulator only; there are"),
+        ("las", "nonsense", "there is no policy 'nonsense'; there are"),
+    ],
+)
+def test_where_there_is_nothing_to_plan_it_ends_and_says_why(tmp_path: Path, policy: str, own: str, why: str) -> None:
+    async def story(served: Served, node: Speaker) -> None:
+        async with planning(served, policy=own) as task:
+            with pytest.raises(NoPlannerError, match=why[:40].replace("'", ".")) as ended:
+                await asyncio.wait_for(task, 10.0)
+            assert str(ended.value).startswith(why)
+
+    on_a_master(tmp_path, story, policy)
