@@ -1,0 +1,210 @@
+"""Which jobs to put on one GPU together: tried where a forecast promises a gain, kept only where measuring shows it.
+
+A pack pays when the sum of its residents' rates, each by its rate alone, is more than the best of its parts made of the
+GPU before: one job alone makes exactly 1, and so does time slicing. Gandiva (OSDI 2018, section 3.3) tries the job of
+the lowest utilisation on the GPU of the lowest utilisation; here the interference model, which learns from every
+trial, says what to try first and what not at all. Pairs that did not work are remembered by what kinds of jobs they
+were, and tried again after a while, for jobs change. Packs are watched as long as they last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Final, TypeAlias
+
+from ganger_master.models.interference import (
+    UNKNOWN_DEVICE,
+    Contention,
+    Forecast,
+    Pressure,
+    Trial,
+    forecast,
+    shared_speeds,
+)
+from ganger_master.policies.introspect.slicing import Seat
+from ganger_master.policies.introspect.trial import DOUBT, FIRST_WINDOWS, Judged, Rates, Verdict, judge, normalised
+
+# A pack must be better by this much: what a trial costs, and what two sets of caches and data loaders do besides.
+MARGIN: Final = 0.05
+# Nobody is to lose more than slicing among two would take from it, nearly.
+LEAST_SPEED: Final = 0.6
+# Of each kind (size of gang, type of GPU) so many are looked at, those that use the least of their GPUs.
+_MOST_BERTHS: Final = 64
+# A pair that failed is tried again after an hour, then two, then four; so many pairs are remembered.
+_RETRY_S: Final = 3600.0
+_MOST_DOUBLINGS: Final = 8
+_MOST_PAIRS: Final = 4096
+
+# Type of GPU, and the signatures of all who would share it, in order.
+Pair: TypeAlias = tuple[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A job as profiled alone. `signature`: what behaves like it (model, batch, precision). `least_speed`: the least of
+    its rate alone that it may be slowed down to; who may not be packed has 1."""
+
+    number: int
+    signature: str
+    pressure: Pressure
+    least_speed: float = LEAST_SPEED
+
+
+@dataclass(frozen=True, slots=True)
+class Berth:
+    """The devices of one gang, and all who run on all of them. `gain`: measured sum of normalised rates."""
+
+    seat: Seat
+    device_type: str
+    device_memory_bytes: int
+    residents: tuple[Resident, ...]
+    gain: float = 1.0
+
+    @property
+    def gpus(self) -> int:
+        return sum(mask.bit_count() for _, mask in self.seat)
+
+    @property
+    def pressures(self) -> list[Pressure]:
+        return [one.pressure for one in self.residents]
+
+    @property
+    def utilisation(self) -> float:
+        return sum(one.pressure.utilisation for one in self.residents)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """The guest's residents move to the host's devices, whose own residents stay."""
+
+    guest: Berth
+    host: Berth
+    forecast: Forecast
+
+    @property
+    def residents(self) -> tuple[Resident, ...]:
+        return (*self.host.residents, *self.guest.residents)
+
+    @property
+    def pair(self) -> Pair:
+        return pair_of(self.host, self.guest)
+
+    @property
+    def threshold(self) -> float:
+        """The gain from which on the pack is kept."""
+        return (1.0 + MARGIN) * max(self.host.gain, self.guest.gain)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Pairs that did not pay: how often, and until when they are left alone."""
+
+    notes: Mapping[Pair, tuple[int, float]] = field(default_factory=dict)
+
+    def noted(self, pair: Pair, now: float) -> Failed:
+        times = self.notes.get(pair, (0, 0.0))[0] + 1
+        until = now + _RETRY_S * 2.0 ** min(times - 1, _MOST_DOUBLINGS)
+        notes = {**self.notes, pair: (times, until)}
+        if len(notes) > _MOST_PAIRS:
+            del notes[min(notes, key=lambda known: (notes[known][1], known))]
+        return Failed(notes)
+
+    def forgotten(self, pair: Pair) -> Failed:
+        """It paid after all."""
+        return Failed({known: note for known, note in self.notes.items() if known != pair})
+
+    def holds(self, pair: Pair, now: float) -> bool:
+        return now < self.notes.get(pair, (0, float("-inf")))[1]
+
+
+def pair_of(*berths: Berth) -> Pair:
+    return berths[0].device_type, tuple(sorted(one.signature for berth in berths for one in berth.residents))
+
+
+def proposals(
+    berths: Collection[Berth],
+    failed: Failed,
+    now: float,
+    contention: Mapping[str, Contention] = {},
+    most: int = 1,
+) -> list[Proposal]:
+    """At most so many packs to try, the largest forecast gain first, no berth in two of them. Ask only while more is
+    wanted than there is: else everybody has a GPU of its own."""
+    kinds: dict[tuple[int, str, int], list[Berth]] = {}
+    for berth in berths:
+        if berth.residents and all(one.least_speed < 1.0 for one in berth.residents):
+            kinds.setdefault((berth.gpus, berth.device_type, berth.device_memory_bytes), []).append(berth)
+    found = []
+    for of_kind in kinds.values():
+        of_kind.sort(key=lambda berth: (berth.utilisation, berth.seat))
+        for host, guest in combinations(of_kind[:_MOST_BERTHS], 2):
+            belief = contention.get(host.device_type, UNKNOWN_DEVICE)
+            residents = (*host.residents, *guest.residents)
+            speeds = shared_speeds([one.pressure for one in residents], belief)
+            too_slow = any(speed < one.least_speed for speed, one in zip(speeds, residents, strict=True))
+            pays = sum(speeds) > (1.0 + MARGIN) * max(host.gain, guest.gain)
+            if pays and not too_slow and not failed.holds(pair_of(host, guest), now):
+                # Of equal gains the surer one: that which leaves more of the GPU idle.
+                rank = (-sum(speeds), host.utilisation + guest.utilisation)
+                found.append((rank, *_who_moves(host, guest)))
+    found.sort(key=lambda one: (one[0], one[1].seat, one[2].seat))
+    chosen: list[Proposal] = []
+    used: set[Seat] = set()
+    for _, host, guest in found:
+        if len(chosen) == most:
+            break
+        if host.seat in used or guest.seat in used:
+            continue
+        belief = contention.get(host.device_type, UNKNOWN_DEVICE)
+        expected = forecast([*host.pressures, *guest.pressures], host.device_memory_bytes, belief)
+        if expected.fits:
+            chosen.append(Proposal(guest, host, expected))
+            used.update((host.seat, guest.seat))
+    return chosen
+
+
+def verdict(proposal: Proposal, rates: Mapping[int, Rates]) -> Judged:
+    """What measuring says so far: `rates` of all residents by number, `before` alone and `after` in the pack, those of
+    its first mini-batches left out. Undone as well when somebody has become too slow."""
+    everybody = proposal.residents
+    found = judge([rates[one.number] for one in everybody], proposal.threshold)
+    if found.verdict is Verdict.UNDO:
+        return found
+    slow = [judge([rates[one.number]], one.least_speed).verdict for one in everybody]
+    if Verdict.UNDO in slow:
+        return Judged(Verdict.UNDO, found.gain)
+    if Verdict.MEASURE in slow:
+        return Judged(Verdict.MEASURE, found.gain)
+    return found
+
+
+def still_pays(residents: Sequence[Resident], rates: Mapping[int, Rates], doubt: float = DOUBT / 10) -> bool:
+    """Whether a pack that was kept is to stay: until it is less than time slicing would give, or somebody in it too
+    slow, beyond doubt. `after`: its latest windows."""
+    measured = [rates[one.number] for one in residents]
+    if min(len(one.after) for one in measured) < FIRST_WINDOWS:
+        return True
+    if normalised(measured).bounds(doubt)[1] < 1.0:
+        return False
+    return all(
+        normalised([one]).bounds(doubt)[1] >= resident.least_speed
+        for one, resident in zip(measured, residents, strict=True)
+    )
+
+
+def lesson(proposal: Proposal, rates: Mapping[int, Rates]) -> Trial:
+    """For the interference model, whatever the verdict was."""
+    speeds = tuple(normalised([rates[one.number]]).value for one in proposal.residents)
+    return Trial(tuple(one.pressure for one in proposal.residents), speeds)
+
+
+def _who_moves(one: Berth, other: Berth) -> tuple[Berth, Berth]:
+    """Host and guest: the fewer residents move, then the less memory."""
+
+    def key(berth: Berth) -> tuple[int, float, Seat]:
+        return (len(berth.residents), sum(pressure.memory_bytes for pressure in berth.pressures), berth.seat)
+
+    guest, host = sorted((one, other), key=key)
+    return host, guest
