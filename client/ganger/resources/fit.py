@@ -252,7 +252,7 @@ def _fit_node(
 
 
 def memory_named(shape: GangShape, tasks: Sequence[int]) -> int:
-    """Bytes that the shape asks for by name for `tasks[r]` tasks of role r; what is left to be a share counts nothing."""
+    """Bytes that the shape names for `tasks[r]` tasks of role r; where it leaves a share to be found, none."""
     return sum([count * role.shape.memory_bytes for count, role in zip(tasks, shape.roles, strict=True)])
 
 

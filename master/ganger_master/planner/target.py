@@ -19,7 +19,7 @@ from ganger_master.core.model import Gang, Job, SuspendLevel
 from ganger_master.core.orders import same_place
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
-from ganger_master.policies.facts import Capacity, Floats, Integers
+from ganger_master.policies.facts import Capacity, Facts, Flags, Floats, Integers
 from ganger_master.policies.order import Order, next_change_s, ranked
 from ganger_master.policies.place import Placement, Want
 from ganger_master.policies.room import Room
@@ -45,22 +45,30 @@ class Pass:
         return len(self.line) > sum(change.kind == "START" for change in self.changes)
 
 
-def plan(
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """Who should run, by counts. `line`: positions of all who may, first job first; `told`: numbers of all who wait, in
+    the same order. The rest is by position; `changes_at` as `Pass.next_change_s`."""
+
+    rows: Integers
+    facts: Facts
+    line: Integers
+    told: Integers
+    # Could be started.
+    waiting: Flags
+    is_chosen: Flags
+    changes_at: float
+
+
+def choose(
     order: Order,
-    placement: Placement,
     table: LiveTable,
     now: float,
     capacity: Capacity,
-    room: Room,
-    may_stop: bool = True,
     remaining_s: Callable[[Integers], Floats] | None = None,
     kept_out: KeptOut = NOBODY,
-) -> Pass:
-    """The changes to propose now. `room` is as it is now and is left so. Without `may_stop` only those start who find
-    room as it is. `remaining_s` gives an oracle's seconds by number, for orders that ask for one. `kept_out`: what was
-    found not to be possible for some, whatever else is free."""
-    if not table.has_waiting:
-        return Pass()
+) -> Choice:
+    """As `plan` is asked."""
     rows, facts = table.facts(now, order.learns)
     waiting = table.is_waiting(rows)
     if order.knows_durations:
@@ -77,19 +85,52 @@ def plan(
     changes_at = next_change_s(order, facts, now)
     is_chosen = np.zeros(len(rows), bool)
     is_chosen[selected(order, facts, line, capacity.gpus)] = True
-    fitting = _Fitting(placement, room, table, now, kept_out)
+    return Choice(rows, facts, line, told, waiting, is_chosen, changes_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a pass goes by: the shape that a waiting job is placed with, and what a gang counts as holding."""
+
+    shape: Callable[[Job], GangShape] = field(default=lambda job: job.shape)
+    held: Callable[[Gang], Claims] = field(default=lambda gang: _held(gang))
+
+
+AS_ASKED = Terms()
+
+
+def plan(
+    order: Order,
+    placement: Placement,
+    table: LiveTable,
+    now: float,
+    capacity: Capacity,
+    room: Room,
+    may_stop: bool = True,
+    remaining_s: Callable[[Integers], Floats] | None = None,
+    kept_out: KeptOut = NOBODY,
+    terms: Terms = AS_ASKED,
+) -> Pass:
+    """The changes to propose now. `room` is as it is now and is left so. Without `may_stop` only those start who find
+    room as it is. `remaining_s` gives an oracle's seconds by number, for orders that ask for one. `kept_out`: what was
+    found not to be possible for some, whatever else is free. `terms`: others than what was asked and is held."""
+    if not table.has_waiting:
+        return Pass()
+    choice = choose(order, table, now, capacity, remaining_s, kept_out)
+    rows, line, waiting, is_chosen = choice.rows, choice.line, choice.waiting, choice.is_chosen
+    fitting = _Fitting(placement, room, table, now, kept_out, terms)
     crowded = fitting.start(_jobs(table, rows, line[(is_chosen & waiting)[line]]))
     if not crowded:
-        return Pass(fitting.changes, next_change_s=changes_at, line=told)
+        return Pass(fitting.changes, next_change_s=choice.changes_at, line=choice.told)
     if may_stop:
-        leaving = _gangs(table, rows, line[(facts.is_running & ~is_chosen)[line]])
+        leaving = _gangs(table, rows, line[(choice.facts.is_running & ~is_chosen)[line]])
         going = _gangs(table, rows, np.flatnonzero(table.is_going(rows)))
         unplaced = fitting.make_way(crowded, leaving, going)
         if unplaced and not order.is_strict:
             # What they cannot use serves those behind them.
             fitting.start(_jobs(table, rows, line[(waiting & ~is_chosen)[line]]), beside_others=True)
     fitting.undo()
-    return Pass(fitting.changes, waits=True, next_change_s=changes_at, line=told)
+    return Pass(fitting.changes, waits=True, next_change_s=choice.changes_at, line=choice.told)
 
 
 def _jobs(table: LiveTable, rows: Integers, positions: Integers) -> list[Job]:
@@ -104,12 +145,15 @@ def _gangs(table: LiveTable, rows: Integers, positions: Integers) -> list[tuple[
 class _Fitting:
     """Fits gangs into a room, and undoes it."""
 
-    def __init__(self, placement: Placement, room: Room, table: LiveTable, now: float, kept_out: KeptOut) -> None:
+    def __init__(
+        self, placement: Placement, room: Room, table: LiveTable, now: float, kept_out: KeptOut, terms: Terms
+    ) -> None:
         self._placement = placement
         self._room = room
         self._table = table
         self._now = now
         self._closed = kept_out.nodes
+        self._terms = terms
         self._starts: list[Change] = []
         self._stops: list[Change] = []
         # Held in the room, or given back, though nothing happened yet; in this order.
@@ -142,7 +186,7 @@ class _Fitting:
     ) -> list[Job]:
         """Stops who is `leaving` and in the way of the crowded, in order; who of these finds no place even so. Who is
         `going` has been told already."""
-        held = [(job, _held(gang)) for job, gang in leaving]
+        held = [(job, self._terms.held(gang)) for job, gang in leaving]
         gone = [_held(gang) for _, gang in going]
         for back in (*(claims for _, claims in held), *gone):
             self._give(back)
@@ -174,7 +218,7 @@ class _Fitting:
 
     def _hold(self, job: Job, avoid: frozenset[str], vain: set[GangShape]) -> Claims | None:
         """A place for a job, taken in the room; None where it finds none. `vain`: shapes that found none before."""
-        shape = job.shape
+        shape = self._terms.shape(job)
         closed = self._closed.get(job.number, _NOWHERE)
         if not (job.epoch or closed or shape.locality.wish):
             if shape in vain:
