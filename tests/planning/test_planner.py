@@ -140,7 +140,7 @@ def test_the_first_delta_is_everything_in_parts_and_the_next_ones_are_what_chang
                 delta = await asyncio.wait_for(stream.read(), 10.0)
                 parts += 1
                 changed += live.apply(delta)  # type: ignore[arg-type]
-                if not delta.continues:  # type: ignore[union-attr]
+                if not delta.continues:  # type: ignore[attr-defined]
                     return changed, parts
                 assert not changed
                 assert not live.told

@@ -1,0 +1,38 @@
+"""docs/policies.md names every order, in its own words, with who places under it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ganger_master.policies import NAMES, Places, live_policy_named, policy_named
+from ganger_master.policies.order.registry import ORDERS, summary
+
+PAGE = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+_ROWS = {line.split("`")[1]: line for line in PAGE.splitlines() if line.startswith("| `")}
+
+
+def test_the_page_has_a_row_for_every_order_and_no_other() -> None:
+    assert set(_ROWS) == set(ORDERS)
+
+
+@pytest.mark.parametrize("name", sorted(ORDERS))
+def test_the_page_says_of_an_order_who_goes_first_and_who_places(name: str) -> None:
+    policy = policy_named(name)
+    who = "simulator" if policy.order.knows_durations else policy.places.value
+    assert _ROWS[name] == f"| `{name}` | {who} | {summary(policy.order.name)} |"
+
+
+def test_other_names_are_on_the_page() -> None:
+    assert [name for name in NAMES if f"`{name}`" not in PAGE] == []
+
+
+def test_a_live_cluster_goes_by_every_order_but_those_that_ask_an_oracle() -> None:
+    for name, order in ORDERS.items():
+        if policy_named(name).order.knows_durations:
+            with pytest.raises(ValueError, match="for the simulator only"):
+                live_policy_named(name)
+        else:
+            stops = policy_named(name).order.preempts
+            assert live_policy_named(name).places is (Places.PLANNER if stops else Places.JOBS), order.name
+    assert live_policy_named("fifo+best-fit").places is Places.PLANNER
