@@ -1,4 +1,5 @@
-"""Policies by name: who goes first, where gangs go, and who places them. Names compose: "srtf", "tiresias+best-fit".
+"""Policies by name: who goes first, where gangs go, with how many cores, and who places them. Names compose: "srtf",
+"tiresias+best-fit", "srtf+tetris+synergy-tune".
 
 See docs/design/003-policies.md for the parts a policy is made of.
 """
@@ -6,7 +7,7 @@ See docs/design/003-policies.md for the parts a policy is made of.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from ganger_master.core.model import Job
@@ -15,10 +16,10 @@ from ganger_master.policies.order.aging import with_aging
 from ganger_master.policies.order.fifo import FIFO_BACKFILL
 from ganger_master.policies.order.registry import ORDERS, order_named
 from ganger_master.policies.place import PLACEMENTS, Placement, placement_named
-from ganger_master.policies.tune import Tuning
-from ganger_master.policies.tune.catalogue import TUNINGS
 from ganger_master.policies.place.alignment import Alignment
 from ganger_master.policies.place.tetris_pass import Knobs
+from ganger_master.policies.tune import Tuning
+from ganger_master.policies.tune.catalogue import TUNINGS
 
 _DEFAULT_PLACEMENT = "gandiva"
 
@@ -65,7 +66,9 @@ def _by_submission(job: Job) -> tuple[int, ...]:
 
 # Other names of orders: those of before, and what the papers call them.
 _ALIASES = {"backfill": "fifo-backfill", "las2d": "tiresias", "las2d-gittins": "tiresias-gittins"}
-NAMES = tuple(sorted({*ORDERS, *_ALIASES}))
+# Tetris, by the dot product and, as in the Virginia report, by the angle alone.
+_TETRIS = {"tetris": Knobs(), "tetris-cos": Knobs(srtf_weight=0.0, alignment=Alignment.COSINE)}
+NAMES = tuple(sorted({*ORDERS, *_ALIASES, *_TETRIS}))
 
 
 def live_policy_named(name: str) -> Policy:
@@ -77,8 +80,10 @@ def live_policy_named(name: str) -> Policy:
             f"policy {name!r} tunes cores and memory by profiles of the jobs, and nobody measures them here yet: for "
             "the simulator only"
         )
+    if policy.tetris is not None:
+        raise ValueError(f"policy {name!r} is for the simulator only")
     if policy.order.knows_durations:
-        live = [known for known in NAMES if not policy_named(known).order.knows_durations]
+        live = [known for known in NAMES if known not in _TETRIS and not policy_named(known).order.knows_durations]
         raise ValueError(
             f"policy {name!r} asks an oracle how long jobs take: for the simulator only; there are {', '.join(live)}"
         )
@@ -91,12 +96,17 @@ def policy_named(name: str) -> Policy:
     order_name, *parts = name.split("+")
     if order_name not in NAMES:
         raise KeyError(f"there is no policy {order_name!r}; there are {', '.join(NAMES)}")
+    if order_name in _TETRIS:
+        if parts:
+            raise KeyError(f"{order_name} places by itself: it takes no placement and no tuning")
+        knobs = _TETRIS[order_name]
+        order = replace(FIFO_BACKFILL, name=order_name, knows_durations=knobs.srtf_weight > 0)
+        return Policy(name, order, placement_named(order_name), Places.PLANNER, tetris=knobs)
     order = order_named(_ALIASES.get(order_name, order_name))
     unknown = [part for part in parts if part not in PLACEMENTS and part not in TUNINGS]
     if unknown:
-        raise KeyError(
-            f"there is no placement or tuning {unknown[0]!r}; there are {', '.join(PLACEMENTS)}, and {', '.join(TUNINGS)}"
-        )
+        known = f"{', '.join(PLACEMENTS)}, and {', '.join(TUNINGS)}"
+        raise KeyError(f"there is no placement or tuning {unknown[0]!r}; there are {known}")
     placements = [part for part in parts if part in PLACEMENTS]
     tunings = [part for part in parts if part in TUNINGS]
     for kind, named in (("placement", placements), ("tuning", tunings)):

@@ -39,10 +39,16 @@ def tetris_gangs(
     placement = TETRIS_COS if knobs.alignment is Alignment.COSINE else TETRIS
     allowed = within_fairness(shares, np.ones(len(gangs), np.bool_), knobs.fairness)
     aligned: dict[int, float] = {}
+    # Nothing is taken yet: gangs alike have the same place.
+    known: dict[GangShape, float | None] = {}
     for job in np.flatnonzero(allowed).tolist():
-        claims = placement.place(room, gangs[job])
-        if claims is not None:
-            aligned[job] = alignment_of(room, claims, knobs.alignment)
+        shape = gangs[job]
+        if shape not in known:
+            claims = placement.place(room, shape)
+            known[shape] = None if claims is None else alignment_of(room, claims, knobs.alignment)
+        found = known[shape]
+        if found is not None:
+            aligned[job] = found
     epsilon = _epsilon(aligned, remaining_work, knobs.srtf_weight)
     waiting = [(_rank(alignment - epsilon * remaining_work[job]), job) for job, alignment in aligned.items()]
     heapq.heapify(waiting)

@@ -16,7 +16,8 @@ from ganger_master.core.model import Gang
 from ganger_master.core.settings import Settings
 from ganger_master.core.state import State
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import plan
+from ganger_master.planner.target import Pass, plan
+from ganger_master.planner.tetris import plan_tetris
 from ganger_master.policies import Places, policy_named
 from ganger_master.policies.facts import Capacity, Floats, Integers
 from ganger_master.policies.order.las2d import LAS2D
@@ -246,7 +247,7 @@ class _Replay:
         self._is_news = False
         now = self.clock.now
         # Who finds room need not wait for a plan that stops others.
-        found = plan(self.order, self.placement, self.table, now, self.capacity, self.room, may_stop, self._oracle)
+        found = self._pass(now, may_stop)
         self._is_waited_for = found.waits
         if found.next_change_s < np.inf and self.options.round_s is None:
             self._come_back(max(found.next_change_s, self._last_plan + self.options.plan_every_s))
@@ -255,6 +256,11 @@ class _Replay:
         answer = self.send(commands.ProposePlan(found.changes))
         assert isinstance(answer, PlanAnswer)
         return any(verdict.approved for verdict in answer.verdicts)
+
+    def _pass(self, now: float, may_stop: bool) -> Pass:
+        if self.policy.tetris is not None:
+            return plan_tetris(self.policy.tetris, self.table, now, self.capacity, self.room, self._oracle)
+        return plan(self.order, self.placement, self.table, now, self.capacity, self.room, may_stop, self._oracle)
 
     def _may_stop(self) -> bool:
         """Whether a plan at this instant may stop who runs; if not, sees to it that the next one is made in time."""
