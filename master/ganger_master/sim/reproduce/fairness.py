@@ -83,8 +83,8 @@ def conclude(rows: Sequence[Row]) -> Found:
         len(seeds),
         load={"compared": worst},
         why=f"the worst-off jobs waited once, at a bad time: medians of {median_of_worst('worst_gpus'):g} GPUs, "
-        f"{median_of_worst('worst_duration_s') / 60:.0f} min of work, {median_of_worst('worst_waiting_s') / 60:.0f} min "
-        "of waiting; Themis's jobs run for hours, and may be given a part of their GPUs",
+        f"{median_of_worst('worst_duration_s') / 60:.0f} min of work, {median_of_worst('worst_waiting_s') / 60:.0f} min"
+        " of waiting; Themis's jobs run for hours, and may be given a part of their GPUs",
     )
 
 

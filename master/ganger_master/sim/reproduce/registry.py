@@ -8,6 +8,7 @@ from ganger_master.sim.reproduce.closest_tier import CLOSEST_TIER
 from ganger_master.sim.reproduce.convergence import CONVERGENCE
 from ganger_master.sim.reproduce.experiment import Experiment
 from ganger_master.sim.reproduce.fairness import FAIRNESS
+from ganger_master.sim.reproduce.optimus_end_to_end import OPTIMUS_END_TO_END
 from ganger_master.sim.reproduce.scale import SCALE
 from ganger_master.sim.reproduce.speed_model import SPEED_MODEL
 from ganger_master.sim.reproduce.tetris_study import TETRIS_STUDY
@@ -19,6 +20,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     for experiment in (
         SPEED_MODEL,
         CONVERGENCE,
+        OPTIMUS_END_TO_END,
         SCALE,
         TUNE_BOUND,
         TETRIS_STUDY,
@@ -34,7 +36,6 @@ _NO_RATES = (
 _NO_ELASTIC = "gangs of the simulator have one size: rates by number of GPUs are missing"
 _NO_INTROSPECTION = "the decisions to slice, pack, move and grow are no policy yet"
 UNRUN: Mapping[str, str] = {
-    "B3": "not written yet: placement and allocation of Optimus in intervals",
     "B5": _NO_INTROSPECTION,
     "B6": _NO_INTROSPECTION,
     "B7": _NO_INTROSPECTION,
