@@ -151,6 +151,20 @@ def test_who_is_not_to_be_stopped_stays_though_others_go_first() -> None:
     assert [change.number for change in drive.found().changes] == [old]
 
 
+def test_who_finds_no_place_whoever_is_stopped_keeps_nobody_from_what_is_free() -> None:
+    drive = Planned()
+    drive.running(job_of(1))
+    hopeless = drive.submit(replace(job_of(4), priority=1))
+    other = drive.submit(job_of(1))
+    # As if the only server with its type of device had left.
+    drive.state.put_job(replace(drive.job(hopeless), spec=replace(drive.job(hopeless).spec, device_type="another")))
+    asked = drive.found()
+    assert ([change.number for change in asked.changes], asked.unplaced) == ([other], {hopeless})
+    assert drive.found(may_stop=False).changes == (), "it is not known that stopping others would not help"
+    known = drive.found(KeptOut(unplaced={hopeless}), may_stop=False)
+    assert ([change.number for change in known.changes], known.unplaced) == ([other], None)
+
+
 def test_devices_are_counted_where_gangs_can_have_them() -> None:
     drive = Planned(nodes=2)
     held = drive.running(job_of(2))
@@ -196,4 +210,4 @@ def test_nodes_that_are_closed_to_a_job_add_up() -> None:
         refused.note(START, [Refusal(Reason.STORAGE_NOT_SHARED, node=node)], 10.0)
     assert refused.at(20.0).nodes == {2: {"n1", "n2"}}
     assert refused.at(20.0).not_started == frozenset()
-    assert refused.at(71.0) is NOBODY
+    assert refused.at(911.0) is NOBODY

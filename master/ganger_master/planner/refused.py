@@ -17,17 +17,19 @@ from ganger_master.core.commands import Change
 # What other jobs do may end it, and nobody says so.
 _NOTED_SECONDS: Final = 5.0
 # Of nodes and users: an operator has to do something.
-_CLOSED_SECONDS: Final = 60.0
+_CLOSED_SECONDS: Final = 900.0
 _OF_NODES: Final = frozenset({Reason.STORAGE_NOT_SHARED, Reason.CANNOT_SWITCH_USER})
 
 
 @dataclass(frozen=True, slots=True)
 class KeptOut:
-    """Jobs by number: not to be started, not to be stopped, not to be placed on these nodes."""
+    """Jobs by number: not to be started, not to be stopped, not to be placed on these nodes. `unplaced`: those for whom
+    the last plan that might stop others found no place even so."""
 
     not_started: Collection[int] = ()
     not_stopped: Collection[int] = ()
     nodes: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    unplaced: Collection[int] = ()
 
 
 NOBODY: Final = KeptOut()
@@ -40,6 +42,7 @@ class Refused:
         self._not_started: dict[int, float] = {}
         self._not_stopped: dict[int, float] = {}
         self._closed: dict[int, tuple[float, frozenset[str]]] = {}
+        self._unplaced: frozenset[int] = frozenset()
 
     def note(self, change: Change, refusals: Collection[Refusal], now: float) -> None:
         """The first refusal is what counts. One that a fresh view cures is not noted."""
@@ -56,6 +59,10 @@ class Refused:
         else:
             self._not_started[number] = now + _NOTED_SECONDS
 
+    def note_unplaced(self, numbers: frozenset[int]) -> None:
+        """For whom a plan that might stop others found no place."""
+        self._unplaced = numbers
+
     def forget(self, number: int) -> None:
         """The job is another one now."""
         for notes in (self._not_started, self._not_stopped, self._closed):
@@ -68,10 +75,10 @@ class Refused:
                 del ends[number]
         for number in [number for number, (end, _) in self._closed.items() if end <= now]:
             del self._closed[number]
-        if not (self._not_started or self._not_stopped or self._closed):
+        if not (self._not_started or self._not_stopped or self._closed or self._unplaced):
             return NOBODY
         nodes = {number: nodes for number, (_, nodes) in self._closed.items()}
-        return KeptOut(frozenset(self._not_started), frozenset(self._not_stopped), nodes)
+        return KeptOut(frozenset(self._not_started), frozenset(self._not_stopped), nodes, self._unplaced)
 
     @property
     def next_s(self) -> float:

@@ -138,6 +138,8 @@ class Planner:
             kept_out=self._refused.at(now),
         )
         took_s = time.perf_counter() - began
+        if found.unplaced is not None:
+            self._refused.note_unplaced(found.unplaced)
         started = {change.number for change in found.changes if change.kind == "START"}
         line = tuple([number for number in found.line.tolist() if number not in started][:_LINE_MOST])
         revisions: dict[int, int] = {}
