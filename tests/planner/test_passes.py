@@ -158,11 +158,14 @@ def test_who_finds_no_place_whoever_is_stopped_keeps_nobody_from_what_is_free() 
     other = drive.submit(job_of(1))
     # As if the only server with its type of device had left.
     drive.state.put_job(replace(drive.job(hopeless), spec=replace(drive.job(hopeless).spec, device_type="another")))
-    asked = drive.found()
-    assert ([change.number for change in asked.changes], asked.unplaced) == ([other], {hopeless})
-    assert drive.found(may_stop=False).changes == (), "it is not known that stopping others would not help"
-    known = drive.found(KeptOut(unplaced={hopeless}), may_stop=False)
-    assert ([change.number for change in known.changes], known.unplaced) == ([other], None)
+    refused = Refused()
+    for may_stop in (True, False):
+        found = drive.found(refused.at(drive.now), may_stop)
+        assert (found.changes, found.unplaced) == ((), {hopeless})
+        refused.note_unplaced(found.unplaced, may_stop, drive.now)
+        assert [change.number for change in drive.found(refused.at(drive.now), may_stop).changes] == [other]
+        drive.now += 5.0
+    assert drive.found(may_stop=False).unplaced == set(), "it is not known that stopping others would not help"
 
 
 def test_devices_are_counted_where_gangs_can_have_them() -> None:

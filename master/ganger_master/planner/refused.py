@@ -59,9 +59,12 @@ class Refused:
         else:
             self._not_started[number] = now + _NOTED_SECONDS
 
-    def note_unplaced(self, numbers: frozenset[int]) -> None:
-        """For whom a plan that might stop others found no place."""
-        self._unplaced = numbers
+    def note_unplaced(self, numbers: frozenset[int], may_stop: bool, now: float) -> None:
+        """For whom no place was found, whoever might be stopped for them: others are served without them for a while.
+        `may_stop`: the plan was one that might stop others, so these are all."""
+        if may_stop:
+            self._unplaced = numbers
+        self._not_started.update(dict.fromkeys(numbers, now + _NOTED_SECONDS))
 
     def forget(self, number: int) -> None:
         """The job is another one now."""

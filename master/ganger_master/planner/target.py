@@ -33,13 +33,13 @@ class Pass:
     """`waits`: somebody chosen has no place yet, so a later pass may find it one though nothing happens.
     `next_change_s`: when the order may change by itself; infinite if it does not in jumps. `line`: numbers of all who
     waited, first job first, the started ones among them. `unplaced`: numbers of chosen ones for whom no place was
-    found, whoever were stopped for them; None if that was not asked."""
+    found, whoever were stopped for them; without leave to stop anybody, of those known to be such."""
 
     changes: tuple[Change, ...] = ()
     waits: bool = False
     next_change_s: float = math.inf
     line: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
-    unplaced: frozenset[int] | None = None
+    unplaced: frozenset[int] = frozenset()
 
     @property
     def leaves_waiting(self) -> bool:
@@ -124,16 +124,15 @@ def plan(
     crowded = fitting.start(_jobs(table, rows, line[(is_chosen & waiting)[line]]))
     if not crowded:
         return Pass(fitting.changes, next_change_s=choice.changes_at, line=choice.told)
-    unplaced = None
-    if may_stop or all(job.number in kept_out.unplaced for job in crowded):
-        stoppable = choice.facts.is_running & ~is_chosen & may_stop
-        leaving = _gangs(table, rows, line[stoppable[line]])
+    unplaced = frozenset(job.number for job in crowded if job.number in kept_out.unplaced)
+    if may_stop:
+        leaving = _gangs(table, rows, line[(choice.facts.is_running & ~is_chosen)[line]])
         going = _gangs(table, rows, np.flatnonzero(table.is_going(rows)))
         left = fitting.make_way(crowded, leaving, going)
         if left and not order.is_strict:
             # What they cannot use serves those behind them.
             fitting.start(_jobs(table, rows, line[(waiting & ~is_chosen)[line]]), beside_others=True)
-        unplaced = frozenset(job.number for job in left) if may_stop else None
+        unplaced = frozenset(job.number for job in left)
     fitting.undo()
     return Pass(fitting.changes, waits=True, next_change_s=choice.changes_at, line=choice.told, unplaced=unplaced)
 

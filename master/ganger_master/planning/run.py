@@ -126,6 +126,7 @@ class Planner:
     async def _plan(self, scheduling: Any, policy: Policy, pace: Pace) -> Pace:
         self._news.clear()
         live, now = self._live, self._live.now
+        may_stop = pace.may_stop(now)
         began = time.perf_counter()
         found = plan(
             policy.aging_order,
@@ -134,12 +135,13 @@ class Planner:
             now,
             live.capacity,
             live.room,
-            pace.may_stop(now),
+            may_stop,
             kept_out=self._refused.at(now),
         )
         took_s = time.perf_counter() - began
-        if found.unplaced is not None:
-            self._refused.note_unplaced(found.unplaced)
+        # Where nobody may pass, nobody else would be served without them.
+        unplaced = frozenset[int]() if policy.order.is_strict else found.unplaced
+        self._refused.note_unplaced(unplaced, may_stop, now)
         started = {change.number for change in found.changes if change.kind == "START"}
         line = tuple([number for number in found.line.tolist() if number not in started][:_LINE_MOST])
         revisions: dict[int, int] = {}
@@ -157,7 +159,7 @@ class Planner:
             # The next plan goes by what this one has changed.
             async with asyncio.timeout(_REACH_SECONDS):
                 await live.reach(revisions)
-        again_s = self._refused.next_s
+        again_s = live.now if unplaced else self._refused.next_s
         if line != self._line:
             again_s = min(again_s, self._line_told_s + _LINE_SECONDS)
         return pace.after(live.now, took_s, found, stopped=stopped, refused=refused, again_s=again_s)
