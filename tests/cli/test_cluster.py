@@ -23,10 +23,10 @@ GANGER = (sys.executable, "-m", "ganger.cli.main")
 
 
 def test_a_virtual_cluster_is_a_master_and_daemons_with_the_same_flags(tmp_path: Path) -> None:
-    settings = Settings(tmp_path, 2, 4, 8, "16G", "2x2", policy="fifo")
+    settings = Settings(tmp_path, 2, 4, 8, "16G", "2x2", policy="las", plan_every="1m")
     master, first, second = programs(settings, tmp_path / "run")
     assert [program.name for program in (master, first, second)] == ["master", "n1", "n2"]
-    assert master.arguments[3:] == ("master", "--state-dir", str(tmp_path), "--policy", "fifo")
+    assert master.arguments[3:] == ("master", "--state-dir", str(tmp_path), "--policy", "las", "--plan-every", "1m")
     assert first.arguments[-8:] == (
         *("--virtual-gpus", "4", "--virtual-cores", "8"),
         *("--virtual-memory", "16G", "--topology", "2x2"),

@@ -6,6 +6,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -143,13 +145,44 @@ def test_bad_flags_are_all_named(tmp_path: Path) -> None:
         assert "'soon'" in said
 
 
-def test_policy_nobody_knows_is_a_clear_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        ("nosuch", "there is no policy 'nosuch'; there are backfill, drf, edf, fifo"),
+        ("srtf", "policy 'srtf' asks an oracle how long jobs take: for the simulator only; there are backfill, drf"),
+    ],
+)
+def test_policy_it_cannot_go_by_is_a_clear_error(tmp_path: Path, policy: str, why: str) -> None:
     with master_process(tmp_path) as master:
-        assert master.start(None, "--policy", "nosuch") == ""
+        assert master.start(None, "--policy", policy) == ""
         code, said = master.wait()
         assert code == 2
-        assert "nosuch" in said
+        assert why in said
         assert "Traceback" not in said
+
+
+def test_planner_started_by_hand_ranks_who_waits_and_ends_when_told(tmp_path: Path) -> None:
+    with master_process(tmp_path) as master:
+        assert master.start(None, "--policy", "las+best-fit", "--no-planner")
+        command = [sys.executable, "-m", "ganger.cli.main", "--master", str(master.state_dir), "planner", "run"]
+        by_hand = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        try:
+            with open_channel(read_endpoint(master.state_dir)) as channel:
+                stub = job_service_pb2_grpc.JobServiceStub(channel)
+                name = stub.CreateJob(job_service_pb2.CreateJobRequest(spec=spec_of())).name
+                shown = stub.GetJob(job_service_pb2.GetJobRequest(name=name))
+                deadline = time.monotonic() + 30.0
+                while shown.queue_rank != 1:
+                    assert time.monotonic() < deadline, shown
+                    shown = stub.GetJob(job_service_pb2.GetJobRequest(name=name))
+                    time.sleep(0.02)
+            assert "planner of policy las+best-fit" in shown.blockers[0].message
+            by_hand.terminate()
+            assert by_hand.wait(10.0) == 0
+        finally:
+            by_hand.kill()
+            by_hand.wait()
+        master.end(signal.SIGTERM)
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not os.path.exists("/dev/full"), reason="no full device")

@@ -50,6 +50,9 @@ def test_all_mistakes_are_reported_together() -> None:
         assert word in text
     assert load({"state_dir": "/s"}, {}, "finished_jobs_limit = 7\n").finished_jobs_limit == 7
     assert load({"state_dir": "/s"}, {}, 'residue_bytes = "1.5G"\n').residue_bytes == 3 << 29
+    assert load({"state_dir": "/s", "plan_every": "2m", "planner": False}, {}).plan_every_seconds == 120.0
+    with pytest.raises(ConfigError, match=r"plan_every: '500ms' is too short"):
+        load({"state_dir": "/s", "plan_every": "500ms"}, {})
 
 
 @pytest.mark.parametrize("listen", ["nowhere", "127.0.0.1:99999", "0.0.0.0:0", "unix:relative", "unix:/" + "x" * 200])
