@@ -19,39 +19,39 @@ class Kind(Enum):
 
 
 class Reason(Enum):
-    """The value is the kind followed by one sentence for the documentation."""
+    """The value is the name, as refusals are stored under; `meaning` is one sentence for the documentation."""
 
-    GPUS = (Kind.BLOCKER, "not enough free devices")
-    CORES = (Kind.BLOCKER, "not enough free cores beside the devices")
-    MEMORY = (Kind.BLOCKER, "not enough free host memory")
-    DEVICE_MEMORY = (Kind.BLOCKER, "not enough memory left on the devices")
-    LOCALITY = (Kind.BLOCKER, "free devices lie further apart than the job accepts")
-    DEVICE_TYPE = (Kind.BLOCKER, "no node with this device type is available")
-    NODE_UNAVAILABLE = (Kind.BLOCKER, "the node takes no gangs: unknown, cordoned, draining or lost")
-    PROTECTED = (Kind.BLOCKER, "the pieces are kept for a job that goes first")
-    RESERVED = (Kind.BLOCKER, "the pieces are reserved for a large gang")
-    RANKED = (Kind.BLOCKER, "the planner lets others have the devices first")
-    QUOTA = (Kind.BLOCKER, "the user's share is used up")
-    STORAGE_NOT_SHARED = (Kind.BLOCKER, "the checkpoint lies on storage the node does not see")
-    CANNOT_SWITCH_USER = (Kind.BLOCKER, "the daemon cannot become the job's user")
+    kind: Kind
+    meaning: str
 
-    STALE_REVISION = (Kind.RACE, "the job has changed since the request was computed")
-    OUT_OF_TURN = (Kind.RACE, "the turn has expired or belongs to another")
-    NODE_GONE = (Kind.RACE, "the node left the view")
+    def __new__(cls, name: str, kind: Kind, meaning: str) -> Reason:
+        reason = object.__new__(cls)
+        reason._value_, reason.kind, reason.meaning = name, kind, meaning
+        return reason
 
-    GANG_IMPOSSIBLE = (Kind.MISTAKE, "no cluster of this make could ever hold the gang")
-    CLAIM_MISMATCH = (Kind.MISTAKE, "the claims do not add up to the job's tasks")
-    NOT_SUPPORTED = (Kind.MISTAKE, "not built yet")
-    WRONG_STATE = (Kind.MISTAKE, "the job's state does not allow it")
-    LEVEL_UNAVAILABLE = (Kind.MISTAKE, "the job cannot be suspended at this level")
+    GPUS = "GPUS", Kind.BLOCKER, "not enough free devices"
+    CORES = "CORES", Kind.BLOCKER, "not enough free cores beside the devices"
+    MEMORY = "MEMORY", Kind.BLOCKER, "not enough free host memory"
+    DEVICE_MEMORY = "DEVICE_MEMORY", Kind.BLOCKER, "not enough memory left on the devices"
+    LOCALITY = "LOCALITY", Kind.BLOCKER, "free devices lie further apart than the job accepts"
+    DEVICE_TYPE = "DEVICE_TYPE", Kind.BLOCKER, "no node with this device type is available"
+    NODE_UNAVAILABLE = "NODE_UNAVAILABLE", Kind.BLOCKER, "the node takes no gangs: unknown, cordoned, draining or lost"
+    PROTECTED = "PROTECTED", Kind.BLOCKER, "the pieces are kept for a job that goes first"
+    RESERVED = "RESERVED", Kind.BLOCKER, "the pieces are reserved for a large gang"
+    RANKED = "RANKED", Kind.BLOCKER, "the planner lets others have the devices first"
+    QUOTA = "QUOTA", Kind.BLOCKER, "the user's share is used up"
+    STORAGE_NOT_SHARED = "STORAGE_NOT_SHARED", Kind.BLOCKER, "the checkpoint lies on storage the node does not see"
+    CANNOT_SWITCH_USER = "CANNOT_SWITCH_USER", Kind.BLOCKER, "the daemon cannot become the job's user"
 
-    @property
-    def kind(self) -> Kind:
-        return self.value[0]
+    STALE_REVISION = "STALE_REVISION", Kind.RACE, "the job has changed since the request was computed"
+    OUT_OF_TURN = "OUT_OF_TURN", Kind.RACE, "the turn has expired or belongs to another"
+    NODE_GONE = "NODE_GONE", Kind.RACE, "the node left the view"
 
-    @property
-    def meaning(self) -> str:
-        return self.value[1]
+    GANG_IMPOSSIBLE = "GANG_IMPOSSIBLE", Kind.MISTAKE, "no cluster of this make could ever hold the gang"
+    CLAIM_MISMATCH = "CLAIM_MISMATCH", Kind.MISTAKE, "the claims do not add up to the job's tasks"
+    NOT_SUPPORTED = "NOT_SUPPORTED", Kind.MISTAKE, "not built yet"
+    WRONG_STATE = "WRONG_STATE", Kind.MISTAKE, "the job's state does not allow it"
+    LEVEL_UNAVAILABLE = "LEVEL_UNAVAILABLE", Kind.MISTAKE, "the job cannot be suspended at this level"
 
 
 class Refusal(Struct, frozen=True, gc=False):

@@ -101,6 +101,9 @@ class View:
         place = (topology, row.rack, row.fabric)
         if slot is None or (self.topologies[slot], self.racks[slot], self.fabrics[slot]) != place:
             self._idle = None
+            # Numbered as they come: ties between racks go by number, and who looks when must make no difference.
+            self._place(row.fabric, row.rack)
+            self._place(row.fabric, "")
         if slot is None:
             slot = self._vacant.pop() if self._vacant else self._grow()
             self.slots[row.node] = slot

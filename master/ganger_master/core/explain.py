@@ -25,8 +25,16 @@ class Explanation(Struct, frozen=True, gc=False):
 
 
 def explain(state: State, number: int, now: float) -> Explanation:
-    """KeyError for an unknown job."""
-    job = state.jobs[number]
+    """KeyError for an unknown job. No decision is different for it having been asked."""
+    kept = state.kept
+    try:
+        return _explain(state, state.jobs[number], now)
+    finally:
+        # A place found for this answer must not be what is kept for the next request.
+        state.kept = kept
+
+
+def _explain(state: State, job: Job, now: float) -> Explanation:
     if not state.is_waiting(job):
         trouble = f"; {job.trouble}" if job.trouble and not job.state.is_final else ""
         return Explanation((), assumption=_at_rest(state, job) + trouble)
