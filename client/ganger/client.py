@@ -20,6 +20,7 @@ from ganger.job import FINISHED, Job, suspend_level
 from ganger.v1 import job_pb2, job_service_pb2, node_pb2
 from ganger.v1.job_service_pb2_grpc import JobServiceStub
 from ganger.v1.node_pb2_grpc import NodeServiceStub
+from ganger.wire import times
 from ganger.wire.channels import MAX_MESSAGE_BYTES, open_channel
 from ganger.wire.endpoints import Endpoint, EndpointError, find_endpoint
 from ganger.wire.errors import ApiError, DeadlineExceeded, MessageTooLarge, NotReady, Unreachable, from_rpc_error
@@ -28,6 +29,8 @@ from ganger.wire.names import job_name_from_text, node_name_from_text
 Answer = TypeVar("Answer")
 
 _RECONNECT_SECONDS = 0.5
+# What a master may take to finish the file of a recording.
+_PUBLISH_SECONDS = 60.0
 
 
 class Client:
@@ -231,6 +234,15 @@ class Client:
 
     def get_cluster(self) -> node_pb2.Cluster:
         return self._call(self._nodes.GetCluster, node_pb2.GetClusterRequest())
+
+    def record_decisions(
+        self, seconds: float, *, most_bytes: int = 0, with_environment: bool = False
+    ) -> node_pb2.Recording:
+        """Lets the master write down what it decides, and waits until that has ended. The file is on its machine."""
+        request = node_pb2.RecordDecisionsRequest(
+            duration=times.duration(seconds), most_bytes=most_bytes, with_environment=with_environment
+        )
+        return self._call(lambda asked: self._nodes.RecordDecisions(asked, timeout=seconds + _PUBLISH_SECONDS), request)
 
     # how calls are made
 

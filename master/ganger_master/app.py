@@ -19,7 +19,7 @@ from ganger_master.config import Config
 from ganger_master.core.settings import Settings
 from ganger_master.policies import Places, live_policy_named
 from ganger_master.rpc.server import MasterServer
-from ganger_master.runtime import failpoints, heap
+from ganger_master.runtime import failpoints, heap, recorder
 from ganger_master.runtime.progress import ProgressBoard
 from ganger_master.runtime.scheduler_process import SupervisedProcess, host_command, planner_command
 from ganger_master.runtime.state_directory import Obstacle, StartError, StateDirectory, obstacle_of, storage_token
@@ -112,6 +112,7 @@ class Master:
             listen=config.listen,
             version=version(),
             clock=self._clock,
+            captures=config.state_dir / recorder.DIRECTORY,
             more_handlers=self._more_handlers,
         )
         self.address = self._server.address

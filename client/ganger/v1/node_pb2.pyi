@@ -7,6 +7,7 @@ import builtins
 import collections.abc
 import ganger.v1.resources_pb2
 import google.protobuf.descriptor
+import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
@@ -424,3 +425,68 @@ class Cluster(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Cluster: typing_extensions.TypeAlias = Cluster
+
+@typing.final
+class RecordDecisionsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DURATION_FIELD_NUMBER: builtins.int
+    MOST_BYTES_FIELD_NUMBER: builtins.int
+    WITH_ENVIRONMENT_FIELD_NUMBER: builtins.int
+    most_bytes: builtins.int
+    """Of the file; zero takes 256 MiB."""
+    with_environment: builtins.bool
+    """Also variables and arguments of jobs' programs. Without it words of the same length stand for them."""
+    @property
+    def duration(self) -> google.protobuf.duration_pb2.Duration:
+        """More than zero, at most an hour."""
+
+    def __init__(
+        self,
+        *,
+        duration: google.protobuf.duration_pb2.Duration | None = ...,
+        most_bytes: builtins.int = ...,
+        with_environment: builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["duration", b"duration"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["duration", b"duration", "most_bytes", b"most_bytes", "with_environment", b"with_environment"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___RecordDecisionsRequest: typing_extensions.TypeAlias = RecordDecisionsRequest
+
+@typing.final
+class Recording(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: builtins.int
+    END_REASON_FIELD_NUMBER: builtins.int
+    DURATION_FIELD_NUMBER: builtins.int
+    COMMANDS_FIELD_NUMBER: builtins.int
+    BATCHES_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    path: builtins.str
+    """On the master's machine; readable for the owner of the master."""
+    end_reason: builtins.str
+    """Why it ended."""
+    commands: builtins.int
+    batches: builtins.int
+    size_bytes: builtins.int
+    @property
+    def duration(self) -> google.protobuf.duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        path: builtins.str = ...,
+        end_reason: builtins.str = ...,
+        duration: google.protobuf.duration_pb2.Duration | None = ...,
+        commands: builtins.int = ...,
+        batches: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["duration", b"duration"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["batches", b"batches", "commands", b"commands", "duration", b"duration", "end_reason", b"end_reason", "path", b"path", "size_bytes", b"size_bytes"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Recording: typing_extensions.TypeAlias = Recording

@@ -75,6 +75,11 @@ class NodeServiceStub(object):
                 request_serializer=ganger_dot_v1_dot_node__pb2.GetClusterRequest.SerializeToString,
                 response_deserializer=ganger_dot_v1_dot_node__pb2.Cluster.FromString,
                 _registered_method=True)
+        self.RecordDecisions = channel.unary_unary(
+                '/ganger.v1.NodeService/RecordDecisions',
+                request_serializer=ganger_dot_v1_dot_node__pb2.RecordDecisionsRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_node__pb2.Recording.FromString,
+                _registered_method=True)
 
 
 class NodeServiceServicer(object):
@@ -140,6 +145,16 @@ class NodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RecordDecisions(self, request, context):
+        """Writes down every decision for some time, to be made once more from the file (`ganger replay`). Answers when the
+        recording has ended; who hangs up ends it, and what was recorded is kept. It also ends when the file is large or the
+        disk nearly full. Errors: INVALID_ARGUMENT/REQUEST_INVALID, FAILED_PRECONDITION/{ALREADY_RECORDING, NOT_RECORDED
+        (the file cannot be written: there is none)}.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -182,6 +197,11 @@ def add_NodeServiceServicer_to_server(servicer, server):
                     servicer.GetCluster,
                     request_deserializer=ganger_dot_v1_dot_node__pb2.GetClusterRequest.FromString,
                     response_serializer=ganger_dot_v1_dot_node__pb2.Cluster.SerializeToString,
+            ),
+            'RecordDecisions': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecordDecisions,
+                    request_deserializer=ganger_dot_v1_dot_node__pb2.RecordDecisionsRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_node__pb2.Recording.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -401,6 +421,33 @@ class NodeService(object):
             '/ganger.v1.NodeService/GetCluster',
             ganger_dot_v1_dot_node__pb2.GetClusterRequest.SerializeToString,
             ganger_dot_v1_dot_node__pb2.Cluster.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordDecisions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ganger.v1.NodeService/RecordDecisions',
+            ganger_dot_v1_dot_node__pb2.RecordDecisionsRequest.SerializeToString,
+            ganger_dot_v1_dot_node__pb2.Recording.FromString,
             options,
             channel_credentials,
             insecure,

@@ -149,6 +149,14 @@ class NodeBusy(ApiError):
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NODE_BUSY"
 
 
+class AlreadyRecording(ApiError):
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "ALREADY_RECORDING"
+
+
+class NotRecorded(ApiError):
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NOT_RECORDED"
+
+
 class NodeSilent(ApiError):
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NODE_SILENT"
 

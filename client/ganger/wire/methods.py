@@ -61,6 +61,8 @@ METHODS: dict[str, Method] = {
         # A second call would find no such node although the first was taken.
         Method(f"{_NODES}/RemoveNode", is_idempotent=False),
         Method(f"{_NODES}/GetCluster"),
+        # Answers when the recording has ended: an hour at most, and what the file then takes.
+        Method(f"{_NODES}/RecordDecisions", 61 * 60.0, is_idempotent=False),
         Method(f"{_AGENTS}/CreateSession"),
         # Held up to max_wait; the daemon itself calls again, and only its newest call counts.
         Method(f"{_AGENTS}/Reconcile", 120.0, is_idempotent=False),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ganger.v1 import node_pb2, node_pb2_grpc
@@ -14,12 +15,20 @@ from ganger_master.core.answers import Done, NodeAnswer
 from ganger_master.core.model import JobState
 from ganger_master.rpc.answers import Shown, expect
 from ganger_master.rpc.job_service import REASON_MOST
+from ganger_master.runtime import recorder
 from ganger_master.runtime.writer import Writer
 
 
 class NodeService(node_pb2_grpc.NodeServiceServicer):
     def __init__(
-        self, writer: Writer, shown: Shown, user: str, version: str, started: float, is_held: Callable[[str], bool]
+        self,
+        writer: Writer,
+        shown: Shown,
+        user: str,
+        version: str,
+        started: float,
+        is_held: Callable[[str], bool],
+        captures: Path,
     ) -> None:
         self._writer = writer
         self._shown = shown
@@ -27,6 +36,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         self._version = version
         self._started = started
         self._is_held = is_held
+        self._captures = captures
 
     async def ListNodes(self, request: node_pb2.ListNodesRequest, context: Any) -> node_pb2.ListNodesResponse:
         committed = self._writer.committed
@@ -88,6 +98,29 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
             verdicts_approved=state.counters.approved,
             verdicts_rejected=state.counters.rejected,
             storage=state.settings.storage,
+        )
+
+    async def RecordDecisions(self, request: node_pb2.RecordDecisionsRequest, context: Any) -> node_pb2.Recording:
+        seconds = times.seconds(request.duration)
+        if not 0.0 < seconds <= recorder.MOST_SECONDS:
+            raise errors.RequestInvalid(f"duration: more than zero, at most {recorder.MOST_SECONDS:g} s")
+        recording = recorder.Recording(
+            self._captures,
+            self._version,
+            with_environment=request.with_environment,
+            most_bytes=request.most_bytes or recorder.MOST_BYTES,
+        )
+        try:
+            found = await recorder.record(self._writer, recording, seconds)
+        except recorder.RecordingError as error:
+            raise errors.NotRecorded(str(error)) from error
+        return node_pb2.Recording(
+            path=str(found.path),
+            end_reason=found.reason,
+            duration=times.duration(found.seconds),
+            commands=found.commands,
+            batches=found.batches,
+            size_bytes=found.size_bytes,
         )
 
     async def _change(self, command: commands.Command) -> node_pb2.Node:

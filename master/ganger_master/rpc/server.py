@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -44,7 +45,7 @@ _SERVICES: Final = (
 
 
 class MasterServer:
-    """Serves a writer. `address` is where, with the port that was chosen."""
+    """Serves a writer. `address` is where, with the port that was chosen; `captures`: where recordings go."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class MasterServer:
         listen: str,
         version: str,
         clock: Callable[[], float],
+        captures: Path,
         more_handlers: Sequence[grpc.GenericRpcHandler[Any, Any]] = (),
     ) -> None:
         shown = Shown(writer, progress)
@@ -70,7 +72,7 @@ class MasterServer:
         )
         self.agents = AgentService(writer, progress, clock)
         node_pb2_grpc.add_NodeServiceServicer_to_server(
-            NodeService(writer, shown, user, version, clock(), self.agents.is_held), self._server
+            NodeService(writer, shown, user, version, clock(), self.agents.is_held, captures), self._server
         )
         agent_pb2_grpc.add_AgentServiceServicer_to_server(self.agents, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -50,8 +50,12 @@ class StoreThread:
 
     def close(self) -> None:
         """Ends once what was given is done."""
-        self._work.put(None)
+        self.end()
         self._thread.join()
+
+    def end(self) -> None:
+        """The same, without waiting for it."""
+        self._work.put(None)
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:

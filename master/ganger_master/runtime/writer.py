@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any, Final, TypeAlias, TypeVar
 
 from ganger.failpoints import Failpoints
-from ganger.wire.errors import Internal, NotReady
+from ganger.wire.errors import AlreadyRecording, Internal, NotReady
 from msgspec.structs import replace
 
 from ganger_master.core import machine
@@ -30,6 +30,7 @@ from ganger_master.core.state import Changes, State, Turn
 from ganger_master.runtime import failpoints
 from ganger_master.runtime.committed import Committed, Publication
 from ganger_master.runtime.pace import Pace
+from ganger_master.runtime.recorder import Recording
 from ganger_master.runtime.store_thread import StoreThread
 from ganger_master.runtime.turn_streams import TurnStreams
 from ganger_master.store.codec import Codec
@@ -50,6 +51,8 @@ _WORTH_SAYING: Final = frozenset(
     {"node_ready", "node_lost", "node_removed", "node_draining", "node_cordoned", "job_failed"}
 )
 _MOVE_COMMITTED: Final = "move_committed"
+# What a recording may take to be written to its end when the master stops.
+_RECORDING_SECONDS: Final = 10.0
 
 
 # Who waits, and for what answer.
@@ -117,6 +120,10 @@ class Writer:
         self._is_reloading = False
         self._is_closing = False
         self._crashes: deque[float] = deque(maxlen=_MOST_CRASHES)
+        # Told of all that is decided; one that is asked for begins and ends where a batch does.
+        self._recording: Recording | None = None
+        self._recording_next: Recording | None = None
+        self._recording_ends = ""
         self.commits = 0
 
     async def start(self) -> None:
@@ -131,9 +138,14 @@ class Writer:
             await self._idle.wait()
             if not self._committing and self._open.is_touched:
                 self._seal()
+        recording = self._recording or self._recording_next
+        if recording is not None:
+            self.end_recording("the master stopped")
         self._is_ready = False
         if self._alarm is not None:
             self._alarm.cancel()
+        if recording is not None:
+            await asyncio.wait({recording.done}, timeout=_RECORDING_SECONDS)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -163,9 +175,13 @@ class Writer:
         for command in commands:
             try:
                 answer, happened = machine.advance(self.state, command, now)
-            except Exception:
+            except Exception as error:
+                if self._recording is not None:
+                    self._recording.broke(now, command, error)
                 future.set_exception(self._crashed(type(command).__name__))
                 return future
+            if self._recording is not None:
+                self._recording.command(now, command, answer, happened)
             if happened:
                 batch.is_touched = True
             answers.append(answer)
@@ -177,6 +193,28 @@ class Writer:
             batch.is_touched = True
             self._seal_soon()
         return future
+
+    def record(self, recording: Recording) -> None:
+        """Tells it all that is decided from the end of this batch on. AlreadyRecording, or NotReady."""
+        if self._recording is not None or self._recording_next is not None:
+            raise AlreadyRecording("a recording is being made already: wait until it has ended")
+        if not self._is_ready:
+            raise NotReady("the master is starting or stopping: try again")
+        self._recording_next = recording
+        if not self._open.is_touched:
+            self._begin_or_end_recording(self._clock())
+
+    def end_recording(self, reason: str) -> None:
+        """With the end of this batch; nothing if there is none any more."""
+        if self._recording is None:
+            # It has not begun, so there is nothing to be read.
+            self._recording_next, recording = None, self._recording_next
+            if recording is not None:
+                recording.end(None, self._clock(), reason)
+            return
+        self._recording_ends = reason
+        if not (self._is_ready and self._open.is_touched):
+            self._begin_or_end_recording(self._clock())
 
     def tell(self, command: Command) -> None:
         """Submits without waiting for the answer."""
@@ -204,10 +242,12 @@ class Writer:
         if self._scheduled is not None:
             self._scheduled.cancel()
             self._scheduled = None
-        state = self.state
+        state, now = self.state, self._clock()
         try:
-            effects = machine.finish(state, self._clock())
-        except Exception:
+            effects = machine.finish(state, now)
+        except Exception as error:
+            if self._recording is not None:
+                self._recording.broke(now, None, error)
             self._crashed("batch")
             return
         batch, self._open = self._open, _Batch()
@@ -224,6 +264,10 @@ class Writer:
             mode=state.view.mode,
         )
         turns = [state.turns[turn] for turn in effects.turns if turn in state.turns]
+        if self._recording is not None:
+            self._recording.batch(now, effects, turns)
+        if self._recording_next is not None or self._recording_ends:
+            self._begin_or_end_recording(now)
         sealed = _Sealed(changes, effects, publication, turns, batch.callers)
         if sealed.is_durable_already:
             self._let_out(sealed)
@@ -235,6 +279,17 @@ class Writer:
         self._pace.began(began)
         # Not awaited: a task and two futures would cost more than the rest of a small commit.
         self._thread.do(self._write_and_tell, sealed, loop, began)
+
+    def _begin_or_end_recording(self, now: float) -> None:
+        """Between two batches."""
+        recording = self._recording
+        if recording is None:
+            self._recording, self._recording_next = self._recording_next, None
+            if self._recording is not None:
+                self._recording.begin(self.state, now)
+            return
+        reason, self._recording, self._recording_ends = self._recording_ends, None, ""
+        recording.end(self.state if self._is_ready else None, now, reason)
 
     def _write_and_tell(self, sealed: _Sealed, loop: asyncio.AbstractEventLoop, began: float) -> None:
         problem: BaseException | None = None
@@ -369,6 +424,8 @@ class Writer:
             state.view.mode,
         )
         self._is_ready = True
+        if self._recording is not None:
+            self._recording.start_over(state, self._clock(), "the state was read from the store")
         self.tell(Tick())
         for claim in self.turn_streams.claims():
             self.tell(claim)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
@@ -12,6 +13,7 @@ from ganger_master.core.answers import Answer
 from ganger_master.core.commands import Command, Tick
 from ganger_master.core.desired import desired_of
 from ganger_master.core.effects import Effects, History
+from ganger_master.core.events import Event
 from ganger_master.core.invariants import violations
 from ganger_master.core.settings import Settings
 from ganger_master.core.state import ELEMENT_TYPES, Changes, State, Turn
@@ -31,6 +33,16 @@ class Released:
     history: list[History] = field(default_factory=list)
     desired: dict[str, DesiredSet] = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
+
+
+class Recorder(Protocol):
+    """Who writes down what is decided (`runtime.recorder`)."""
+
+    def start_over(self, state: State, now: float, cause: str) -> None: ...
+
+    def command(self, now: float, command: Command, answer: Answer, happened: Sequence[Event]) -> None: ...
+
+    def batch(self, now: float, effects: Effects, turns: Iterable[Turn]) -> None: ...
 
 
 class SimMaster:
@@ -60,6 +72,7 @@ class SimMaster:
         self.clock_offset = 0.0
         # What nodes may be told: committed desired sets only.
         self.committed: dict[str, DesiredSet] = {}
+        self.recorder: Recorder | None = None
         self._last_commit = engine.now
         self._wake: float | None = None
 
@@ -70,11 +83,17 @@ class SimMaster:
         """Decides and applies at once, answers once durable; a master that is down answers nothing."""
         if not self.is_up:
             return
-        step = machine.step(self.state, command, self.now())
+        now = self.now()
+        step = machine.step(self.state, command, now)
         found = violations(self.state)
         if found:
             raise RuleBrokenError(f"after {type(command).__name__}: {'; '.join(found)}")
-        self._commit(self._released(step.answer, step.effects, reply))
+        released = self._released(step.answer, step.effects, reply)
+        if self.recorder is not None:
+            self.recorder.command(now, command, step.answer, step.events)
+            if step.events:
+                self.recorder.batch(now, step.effects, released.turns)
+        self._commit(released)
 
     def crash(self, away_seconds: float) -> None:
         """Forgets everything that is not durable and comes back, its clock perhaps elsewhere."""
@@ -98,6 +117,8 @@ class SimMaster:
         found = violations(self.state)
         if found:
             raise RuleBrokenError(f"after a restart: {'; '.join(found)}")
+        if self.recorder is not None:
+            self.recorder.start_over(self.state, self.now(), "the master was started again")
         self.call(Tick())
 
     def _released(self, answer: Answer, effects: Effects, reply: Callable[[Answer], None] | None) -> Released:

@@ -1,0 +1,71 @@
+"""What a recording leaves out: variables and arguments of jobs' programs, and the token of the storage.
+
+Words of the same length stand for them, so that what decisions look at (lengths, NULs, whether two descriptions are the
+same) is as it was. They are made with a key that is nowhere kept: nobody can try words until one gives the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace as replace_fields
+from hashlib import blake2b
+from typing import Final
+
+from msgspec.structs import replace
+
+from ganger_master.core.commands import Command, OpenSession, SubmitJob
+from ganger_master.core.image import Image
+from ganger_master.core.model import JobSpec
+
+# One of each length in UTF-8.
+_LONGER: Final = {2: "\u00b7", 3: "\u2026", 4: "\U0001f512"}
+
+
+class Hiding:
+    """`key`: random, of this recording alone. `with_environment`: only tokens are hidden."""
+
+    def __init__(self, key: bytes, with_environment: bool = False) -> None:
+        self._key = key
+        self._with_environment = with_environment
+
+    def command(self, command: Command) -> Command:
+        match command:
+            case SubmitJob():
+                return replace(command, spec=self.spec(command.spec))
+            case OpenSession():
+                return replace(command, storage_token=self._word(command.storage_token))
+            case _:
+                return command
+
+    def image(self, image: Image) -> Image:
+        return replace(
+            image,
+            settings=replace_fields(image.settings, storage_token=self._word(image.settings.storage_token)),
+            counters=replace(image.counters, storage_token=self._word(image.counters.storage_token)),
+            jobs=tuple([replace(job, spec=self.spec(job.spec)) for job in image.jobs]),
+        )
+
+    def spec(self, spec: JobSpec) -> JobSpec:
+        if self._with_environment or not (spec.environment or len(spec.command) > 1):
+            return spec
+        # So that no two descriptions that differ in one short word look the same.
+        salt = repr((spec.command, sorted(spec.environment.items())))
+        return replace(
+            spec,
+            command=(*spec.command[:1], *(self._word(word, salt) for word in spec.command[1:])),
+            environment={name: self._word(value, salt) for name, value in spec.environment.items()},
+        )
+
+    def _word(self, word: str, salt: str = "") -> str:
+        if not word:
+            return word
+        text = f"{salt}\0{word}".encode(errors="surrogatepass")
+        digest = blake2b(text, key=self._key, digest_size=32).hexdigest()
+        hidden = (digest * (len(word) // len(digest) + 1))[: len(word)]
+        if word.isascii() and "\0" not in word:
+            return hidden
+        return "".join(map(_alike, word, hidden))
+
+
+def _alike(sign: str, hidden: str) -> str:
+    """One that takes as many bytes."""
+    return sign if sign == "\0" else _LONGER.get(len(sign.encode(errors="surrogatepass")), hidden)
