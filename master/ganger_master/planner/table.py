@@ -132,9 +132,25 @@ class LiveTable:
         return int(self._integers[1, self._flags[1] | self._flags[3]].sum())
 
     @property
+    def running(self) -> list[tuple[Job, Gang]]:
+        """Who holds a gang and was not told to give it back, by number."""
+        rows = np.flatnonzero(self._flags[1])
+        rows = rows[np.argsort(self._integers[0, rows])].tolist()
+        pairs = [(self.jobs[row], self.gangs[row]) for row in rows]
+        return [(job, gang) for job, gang in pairs if job is not None and gang is not None]
+
+    @property
     def has_waiting(self) -> bool:
         """Whether anybody could be started."""
         return bool(self._flags[2].any())
+
+    def waiting_jobs(self, most: int) -> list[Job]:
+        """Who could be started, by priority and number; nobody if there are more than that."""
+        rows = np.flatnonzero(self._flags[2]).tolist()
+        if len(rows) > most:
+            return []
+        found = [job for row in rows if (job := self.jobs[row]) is not None]
+        return sorted(found, key=lambda job: (-job.spec.priority, job.number))
 
     def is_going(self, rows: Integers) -> Flags:
         """Whether they are giving back what they hold."""

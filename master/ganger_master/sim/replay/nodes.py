@@ -41,7 +41,8 @@ class _Followed:
 
 class Nodes:
     """`send` gives the core a command. `begins(job number, gang)` is called when a gang's first step is done and
-    returns when it will have finished; `ends(job number, gang, finished)` when it is gone."""
+    returns when it will have finished; `changes(job number, gang)` when it trains on with other cores or memory, and
+    returns the same, None if it makes no difference; `ends(job number, gang, finished)` when it is gone."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class Nodes:
         send: Callable[[Command], object],
         begins: Callable[[int, Gang], float],
         ends: Callable[[int, Gang, bool], None],
+        changes: Callable[[int, Gang], float | None],
     ) -> None:
         self._clock = clock
         self._state = state
@@ -58,10 +60,16 @@ class Nodes:
         self._send = send
         self._begins = begins
         self._ends = ends
+        self._changes = changes
         self._followed: dict[int, _Followed] = {}
         self._observed: dict[str, dict[int, ObservedGang]] = {}
         self._observation: dict[str, int] = {}
         self._unsaid: dict[str, None] = {}
+
+    @property
+    def longest_stop_s(self) -> float:
+        """Seconds after which a gang that was told to stop is gone."""
+        return self._costs.suspend_s
 
     def follow(self, number: int) -> None:
         """The job changed: its gangs do what is wanted of them now."""
@@ -71,9 +79,12 @@ class Nodes:
             if followed is None:
                 if gang.intent is Intent.RUN:
                     self._start(gang, self._state.jobs[number])
-            elif gang.intent is not Intent.RUN and not followed.is_told_to_stop:
-                followed.gang = gang
-                self._stop(followed)
+            elif gang.intent is not Intent.RUN:
+                if not followed.is_told_to_stop:
+                    followed.gang = gang
+                    self._stop(followed)
+            elif gang.master_sequence != followed.gang.master_sequence:
+                self._obey(followed, gang)
 
     def _start(self, gang: Gang, job: Job) -> None:
         followed = self._followed[gang.epoch] = _Followed(gang, job)
@@ -85,6 +96,15 @@ class Nodes:
         self._report(followed, ObservedPhase.RUNNING)
         finishes = self._begins(followed.job.number, followed.gang)
         self._at(finishes, followed, self._finished)
+
+    def _obey(self, followed: _Followed, gang: Gang) -> None:
+        """Other cores, or more or less memory, are there at once."""
+        followed.gang = gang
+        if followed.is_training:
+            finishes = self._changes(followed.job.number, gang)
+            if finishes is not None:
+                self._at(finishes, followed, self._finished)
+            self._report(followed, ObservedPhase.RUNNING)
 
     def _finished(self, followed: _Followed) -> None:
         self._gone(followed, OutcomeKind.DONE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +31,22 @@ FREE = SwitchCosts(0.0, 0.0, 0.0)
 class Options:
     """`ideal`: any free GPUs serve, nothing costs time, and plans are made at every event. `round_s`: plans only at
     multiples of so many seconds, at which gangs that ended meanwhile also give their devices back. `plan_every_s`: not
-    ideal, the least time between two plans that stop somebody."""
+    ideal, the least time between two plans that stop somebody. What a round's plan stops has `costs.suspend_s` to go,
+    and who takes its place starts then.
+
+    `rates`: "recorded", every job at the pace of its trace wherever it runs; "profiles", as fast as its model goes with
+    the cores and memory, at the distance and on the GPUs that its gang has (`replay.rates`); who names no model gets
+    one of the published. `profile_s`: how long it takes after a job's submission until a policy that tunes knows its
+    profile, measured beside the queue: Synergy's eight points take about a minute each."""
 
     ideal: bool = False
     round_s: float | None = None
     costs: SwitchCosts = SwitchCosts()
     seed: int = 0
     plan_every_s: float = 300.0
+    rates: Literal["recorded", "profiles"] = "recorded"
+    profile_s: float = 480.0
+
+    def __post_init__(self) -> None:
+        if self.ideal and self.rates != "recorded":
+            raise ValueError("an ideal cluster has nothing but GPUs: every job runs at its recorded pace")

@@ -15,23 +15,29 @@ from ganger_master.core.commands import Command
 from ganger_master.core.model import Gang
 from ganger_master.core.settings import Settings
 from ganger_master.core.state import State
+from ganger_master.planner.packed import plan_packed
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass, plan
 from ganger_master.planner.tetris import plan_tetris
+from ganger_master.planner.tuned import plan_tuned
 from ganger_master.policies import Places, policy_named
-from ganger_master.policies.facts import Capacity, Floats, Integers
+from ganger_master.policies.facts import Capacity, Flags, Floats, Integers
 from ganger_master.policies.order.las2d import LAS2D
 from ganger_master.policies.place.anywhere import ANYWHERE
 from ganger_master.policies.room import Room
+from ganger_master.policies.tune import Tuning
+from ganger_master.policies.tune.known import NOTHING
 from ganger_master.sim.replay.clock import Clock
 from ganger_master.sim.replay.ledger import Ledger
 from ganger_master.sim.replay.meters import Meters
 from ganger_master.sim.replay.nodes import Nodes
 from ganger_master.sim.replay.options import FREE, Options
+from ganger_master.sim.replay.rates import Rates, without_arenas
 from ganger_master.sim.replay.specs import devices_only, specs_of
 from ganger_master.sim.replay.turns import Turns
 from ganger_master.sim.replay.work import Work
 from ganger_master.sim.report.outcomes import Run
+from ganger_master.sim.traces.profiles import with_models
 from ganger_master.sim.traces.servers import Servers
 from ganger_master.sim.traces.statistics import offered_load
 from ganger_master.sim.traces.workload import Workload
@@ -58,6 +64,8 @@ def simulate(
     began, began_cpu = time.perf_counter(), time.process_time()
     if options.ideal:
         servers = devices_only(servers)
+    if options.rates == "profiles":
+        jobs, servers = with_models(jobs, options.seed), without_arenas(servers)
     replay = _Replay(jobs, servers, policy, options, progress)
     replay.run()
     end = replay.clock.now
@@ -123,7 +131,11 @@ class _Replay:
             self.send,
             self._begins,
             self._ends,
+            self._changes,
         )
+        # None: every job runs at its recorded pace.
+        self.rates = Rates(jobs, servers) if options.rates == "profiles" else None
+        self.known = NOTHING if self.rates is None else self.rates.known(self._is_profiled)
         self.turns = Turns(self.state, self.send)
         self.events = 0
         self._happened = False
@@ -182,13 +194,24 @@ class _Replay:
     def _submit(self, job: int) -> None:
         user = self.jobs.user[job] or self.jobs.tenant[job]
         self.send(commands.SubmitJob(self._specs[job], self.jobs.job_ids[job], user))
+        if self.rates is not None and self.policy.tuning is not None:
+            self.clock.at(self.clock.now + self.options.profile_s, self._learn)
         if job + 1 < len(self.jobs):
             self._expect(job + 1)
 
     def _begins(self, number: int, gang: Gang) -> float:
         job, now = number - 1, self.clock.now
         self.ledger.trains(job, gang.create_time - EPOCH_S, now - EPOCH_S)
-        ends = self.work.begin(job, now)
+        return self._let_go(self.work.begin(job, now, 1.0 if self.rates is None else self.rates.rate(job, gang)))
+
+    def _changes(self, number: int, gang: Gang) -> float | None:
+        job = number - 1
+        if self.rates is None:
+            return None
+        return self._let_go(self.work.change(job, self.clock.now, self.rates.rate(job, gang)))
+
+    def _let_go(self, ends: float) -> float:
+        """When its devices are given back."""
         step = self.options.round_s
         if step is None:
             return ends
@@ -242,7 +265,7 @@ class _Replay:
         if self.policy.places is Places.JOBS or not len(self.table):
             return False
         may_stop = self._may_stop()
-        if not may_stop and (self.options.round_s is not None or not self._is_news):
+        if not may_stop and not (self._is_news and self._may_start()):
             return False
         self._is_news = False
         now = self.clock.now
@@ -260,7 +283,35 @@ class _Replay:
     def _pass(self, now: float, may_stop: bool) -> Pass:
         if self.policy.tetris is not None:
             return plan_tetris(self.policy.tetris, self.table, now, self.capacity, self.room, self._oracle)
+        if self.policy.tuning is not None:
+            return self._tuned_pass(self.policy.tuning, now, may_stop)
         return plan(self.order, self.placement, self.table, now, self.capacity, self.room, may_stop, self._oracle)
+
+    def _tuned_pass(self, tuning: Tuning, now: float, may_stop: bool) -> Pass:
+        if self.options.round_s is not None and may_stop and tuning.place and not self.policy.is_placement_named:
+            packed = plan_packed(
+                tuning, self.order, self.table, now, self.capacity, self.room.view, self._oracle, known=self.known
+            )
+            if packed is not None:
+                return packed
+        return plan_tuned(
+            tuning,
+            self.order,
+            self.placement,
+            self.table,
+            now,
+            self.capacity,
+            self.room,
+            may_stop,
+            self._oracle,
+            known=self.known,
+        )
+
+    def _may_start(self) -> bool:
+        """Whether a plan at this instant may start somebody though it may stop nobody: within a round only those for
+        whom it made way."""
+        step = self.options.round_s
+        return step is None or 0.0 < (self.clock.now - EPOCH_S) % step <= self.nodes.longest_stop_s
 
     def _may_stop(self) -> bool:
         """Whether a plan at this instant may stop who runs; if not, sees to it that the next one is made in time."""
@@ -283,6 +334,14 @@ class _Replay:
         if self._back_at <= self.clock.now or time < self._back_at:
             self._back_at = time
             self.clock.at(time, _nothing)
+
+    def _is_profiled(self, numbers: Integers) -> Flags:
+        known: Flags = self.jobs.submit_s[numbers - 1] + self.options.profile_s <= self.clock.now - EPOCH_S
+        return known
+
+    def _learn(self) -> None:
+        """A job is profiled now."""
+        self._is_news = True
 
     def _oracle(self, numbers: Integers) -> Floats:
         return self.work.remaining(numbers - 1, self.clock.now)

@@ -23,6 +23,11 @@ class Work:
         self._since[job], self._rate[job] = now, rate
         return now + float(self._left[job]) / rate
 
+    def change(self, job: int, now: float, rate: float) -> float:
+        """It goes on at another rate; when it will end now."""
+        self.stop(job, now)
+        return self.begin(job, now, rate)
+
     def stop(self, job: int, now: float) -> float:
         """It trains no more; seconds of work left."""
         self._left[job] -= (now - self._since[job]) * self._rate[job]

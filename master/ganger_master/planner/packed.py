@@ -1,0 +1,267 @@
+"""One pass of a round: a tuning packs all who are chosen as if the cluster were empty, and as many as can stay.
+
+What the tuning says of a node holds for any node alike, and what it says of a gang for any gang alike; so nodes and
+gangs are matched with where gangs lie already (Synergy's leases, OSDI 2022, section 4.2: a job that stays on its server
+goes on). The others stop, and start where they are to be as soon as that is free.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+from ganger.resources.fit import memory_named
+from ganger.resources.values import Claim, Level
+from ganger.resources.view import View
+
+from ganger_master.core.commands import Change
+from ganger_master.core.model import Gang, Job, SuspendLevel
+from ganger_master.planner.amounts import Amounts, Wish, fitted
+from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.table import LiveTable
+from ganger_master.planner.target import Pass, choose
+from ganger_master.planner.tuned import is_tuned, nodes_of, whole, wish_of
+from ganger_master.policies.facts import Capacity, Floats, Integers
+from ganger_master.policies.order import Order
+from ganger_master.policies.tune import Nodes, Pieces, Tuning
+from ganger_master.policies.tune.known import NOTHING, Known, known_gangs
+
+# (node, GPUs there) of a gang, by node.
+Where: TypeAlias = tuple[tuple[int, int], ...]
+
+Place: TypeAlias = tuple[Where, Amounts]
+
+# To keep a gang where it is counts so much more than to keep its amounts: more than there are GPUs on nodes alike.
+_FEW_PARTS = 1 << 16
+# Nodes alike up to which they are matched: the table of all pairs has as many entries, squared.
+_MOST_MATCHED = 1024
+
+
+def plan_packed(
+    tuning: Tuning,
+    order: Order,
+    table: LiveTable,
+    now: float,
+    capacity: Capacity,
+    view: View,
+    remaining_s: Callable[[Integers], Floats] | None = None,
+    kept_out: KeptOut = NOBODY,
+    known: Known = NOTHING,
+) -> Pass | None:
+    """The changes that lead to the packing, as `plan`. None: somebody is chosen whom a packing by GPUs cannot place."""
+    assert tuning.place is not None, f"{tuning.name} places nobody"
+    choice = choose(order, table, now, capacity, remaining_s, kept_out)
+    line = choice.line[choice.is_chosen[choice.line]].tolist()
+    running: list[tuple[Job, Gang]] = []
+    leaving: list[tuple[Job, Gang]] = []
+    going: list[tuple[Claim, ...]] = []
+    is_going = table.is_going(choice.rows)
+    for position in np.flatnonzero(is_going | (choice.facts.is_running & choice.facts.is_preemptible)).tolist():
+        row = int(choice.rows[position])
+        job, gang = table.jobs[row], table.gangs[row]
+        if job is None or gang is None:
+            continue
+        if is_going[position]:
+            going.append(tuple([piece.held for piece in gang.pieces if piece.held is not None]))
+        elif not is_tuned(view, job, gang):
+            return None
+        else:
+            (running if choice.is_chosen[position] else leaving).append((job, gang))
+    fixed = choice.facts.is_running & ~choice.facts.is_preemptible
+    jobs = [job for position in line if not fixed[position] and (job := table.jobs[int(choice.rows[position])])]
+    if not all(map(_is_packable, jobs)):
+        return None
+    names = {name: slot for slot, name in enumerate(view.nodes) if view.available[slot]}
+    numbered = {name: at for at, name in enumerate(names)}
+    held = [gang.claims for _, gang in (*running, *leaving)]
+    nodes = nodes_of(view, numbered, [*held, *going], ())
+    named = sum([memory_named(job.shape, tuple(role.tasks for role in job.shape.roles)) for job in jobs])
+    if named:
+        return None
+    gpus = np.array([job.spec.gpus for job in jobs], np.int64)
+    is_local = np.array([_is_local(job) for job in jobs], bool)
+    of_tuning = known_gangs(known, np.array([job.number for job in jobs], np.int64), gpus, is_local, nodes)
+    targets = _targets(tuning.place(of_tuning, nodes))
+    present = {job.number: _place_of(gang.claims, numbered) for job, gang in running}
+    kinds: list[Hashable] = list(zip(of_tuning.profile.tolist(), gpus.tolist(), is_local.tolist(), strict=True))
+    places = keeping([present.get(job.number) for job in jobs], kinds, targets, _alike(view, list(names), nodes))
+    return _changes(
+        view,
+        list(names),
+        jobs,
+        {job.number: gang for job, gang in running},
+        leaving,
+        places,
+        choice.changes_at,
+        choice.told,
+    )
+
+
+def _changes(
+    view: View,
+    names: Sequence[str],
+    jobs: Sequence[Job],
+    running: dict[int, Gang],
+    leaving: Sequence[tuple[Job, Gang]],
+    places: Sequence[Place | None],
+    changes_at: float,
+    told: Integers,
+) -> Pass:
+    stops = [job for job, _ in leaving]
+    stays, starts = [], []
+    waits = False
+    for job, place in zip(jobs, places, strict=True):
+        gang = running.get(job.number)
+        if gang is not None:
+            wish = None if place is None else _staying(view, names, job, gang, *place)
+            if wish is None:
+                stops.append(job)
+                waits = True
+            else:
+                stays.append(wish)
+        elif place is not None:
+            starts.append(_starting(view, names, job, *place))
+        else:
+            waits = True
+    tuned = fitted(view, stays, starts)
+    suspends = [Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT) for job in stops]
+    return Pass((*suspends, *tuned.changes), waits or tuned.held_back, changes_at, told)
+
+
+def _staying(view: View, names: Sequence[str], job: Job, gang: Gang, where: Where, amounts: Amounts) -> Wish | None:
+    """None: it cannot go on with what it is to have, or not there."""
+    by_node = {names[node]: amount for (node, _), amount in zip(where, amounts, strict=True)}
+    if {claim.node: claim.device_mask.bit_count() for claim in gang.claims} != {names[node]: n for node, n in where}:
+        return None
+    ordered = tuple([by_node[claim.node] for claim in gang.claims])
+    wish = wish_of(view, job, gang.claims, ordered, is_start=False)
+    return wish if all(got[1] <= want[1] for got, want in zip(wish.amounts, ordered, strict=True)) else None
+
+
+def _starting(view: View, names: Sequence[str], job: Job, where: Where, amounts: Amounts) -> Wish:
+    gpus = tuple([count for _, count in where])
+    roles = job.shape.roles
+    tasks = [tuple([role.tasks for role in roles])] if len(where) == 1 else [(count,) for count in gpus]
+    claims = tuple([Claim(names[node], 0, (), 0, tasks=own) for (node, _), own in zip(where, tasks, strict=True)])
+    return wish_of(view, job, claims, amounts, is_start=True, gpus=gpus)
+
+
+def _is_packable(job: Job) -> bool:
+    shape = job.shape
+    is_plain = len(shape.roles) == 1 and shape.roles[0].shape.gpus == 1
+    return bool(shape.gpus) and (is_plain or _is_local(job)) and not shape.device_type and not shape.nodes
+
+
+def _is_local(job: Job) -> bool:
+    return job.spec.locality.widest <= Level.NODE
+
+
+def _targets(placed: Pieces) -> dict[int, Place]:
+    """By gang."""
+    found: dict[int, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
+    columns = (placed.gang, placed.node, placed.gpus, placed.cores, placed.memory_bytes)
+    for gang, node, gpus, cores, memory in zip(*(column.tolist() for column in columns), strict=True):
+        where, amounts = found.setdefault(gang, ([], []))
+        where.append((node, gpus))
+        amounts.append((whole(1000 * cores), whole(memory)))
+    return {gang: (tuple(where), tuple(amounts)) for gang, (where, amounts) in found.items()}
+
+
+def _place_of(claims: Sequence[Claim], numbered: dict[str, int]) -> Place | None:
+    """None where it lies on a node that takes no gangs."""
+    if any(claim.node not in numbered for claim in claims):
+        return None
+    ordered = sorted(claims, key=lambda claim: numbered[claim.node])
+    return (
+        tuple([(numbered[claim.node], claim.device_mask.bit_count()) for claim in ordered]),
+        tuple([(sum(claim.millicores), claim.memory_bytes) for claim in ordered]),
+    )
+
+
+def _alike(view: View, names: Sequence[str], nodes: Nodes) -> list[Hashable]:
+    """Nodes with equal entries may change places."""
+    return [
+        (view.topologies[view.slots[name]].configuration_set.name, gpus, cores, memory)
+        for name, gpus, cores, memory in zip(
+            names, nodes.gpus.tolist(), nodes.cores.tolist(), nodes.memory_bytes.tolist(), strict=True
+        )
+    ]
+
+
+def keeping(
+    present: Sequence[Place | None], kinds: Sequence[Hashable], targets: dict[int, Place], alike: Sequence[Hashable]
+) -> list[Place | None]:
+    """For each gang a target of one of its kind, so that many lie where they lie now, with what they have: first nodes
+    that are `alike` change places, then gangs of one kind their targets. Who stays once stays when asked again."""
+    move = _relabelled(present, kinds, targets, alike)
+    free: dict[Hashable, dict[Where, list[Amounts]]] = {}
+    for gang in sorted(targets):
+        where, amounts = targets[gang]
+        moved = sorted(zip([(move[node], gpus) for node, gpus in where], amounts, strict=True))
+        there = free.setdefault(kinds[gang], {}).setdefault(tuple([place for place, _ in moved]), [])
+        there.append(tuple([amount for _, amount in moved]))
+    places: list[Place | None] = [None] * len(present)
+    for is_exact in (True, False):
+        for gang, place in enumerate(present):
+            waiting = free.get(kinds[gang], {}).get(place[0]) if place and places[gang] is None else None
+            if place and waiting and (not is_exact or place[1] in waiting):
+                amounts = place[1] if is_exact else waiting[0]
+                waiting.remove(amounts)
+                places[gang] = (place[0], amounts)
+    left = {kind: [(w, a) for w, amounts in of_kind.items() for a in amounts] for kind, of_kind in free.items()}
+    for gang in range(len(present)):
+        if places[gang] is None and left.get(kinds[gang]):
+            places[gang] = left[kinds[gang]].pop(0)
+    return places
+
+
+def _relabelled(
+    present: Sequence[Place | None], kinds: Sequence[Hashable], targets: dict[int, Place], alike: Sequence[Hashable]
+) -> list[int]:
+    """Where each node of the packing is to be: of nodes alike, so that the most gangs stay, by GPUs."""
+    move = list(range(len(alike)))
+    now = _contents([(gang, place) for gang, place in enumerate(present) if place], kinds)
+    then = _contents(sorted(targets.items()), kinds)
+    if not now:
+        return move
+    groups: dict[Hashable, list[int]] = {}
+    for node, key in enumerate(alike):
+        groups.setdefault(key, []).append(node)
+    for members in groups.values():
+        if 1 < len(members) <= _MOST_MATCHED and any(node in now for node in members):
+            for node, place in zip(members, _matched(members, now, then), strict=True):
+                move[node] = place
+    return move
+
+
+def _matched(
+    members: Sequence[int], now: dict[int, Counter[Hashable]], then: dict[int, Counter[Hashable]]
+) -> list[int]:
+    # A fifth of a second to import, and only who packs waits.
+    from scipy.optimize import linear_sum_assignment
+
+    column = {kind: at for at, kind in enumerate(dict.fromkeys(kind for node in members for kind in now.get(node, ())))}
+    have, want = (np.zeros((len(members), len(column))) for _ in range(2))
+    for table, contents in ((have, now), (want, then)):
+        for at, node in enumerate(members):
+            for kind, gpus in contents.get(node, {}).items():
+                if kind in column:
+                    table[at, column[kind]] = gpus
+    stay = np.zeros((len(members), len(members)))
+    for at in column.values():
+        stay += np.minimum(want[:, at, None], have[None, :, at])
+    _, places = linear_sum_assignment(-stay)
+    return [members[place] for place in places.tolist()]
+
+
+def _contents(gangs: Sequence[tuple[int, Place]], kinds: Sequence[Hashable]) -> dict[int, Counter[Hashable]]:
+    """GPUs by kind on each node, and a little for the same kind with the same amounts."""
+    found: dict[int, Counter[Hashable]] = {}
+    for gang, (where, amounts) in gangs:
+        for (node, gpus), amount in zip(where, amounts, strict=True):
+            on_node = found.setdefault(node, Counter())
+            on_node[kinds[gang]] += _FEW_PARTS * gpus
+            on_node[kinds[gang], amount] += gpus
+    return found

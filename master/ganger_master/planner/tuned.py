@@ -1,0 +1,229 @@
+"""One pass of a planner whose policy tunes: who runs and where by GPUs, and then cores and memory for all of them.
+
+Two ways. Between rounds who runs stays where it is: newcomers are placed as if everybody held no more than a share of
+its node, so that no GPU idles for want of cores or memory, and then all are tuned anew. In rounds, a tuning that places
+for itself packs all who are chosen as if the cluster were empty; who then lies where it lay goes on, the others are
+stopped and start again (Synergy, OSDI 2022, section 4.2 and its leases).
+
+Cores of who runs change as wished. Its memory may shrink to what it asks for or, where it does not say, its share: in
+that much every job can live. Cores that a job asks for are a wish; memory that it names is what it gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+from ganger.resources.fit import demand, memory_named
+from ganger.resources.values import Claim, ConfigurationSet, GangShape
+from ganger.resources.view import View
+from msgspec import structs
+
+from ganger_master.core.model import Gang, Job
+from ganger_master.planner.amounts import Amounts, Wish, fitted
+from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.table import LiveTable
+from ganger_master.planner.target import Pass, Terms, plan
+from ganger_master.policies.facts import Capacity, Floats, Integers
+from ganger_master.policies.order import Order
+from ganger_master.policies.place import Placement
+from ganger_master.policies.room import Room
+from ganger_master.policies.tune import Nodes, Tuning, pieces
+from ganger_master.policies.tune.known import NOTHING, Known, known_gangs
+
+
+def plan_tuned(
+    tuning: Tuning,
+    order: Order,
+    placement: Placement,
+    table: LiveTable,
+    now: float,
+    capacity: Capacity,
+    room: Room,
+    may_stop: bool = True,
+    remaining_s: Callable[[Integers], Floats] | None = None,
+    kept_out: KeptOut = NOBODY,
+    known: Known = NOTHING,
+) -> Pass:
+    """As `plan`, with tuned starts and CORES changes of who runs; everybody stays where it is."""
+    room.refresh()
+    view = room.view
+    running = [pair for pair in table.running if is_tuned(view, *pair)]
+    placing = running if table.has_waiting else []
+    lent = [(gang.claims, least_claims(view, job, gang.claims)) for job, gang in placing]
+    lent = [(held, least) for held, least in lent if held != least]
+    least_of = dict(lent)
+    for held, least in lent:
+        room.give(held)
+        room.take(least)
+    terms = Terms(lambda job: with_shares(job.shape), lambda gang: least_of.get(_held(gang), _held(gang)))
+    found = plan(order, placement, table, now, capacity, room, may_stop, remaining_s, kept_out, terms)
+    for held, least in reversed(lent):
+        room.give(least)
+        room.take(held)
+    stops = [change for change in found.changes if change.kind != "START"]
+    stopped = {change.number for change in stops}
+    starts = {change.number: change.claims for change in found.changes if change.kind == "START"}
+    gangs = [(job, gang.claims) for job, gang in running if job.number not in stopped]
+    newcomers = [(job, starts[number]) for number in sorted(starts) if (job := table.jobs[table.row(number)])]
+    tuned = fitted(view, *_wishes(tuning, view, gangs, newcomers, known))
+    return replace(found, changes=(*stops, *tuned.changes), waits=found.waits or tuned.held_back)
+
+
+def is_tuned(view: View, job: Job, gang: Gang) -> bool:
+    """Gangs that move, and those with pieces without devices or on nodes that left, keep what they have."""
+    return not job.next_epoch and all(claim.device_mask and claim.node in view.slots for claim in gang.claims)
+
+
+def _wishes(
+    tuning: Tuning,
+    view: View,
+    running: Sequence[tuple[Job, tuple[Claim, ...]]],
+    starting: Sequence[tuple[Job, tuple[Claim, ...]]],
+    known: Known,
+) -> tuple[list[Wish], list[Wish]]:
+    """What the tuning gives to each of them on the nodes where they are."""
+    others = [Wish(job, claims, asked(view, job, claims), _nothing(claims)) for job, claims in starting]
+    tunable = [wish for wish in others if all(claim.device_mask for claim in wish.claims)]
+    gangs = sorted([*running, *[(wish.job, wish.claims) for wish in tunable]], key=lambda pair: pair[0].number)
+    if not gangs:
+        return [], others
+    names = {name: at for at, name in enumerate(sorted({claim.node for _, claims in gangs for claim in claims}))}
+    nodes = nodes_of(view, names, [claims for _, claims in running], gangs)
+    rows = [(at, names[claim.node], claim) for at, (_, claims) in enumerate(gangs) for claim in claims]
+    placed = pieces(
+        [row[0] for row in rows],
+        [row[1] for row in rows],
+        [row[2].device_mask.bit_count() for row in rows],
+        [_servers(gangs[row[0]][0].shape, row[2]) for row in rows],
+    )
+    of_tuning = known_gangs(
+        known,
+        np.array([job.number for job, _ in gangs]),
+        np.bincount(placed.gang, weights=placed.gpus).astype(np.int64),
+        np.zeros(len(gangs), bool),
+        nodes,
+    )
+    result = tuning.tune(of_tuning, nodes, placed)
+    given: dict[tuple[int, int], tuple[int, int]] = {
+        (gang, node): (whole(1000 * cores), whole(memory))
+        for gang, node, cores, memory in zip(
+            result.gang.tolist(), result.node.tolist(), result.cores.tolist(), result.memory_bytes.tolist(), strict=True
+        )
+    }
+    starts = {wish.job.number for wish in tunable}
+    wishes: tuple[list[Wish], list[Wish]] = ([], [wish for wish in others if wish.job.number not in starts])
+    for at, (job, claims) in enumerate(gangs):
+        is_start = job.number in starts
+        share = asked(view, job, claims)
+        got = [given.get((at, names[claim.node])) for claim in claims]
+        amounts = tuple([some or mine for some, mine in zip(got, share, strict=True)])
+        wish = wish_of(view, job, claims, amounts, is_start)
+        if not is_start or None not in got:
+            wishes[is_start].append(wish)
+    return wishes
+
+
+def wish_of(
+    view: View, job: Job, claims: tuple[Claim, ...], amounts: Amounts, is_start: bool, gpus: tuple[int, ...] = ()
+) -> Wish:
+    """The amounts with memory as the job names it, and never below what it may run in."""
+    share = asked(view, job, claims)
+    wanted, least = [], []
+    for claim, (millicores, memory), (share_millicores, share_memory) in zip(claims, amounts, share, strict=True):
+        named = memory_named(job.shape, claim.tasks)
+        memory = named or (memory if is_start else max(memory, min(claim.memory_bytes, share_memory)))
+        wanted.append((max(1, millicores), max(1, memory)))
+        least.append((min(max(1, millicores), share_millicores), named or min(memory, share_memory)))
+    return Wish(job, claims, tuple(wanted), tuple(least), gpus)
+
+
+def nodes_of(
+    view: View,
+    names: dict[str, int],
+    held: Sequence[tuple[Claim, ...]],
+    gangs: Sequence[tuple[Job, tuple[Claim, ...]]],
+) -> Nodes:
+    """What of each node is free or in these hands, less the memory that is named, which is not handed out."""
+    gpus, millicores, memory = ([0] * len(names) for _ in range(3))
+    for name, at in names.items():
+        slot = view.slots[name]
+        gpus[at] = view.free[slot].bit_count()
+        millicores[at] = sum(view.millicores[slot])
+        memory[at] = view.memory[slot]
+    for claims in held:
+        for claim in claims:
+            node = names.get(claim.node)
+            if node is not None:
+                gpus[node] += claim.device_mask.bit_count()
+                millicores[node] += sum(claim.millicores)
+                memory[node] += claim.memory_bytes
+    for job, claims in gangs:
+        for claim in claims:
+            memory[names[claim.node]] -= memory_named(job.shape, claim.tasks)
+    return Nodes(np.array(gpus, np.int64), np.array(millicores, float) / 1000, np.maximum(np.array(memory, float), 0.0))
+
+
+def whole(amount: float) -> int:
+    """Down, but for what rounding took."""
+    return int(amount * (1.0 + 1e-12) + 1e-6)
+
+
+def least_claims(view: View, job: Job, claims: tuple[Claim, ...]) -> tuple[Claim, ...]:
+    """What a gang that runs can be brought down to."""
+    least = []
+    for claim, (millicores, memory) in zip(claims, asked(view, job, claims), strict=True):
+        held = sum(claim.millicores)
+        if millicores >= held and memory >= claim.memory_bytes:
+            least.append(claim)
+            continue
+        split = claim.millicores
+        if millicores < held:
+            split = _less(split, millicores)
+        least.append(structs.replace(claim, millicores=split, memory_bytes=min(memory, claim.memory_bytes)))
+    return tuple(least)
+
+
+def _less(held: tuple[int, ...], millicores: int) -> tuple[int, ...]:
+    """So many of these cores, the first sockets' first."""
+    left = millicores
+    kept = []
+    for own in held:
+        kept.append(min(own, left))
+        left -= kept[-1]
+    return tuple(kept)
+
+
+def asked(view: View, job: Job, claims: Sequence[Claim]) -> Amounts:
+    """The share of each claim's node in cores, and in memory what the job names or else the share."""
+    shape = with_shares(job.shape)
+    return tuple(
+        [_asked(view.topologies[view.slots[claim.node]].configuration_set, shape, claim.tasks) for claim in claims]
+    )
+
+
+def _nothing(claims: Sequence[Claim]) -> Amounts:
+    return ((0, 0),) * len(claims)
+
+
+def _asked(configuration_set: ConfigurationSet, shape: GangShape, tasks: tuple[int, ...]) -> tuple[int, int]:
+    needed = demand(configuration_set, shape, tasks)
+    return needed.millicores, needed.memory_bytes
+
+
+@lru_cache(4096)
+def with_shares(shape: GangShape) -> GangShape:
+    """The shape with a share of cores for each task, whatever it asks for."""
+    roles = tuple([structs.replace(role, shape=structs.replace(role.shape, millicores=0)) for role in shape.roles])
+    return structs.replace(shape, roles=roles)
+
+
+def _servers(shape: GangShape, claim: Claim) -> int:
+    """Tasks of the claim that have no devices."""
+    return sum([count for count, role in zip(claim.tasks, shape.roles, strict=True) if not role.shape.gpus])
+
+
+def _held(gang: Gang) -> tuple[Claim, ...]:
+    return tuple([piece.held for piece in gang.pieces if piece.held is not None])
