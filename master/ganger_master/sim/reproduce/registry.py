@@ -11,6 +11,8 @@ from ganger_master.sim.reproduce.fairness import FAIRNESS
 from ganger_master.sim.reproduce.optimus_end_to_end import OPTIMUS_END_TO_END
 from ganger_master.sim.reproduce.scale import SCALE
 from ganger_master.sim.reproduce.speed_model import SPEED_MODEL
+from ganger_master.sim.reproduce.synergy_load import SYNERGY_LOAD
+from ganger_master.sim.reproduce.synergy_traces import SYNERGY_DYNAMIC, SYNERGY_STATIC
 from ganger_master.sim.reproduce.tetris_study import TETRIS_STUDY
 from ganger_master.sim.reproduce.time_slicing import TIME_SLICING
 from ganger_master.sim.reproduce.tune_bound import TUNE_BOUND
@@ -22,6 +24,9 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         CONVERGENCE,
         OPTIMUS_END_TO_END,
         SCALE,
+        SYNERGY_STATIC,
+        SYNERGY_DYNAMIC,
+        SYNERGY_LOAD,
         TUNE_BOUND,
         TETRIS_STUDY,
         CLOSEST_TIER,
@@ -41,9 +46,6 @@ UNRUN: Mapping[str, str] = {
     "B7": _NO_INTROSPECTION,
     "B8": "a migration is measured live: `ganger bench move` has its figures; the simulator would repeat its own costs",
     "B9": _NO_INTROSPECTION,
-    "B10": _NO_RATES,
-    "B11": _NO_RATES,
-    "B12": _NO_RATES,
     "B15": _NO_RATES,
     "B17": "approvals are measured live: `ganger bench verdicts` has the figures; a virtual clock tells no speed",
     "B20": _NO_ELASTIC,

@@ -38,10 +38,11 @@ def run(
     is_saved: bool = False,
 ) -> list[Result]:
     """One result for each claim, in order; every claim has an experiment, or a reason in `unrun`. Rows go to
-    `rows_to`/NAME.jsonl. `progress` gets how many parts are done, of how many. `is_saved`: nothing is measured where
-    that file is there already."""
+    `rows_to`/NAME.jsonl, or NAME.quick.jsonl. `progress` gets how many parts are done, of how many. `is_saved`: nothing
+    is measured where that file is there already."""
     results = {claim.name: _without_run(claim, experiments, unrun, setting) for claim in chosen}
-    saved = {name: rows_to / f"{name}.jsonl" for name, result in results.items() if is_saved and result is None}
+    kind = ".quick.jsonl" if setting.is_quick else ".jsonl"
+    saved = {name: rows_to / f"{name}{kind}" for name, result in results.items() if is_saved and result is None}
     for claim in chosen:
         if claim.name in saved and saved[claim.name].is_file():
             rows_there = [json.loads(line) for line in saved[claim.name].read_text(encoding="utf-8").splitlines()]
@@ -72,7 +73,7 @@ def run(
                 result = Result(claim, failed=what, is_quick=setting.is_quick)
             else:
                 of_claim = [row for index in sorted(rows[claim.name]) for row in rows[claim.name][index]]
-                _save(rows_to / f"{claim.name}.jsonl", of_claim)
+                _save(rows_to / f"{claim.name}{kind}", of_claim)
                 result = _concluded(claim, experiments[claim.name], of_claim, setting)
         made.append(result)
     return made
