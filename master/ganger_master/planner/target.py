@@ -118,6 +118,13 @@ def plan(
     found not to be possible for some, whatever else is free. `terms`: others than what was asked and is held."""
     if not table.has_waiting:
         return Pass()
+    few = table.waiting_jobs(_FEW) if kept_out is NOBODY else []
+    if few:
+        # Where there is room for all who wait, it makes no difference who goes first.
+        fitting = _Fitting(placement, room, table, now, kept_out, terms)
+        if not fitting.start(few):
+            return Pass(fitting.changes, line=np.array([job.number for job in few], np.int64))
+        fitting.undo()
     choice = choose(order, table, now, capacity, remaining_s, kept_out)
     rows, line, waiting, is_chosen = choice.rows, choice.line, choice.waiting, choice.is_chosen
     fitting = _Fitting(placement, room, table, now, kept_out, terms)
@@ -135,6 +142,10 @@ def plan(
         unplaced = frozenset(job.number for job in left)
     fitting.undo()
     return Pass(fitting.changes, waits=True, next_change_s=choice.changes_at, line=choice.told, unplaced=unplaced)
+
+
+# To place so many in vain takes less than to rank all who are live.
+_FEW = 8
 
 
 def _jobs(table: LiveTable, rows: Integers, positions: Integers) -> list[Job]:
