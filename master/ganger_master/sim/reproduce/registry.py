@@ -9,7 +9,10 @@ from ganger_master.sim.reproduce.convergence import CONVERGENCE
 from ganger_master.sim.reproduce.experiment import Experiment
 from ganger_master.sim.reproduce.fairness import FAIRNESS
 from ganger_master.sim.reproduce.optimus_end_to_end import OPTIMUS_END_TO_END
+from ganger_master.sim.reproduce.packed_cluster import PACKED_CLUSTER
+from ganger_master.sim.reproduce.packed_copies import PACKED_COPIES
 from ganger_master.sim.reproduce.scale import SCALE
+from ganger_master.sim.reproduce.sliced_gpus import SLICED_GPUS
 from ganger_master.sim.reproduce.speed_model import SPEED_MODEL
 from ganger_master.sim.reproduce.synergy_load import SYNERGY_LOAD
 from ganger_master.sim.reproduce.synergy_traces import SYNERGY_DYNAMIC, SYNERGY_STATIC
@@ -24,6 +27,9 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         CONVERGENCE,
         OPTIMUS_END_TO_END,
         SCALE,
+        SLICED_GPUS,
+        PACKED_COPIES,
+        PACKED_CLUSTER,
         SYNERGY_STATIC,
         SYNERGY_DYNAMIC,
         SYNERGY_LOAD,
@@ -41,11 +47,8 @@ _NO_RATES = (
 _NO_ELASTIC = "gangs of the simulator have one size: rates by number of GPUs are missing"
 _NO_INTROSPECTION = "the decisions to slice, pack, move and grow are no policy yet"
 UNRUN: Mapping[str, str] = {
-    "B5": _NO_INTROSPECTION,
-    "B6": _NO_INTROSPECTION,
     "B7": _NO_INTROSPECTION,
     "B8": "a migration is measured live: `ganger bench move` has its figures; the simulator would repeat its own costs",
-    "B9": _NO_INTROSPECTION,
     "B15": _NO_RATES,
     "B17": "approvals are measured live: `ganger bench verdicts` has the figures; a virtual clock tells no speed",
     "B20": _NO_ELASTIC,

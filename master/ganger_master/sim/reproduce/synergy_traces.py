@@ -75,8 +75,7 @@ def static_found(rows: Sequence[Row]) -> Found:
         },
         seeds=1,
         load={"hours of work for every GPU, all at once": rows[0]["work_h"]},
-        why="FIFO leaves long jobs to run alone at the end: their own best rates bound the makespan, whatever is chosen "
-        "before",
+        why="FIFO leaves long jobs to the end: their own best rates bound the makespan, whatever is chosen before",
     )
 
 
@@ -97,8 +96,8 @@ def dynamic_found(rows: Sequence[Row]) -> Found:
         },
         seeds=1,
         load=rows[0]["work_h"] / rows[0]["span_h"],
-        why="theirs counts whole iterations of a round only, and slows a neighbour that is cut back to its share whatever "
-        "it still holds",
+        why="theirs counts whole iterations of a round only, and slows a neighbour that is cut back to its share "
+        "whatever it still holds",
     )
 
 
