@@ -40,6 +40,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "top": ("ganger.cli.top", "top", "Watch nodes and jobs, live."),
     "history": ("ganger.cli.history", "history", "List what happened."),
     "events": ("ganger.cli.history", "history", "List what happened (as history)."),
+    "record": ("ganger.cli.record", "record", "Write down every decision of the master for some time."),
     "completion": ("ganger.cli.completion", "completion", "Print the completion script of a shell."),
     "version": ("ganger.cli.version", "version", "Print versions of client and master."),
 }
@@ -53,6 +54,7 @@ _ADDED_HELP = {
     "bench": "Run a benchmark.",
     "simulate": "Replay a trace in virtual time.",
     "compare": "Replay a trace under several policies, side by side.",
+    "replay": "Decide a recording once more, and tell why.",
 }
 ENTRY_POINTS = "ganger.commands"
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000
