@@ -45,10 +45,11 @@ class Room:
         self._only = only if only is None else frozenset(only)
         self._build()
 
-    def take(self, claims: Iterable[Claim]) -> None:
-        """Holds the pieces of one gang. Whoever calls had them from a placement, or asked `fit`."""
+    def take(self, claims: Iterable[Claim], affinity: int = 0) -> None:
+        """Holds the pieces of one gang. Whoever calls had them from a placement, or asked `fit`. `affinity`: of nodes
+        that are idle, where it is not to be the gang's devices, as it was not before these pieces were given back."""
         claims = tuple(claims)
-        gpus = sum([claim.device_mask.bit_count() for claim in claims])
+        gpus = affinity or sum([claim.device_mask.bit_count() for claim in claims])
         for claim in claims:
             self.view.take(claim, gpus)
             self._changed(self.view.slots[claim.node])
