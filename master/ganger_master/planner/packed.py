@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TypeAlias
 
 import numpy as np
-from ganger.resources.fit import memory_named
 from ganger.resources.values import Claim, Level
 from ganger.resources.view import View
 
@@ -21,9 +20,9 @@ from ganger_master.core.model import Gang, Job, SuspendLevel
 from ganger_master.planner.amounts import Amounts, Wish, fitted
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass, choose
+from ganger_master.planner.target import Choice, Pass, choose
 from ganger_master.planner.tuned import is_tuned, nodes_of, whole, wish_of
-from ganger_master.policies.facts import Capacity, Floats, Integers
+from ganger_master.policies.facts import Capacity, Flags, Floats, Integers
 from ganger_master.policies.order import Order
 from ganger_master.policies.tune import Nodes, Pieces, Tuning
 from ganger_master.policies.tune.known import NOTHING, Known, known_gangs
@@ -53,81 +52,48 @@ def plan_packed(
     """The changes that lead to the packing, as `plan`. None: somebody is chosen whom a packing by GPUs cannot place."""
     assert tuning.place is not None, f"{tuning.name} places nobody"
     choice = choose(order, table, now, capacity, remaining_s, kept_out)
-    line = choice.line[choice.is_chosen[choice.line]].tolist()
-    running: list[tuple[Job, Gang]] = []
-    leaving: list[tuple[Job, Gang]] = []
-    going: list[tuple[Claim, ...]] = []
-    is_going = table.is_going(choice.rows)
-    for position in np.flatnonzero(is_going | (choice.facts.is_running & choice.facts.is_preemptible)).tolist():
-        row = int(choice.rows[position])
-        job, gang = table.jobs[row], table.gangs[row]
-        if job is None or gang is None:
-            continue
-        if is_going[position]:
-            going.append(tuple([piece.held for piece in gang.pieces if piece.held is not None]))
-        elif not is_tuned(view, job, gang):
-            return None
-        else:
-            (running if choice.is_chosen[position] else leaving).append((job, gang))
-    fixed = choice.facts.is_running & ~choice.facts.is_preemptible
-    jobs = [job for position in line if not fixed[position] and (job := table.jobs[int(choice.rows[position])])]
-    if not all(map(_is_packable, jobs)):
+    is_movable = choice.facts.is_running & choice.facts.is_preemptible
+    running = {job.number: gang for job, gang in _gangs(table, choice, is_movable)}
+    jobs = _jobs(table, choice, choice.line[(choice.is_chosen & (is_movable | ~choice.facts.is_running))[choice.line]])
+    leaving = [job for job, _ in _gangs(table, choice, is_movable & ~choice.is_chosen)]
+    going = [gang for _, gang in _gangs(table, choice, table.is_going(choice.rows))]
+    if not all(map(_is_packable, jobs)) or not all(is_tuned(view, *pair) for pair in _gangs(table, choice, is_movable)):
         return None
-    names = {name: slot for slot, name in enumerate(view.nodes) if view.available[slot]}
+    names = [name for slot, name in enumerate(view.nodes) if view.available[slot]]
     numbered = {name: at for at, name in enumerate(names)}
-    held = [gang.claims for _, gang in (*running, *leaving)]
-    nodes = nodes_of(view, numbered, [*held, *going], ())
-    named = sum([memory_named(job.shape, tuple(role.tasks for role in job.shape.roles)) for job in jobs])
-    if named:
-        return None
+    held = [tuple([piece.held for piece in gang.pieces if piece.held]) for gang in (*running.values(), *going)]
+    nodes = nodes_of(view, numbered, held, ())
     gpus = np.array([job.spec.gpus for job in jobs], np.int64)
     is_local = np.array([_is_local(job) for job in jobs], bool)
-    of_tuning = known_gangs(known, np.array([job.number for job in jobs], np.int64), gpus, is_local, nodes)
-    targets = _targets(tuning.place(of_tuning, nodes))
-    present = {job.number: _place_of(gang.claims, numbered) for job, gang in running}
-    kinds: list[Hashable] = list(zip(of_tuning.profile.tolist(), gpus.tolist(), is_local.tolist(), strict=True))
-    places = keeping([present.get(job.number) for job in jobs], kinds, targets, _alike(view, list(names), nodes))
-    return _changes(
-        view,
-        list(names),
-        jobs,
-        {job.number: gang for job, gang in running},
-        leaving,
-        places,
-        choice.changes_at,
-        choice.told,
-    )
-
-
-def _changes(
-    view: View,
-    names: Sequence[str],
-    jobs: Sequence[Job],
-    running: dict[int, Gang],
-    leaving: Sequence[tuple[Job, Gang]],
-    places: Sequence[Place | None],
-    changes_at: float,
-    told: Integers,
-) -> Pass:
-    stops = [job for job, _ in leaving]
-    stays, starts = [], []
-    waits = False
+    gangs = known_gangs(known, np.array([job.number for job in jobs], np.int64), gpus, is_local, nodes)
+    present = [_place_of(running[job.number].claims, numbered) if job.number in running else None for job in jobs]
+    kinds: list[Hashable] = list(zip(gangs.profile.tolist(), gpus.tolist(), is_local.tolist(), strict=True))
+    places = keeping(present, kinds, _targets(tuning.place(gangs, nodes)), _alike(view, names, nodes))
+    may_start = set(choice.facts.number[choice.waiting].tolist())
+    stays: list[Wish] = []
+    starts: list[Wish] = []
     for job, place in zip(jobs, places, strict=True):
-        gang = running.get(job.number)
-        if gang is not None:
-            wish = None if place is None else _staying(view, names, job, gang, *place)
+        if job.number in running:
+            wish = None if place is None else _staying(view, names, job, running[job.number], *place)
             if wish is None:
-                stops.append(job)
-                waits = True
+                leaving.append(job)
             else:
                 stays.append(wish)
-        elif place is not None:
+        elif place is not None and job.number in may_start:
             starts.append(_starting(view, names, job, *place))
-        else:
-            waits = True
     tuned = fitted(view, stays, starts)
-    suspends = [Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT) for job in stops]
-    return Pass((*suspends, *tuned.changes), waits or tuned.held_back, changes_at, told)
+    stops = [Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT) for job in leaving]
+    started = sum(change.kind == "START" for change in tuned.changes)
+    return Pass((*stops, *tuned.changes), len(stays) + started < len(jobs), choice.changes_at, choice.told)
+
+
+def _jobs(table: LiveTable, choice: Choice, positions: Integers) -> list[Job]:
+    return [job for row in choice.rows[positions].tolist() if (job := table.jobs[row]) is not None]
+
+
+def _gangs(table: LiveTable, choice: Choice, among: Flags) -> list[tuple[Job, Gang]]:
+    pairs = [(table.jobs[row], table.gangs[row]) for row in choice.rows[among].tolist()]
+    return [(job, gang) for job, gang in pairs if job is not None and gang is not None]
 
 
 def _staying(view: View, names: Sequence[str], job: Job, gang: Gang, where: Where, amounts: Amounts) -> Wish | None:
@@ -151,7 +117,9 @@ def _starting(view: View, names: Sequence[str], job: Job, where: Where, amounts:
 def _is_packable(job: Job) -> bool:
     shape = job.shape
     is_plain = len(shape.roles) == 1 and shape.roles[0].shape.gpus == 1
-    return bool(shape.gpus) and (is_plain or _is_local(job)) and not shape.device_type and not shape.nodes
+    names_memory = any(role.shape.memory_bytes for role in shape.roles)
+    is_choosy = bool(shape.device_type or shape.nodes or names_memory)
+    return shape.gpus > 0 and (is_plain or _is_local(job)) and not is_choosy
 
 
 def _is_local(job: Job) -> bool:
