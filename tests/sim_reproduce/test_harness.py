@@ -49,10 +49,10 @@ def test_every_claim_says_whose_it_is_and_when_it_holds() -> None:
 def test_what_was_run_is_judged_and_its_rows_are_kept(tmp_path: Path) -> None:
     told = as_json(results(tmp_path, fakes.GOOD)["good"])
     assert told["ours"] == {"figure": 4.0}
-    assert (told["holds"], told["beats"], told["load"], told["seeds"]) == (True, False, 0.9, 5)
-    assert told["interval"]["figure"] == pytest.approx(2.776 * math.sqrt(10 / 5), rel=1e-3)
+    assert (told["holds"], told["beats"], told["load"], told["seeds"]) == (True, False, 0.9, 2)
+    assert told["interval"]["figure"] == pytest.approx(12.706, rel=1e-3)
     rows = [json.loads(line) for line in (tmp_path / "good.jsonl").read_text().splitlines()]
-    assert rows == [{"seed": seed, "figure": 2.0 * seed} for seed in range(5)]
+    assert rows == [{"seed": 0, "figure": 3.0}, {"seed": 1, "figure": 5.0}]
 
 
 def test_saved_rows_conclude_the_same_and_are_not_measured_again(tmp_path: Path) -> None:

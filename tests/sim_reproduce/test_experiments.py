@@ -1,0 +1,156 @@
+"""The experiments: the quick ones run, the long ones conclude from made-up rows what a person would. (12 s)"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ganger_master.sim.reproduce.claims import claims, meets, middle
+from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting, measured
+from ganger_master.sim.reproduce.registry import EXPERIMENTS
+from models.published import DATA, TRACES
+
+QUICK = Setting(TRACES, DATA, is_quick=True)
+
+
+def found(name: str, parts: Callable[[Row], bool] = lambda part: True) -> Found:
+    """Of the quick form, or of some of its parts."""
+    experiment = EXPERIMENTS[name]
+    if experiment.missing(QUICK):
+        pytest.skip("published data are not beside the project")
+    rows = [row for part in experiment.parts(QUICK) if parts(part) for row in measured(experiment, QUICK, part)]
+    return experiment.conclude(rows)
+
+
+def names_what_is_judged(name: str, one: Found) -> bool:
+    """Every figure with a threshold, and every one of the paper's that is a number, has ours beside it or is text."""
+    return claims()[name].figures <= set(one.ours)
+
+
+@pytest.mark.parametrize("name", ["B1", "B5", "B6"])
+def test_quick_form_holds(name: str) -> None:
+    one = found(name)
+    assert names_what_is_judged(name, one)
+    assert meets(claims()[name].holds, one.ours)
+
+
+def test_tune_is_between_proportional_and_the_bound_in_one_draw() -> None:
+    one = found("B13", lambda part: part["seed"] == 0)
+    assert names_what_is_judged("B13", one)
+    figures = {name: middle(figure) for name, figure in one.ours.items()}
+    assert figures["proportional_of_bound"] < figures["tune_of_bound"] < figures["best_of_bound"] <= 1.0 + 1e-6
+
+
+def test_closest_places_are_found_and_first_fit_is_worse() -> None:
+    one = found("B16", lambda part: part["seed"] == 0)
+    assert middle(one.ours["worse_than_free"]) == 0.0
+    assert middle(one.ours["missed"]) == 0.0
+    assert middle(one.ours["worse_first_fit"]) > 0.0
+
+
+def test_synergys_static_trace_takes_as_long_proportionally_as_with_its_authors() -> None:
+    """15.25 h, to the round; one tuning of five, the others stand in as copies."""
+    experiment = EXPERIMENTS["B10"]
+    if experiment.missing(QUICK):
+        pytest.skip("published data are not beside the project")
+    (part,) = [part for part in experiment.parts(QUICK) if (part["order"], part["tuning"]) == ("fifo", "proportional")]
+    (row,) = measured(experiment, QUICK, part)
+    one = experiment.conclude([{**row, **other} for other in experiment.parts(QUICK)])
+    assert names_what_is_judged("B10", one)
+    assert middle(one.ours["proportional_makespan_hours"]) == pytest.approx(15.25, abs=1e-3)
+    assert middle(one.ours["ratio"]) == 1.0
+
+
+# What a part of an experiment that takes long might have measured: everything the same for everybody.
+def of_slots(part: Row) -> Sequence[Row]:
+    policies = [(name, 0.05, 0.2) for name in ("optimus", "drf", "tetris")]
+    errors = [("optimus", *pair) for pair in part["errors"] if tuple(pair) != (0.05, 0.2)]
+    figures = {"jct_s": 100.0, "makespan_s": 6.7 * 3600 * part["load"], "restart_share": 0.0}
+    return [
+        {"policy": policy, "speed_noise": noise, "steps_error": error, **figures}
+        for policy, noise, error in [*policies, *errors]
+    ]
+
+
+def of_tasks(part: Row) -> Sequence[Row]:
+    rules = ("fifo", "fifo-skipping", "cosine", "dot", "pass", "pass-defaults")
+    return [
+        {"seed": seed, "rule": rule, "makespan_s": 50.0 if rule == "cosine" else 100.0, "jct_s": 100.0, "load": 1.0}
+        for seed, rule in product(part["seeds"], rules)
+    ]
+
+
+def of_policies(*names: str) -> Callable[[Row], Sequence[Row]]:
+    figures = ("avg_jct_s", "max_rho", "p95_rho", "worst_gpus", "worst_duration_s", "worst_waiting_s")
+    return lambda part: [{"policy": name, **dict.fromkeys(figures, 60.0)} for name in names]
+
+
+MADE_UP: dict[str, tuple[Callable[[Row], Sequence[Row]], dict[str, float]]] = {
+    "B3": (of_slots, {"jct_against_drf": 1.0, "makespan_against_drf": 1.0, "share_of_loads": 0.0}),
+    "B4": (
+        lambda part: [{"cpu_seconds": 1.0, "wall_seconds": 2.0, "tasks": 9, "placed": 8}],
+        {"seconds": 1.0, "wall_seconds": 2.0},
+    ),
+    "B9": (
+        lambda part: [
+            {"gain": 0.5, "slowest_kept": 0.7, "kept_share": 0.5, "offered": 40.0, "median_utilisation": 0.5}
+        ],
+        {"throughput_gain": 0.5, "slowest_job": 0.7},
+    ),
+    "B11": (
+        lambda part: [{"jct_h": 3.19, "p99_h": 1.0, "work_h": 10.0, "span_h": 5.0}],
+        {"jct_off_by": 0.0, "ratio": 1.0},
+    ),
+    "B12": (
+        lambda part: [{"jct_h": 20.0 if part["tuning"] == "synergy-tune" else 60.0, "load": 1.0}],
+        {"jct_hours_at_9": 20.0, "ratio_at_9": 3.0},
+    ),
+    "B14": (
+        of_tasks,
+        {"makespan_gain": 0.5, "jct_gain": 0.0, "pass_makespan_gain": 0.0, "share_of_distributions": 0.0},
+    ),
+    "B18": (of_policies("las2d", "round-robin", "fifo", "srtf"), {"jct_ratio": 1.0, "share_of_cells": 0.0}),
+    "B19": (of_policies("ftf-oracle", "ftf", "las2d", "fifo"), {"max_rho": 60.0}),
+}
+
+
+@pytest.mark.parametrize("name", MADE_UP)
+def test_conclusion_is_what_a_person_draws_from_the_rows(name: str) -> None:
+    measure, expected = MADE_UP[name]
+    experiment = EXPERIMENTS[name]
+    one = experiment.conclude([{**part, **row} for part in experiment.parts(QUICK) for row in measure(part)])
+    assert names_what_is_judged(name, one)
+    for figure, value in expected.items():
+        assert middle(one.ours[figure]) == pytest.approx(value), figure
+    assert one.seeds >= 1
+
+
+def test_every_experiment_is_tried_here_in_one_way_or_the_other() -> None:
+    assert {*MADE_UP, "B1", "B2", "B5", "B6", "B10", "B13", "B16"} == set(EXPERIMENTS)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=EXPERIMENTS)
+def test_five_seeds_or_none_and_fewer_when_quick(experiment: Experiment) -> None:
+    """What chance has a part in is run at least five times."""
+
+    def seeds(setting: Setting) -> set[Any]:
+        found: set[Any] = set()
+        for part in experiment.parts(setting):
+            if "seed" in part:
+                found.add(part["seed"])
+            elif "seeds" in part:
+                found.update(part["seeds"] if isinstance(part["seeds"], list) else range(part["seeds"]))
+        return found
+
+    full, quick = seeds(Setting(Path(), Path())), seeds(QUICK)
+    assert len(full) >= 5 > len(quick) or not full
+
+
+def test_a_paper_that_is_not_known_is_no_number() -> None:
+    assert all(
+        isinstance(value, str) or math.isfinite(value) for claim in claims().values() for value in claim.paper.values()
+    )

@@ -1,0 +1,133 @@
+"""The small simulations that experiments bring: worked out by hand, and held against the oracle of ideal clusters. (2
+s)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ganger_master.models.server_speed import ServerPoint
+from ganger_master.policies.order.registry import ORDERS
+from ganger_master.policies.place.alignment import Alignment
+from ganger_master.policies.place.tetris_pass import Knobs
+from ganger_master.policies.tune import Nodes, Profiles, gangs
+from ganger_master.policies.tune.synergy_tune import SYNERGY_TUNE
+from ganger_master.sim.reproduce import slots, tasks
+from ganger_master.sim.reproduce.rounds import FILLED, RoundJobs, ends
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.ideal import IdealJob, ideal
+
+# --- rounds
+
+FLAT = Profiles(np.array([1.0]), np.array([1.0]), np.ones((1, 1, 1)))
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 2000)), min_size=1, max_size=12),
+    st.sampled_from([("fifo-backfill", "fifo-backfill"), ("srtf", "srtf"), ("las", "las")]),
+)
+def test_rounds_end_jobs_when_the_oracle_of_ideal_clusters_does(
+    jobs: list[tuple[int, int]], orders: tuple[str, str]
+) -> None:
+    """Jobs that cores do not help, on four GPUs."""
+    jobs.sort(key=lambda job: job[0])
+    theirs = ideal([IdealJob(str(n), at, 1, long) for n, (at, long) in enumerate(jobs)], 4, orders[1], 300)
+    nodes = Nodes(np.array([2, 2]), np.array([2.0, 2.0]), np.array([2.0, 2.0]))
+    ours = RoundJobs(
+        np.array([at for at, _ in jobs], float),
+        np.array([long for _, long in jobs], float),
+        gangs(np.ones(len(jobs), int), np.zeros(len(jobs), int), FLAT),
+    )
+    for tuning in (FILLED, SYNERGY_TUNE):
+        assert ends(ours, nodes, ORDERS[orders[0]], tuning).tolist() == [float(end) for end in theirs.ends]
+
+
+def test_a_job_that_gets_more_cores_ends_sooner() -> None:
+    """One of two uses cores: with all three that the other leaves it is three times as fast as with two of four."""
+    known = Profiles(np.array([1.0, 2.0, 3.0]), np.array([1.0]), np.array([[[1.0]] * 3, [[1.0], [2.0], [6.0]]]))
+    nodes = Nodes(np.array([2]), np.array([4.0]), np.array([2.0]))
+    jobs = RoundJobs(np.zeros(2), np.array([3600.0, 3600.0]), gangs([1, 1], [0, 1], known))
+    assert ends(jobs, nodes, ORDERS["fifo"], FILLED).tolist() == [3600.0, 3600.0]
+    assert ends(jobs, nodes, ORDERS["fifo"], SYNERGY_TUNE).tolist() == [3600.0, 1200.0]
+
+
+# --- tasks
+
+
+def task_jobs(arrivals: list[float], demands: list[list[float]], seconds: list[list[float]]) -> tasks.TaskJobs:
+    return tasks.TaskJobs(np.array(arrivals), np.array(demands), np.array(seconds))
+
+
+# A fills the node for 10 s and then half of it; B, which needs it whole, is second; C, which needs half, is third.
+THREE = task_jobs([0.0, 1.0, 2.0], [[0.5], [1.0], [0.5]], [[10.0, 20.0], [5.0, 5.0], [8.0, 8.0]])
+
+
+def test_a_strict_queue_waits_for_its_head_and_the_other_passes_it_over() -> None:
+    """Strict: A to 10 and 20, B from 20 to 30, C from 30 to 38. Skipping: C from 10 to 26 beside A, B from 26 to 36."""
+    strict, skipping = (tasks.simulated(THREE, 1, tasks.fifo(is_strict)) for is_strict in (True, False))
+    assert strict == pytest.approx((38.0, (20 + 29 + 36) / 3))
+    assert skipping == pytest.approx((36.0, (20 + 35 + 24) / 3))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [tasks.best_node(Alignment.COSINE), tasks.best_node(Alignment.DOT), tasks.tetris(Knobs()), tasks.fifo(False)],
+)
+def test_no_rule_overcommits_or_leaves_tasks_behind(rule: tasks.Rule) -> None:
+    random = np.random.default_rng(0)
+    arrivals = np.sort(random.uniform(0, 100, 8))
+    jobs = tasks.TaskJobs(arrivals - arrivals[0], random.uniform(0.1, 0.6, (8, 4)), random.uniform(10, 50, (8, 5)))
+    makespan, jct = tasks.simulated(jobs, 3, rule)
+    assert makespan >= jobs.work.max() / 3
+    assert jct >= jobs.seconds.max(axis=1).mean()
+
+
+# --- intervals
+
+TOY = slots.Model(compute_s=1.0, size=8.0, across=4.0, within=16.0, batches=10)
+
+
+@pytest.mark.parametrize(
+    ("counts", "seconds"),
+    [
+        # one of each in one server: 2 x 8 MB at 16 MB/s
+        ([[1, 1]], 1.0 + 1.0),
+        # apart: the same at 4 MB/s
+        ([[1, 0], [0, 1]], 1.0 + 4.0),
+        # two servers, two workers, one of each on two nodes: half of the model to one worker elsewhere, 8 MB at 4 MB/s
+        ([[1, 1], [1, 1]], 1.0 + 2.0),
+        # one parameter server for three workers elsewhere
+        ([[1, 0], [0, 3]], 1.0 + 12.0),
+    ],
+)
+def test_a_step_takes_computing_and_the_busiest_link(counts: list[list[int]], seconds: float) -> None:
+    assert slots.step_seconds(TOY, np.array(counts)) == pytest.approx(seconds)
+
+
+def slot_jobs(count: int) -> slots.SlotJobs:
+    point = ServerPoint(1, 1, 0.5)
+    return slots.SlotJobs(
+        np.zeros(count),
+        [TOY] * count,
+        np.full(count, 1000.0),
+        np.tile(np.array([[1.0, 0.0], [1.0, 1.0]]), (count, 1, 1)),
+        [(point,)] * count,
+        0.0,
+        np.ones(count),
+    )
+
+
+def test_one_job_that_can_have_one_task_of_each_kind_ends_as_it_is_worked_out() -> None:
+    """1,000 batches at one in two seconds; the tasks never change, so nothing is restarted."""
+    for policy in (slots.optimus, slots.drf, slots.tetris):
+        found = slots.simulated(slot_jobs(1), np.array([[2.0, 1.0]]), policy)
+        assert (found.makespan_s, found.restart_share) == pytest.approx((2000.0, 0.0))
+
+
+@pytest.mark.parametrize("policy", [slots.optimus, slots.drf, slots.tetris])
+def test_all_jobs_end_on_a_cluster_that_is_too_small_for_them(policy: slots.SlotPolicy) -> None:
+    found = slots.simulated(slot_jobs(5), np.array([[4.0, 2.0], [4.0, 2.0]]), policy)
+    assert found.makespan_s >= 5 * 2000.0 / 4
+    assert found.avg_jct_s <= found.makespan_s
