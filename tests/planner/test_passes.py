@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core.drive import GIB, Drive, job_of
 from ganger.resources.reasons import Reason, Refusal
-from ganger.resources.values import Level, Locality
+from ganger.resources.values import Level, Locality, Role, TaskShape
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import Change, ProposePlan, ResumeJob, SuspendJob
@@ -89,6 +89,18 @@ def test_who_attained_most_is_stopped_for_a_newcomer_which_starts_once_there_is_
     assert drive.found().line.tolist() == [old]
     assert drive.found().leaves_waiting
     assert drive.job(young).preemptions == 0
+
+
+def test_who_holds_the_cores_that_are_wanted_is_stopped_though_its_devices_are_not() -> None:
+    drive = Planned()
+    one = JobSpec(("train",), (Role("worker", 1, TaskShape(1, 8_000, GIB)),))
+    old, others = drive.running(one, seconds=50.0), drive.running(job_of(1), seconds=20.0)
+    # Counts for two devices that it does not get, so that not all can stay.
+    hopeless = drive.submit(replace(job_of(2), priority=1))
+    drive.state.put_job(replace(drive.job(hopeless), spec=replace(drive.job(hopeless).spec, device_type="another")))
+    drive.submit(one)
+    assert drive.proposed() == [("SUSPEND", old)]
+    assert drive.job(others).state is JobState.HOLDING
 
 
 def test_nobody_is_stopped_who_could_not_come_back() -> None:

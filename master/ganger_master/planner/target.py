@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from operator import ge
 
 import numpy as np
 from ganger.resources.values import Claim, GangShape
@@ -71,6 +72,8 @@ def choose(
     kept_out: KeptOut = NOBODY,
 ) -> Choice:
     """As `plan` is asked."""
+    if order.with_history is not None:
+        order = order.with_history(table.history)
     rows, facts = table.facts(now, order.learns)
     waiting = table.is_waiting(rows)
     if order.knows_durations:
@@ -207,16 +210,18 @@ class _Fitting:
             self._give(back)
         unplaced: list[Job] = []
         vain: set[GangShape] = set()
-        wanted: dict[str, int] = {}
+        wanted: set[str] = set()
         for job in crowded:
             claims = self._hold(job, _NOWHERE, vain)
             if claims is None:
                 unplaced.append(job)
-                continue
-            for claim in claims:
-                wanted[claim.node] = wanted.get(claim.node, 0) | claim.device_mask
+            else:
+                wanted.update(claim.node for claim in claims)
         for job, its in held:
-            if any(wanted.get(claim.node, 0) & claim.device_mask for claim in its):
+            here = tuple([claim for claim in its if claim.node in wanted])
+            if all(self._is_free(claim) for claim in here):
+                self._take(here)
+            else:
                 self._stops.append(Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT))
         self._busy.update(wanted)
         self._busy.update(claim.node for claims in (*(claims for _, claims in held), *gone) for claim in claims)
@@ -254,6 +259,15 @@ class _Fitting:
                 self._give(_held(gang))
         self._take(claims)
         return claims
+
+    def _is_free(self, claim: Claim) -> bool:
+        view = self._room.view
+        slot = view.slots.get(claim.node)
+        if slot is None:
+            return True
+        has_cores = all(map(ge, view.millicores[slot], claim.millicores))
+        has_memory = view.memory[slot] >= claim.memory_bytes + claim.arena_bytes
+        return view.free[slot] & claim.device_mask == claim.device_mask and has_cores and has_memory
 
     def _take(self, claims: Claims) -> None:
         self._room.take(claims)
