@@ -121,7 +121,7 @@ def test_who_has_run_long_is_overdue_later() -> None:
     facts = facts_of({"attained_s": 100.0, "waited_s": 49.0}, {"attained_s": 100.0, "waited_s": 50.0})
     order = aged(ORDERS["fifo"])
     assert order.overdue is not None
-    assert order.overdue(facts).tolist() == [False, True]
+    assert order.overdue(facts, 4).tolist() == [False, True]
     assert next_change_s(order, facts, 1000.0) == 1001.0
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from ganger_master.policies.facts import Facts
+from ganger_master.policies.history import History
 from ganger_master.policies.order import Order, next_change_s, ranked
 from ganger_master.policies.order.aging import with_aging
 from ganger_master.policies.order.registry import ORDERS, order_named, summary
 from ganger_master.policies.order.tiresias import tiresias
-from ganger_master.policies.order.tiresias_gittins import History, tiresias_gittins
+from ganger_master.policies.order.tiresias_gittins import tiresias_gittins
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.facts import capacity_of, facts_of, live_jobs, rows

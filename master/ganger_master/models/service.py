@@ -1,114 +1,201 @@
-"""How much service a job will still take, learned from the jobs like it that have ended.
+"""How long a job will still take, learned from the jobs like it: those submitted next to it.
 
-Service is GPU-seconds. Jobs are alike along a path from general to particular (all, those of a user, those of that user
-and name, of that gang size): what is known of each step is the histogram of the services of its jobs that have ended,
-and a step that knows little leans on the one before it (Dirichlet smoothing; the first leans on no scale at all, as if
-every doubling were as likely). From a histogram follows Gittins's index of a job that has attained a:
+People submit series: the same program again with other parameters, on as many GPUs. So a job is most like the jobs of
+its kind (user and gang) that were submitted just before and after it, and of each of those something is known: how long
+it took, or, while it lives, that it takes longer than it has run so far. From these the chance to end is estimated
+bucket by bucket of the running time, as Kaplan and Meier do (1958), nearer jobs counting more:
 
-    G(a) = max over D of  P(S - a <= D | S > a) / E[min(S - a, D) | S > a],
+    h(b) = (sum of w over neighbours that ended in b + lean x g(b)) / (sum of w over neighbours that came to b + lean).
 
-the best rate at which service ends such jobs (Gittins 1979; Aalto, Ayesta and Righter 2009 for unknown service times).
-Serving the highest index first minimises the mean time in system on one server; nobody needs to know a duration.
+It leans on g, the same of all jobs alike; and that leans on "as if every doubling were as likely". A neighbour that
+still runs counts for the buckets it has left behind. From h follows Gittins's index of a job that has run for a:
+
+    G(a) = max over D of  P(T - a <= D | T > a) / E[min(T - a, D) | T > a],
+
+the best rate at which running ends such a job (Gittins 1979; Aalto, Ayesta and Righter 2009 for unknown service times):
+serving the highest rate per GPU first minimises the mean time in system on one server. Nobody is told a duration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ganger_master.models.accuracy import Floats
 
-Integers = NDArray[np.int64]
-
-# Half doublings from 8 GPU-seconds to 2**33 (270 GPU-years); what is shorter or longer counts at the ends.
-_FIRST_LOG2, _LAST_LOG2, _PER_DOUBLING = 3, 33, 2
-_BUCKETS: Final = (_LAST_LOG2 - _FIRST_LOG2) * _PER_DOUBLING
-_EDGES: Final = 2.0 ** (_FIRST_LOG2 + np.arange(_BUCKETS + 1) / _PER_DOUBLING)
-# Of a bucket's jobs, as if they were spread evenly over its logarithms.
-_MEANS: Final = (_EDGES[1:] - _EDGES[:-1]) / np.log(_EDGES[1:] / _EDGES[:-1])
+# Doublings from 8 s to 2**27 s (four years); what is shorter or longer counts at the ends.
+_FIRST_LOG2, _LAST_LOG2, _PER_DOUBLING = 3, 27, 2
+BUCKETS: Final = (_LAST_LOG2 - _FIRST_LOG2) * _PER_DOUBLING
+EDGES_S: Final = 2.0 ** (_FIRST_LOG2 + np.arange(BUCKETS + 1) / _PER_DOUBLING)
 # Where a job stands that is in the bucket: its lower edge; in the first one nothing is attained.
-_STARTS: Final = np.concatenate(((0.0,), _EDGES[1:-1]))
-# So many jobs of its own outweigh what a step leans on.
-_LEANING: Final = 2.0
-# The indices of a step are made anew once it has grown by this share.
-_STALE: Final = 0.05
+_STARTS_S: Final = np.concatenate(((0.0,), EDGES_S[1:-1]))
+# Of those who end in a bucket, as if they were spread evenly over its logarithms.
+_MEANS_S: Final = (EDGES_S[1:] - EDGES_S[:-1]) / np.log(EDGES_S[1:] / EDGES_S[:-1])
+# Of who comes to a bucket, the share that ends in it, if each bucket from it on is as likely.
+_EVEN: Final = 1.0 / np.arange(BUCKETS, 0, -1)
+# So many jobs outweigh what all jobs lean on, and the neighbours what they do.
+_ALL_LEAN, _LEAN = 2.0, 0.5
+# The next neighbour but one counts for so much of the next one, and so on, up to so many places away.
+_NEARNESS, _REACH = 0.8, 16
+_WEIGHTS: Final[Floats] = _NEARNESS ** np.arange(_REACH, dtype=np.float64)
+# All indices are made anew once so many more jobs have ended, by share; until then only where neighbours tell news.
+STALE: Final = 0.05
+
+Integers = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Jobs of one user and gang, by place in the line of their submissions."""
+
+    submitted: int = 0
+    slots: dict[int, int] = field(default_factory=dict)
+    # Of the last few, the bucket each ended in; -1 of those that live, or went without being seen to end.
+    ended: deque[int] = field(default_factory=lambda: deque(maxlen=_REACH))
 
 
 class ServiceMemory:
-    """Learns from ended jobs; answers for live ones. Memory grows with the number of different paths, not with jobs."""
+    """Learns from ended jobs and from those that go on; answers for live ones, which it knows by a slot each: a small
+    number that may be used again. Memory grows with live jobs and with kinds, not with ended jobs."""
 
-    def __init__(self) -> None:
-        self._step_of: dict[tuple[str, ...], int] = {(): 0}
-        self._parent = [-1]
-        self._counts = np.zeros((16, _BUCKETS))
-        self._indices = np.zeros((16, _BUCKETS))
-        self._made_at = np.full(16, -1.0)
+    def __init__(self, stale: float = STALE) -> None:
+        self._stale = stale
+        self._kinds: dict[Hashable, _Kind] = {}
+        # Of all jobs, by bucket: who ended there, and who came there and is known to have ended there or gone on.
+        self._all_ended, self._all_came = np.zeros(BUCKETS), np.zeros(BUCKETS)
+        self._known = self._known_at_refresh = 0
+        self._kind_of: list[_Kind | None] = []
+        self._place: list[int] = []
+        self._bucket = np.zeros(0, np.int64)
+        # By slot: the same of its neighbours, weighted; the index and whether it is still what they say.
+        self._ended, self._came = np.zeros((0, BUCKETS)), np.zeros((0, BUCKETS))
+        self._index, self._is_fresh = np.zeros(0), np.zeros(0, bool)
 
-    def step(self, path: Sequence[str]) -> int:
-        """The number of the last step of a path, to ask about its jobs."""
-        number = 0
-        for length in range(1, len(path) + 1):
-            key = tuple(path[:length])
-            found = self._step_of.get(key)
-            if found is None:
-                found = self._step_of[key] = len(self._parent)
-                self._parent.append(number)
-                if found == len(self._counts):
-                    self._grow()
-            number = found
-        return number
+    def begin(self, slot: int, kind: Hashable) -> None:
+        """A job of that kind was submitted; the slot is its own until its end."""
+        while slot >= len(self._bucket):
+            self._grow()
+        assert self._kind_of[slot] is None, f"slot {slot} is taken"
+        found = self._kinds.get(kind)
+        if found is None:
+            found = self._kinds[kind] = _Kind()
+        place, found.submitted = found.submitted, found.submitted + 1
+        self._kind_of[slot], self._place[slot] = found, place
+        self._bucket[slot], self._is_fresh[slot] = 0, False
+        self._ended[slot], self._came[slot] = 0.0, 0.0
+        for distance, bucket in enumerate(reversed(found.ended)):
+            weight = _WEIGHTS[distance]
+            other = found.slots.get(place - 1 - distance)
+            if bucket >= 0:
+                self._ended[slot, bucket] += weight
+                self._came[slot, : bucket + 1] += weight
+            elif other is not None:
+                self._came[slot, : self._bucket[other]] += weight
+        found.slots[place] = slot
+        found.ended.append(-1)
 
-    def learn(self, step: int, service: float) -> None:
-        """A job of that step ended after so many GPU-seconds."""
-        bucket = int(_buckets(np.array([service]))[0])
-        while step >= 0:
-            self._counts[step, bucket] += 1.0
-            step = self._parent[step]
+    def end(self, slot: int, ran_s: float) -> None:
+        """The job in that slot ended by itself after running so long."""
+        bucket = int(bucket_of(np.array([ran_s]))[0])
+        self._goes_on(slot, bucket)
+        # Running times never fall, but what was told of them may have been ahead by what the last stop took.
+        bucket = int(self._bucket[slot])
+        kind, place = self._kind_of[slot], self._place[slot]
+        assert kind is not None, f"slot {slot} is free"
+        near, weights = _neighbours(kind, place)
+        self._ended[near, bucket] += weights
+        self._came[near, bucket] += weights
+        self._is_fresh[near] = False
+        self._all_ended[bucket] += 1.0
+        self._all_came[bucket] += 1.0
+        self._known += 1
+        behind = kind.submitted - place
+        if behind <= len(kind.ended):
+            kind.ended[-behind] = bucket
+        self.leave(slot)
 
-    def index(self, steps: Integers, attained: Floats) -> Floats:
-        """Gittins's index of jobs of these steps, in 1 / GPU-seconds."""
-        for step in np.unique(steps).tolist():
-            known = self._counts[step].sum()
-            if self._made_at[step] < 0 or known > self._made_at[step] * (1 + _STALE) + 0.5:
-                self._indices[step] = _gittins(self._distribution(step))
-                self._made_at[step] = known
-        indices: Floats = self._indices[steps, _buckets(attained)]
-        return indices
+    def leave(self, slot: int) -> None:
+        """The job in that slot is gone, and how long it would have taken is not known."""
+        kind = self._kind_of[slot]
+        assert kind is not None, f"slot {slot} is free"
+        del kind.slots[self._place[slot]]
+        self._kind_of[slot] = None
 
-    def _distribution(self, step: int) -> Floats:
-        """Shares of the buckets for jobs of a step, with what it leans on."""
-        if step < 0:
-            return np.full(_BUCKETS, 1.0 / _BUCKETS)
-        counts = self._counts[step]
-        shares: Floats = (counts + _LEANING * self._distribution(self._parent[step])) / (counts.sum() + _LEANING)
-        return shares
+    def index(self, slots: Integers, ran_s: Floats) -> Floats:
+        """Gittins's index of the jobs in these slots, which have run so long, in 1 / seconds."""
+        buckets = bucket_of(ran_s)
+        for position in np.flatnonzero(buckets > self._bucket[slots]).tolist():
+            self._goes_on(int(slots[position]), int(buckets[position]))
+        if self._known > self._known_at_refresh * (1 + self._stale):
+            self._known_at_refresh = self._known
+            self._is_fresh[:] = False
+        old = slots[~self._is_fresh[slots]]
+        if len(old):
+            everybody = (self._all_ended + _ALL_LEAN * _EVEN) / (self._all_came + _ALL_LEAN)
+            hazards = (self._ended[old] + _LEAN * everybody) / (self._came[old] + _LEAN)
+            self._index[old] = gittins(hazards, self._bucket[old])
+            self._is_fresh[old] = True
+        found: Floats = self._index[slots]
+        return found
+
+    def _goes_on(self, slot: int, bucket: int) -> None:
+        """It has come to this bucket, so it ended in none before it."""
+        begun = int(self._bucket[slot])
+        if bucket <= begun:
+            return
+        kind = self._kind_of[slot]
+        assert kind is not None, f"slot {slot} is free"
+        near, weights = _neighbours(kind, self._place[slot])
+        self._came[near, begun:bucket] += weights[:, None]
+        self._is_fresh[near] = False
+        self._all_came[begun:bucket] += 1.0
+        self._bucket[slot], self._is_fresh[slot] = bucket, False
 
     def _grow(self) -> None:
-        more = len(self._counts)
-        self._counts = np.concatenate((self._counts, np.zeros((more, _BUCKETS))))
-        self._indices = np.concatenate((self._indices, np.zeros((more, _BUCKETS))))
-        self._made_at = np.concatenate((self._made_at, np.full(more, -1.0)))
+        more = max(64, len(self._bucket))
+        self._kind_of += [None] * more
+        self._place += [0] * more
+        self._bucket = np.concatenate((self._bucket, np.zeros(more, np.int64)))
+        self._ended = np.concatenate((self._ended, np.zeros((more, BUCKETS))))
+        self._came = np.concatenate((self._came, np.zeros((more, BUCKETS))))
+        self._index = np.concatenate((self._index, np.zeros(more)))
+        self._is_fresh = np.concatenate((self._is_fresh, np.zeros(more, bool)))
 
 
-def _buckets(service: Floats) -> Integers:
-    """The bucket each service lies in."""
+def _neighbours(kind: _Kind, place: int) -> tuple[Sequence[int], Floats]:
+    """Slots of those that live next to this place, and how much they make of each other."""
+    near = [
+        (slot, distance)
+        for distance in range(1, _REACH + 1)
+        for other in (place - distance, place + distance)
+        if (slot := kind.slots.get(other)) is not None
+    ]
+    weights: Floats = _WEIGHTS[[distance - 1 for _, distance in near]]
+    return [slot for slot, _ in near], weights
+
+
+def bucket_of(ran_s: Floats) -> Integers:
+    """The bucket in which each running time lies."""
     with np.errstate(divide="ignore"):
-        place = np.floor((np.log2(service) - _FIRST_LOG2) * _PER_DOUBLING)
-    found: Integers = np.clip(place, 0, _BUCKETS - 1).astype(np.int64)
-    return found
+        place = np.floor((np.log2(ran_s) - _FIRST_LOG2) * _PER_DOUBLING)
+    buckets: Integers = np.clip(place, 0, BUCKETS - 1).astype(np.int64)
+    return buckets
 
 
-def _gittins(shares: Floats) -> Floats:
-    """The index at the lower edge of every bucket, for services distributed so."""
-    # From bucket i (row) up to and with bucket j (column).
-    ending = np.triu(np.ones((_BUCKETS, _BUCKETS)))
-    ends = np.cumsum(ending * shares, axis=1)
-    taken_by_ended = np.cumsum(ending * shares * (_MEANS - _STARTS[:, None]), axis=1)
-    longer = np.triu((shares[::-1].cumsum()[::-1] - shares)[None, :].repeat(_BUCKETS, 0))
-    taken = taken_by_ended + longer * np.maximum(_EDGES[1:][None, :] - _STARTS[:, None], 0.0)
-    rates = np.divide(ends, taken, out=np.zeros_like(ends), where=taken > 0)
-    best: Floats = rates.max(axis=1)
+def gittins(hazards: Floats, buckets: Integers) -> Floats:
+    """The index of jobs (rows) at the lower edges of these buckets, in 1 / seconds. `hazards` (jobs, BUCKETS): of who
+    comes to a bucket the share that ends in it."""
+    first = buckets[:, None]
+    hazards = np.where(np.arange(BUCKETS) < first, 0.0, hazards)
+    goes_on = np.cumprod(1.0 - hazards, axis=1)
+    comes = np.concatenate((np.ones((len(hazards), 1)), goes_on[:, :-1]), axis=1)
+    ending = comes * hazards
+    start = _STARTS_S[first]
+    taken = np.cumsum(ending * (_MEANS_S - start), axis=1) + goes_on * np.maximum(EDGES_S[1:] - start, 0.0)
+    rates = np.divide(1.0 - goes_on, taken, out=np.zeros_like(taken), where=taken > 0)
+    best: Floats = rates.max(axis=1, initial=0.0)
     return best

@@ -5,13 +5,18 @@ Whoever plans feeds it every job that changed; it makes no difference in which o
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
 from ganger_master.models.service import ServiceMemory
 from ganger_master.policies.facts import Facts, Flags, Integers
+from ganger_master.policies.history import NO_HISTORY, History
 
 _FIRST_ROOM = 64
+# Ended jobs that a history is made from, and by what share it may be behind.
+_HISTORY, _STALE = 20_000, 0.05
 
 
 class LiveTable:
@@ -28,9 +33,10 @@ class LiveTable:
         self._integers = np.zeros((4, _FIRST_ROOM), np.int64)
         self._numbers = np.zeros((10, _FIRST_ROOM))
         self._flags = np.zeros((4, _FIRST_ROOM), bool)
-        # What ended jobs took, and as what kind of job each live one counts there.
+        # What jobs like the live ones took, by row, and the GPU-seconds of those that ended last.
         self.memory = ServiceMemory()
-        self._steps = np.zeros(_FIRST_ROOM, np.int64)
+        self._services: deque[float] = deque(maxlen=_HISTORY)
+        self._history, self._since_history = NO_HISTORY, 0
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -45,7 +51,9 @@ class LiveTable:
         row = self._row_of.get(number)
         if job.state.is_final:
             if row is not None:
-                self.memory.learn(int(self._steps[row]), job.run_seconds * job.spec.gpus)
+                self.memory.end(row, job.run_seconds)
+                self._services.append(job.run_seconds * job.spec.gpus)
+                self._since_history += 1
                 self._drop(number, row)
             return
         if row is None:
@@ -57,7 +65,7 @@ class LiveTable:
             self._integers[:, row] = number, spec.gpus, spec.priority, user
             self._numbers[:5, row] = job.create_time, tasks / 1000, memory, weight, deadline_s
             self._numbers[5:, row] = 0.0
-            self._steps[row] = self.memory.step(_path(job))
+            self.memory.begin(row, (user, spec.gpus))
         self.jobs[row] = job
         self.gangs[row] = gang
         # One that has not said yet what it can may be able to.
@@ -79,7 +87,16 @@ class LiveTable:
 
     def forget(self, number: int) -> None:
         """A live job of which nobody said how it ended. KeyError for another one."""
-        self._drop(number, self._row_of[number])
+        row = self._row_of[number]
+        self.memory.leave(row)
+        self._drop(number, row)
+
+    @property
+    def history(self) -> History:
+        """What the jobs that ended last took; made anew once there are a twentieth more."""
+        if self._since_history > _STALE * len(self._history.services):
+            self._history, self._since_history = History.of(self._services), 0
+        return self._history
 
     def facts(self, now: float, learned: bool = False) -> tuple[Integers, Facts]:
         """Rows of all live jobs, and what may be known of them; no oracle's. `learned`: with indices."""
@@ -92,7 +109,7 @@ class LiveTable:
         stretch = np.where(running_since > 0, now - running_since, 0.0)
         index = np.full(len(rows), np.nan)
         if learned:
-            index = self.memory.index(self._steps[rows], (ran + stretch) * gpus)
+            index = self.memory.index(rows, ran + stretch) / np.maximum(gpus, 1)
         return rows, Facts(
             number=number,
             arrival_s=arrival,
@@ -180,17 +197,11 @@ class LiveTable:
     def _grow(self) -> None:
         room = 2 * len(self._live)
         self._live = np.concatenate((self._live, np.zeros(room // 2, bool)))
-        self._steps = np.concatenate((self._steps, np.zeros(room // 2, np.int64)))
         for name in ("_integers", "_numbers", "_flags"):
             old = getattr(self, name)
             new = np.zeros((len(old), room), old.dtype)
             new[:, : room // 2] = old
             setattr(self, name, new)
-
-
-def _path(job: Job) -> tuple[str, ...]:
-    """From all jobs to those most like it."""
-    return (job.user, job.spec.display_name, str(job.spec.gpus))
 
 
 def _gives_back(gang: Gang) -> bool:

@@ -17,7 +17,7 @@ def selected(order: Order, facts: Facts, line: Integers, free: int) -> Integers:
     if order.overdue is None:
         return chosen(line, facts.gpus, free, order.is_strict, stays)
     # What fits into no empty cluster is waited for by nobody.
-    overdue = order.overdue(facts) & (facts.gpus <= free)
+    overdue = order.overdue(facts, free) & (facts.gpus <= free)
     return chosen(line, facts.gpus, free, order.is_strict, stays, overdue, may_stop & ~overdue)
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from numpy.typing import NDArray
 
 from ganger_master.policies.facts import Capacity, Facts, Flags, Integers
+from ganger_master.policies.history import History
 from ganger_master.policies.sorting import sorted_by
 
 # The columns, most significant first, from the facts, the time and the cluster.
@@ -28,10 +29,11 @@ SLACK_S = 1e-3
 class Order:
     """`preempts`: who goes first may take the place of who runs. `is_strict`: nobody passes a job that does not fit.
     `knows_durations`: it asks an oracle, so it serves for comparison only. `learns`: it goes by indices
-    learned from ended jobs.
+    learned from other jobs (`models.service`). `with_history`: itself, for the GPU-seconds of jobs that have ended.
 
     `next_change`: when it will rank differently though nothing happens, if that comes in jumps. `overdue`: who has
-    waited too long, so that nobody may pass them for good (`selection.selected`).
+    waited too long, of a cluster of so many GPUs, so that nobody may pass them for good (`selection.selected`).
+    `overdue_share`: the part of the cluster that may go to them at once (`aging`).
     """
 
     name: str
@@ -41,7 +43,9 @@ class Order:
     knows_durations: bool = False
     learns: bool = False
     next_change: Callable[[Facts, float], float] | None = None
-    overdue: Callable[[Facts], Flags] | None = None
+    overdue: Callable[[Facts, int], Flags] | None = None
+    overdue_share: float = 1.0
+    with_history: Callable[[History], Order] | None = None
 
 
 def ranked(order: Order, facts: Facts, now: float, capacity: Capacity) -> Integers:

@@ -5,6 +5,10 @@ all others of its priority (first in, first out by when the waits began), and on
 has run for `share` x that wait, so that an order that would rather run others does not stop it at once. Nobody who
 could not be stopped again starts past a gang that is overdue and does not fit yet (`selection.selected`).
 
+An order may keep most of the cluster for its own line (`Order.overdue_share`): then those whose wait began first go
+before all others until they fill that share, the first of them whatever it takes. More work than the cluster can do
+makes ever more jobs overdue; first in, first out for all of them would be the end of any better order.
+
 What that promises: from the moment a wait is too long, it lasts no longer than what is left of the jobs that are live
 then takes, one after the other; nobody of equal priority who comes later is ahead. A job waits so for at most
 max(after_s, factor x attained) plus that, and each wait earns it at least `share` of its length: with finite load
@@ -13,14 +17,18 @@ every job ends. Among priorities the higher one always goes first: that is the o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ganger_master.policies.facts import Capacity, Facts, Flags, Floats
+from ganger_master.policies.history import History
 from ganger_master.policies.order import SLACK_S, Order, next_change_s
+from ganger_master.policies.sorting import sorted_by
 
 WEEK_S = 7 * 86_400.0
 
@@ -38,15 +46,27 @@ class Aging:
         assert self.share > 0, self
 
     def keys(self, facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
-        overdue = self.overdue(facts)
+        overdue = self.overdue(facts, capacity.gpus)
         # To the millisecond: waits that began together are ties, however the sums were rounded.
-        waiting_since = np.round(now - facts.waited_s - facts.stretch_s - facts.waited_before_s, 3)
+        waiting_since = np.round(now - _since_began(facts), 3)
         # Who has its turn, then who should have, then everybody else.
         group = np.where(overdue, np.where(facts.is_running, 0, 1), 2)
         return (group, np.where(overdue, waiting_since, 0.0), *self.order.keys(facts, now, capacity))
 
-    def overdue(self, facts: Facts) -> Flags:
-        """Who waits too long, or has not had its turn for a wait that was."""
+    def overdue(self, facts: Facts, gpus: int) -> Flags:
+        """Of who waits too long, or has not had its turn for a wait that was, those who go first now."""
+        overdue = self._is_due(facts)
+        if self.order.overdue_share < 1 and overdue.any():
+            # By priority, then by when the waits began, whether they are over or not.
+            jobs = np.flatnonzero(overdue)
+            since = np.round(_since_began(facts)[jobs], 3)
+            jobs = jobs[sorted_by(-facts.priority[jobs], -since, facts.arrival_s[jobs], facts.number[jobs])]
+            within = np.cumsum(facts.gpus[jobs]) <= self.order.overdue_share * gpus
+            within[0] = True
+            overdue[jobs[~within]] = False
+        return overdue
+
+    def _is_due(self, facts: Facts) -> Flags:
         waited_s, limit_s = self._waits(facts)
         has_turn = ~facts.is_running | (facts.stretch_s + SLACK_S < self.share * waited_s)
         overdue: Flags = (waited_s + SLACK_S >= limit_s) & has_turn
@@ -55,7 +75,7 @@ class Aging:
     def next_change(self, facts: Facts, now: float) -> float:
         """When the first wait becomes too long, the first turn ends, or the order below changes."""
         waited_s, limit_s = self._waits(facts)
-        overdue = self.overdue(facts)
+        overdue = self._is_due(facts)
         until_overdue = (limit_s - waited_s)[~facts.is_running & ~overdue]
         until_end = (self.share * waited_s - facts.stretch_s)[facts.is_running & overdue]
         soonest = min(float(until_overdue.min(initial=np.inf)), float(until_end.min(initial=np.inf)))
@@ -67,7 +87,25 @@ class Aging:
         return waited_s, np.maximum(self.after_s, self.factor * (facts.attained_s - facts.stretch_s))
 
 
+def _since_began(facts: Facts) -> Floats:
+    """Seconds since the present wait began, or the one before the present stretch."""
+    return facts.waited_s + facts.stretch_s + facts.waited_before_s
+
+
 def with_aging(order: Order, after_s: float = WEEK_S, factor: float = 1.0, share: float = 0.1) -> Order:
     """The order, with bounded waiting; named as before."""
     aging = Aging(order, after_s, factor, share)
-    return replace(order, keys=aging.keys, next_change=aging.next_change, overdue=aging.overdue)
+    renewed = order.with_history
+    return replace(
+        order,
+        keys=aging.keys,
+        next_change=aging.next_change,
+        overdue=aging.overdue,
+        with_history=None if renewed is None else partial(_with_history, renewed, after_s, factor, share),
+    )
+
+
+def _with_history(
+    renewed: Callable[[History], Order], after_s: float, factor: float, share: float, history: History
+) -> Order:
+    return with_aging(renewed(history), after_s, factor, share)

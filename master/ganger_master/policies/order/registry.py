@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from ganger_master.policies.history import NO_HISTORY, History
 from ganger_master.policies.order import Order
 from ganger_master.policies.order.drf import DRF
 from ganger_master.policies.order.edf import EDF
@@ -17,7 +18,7 @@ from ganger_master.policies.order.round_robin import ROUND_ROBIN
 from ganger_master.policies.order.srsf import SRSF
 from ganger_master.policies.order.srtf import SRTF
 from ganger_master.policies.order.tiresias import TIRESIAS
-from ganger_master.policies.order.tiresias_gittins import NO_HISTORY, History, tiresias_gittins
+from ganger_master.policies.order.tiresias_gittins import tiresias_gittins
 
 # Those that learn from ended jobs stand here as they are before the first.
 ORDERS = {
