@@ -174,8 +174,9 @@ class _Fitting:
         self._terms = terms
         self._starts: list[Change] = []
         self._stops: list[Change] = []
-        # Held in the room, or given back, though nothing happened yet; in this order.
-        self._done: list[tuple[bool, Claims]] = []
+        # Held in the room (None), or given back by nodes of these affinities, though nothing happened yet; in this
+        # order.
+        self._done: list[tuple[Claims, list[int] | None]] = []
         # Nodes where pieces are somebody's who leaves, or are kept for somebody.
         self._busy: set[str] = set()
         room.refresh()
@@ -230,11 +231,12 @@ class _Fitting:
     def undo(self) -> None:
         """The room is as it was."""
         while self._done:
-            taken, claims = self._done.pop()
-            if taken:
+            claims, affinities = self._done.pop()
+            if affinities is None:
                 self._room.give(claims)
-            else:
-                self._room.take(claims)
+                continue
+            for claim, affinity in zip(claims, affinities, strict=True):
+                self._room.take((claim,), affinity)
 
     def _hold(self, job: Job, avoid: frozenset[str], vain: set[GangShape]) -> Claims | None:
         """A place for a job, taken in the room; None where it finds none. `vain`: shapes that found none before."""
@@ -271,11 +273,14 @@ class _Fitting:
 
     def _take(self, claims: Claims) -> None:
         self._room.take(claims)
-        self._done.append((True, claims))
+        self._done.append((claims, None))
 
     def _give(self, claims: Claims) -> None:
-        self._room.give(claims)
-        self._done.append((False, claims))
+        view = self._room.view
+        there = tuple([claim for claim in claims if claim.node in view])
+        affinities = [view.affinity[view.slots[claim.node]] for claim in there]
+        self._room.give(there)
+        self._done.append((there, affinities))
 
 
 _ANYTHING = Want()
