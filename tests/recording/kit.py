@@ -76,6 +76,16 @@ def busy(cluster: Cluster, jobs: int, seconds: float = 10.0) -> None:
         cluster.run_for(dice.uniform(0.0, seconds))
 
 
+def busy_for(jobs: int, seconds: float) -> Callable[[Cluster], None]:
+    """The story of that many jobs, and of some time behind them."""
+
+    def tell(cluster: Cluster) -> None:
+        busy(cluster, jobs)
+        cluster.run_for(seconds)
+
+    return tell
+
+
 def recorded(directory: Path, cluster: Cluster, story: Callable[[Cluster], None], **options: bool) -> Recorded:
     """What the cluster's master decides while the story is told, by the production recorder."""
 

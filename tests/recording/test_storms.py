@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ganger_master.core.image import image_of
 from ganger_master.recording.lines import digest_of
-from recording.kit import busy, recorded, rerun_of, stormy
+from recording.kit import busy, busy_for, recorded, rerun_of, stormy
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -17,7 +17,7 @@ def test_a_storm_recorded_from_any_batch_on_replays_to_its_end(tmp_path: Path, s
     busy(cluster, dice.randint(0, 6))
     cluster.run_for(dice.uniform(0.0, 60.0))
     cluster.run_until(lambda: cluster.master.is_up, 60.0)
-    found = recorded(tmp_path, cluster, lambda cluster: (busy(cluster, 5), cluster.run_for(120.0))[0])
+    found = recorded(tmp_path, cluster, busy_for(5, 120.0))
     replayed = rerun_of(found.path)
     assert replayed.differences == []
     assert found.commands == len(replayed.decided) > 200

@@ -20,7 +20,7 @@ class ViewImage(Struct, frozen=True, gc=False):
     mode: Mode
     # By slot; None where a node has left.
     rows: tuple[NodeRow | None, ...]
-    # By slot: devices that may ever be free.
+    # By slot: devices that may ever be free; zero where a node has left.
     in_service: tuple[int, ...]
     # Slots for the nodes that come next, the last one first.
     vacant: tuple[int, ...]
@@ -38,7 +38,7 @@ def image_of_view(view: View) -> ViewImage:
         freed=view.freed,
         mode=view.mode,
         rows=tuple([view._row(slot) if name else None for slot, name in enumerate(view.nodes)]),
-        in_service=tuple(view._in_service),
+        in_service=tuple([mask if name else 0 for mask, name in zip(view._in_service, view.nodes, strict=True)]),
         vacant=tuple(view._vacant),
         places=tuple(view._place_codes),
         idle=None if view._idle is None else tuple(view._idle.free),

@@ -17,7 +17,7 @@ import click
 )
 @click.option("--policy", "-p", metavar="NAME", help="Say what this policy would have decided at the same instants.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def replay(file: Path, number: int | None, until: float | None, policy: str | None, as_json: bool) -> None:
+def replay(file: Path, number: int | None, until: float | None, policy: str | None, as_json: bool) -> int:
     """Decide once more what a master decided while it was recorded (`ganger record`), and compare.
 
     Ends with 1 where a decision differs, and says the first one that does.
@@ -85,5 +85,4 @@ def replay(file: Path, number: int | None, until: float | None, policy: str | No
                 for job, asking in sorted(tally.jobs.items())
             ]
             print_table(("JOB", "REQUESTS", "APPROVED", "LAST REFUSAL"), rows)
-    if differences:
-        sys.exit(Exit.JOB_FAILED)
+    return Exit.JOB_FAILED if differences else Exit.OK

@@ -117,7 +117,8 @@ class Story:
     def _situation(self, line: int, time: float, what: str, cause: str, state: State) -> Moment | None:
         job = state.jobs.get(self.number)
         if job is None:
-            return Moment(line, time, what, f"{cause}; there is no such job") if what == "end" else None
+            # It has ended, and so long ago that it is no longer kept.
+            return Moment(line, time, what, f"{cause}; it is gone") if self.moments else None
         found = explain(state, self.number, time)
         rank = state.queue_rank(self.number)
         gang = state.gangs.get(job.epoch)

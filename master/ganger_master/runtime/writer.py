@@ -30,7 +30,7 @@ from ganger_master.core.state import Changes, State, Turn
 from ganger_master.runtime import failpoints
 from ganger_master.runtime.committed import Committed, Publication
 from ganger_master.runtime.pace import Pace
-from ganger_master.runtime.recorder import Recording
+from ganger_master.runtime.recorder import Recorded, Recording
 from ganger_master.runtime.store_thread import StoreThread
 from ganger_master.runtime.turn_streams import TurnStreams
 from ganger_master.store.codec import Codec
@@ -124,6 +124,8 @@ class Writer:
         self._recording: Recording | None = None
         self._recording_next: Recording | None = None
         self._recording_ends = ""
+        # What comes of the last one.
+        self._recorded: asyncio.Future[Recorded] | None = None
         self.commits = 0
 
     async def start(self) -> None:
@@ -138,14 +140,12 @@ class Writer:
             await self._idle.wait()
             if not self._committing and self._open.is_touched:
                 self._seal()
-        recording = self._recording or self._recording_next
-        if recording is not None:
-            self.end_recording("the master stopped")
+        self.end_recording("the master stopped")
         self._is_ready = False
         if self._alarm is not None:
             self._alarm.cancel()
-        if recording is not None:
-            await asyncio.wait({recording.done}, timeout=_RECORDING_SECONDS)
+        if self._recorded is not None:
+            await asyncio.wait({self._recorded}, timeout=_RECORDING_SECONDS)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -200,7 +200,7 @@ class Writer:
             raise AlreadyRecording("a recording is being made already: wait until it has ended")
         if not self._is_ready:
             raise NotReady("the master is starting or stopping: try again")
-        self._recording_next = recording
+        self._recording_next, self._recorded = recording, recording.done
         if not self._open.is_touched:
             self._begin_or_end_recording(self._clock())
 

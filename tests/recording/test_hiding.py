@@ -1,0 +1,68 @@
+"""What is left out of a recording, and that no decision is different for it."""
+
+from __future__ import annotations
+
+from ganger.resources.values import Role, TaskShape
+from ganger_master.core.commands import OpenSession, SubmitJob
+from ganger_master.core.model import ConfigurationSet, JobSpec
+from ganger_master.core.submission import violations_of
+from ganger_master.recording.hiding import Hiding
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+ROLES = (Role("worker", 1, TaskShape(1)),)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+COMMANDS = st.lists(TEXT, min_size=1, max_size=4).map(tuple)
+ENVIRONMENTS = st.dictionaries(TEXT, TEXT, max_size=4)
+
+
+@given(COMMANDS, ENVIRONMENTS)
+@example(("run", "x" * 70_000), {})
+@example(("run", "é…🔒" * 8_000), {"A": "\0", "B=": "x"})
+@example(("run",), {"A": "x" * 262_143})
+@example(("run",), {"A": "x" * 262_144})
+def test_hidden_descriptions_are_accepted_and_refused_as_the_true_ones(
+    command: tuple[str, ...], environment: dict[str, str]
+) -> None:
+    spec = JobSpec(command, ROLES, environment=environment)
+    assert violations_of(Hiding(b"key").spec(spec)) == violations_of(spec)
+
+
+@given(COMMANDS, ENVIRONMENTS)
+def test_hidden_descriptions_are_the_same_if_the_true_ones_are(
+    command: tuple[str, ...], environment: dict[str, str]
+) -> None:
+    hiding = Hiding(b"key")
+    spec = JobSpec(command, ROLES, environment=environment)
+    assert hiding.spec(spec) == hiding.spec(JobSpec(command, ROLES, environment=dict(reversed(environment.items()))))
+    # One sign more makes them differ for certain.
+    changed = JobSpec((*command, "y"), ROLES, environment=environment)
+    assert hiding.spec(changed) != hiding.spec(spec)
+
+
+def test_two_values_that_differ_in_one_sign_look_different() -> None:
+    hiding = Hiding(b"key")
+    specs = [JobSpec(("run", "--word", f"{sign}-and-more"), ROLES, environment={"A": "same"}) for sign in "abcdefgh"]
+    assert len({repr(hiding.spec(spec)) for spec in specs}) == len(specs)
+
+
+def test_program_and_names_stay_and_words_go() -> None:
+    spec = JobSpec(("python", "--token=hunter2"), ROLES, environment={"TOKEN": "hunter2"})
+    hidden = Hiding(b"key").spec(spec)
+    assert hidden.command[0] == "python"
+    assert list(hidden.environment) == ["TOKEN"]
+    assert "hunter2" not in repr(hidden)
+    assert [len(word) for word in hidden.command] == [len(word) for word in spec.command]
+    assert Hiding(b"other").spec(spec) != hidden
+
+
+def test_tokens_are_hidden_even_from_who_asks_for_environments() -> None:
+    hiding = Hiding(b"key", with_environment=True)
+    opened = hiding.command(OpenSession("n1", "m", ConfigurationSet("c"), storage_token="secret-of-the-storage"))
+    assert isinstance(opened, OpenSession)
+    assert len(opened.storage_token) == len("secret-of-the-storage")
+    assert opened.storage_token != "secret-of-the-storage"
+    submitted = SubmitJob(JobSpec(("run", "x"), ROLES, environment={"A": "b"}), "uid")
+    assert hiding.command(submitted) == submitted
+    empty = OpenSession("n1", "m", ConfigurationSet("c"))
+    assert hiding.command(empty) == empty
