@@ -102,6 +102,13 @@ def test_who_holds_the_cores_that_are_wanted_is_stopped_though_its_devices_are_n
     assert drive.job(others).state is JobState.HOLDING
 
 
+def test_gangs_of_several_sizes_leave_one_node_for_a_large_one() -> None:
+    drive = Planned()
+    running = [drive.running(job_of(gpus)) for gpus in (2, 1, 1)]
+    drive.submit(replace(job_of(4), priority=1))
+    assert sorted(change.number for change in drive.found().changes) == running
+
+
 def test_nobody_is_stopped_who_could_not_come_back() -> None:
     drive = Planned()
     old = drive.running(job_of(4), seconds=50.0)
