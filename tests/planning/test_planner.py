@@ -127,8 +127,7 @@ def test_job_schedulers_are_told_that_it_is_nobodys_turn(tmp_path: Path) -> None
 
 def test_the_first_delta_is_everything_in_parts_and_the_next_ones_are_what_changed(tmp_path: Path) -> None:
     async def story(served: Served, node: Speaker) -> None:
-        for _ in range(450):
-            await served.submit(spec_of(1))
+        await asyncio.gather(*[served.submit(spec_of(1)) for _ in range(450)])
         await served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name="jobs/1"))
         live = Live(lambda: 0.0)
         stream = served.scheduling.WatchCluster(scheduling_pb2.WatchClusterRequest())
