@@ -10,9 +10,10 @@ from itertools import combinations
 import numpy as np
 import pytest
 from ganger_master.models.interference import UNKNOWN_DEVICE, Contention, Pressure, forecast, learn, shared_speeds
+from ganger_master.policies.introspect.failed import Failed
 from ganger_master.policies.introspect.packing import (
     Berth,
-    Failed,
+    Pair,
     Proposal,
     Resident,
     lesson,
@@ -209,7 +210,7 @@ def test_third_resident_must_make_more_of_the_gpu_than_the_two_did() -> None:
 def test_pair_that_failed_is_left_alone_for_longer_each_time() -> None:
     berths = [berth(1, 0.3, signature="a"), berth(2, 0.3, signature="b")]
     (proposal,) = proposals(berths, Failed(), 0.0)
-    failed = Failed().noted(proposal.pair, 0.0)
+    failed = Failed[Pair]().noted(proposal.pair, 0.0)
     # Other jobs of the same kinds are the same pair.
     again = [berth(3, 0.3, signature="b"), berth(4, 0.3, signature="a")]
     assert proposals(again, failed, 3599.0) == []
@@ -220,7 +221,7 @@ def test_pair_that_failed_is_left_alone_for_longer_each_time() -> None:
 
 
 def test_remembered_pairs_are_bounded() -> None:
-    failed = Failed({("P40", (str(n),)): (1, float(n)) for n in range(4096)})
+    failed: Failed[Pair] = Failed({("P40", (str(n),)): (1, float(n)) for n in range(4096)})
     failed = failed.noted(("P40", ("new",)), 1e6)
     assert len(failed.notes) == 4096
     assert ("P40", ("0",)) not in failed.notes

@@ -116,6 +116,8 @@ class Movables:
         wanted = np.clip(missing[self._slots] - self._before, 0, self._gpus)
         share = np.divide(wanted, self._gpus, out=np.zeros(len(wanted)), where=self._gpus > 0)
         size = len(missing)
+        if not self.gangs:
+            return np.where(missing > 0, np.inf, 0.0)
         cost = np.bincount(self._slots, share * self._prices, size)
         enough = np.bincount(self._slots, wanted, size) >= missing
         return np.where(enough, cost, np.inf)
@@ -130,18 +132,19 @@ def hole_for(
     most_moves: int = MOST_MOVES,
     most_cost: float = math.inf,
     avoid: Collection[str] = (),
+    stay: Collection[int] = (),
 ) -> Hole | None:
-    """The cheapest hole that costs less than `most_cost`, with as few moves as that allows; None where there is none.
+    """The cheapest hole that costs less than `most_cost`; None where there is none.
 
     `movables` are on the room's view. `most_cost`: what the gang is expected to lose by waiting, in GPU-seconds.
     `placement` is who finds places for those who go, and for the gang where it fits already; nobody is placed on nodes
-    to `avoid`. The room is left as it was.
+    to `avoid`, and who is to `stay` does. The room is left as it was.
     """
     closed = frozenset(avoid)
     claims = placement.place(room, shape, Want(math.inf, avoid=closed))
     if claims is not None:
         return Hole(claims)
-    search = _Search(room, movables, placement)
+    search = _Search(room, movables, placement, stay)
     found = None
     if shape.nodes <= 1:
         found = search.on_one_node(shape, closed, closed, most_cost, most_moves, _MOST_DEPTH)
@@ -174,13 +177,13 @@ def _wants(move: Move, other: Move) -> bool:
 
 
 class _Search:
-    def __init__(self, room: Room, movables: Movables, placement: Placement) -> None:
+    def __init__(self, room: Room, movables: Movables, placement: Placement, stay: Collection[int]) -> None:
         self._room = room
         self._movables = movables
         self._placement = placement
         self._trying = WhatIf(room)
-        # Who is on the way already.
-        self._busy: frozenset[int] = frozenset()
+        # Who stays, or is on the way already.
+        self._busy = frozenset(stay)
         self._looks = _MOST_LOOKS
 
     def on_one_node(

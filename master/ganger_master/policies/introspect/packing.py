@@ -10,7 +10,7 @@ were, and tried again after a while, for jobs change. Packs are watched as long 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Final, TypeAlias
 
@@ -23,6 +23,7 @@ from ganger_master.models.interference import (
     forecast,
     shared_speeds,
 )
+from ganger_master.policies.introspect.failed import Failed
 from ganger_master.policies.introspect.slicing import Seat
 from ganger_master.policies.introspect.trial import DOUBT, FIRST_WINDOWS, Judged, Rates, Verdict, judge, normalised
 
@@ -32,10 +33,6 @@ MARGIN: Final = 0.05
 LEAST_SPEED: Final = 0.6
 # Of each kind (size of gang, type of GPU) so many are looked at, those that use the least of their GPUs.
 _MOST_BERTHS: Final = 64
-# A pair that failed is tried again after an hour, then two, then four; so many pairs are remembered.
-_RETRY_S: Final = 3600.0
-_MOST_DOUBLINGS: Final = 8
-_MOST_PAIRS: Final = 4096
 
 # Type of GPU, and the signatures of all who would share it, in order.
 Pair: TypeAlias = tuple[str, tuple[str, ...]]
@@ -97,35 +94,13 @@ class Proposal:
         return (1.0 + MARGIN) * max(self.host.gain, self.guest.gain)
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Pairs that did not pay: how often, and until when they are left alone."""
-
-    notes: Mapping[Pair, tuple[int, float]] = field(default_factory=dict)
-
-    def noted(self, pair: Pair, now: float) -> Failed:
-        times = self.notes.get(pair, (0, 0.0))[0] + 1
-        until = now + _RETRY_S * 2.0 ** min(times - 1, _MOST_DOUBLINGS)
-        notes = {**self.notes, pair: (times, until)}
-        if len(notes) > _MOST_PAIRS:
-            del notes[min(notes, key=lambda known: (notes[known][1], known))]
-        return Failed(notes)
-
-    def forgotten(self, pair: Pair) -> Failed:
-        """It paid after all."""
-        return Failed({known: note for known, note in self.notes.items() if known != pair})
-
-    def holds(self, pair: Pair, now: float) -> bool:
-        return now < self.notes.get(pair, (0, float("-inf")))[1]
-
-
 def pair_of(*berths: Berth) -> Pair:
     return berths[0].device_type, tuple(sorted(one.signature for berth in berths for one in berth.residents))
 
 
 def proposals(
     berths: Collection[Berth],
-    failed: Failed,
+    failed: Failed[Pair],
     now: float,
     contention: Mapping[str, Contention] = {},
     most: int = 1,

@@ -1,0 +1,298 @@
+"""Which running gangs should move, and why: closer together, out of a pack, off a node, into fewer nodes.
+
+A move costs a pause; it is proposed where what it saves is expected to be more, and undone where the job was measured
+to go slower than before (`verdict`). How room is made for a gang that waits is `hole`'s to say. What moves at once is
+capped, so that networks and hosts are not full of jobs on their way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, TypeAlias
+
+from ganger.resources.fit import gang_level
+from ganger.resources.values import GangShape, Level
+from ganger.resources.view import View
+from msgspec.structs import replace
+
+from ganger_master.models.locality import LocalityModel
+from ganger_master.policies.introspect.failed import Failed
+from ganger_master.policies.introspect.hole import Hole, Movable, Movables, Move, hole_for
+from ganger_master.policies.introspect.trial import Judged, Rates, judge
+from ganger_master.policies.introspect.whatif import Claims, WhatIf
+from ganger_master.policies.place import Placement, Want
+from ganger_master.policies.place.best_fit import BEST_FIT
+from ganger_master.policies.room import Room
+
+# Gandiva (OSDI 2018, section 3.3): a node that is not idle is fragmented when three of its four GPUs are free.
+FRAGMENTED: Final = 0.75
+# Who lies badly gains this much at least, or it is noise.
+_LEAST_GAIN: Final = 0.05
+# A move that was not for speed may cost this much of it.
+_MOST_LOSS: Final = 0.05
+# A job is left alone for so long after a move.
+_REST_S: Final = 600.0
+
+
+class Why(Enum):
+    LOCALITY = "closer together"
+    HOLE = "room for a gang that waits"
+    UNPACK = "a GPU of its own"
+    DRAIN = "off the node"
+    DEFRAGMENT = "fewer nodes half empty"
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Moves that belong together, the gang's own last. `saves`: GPU-seconds, beyond what the moves cost."""
+
+    why: Why
+    moves: tuple[Move, ...]
+    saves: float = 0.0
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """That somebody leaves, or comes to."""
+        return frozenset(claim.node for move in self.moves for claim in (*move.gang.claims, *move.claims))
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A running gang with what its locality costs it. `remaining_s`: how long it is expected to run yet; as long as it
+    has run, if nobody knows."""
+
+    gang: Movable
+    locality: LocalityModel
+    remaining_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A pack: the sum of its residents' normalised rates, and those of them that may move."""
+
+    gain: float
+    residents: int
+    movable: tuple[Movable, ...]
+
+
+# A job, and the nodes where it was slow.
+Tried: TypeAlias = tuple[int, frozenset[str]]
+_NOTHING: Final[Failed[Tried]] = Failed()
+_NOBODY_ELSE: Final = Movables(View(), ())
+
+
+def movable(view: View, number: int, shape: GangShape, claims: Claims, pause_s: float) -> Movable:
+    """A gang that pays with a pause for a move, and goes nowhere where it would lie further apart than now."""
+    widest = min(shape.locality.widest, max(gang_level(view, claims), _of_one_node(shape)))
+    narrowed = replace(shape, locality=replace(shape.locality, widest=widest, wish=None))
+    return Movable(number, narrowed, claims, pause_s * shape.gpus)
+
+
+def verdict(why: Why, rates: Rates) -> Judged:
+    """Whether a moved job stays: where it was moved for its own sake, if it is faster; else if it is not slower."""
+    own_sake = why in (Why.LOCALITY, Why.UNPACK)
+    return judge([rates], 1.0 if own_sake else 1.0 - _MOST_LOSS)
+
+
+def closer(
+    room: Room,
+    gangs: Iterable[Spread],
+    *,
+    now: float = 0.0,
+    failed: Failed[Tried] = _NOTHING,
+    others: Movables | None = None,
+    placement: Placement = BEST_FIT,
+) -> list[Proposal]:
+    """Gangs that lie further apart than they should, who would save the most first: into what is free, or, with
+    `others`, by a hole that these make, if need be by a swap through host memory on a full cluster."""
+    found = []
+    trying = WhatIf(room)
+    for one in sorted(gangs, key=lambda one: (-_could_save(room.view, one), one.gang.number)):
+        if _could_save(room.view, one) <= one.gang.move_cost or one.gang.move_cost == math.inf:
+            continue
+        saves, hole = _better_place(trying, one, others, placement)
+        if saves > 0.0 and not failed.holds((one.gang.number, frozenset(claim.node for claim in hole.claims)), now):
+            found.append(Proposal(Why.LOCALITY, (*hole.moves, Move(one.gang, hole.claims)), saves))
+            # Places are still held by those who leave them; who goes into what they leave waits for another plan.
+            if not hole.moves and not _overlap(hole.claims, one.gang.claims):
+                trying.take(hole.claims)
+    trying.undo()
+    return sorted(found, key=lambda proposal: (-proposal.saves, proposal.moves[-1].number))
+
+
+def unpacked(room: Room, packs: Iterable[Packed], horizon_s: float, placement: Placement = BEST_FIT) -> list[Proposal]:
+    """Out of packs into GPUs that nobody wants: from that which loses the most by being one first, of its residents the
+    cheapest to move. `horizon_s`: how long the room is expected to last."""
+    found = []
+    trying = WhatIf(room)
+    for pack in sorted(packs, key=lambda pack: (pack.gain - pack.residents, [one.number for one in pack.movable])):
+        for one in sorted(pack.movable, key=lambda one: (one.move_cost, one.number)):
+            # The others go on at least as fast as all of them did, and this one by itself.
+            saves = (1.0 - pack.gain / pack.residents) * one.shape.gpus * horizon_s - one.move_cost
+            claims = placement.place(room, one.shape, Want(math.inf)) if saves > 0.0 else None
+            if claims is not None:
+                trying.take(claims)
+                found.append(Proposal(Why.UNPACK, (Move(one, claims),), saves))
+                break
+    trying.undo()
+    return found
+
+
+def drained(
+    room: Room, node: str, gangs: Iterable[Movable], others: Movables, placement: Placement = BEST_FIT
+) -> tuple[list[Proposal], list[int]]:
+    """Everybody off a node, the largest first, who is in the way elsewhere moved too; and the numbers of those who find
+    no room, or may not be moved."""
+    found, stuck = [], []
+    trying = WhatIf(room)
+    there = [gang for gang in gangs if any(claim.node == node for claim in gang.claims)]
+    on_the_way = {gang.number for gang in there}
+    for gang in sorted(there, key=lambda gang: (-gang.shape.gpus, gang.number)):
+        hole = None
+        if gang.move_cost < math.inf:
+            hole = hole_for(room, others, gang.shape, placement=placement, avoid=(node,), stay=on_the_way)
+        if hole is None:
+            stuck.append(gang.number)
+            continue
+        on_the_way.update(move.number for move in hole.moves)
+        for move in hole.moves:
+            trying.give(move.gang.claims)
+        for claims in (*(move.claims for move in hole.moves), hole.claims):
+            trying.take(claims)
+        found.append(Proposal(Why.DRAIN, (*hole.moves, Move(gang, hole.claims))))
+    trying.undo()
+    return found, stuck
+
+
+def defragmented(
+    room: Room,
+    gangs: Iterable[Movable],
+    *,
+    fragmented: float = FRAGMENTED,
+    most_moves: int = 16,
+    now: float = 0.0,
+    failed: Failed[Tried] = _NOTHING,
+) -> list[Proposal]:
+    """Gandiva's: of the nodes that are not idle and have the most free, gangs go to nodes that have no more free, until
+    none is fragmented or nobody finds such a place. The smallest first; a node that cannot be emptied is left alone."""
+    view = room.view
+    on: dict[str, list[Movable]] = {}
+    for gang in gangs:
+        if len(gang.claims) == 1 and gang.claims[0].device_mask and gang.move_cost < math.inf:
+            on.setdefault(gang.claims[0].node, []).append(gang)
+    for some in on.values():
+        some.sort(key=lambda gang: (gang.shape.gpus, gang.number))
+    found: list[Proposal] = []
+    trying = WhatIf(room)
+    done: set[str] = set()
+    while len(found) < most_moves:
+        sources = [name for name in on if on[name] and name not in done and _is_fragmented(view, name, fragmented)]
+        if not sources:
+            break
+        source = min(sources, key=lambda name: (-_free(view, name), name))
+        gang = on[source].pop(0)
+        # Where the least is left: if even there is more free than here, there is nothing to gain.
+        claims = BEST_FIT.place(room, gang.shape, Want(math.inf, avoid=frozenset({source})))
+        if (
+            claims is None
+            or max(_free(view, claim.node) for claim in claims) > _free(view, source)
+            or failed.holds((gang.number, frozenset(claim.node for claim in claims)), now)
+        ):
+            done.add(source)
+            continue
+        # It has left: nothing counts on its old place before it has.
+        trying.take(claims)
+        trying.give(gang.claims)
+        found.append(Proposal(Why.DEFRAGMENT, (Move(gang, claims),)))
+    trying.undo()
+    return found
+
+
+def capped(
+    proposals: Iterable[Proposal],
+    now: float,
+    moved_at: Mapping[int, float],
+    busy_nodes: Collection[str],
+    most: int,
+) -> list[Proposal]:
+    """Of these, in their order, what may begin now: at most so many moves, one on each node at a time, nobody who was
+    moved a moment ago."""
+    chosen: list[Proposal] = []
+    busy = set(busy_nodes)
+    left = most
+    for proposal in proposals:
+        rested = all(now >= moved_at.get(move.number, -math.inf) + _REST_S for move in proposal.moves)
+        if rested and len(proposal.moves) <= left and not busy & proposal.nodes:
+            chosen.append(proposal)
+            busy |= proposal.nodes
+            left -= len(proposal.moves)
+    return chosen
+
+
+def _better_place(trying: WhatIf, one: Spread, others: Movables | None, placement: Placement) -> tuple[float, Hole]:
+    """What saves the most, and what it saves beyond its cost: beside what it holds, so that it can move while it runs,
+    else with its own pieces, else where others go."""
+    room = trying.room
+    best = (0.0, Hole(()))
+    most = _could_save(room.view, one) - one.gang.move_cost
+    for level in range(Level.NVLINK, gang_level(room.view, one.gang.claims)):
+        locality = replace(one.gang.shape.locality, widest=Level(level), wish=None)
+        shape = replace(one.gang.shape, locality=locality)
+        claims = placement.place(room, shape, Want(math.inf))
+        hole = None if claims is None else Hole(claims)
+        if hole is None:
+            mark = trying.mark
+            trying.give(one.gang.claims)
+            gone = others if others is not None else _NOBODY_ELSE
+            hole = hole_for(room, gone, shape, placement=placement, most_cost=most, stay=(one.gang.number,))
+            trying.undo(mark)
+        if hole is not None:
+            saves = _saves(room.view, one, hole.claims) - one.gang.move_cost - hole.cost
+            if saves > best[0]:
+                best = (saves, hole)
+    return best
+
+
+def _could_save(view: View, one: Spread) -> float:
+    """GPU-seconds, were its GPUs as close as on any node."""
+    gpus = one.gang.shape.gpus
+    most = max((topology.devices for topology in view.topologies), default=1)
+    nodes = max(1, one.gang.shape.nodes, -(-gpus // max(1, most)))
+    best = one.locality.relative_speed(gpus, nodes, Level.NVLINK if nodes == 1 else Level.RACK)
+    return _saved(one, _speed(view, one, one.gang.claims), best)
+
+
+def _saves(view: View, one: Spread, claims: Claims) -> float:
+    return _saved(one, _speed(view, one, one.gang.claims), _speed(view, one, claims))
+
+
+def _saved(one: Spread, now: float, then: float) -> float:
+    return one.remaining_s * one.gang.shape.gpus * (1.0 - now / then) if then >= (1.0 + _LEAST_GAIN) * now else 0.0
+
+
+def _speed(view: View, one: Spread, claims: Claims) -> float:
+    """By its speed on one node at its best."""
+    with_devices = [claim for claim in claims if claim.device_mask]
+    return one.locality.relative_speed(one.gang.shape.gpus, len(with_devices), gang_level(view, claims))
+
+
+def _overlap(some: Claims, others: Claims) -> bool:
+    held = {claim.node: claim.device_mask for claim in others}
+    return any(claim.device_mask & held.get(claim.node, 0) for claim in some)
+
+
+def _of_one_node(shape: GangShape) -> Level:
+    """Within a node gangs may lie anywhere that they accept."""
+    return min(shape.locality.widest, Level.NODE)
+
+
+def _free(view: View, name: str) -> int:
+    return view.free[view.slots[name]].bit_count()
+
+
+def _is_fragmented(view: View, name: str, share: float) -> bool:
+    devices = view.topology(name).devices
+    return share * devices <= _free(view, name) < devices

@@ -1,0 +1,167 @@
+"""Growing onto idle GPUs and giving them back: who, how far, and at once. (2 s)"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from ganger.placement.claims import make_claim
+from ganger.resources.fit import fit
+from ganger.resources.values import Claim, GangShape, Level
+from ganger.resources.view import Mode, View
+from ganger_master.policies.introspect.elastic import IDLE_S, Elastic, Growth, grow, shrink, verdict
+from ganger_master.policies.introspect.trial import Rates, Verdict
+from ganger_master.policies.room import Room
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.clusters import cluster, gang, server
+
+SIZES = (1, 2, 3, 4)
+# ElasticFlow, A100, iterations per second with 1, 2 and 4 GPUs at one global batch.
+RESNET50 = {1: 1.84, 2: 3.45, 4: 6.19}
+BERT = {1: 6.0, 2: 8.6, 4: 10.4}
+
+
+def put(
+    view: View, number: int, node: int, gpus: int, rates: dict[int, float], **more: object
+) -> tuple[Elastic, Claim]:
+    claim = make_claim(view, node, gang(gpus), (gpus,), Mode.PACK)
+    assert claim is not None
+    view.take(claim, gpus)
+    sizes = tuple(sorted(rates))
+    return Elastic(number, sizes, ((claim.node, claim.device_mask),), rates, **more), claim  # type: ignore[arg-type]
+
+
+def test_job_grows_from_one_to_four_gpus_of_its_node_and_back_when_another_comes() -> None:
+    """Gandiva, figure 11."""
+    view = cluster(1)
+    job, _ = put(view, 1, 0, 1, dict(RESNET50))
+    found = grow([job], view, IDLE_S)
+    assert found is not None
+    assert (found.number, found.gpus) == (1, 2)
+    ((_, mask),) = found.seat
+    assert mask & job.seat[0][1] == job.seat[0][1]
+    grown, claim = put(cluster(1), 1, 0, 4, dict(RESNET50))
+    full = cluster(1)
+    full.take(claim, 4)
+    assert grow([grown], full, IDLE_S) is None
+    assert shrink([grown], Room(full), gang(1), {1: (claim,)}) == {1: 2}
+    assert shrink([grown], Room(full), gang(3, widest=Level.NODE), {1: (claim,)}) == {1: 1}
+    assert shrink([grown], Room(full), gang(4, widest=Level.NODE), {1: (claim,)}) == {}
+
+
+def test_nobody_grows_while_somebody_waits_or_before_gpus_have_been_idle() -> None:
+    view = cluster(1)
+    job, _ = put(view, 1, 0, 1, dict(RESNET50))
+    assert grow([job], view, IDLE_S - 1.0) is None
+    assert grow([job], view, IDLE_S, wanted_gpus=1) is None
+
+
+def test_who_gains_the_most_grows() -> None:
+    view = cluster(2)
+    good, _ = put(view, 2, 0, 1, dict(RESNET50))
+    poor, _ = put(view, 1, 1, 1, dict(BERT))
+    found = grow([poor, good], view, IDLE_S)
+    assert found is not None
+    assert found.number == 2
+
+
+def test_growth_stops_where_it_brings_too_little() -> None:
+    """BERT: a second GPU brings 0.72 of what it could, two more 0.6."""
+    view = cluster(1)
+    one, claim = put(view, 1, 0, 1, dict(BERT))
+    assert grow([one], view, IDLE_S) == Growth(1, 2, (("s0", 0b11),))
+    view.give(claim)
+    two, _ = put(view, 1, 0, 2, dict(BERT))
+    assert grow([two], view, IDLE_S) is None
+
+
+def test_unmeasured_sizes_are_foretold_and_undone_ones_not_tried_again() -> None:
+    view = cluster(1)
+    job, _ = put(view, 1, 0, 1, {1: 5.0})
+    job = replace(job, sizes=SIZES)
+    assert grow([job], view, IDLE_S) is not None
+    pessimist = replace(job, speed_up=lambda more, fewer: 1.0)
+    assert grow([pessimist], view, IDLE_S) is None
+    assert grow([replace(job, ceiling=2)], view, IDLE_S) is None
+
+
+def test_job_grows_over_nodes_only_if_it_may_and_beside_its_own_first() -> None:
+    view = cluster(2, server("2"))
+    job, _ = put(view, 1, 0, 1, {1: 1.0})
+    job = replace(job, sizes=(1, 3))
+    assert grow([job], view, IDLE_S) is None
+    found = grow([job], view, IDLE_S, one_node_only=False)
+    assert found is not None
+    assert [(name, mask.bit_count()) for name, mask in found.seat] == [("s0", 2), ("s1", 1)]
+
+
+def test_growth_is_kept_from_seven_tenths_of_linear_on() -> None:
+    random = np.random.default_rng(0)
+    before = tuple((10.0 + 0.3 * random.standard_normal(16)).tolist())
+    for speed_up, expected in ((1.9, Verdict.KEEP), (1.55, Verdict.KEEP), (1.3, Verdict.UNDO), (1.0, Verdict.UNDO)):
+        after = tuple((10.0 * speed_up + 0.3 * random.standard_normal(64)).tolist())
+        assert verdict(1, 2, Rates(before, after)).verdict is expected
+
+
+def test_those_shrink_whose_gpus_are_worth_the_least() -> None:
+    view = cluster(2)
+    good, good_claim = put(view, 1, 0, 4, dict(RESNET50))
+    poor, poor_claim = put(view, 2, 1, 4, dict(BERT))
+    claims = {1: (good_claim,), 2: (poor_claim,)}
+    assert shrink([good, poor], Room(view), gang(1), claims) == {2: 2}
+    assert shrink([good, poor], Room(view), gang(2), claims) == {2: 2}
+    assert shrink([good, poor], Room(view), gang(3, widest=Level.NODE), claims) == {2: 1}
+    assert shrink([good, poor], Room(view), gang(6, nodes=2), claims) == {1: 1, 2: 1}
+
+
+def test_nobody_shrinks_for_a_gang_that_fits_already() -> None:
+    view = cluster(2)
+    job, claim = put(view, 1, 0, 4, dict(RESNET50))
+    assert shrink([job], Room(view), gang(4), {1: (claim,)}) == {}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 4), st.lists(st.floats(0.3, 1.0), min_size=3, max_size=3)), min_size=1, max_size=4
+    ),
+    st.sampled_from([1, 2, 3]),
+)
+def test_what_is_given_back_makes_room_at_the_least_loss(some: list[tuple[int, list[float]]], needed: int) -> None:
+    """Against a look at all sizes of all jobs, one a node."""
+    view = cluster(len(some))
+    jobs, claims = [], {}
+    for node, (gpus, gains) in enumerate(some):
+        # Each further GPU brings less than the one before.
+        gains = [1.0, *sorted(gains, reverse=True)]
+        rates = {count: sum(gains[:count]) for count in range(1, gpus + 1)}
+        job, claim = put(view, node, node, gpus, rates)
+        jobs.append(job)
+        claims[node] = (claim,)
+    shape: GangShape = gang(needed, widest=Level.NODE)
+    free = [mask.bit_count() for mask in view.free]
+    found = shrink(jobs, Room(view), shape, claims)
+    if max(free) >= needed:
+        assert found == {}
+        return
+    losses = [job.rate(job.gpus) - job.rate(4 - needed) for job in jobs if job.gpus > 4 - needed >= 1]
+    if not losses:
+        assert found == {}
+        return
+    ((number, size),) = found.items()
+    assert jobs[number].rate(jobs[number].gpus) - jobs[number].rate(size) == pytest.approx(min(losses))
+    claim = claims[number][0]
+    view.give(claim)
+    left = make_claim(view, number, gang(size), (size,), Mode.PACK)
+    assert left is not None
+    view.take(left)
+    hole = make_claim(view, number, shape, (needed,), Mode.PACK)
+    assert hole is not None
+    assert fit(view, shape, (hole,)) == ()
+
+
+def test_job_must_say_what_it_measured_at_its_present_size() -> None:
+    with pytest.raises(ValueError, match="must name"):
+        Elastic(1, (1, 2), (("s0", 0b11),), {1: 1.0})

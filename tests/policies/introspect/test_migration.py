@@ -1,0 +1,250 @@
+"""Moves of running gangs: what they are for, what they save, how many at once. (3 s)"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from ganger.placement.claims import make_claim
+from ganger.resources.fit import fit, gang_level
+from ganger.resources.values import Claim, GangShape, Level, NodeRow
+from ganger.resources.view import Mode, View
+from ganger_master.models.locality import LocalityModel
+from ganger_master.policies.introspect.failed import Failed
+from ganger_master.policies.introspect.hole import Movable, Movables, Move, in_order
+from ganger_master.policies.introspect.migration import (
+    Packed,
+    Proposal,
+    Spread,
+    Why,
+    capped,
+    closer,
+    defragmented,
+    drained,
+    movable,
+    unpacked,
+    verdict,
+)
+from ganger_master.policies.introspect.trial import Rates, Verdict
+from ganger_master.policies.room import Room
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.clusters import cluster, gang, server
+from msgspec import structs
+
+# VGG16 and ResNet101 on four GPUs, nearly (Chronus): a third of the speed on four servers, and hardly any loss.
+SENSITIVE = LocalityModel(across=0.3, per_node=0.6, per_gpu=0.2, inside=0.1, beyond=0.1)
+INDIFFERENT = LocalityModel(across=0.02, per_node=0.0, per_gpu=0.0, inside=0.0, beyond=0.0)
+PAUSE_S = 2.0
+
+
+def rows(view: View) -> list[NodeRow]:
+    return [structs.replace(row, version=0) for row in view.rows()]
+
+
+def put(view: View, number: int, *on: tuple[int, int], shape: GangShape | None = None) -> Movable:
+    """A gang with so many devices on each of these nodes."""
+    gpus = sum(count for _, count in on)
+    shape = shape or gang(gpus)
+    claims: list[Claim] = []
+    for node, count in on:
+        claim = make_claim(view, node, gang(count), (count,), Mode.PACK)
+        assert claim is not None
+        view.take(claim, gpus)
+        claims.append(claim)
+    return movable(view, number, shape, tuple(claims), PAUSE_S)
+
+
+def spread(one: Movable, model: LocalityModel = SENSITIVE, remaining_s: float = 3600.0) -> Spread:
+    return Spread(one, model, remaining_s)
+
+
+def test_sensitive_gang_is_brought_together_when_a_node_is_free() -> None:
+    view = cluster(3)
+    one = put(view, 1, (0, 2), (1, 2))
+    before = rows(view)
+    (found,) = closer(Room(view), [spread(one)])
+    assert rows(view) == before
+    (move,) = found.moves
+    assert (found.why, move.number) == (Why.LOCALITY, 1)
+    assert {claim.node for claim in move.claims} == {"s2"}
+    lost = 1.0 - SENSITIVE.relative_speed(4, 2, Level.CLUSTER) / SENSITIVE.relative_speed(
+        4, 1, gang_level(view, move.claims)
+    )
+    assert found.saves == pytest.approx(3600.0 * 4 * lost - PAUSE_S * 4)
+
+
+def test_gang_to_which_it_makes_no_difference_stays_apart() -> None:
+    view = cluster(3)
+    assert closer(Room(view), [spread(put(view, 1, (0, 2), (1, 2)), INDIFFERENT)]) == []
+
+
+def test_gang_that_ends_soon_stays_apart() -> None:
+    view = cluster(3)
+    assert closer(Room(view), [spread(put(view, 1, (0, 2), (1, 2)), remaining_s=2.0)]) == []
+
+
+def test_who_saves_the_most_gets_the_only_place() -> None:
+    view = cluster(4)
+    one, other = put(view, 1, (0, 2), (1, 2)), put(view, 2, (0, 2), (1, 2))
+    put(view, 3, (2, 4))
+    (found,) = closer(Room(view), [spread(one), spread(other, remaining_s=7200.0)])
+    assert [move.number for move in found.moves] == [2]
+
+
+def test_gang_goes_into_its_own_place_and_what_is_free_beside_it() -> None:
+    view = cluster(2)
+    one = put(view, 1, (0, 2), (1, 2))
+    (found,) = closer(Room(view), [spread(one)])
+    ordered, parked = in_order(found.moves)
+    assert len({claim.node for claim in found.moves[-1].claims}) == 1
+    # It needs what it holds itself: parked in host memory first.
+    assert ordered == parked == found.moves
+
+
+def test_full_cluster_brings_a_gang_together_by_a_swap() -> None:
+    view = cluster(2)
+    one = put(view, 1, (0, 2), (1, 2))
+    others = [put(view, 2, (0, 1)), put(view, 3, (0, 1)), put(view, 4, (1, 2))]
+    assert view.free == [0, 0]
+    room = Room(view)
+    assert closer(room, [spread(one)]) == []
+    before = rows(view)
+    (found,) = closer(room, [spread(one)], others=Movables(view, [one, *others]))
+    assert rows(view) == before
+    assert sorted(move.number for move in found.moves) == [1, 2, 3]
+    ordered, parked = in_order(found.moves)
+    assert [move.number for move in parked] == [1]
+    for move in parked:
+        for claim in move.gang.claims:
+            view.give(claim)
+    for move in ordered:
+        assert fit(view, move.gang.shape, move.claims) == ()
+        for claim in move.claims:
+            view.take(claim)
+        if move not in parked:
+            for claim in move.gang.claims:
+                view.give(claim)
+
+
+def test_place_where_it_was_slow_is_not_tried_again_at_once() -> None:
+    view = cluster(3)
+    one = put(view, 1, (0, 2), (1, 2))
+    room = Room(view)
+    (found,) = closer(room, [spread(one)])
+    failed = Failed[tuple[int, frozenset[str]]]().noted((1, frozenset({"s2"})), 0.0)
+    assert closer(room, [spread(one)], now=10.0, failed=failed) == []
+    assert closer(room, [spread(one)], now=4000.0, failed=failed) == [found]
+
+
+def test_moved_gang_never_lies_further_apart_than_before() -> None:
+    view = cluster(4, per_rack=2)
+    one = put(view, 1, (0, 2), (1, 2))
+    assert one.shape.locality.widest is Level.RACK
+    alone = put(view, 2, (2, 2))
+    assert alone.shape.locality.widest is Level.NODE
+
+
+def test_pack_that_loses_the_most_is_taken_apart_first() -> None:
+    view = cluster(2, server("2"))
+    first, second, third = (put(view, number, (number // 2, 1)) for number in (0, 1, 2))
+    assert view.free == [0, 2]
+    packs = [Packed(1.9, 2, (first,)), Packed(1.2, 2, (second, third))]
+    (found,) = unpacked(Room(view), packs, 600.0)
+    assert (found.why, [move.number for move in found.moves]) == (Why.UNPACK, [1])
+    assert found.saves == pytest.approx(0.4 * 600.0 - PAUSE_S)
+    assert unpacked(Room(view), packs, 1.0) == []
+
+
+def test_drained_node_is_emptied_and_nobody_is_stopped() -> None:
+    view = cluster(3)
+    gangs = [put(view, 1, (0, 2)), put(view, 2, (0, 1)), put(view, 3, (1, 3)), put(view, 4, (2, 2))]
+    room = Room(view)
+    before = rows(view)
+    found, stuck = drained(room, "s0", gangs, Movables(view, gangs))
+    assert rows(view) == before
+    assert stuck == []
+    assert [[move.number for move in one.moves] for one in found] == [[1], [2]]
+    assert all("s0" not in {claim.node for move in one.moves for claim in move.claims} for one in found)
+
+
+def test_draining_moves_others_aside_and_says_who_finds_no_room() -> None:
+    view = cluster(3)
+    gangs = [put(view, 1, (0, 4), shape=gang(4, widest=Level.NODE)), put(view, 2, (1, 1)), put(view, 3, (2, 2))]
+    found, _ = drained(Room(view), "s0", gangs, Movables(view, gangs))
+    assert [[move.number for move in one.moves] for one in found] == [[2, 1]]
+    fixed = replace(gangs[1], move_cost=math.inf)
+    others = [gangs[0], fixed, replace(gangs[2], move_cost=math.inf)]
+    assert drained(Room(view), "s0", others, Movables(view, others)) == ([], [1])
+    unmovable = [replace(gangs[0], move_cost=math.inf), *gangs[1:]]
+    assert drained(Room(view), "s0", unmovable, Movables(view, unmovable)) == ([], [1])
+
+
+def test_nodes_with_three_of_four_free_are_emptied() -> None:
+    """Gandiva's threshold."""
+    view = cluster(4)
+    gangs = [put(view, 1, (0, 1)), put(view, 2, (1, 1)), put(view, 3, (2, 3)), put(view, 4, (3, 2))]
+    room = Room(view)
+    before = rows(view)
+    found = defragmented(room, gangs)
+    assert rows(view) == before
+    assert [(move.number, [c.node for c in move.claims]) for one in found for move in one.moves] == [
+        (1, ["s2"]),
+        (2, ["s3"]),
+    ]
+    assert all(one.why is Why.DEFRAGMENT for one in found)
+    failed = Failed[tuple[int, frozenset[str]]]().noted((1, frozenset({"s2"})), 0.0)
+    assert [one.moves[0].number for one in defragmented(room, gangs, failed=failed)] == [2]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.lists(st.sampled_from([1, 1, 2, 3]), max_size=3).filter(lambda s: sum(s) <= 4), max_size=7))
+def test_after_defragmenting_no_node_is_fragmented_whose_gangs_had_a_better_place(nodes: list[list[int]]) -> None:
+    view = cluster(max(1, len(nodes)))
+    gangs = [put(view, 10 * at + n, (at, size)) for at, some in enumerate(nodes) for n, size in enumerate(some)]
+    idle = sum(mask == 0b1111 for mask in view.free)
+    found = defragmented(Room(view), gangs)
+    at = {one.number: one.claims for one in gangs}
+    for proposal in found:
+        (move,) = proposal.moves
+        assert fit(view, move.gang.shape, move.claims) == ()
+        view.take(move.claims[0])
+        view.give(at[move.number][0])
+        at[move.number] = move.claims
+    assert sum(mask == 0b1111 for mask in view.free) >= idle
+    free = [mask.bit_count() for mask in view.free]
+    fragmented = [room for room in free if 3 <= room < 4]
+    # A node that is left with one gang of one device, as no other that is not idle has room for it.
+    assert len(fragmented) <= 1
+    assert not fragmented or not any(1 <= room < 3 for room in free)
+
+
+def test_moves_at_once_are_capped_and_nobody_is_moved_twice_in_a_row() -> None:
+    view = cluster(6)
+    gangs = [put(view, number, (number, 1)) for number in range(3)]
+    claims = [make_claim(view, node, gang(1), (1,), Mode.PACK) for node in (3, 3, 4)]
+    proposals = [
+        Proposal(Why.DEFRAGMENT, (Move(one, (claim,)),))
+        for one, claim in zip(gangs, claims, strict=True)
+        if claim is not None
+    ]
+
+    def moved(**limits: object) -> list[int]:
+        given = {"moved_at": {}, "busy_nodes": (), "most": 9, **limits}
+        return [one.moves[0].number for one in capped(proposals, 1000.0, **given)]  # type: ignore[arg-type]
+
+    # Two go to the same node.
+    assert moved() == [0, 2]
+    assert moved(most=1) == [0]
+    assert moved(busy_nodes=("s0",)) == [1, 2]
+    assert moved(moved_at={0: 900.0}) == [1, 2]
+    assert moved(moved_at={0: 400.0}) == [0, 2]
+
+
+def test_moved_job_stays_where_it_is_not_slower() -> None:
+    steady, same, slower, faster = (2.0,) * 8, (1.96, 2.0) * 4, (1.7, 1.72) * 4, (2.4, 2.5) * 4
+    assert verdict(Why.DEFRAGMENT, Rates(steady, same)).verdict is Verdict.KEEP
+    assert verdict(Why.DEFRAGMENT, Rates(steady, slower)).verdict is Verdict.UNDO
+    assert verdict(Why.LOCALITY, Rates(steady, same)).verdict is not Verdict.KEEP
+    assert verdict(Why.LOCALITY, Rates(steady, faster)).verdict is Verdict.KEEP
