@@ -113,6 +113,13 @@ MADE_UP: dict[str, tuple[Callable[[Row], Sequence[Row]], dict[str, float]]] = {
         of_tasks,
         {"makespan_gain": 0.5, "jct_gain": 0.0, "pass_makespan_gain": 0.0, "share_of_distributions": 0.0},
     ),
+    "B15": (
+        lambda part: [
+            {"tuning": tuning, "utilisation": good, "jct_s": 100.0 / good}
+            for tuning, good in (("bind", 0.5), ("predictor", 0.75))
+        ],
+        {"utilisation_gain": 0.5, "jct_gain": 1 / 3},
+    ),
     "B18": (of_policies("las2d", "round-robin", "fifo", "srtf"), {"jct_ratio": 1.0, "share_of_cells": 0.0}),
     "B19": (of_policies("ftf-oracle", "ftf", "las2d", "fifo"), {"max_rho": 60.0}),
 }

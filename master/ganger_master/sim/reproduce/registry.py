@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from ganger_master.sim.reproduce.closest_tier import CLOSEST_TIER
 from ganger_master.sim.reproduce.convergence import CONVERGENCE
+from ganger_master.sim.reproduce.cpu_poster import CPU_POSTER
 from ganger_master.sim.reproduce.experiment import Experiment
 from ganger_master.sim.reproduce.fairness import FAIRNESS
 from ganger_master.sim.reproduce.optimus_end_to_end import OPTIMUS_END_TO_END
@@ -35,6 +36,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         SYNERGY_LOAD,
         TUNE_BOUND,
         TETRIS_STUDY,
+        CPU_POSTER,
         CLOSEST_TIER,
         TIME_SLICING,
         FAIRNESS,
@@ -49,7 +51,6 @@ _NO_INTROSPECTION = "the decisions to slice, pack, move and grow are no policy y
 UNRUN: Mapping[str, str] = {
     "B7": _NO_INTROSPECTION,
     "B8": "a migration is measured live: `ganger bench move` has its figures; the simulator would repeat its own costs",
-    "B15": _NO_RATES,
     "B17": "approvals are measured live: `ganger bench verdicts` has the figures; a virtual clock tells no speed",
     "B20": _NO_ELASTIC,
 }

@@ -43,8 +43,16 @@ class RoundJobs:
         return len(self.seconds)
 
 
-def ends(jobs: RoundJobs, nodes: Nodes, order: Order, tuning: Tuning) -> Floats:
-    """When each job ended, in seconds. The tuning must place."""
+@dataclass(frozen=True, eq=False)
+class Ended:
+    """Of each job, in seconds: when it ended, and in which rounds it held its GPUs, all together."""
+
+    end_s: Floats
+    held_s: Floats
+
+
+def through_rounds(jobs: RoundJobs, nodes: Nodes, order: Order, tuning: Tuning) -> Ended:
+    """All jobs to their ends. The tuning must place."""
     left, end = jobs.seconds.copy(), np.full(len(jobs), np.inf)
     attained = np.zeros(len(jobs))
     before, speed = np.full(1, -1), np.zeros(1)
@@ -66,7 +74,12 @@ def ends(jobs: RoundJobs, nodes: Nodes, order: Order, tuning: Tuning) -> Floats:
             left[left < 1e-6] = 0.0
             end[of_round[left[of_round] == 0.0]] = now + ROUND_S
         now += ROUND_S
-    return end
+    return Ended(end, attained)
+
+
+def ends(jobs: RoundJobs, nodes: Nodes, order: Order, tuning: Tuning) -> Floats:
+    """When each job ended."""
+    return through_rounds(jobs, nodes, order, tuning).end_s
 
 
 def fill(run: Gangs, nodes: Nodes) -> Pieces:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ def run(
         for experiment in running
         for index, values in enumerate(experiment.parts(setting))
     ]
+    count = Counter(part.experiment.name for part in parts)
     rows: dict[str, dict[int, list[Row]]] = {experiment.name: {} for experiment in running}
     failed: dict[str, str] = {}
     with closing(each(parts, _measure, lambda part: (part.experiment, setting, part.values), workers)) as every:
@@ -62,6 +64,9 @@ def run(
                 failed.setdefault(name, f"{part}: {found.what}\n{found.details}".strip())
             else:
                 rows[name][part.index] = found
+                if len(rows[name]) == count[name]:
+                    # At once: a long run that is interrupted keeps what it has.
+                    _save(rows_to / f"{name}{kind}", _in_order(rows[name]))
             if progress is not None:
                 progress(done, len(parts))
     made = []
@@ -72,9 +77,7 @@ def run(
             if what:
                 result = Result(claim, failed=what, is_quick=setting.is_quick)
             else:
-                of_claim = [row for index in sorted(rows[claim.name]) for row in rows[claim.name][index]]
-                _save(rows_to / f"{claim.name}{kind}", of_claim)
-                result = _concluded(claim, experiments[claim.name], of_claim, setting)
+                result = _concluded(claim, experiments[claim.name], _in_order(rows[claim.name]), setting)
         made.append(result)
     return made
 
@@ -91,6 +94,11 @@ def _without_run(
         what = f"{names} not found: say where the published data are with --traces and --papers"
         return Result(claim, skipped=what, is_quick=setting.is_quick)
     return None
+
+
+def _in_order(rows: Mapping[int, Sequence[Row]]) -> list[Row]:
+    """As the parts are."""
+    return [row for index in sorted(rows) for row in rows[index]]
 
 
 def _concluded(claim: Claim, experiment: Experiment, rows: Sequence[Row], setting: Setting) -> Result:
