@@ -6,6 +6,7 @@ in a complete observed set.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,6 +37,8 @@ class _Followed:
     job: Job
     turn: int = 0
     is_training: bool = False
+    # When it will have finished, if nobody stops it.
+    finishes: float = math.inf
     is_told_to_stop: bool = False
 
 
@@ -94,8 +97,8 @@ class Nodes:
     def _trains(self, followed: _Followed) -> None:
         followed.is_training = True
         self._report(followed, ObservedPhase.RUNNING)
-        finishes = self._begins(followed.job.number, followed.gang)
-        self._at(finishes, followed, self._finished)
+        followed.finishes = self._begins(followed.job.number, followed.gang)
+        self._at(followed.finishes, followed, self._finished)
 
     def _obey(self, followed: _Followed, gang: Gang) -> None:
         """Other cores, or more or less memory, are there at once."""
@@ -103,6 +106,7 @@ class Nodes:
         if followed.is_training:
             finishes = self._changes(followed.job.number, gang)
             if finishes is not None:
+                followed.finishes = finishes
                 self._at(finishes, followed, self._finished)
             self._report(followed, ObservedPhase.RUNNING)
 
@@ -113,7 +117,9 @@ class Nodes:
         followed.is_told_to_stop = True
         keeps = followed.gang.intent is Intent.PARK or followed.gang.checkpoint_first
         takes = self._costs.suspend_s if keeps and followed.is_training else 0.0
-        self._later(takes, followed, self._stopped)
+        if followed.finishes > self._clock.now + takes:
+            self._later(takes, followed, self._stopped)
+        # Else it has finished before it has stopped.
 
     def _stopped(self, followed: _Followed) -> None:
         yields = followed.gang.intent is Intent.PARK

@@ -1,0 +1,86 @@
+"""Whatever the policy: nothing is over-committed, no gang is split, every job ends, and the same run comes out twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ganger_master.core.invariants import violations
+from ganger_master.policies import NAMES
+from ganger_master.sim.replay.options import Options, SwitchCosts
+from ganger_master.sim.replay.run import _Replay, simulate
+from ganger_master.sim.traces.servers import Servers, servers_from_flags
+from ganger_master.sim.traces.workload import Workload, workload
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+SERVERS = servers_from_flags(nodes=3, gpus_per_node=4, nodes_per_rack=2)
+POLICIES = (*NAMES, "las2d+best-fit", "srtf+tetris", "ganger+fgd", "fifo-backfill+locality", "fifo+first-fit")
+# Plans often, switching that takes a while: much is under way when something else happens.
+OPTIONS = Options(costs=SwitchCosts(start_s=2.0, suspend_s=1.5, resume_s=1.0), plan_every_s=20.0)
+
+ROWS = st.lists(
+    st.tuples(
+        st.integers(0, 150),
+        st.sampled_from([1, 1, 1, 2, 3, 4, 8, 12]),
+        st.integers(1, 120),
+        st.sampled_from(["ann", "bob"]),
+        st.sampled_from([0, 0, 1]),
+    ),
+    min_size=1,
+    max_size=10,
+)
+
+
+class Watched(_Replay):
+    """Looks at the whole state after every batch."""
+
+    def __init__(self, jobs: Workload, servers: Servers, policy: str, options: Options) -> None:
+        super().__init__(jobs, servers, policy, options, None)
+
+    def _finish(self) -> None:
+        super()._finish()
+        found = violations(self.state)
+        assert not found, found
+        for number in self.state.live:
+            gang = self.state.gangs.get(self.state.jobs[number].epoch)
+            # Whole, or not at all.
+            held = [piece.held is not None for piece in gang.pieces] if gang is not None else []
+            assert all(held) or not any(held) or gang is not None and any(piece.gone for piece in gang.pieces)
+
+
+@settings(max_examples=40, deadline=None)
+@given(policy=st.sampled_from(POLICIES), rows=ROWS)
+def test_every_job_ends_and_nothing_is_promised_twice(policy: str, rows: list[tuple[int, int, int, str, int]]) -> None:
+    replay = Watched(_jobs(rows), SERVERS, policy, OPTIONS)
+    replay.run()
+    outcomes = replay.ledger.outcomes()
+    assert outcomes.finished.all()
+    # What was served is what was asked for, and what switching took.
+    served = outcomes.service_s - outcomes.overhead_s
+    assert served == pytest.approx(outcomes.duration_s, abs=1e-3)
+    assert not replay.state.live
+    assert replay.state.free_devices == SERVERS.gpus
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_same_run_comes_out_the_same(policy: str) -> None:
+    dice = np.random.default_rng(5)
+    rows = [
+        (int(arrival), int(gpus), int(seconds), "ann" if user else "bob", 0)
+        for arrival, gpus, seconds, user in zip(
+            dice.integers(0, 700, 40),
+            dice.choice([1, 1, 2, 4, 8], 40),
+            dice.integers(1, 300, 40),
+            dice.integers(0, 2, 40),
+            strict=True,
+        )
+    ]
+    runs = [simulate(_jobs(order), SERVERS, policy, OPTIONS).outcomes for order in (rows, rows)]
+    assert np.array_equal(runs[0].end_s, runs[1].end_s)
+    assert np.array_equal(runs[0].first_start_s, runs[1].first_start_s)
+
+
+def _jobs(rows: list[tuple[int, int, int, str, int]]) -> Workload:
+    arrivals, gpus, durations, users, priorities = zip(*rows, strict=True)
+    names = [str(number) for number in range(len(rows))]
+    return workload(names, arrivals, gpus, durations, numbers={"priority": priorities}, labels={"user": users})
