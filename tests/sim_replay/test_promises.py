@@ -1,4 +1,4 @@
-"""Whatever the policy: nothing is over-committed, no gang is split, every job ends, and the same run comes out twice."""
+"""Whatever the policy: nothing is over-committed, no gang is split, every job ends, the same run comes out twice."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Watched(_Replay):
             gang = self.state.gangs.get(self.state.jobs[number].epoch)
             # Whole, or not at all.
             held = [piece.held is not None for piece in gang.pieces] if gang is not None else []
-            assert all(held) or not any(held) or gang is not None and any(piece.gone for piece in gang.pieces)
+            assert all(held) or not any(held) or (gang is not None and any(piece.gone for piece in gang.pieces))
 
 
 @settings(max_examples=40, deadline=None)
