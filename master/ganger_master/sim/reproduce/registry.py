@@ -43,14 +43,9 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     )
 }
 
-_NO_RATES = (
-    "jobs of the simulator run at one rate: rates by cores and memory, and the tune part in its loop, are missing"
-)
-_NO_ELASTIC = "gangs of the simulator have one size: rates by number of GPUs are missing"
-_NO_INTROSPECTION = "the decisions to slice, pack, move and grow are no policy yet"
 UNRUN: Mapping[str, str] = {
-    "B7": _NO_INTROSPECTION,
+    "B7": "gangs of the simulator have one size for life; growing and shrinking is to be shown with running jobs",
     "B8": "a migration is measured live: `ganger bench move` has its figures; the simulator would repeat its own costs",
     "B17": "approvals are measured live: `ganger bench verdicts` has the figures; a virtual clock tells no speed",
-    "B20": _NO_ELASTIC,
+    "B20": "gangs of the simulator have one size: rates by number of GPUs and batch, as Pollux has them, are missing",
 }
