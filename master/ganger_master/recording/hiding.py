@@ -6,8 +6,11 @@ same) is as it was. They are made with a key that is nowhere kept: nobody can tr
 
 from __future__ import annotations
 
+from base64 import urlsafe_b64encode
+from collections.abc import Iterator
 from dataclasses import replace as replace_fields
 from hashlib import blake2b
+from itertools import cycle, islice
 from typing import Final
 
 from msgspec.structs import replace
@@ -32,38 +35,42 @@ class Hiding:
             case SubmitJob():
                 return replace(command, spec=self.spec(command.spec))
             case OpenSession():
-                return replace(command, storage_token=self._word(command.storage_token))
+                return replace(command, storage_token=self._token(command.storage_token))
             case _:
                 return command
 
     def image(self, image: Image) -> Image:
         return replace(
             image,
-            settings=replace_fields(image.settings, storage_token=self._word(image.settings.storage_token)),
-            counters=replace(image.counters, storage_token=self._word(image.counters.storage_token)),
+            settings=replace_fields(image.settings, storage_token=self._token(image.settings.storage_token)),
+            counters=replace(image.counters, storage_token=self._token(image.counters.storage_token)),
             jobs=tuple([replace(job, spec=self.spec(job.spec)) for job in image.jobs]),
         )
 
     def spec(self, spec: JobSpec) -> JobSpec:
         if self._with_environment or not (spec.environment or len(spec.command) > 1):
             return spec
-        # So that no two descriptions that differ in one short word look the same.
-        salt = repr((spec.command, sorted(spec.environment.items())))
-        return replace(
-            spec,
-            command=(*spec.command[:1], *(self._word(word, salt) for word in spec.command[1:])),
-            environment={name: self._word(value, salt) for name, value in spec.environment.items()},
-        )
+        # Made of the whole description, so that no two that differ in one short word look the same.
+        signs = self._signs(repr((spec.command, sorted(spec.environment.items()))))
+        command = (*spec.command[:1], *(_hidden(word, signs) for word in spec.command[1:]))
+        # Two are the same in whatever order they name variables, and keep theirs.
+        hidden = {name: _hidden(word, signs) for name, word in sorted(spec.environment.items())}
+        return replace(spec, command=command, environment={name: hidden[name] for name in spec.environment})
 
-    def _word(self, word: str, salt: str = "") -> str:
-        if not word:
-            return word
-        text = f"{salt}\0{word}".encode(errors="surrogatepass")
-        digest = blake2b(text, key=self._key, digest_size=32).hexdigest()
-        hidden = (digest * (len(word) // len(digest) + 1))[: len(word)]
-        if word.isascii() and "\0" not in word:
-            return hidden
-        return "".join(map(_alike, word, hidden))
+    def _token(self, token: str) -> str:
+        return _hidden(token, self._signs(token))
+
+    def _signs(self, text: str) -> Iterator[str]:
+        """Without end, and as if drawn by lot; the same for the same text."""
+        digest = blake2b(text.encode(errors="surrogatepass"), key=self._key, digest_size=63).digest()
+        return cycle(urlsafe_b64encode(digest).decode())
+
+
+def _hidden(word: str, signs: Iterator[str]) -> str:
+    hidden = "".join(islice(signs, len(word)))
+    if word.isascii() and "\0" not in word:
+        return hidden
+    return "".join(map(_alike, word, hidden))
 
 
 def _alike(sign: str, hidden: str) -> str:

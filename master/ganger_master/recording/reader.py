@@ -14,6 +14,7 @@ from ganger_master.recording.lines import FORMAT, End, Header, Line, LineError, 
 
 # A line beyond this is none of ours: the largest holds the rows of a whole cluster.
 _LONGEST_LINE: Final = 1 << 30
+_AT_ONCE: Final = 1 << 20
 
 
 class RecordingUnreadable(Exception):  # noqa: N818  # it is the recording that is unreadable
@@ -23,8 +24,14 @@ class RecordingUnreadable(Exception):  # noqa: N818  # it is the recording that 
 def read_lines(path: Path) -> Iterator[Line]:
     """Header first, end last. RecordingUnreadable."""
     try:
-        with path.open("rb") as file, gzip.open(file) as lines:
-            yield from _lines(lines, path)  # type: ignore[arg-type]  # a GzipFile reads as a file does
+        with path.open("rb") as file:
+            # Its sum is at the end: what is damaged is found before anything is made of it.
+            with gzip.open(file) as packed:
+                while packed.read(_AT_ONCE):
+                    pass
+            file.seek(0)
+            with gzip.open(file) as lines:
+                yield from _lines(lines, path)  # type: ignore[arg-type]  # a GzipFile reads as a file does
     except gzip.BadGzipFile as error:
         raise RecordingUnreadable(f"{path} is no recording, or damaged: {error}") from error
     except EOFError as error:

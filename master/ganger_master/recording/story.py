@@ -94,7 +94,7 @@ class Story:
                 for row in effects.history:
                     if row.subject == f"jobs/{self.number}":
                         figures = " ".join(f"{name}={value}" for name, value in sorted(row.figures.items()))
-                        text = ", ".join(part for part in (row.message, figures, f"by {row.cause}") if part)
+                        text = ", ".join(part for part in (row.message, figures, f"by {row.cause.rstrip(':')}") if part)
                         self._add(Moment(number, row.time, row.kind, text))
                 for turn in turns:
                     if turn.number == self.number:
@@ -243,6 +243,8 @@ def _free_in_all(state: State) -> str:
 def _stands(state: State, job: Job, now: float) -> str:
     if state.is_waiting(job):
         return f"it waits for {max(0.0, now - job.pending_since):.0f} s, {len(state.waiting)} wait in all"
+    if job.state.is_final:
+        return f"it has ended: {job.state.value.lower()}"
     gang = state.gangs.get(job.epoch)
     return f"it is {job.state.value.lower()}" + (f", its gang {gang.phase.value.lower()}" if gang is not None else "")
 
