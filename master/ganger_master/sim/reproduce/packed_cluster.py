@@ -20,9 +20,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ganger_master.models.interference import UNKNOWN_DEVICE, Pressure, learn
+from ganger_master.policies.introspect.failed import Failed
 from ganger_master.policies.introspect.packing import (
     Berth,
-    Failed,
+    Pair,
     Proposal,
     Resident,
     lesson,
@@ -94,7 +95,7 @@ class _Cluster:
         self._durations = synthetic(_GPUS * 40, 1.0, seed, SINGLE_GPU).duration_s
         self._jobs: list[_Job] = []
         self._gpus: list[list[int]] = [[self._next()] for _ in range(_GPUS)]
-        self._failed = Failed()
+        self._failed: Failed[Pair] = Failed()
         self._contention = {"gpu": UNKNOWN_DEVICE}
 
     def run(self) -> Row:
