@@ -79,6 +79,9 @@ async def submit_some(writer: Writer, count: int = 20) -> None:
 def test_what_was_decided_is_decided_again_and_secrets_are_kept_only_if_asked_for(
     tmp_path: Path, with_environment: bool
 ) -> None:
+    # What a master left that was killed while it recorded.
+    (tmp_path / "captures").mkdir(0o700)
+    (tmp_path / "captures" / "old.jsonl.gz.partial").touch()
     found = told(tmp_path / "captures", submit_some, with_environment=with_environment)
     replayed = rerun_of(found.path)
     assert replayed.differences == []

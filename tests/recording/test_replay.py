@@ -9,11 +9,19 @@ from typing import Any
 
 import pytest
 from ganger.cli.main import run
+from ganger.resources.values import Role, TaskShape
+from ganger_master.core import machine
 from ganger_master.core.answers import Approved, Rejected
-from ganger_master.core.commands import RequestGang
+from ganger_master.core.commands import Command, Line, ProposePlan, RequestGang, SubmitJob
+from ganger_master.core.image import image_of
+from ganger_master.core.model import JobSpec
+from ganger_master.core.settings import Settings
+from ganger_master.core.state import State
+from ganger_master.recording.lines import FORMAT, BatchLine, CommandLine, Header, raw, state_lines
 from ganger_master.recording.otherwise import Otherwise
 from ganger_master.recording.reader import read_lines
-from ganger_master.recording.rerun import Rerun
+from ganger_master.recording.rerun import Differs, Rerun
+from ganger_master.recording.story import Story
 from recording.kit import busy, busy_for, recorded, rerun_of, stormy
 
 
@@ -63,7 +71,8 @@ def test_every_request_of_a_job_is_told_with_its_verdict_and_what_was_free(
     assert document["differences"] == 0
     assert document["jobs"][str(number)]["requests"] == len(requests)
     assert run(["replay", str(file), "--job", str(number)]) == 0
-    text = capsys.readouterr().out
+    text, notes = capsys.readouterr()
+    assert "recorded by ganger test, replayed by" in notes
     assert "every decision is as recorded" in text
     assert text.count("request (place") == len(requests)
 
@@ -124,6 +133,32 @@ def test_a_planner_is_asked_for_its_plans_and_leaves_the_replay_as_it_was(
     assert any(plan["stops"] for plan in planned)
     assert any(plan["starts"] for plan in planned)
     assert document["differences"] == 0
+
+
+def test_a_job_that_a_planner_lets_wait_is_told_its_place_when_that_changes() -> None:
+    spec = JobSpec(("true",), (Role("worker", 1, TaskShape(1)),))
+    state, story = State(Settings(policy="las"), 1_000.0), Story(2)
+    lines = [Header(FORMAT, "test", 1_000.0, "las"), *state_lines(image_of(state), 1_000.0, "it began")]
+    lines += [line for number in (1, 2, 3) for line in step_lines(state, SubmitJob(spec, f"uid-{number}"))]
+    for numbers in ((1, 2, 3), (1, 2, 3), (3, 2, 1), (2, 1), (1, 3)):
+        lines += step_lines(state, ProposePlan((), line=Line(numbers, "las")))
+    rerun = Rerun(lines)
+    for happening in rerun:
+        assert not isinstance(happening, Differs)
+        story.tell(happening, rerun.state)
+    assert [(moment.what, moment.rank) for moment in story.moments if moment.what != "job_submitted"] == [
+        ("submit", 0),
+        ("ranked", 2),
+        ("ranked", 1),
+    ]
+
+
+def step_lines(state: State, command: Command) -> list[Any]:
+    """A command as a batch of its own, recorded."""
+    step = machine.step(state, command, 1_000.0)
+    state.take_changes()
+    kinds = tuple(type(event).__name__ for event in step.events)
+    return [CommandLine(1_000.0, *raw(command), *raw(step.answer), kinds), BatchLine(1_000.0, step.effects)]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import click
@@ -43,6 +44,10 @@ def replay(file: Path, number: int | None, until: float | None, policy: str | No
     try:
         rerun = Rerun(read_lines(file))
         began = last = rerun.header.began
+        if rerun.header.ganger != (own := _own_version()):
+            print(
+                f"recorded by ganger {rerun.header.ganger}, replayed by {own}: it may decide otherwise", file=sys.stderr
+            )
         for happening in rerun:
             if until is not None and happening.time > began + until:
                 reason = f"as far as {until:g} s"
@@ -86,3 +91,10 @@ def replay(file: Path, number: int | None, until: float | None, policy: str | No
             ]
             print_table(("JOB", "REQUESTS", "APPROVED", "LAST REFUSAL"), rows)
     return Exit.JOB_FAILED if differences else Exit.OK
+
+
+def _own_version() -> str:
+    try:
+        return version("ganger")
+    except PackageNotFoundError:
+        return "0"

@@ -79,6 +79,8 @@ class Story:
         self.number = number
         self.moments: list[Moment] = []
         self._before: Moment | None = None
+        # In the planner's line, as it was last told.
+        self._told_rank = 0
 
     def tell(self, happening: Happening, state: State | None) -> None:
         if state is None:
@@ -142,7 +144,7 @@ class Story:
             case commands.ProposePlan():
                 change = next((one for one in command.changes if one.number == number), None)
                 if change is None:
-                    return None
+                    return self._ranked(line, time, command, state)
                 text = f"the {command.proposer} proposes to {change.kind.lower()} it, {_free_in_all(state)}"
                 places = (_places(change.claims),) if change.claims else ()
                 free = _free_on(state, number, [change.claims])
@@ -156,9 +158,23 @@ class Story:
             case _:
                 return None
 
+    def _ranked(self, line: int, time: float, command: commands.ProposePlan, state: State) -> Moment | None:
+        """A plan without the job, that says where in the line it stands: told when that is another place."""
+        if command.line is None or self.number not in command.line.numbers:
+            return None
+        rank = command.line.numbers.index(self.number) + 1
+        if rank == self._told_rank:
+            return None
+        self._told_rank = rank
+        text = f"the {command.proposer} lets it wait, {len(command.line.numbers)} wait in all, {_free_in_all(state)}"
+        return Moment(line, time, "ranked", text, rank=rank)
+
     def _decided(self, command: Command, answer: Answer) -> None:
         moment, self._before = self._before, None
         if moment is None or (isinstance(command, commands.SubmitJob) and answer != JobAnswer(self.number)):
+            return
+        if moment.what == "ranked":
+            self._add(moment)
             return
         verdict, whys = verdict_of(answer, self.number)
         if isinstance(command, commands.RequestGang) and not command.candidates and verdict == "refused":
