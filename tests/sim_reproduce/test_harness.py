@@ -58,7 +58,9 @@ def test_what_was_run_is_judged_and_its_rows_are_kept(tmp_path: Path) -> None:
 def test_saved_rows_conclude_the_same_and_are_not_measured_again(tmp_path: Path) -> None:
     results(tmp_path, fakes.GOOD)
     again = Experiment("good", fakes.by_seed, fakes.fails, fakes.mean_figure)
-    assert as_json(results(tmp_path, again, is_saved=True)["good"])["ours"] == {"figure": 4.0}
+    found = results(tmp_path, again, fakes.DIES, is_saved=True)
+    assert as_json(found["good"])["ours"] == {"figure": 4.0}
+    assert "there is no dies.jsonl" in as_json(found["dies"])["skipped"]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_table_and_page_say_what_was_left_out() -> None:
     ]
     assert as_cells(made[0]) == ("ran", "a claim", "yes", "no", "figure 3", "figure 3.5", "one 0.50", "")
     assert as_cells(made[1])[2:4] == ("skipped", "skipped")
-    page = document(made, "ganger reproduce --all", "2026-01-01", 60.0)
+    page = document(made, "ganger reproduce --all", "2026-01-01")
     assert "of 2 claims 1 were run" in page
     assert all(line.replace("\\|", "").count("|") == len(HEADINGS) + 1 for line in page.splitlines() if line[:1] == "|")
 

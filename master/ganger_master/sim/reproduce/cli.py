@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import sys
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ _ROWS = Path("build/reproduce")
 @click.option("--rows", type=click.Path(path_type=Path), default=_ROWS, metavar="DIR", show_default=True,
     help="Where raw rows go, one file for each claim.",
 )  # fmt: skip
-@click.option("--saved", is_flag=True, help="Conclude from rows saved before where there are any; measure the rest.")
+@click.option("--saved", is_flag=True, help="Measure nothing: conclude from rows saved before.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 @click.option("--document", type=click.Path(path_type=Path), metavar="FILE", help="Write a page of documentation.")
 @click.option("--progress/--no-progress", default=None, help="Say how far it is; default: on a terminal.")
@@ -80,7 +79,6 @@ def reproduce(
         return
     if is_all == bool(only):
         raise click.UsageError("say what to run: --all, or --only NAME")
-    began = time.monotonic()
     with Meter("reproduce", progress, "parts") as meter:
         found = run(
             list(known.values()) if is_all else [known[name] for name in dict.fromkeys(only)],
@@ -99,7 +97,7 @@ def reproduce(
     if document is not None:
         command = shlex.join(["ganger", *sys.argv[1:]])
         date = datetime.now(UTC).date().isoformat()
-        document.write_text(results.document(found, command, date, time.monotonic() - began), encoding="utf-8")
+        document.write_text(results.document(found, command, date), encoding="utf-8")
     failed = [result for result in found if result.failed]
     if failed:
         for result in failed:

@@ -31,8 +31,8 @@ $ {command}
 offered by what the cluster can do. Raw rows are in `build/reproduce/NAME.jsonl`. Nothing is fitted to make a claim
 hold.
 
-{date}, {minutes} min on {machine}: of {claims} claims {run} were run, {hold} hold, {beaten} are beaten. This page is
-what `--document` wrote.
+{date}, {machine}: of {claims} claims {run} were run, {hold} of them hold, {beaten} are beaten. This page is what
+`--document` wrote.
 """
 HEADINGS = ("name", "claim", "holds", "beats", "paper", "ours", "load", "why")
 
@@ -103,14 +103,13 @@ def as_cells(result: Result) -> tuple[str, ...]:
     )
 
 
-def document(results: Sequence[Result], command: str, date: str, seconds: float) -> str:
+def document(results: Sequence[Result], command: str, date: str) -> str:
     """docs/reproduce.md: what the last full run found."""
     rows = ["| " + " | ".join(map(_cell, as_cells(result))) + " |" for result in results]
     ran = [result for result in results if result.found is not None]
     text = _PAGE.format(
         command=command,
         date=date,
-        minutes=f"{seconds / 60:.0f}",
         machine=_machine(),
         claims=len(results),
         run=len(ran),

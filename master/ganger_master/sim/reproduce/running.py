@@ -40,22 +40,42 @@ def run(
 ) -> list[Result]:
     """One result for each claim, in order; every claim has an experiment, or a reason in `unrun`. Rows go to
     `rows_to`/NAME.jsonl, or NAME.quick.jsonl. `progress` gets how many parts are done, of how many. `is_saved`: nothing
-    is measured where that file is there already."""
-    results = {claim.name: _without_run(claim, experiments, unrun, setting) for claim in chosen}
+    is measured, only concluded from what these files hold."""
     kind = ".quick.jsonl" if setting.is_quick else ".jsonl"
-    saved = {name: rows_to / f"{name}{kind}" for name, result in results.items() if is_saved and result is None}
+    results: dict[str, Result] = {}
+    files = {claim.name: rows_to / f"{claim.name}{kind}" for claim in chosen}
     for claim in chosen:
-        if claim.name in saved and saved[claim.name].is_file():
-            rows_there = [json.loads(line) for line in saved[claim.name].read_text(encoding="utf-8").splitlines()]
-            results[claim.name] = _concluded(claim, experiments[claim.name], rows_there, setting)
-    running = [experiments[claim.name] for claim in chosen if results[claim.name] is None]
+        result = _without_run(claim, experiments, unrun, setting)
+        if result is None and is_saved:
+            result = _from_saved(claim, experiments[claim.name], files[claim.name], setting)
+        if result is not None:
+            results[claim.name] = result
+    running = {claim.name: experiments[claim.name] for claim in chosen if claim.name not in results}
+    rows, failed = _measured(running, setting, files, workers, progress)
+    for claim in chosen:
+        if claim.name in failed:
+            results[claim.name] = Result(claim, failed=failed[claim.name], is_quick=setting.is_quick)
+        elif claim.name in rows:
+            results[claim.name] = _concluded(claim, experiments[claim.name], rows[claim.name], setting)
+    return [results[claim.name] for claim in chosen]
+
+
+def _measured(
+    experiments: Mapping[str, Experiment],
+    setting: Setting,
+    files: Mapping[str, Path],
+    workers: int,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[dict[str, list[Row]], dict[str, str]]:
+    """All rows by experiment, saved as soon as they are complete, and what went wrong with the others."""
     parts = [
         _Part(experiment, index, values)
-        for experiment in running
+        for experiment in experiments.values()
         for index, values in enumerate(experiment.parts(setting))
     ]
-    count = Counter(part.experiment.name for part in parts)
-    rows: dict[str, dict[int, list[Row]]] = {experiment.name: {} for experiment in running}
+    missing = Counter(part.experiment.name for part in parts)
+    by_part: dict[str, dict[int, list[Row]]] = {name: {} for name in experiments}
+    rows: dict[str, list[Row]] = {}
     failed: dict[str, str] = {}
     with closing(each(parts, _measure, lambda part: (part.experiment, setting, part.values), workers)) as every:
         for done, (part, found) in enumerate(every, 1):
@@ -63,23 +83,14 @@ def run(
             if isinstance(found, Failed):
                 failed.setdefault(name, f"{part}: {found.what}\n{found.details}".strip())
             else:
-                rows[name][part.index] = found
-                if len(rows[name]) == count[name]:
-                    # At once: a long run that is interrupted keeps what it has.
-                    _save(rows_to / f"{name}{kind}", _in_order(rows[name]))
+                by_part[name][part.index] = found
+                missing[name] -= 1
+            if not missing[name] and name not in rows:
+                rows[name] = [row for index in sorted(by_part[name]) for row in by_part[name][index]]
+                _save(files[name], rows[name])
             if progress is not None:
                 progress(done, len(parts))
-    made = []
-    for claim in chosen:
-        result = results[claim.name]
-        if result is None:
-            what = failed.get(claim.name, "")
-            if what:
-                result = Result(claim, failed=what, is_quick=setting.is_quick)
-            else:
-                result = _concluded(claim, experiments[claim.name], _in_order(rows[claim.name]), setting)
-        made.append(result)
-    return made
+    return rows, failed
 
 
 def _without_run(
@@ -96,9 +107,11 @@ def _without_run(
     return None
 
 
-def _in_order(rows: Mapping[int, Sequence[Row]]) -> list[Row]:
-    """As the parts are."""
-    return [row for index in sorted(rows) for row in rows[index]]
+def _from_saved(claim: Claim, experiment: Experiment, path: Path, setting: Setting) -> Result:
+    if not path.is_file():
+        return Result(claim, skipped=f"not measured yet: there is no {path.name}", is_quick=setting.is_quick)
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return _concluded(claim, experiment, rows, setting)
 
 
 def _concluded(claim: Claim, experiment: Experiment, rows: Sequence[Row], setting: Setting) -> Result:
