@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from ganger.resources.reasons import Reason
 from ganger.resources.view import View
 from ganger.resources.view_image import ViewImage, image_of_view, view_of_image
+from ganger_master.core.explain import explain
 from ganger_master.core.image import Image, image_of, state_of
 from ganger_master.core.settings import Settings
 from ganger_master.core.state import State
@@ -39,6 +41,17 @@ def test_a_state_made_again_has_all_that_was_derived() -> None:
         name: one.gangs for name, one in before.desired.items()
     }
     assert not after.take_changes()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_to_ask_why_a_job_waits_leaves_the_state_as_it_was(seed: int) -> None:
+    cluster = stormy(seed, "fifo-backfill", is_calm=True)
+    for _ in range(12):
+        busy(cluster, 1)
+        before = image_of(cluster.state)
+        for number in cluster.state.live:
+            explain(cluster.state, number, cluster.engine.now + 30.0)
+        assert image_of(cluster.state) == before
 
 
 def test_reasons_are_stored_under_their_names() -> None:

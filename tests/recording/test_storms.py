@@ -24,3 +24,11 @@ def test_a_storm_recorded_from_any_batch_on_replays_to_its_end(tmp_path: Path, s
     if cluster.master.is_up:
         assert replayed.rerun.state is not None
         assert len(digest_of(image_of(replayed.rerun.state))) == 32
+
+
+def test_a_master_that_is_recorded_decides_as_it_would_have(tmp_path: Path) -> None:
+    one, other = stormy(4, "fifo-backfill"), stormy(4, "fifo-backfill")
+    recorded(tmp_path, one, busy_for(6, 60.0))
+    busy_for(6, 60.0)(other)
+    assert one.master.history == other.master.history
+    assert one.master.durable == other.master.durable

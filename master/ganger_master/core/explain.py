@@ -26,12 +26,12 @@ class Explanation(Struct, frozen=True, gc=False):
 
 def explain(state: State, number: int, now: float) -> Explanation:
     """KeyError for an unknown job. No decision is different for it having been asked."""
-    kept = state.kept
+    kept, blocked = state.kept, state.blocked
     try:
         return _explain(state, state.jobs[number], now)
     finally:
-        # A place found for this answer must not be what is kept for the next request.
-        state.kept = kept
+        # A place found for this answer must not be what is kept for the next request; and the state is as it was.
+        state.kept, state.blocked = kept, blocked
 
 
 def _explain(state: State, job: Job, now: float) -> Explanation:
