@@ -55,6 +55,19 @@ def test_a_gang_on_two_nodes_stops_at_one_step_and_goes_on() -> None:
     run(story)
 
 
+def test_a_gang_whose_leader_never_says_where_ranks_meet_stops_when_it_is_told_to() -> None:
+    async def story(made: Cluster) -> None:
+        await asyncio.gather(made.daemon("n1"), made.daemon("n2"))
+        # n1 leads, and has not heard of it, or has forgotten it.
+        gang = made.gang({"n1": [0], "n2": [1]}, "n2", uid=str(uuid.uuid4()))
+        await made.master.want("n2", gang)
+        await made.master.until("n2", 1, in_phase(Observed.PHASE_STARTING))
+        await made.master.want("n2", with_changes(gang, 2, intent=Intents.INTENT_STOP))
+        await made.master.until("n2", 1, in_phase(Observed.PHASE_ENDED))
+
+    run(story)
+
+
 def test_a_checkpoint_of_a_gang_on_two_nodes_is_published_once_all_shards_are_there() -> None:
     async def story(made: Cluster) -> None:
         await asyncio.gather(made.daemon("n1"), made.daemon("n2"))

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from ganger.injob.pages import page_path
 from ganger_daemon.cgroups.contract import Variant
 from ganger_daemon.control.orders import page_order, write_details
 from ganger_daemon.control.pages import ControlPages
-from ganger_daemon.core.orders import Wanted
+from ganger_daemon.core.orders import Intent, Wanted
 from ganger_daemon.files import make_directory, read_json, remove_tree, sync_file, write_json
 from ganger_daemon.host import Host
 from ganger_daemon.transfer.arrival import Leg
@@ -56,6 +56,8 @@ log = logging.getLogger(__name__)
 # What was killed is gone within milliseconds, but for one that hangs in a driver.
 _STRAYS_SECONDS = 5.0
 _STRAYS_LOOK_SECONDS = 0.01
+# Between looks whether a gang that waits for its leader is wanted still.
+_STOP_LOOK_SECONDS = 0.2
 
 
 class Launching:
@@ -296,8 +298,7 @@ class Launching:
             return Rendezvous(host, free_port(host), store=False)
         if not self._part.leads:
             leader = desired.members[0]
-            found = await self._peers.rendezvous(leader.peer_address, desired.job_uid, desired.epoch)
-            return Rendezvous(*found)
+            return await self._of_leader(self._peers.rendezvous(leader.peer_address, desired.job_uid, desired.epoch))
         known = read_json(paths.rendezvous)
         if known and is_alive(ProcessId(int(known.get("pid") or 0), int(known.get("start_ticks") or 0))):
             return Rendezvous(str(known["host"]), int(known["port"]))  # a former daemon had it started
@@ -313,6 +314,21 @@ class Launching:
             return Rendezvous(host, port, store=False)
         self.rendezvous = (host, port)
         return Rendezvous(host, port)
+
+    async def _of_leader(self, asking: Coroutine[Any, Any, tuple[str, int]]) -> Rendezvous:
+        """What the leader says; not waited for any longer once the gang is to stop, for its leader may be over it
+        already and would let us wait."""
+        assert self.gang is not None, "set before the first launch"
+        task = asyncio.ensure_future(asking)
+        try:
+            while not task.done():
+                if self.gang.wanted.intent is Intent.STOP:
+                    raise LaunchRefusedError("told to stop before its leader had said where ranks meet")
+                await asyncio.wait((task,), timeout=_STOP_LOOK_SECONDS)
+            return Rendezvous(*task.result())
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     def _fork_all(
         self,
