@@ -175,9 +175,4 @@ class Nodes:
     def _at(self, time: float, followed: _Followed, act: Callable[[_Followed], None]) -> None:
         followed.turn += 1
         turn = followed.turn
-
-        def go() -> None:
-            if followed.turn == turn:
-                act(followed)
-
-        self._clock.at(time, go)
+        self._clock.at(time, lambda: act(followed), lambda: followed.turn != turn)

@@ -1,0 +1,82 @@
+"""No policy without an oracle sees hidden durations: nothing it does before a time depends on what ends after it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from ganger_master.core.commands import Command, ProposePlan, RequestGang
+from ganger_master.policies import NAMES, policy_named
+from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.run import EPOCH_S, _Replay
+from ganger_master.sim.traces.servers import servers_from_flags
+from ganger_master.sim.traces.workload import Workload, workload
+
+JOBS = 60
+# Until then about half of them have ended.
+UNTIL_S = 9_000.0
+KNOW_NOTHING = [name for name in NAMES if not policy_named(name).order.knows_durations]
+
+
+class _Recorded(_Replay):
+    """Keeps what the core was told, and when; what orders and plans decided is in it, byte for byte."""
+
+    def __init__(self, jobs: Workload, policy: str) -> None:
+        self.told: list[bytes] = []
+        self.decided = 0
+        super().__init__(jobs, servers_from_flags(nodes=2, gpus_per_node=4), policy, Options(), None)
+
+    def send(self, command: Command) -> object:
+        self.told.append(f"{self.clock.now!r} {command!r}".encode())
+        self.decided += isinstance(command, ProposePlan | RequestGang)
+        return super().send(command)
+
+    def run_until(self, end_s: float) -> _Recorded:
+        """All that happens before that time."""
+        while (time := self.clock.next_time()) is not None and time < EPOCH_S + end_s:
+            self.clock.run_instant()
+            self._settle()
+        return self
+
+    def left_s(self, now_s: float) -> np.ndarray:
+        """Seconds of work that are hidden at that time; 0 of those who have ended, all of those still to come."""
+        left = self.work.remaining(np.arange(len(self.jobs)), EPOCH_S + now_s)
+        # What rounding leaves of those who have ended is nothing.
+        return np.where(left > 1e-3, left, 0.0)
+
+
+@cache
+def trace() -> Workload:
+    draw = np.random.default_rng(5)
+    return workload(
+        [str(job) for job in range(JOBS)],
+        np.sort(draw.uniform(0.0, 12_000.0, JOBS)),
+        draw.choice([1, 1, 1, 2, 4, 8], JOBS),
+        np.exp(draw.normal(6.0, 1.5, JOBS)),
+        numbers={"deadline_s": draw.uniform(1_000.0, 30_000.0, JOBS)},
+        labels={"user": [f"user{job % 3}" for job in range(JOBS)]},
+    )
+
+
+@pytest.mark.parametrize("policy", KNOW_NOTHING)
+@pytest.mark.parametrize("factor", [0.01, 20.0], ids=["shorter", "longer"])
+def test_decisions_before_a_time_do_not_depend_on_what_ends_after_it(policy: str, factor: float) -> None:
+    jobs = trace()
+    one = _Recorded(jobs, policy).run_until(UNTIL_S)
+    left_s = one.left_s(UNTIL_S)
+    assert 10 < np.count_nonzero(left_s) < JOBS - 10, "some have ended, others have not"
+    changed = jobs.with_columns(duration_s=jobs.duration_s + (factor - 1.0) * left_s)
+    other = _Recorded(changed, policy).run_until(UNTIL_S)
+    assert one.decided > JOBS / 3
+    assert other.told == one.told
+
+
+def test_an_oracle_is_found_out() -> None:
+    """The test can fail: srtf starts others once what is hidden changes."""
+    jobs = trace()
+    one = _Recorded(jobs, "srtf").run_until(UNTIL_S)
+    left_s = one.left_s(UNTIL_S)
+    draw = np.random.default_rng(6).uniform(0.01, 20.0, JOBS)
+    changed = jobs.with_columns(duration_s=jobs.duration_s + (draw - 1.0) * left_s)
+    assert _Recorded(changed, "srtf").run_until(UNTIL_S).told != one.told
