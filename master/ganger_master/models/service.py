@@ -42,7 +42,7 @@ _ALL_LEAN, _LEAN = 2.0, 0.5
 # The next neighbour but one counts for so much of the next one, and so on, up to so many places away.
 _NEARNESS, _REACH = 0.8, 16
 _WEIGHTS: Final[Floats] = _NEARNESS ** np.arange(_REACH, dtype=np.float64)
-# All indices are made anew once so many more jobs have ended, by share; until then only where neighbours tell news.
+# All indices are made anew once there is so much more news, by share; until then only where neighbours tell some.
 STALE: Final = 0.05
 
 Integers = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -67,7 +67,8 @@ class ServiceMemory:
         self._kinds: dict[Hashable, _Kind] = {}
         # Of all jobs, by bucket: who ended there, and who came there and is known to have ended there or gone on.
         self._all_ended, self._all_came = np.zeros(BUCKETS), np.zeros(BUCKETS)
-        self._known = self._known_at_refresh = 0
+        # How often jobs ended or came to a next bucket.
+        self._news = self._news_at_refresh = 0
         self._kind_of: list[_Kind | None] = []
         self._place: list[int] = []
         self._bucket = np.zeros(0, np.int64)
@@ -112,7 +113,7 @@ class ServiceMemory:
         self._is_fresh[near] = False
         self._all_ended[bucket] += 1.0
         self._all_came[bucket] += 1.0
-        self._known += 1
+        self._news += 1
         behind = kind.submitted - place
         if behind <= len(kind.ended):
             kind.ended[-behind] = bucket
@@ -130,8 +131,8 @@ class ServiceMemory:
         buckets = bucket_of(ran_s)
         for position in np.flatnonzero(buckets > self._bucket[slots]).tolist():
             self._goes_on(int(slots[position]), int(buckets[position]))
-        if self._known > self._known_at_refresh * (1 + self._stale):
-            self._known_at_refresh = self._known
+        if self._news > self._news_at_refresh * (1 + self._stale):
+            self._news_at_refresh = self._news
             self._is_fresh[:] = False
         old = slots[~self._is_fresh[slots]]
         if len(old):
@@ -153,6 +154,7 @@ class ServiceMemory:
         self._came[near, begun:bucket] += weights[:, None]
         self._is_fresh[near] = False
         self._all_came[begun:bucket] += 1.0
+        self._news += bucket - begun
         self._bucket[slot], self._is_fresh[slot] = bucket, False
 
     def _grow(self) -> None:
