@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 PROTOC := .venv-protos
 
-.PHONY: help setup demo test retest chaos check bench protos clean
+.PHONY: help setup demo test retest chaos check bench anchors protos clean
 .DEFAULT_GOAL := help
 
 help: ## say what can be made
@@ -43,7 +43,10 @@ check: $(STAMP) ## lint, types, import contracts, generated code
 	@$(BIN)/lint-imports
 
 bench: $(STAMP) ## every benchmark, one JSON object each, samples in build/bench
-	@for name in $$($(BIN)/ganger bench --list); do $(BIN)/ganger bench $$name --json || exit 1; done
+	@for name in $$($(BIN)/ganger bench --list | grep -vx anchors); do $(BIN)/ganger bench $$name --json || exit 1; done
+
+anchors: $(STAMP) ## ganger against the papers' policies on real traces (hours; goes on where it was stopped)
+	@$(BIN)/ganger bench anchors --json
 
 # Generated with the oldest tools whose code the declared floors can load: newer code on an older runtime fails at import.
 protos: ## generate the wire code from protos/ into client/ganger
