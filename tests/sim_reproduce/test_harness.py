@@ -122,7 +122,7 @@ def test_table_and_page_say_what_was_left_out() -> None:
     ]
     assert as_cells(made[0]) == ("ran", "a claim", "yes", "no", "figure 3", "figure 3.5", "one 0.50", "")
     assert as_cells(made[1])[2:4] == ("skipped", "skipped")
-    page = document(made, "ganger reproduce --all", "2026-01-01")
+    page = document(made, "2026-01-01")
     assert "of 2 claims 1 were run" in page
     assert all(line.replace("\\|", "").count("|") == len(HEADINGS) + 1 for line in page.splitlines() if line[:1] == "|")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -95,9 +94,8 @@ def reproduce(
     else:
         print_table(results.HEADINGS, [results.as_cells(result) for result in found])
     if document is not None:
-        command = shlex.join(["ganger", *sys.argv[1:]])
         date = datetime.now(UTC).date().isoformat()
-        document.write_text(results.document(found, command, date), encoding="utf-8")
+        document.write_text(results.document(found, date), encoding="utf-8")
     failed = [result for result in found if result.failed]
     if failed:
         for result in failed:

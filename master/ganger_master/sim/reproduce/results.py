@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ data are not there is skipped, and says so.
 ```console
 $ ganger reproduce --list
 $ ganger reproduce --only B14 --quick
-$ {command}
+$ ganger reproduce --all --document docs/reproduce.md
 ```
 
 ± is the half-width of a 95 % confidence interval over seeds; of such figures the mean is compared. Loads are what was
@@ -88,9 +88,9 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def as_cells(result: Result) -> tuple[str, ...]:
-    """Under `HEADINGS`."""
+    """Under `HEADINGS`; of our figures those that the paper gives or a criterion asks for."""
     claim, found = result.claim, result.found
-    ours = "" if found is None else ", ".join(f"{name} {_text(figure)}" for name, figure in found.ours.items())
+    ours = "" if found is None else _figures(found, claim.figures | set(claim.paper))
     return (
         claim.name,
         claim.title,
@@ -103,12 +103,11 @@ def as_cells(result: Result) -> tuple[str, ...]:
     )
 
 
-def document(results: Sequence[Result], command: str, date: str) -> str:
+def document(results: Sequence[Result], date: str) -> str:
     """docs/reproduce.md: what the last full run found."""
     rows = ["| " + " | ".join(map(_cell, as_cells(result))) + " |" for result in results]
     ran = [result for result in results if result.found is not None]
     text = _PAGE.format(
-        command=command,
         date=date,
         machine=_machine(),
         claims=len(results),
@@ -117,7 +116,13 @@ def document(results: Sequence[Result], command: str, date: str) -> str:
         beaten=sum(bool(result.beats) for result in ran),
     )
     head = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
-    return "\n".join([text, *head, *rows, ""])
+    every = [
+        f"* **{result.claim.name}** ({result.claim.source}; {found.seeds} seed{'s' if found.seeds > 1 else ''}): "
+        f"{_figures(found, set(found.ours))}"
+        for result in results
+        if (found := result.found) is not None
+    ]
+    return "\n".join([text, *head, *rows, "", "## Every figure", "", *every, ""])
 
 
 def _machine() -> str:
@@ -136,6 +141,10 @@ def _load(load: Mapping[str, float] | float | None) -> str:
     if isinstance(load, Mapping):
         return ", ".join(f"{name} {value:.2f}" for name, value in load.items())
     return f"{load:.2f}"
+
+
+def _figures(found: Found, names: Set[str]) -> str:
+    return ", ".join(f"{name} {_text(figure)}" for name, figure in found.ours.items() if name in names)
 
 
 def _text(figure: float | str | Interval) -> str:
