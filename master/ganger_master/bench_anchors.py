@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +19,7 @@ from ganger_master.sim.processes import Failed, Report, each
 
 FOLDER: Final = Path("..") / "shared" / "traces"
 RUNS: Final = SAMPLES / "anchors-runs.jsonl"
-LIMITS: Final = {
+LIMITS: Final[Mapping[str, AtLeast | AtMost]] = {
     "lowest_jct_share": AtLeast(0.9),
     "jct_ratio_max": AtMost(1.03),
     "p95_waiting_ratio_max": AtMost(1.1),
