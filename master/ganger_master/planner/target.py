@@ -2,18 +2,23 @@
 
 Jobs are ranked by the policy's order and chosen by counts; who runs and stays chosen keeps its place. The others are
 placed in order: into what is free, else into what would be free without those who were not chosen, who are stopped only
-where they are in the way. What somebody has to leave first waits for a later pass. The pass remembers nothing.
+where they are in the way. Who finds no place even so has a hole made by stopping those that rank lower, as few GPUs of
+them as will do: else a large gang would wait for ever behind fragments. What somebody has to leave first waits for a
+later pass, and nobody who ranks lower starts there meanwhile. The pass remembers nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import ge
 
 import numpy as np
+from ganger.placement.candidates import widest_now
 from ganger.resources.values import Claim, GangShape
+from msgspec.structs import replace as replace_of
 
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, Job, SuspendLevel
@@ -21,6 +26,7 @@ from ganger_master.core.orders import same_place
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies.facts import Capacity, Facts, Flags, Floats, Integers
+from ganger_master.policies.introspect.hole import Hole, Movable, Movables, hole_for
 from ganger_master.policies.order import Order, next_change_s, ranked
 from ganger_master.policies.place import Placement, Want
 from ganger_master.policies.room import Room
@@ -131,14 +137,15 @@ def plan(
     choice = choose(order, table, now, capacity, remaining_s, kept_out)
     rows, line, waiting, is_chosen = choice.rows, choice.line, choice.waiting, choice.is_chosen
     fitting = _Fitting(placement, room, table, now, kept_out, terms)
-    crowded = fitting.start(_jobs(table, rows, line[(is_chosen & waiting)[line]]))
+    going = _gangs(table, rows, np.flatnonzero(table.is_going(rows)))
+    crowded = fitting.start(_jobs(table, rows, line[(is_chosen & waiting)[line]]), going=going)
     if not crowded:
         return Pass(fitting.changes, next_change_s=choice.changes_at, line=choice.told)
     unplaced = frozenset(job.number for job in crowded if job.number in kept_out.unplaced)
     if may_stop:
         leaving = _gangs(table, rows, line[(choice.facts.is_running & ~is_chosen)[line]])
-        going = _gangs(table, rows, np.flatnonzero(table.is_going(rows)))
-        left = fitting.make_way(crowded, leaving, going)
+        staying = _Staying(table, choice, terms, room) if order.preempts else None
+        left = fitting.make_way(crowded, leaving, going, staying)
         if left and not order.is_strict:
             # What they cannot use serves those behind them.
             fitting.start(_jobs(table, rows, line[(waiting & ~is_chosen)[line]]), beside_others=True)
@@ -149,6 +156,60 @@ def plan(
 
 # To place so many in vain takes less than to rank all who are live.
 _FEW = 8
+# So many who wait for others to leave have their places kept, and so many have holes made for them; first job first.
+_MOST_KEPT = 8
+_MOST_HOLES = 8
+
+
+class _Staying:
+    """Who runs, was chosen and could be stopped for somebody who ranks higher."""
+
+    def __init__(self, table: LiveTable, choice: Choice, terms: Terms, room: Room) -> None:
+        self._table, self._choice, self._terms, self._room = table, choice, terms, room
+        self._holes = 0
+        # Of which none was found: whoever ranks lower finds none either.
+        self._vain: set[GangShape] = set()
+        self._stopped: set[int] = set()
+
+    @cached_property
+    def gangs(self) -> dict[int, tuple[Job, Gang]]:
+        choice = self._choice
+        may_stop = choice.facts.is_running & choice.is_chosen & choice.facts.is_preemptible
+        positions = choice.line[may_stop[choice.line]]
+        return {job.number: (job, gang) for job, gang in _gangs(self._table, choice.rows, positions)}
+
+    @cached_property
+    def _ranks(self) -> dict[int, int]:
+        return {number: rank for rank, number in enumerate(self._choice.facts.number[self._choice.line].tolist())}
+
+    @cached_property
+    def _movables(self) -> Movables:
+        held = {number: self._terms.held(gang) for number, (_, gang) in self.gangs.items()}
+        return Movables(
+            self._room.view,
+            [
+                # A checkpoint and a start of each of its processes.
+                Movable(number, job.shape, held[number], stop_cost=float(max(1, job.shape.gpus)))
+                for number, (job, _) in self.gangs.items()
+            ],
+        )
+
+    def hole(self, placement: Placement, number: int, shape: GangShape, avoid: Set[str]) -> Hole | None:
+        """Whom to stop for this job."""
+        if shape in self._vain or self._holes == _MOST_HOLES:
+            return None
+        self._holes += 1
+        rank = self._ranks[number]
+        stay = {other for other in self.gangs if self._ranks[other] < rank} | self._stopped
+        most = len(self.gangs)
+        found = hole_for(
+            self._room, self._movables, shape, placement=placement, avoid=avoid, stay=stay, most_moves=most
+        )
+        if found is None:
+            self._vain.add(shape)
+        else:
+            self._stopped.update(move.number for move in found.moves)
+        return found
 
 
 def _jobs(table: LiveTable, rows: Integers, positions: Integers) -> list[Job]:
@@ -187,24 +248,36 @@ class _Fitting:
             self.undo()
         return (*self._stops, *self._starts)
 
-    def start(self, jobs: Iterable[Job], beside_others: bool = False) -> list[Job]:
-        """Starts who finds room; the others. `beside_others`: not on nodes where others leave or will come."""
+    def start(
+        self, jobs: Iterable[Job], beside_others: bool = False, going: Sequence[tuple[Job, Gang]] = ()
+    ) -> list[Job]:
+        """Starts who finds room; the others. `beside_others`: not on nodes where others leave or will come. Who is
+        `going` makes room: the first ones that wait for it have it kept."""
         avoid = frozenset(self._busy) if beside_others else _NOWHERE
         crowded = []
         vain: set[GangShape] = set()
+        kept = _MOST_KEPT if going else 0
         for job in jobs:
+            is_new = self._terms.shape(job) not in vain
             claims = self._hold(job, avoid, vain)
-            if claims is None:
-                crowded.append(job)
-            else:
+            if claims is not None:
                 self._starts.append(Change(job.number, job.revision, "START", claims))
+                continue
+            crowded.append(job)
+            if kept and is_new:
+                kept -= 1
+                avoid |= self._comes_to(job, going, avoid)
         return crowded
 
     def make_way(
-        self, crowded: Iterable[Job], leaving: Iterable[tuple[Job, Gang]], going: Iterable[tuple[Job, Gang]]
+        self,
+        crowded: Iterable[Job],
+        leaving: Iterable[tuple[Job, Gang]],
+        going: Iterable[tuple[Job, Gang]],
+        staying: _Staying | None,
     ) -> list[Job]:
-        """Stops who is `leaving` and in the way of the crowded, in order; who of these finds no place even so. Who is
-        `going` has been told already."""
+        """Stops who is `leaving` and in the way of the crowded, in order, and who is `staying` where that is not
+        enough; who of these finds no place even so. Who is `going` has been told already."""
         held = [(job, self._terms.held(gang)) for job, gang in leaving]
         gone = [_held(gang) for _, gang in going]
         for back in (*(claims for _, claims in held), *gone):
@@ -214,6 +287,8 @@ class _Fitting:
         wanted: set[str] = set()
         for job in crowded:
             claims = self._hold(job, _NOWHERE, vain)
+            if claims is None and staying is not None:
+                claims = self._make_hole(job, staying)
             if claims is None:
                 unplaced.append(job)
             else:
@@ -228,15 +303,43 @@ class _Fitting:
         self._busy.update(claim.node for claims in (*(claims for _, claims in held), *gone) for claim in claims)
         return unplaced
 
-    def undo(self) -> None:
-        """The room is as it was."""
-        while self._done:
+    def undo(self, done: int = 0) -> None:
+        """The room is as it was when so much was done."""
+        while len(self._done) > done:
             claims, affinities = self._done.pop()
             if affinities is None:
                 self._room.give(claims)
                 continue
             for claim, affinity in zip(claims, affinities, strict=True):
                 self._room.take((claim,), affinity)
+
+    def _make_hole(self, job: Job, staying: _Staying) -> Claims | None:
+        """Stops those who are in the way of one who ranks higher; its place, taken in the room."""
+        shape = self._terms.shape(job)
+        locality = replace_of(shape.locality, widest=widest_now(shape, self._waited(job)), wish=None)
+        closed = self._closed.get(job.number, _NOWHERE)
+        hole = staying.hole(self._placement, job.number, replace_of(shape, locality=locality), closed)
+        if hole is None:
+            return None
+        for move in hole.moves:
+            other, _ = staying.gangs[move.number]
+            self._give(move.gang.claims)
+            self._stops.append(Change(other.number, other.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT))
+            self._busy.update(claim.node for claim in move.gang.claims)
+        self._take(hole.claims)
+        return hole.claims
+
+    def _comes_to(self, job: Job, going: Iterable[tuple[Job, Gang]], avoid: frozenset[str]) -> frozenset[str]:
+        """The nodes where a job will be once those have gone who were told to; none if that is not enough."""
+        done = len(self._done)
+        for _, gang in going:
+            self._give(_held(gang))
+        claims = self._hold(job, avoid, set())
+        self.undo(done)
+        return frozenset(claim.node for claim in claims or ())
+
+    def _waited(self, job: Job) -> float:
+        return max(0.0, self._now - job.pending_since)
 
     def _hold(self, job: Job, avoid: frozenset[str], vain: set[GangShape]) -> Claims | None:
         """A place for a job, taken in the room; None where it finds none. `vain`: shapes that found none before."""
@@ -252,7 +355,7 @@ class _Fitting:
         else:
             gang = self._table.gangs[self._table.row(job.number)] if job.epoch else None
             parked = () if gang is None else gang.parked_claims
-            want = Want(max(0.0, self._now - job.pending_since), parked, avoid=avoid | closed)
+            want = Want(self._waited(job), parked, avoid=avoid | closed)
             claims = self._placement.place(self._room, shape, want)
             if claims is None:
                 return None

@@ -1,0 +1,126 @@
+"""Large gangs among fragments: only who ranks lower is stopped for them, and nobody takes their places. (2 s)"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from core.drive import GIB, job_of
+from ganger.resources.values import Level, Locality
+from ganger_master.core.commands import CancelJob
+from ganger_master.core.model import JobSpec
+from ganger_master.policies import NAMES, Places, policy_named
+from ganger_master.policies.order.aging import WEEK_S
+from ganger_master.sim.replay.options import Options, SwitchCosts
+from ganger_master.sim.replay.run import simulate
+from ganger_master.sim.traces.servers import servers_from_flags
+from ganger_master.sim.traces.workload import Workload, workload
+from msgspec.structs import replace
+from planner.test_passes import Planned
+
+TOGETHER = Locality(Level.NODE)
+DAY_S = 86_400.0
+
+
+def together(gpus: int) -> JobSpec:
+    return replace(job_of(gpus, memory=GIB), locality=TOGETHER)
+
+
+def node_of(drive: Planned, number: int) -> str:
+    (claim,) = drive.state.gangs[drive.job(number).epoch].claims
+    return claim.node
+
+
+def fragmented(*, priority: int = 0, preemptible: bool = True) -> tuple[Planned, list[int]]:
+    """Two nodes of four devices with a job of one device on each."""
+    drive = Planned(nodes=2)
+    large = [drive.running(together(3)) for _ in range(2)]
+    small = [drive.running(replace(together(1), priority=priority, preemptible=preemptible)) for _ in range(2)]
+    for number in large:
+        node = node_of(drive, number)
+        drive.step(CancelJob(number))
+        drive.seen_without(node, number)
+    assert [node_of(drive, number) for number in small] == ["n1", "n2"]
+    assert drive.state.free_devices == 6
+    return drive, small
+
+
+def test_gang_behind_fragments_has_a_node_emptied_and_starts_there() -> None:
+    drive, small = fragmented()
+    large = drive.submit(together(4))
+    ((kind, stopped),) = drive.proposed()
+    assert (kind, stopped in small) == ("SUSPEND", True)
+    node = node_of(drive, stopped)
+    assert drive.proposed() == [], "it has been told already"
+    drive.rests(stopped)
+    # Who was stopped finds room beside the other.
+    assert sorted(drive.proposed()) == [("START", stopped), ("START", large)]
+    assert node_of(drive, large) == node
+    assert node_of(drive, stopped) != node
+
+
+def test_place_that_somebody_leaves_is_kept_for_whom_he_left() -> None:
+    drive, _ = fragmented()
+    large = drive.submit(together(4))
+    ((_, stopped),) = drive.proposed()
+    newcomers = [drive.submit(together(1)) for _ in range(4)]
+    # They rank below the gang: only the other node's three devices are theirs.
+    changes = drive.found(may_stop=False).changes
+    assert [(change.kind, change.number) for change in changes] == [("START", number) for number in newcomers[:3]]
+    assert {claim.node for change in changes for claim in change.claims} == {"n1", "n2"} - {node_of(drive, stopped)}
+    drive.rests(stopped)
+    assert ("START", large) in drive.proposed()
+
+
+def test_nobody_of_a_higher_priority_is_stopped() -> None:
+    drive, _ = fragmented(priority=1)
+    drive.submit(together(4))
+    assert drive.found().changes == ()
+
+
+def test_who_must_not_be_stopped_keeps_its_place() -> None:
+    drive, _ = fragmented(preemptible=False)
+    drive.submit(together(4))
+    assert drive.found().changes == ()
+
+
+def test_order_that_stops_nobody_makes_no_holes() -> None:
+    drive = Planned(nodes=2, policy="fifo-backfill+best-fit")
+    for _ in range(2):
+        drive.running(together(3))
+    drive.submit(together(2))
+    assert drive.found().changes == ()
+
+
+PREEMPTING = [
+    name for name in NAMES if policy_named(name).order.preempts and policy_named(name).places is Places.PLANNER
+]
+
+
+def fragments_for_weeks() -> Workload:
+    """A job of one device for three weeks on each of two nodes of four, those beside it gone after an hour; and after a
+    day a gang of four, for which there are six devices all the time."""
+    jobs = [
+        ("first", 0.0, 1, 21 * DAY_S),
+        *((f"short-{number}", 60.0, 1, 3600.0) for number in range(3)),
+        ("second", 120.0, 1, 21 * DAY_S),
+        ("large", DAY_S, 4, 5 * DAY_S),
+    ]
+    names, arrivals, gpus, durations = zip(*jobs, strict=True)
+    return workload(names, arrivals, gpus, durations)
+
+
+@pytest.mark.parametrize("policy", PREEMPTING)
+def test_large_gang_starts_at_the_latest_when_it_has_waited_too_long(policy: str) -> None:
+    """Whoever else is there: it goes first then, and all of them can be stopped."""
+    options = Options(costs=SwitchCosts(start_s=5.0, suspend_s=30.0, resume_s=5.0))
+    runs = [
+        simulate(fragments_for_weeks(), servers_from_flags(nodes=2, gpus_per_node=4), policy, options).outcomes
+        for _ in range(2)
+    ]
+    assert np.array_equal(runs[0].end_s, runs[1].end_s)
+    assert runs[0].finished.all()
+    large = list(runs[0].job_ids).index("large")
+    waited = float(runs[0].first_start_s[large] - runs[0].submit_s[large])
+    assert waited <= WEEK_S + 2 * options.plan_every_s + 2 * options.costs.suspend_s
+    # Who made room went on at once beside the other.
+    assert float((runs[0].jct_s - runs[0].duration_s).sum()) <= WEEK_S + 3600.0
