@@ -49,21 +49,18 @@ def test_who_waits_where_nobody_has_to_is_infinitely_worse() -> None:
     assert judged([*rows, row("ganger", 100.0, 1.0)])[0].waiting_ratio == math.inf
 
 
-def test_a_cluster_has_what_the_jobs_keep_busy_and_twice_the_largest_gang(tmp_path: Path) -> None:
-    lines = [f"{job},{100 * job},{1 if job else 9},{1000 if job % 2 else ''},T4,3,a\n" for job in range(41)]
+def test_a_window_is_of_neighbours_and_its_cluster_holds_twice_the_largest_gang(tmp_path: Path) -> None:
+    lines = [f"{job},{100 * job},{1 if job else 99},{1000 if job % 2 else ''},T4,3,a\n" for job in range(41)]
     (tmp_path / "jobs_small.csv").write_text(CSV + "".join(lines))
     jobs, servers = prepared(tmp_path, "small", 1_000, 0)
-    # Jobs without a run time are left out; the first, of nine GPUs, is one.
-    assert (len(jobs), servers.gpus) == (20, 8)
+    # Jobs without a run time are left out; the first, of 99 GPUs, is one.
+    assert (len(jobs), servers.gpus) == (20, 64)
     assert jobs.submit_s[0] == 0.0
     assert set(jobs.gpu_type.names) == {""}
     assert set(jobs.priority.tolist()) == {0}
-    large = "".join(lines)
-    (tmp_path / "jobs_large.csv").write_text(CSV + large.replace("\n3,300,1,", "\n3,300,9,"))
-    assert prepared(tmp_path, "large", 1_000, 0)[1].gpus == 24
-    (tmp_path / "jobs_busy.csv").write_text(CSV + large.replace(",1,1000", ",9,1000"))
-    assert prepared(tmp_path, "busy", 1_000, 0)[1].gpus == 48
-    assert len(prepared(tmp_path, "large", 7, 0)[0]) == 7
+    assert prepared(tmp_path, "small", 7, 1)[0].job_ids == tuple(str(job) for job in range(15, 29, 2))
+    (tmp_path / "jobs_large.csv").write_text(CSV + "".join(lines).replace("\n3,300,1,", "\n3,300,33,"))
+    assert prepared(tmp_path, "large", 1_000, 0)[1].gpus == 72
 
 
 def test_kept_runs_are_not_run_again(tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
 """How `ganger` compares with the policies of the papers on real traces: what is run, and how a cell of it is judged.
 
-A cell is a trace at an offered load. Of a trace, jobs with recorded run times are drawn at random, each equally likely,
-at the times they had, so that the span of the trace and its days and nights stay (series of alike jobs, which `ganger`
-learns from, become thinner). The cluster has servers of 8 GPUs: as many as the drawn jobs keep busy on average, and at
-least twice the largest gang. Arrivals are then scaled to the load. Jobs ask for GPUs of any type and a part of a server
-in proportion, and all have one priority: the cores, types and priorities of another cluster mean nothing on this one.
-Every job runs to its end, every job counts from the first on, and nobody knows anything of the time before: there is no
-warm-up in which to learn. Costs of switching and the interval of plans are the simulator's, for every policy.
+A cell is a trace at an offered load. Of the jobs with recorded run times one after another are taken, a thousand at a
+time: drawn at random they would not stand beside the jobs they were submitted with. The cluster has eight servers of 8
+GPUs, or more, so that the largest gang takes half of it. Times between submissions are scaled to the load. Jobs ask for
+GPUs of any type and a part of a server in proportion, and all have one priority: the cores, types and priorities of
+another cluster mean nothing here. Every job runs to its end, every job counts from the first on, and nobody knows
+anything of the time before: there is no warm-up in which to learn. Costs of switching and the interval of plans are the
+simulator's, for every policy.
 
 Not among the anchors is `edf`: where these traces have deadlines they were made from the recorded run times, so that
 who goes by them knows durations.
@@ -27,7 +27,7 @@ from ganger_master.sim.replay.run import simulate
 from ganger_master.sim.traces.reader import read_trace
 from ganger_master.sim.traces.servers import Servers, servers_from_flags
 from ganger_master.sim.traces.statistics import percentile
-from ganger_master.sim.traces.transform import from_zero, sample, scaled_to_load
+from ganger_master.sim.traces.transform import from_zero, scaled_to_load
 from ganger_master.sim.traces.workload import Workload, workload
 
 # Recorded on real clusters, or (muri, chronus) drawn from such records by others.
@@ -50,11 +50,12 @@ TRACES: Final = (
     "dlrm2025_even_apps",
     "chronus_philly_mix1",
 )
-LOADS: Final = (1.0, 0.7, 1.3)
+LOADS: Final = (1.0, 1.3, 0.7)
 OURS: Final = "ganger"
 ANCHORS: Final = ("las2d", "las", "ftf", "tiresias-gittins", "fifo-backfill", "drf", "fifo")
 ORACLES: Final = ("srtf", "srsf")
 JOBS: Final = 1_000
+_SERVERS: Final = 8
 _PER_SERVER: Final = 8
 
 
@@ -64,7 +65,7 @@ class Row:
 
     trace: str
     load: float
-    seed: int
+    window: int
     policy: str
     jobs: int
     gpus: int
@@ -81,7 +82,7 @@ class Cell:
 
     trace: str
     load: float
-    seed: int
+    window: int
     jobs: int
     gpus: int
     avg_jct_s: float
@@ -99,12 +100,12 @@ class Cell:
         return self.jct_ratio <= 1.0
 
 
-def prepared(folder: Path, trace: str, count: int, seed: int) -> tuple[Workload, Servers]:
-    """The drawn jobs at the times they had, and the cluster they are for. TraceError, OSError."""
+def prepared(folder: Path, trace: str, count: int, window: int) -> tuple[Workload, Servers]:
+    """The jobs of a window at the times they had, and the cluster they are for. TraceError, OSError; No
+    jobs where the trace ends before it."""
     read = read_trace(folder / f"jobs_{trace}.csv").workload
-    jobs = read.take(~np.isnan(read.duration_s))
-    if len(jobs) > count:
-        jobs = sample(jobs, count, seed)
+    known = np.flatnonzero(~np.isnan(read.duration_s))[window * count : (window + 1) * count]
+    jobs = read.take(known)
     jobs = from_zero(
         workload(
             jobs.job_ids,
@@ -114,20 +115,19 @@ def prepared(folder: Path, trace: str, count: int, seed: int) -> tuple[Workload,
             labels={"user": jobs.user, "tenant": jobs.tenant, "model": jobs.model},
         )
     )
-    busy = float(jobs.gpu_seconds.sum()) / float(jobs.submit_s[-1])
-    gpus = max(busy, 2.0 * float(jobs.gpus.max()))
-    return jobs, servers_from_flags(nodes=math.ceil(gpus / _PER_SERVER), gpus_per_node=_PER_SERVER)
+    servers = max(_SERVERS, math.ceil(2 * int(jobs.gpus.max(initial=0)) / _PER_SERVER))
+    return jobs, servers_from_flags(nodes=servers, gpus_per_node=_PER_SERVER)
 
 
-def run(folder: Path, trace: str, load: float, seed: int, policy: str, count: int = JOBS) -> Row:
+def run(folder: Path, trace: str, load: float, window: int, policy: str, count: int = JOBS) -> Row:
     """Of one policy in one cell."""
-    jobs, servers = prepared(folder, trace, count, seed)
-    ran = simulate(scaled_to_load(jobs, servers.gpus, load), servers, policy, Options(seed=seed))
+    jobs, servers = prepared(folder, trace, count, window)
+    ran = simulate(scaled_to_load(jobs, servers.gpus, load), servers, policy, Options())
     outcomes = ran.outcomes
     return Row(
         trace,
         load,
-        seed,
+        window,
         policy,
         len(jobs),
         servers.gpus,
@@ -143,10 +143,10 @@ def judged(rows: Iterable[Row], anchors: Sequence[str] = ANCHORS) -> list[Cell]:
     """The cells of which all rows are there: ours, every anchor's and srtf's; in the order of `TRACES` and `LOADS`."""
     by_cell: dict[tuple[str, float, int, int], dict[str, Row]] = {}
     for row in rows:
-        by_cell.setdefault((row.trace, row.load, row.seed, row.jobs), {})[row.policy] = row
+        by_cell.setdefault((row.trace, row.load, row.window, row.jobs), {})[row.policy] = row
     needed = {OURS, *anchors, "srtf"}
     cells = [_judged(found, anchors) for found in by_cell.values() if needed <= found.keys()]
-    return sorted(cells, key=lambda cell: (TRACES.index(cell.trace), cell.load, cell.seed))
+    return sorted(cells, key=lambda cell: (TRACES.index(cell.trace), cell.load, cell.window))
 
 
 def _judged(found: Mapping[str, Row], anchors: Sequence[str]) -> Cell:
@@ -156,7 +156,7 @@ def _judged(found: Mapping[str, Row], anchors: Sequence[str]) -> Cell:
     return Cell(
         ours.trace,
         ours.load,
-        ours.seed,
+        ours.window,
         ours.jobs,
         ours.gpus,
         ours.avg_jct_s,
