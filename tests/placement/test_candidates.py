@@ -163,8 +163,8 @@ def test_impossible_gang_is_told_the_largest_that_would_fit() -> None:
     [
         (Mode.SPREAD, 69, Mode.SPREAD),
         (Mode.SPREAD, 70, Mode.PACK),
-        (Mode.PACK, 50, Mode.PACK),
-        (Mode.PACK, 49, Mode.SPREAD),
+        (Mode.PACK, 40, Mode.PACK),
+        (Mode.PACK, 39, Mode.SPREAD),
     ],
 )
 def test_mode_changes_with_the_load_and_hysteresis(previous: Mode, held: int, mode: Mode) -> None:

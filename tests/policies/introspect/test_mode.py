@@ -1,0 +1,71 @@
+"""Spread under light load, pack under heavy load: a ramp of noisy load flips the mode exactly twice. (5 s)"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ganger.placement.load import choose_mode
+from ganger.resources.view import Mode
+from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.run import _Replay
+from ganger_master.sim.traces.servers import servers_from_flags
+from ganger_master.sim.traces.workload import Workload, workload
+from hypothesis import given
+from hypothesis import strategies as st
+
+HOUR_S = 3600.0
+NODES, GPUS = 64, 8
+
+
+def ramp(seed: int, hours: float = 12.0, mean_s: float = HOUR_S) -> Workload:
+    """Gangs of all sizes that come at random (Poisson), so many that the load rises from 0.2 to 0.9 and falls again."""
+    random = np.random.default_rng(seed)
+    sizes = np.array([1, 1, 1, 1, 2, 2, 4, 8])
+    devices = NODES * GPUS
+    most = 0.9 * devices / (float(sizes.mean()) * mean_s)
+    times = np.cumsum(random.exponential(1.0 / most, int(most * hours * HOUR_S)))
+    load = np.interp(times / HOUR_S, [0.0, hours / 2, hours], [0.2, 0.9, 0.2])
+    times = times[random.uniform(0.0, 0.9, len(times)) < load]
+    # Those that were there before, so that it begins at 0.2.
+    times = np.concatenate([np.zeros(int(0.2 * devices / sizes.mean())), times])
+    gpus = random.choice(sizes, len(times))
+    durations = random.exponential(mean_s, len(times)).clip(1.0)
+    return workload([str(n) for n in range(len(times))], times.tolist(), gpus.tolist(), durations.tolist())
+
+
+class Watched(_Replay):
+    """Remembers the mode after every batch, and the load."""
+
+    def __init__(self, jobs: Workload) -> None:
+        super().__init__(jobs, servers_from_flags(nodes=NODES, gpus_per_node=GPUS), "fifo-backfill", Options(), None)
+        self.modes = [self.state.view.mode]
+        self.most = 0.0
+
+    def _finish(self) -> None:
+        super()._finish()
+        if not hasattr(self, "modes"):
+            return
+        self.most = max(self.most, 1.0 - self.state.free_devices / self.state.devices)
+        if self.state.view.mode is not self.modes[-1]:
+            self.modes.append(self.state.view.mode)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_ramp_of_load_flips_the_mode_of_the_cluster_exactly_twice(seed: int) -> None:
+    replay = Watched(ramp(seed))
+    replay.run()
+    assert replay.most > 0.8
+    assert replay.modes == [Mode.SPREAD, Mode.PACK, Mode.SPREAD]
+
+
+@given(st.integers(40, 120), st.data())
+def test_noise_of_less_than_half_the_gap_never_flips_it_back(steps: int, data: st.DataObject) -> None:
+    noise = data.draw(st.lists(st.floats(-0.149, 0.149), min_size=steps, max_size=steps))
+    up = np.interp(np.arange(steps), [0, steps / 2, steps], [0.2, 0.9, 0.2])
+    mode, flips = Mode.SPREAD, 0
+    for load, error in zip(up.tolist(), noise, strict=True):
+        then = choose_mode(mode, round(1000 * (load + error)), 1000)
+        flips += then is not mode
+        mode = then
+    assert flips == 2
+    assert mode is Mode.SPREAD
