@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ganger_master.policies.facts import Integers
+from ganger_master.policies.facts import Flags, Integers
 from ganger_master.policies.tune import ROUNDING, Gangs, Nodes, Profiles, gangs
 
 
@@ -27,7 +27,7 @@ def _nobody(numbers: Integers) -> Integers:
 NOTHING = Known(Profiles(np.ones(1), np.ones(1), np.ones((1, 1, 1))), _nobody)
 
 
-def known_gangs(known: Known, numbers: Integers, gpus: Integers, is_local: Integers, nodes: Nodes) -> Gangs:
+def known_gangs(known: Known, numbers: Integers, gpus: Integers, is_local: Flags, nodes: Nodes) -> Gangs:
     """Gangs by number of their jobs. One that nobody has measured makes the most of its proportional share, and no more
     of anything else: so that is what it is given."""
     position = known.position(numbers)
