@@ -31,7 +31,7 @@ def names_what_is_judged(name: str, one: Found) -> bool:
     return claims()[name].figures <= set(one.ours)
 
 
-@pytest.mark.parametrize("name", ["B1", "B5", "B6"])
+@pytest.mark.parametrize("name", ["B1", "B5", "B6", "B7"])
 def test_quick_form_holds(name: str) -> None:
     one = found(name)
     assert names_what_is_judged(name, one)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ganger_master.sim.reproduce.closest_tier import CLOSEST_TIER
 from ganger_master.sim.reproduce.convergence import CONVERGENCE
 from ganger_master.sim.reproduce.cpu_poster import CPU_POSTER
+from ganger_master.sim.reproduce.elastic_job import ELASTIC_JOB
 from ganger_master.sim.reproduce.experiment import Experiment
 from ganger_master.sim.reproduce.fairness import FAIRNESS
 from ganger_master.sim.reproduce.optimus_end_to_end import OPTIMUS_END_TO_END
@@ -30,6 +31,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         SCALE,
         SLICED_GPUS,
         PACKED_COPIES,
+        ELASTIC_JOB,
         PACKED_CLUSTER,
         SYNERGY_STATIC,
         SYNERGY_DYNAMIC,
@@ -44,7 +46,6 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 }
 
 UNRUN: Mapping[str, str] = {
-    "B7": "gangs of the simulator have one size for life; growing and shrinking is to be shown with running jobs",
     "B8": "a migration is measured live: `ganger bench move` has its figures; the simulator would repeat its own costs",
     "B17": "approvals are measured live: `ganger bench verdicts` has the figures; a virtual clock tells no speed",
     "B20": "gangs of the simulator have one size: rates by number of GPUs and batch, as Pollux has them, are missing",
