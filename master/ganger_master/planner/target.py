@@ -256,16 +256,17 @@ class _Fitting:
         avoid = frozenset(self._busy) if beside_others else _NOWHERE
         crowded = []
         vain: set[GangShape] = set()
-        kept = _MOST_KEPT if going else 0
+        kept: set[GangShape] = set()
+        most_kept = _MOST_KEPT if going else 0
         for job in jobs:
-            is_new = self._terms.shape(job) not in vain
             claims = self._hold(job, avoid, vain)
             if claims is not None:
                 self._starts.append(Change(job.number, job.revision, "START", claims))
                 continue
             crowded.append(job)
-            if kept and is_new:
-                kept -= 1
+            # Whoever is like one before it comes after it.
+            if len(kept) < most_kept and (shape := self._terms.shape(job)) not in kept:
+                kept.add(shape)
                 avoid |= self._comes_to(job, going, avoid)
         return crowded
 
