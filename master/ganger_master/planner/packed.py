@@ -45,11 +45,13 @@ def plan_packed(
     now: float,
     capacity: Capacity,
     view: View,
+    may_stop: bool = True,
     remaining_s: Callable[[Integers], Floats] | None = None,
     kept_out: KeptOut = NOBODY,
     known: Known = NOTHING,
 ) -> Pass | None:
-    """The changes that lead to the packing, as `plan`. None: somebody is chosen whom a packing by GPUs cannot place."""
+    """The changes that lead to the packing, as `plan`. None: somebody is chosen whom a packing by GPUs cannot
+    place, or it would place nobody at all."""
     assert tuning.place is not None, f"{tuning.name} places nobody"
     choice = choose(order, table, now, capacity, remaining_s, kept_out)
     is_movable = choice.facts.is_running & choice.facts.is_preemptible
@@ -68,7 +70,10 @@ def plan_packed(
     gangs = known_gangs(known, np.array([job.number for job in jobs], np.int64), gpus, is_local, nodes)
     present = [_place_of(running[job.number].claims, numbered) if job.number in running else None for job in jobs]
     kinds: list[Hashable] = list(zip(gangs.profile.tolist(), gpus.tolist(), is_local.tolist(), strict=True))
-    places = keeping(present, kinds, _targets(tuning.place(gangs, nodes)), _alike(view, names, nodes))
+    targets = _targets(tuning.place(gangs, nodes))
+    if not targets and not running and not going:
+        return None
+    places = keeping(present, kinds, targets, _alike(view, names, nodes))
     may_start = set(choice.facts.number[choice.waiting].tolist())
     stays: list[Wish] = []
     starts: list[Wish] = []
@@ -82,7 +87,7 @@ def plan_packed(
         elif place is not None and job.number in may_start:
             starts.append(_starting(view, names, job, *place))
     tuned = fitted(view, stays, starts)
-    stops = [Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT) for job in leaving]
+    stops = [Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT) for job in leaving if may_stop]
     started = sum(change.kind == "START" for change in tuned.changes)
     return Pass((*stops, *tuned.changes), len(stays) + started < len(jobs), choice.changes_at, choice.told)
 

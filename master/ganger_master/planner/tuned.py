@@ -121,7 +121,8 @@ def _wishes(
         got = [given.get((at, names[claim.node])) for claim in claims]
         amounts = tuple([some or mine for some, mine in zip(got, share, strict=True)])
         wish = wish_of(view, job, claims, amounts, is_start)
-        if not is_start or None not in got:
+        # Whom the tuning would rather leave out waits for the others, if there are any.
+        if not is_start or None not in got or not running:
             wishes[is_start].append(wish)
     return wishes
 

@@ -14,6 +14,7 @@ from ganger_master.policies.order.ftf_oracle import FTF_ORACLE
 from ganger_master.policies.order.ganger import GANGER
 from ganger_master.policies.order.las import LAS
 from ganger_master.policies.order.las2d import LAS2D
+from ganger_master.policies.order.lrtf import LRTF
 from ganger_master.policies.order.round_robin import ROUND_ROBIN
 from ganger_master.policies.order.srsf import SRSF
 from ganger_master.policies.order.srtf import SRTF
@@ -28,6 +29,7 @@ ORDERS = {
         FIFO_BACKFILL,
         SRTF,
         SRSF,
+        LRTF,
         LAS,
         LAS2D,
         ROUND_ROBIN,

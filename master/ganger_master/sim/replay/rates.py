@@ -6,7 +6,8 @@ the servers, as close together as these servers allow, on GPUs of the type it na
 
 * cores and memory: the published matrix of the job's model (Synergy, OSDI 2022), at the gang's slowest piece. Of a
   model nobody published more than the recorded amounts gains nothing, and less costs in proportion;
-* distance: what Chronus measured of five models (SOSP 2021; its public table), fitted as in `models.locality`;
+* distance: what Chronus measured of five models (its public table), and between its points `models.locality` fitted to
+  them; of other models that of a job nobody knows;
 * type of GPU: Gavel's steps a second (OSDI 2020), of the model or, where that is not among them, the median of all.
 """
 
@@ -133,8 +134,10 @@ class Rates:
             best = self._best_levels.get(gpus)
             if best is None:
                 best = self._best_levels[gpus] = _closest(gpus, self._groups)
-            model = _locality(key[0])
-            there, recorded = model.relative_speed(gpus, nodes, level), model.relative_speed(gpus, *best)
+            there, recorded = _relative_speed(key[0], gpus, nodes, level), _relative_speed(key[0], gpus, *best)
+            if nodes > 1 == best[0]:
+                # However close the devices of these servers are, in one of them is what it was compared with.
+                recorded = 1.0
             found = self._distances[key] = min(1.0, there / recorded)
         return found
 
@@ -179,6 +182,16 @@ def _profile_name(model: str) -> str:
 
 def _family(model: str) -> str:
     return next((name for start, name in _FAMILIES.items() if model.lower().startswith(start)), "")
+
+
+def _relative_speed(family: str, gpus: int, nodes: int, level: Level) -> float:
+    """Against the same GPUs in one server at their best."""
+    model = _locality(family)
+    law = model.relative_speed(gpus, nodes, level)
+    if (gpus, nodes) not in _CHRONUS_GPUS_AND_NODES or not family:
+        return law
+    measured = _CHRONUS[family][_CHRONUS_GPUS_AND_NODES.index((gpus, nodes))]
+    return measured * law / model.relative_speed(gpus, nodes, Level.RACK)
 
 
 @cache

@@ -144,7 +144,7 @@ class _Replay:
         # Jobs came, started, stopped or ended since the last plan.
         self._is_news = False
         self._wake: float | None = None
-        self._back_at = self._last_plan = -np.inf
+        self._back_at = self._last_plan = self._packed_at = -np.inf
         self.ledger = Ledger(jobs)
         self.room = Room(self.state.view)
         self.capacity = Capacity(
@@ -289,8 +289,18 @@ class _Replay:
 
     def _tuned_pass(self, tuning: Tuning, now: float, may_stop: bool) -> Pass:
         if self.options.round_s is not None and may_stop and tuning.place and not self.policy.is_placement_named:
+            # Whoever was stopped may go before others then, but a round stops nobody twice.
+            may_stop, self._packed_at = self._packed_at != now, now
             packed = plan_packed(
-                tuning, self.order, self.table, now, self.capacity, self.room.view, self._oracle, known=self.known
+                tuning,
+                self.order,
+                self.table,
+                now,
+                self.capacity,
+                self.room.view,
+                may_stop,
+                self._oracle,
+                known=self.known,
             )
             if packed is not None:
                 return packed
