@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ganger.resources.view import Mode
 
-# Pack from here on, to keep holes for large gangs; spread again below the lower one. The gap keeps the coming and going
-# of gangs from flipping the mode: on 512 devices that gangs of one to eight come to at random, the load scatters by 7 %,
-# and over a day that rises to 0.9 and falls again a gap of 0.2 flips back now and then, one of 0.3 does not. The values
-# are ours: the paper that proposes the switch gives none.
+# Pack from here on, to keep holes for large gangs; spread again below the lower one. The gap keeps the coming and
+# going of gangs from flipping the mode: on 512 devices that gangs of one to eight come to at random, the load scatters
+# by 7 %, and over a day that rises to 0.9 and falls again a gap of 0.2 flips back now and then, one of 0.3 does not.
+# The values are ours: the paper that proposes the switch gives none.
 _PACK_FROM = 0.7
 _SPREAD_BELOW = 0.4
 
