@@ -193,6 +193,8 @@ class _Experiment:
             raise click.UsageError("--jobs and --draw exclude each other")
         _import_numpy()
         _check_policies(policies)
+        if flags["ideal"] and flags["rates"] != "recorded":
+            raise click.UsageError("--ideal and --rates profiles exclude each other: an ideal cluster has only GPUs")
         self._costs = _costs(flags["costs"])
         self._servers = _servers(flags)
         self._make_directories()
@@ -201,8 +203,10 @@ class _Experiment:
         from ganger_master.sim.replay.options import Options
 
         flags = self.flags
-        plan_every = {} if flags["plan_every_s"] is None else {"plan_every_s": flags["plan_every_s"]}
-        return Options(ideal=flags["ideal"], round_s=flags["round_s"], costs=self._costs, seed=seed, **plan_every)
+        named = {name: flags[name] for name in ("plan_every_s", "profile_s") if flags[name] is not None}
+        return Options(
+            ideal=flags["ideal"], round_s=flags["round_s"], costs=self._costs, seed=seed, rates=flags["rates"], **named
+        )
 
     def material(self) -> Material:
         """Reads the trace, and says on stderr what became of its rows."""

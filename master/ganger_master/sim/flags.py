@@ -147,6 +147,20 @@ _SHARED: list[Callable[[Any], Any]] = [
         help="Decide only at multiples of this time.",
     ),
     click.option(
+        "--rates",
+        type=click.Choice(["recorded", "profiles"]),
+        default="recorded",
+        show_default=True,
+        help="How fast jobs go: as recorded, or as published profiles of their models say of cores, memory, distance.",
+    ),
+    click.option(
+        "--profile",
+        "profile_s",
+        type=Duration(),
+        metavar="TIME",
+        help="With --rates profiles: how long it takes to profile a job for policies that tune; default: 8m.",
+    ),
+    click.option(
         "--plan-every",
         "plan_every_s",
         type=Duration(),

@@ -163,7 +163,7 @@ class _Replay:
             self._expect(0)
 
     def run(self) -> None:
-        while self.clock.next_time() is not None:
+        while self.ledger.ended < len(self.jobs) and self.clock.next_time() is not None:
             self.events += self.clock.run_instant()
             self._settle()
         stuck = len(self.jobs) - self.ledger.ended
