@@ -71,7 +71,8 @@ STEPS = st.lists(
 @settings(max_examples=40, deadline=None)
 @given(steps=STEPS)
 def test_memory_equals_its_naive_twin_after_any_story(steps: list[tuple[str, str | int, float]]) -> None:
-    memory, jobs = ServiceMemory(stale=0.0), []
+    memory = ServiceMemory(stale=0.0)
+    jobs: list[Seen] = []
     for what, whom, seconds in steps:
         live = [job for job in jobs if job.state == "lives"]
         if what == "begin":
@@ -108,7 +109,8 @@ def test_buckets_begin_where_their_edges_are(seconds: float) -> None:
 
 def hazards_of(lives: np.ndarray) -> np.ndarray:
     """From the share that lives on at each edge."""
-    return np.divide(lives[:-1] - lives[1:], lives[:-1], out=np.ones(BUCKETS), where=lives[:-1] > 0)[None, :]
+    hazards: np.ndarray = np.divide(lives[:-1] - lives[1:], lives[:-1], out=np.ones(BUCKETS), where=lives[:-1] > 0)
+    return hazards[None, :]
 
 
 def every(hazards: np.ndarray, first: int, last: int) -> np.ndarray:
