@@ -5,6 +5,8 @@ policy they are chosen by counts and placed, gang by gang, into a what-if of the
 ten different demands for cores and memory. Once the cluster is idle and takes all of them, once it is in use here and
 there, so that it takes part of them, in pieces. Figures are medians over rounds of whole passes, the making of the
 what-if from the view included.
+
+Beside them Synergy-Tune packs a round of the same gangs, which begins with an idle cluster (bench_tuned.py).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from ganger.resources.values import GangShape, NodeRow, Role, TaskShape
 from ganger.resources.view import Mode, View
 
 from ganger_master.bench_report import AtMost, report
+from ganger_master.bench_tuned import synergy_pass
 from ganger_master.policies.facts import Capacity, Facts
 from ganger_master.policies.order import Order, ranked
 from ganger_master.policies.order.fifo import FIFO_BACKFILL
@@ -44,6 +47,7 @@ _SIZES: Final = ((1, 25), (2, 10), (4, 12), (8, 15), (16, 10), (32, 9), (64, 11)
 # Cores and GiB of one task; 0: the node's proportional share.
 _DEMANDS: Final = ((0, 0), (1, 8), (2, 16), (3, 10), (3, 24), (4, 32), (5, 62), (6, 48), (8, 60), (12, 40))
 _SEED: Final = 3
+_PACKED: Final = "las2d+synergy-tune"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,9 @@ def main(nodes: int = NODES, jobs: int = JOBS, rounds: int = ROUNDS, quick: bool
         for number, (kind, view), timed in product(range(rounds), views.items(), PASSES):
             passed = timed.run(view, shapes, facts)
             samples.append({"policy": timed.name, "view": kind, "round": number, **asdict(passed)})
+        for number in range(rounds):
+            packed = Passed(*synergy_pass(views["idle"], shapes, facts))
+            samples.append({"policy": _PACKED, "view": "idle", "round": number, **asdict(packed)})
     figures: dict[str, float] = {
         "nodes": nodes,
         "jobs": jobs,
@@ -91,6 +98,11 @@ def main(nodes: int = NODES, jobs: int = JOBS, rounds: int = ROUNDS, quick: bool
         figures[f"{name}_cpu_seconds"] = statistics.median(sample["cpu_seconds"] for sample in of_figure)
         figures[f"{name}_placed_jobs"] = of_figure[0]["jobs"]
         limits[f"{name}_seconds"] = AtMost(timed.limit_seconds)
+    of_packed = [sample for sample in samples if sample["policy"] == _PACKED]
+    for unit in ("seconds", "cpu_seconds"):
+        figures[f"las2d_synergy_tune_idle_{unit}"] = statistics.median(sample[unit] for sample in of_packed)
+    figures["las2d_synergy_tune_idle_placed_jobs"] = of_packed[0]["jobs"]
+    limits["las2d_synergy_tune_idle_seconds"] = AtMost(3.0)
     return report("plan", figures, limits, samples)
 
 

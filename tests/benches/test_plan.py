@@ -14,7 +14,7 @@ def test_every_policy_is_timed_on_an_idle_and_a_used_cluster(tmp_path: Path, mon
     result = main(nodes=200, jobs=60, rounds=2)
     figures, limits = result["figures"], result["limits"]
     assert set(limits) <= set(figures)
-    assert len(limits) == 1 + 2 * len(PASSES)
+    assert len(limits) == 2 + 2 * len(PASSES)
     samples = [json.loads(line) for line in (tmp_path / "build/bench/plan.jsonl").read_text().splitlines()]
     assert len(samples) == 2 * 2 * len(PASSES)
     for policy in (timed.name for timed in PASSES):
