@@ -3,9 +3,10 @@
 A row is what runs at once; a rotation of rows is a slot matrix (rows x devices). Everybody is entitled to a share of
 the time (max-min fair by weight, nobody to more than all of it), and the next row goes to who is first one quantum
 behind: of gangs of one size nobody is ever a quantum behind or ahead (earliest pseudo-deadline first; Baruah et al.,
-Algorithmica 1996). Gandiva (OSDI 2018, section 3.2) rotates a queue instead and is fair only among equals. As there,
-gangs are chosen in that order if they fit beside those chosen before, nobody is suspended for a lower priority, and a
-slice lasts a minute. Knows nothing of how rows are switched: that takes place on the nodes.
+Algorithmica 1996); among gangs of several sizes one may wait long for its turn (140 rows were seen). Gandiva (OSDI
+2018, section 3.2) rotates a queue instead and is fair only among equals. As there, gangs are chosen in that order if
+they fit beside those chosen before, nobody is suspended for a lower priority, and a slice lasts a minute. Knows
+nothing of how rows are switched: that takes place on the nodes.
 """
 
 from __future__ import annotations
