@@ -3,10 +3,11 @@
 A row is what runs at once; a rotation of rows is a slot matrix (rows x devices). Everybody is entitled to a share of
 the time (max-min fair by weight, nobody to more than all of it), and the next row goes to who is first one quantum
 behind: of gangs of one size nobody is ever a quantum behind or ahead (earliest pseudo-deadline first; Baruah et al.,
-Algorithmica 1996); among gangs of several sizes one may wait long for its turn (140 rows were seen). Gandiva (OSDI
-2018, section 3.2) rotates a queue instead and is fair only among equals. As there, gangs are chosen in that order if
-they fit beside those chosen before, nobody is suspended for a lower priority, and a slice lasts a minute. Knows
-nothing of how rows are switched: that takes place on the nodes.
+Algorithmica 1996). Of gangs of several sizes some can never be given all they are entitled to: they are kept at a
+bound, and among those the one that has waited longest goes first. Gandiva (OSDI 2018, section 3.2) rotates a queue
+instead and is fair only among equals. As there, gangs are chosen in that order if they fit beside those chosen before,
+nobody is suspended for a lower priority, and a slice lasts a minute. Knows nothing of how rows are switched: that takes
+place on the nodes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class SharedNode:
 @dataclass(frozen=True, slots=True)
 class Sharer:
     """One gang. `joined_s`: when it came; `received_s`: seconds for which it has run here; `deficit_s`: how far it is
-    behind what it is entitled to. `seat`: where it runs, or ran last; one that `is_bound` runs nowhere else."""
+    behind what it is entitled to; `waited_s`: since it last ran. `seat`: where it runs, or ran last; one that `is_bound` runs nowhere else."""
 
     number: int
     gpus: int
@@ -53,6 +54,7 @@ class Sharer:
     runs: bool = False
     received_s: float = 0.0
     deficit_s: float = 0.0
+    waited_s: float = 0.0
 
     @property
     def stays(self) -> bool:
@@ -113,7 +115,15 @@ def credited(sharers: Sequence[Sharer], running: Collection[int], seconds: float
         received = seconds if one.number in running else 0.0
         deficit = one.deficit_s + seconds * entitled[one.number] - received
         deficit = min(max(deficit, -most), most)
-        found.append(replace(one, runs=one.number in running, received_s=one.received_s + received, deficit_s=deficit))
+        found.append(
+            replace(
+                one,
+                runs=one.number in running,
+                received_s=one.received_s + received,
+                deficit_s=deficit,
+                waited_s=0.0 if one.number in running else one.waited_s + seconds,
+            )
+        )
     return tuple(found)
 
 
@@ -198,6 +208,8 @@ def _line(sharers: Sequence[Sharer], nodes: Sequence[SharedNode], quantum: float
             # Sums of seconds are equal but for rounding.
             round(behind_in / quantum, 6) if behind_in < math.inf else behind_in,
             not one.runs,
+            # Whose deficit is at its bound can be told apart by nothing else.
+            -one.waited_s,
             one.joined_s,
             one.number,
         )
