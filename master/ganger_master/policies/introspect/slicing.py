@@ -41,7 +41,8 @@ class SharedNode:
 @dataclass(frozen=True, slots=True)
 class Sharer:
     """One gang. `joined_s`: when it came; `received_s`: seconds for which it has run here; `deficit_s`: how far it is
-    behind what it is entitled to; `waited_s`: since it last ran. `seat`: where it runs, or ran last; one that `is_bound` runs nowhere else."""
+    behind what it is entitled to; `waited_s`: since it last ran. `seat`: where it runs, or ran last; one that
+    `is_bound` runs nowhere else."""
 
     number: int
     gpus: int
