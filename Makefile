@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 PROTOC := .venv-protos
 
-.PHONY: help setup demo test retest chaos check bench anchors protos clean
+.PHONY: help setup demo test retest explore chaos check bench anchors protos clean
 .DEFAULT_GOAL := help
 
 help: ## say what can be made
@@ -33,8 +33,11 @@ retest: $(STAMP) ## only the tests that failed the last time
 	@test -e build/tested || { echo "no run of the tests came to its end: make test" >&2; exit 1; }
 	@$(BIN)/python -m pytest -q -m "not chaos" --last-failed --last-failed-no-failures none; code=$$?; [ $$code -eq 5 ] || exit $$code
 
+explore: $(STAMP) ## the property tests with examples nobody has tried yet (five minutes)
+	@$(BIN)/python -m pytest -q -m "hypothesis and not chaos" --hypothesis-profile explore
+
 chaos: $(STAMP) ## the whole matrix of kills (at most an hour)
-	@$(BIN)/python -m pytest -q -m chaos --timeout 1800
+	@$(BIN)/python -m pytest -q -m chaos --timeout 1800 --hypothesis-profile explore
 
 check: $(STAMP) ## lint, types, import contracts, generated code
 	@$(BIN)/ruff check .

@@ -6,8 +6,10 @@ import sys
 
 from hypothesis import settings
 
-# on a busy machine an example's time says nothing about what it shows
-settings.register_profile("ganger", deadline=None, print_blob=True)
+# On a busy machine an example's time says nothing about what it shows. A change is judged by the same examples each
+# time; new ones are looked for with `make explore`.
+settings.register_profile("ganger", deadline=None, print_blob=True, derandomize=True)
+settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("ganger")
 
 

@@ -99,7 +99,8 @@ def test_memory_equals_its_naive_twin_after_any_story(steps: list[tuple[str, str
 @given(shares=st.lists(st.floats(0.0, 1.0), min_size=BUCKETS, max_size=BUCKETS), bucket=st.integers(0, BUCKETS - 1))
 def test_index_is_the_best_over_all_times_to_stop(shares: list[float], bucket: int) -> None:
     found = gittins(np.array([shares]), np.array([bucket]))
-    assert found == pytest.approx([naive_gittins(shares, bucket)], rel=1e-9, abs=1e-300)
+    # Products of small shares end at nought sooner or later, depending on their order.
+    assert found == pytest.approx([naive_gittins(shares, bucket)], rel=1e-9, abs=1e-100)
 
 
 @given(st.floats(0.0, 1e12))
