@@ -100,6 +100,7 @@ class Master:
             session_alive_seconds=config.session_alive_seconds,
             finished_jobs_limit=config.finished_jobs_limit,
             residue_bytes=config.residue_bytes,
+            quota_devices={"" if user == "*" else user: gpus for user, gpus in config.quotas.items()},
         )
         store = self._given_store or SqlStore(config.url)
         writer = Writer(store, settings, self._clock, failpoints.of_environment())

@@ -17,6 +17,7 @@ import click
 @click.option("--policy", metavar="NAME", help="Who goes first, and where; default: fifo.")
 @click.option("--plan-every", metavar="TIME", help="Between plans that stop who runs, where a planner places; 5m.")
 @click.option("--checkpoint-interval", metavar="TIME", help="Between checkpoints of jobs that set none; default 30m.")
+@click.option("--quotas", metavar="USER=GPUS,...", help="GPUs that a user may hold at once; *=GPUS: everybody else.")
 @click.option("--scheduler-host/--no-scheduler-host", default=None, help="Run the default job schedulers as a child.")
 @click.option("--planner/--no-planner", default=None, help="Run the planner as a child where the policy needs one.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Default: info.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Final
 
@@ -51,6 +51,8 @@ class Config:
     events_kept_seconds: float = 30 * 86400.0
     # Finished jobs that are kept, the last to end.
     finished_jobs_limit: int = 10_000
+    # GPUs that a user may hold at once; "*" is everybody who is not named. Nobody is bounded otherwise.
+    quotas: Mapping[str, int] = field(default_factory=dict)
     # What a process at OFFLOAD is presumed to keep of its device (a context, buffers) where nobody can measure it.
     residue_bytes: int = 1 << 30
     scheduler_host: bool = True
@@ -101,7 +103,7 @@ def load(
         raw.update(tomllib.loads(file_text))
     except tomllib.TOMLDecodeError as error:
         problems.append(f"{file_name}: {error}")
-    for name in (field.removesuffix("_seconds") for field in sorted(_NAMES)):
+    for name in (name.removesuffix("_seconds") for name in sorted(_NAMES)):
         if (text := environment.get(PREFIX + name.upper())) is not None:
             raw[name] = text
     raw.update({name: value for name, value in flags.items() if value is not None})
@@ -143,6 +145,8 @@ def _parse_one(name: str, value: object) -> object:
         return int(str(value))
     if name == "residue_bytes":
         return parse_memory(value)
+    if name == "quotas":
+        return _quotas_of(value)
     if name in ("scheduler_host", "planner"):
         return _truth_of(name, value)
     if name == "log_level":
@@ -154,6 +158,20 @@ def _parse_one(name: str, value: object) -> object:
             raise ValueError(f"{name}: must be text")
         return value
     raise ValueError(f"{name}: no such setting; known are {', '.join(sorted(_NAMES))}")
+
+
+def _quotas_of(value: object) -> dict[str, int]:
+    """Of a table, or of `alice=8,*=4` as variables and flags have it."""
+    if isinstance(value, str):
+        pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
+        value = {user.strip(): gpus.strip() for user, _, gpus in pairs}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"quotas: {value!r} is no table of users and GPUs")
+    wrong = [user for user, gpus in value.items() if not user or isinstance(gpus, bool) or not str(gpus).isdecimal()]
+    if wrong:
+        names = ", ".join(repr(user) for user in wrong)
+        raise ValueError(f"quotas: {names}: write USER=GPUS, a number from 0 on, and *=GPUS for everybody else")
+    return {user: int(str(gpus)) for user, gpus in value.items()}
 
 
 def _duration_of(name: str, value: object) -> float | None:
@@ -176,4 +194,4 @@ def _truth_of(name: str, value: object) -> bool:
     raise ValueError(f"{name}: {value!r} is neither true nor false")
 
 
-_NAMES: Final = frozenset(field.name for field in fields(Config))
+_NAMES: Final = frozenset(one.name for one in fields(Config))

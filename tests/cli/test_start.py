@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -44,6 +45,7 @@ def test_help_names_commands_of_the_programs(capsys: pytest.CaptureFixture[str])
     text = capsys.readouterr().out
     assert "Run the master." in text
     assert "Exit codes" in text
+    assert re.findall(r"^  [a-z]+$", text, re.MULTILINE) == [], "every command says what it does"
 
 
 def test_a_mistyped_command_is_met_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from ganger_master.config import ConfigError, load, parse_duration
+from ganger_master.config import PREFIX, Config, ConfigError, load, parse_duration
 
 
 def test_defaults_need_only_a_state_directory() -> None:
@@ -55,6 +56,18 @@ def test_all_mistakes_are_reported_together() -> None:
         load({"state_dir": "/s", "plan_every": "500ms"}, {})
 
 
+def test_quotas_are_a_table_or_pairs() -> None:
+    told = {"alice": 8, "*": 4}
+    assert load({"state_dir": "/s"}, {}, '[quotas]\nalice = 8\n"*" = 4\n').quotas == told
+    assert load({"state_dir": "/s", "quotas": "alice=8, *=4"}, {}).quotas == told
+    assert load({"state_dir": "/s"}, {"GANGER_MASTER_QUOTAS": "alice=8,*=4"}).quotas == told
+    for wrong in ("alice", "alice=", "=4", "alice=-1", "alice=many", "alice=1.5"):
+        with pytest.raises(ConfigError, match="write USER=GPUS"):
+            load({"state_dir": "/s", "quotas": wrong}, {})
+    with pytest.raises(ConfigError, match="no table"):
+        load({"state_dir": "/s"}, {}, "quotas = 7\n")
+
+
 @pytest.mark.parametrize("listen", ["nowhere", "127.0.0.1:99999", "0.0.0.0:0", "unix:relative", "unix:/" + "x" * 200])
 def test_address_that_cannot_or_must_not_be_served_is_refused(listen: str) -> None:
     with pytest.raises(ConfigError):
@@ -64,3 +77,9 @@ def test_address_that_cannot_or_must_not_be_served_is_refused(listen: str) -> No
 def test_file_that_is_no_toml_is_named() -> None:
     with pytest.raises(ConfigError, match=r"master\.toml"):
         load({"state_dir": "/s"}, {}, "= broken", "master.toml")
+
+
+def test_every_setting_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs/operating.md").read_text()
+    for name in (field.name.removesuffix("_seconds") for field in fields(Config)):
+        assert f"| `{name}` | `{PREFIX}{name.upper()}` |" in page

@@ -52,6 +52,7 @@ _ADDED_HELP = {
     "planner": "Run the planner.",
     "demo": "Show real jobs being paused, moved and re-pinned, with proof.",
     "bench": "Run a benchmark.",
+    "reproduce": "Run the papers' experiments again.",
     "simulate": "Replay a trace in virtual time.",
     "compare": "Replay a trace under several policies, side by side.",
     "replay": "Decide a recording once more, and tell why.",
