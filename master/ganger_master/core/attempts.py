@@ -28,6 +28,7 @@ from ganger_master.core.model import (
     Restore,
     SuspendLevel,
 )
+from ganger_master.core.sizes import devices_of
 from ganger_master.core.state import State
 
 # More consequences than gangs and orders one job can have mean a rule that feeds itself.
@@ -49,6 +50,8 @@ def start(state: State, number: int, claims: Sequence[Claim], level: Level, now:
     epoch = job.epoch if parked is not None else state.take_epoch()
     job = replace(job, state=JobState.HOLDING, revision=job.revision + 1, pending_since=0.0, epoch=epoch)
     if parked is None:
+        gpus = devices_of(claims)
+        job = replace(job, gpus_given=0 if gpus == job.spec.gpus else gpus)
         version = state.next_desired_version
         state.put_gang(orders.new_gang(epoch, number, claims, level, now, GangRole.ACTIVE, _restore(job), version))
         state.put_job(job)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ganger.placement.candidates import places
 from ganger.resources.fit import demand, fit, gang_level
 from ganger.resources.reasons import Reason, Refusal
+from ganger.resources.values import GangShape
 
 from ganger_master.approval.protected import NOTHING, Protected, protect
 from ganger_master.approval.reservations import Reservation, Wanting, begins_at, reserve
@@ -25,11 +26,18 @@ WAITS_FOR_PIECES = frozenset(
 
 
 def judge(
-    state: State, job: Job, wanted: Sequence[tuple[Claim, ...]], rank: int, now: float, retune: bool = False
+    state: State,
+    job: Job,
+    wanted: Sequence[tuple[Claim, ...]],
+    rank: int,
+    now: float,
+    retune: bool = False,
+    shape: GangShape | None = None,
 ) -> Approved | Rejected:
     """The first candidate that fits, or why the last one does not. `rank` 0: out of turn. `retune`: with other cores
-    and memory than it asks for, as `fit` has it."""
-    refusals = rules(state, job)
+    and memory than it asks for, as `fit` has it. `shape`: that of another size which the job accepts."""
+    shape = job.shape if shape is None else shape
+    refusals = rules(state, job, shape.gpus)
     if refusals:
         return Rejected(refusals, ())
     allowed = wanted
@@ -39,7 +47,7 @@ def judge(
         return Rejected(refusals, ())
     verdict = approve(
         state.view,
-        job.shape,
+        shape,
         allowed,
         rank=rank,
         job=job.name,
@@ -71,7 +79,7 @@ def judge_change(
     refusals = node_rules(state, job, claims)
     if refusals:
         return refusals
-    shape = job.shape if arena is None else job.spec.shape(arena, job.used_device_bytes)
+    shape = job.shape if arena is None else job.shape_with(arena)
     return fit(state.view, shape, claims, holding=tuple(holding), retune=retune)
 
 
@@ -102,18 +110,18 @@ def find_place(
 _PATIENT = 1e12
 
 
-def rules(state: State, job: Job) -> tuple[Refusal, ...]:
-    """What keeps the job from any place: its user's quota."""
+def rules(state: State, job: Job, gpus: int | None = None) -> tuple[Refusal, ...]:
+    """What keeps the job from any place: its user's quota. `gpus`: with so many devices, else with what it asks for."""
     quotas = state.settings.quota_devices
     if not quotas:
         return ()
     limit = quotas.get(job.user, quotas.get("", -1))
     if limit < 0:
         return ()
-    held = state.shares.beside(job.number, job.user)
-    if held + job.spec.gpus <= limit:
+    held, needed = state.shares.beside(job.number, job.user), job.gpus if gpus is None else gpus
+    if held + needed <= limit:
         return ()
-    figures = {"needed": job.spec.gpus, "held": held, "limit": limit}
+    figures = {"needed": needed, "held": held, "limit": limit}
     return (Refusal(Reason.QUOTA, figures, job=job.name, detail=f"the share of user {job.user!r} is used up"),)
 
 

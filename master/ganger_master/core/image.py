@@ -170,7 +170,7 @@ def _index(state: State) -> None:
             state.waiting.add((*state.policy.key(job), job.number))
         if state.settings.quota_devices:
             holds = not job.state.is_final and job.epoch in state.gangs
-            state.shares.charge(job.number, job.user, job.spec.gpus if holds else 0)
+            state.shares.charge(job.number, job.user, job.gpus if holds else 0)
 
 
 def _told(state: State) -> Iterator[Told]:

@@ -166,6 +166,7 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
     max_failures: int = 0
     scheduler: str = ""
     preemptible: bool = True
+    # An elastic job also runs with other numbers of devices, whole tasks, in this range; both zero: it is none.
     gpus_min: int = 0
     gpus_max: int = 0
     # Zero takes the cluster's default, negative none.
@@ -181,20 +182,36 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
     def tasks(self) -> int:
         return sum(role.tasks for role in self.roles)
 
-    def shape(self, arena_bytes_per_device: int = 0, used_device_bytes: int = 0) -> GangShape:
+    @property
+    def is_elastic(self) -> bool:
+        return self.gpus_max > 0
+
+    def accepts(self, gpus: int) -> bool:
+        """Whether its gang may have so many devices."""
+        if not self.is_elastic:
+            return gpus == self.gpus
+        return self.gpus_min <= gpus <= self.gpus_max and gpus % self.roles[0].shape.gpus == 0
+
+    def shape(self, arena_bytes_per_device: int = 0, used_device_bytes: int = 0, gpus: int = 0) -> GangShape:
+        """With so many devices, which it must accept; zero: with as many as its roles name."""
         needed = max(self.gpu_memory_bytes, used_device_bytes)
-        return GangShape(self.roles, self.device_type, self.locality, self.nodes, arena_bytes_per_device, needed)
+        roles = self.roles
+        if gpus:
+            roles = (replace(roles[0], tasks=gpus // roles[0].shape.gpus),)
+        return GangShape(roles, self.device_type, self.locality, self.nodes, arena_bytes_per_device, needed)
 
 
 class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
     """Which levels the job offers; `missing` says why not, by level name, and under MOVE why it can go nowhere else.
-    Nothing is known before `known`."""
+    Nothing is known before `known`. `resize`: its checkpoints can be brought back with another number of ranks, which
+    no daemon says yet."""
 
     pause: bool = False
     offload: bool = False
     checkpoint: bool = False
     missing: Mapping[str, str] = field(default_factory=dict)
     known: bool = False
+    resize: bool = False
 
     def offers(self, level: SuspendLevel) -> bool:
         match level:
@@ -256,6 +273,8 @@ class Job(Struct, frozen=True, gc=False, omit_defaults=True):
     # The gang that may step, and the destination of a move in progress; zero for none.
     epoch: int = 0
     next_epoch: int = 0
+    # Devices of its newest gang, where that are not as many as its roles name; else zero.
+    gpus_given: int = 0
     failures: int = 0
     preemptions: int = 0
     # Moves given up since the last successful one: bounds how often a drain tries again.
@@ -296,9 +315,23 @@ class Job(Struct, frozen=True, gc=False, omit_defaults=True):
         return peak + peak // 10
 
     @property
+    def is_bound(self) -> bool:
+        """Whether it runs on only with as many devices as before: where it rests, or by its checkpoint."""
+        return self.epoch > 0 or (self.checkpoint is not None and not self.capabilities.resize)
+
+    @property
+    def gpus(self) -> int:
+        """Devices of the gang that it has or asks for."""
+        return self.gpus_given if self.gpus_given and self.is_bound else self.spec.gpus
+
+    @property
     def shape(self) -> GangShape:
         """What it asks for now: as its spec says, and by what was measured of it."""
-        return self.spec.shape(self.arena_bytes_per_device, self.used_device_bytes)
+        return self.shape_with(self.arena_bytes_per_device)
+
+    def shape_with(self, arena_bytes_per_device: int) -> GangShape:
+        given = self.gpus_given if self.gpus_given and self.is_bound else 0
+        return self.spec.shape(arena_bytes_per_device, self.used_device_bytes, given)
 
 
 class Request(Struct, frozen=True, gc=False):

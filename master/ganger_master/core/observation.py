@@ -201,6 +201,7 @@ def _common(gang: Gang) -> Capabilities:
         all(capabilities.checkpoint for capabilities in known),
         {level: why for capabilities in known for level, why in sorted(capabilities.missing.items())},
         known=True,
+        resize=all(capabilities.resize for capabilities in known),
     )
 
 

@@ -21,6 +21,7 @@ from ganger_master.core.capacity import asked_memory, judge, judge_change, level
 from ganger_master.core.checks import check_move, check_suspend, unfinished
 from ganger_master.core.events import Event
 from ganger_master.core.model import Claim, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.sizes import devices_of, shape_for
 from ganger_master.core.state import State
 
 Result: TypeAlias = tuple[tuple[Event, ...], Answer]
@@ -114,7 +115,7 @@ class _Trial:
             self._given_and_taken.append((given, taken))
             self._exchange(given, taken)
         if isinstance(event, events.GangApproved):
-            self._use_share(self.state.jobs[event.number])
+            self._use_share(self.state.jobs[event.number], devices_of(event.claims))
 
     def undo(self, mark: tuple[int, int]) -> None:
         for given, taken in reversed(self._given_and_taken[mark[0] :]):
@@ -128,11 +129,11 @@ class _Trial:
         for claim in taken:
             self.state.view.take(claim)
 
-    def _use_share(self, job: Job) -> None:
+    def _use_share(self, job: Job, devices: int) -> None:
         quotas = self.state.settings.quota_devices
         limit = quotas.get(job.user, quotas.get("", -1))
         if limit >= 0:
-            left = {**quotas, job.user: max(0, limit - job.spec.gpus)}
+            left = {**quotas, job.user: max(0, limit - devices)}
             self._settings.append(replace(self.state.settings, quota_devices=left))
             self.state.settings = self._settings[-1]
 
@@ -182,8 +183,11 @@ def _judge_start(
 ) -> tuple[Event, ...] | Refusal:
     if not state.is_waiting(job) or not change.claims:
         return Refusal(Reason.WRONG_STATE, job=job.name)
+    shape = shape_for(job, change.claims)
+    if isinstance(shape, Refusal):
+        return shape
     # What it asks of cores and memory is a wish where a plan tunes them.
-    verdict = judge(state, job, (change.claims,), 0, now, retune=True)
+    verdict = judge(state, job, (change.claims,), 0, now, retune=True, shape=shape)
     if isinstance(verdict, Approved):
         return (events.GangApproved(now, proposer, job.number, tuple(verdict.claims), verdict.level),)
     return verdict.refusals[0]

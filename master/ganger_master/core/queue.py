@@ -70,7 +70,7 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
         if _lasts(state, number) and _asked_in_vain(state) >= most // 2:
             continue
         given.append(_give(state, job, rank, now))
-        asking += job.spec.gpus
+        asking += job.gpus
     if state.resuming and any(lacks_memory(state, job) for job in first_blocked(state)):
         # Also those who keep it, be there whoever before them.
         given.extend(
@@ -238,7 +238,7 @@ def _has_room_beside(state: State, job: Job) -> bool:
     """Where nobody may overtake, several ask at once only if there is ample room for all of them."""
     if not state.turns or not state.policy.protects_all:
         return True
-    return _AMPLE * (_asking(state) + job.spec.gpus) <= state.free_devices
+    return _AMPLE * (_asking(state) + job.gpus) <= state.free_devices
 
 
 # Free devices per device asked for; fragments of the rest make less than this a gamble.
@@ -273,13 +273,13 @@ def _holds_up(state: State, number: int) -> bool:
 
 def _asking(state: State) -> int:
     """Devices that the holders of turns ask for."""
-    return sum([state.jobs[turn.number].spec.gpus for turn in state.turns.values()])
+    return sum([state.jobs[turn.number].gpus for turn in state.turns.values()])
 
 
 def _is_too_large(state: State, job: Job, asking: int) -> bool:
     """Whether it lacks devices wherever they may be, beside those that others ask for at the moment. Schedulers of
     their own are asked all the same: that they answer shows that they are there."""
-    return not scheduler_of(state, job) and job.spec.gpus > state.free_devices - asking
+    return not scheduler_of(state, job) and job.gpus > state.free_devices - asking
 
 
 def _asked_in_vain(state: State) -> int:

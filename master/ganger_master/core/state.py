@@ -244,7 +244,7 @@ class State:
         job = self.jobs.get(number)
         if job is not None:
             holds = not job.state.is_final and job.epoch in self.gangs
-            self.shares.charge(number, job.user, job.spec.gpus if holds else 0)
+            self.shares.charge(number, job.user, job.gpus if holds else 0)
 
     def put_node(self, node: Node) -> None:
         old = self.nodes.get(node.name)

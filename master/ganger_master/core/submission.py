@@ -35,8 +35,6 @@ def check_submission(state: State, spec: JobSpec) -> Refused | None:
     if violations:
         text = "; ".join(f"{path}: {what}" for path, what in violations[:_SEVERAL])
         return Refused("SPEC_INVALID", text, violations=violations)
-    if spec.gpus_min or spec.gpus_max:
-        return Refused("NOT_SUPPORTED", "elastic jobs (gpus_min, gpus_max) are not built yet")
     if len(state.waiting) >= state.settings.jobs_waiting_limit:
         return Refused("QUEUE_FULL", f"{len(state.waiting)} jobs wait already; cancel some or try later")
     refusal = impossible(state.view, spec.shape())
@@ -48,7 +46,7 @@ def check_submission(state: State, spec: JobSpec) -> Refused | None:
 
 def violations_of(spec: JobSpec) -> tuple[tuple[str, str], ...]:
     """(path, what is wrong) pairs."""
-    return (*_wrong_program(spec), *_wrong_numbers(spec), *_wrong_texts(spec), *_wrong_roles(spec))
+    return (*_wrong_program(spec), *_wrong_numbers(spec), *_wrong_texts(spec), *_wrong_roles(spec), *_wrong_sizes(spec))
 
 
 def _wrong_program(spec: JobSpec) -> Iterator[tuple[str, str]]:
@@ -146,6 +144,26 @@ def _wrong_roles(spec: JobSpec) -> Iterator[tuple[str, str]]:
             yield f"{path}[{index}].shape.memory_bytes", f"from 0 to {_BYTES_LIMIT}"
     if spec.nodes > max(1, tasks):
         yield "spec.nodes", "more nodes than tasks"
+
+
+def _wrong_sizes(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    least, most = spec.gpus_min, spec.gpus_max
+    if not (least or most):
+        return
+    if len(spec.roles) != 1 or spec.roles[0].shape.gpus < 1:
+        yield "spec.gpus_max", "an elastic job has one role, of tasks with GPUs"
+        return
+    each, gpus = spec.roles[0].shape.gpus, spec.gpus
+    if not 1 <= least <= gpus:
+        yield "spec.gpus_min", f"from 1 to {gpus}, which its tasks have"
+    elif least % each:
+        yield "spec.gpus_min", f"whole tasks of {each}"
+    if not gpus <= most <= each * _TASKS_LIMIT:
+        yield "spec.gpus_max", f"from {gpus}, which its tasks have, to {each * _TASKS_LIMIT}"
+    elif most % each:
+        yield "spec.gpus_max", f"whole tasks of {each}"
+    if spec.nodes:
+        yield "spec.nodes", "an elastic job cannot say on how many nodes it is"
 
 
 def _is_text(text: str, limit: int = _NAME_LIMIT) -> bool:

@@ -62,10 +62,12 @@ class LiveTable:
             tasks = sum([role.tasks * role.shape.millicores for role in spec.roles])
             memory = sum([role.tasks * role.shape.memory_bytes for role in spec.roles])
             user = self._users.setdefault(job.user, len(self._users))
-            self._integers[:, row] = number, spec.gpus, spec.priority, user
+            self._integers[:, row] = number, job.gpus, spec.priority, user
             self._numbers[:5, row] = job.create_time, tasks / 1000, memory, weight, deadline_s
             self._numbers[5:, row] = 0.0
             self.memory.begin(row, (user, spec.gpus))
+        elif job.spec.is_elastic:
+            self._integers[1, row] = job.gpus
         self.jobs[row] = job
         self.gangs[row] = gang
         # One that has not said yet what it can may be able to.

@@ -27,7 +27,8 @@ def live_job_to_wire(job: Job, gang: Gang | None, into: scheduling_pb2.LiveJob) 
     into.revision = job.revision
     into.user = job.user
     into.state = job_messages.STATES[job.state]
-    spec = replace(job.spec, command=(), labels={})
+    # What it asks for now: a planner need not know why.
+    spec = replace(job.spec, command=(), labels={}, roles=job.shape.roles)
     job_messages.spec_to_wire(spec, with_environment=False, into=into.spec)
     _put_time(into.create_time, job.create_time)
     if job.pending_since:
