@@ -22,7 +22,7 @@ from ganger_master.policies.tune import (
 from ganger_master.policies.tune.catalogue import TUNINGS
 from ganger_master.policies.tune.demand import ENOUGH, demands
 from ganger_master.policies.tune.predictor import predicted, shared_out
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models.published import synergy_points
 from policies.tune_cases import GB, NAMES, SYNERGY, assert_fits, profiles, rounds, servers
@@ -142,6 +142,29 @@ def test_demands_agree_with_looking_at_every_cell(case: tuple[Gangs, Nodes]) -> 
     found = demands(of_round, nodes)
     for gang in range(len(of_round)):
         assert (found.cores[gang], found.memory_bytes[gang]) == naive_demand(of_round, gang, nodes)
+
+
+@settings(max_examples=100)
+@given(
+    steps=st.lists(st.integers(0, 3), min_size=3, max_size=3),
+    shares=st.lists(
+        st.tuples(st.integers(1, 16).map(lambda cores: cores / 2), st.sampled_from([0.5, 1.0, 1.5, 2.0, 4.0])),
+        min_size=1,
+        max_size=9,
+    ),
+)
+# Of shares between the same measured amounts the most, and the fewest, cores decide.
+@example(steps=[0, 3, 0], shares=[(2.5, 2.0), (3.5, 2.0), (3.0, 4.0)])
+@example(steps=[0, 3, 0], shares=[(4.0, 2.0), (2.5, 4.0), (4.0, 4.0)])
+def test_where_memory_makes_up_for_cores_no_node_that_lacks_it_costs_anything(
+    steps: list[int], shares: list[tuple[float, float]]
+) -> None:
+    with_little = np.cumsum([1, *steps])[1:].astype(float)
+    rates_of = np.stack([with_little, np.full(3, with_little[-1])], axis=1)[None]
+    nodes = Nodes(np.ones(len(shares), np.int64), np.array([c for c, _ in shares]), np.array([m for _, m in shares]))
+    one = gangs([1], [0], Profiles(np.array([2.0, 4.0, 6.0]), np.array([2.0, 4.0]), rates_of))
+    found = demands(one, nodes)
+    assert (found.cores[0], found.memory_bytes[0]) == naive_demand(one, 0, nodes)
 
 
 def placed_somewhere(of_round: Gangs, nodes: Nodes) -> Pieces:
