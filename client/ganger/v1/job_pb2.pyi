@@ -266,6 +266,7 @@ class JobSpec(google.protobuf.message.Message):
     CHECKPOINT_INTERVAL_FIELD_NUMBER: builtins.int
     LABELS_FIELD_NUMBER: builtins.int
     AGENT_FIELD_NUMBER: builtins.int
+    DEADLINE_FIELD_NUMBER: builtins.int
     display_name: builtins.str
     """A label for people; need not be unique, at most 63 characters."""
     working_directory: builtins.str
@@ -312,6 +313,10 @@ class JobSpec(google.protobuf.message.Message):
 
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]: ...
+    @property
+    def deadline(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """By when it should have ended; who has none is never late. Nothing is stopped for it: see the policy `edf`."""
+
     def __init__(
         self,
         *,
@@ -334,10 +339,11 @@ class JobSpec(google.protobuf.message.Message):
         checkpoint_interval: google.protobuf.duration_pb2.Duration | None = ...,
         labels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         agent: Global___JobSpec.Agent.ValueType = ...,
+        deadline: google.protobuf.timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_preemptible", b"_preemptible", "checkpoint_interval", b"checkpoint_interval", "locality", b"locality", "preemptible", b"preemptible", "time_limit", b"time_limit"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_preemptible", b"_preemptible", "checkpoint_interval", b"checkpoint_interval", "deadline", b"deadline", "locality", b"locality", "preemptible", b"preemptible", "time_limit", b"time_limit"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_preemptible", b"_preemptible", "agent", b"agent", "checkpoint_interval", b"checkpoint_interval", "command", b"command", "device_type", b"device_type", "display_name", b"display_name", "environment", b"environment", "gpu_memory_bytes", b"gpu_memory_bytes", "gpus_max", b"gpus_max", "gpus_min", b"gpus_min", "labels", b"labels", "locality", b"locality", "max_failures", b"max_failures", "nodes", b"nodes", "preemptible", b"preemptible", "priority", b"priority", "roles", b"roles", "scheduler", b"scheduler", "time_limit", b"time_limit", "working_directory", b"working_directory"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_preemptible", b"_preemptible", "agent", b"agent", "checkpoint_interval", b"checkpoint_interval", "command", b"command", "deadline", b"deadline", "device_type", b"device_type", "display_name", b"display_name", "environment", b"environment", "gpu_memory_bytes", b"gpu_memory_bytes", "gpus_max", b"gpus_max", "gpus_min", b"gpus_min", "labels", b"labels", "locality", b"locality", "max_failures", b"max_failures", "nodes", b"nodes", "preemptible", b"preemptible", "priority", b"priority", "roles", b"roles", "scheduler", b"scheduler", "time_limit", b"time_limit", "working_directory", b"working_directory"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__preemptible: typing_extensions.TypeAlias = typing.Literal["preemptible"]
     _WhichOneofArgType__preemptible: typing_extensions.TypeAlias = typing.Literal["_preemptible", b"_preemptible"]

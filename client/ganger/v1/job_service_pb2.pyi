@@ -326,11 +326,14 @@ class Explanation(google.protobuf.message.Message):
     START_AFTER_SECONDS_FIELD_NUMBER: builtins.int
     START_BEFORE_SECONDS_FIELD_NUMBER: builtins.int
     ASSUMPTION_FIELD_NUMBER: builtins.int
+    DEADLINE_ADVICE_FIELD_NUMBER: builtins.int
     start_after_seconds: builtins.float
     """Interval in seconds from now in which it may start; both zero when unknown."""
     start_before_seconds: builtins.float
     assumption: builtins.str
     """What the estimate rests on, or why there is none."""
+    deadline_advice: builtins.str
+    """Of a job with a deadline: whether it can be met beside those of the others, as far as anybody knows."""
     @property
     def job(self) -> ganger.v1.job_pb2.Job: ...
     @property
@@ -345,10 +348,11 @@ class Explanation(google.protobuf.message.Message):
         start_after_seconds: builtins.float = ...,
         start_before_seconds: builtins.float = ...,
         assumption: builtins.str = ...,
+        deadline_advice: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["job", b"job"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["assumption", b"assumption", "blockers", b"blockers", "job", b"job", "start_after_seconds", b"start_after_seconds", "start_before_seconds", b"start_before_seconds"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["assumption", b"assumption", "blockers", b"blockers", "deadline_advice", b"deadline_advice", "job", b"job", "start_after_seconds", b"start_after_seconds", "start_before_seconds", b"start_before_seconds"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Explanation: typing_extensions.TypeAlias = Explanation

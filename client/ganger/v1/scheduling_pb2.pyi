@@ -508,11 +508,14 @@ class Change(google.protobuf.message.Message):
     CORES_FIELD_NUMBER: builtins.int
     RESIZE_FIELD_NUMBER: builtins.int
     ROW_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
     job: builtins.str
     revision: builtins.int
     """Guard: the job's revision this change was computed from."""
     together: builtins.int
     """Changes of one non-zero id are approved as one."""
+    reason: builtins.str
+    """What it is expected to gain, with the figures that say so; kept in the job's history."""
     @property
     def start(self) -> Global___StartChange: ...
     @property
@@ -544,10 +547,11 @@ class Change(google.protobuf.message.Message):
         cores: Global___CoresChange | None = ...,
         resize: Global___ResizeChange | None = ...,
         row: Global___RowChange | None = ...,
+        reason: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["change", b"change", "cores", b"cores", "move", b"move", "resize", b"resize", "resume", b"resume", "row", b"row", "start", b"start", "suspend", b"suspend"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["change", b"change", "cores", b"cores", "job", b"job", "move", b"move", "resize", b"resize", "resume", b"resume", "revision", b"revision", "row", b"row", "start", b"start", "suspend", b"suspend", "together", b"together"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["change", b"change", "cores", b"cores", "job", b"job", "move", b"move", "reason", b"reason", "resize", b"resize", "resume", b"resume", "revision", b"revision", "row", b"row", "start", b"start", "suspend", b"suspend", "together", b"together"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_change: typing_extensions.TypeAlias = typing.Literal["start", "move", "suspend", "resume", "cores", "resize", "row"]
     _WhichOneofArgType_change: typing_extensions.TypeAlias = typing.Literal["change", b"change"]
@@ -799,6 +803,7 @@ class LiveJob(google.protobuf.message.Message):
     USED_DEVICE_BYTES_FIELD_NUMBER: builtins.int
     CAPABILITIES_FIELD_NUMBER: builtins.int
     GANG_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
     job: builtins.str
     revision: builtins.int
     user: builtins.str
@@ -810,6 +815,8 @@ class LiveJob(google.protobuf.message.Message):
     peak_device_bytes: builtins.int
     """Largest memory of one device that it was seen to use, and what its devices must have left for it."""
     used_device_bytes: builtins.int
+    signature: builtins.int
+    """The same for jobs of one user that run the same program with other numbers on as many devices."""
     @property
     def spec(self) -> ganger.v1.job_pb2.JobSpec:
         """Without command and environment."""
@@ -855,10 +862,11 @@ class LiveJob(google.protobuf.message.Message):
         used_device_bytes: builtins.int = ...,
         capabilities: ganger.v1.job_pb2.Capabilities | None = ...,
         gang: Global___LiveGang | None = ...,
+        signature: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "create_time", b"create_time", "gang", b"gang", "pending_time", b"pending_time", "run", b"run", "run_time", b"run_time", "spec", b"spec", "start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "create_time", b"create_time", "ends", b"ends", "gang", b"gang", "job", b"job", "moves", b"moves", "peak_device_bytes", b"peak_device_bytes", "pending_time", b"pending_time", "revision", b"revision", "run", b"run", "run_time", b"run_time", "spec", b"spec", "start_time", b"start_time", "state", b"state", "used_device_bytes", b"used_device_bytes", "user", b"user"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "create_time", b"create_time", "ends", b"ends", "gang", b"gang", "job", b"job", "moves", b"moves", "peak_device_bytes", b"peak_device_bytes", "pending_time", b"pending_time", "revision", b"revision", "run", b"run", "run_time", b"run_time", "signature", b"signature", "spec", b"spec", "start_time", b"start_time", "state", b"state", "used_device_bytes", b"used_device_bytes", "user", b"user"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___LiveJob: typing_extensions.TypeAlias = LiveJob
