@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from ganger_master.models.service import BUCKETS, EDGES_S, ServiceMemory, bucket_of, gittins
+from ganger_master.models.service import BUCKETS, EDGES_S, ServiceMemory, bucket_of, gittins, median_left
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,8 +100,8 @@ def test_memory_equals_its_naive_twin_after_any_story(steps: list[tuple[str, str
 @given(shares=st.lists(st.floats(0.0, 1.0), min_size=BUCKETS, max_size=BUCKETS), bucket=st.integers(0, BUCKETS - 1))
 def test_index_is_the_best_over_all_times_to_stop(shares: list[float], bucket: int) -> None:
     found = gittins(np.array([shares]), np.array([bucket]))
-    # Products of small shares end at nought sooner or later, depending on their order.
-    assert found == pytest.approx([naive_gittins(shares, bucket)], rel=1e-9, abs=1e-100)
+    # Of shares so small one less them is one.
+    assert found == pytest.approx([naive_gittins(shares, bucket)], rel=1e-9, abs=1e-18)
 
 
 @given(st.floats(0.0, 1e12))
@@ -201,3 +202,59 @@ def test_a_slot_is_taken_once_and_left_once() -> None:
 
 def test_nobody_is_asked_about() -> None:
     assert len(ServiceMemory().index(np.zeros(0, np.int64), np.zeros(0))) == 0
+
+
+def naive_median_left(hazards: list[float], ran_s: float) -> float:
+    """By looking ever closer for the moment at which half of those who are left now have ended."""
+
+    at = min(max(math.log2(max(ran_s, 1e-9)), math.log2(EDGES_S[0])), math.log2(EDGES_S[-1]))
+
+    def survival(log2: float) -> float:
+        left = 1.0
+        for bucket, hazard in enumerate(hazards):
+            low, high = math.log2(EDGES_S[bucket]), math.log2(EDGES_S[bucket + 1])
+            if high <= at and bucket < BUCKETS - 1:
+                continue
+            if log2 >= high:
+                left *= 1.0 - hazard
+            elif log2 > low:
+                left *= 1.0 - hazard * (log2 - low) / (high - low)
+        return left
+
+    low, high = at, math.log2(EDGES_S[-1])
+    for _ in range(40):
+        middle = (low + high) / 2
+        if survival(middle) > survival(at) / 2:
+            low = middle
+        else:
+            high = middle
+    return max(2.0**high - ran_s, 0.0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from([0.0, 3.0, 8.0, 700.0, 1e5, 3e8])), min_size=1, max_size=4),
+    st.integers(0, 2**32),
+)
+def test_the_median_of_what_is_left_is_where_half_of_them_have_ended(jobs: list[tuple[int, float]], seed: int) -> None:
+    random = np.random.default_rng(seed)
+    hazards = np.array([random.random(BUCKETS) ** power for power, _ in jobs])
+    ran = np.array([seconds for _, seconds in jobs])
+    found = median_left(hazards, ran)
+    for own, seconds, left in zip(hazards.tolist(), ran.tolist(), found.tolist(), strict=True):
+        naive = naive_median_left(own, seconds)
+        assert left + seconds == pytest.approx(naive + seconds, rel=1e-6), (seconds, left, naive)
+
+
+def test_what_is_left_is_unknown_until_somebody_has_ended_and_then_what_its_series_says() -> None:
+    memory = ServiceMemory()
+    slots, ran = np.array([1]), np.array([0.0])
+    memory.begin(0, "series")
+    memory.begin(1, "series")
+    assert np.isnan(memory.remaining_s(slots, ran)).all()
+    memory.end(0, 1000.0)
+    for slot in range(2, 12):
+        memory.begin(slot, "series")
+        memory.end(slot, 1000.0)
+    # Somewhere in the bucket in which all of them ended.
+    assert 724 <= memory.remaining_s(slots, ran)[0] <= 1024
+    assert 100 <= memory.remaining_s(slots, np.array([600.0]))[0] <= 424

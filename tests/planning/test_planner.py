@@ -114,6 +114,37 @@ def test_what_the_master_refuses_keeps_nobody_else_waiting_and_is_asked_for_agai
     on_a_master(tmp_path, story)
 
 
+def cores_of(served: Served) -> list[int]:
+    gangs = served.master.writer.committed.gangs
+    return [sum(claim.millicores) for _, gang in sorted(gangs.items()) for claim in gang.claims]
+
+
+def test_a_policy_that_tunes_starts_gangs_with_their_cores_and_takes_back_what_newcomers_need(tmp_path: Path) -> None:
+    async def story(served: Served, node: Speaker) -> None:
+        async with planning(served):
+            for cores in ([4_000], [4_000, 4_000], [2_666, 2_666, 2_666]):
+                await served.submit(spec_of(1))
+                await until(lambda cores=cores: cores_of(served) == cores)  # type: ignore[misc]
+            await served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name="jobs/1"))
+            # It hears of the order, and then that there is nothing of the job on the node means that it is gone.
+            for _ in range(2):
+                await node.reconcile([])
+            await until(lambda: cores_of(served) == [4_000, 4_000])
+
+    on_a_master(tmp_path, story, "las+role")
+
+
+def test_tetris_passes_over_who_does_not_fit_and_stops_nobody(tmp_path: Path) -> None:
+    async def story(served: Served, node: Speaker) -> None:
+        for gpus in (1, 4, 3):
+            await served.submit(spec_of(gpus))
+        async with planning(served):
+            wanted = ["HOLDING", "PENDING", "HOLDING"]
+            await until(lambda: [state_of(served, number) for number in (1, 2, 3)] == wanted)
+
+    on_a_master(tmp_path, story, "tetris")
+
+
 def test_job_schedulers_are_told_that_it_is_nobodys_turn(tmp_path: Path) -> None:
     async def story(served: Served, node: Speaker) -> None:
         job = await served.submit(spec_of(1))

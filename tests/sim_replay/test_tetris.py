@@ -9,7 +9,7 @@ from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.workload import workload
 
 
-@pytest.mark.parametrize(("policy", "first_of_those_who_wait"), [("tetris", "short"), ("tetris-cos", "long")])
+@pytest.mark.parametrize(("policy", "first_of_those_who_wait"), [("tetris-oracle", "short"), ("tetris-cos", "long")])
 def test_work_left_decides_between_gangs_alike_only_with_the_srtf_term(
     policy: str, first_of_those_who_wait: str
 ) -> None:

@@ -128,19 +128,33 @@ class ServiceMemory:
 
     def index(self, slots: Integers, ran_s: Floats) -> Floats:
         """Gittins's index of the jobs in these slots, which have run so long, in 1 / seconds."""
-        buckets = bucket_of(ran_s)
-        for position in np.flatnonzero(buckets > self._bucket[slots]).tolist():
-            self._goes_on(int(slots[position]), int(buckets[position]))
+        self._are_at(slots, bucket_of(ran_s))
         if self._news > self._news_at_refresh * (1 + self._stale):
             self._news_at_refresh = self._news
             self._is_fresh[:] = False
         old = slots[~self._is_fresh[slots]]
         if len(old):
-            everybody = (self._all_ended + _ALL_LEAN * _EVEN) / (self._all_came + _ALL_LEAN)
-            hazards = (self._ended[old] + _LEAN * everybody) / (self._came[old] + _LEAN)
-            self._index[old] = gittins(hazards, self._bucket[old])
+            self._index[old] = gittins(self._hazards(old), self._bucket[old])
             self._is_fresh[old] = True
         found: Floats = self._index[slots]
+        return found
+
+    def remaining_s(self, slots: Integers, ran_s: Floats) -> Floats:
+        """How long the jobs in these slots, which have run so long, will run yet: the median, in seconds. NaN before
+        any job has ended."""
+        if not self._all_ended.any():
+            return np.full(len(slots), np.nan)
+        self._are_at(slots, bucket_of(ran_s))
+        return median_left(self._hazards(slots), ran_s)
+
+    def _are_at(self, slots: Integers, buckets: Integers) -> None:
+        for position in np.flatnonzero(buckets > self._bucket[slots]).tolist():
+            self._goes_on(int(slots[position]), int(buckets[position]))
+
+    def _hazards(self, slots: Integers) -> Floats:
+        """(slots, BUCKETS): of who comes to a bucket the share that ends in it."""
+        everybody = (self._all_ended + _ALL_LEAN * _EVEN) / (self._all_came + _ALL_LEAN)
+        found: Floats = (self._ended[slots] + _LEAN * everybody) / (self._came[slots] + _LEAN)
         return found
 
     def _goes_on(self, slot: int, bucket: int) -> None:
@@ -201,3 +215,25 @@ def gittins(hazards: Floats, buckets: Integers) -> Floats:
     rates = np.divide(1.0 - goes_on, taken, out=np.zeros_like(taken), where=taken > 0)
     best: Floats = rates.max(axis=1, initial=0.0)
     return best
+
+
+def median_left(hazards: Floats, ran_s: Floats) -> Floats:
+    """Seconds until half of such jobs (rows) have ended that have run for `ran_s`. `hazards` (jobs, BUCKETS) as for
+    `gittins`; ends of a bucket are spread evenly over its logarithm. To the last edge where more than half go on beyond
+    it; never less than nothing."""
+    edges = np.log2(EDGES_S)
+    at = np.log2(np.clip(ran_s, EDGES_S[0], EDGES_S[-1]))
+    first = np.minimum(np.searchsorted(edges, at, side="right") - 1, BUCKETS - 1)
+    rows = np.arange(len(hazards))
+    goes_on = np.where(np.arange(BUCKETS) < first[:, None], 1.0, 1.0 - hazards)
+    survives = np.concatenate((np.ones((len(hazards), 1)), np.cumprod(goes_on, axis=1)), axis=1)
+    part = (at - edges[first]) / (edges[first + 1] - edges[first])
+    now = survives[rows, first] + part * (survives[rows, first + 1] - survives[rows, first])
+    # Of those who are left, half.
+    is_past = (survives <= now[:, None] / 2.0) & (np.arange(BUCKETS + 1) > first[:, None])
+    after = np.where(is_past.any(axis=1), is_past.argmax(axis=1), BUCKETS)
+    high, low = survives[rows, after - 1], survives[rows, after]
+    fallen = np.divide(high - now / 2.0, high - low, out=np.ones(len(rows)), where=high > low)
+    end = edges[after - 1] + np.clip(fallen, 0.0, 1.0) * (edges[after] - edges[after - 1])
+    left: Floats = np.maximum(2.0**end - np.maximum(ran_s, 0.0), 0.0)
+    return left

@@ -47,7 +47,8 @@ class Refused:
     def note(self, change: Change, refusals: Collection[Refusal], now: float) -> None:
         """The first refusal is what counts. One that a fresh view cures is not noted."""
         refusal = next(iter(refusals), None)
-        if refusal is None or refusal.reason.kind is Kind.RACE:
+        if refusal is None or refusal.reason.kind is Kind.RACE or change.kind == "CORES":
+            # Whose cores cannot be changed keeps them, and asking again costs nobody anything.
             return
         number = change.number
         if change.kind == "SUSPEND":

@@ -100,8 +100,9 @@ class LiveTable:
             self._history, self._since_history = History.of(self._services), 0
         return self._history
 
-    def facts(self, now: float, learned: bool = False) -> tuple[Integers, Facts]:
-        """Rows of all live jobs, and what may be known of them; no oracle's. `learned`: with indices."""
+    def facts(self, now: float, learned: bool = False, expects: bool = False) -> tuple[Integers, Facts]:
+        """Rows of all live jobs, and what may be known of them; no oracle's. `learned`: with indices; `expects`: with
+        the remaining time that is to be expected."""
         rows = np.flatnonzero(self._live)
         number, gpus, priority, user = self._integers[:, rows]
         arrival, cores, memory, weight, deadline, ran, running_since, pending_since, started, waited_before = (
@@ -112,6 +113,9 @@ class LiveTable:
         index = np.full(len(rows), np.nan)
         if learned:
             index = self.memory.index(rows, ran + stretch) / np.maximum(gpus, 1)
+        expected = np.full(len(rows), np.nan)
+        if expects:
+            expected = self.memory.remaining_s(rows, ran + stretch)
         return rows, Facts(
             number=number,
             arrival_s=arrival,
@@ -129,7 +133,7 @@ class LiveTable:
             started_s=np.where(started > 0, started, np.inf),
             stretch_s=stretch,
             waited_before_s=waited_before,
-            expected_remaining_s=np.full(len(rows), np.nan),
+            expected_remaining_s=expected,
             index=index,
             remaining_s=np.full(len(rows), np.nan),
         )

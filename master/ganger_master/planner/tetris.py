@@ -1,8 +1,8 @@
 """Tetris's pass: of all who wait, who lies best along what is free and has little work left starts first; nobody stops.
 
 Grandl et al., SIGCOMM 2014: alignment, less eps times the remaining work, among those furthest below their fair
-share. Its authors estimate durations from earlier runs of the same job; here an oracle tells them, so it serves for
-comparison.
+share. Its authors estimate durations from earlier runs of the same job: so does this one where no oracle tells them
+(`models.service`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from collections.abc import Callable
 import numpy as np
 
 from ganger_master.core.commands import Change
+from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
 from ganger_master.policies.facts import Capacity, Facts, Floats, Integers
+from ganger_master.policies.order.ftf import expected_s
 from ganger_master.policies.place.tetris_gangs import tetris_gangs
 from ganger_master.policies.place.tetris_pass import Knobs
 from ganger_master.policies.room import Room
@@ -29,18 +31,23 @@ def plan_tetris(
     now: float,
     capacity: Capacity,
     room: Room,
-    remaining_s: Callable[[Integers], Floats],
+    remaining_s: Callable[[Integers], Floats] | None = None,
+    kept_out: KeptOut = NOBODY,
 ) -> Pass:
-    """The starts to propose now; `room` is left as it is."""
+    """The starts to propose now; `room` is left as it is. Whom the master would not have on some nodes (`kept_out`) is
+    left out altogether for that time."""
     if not table.has_waiting:
         return Pass()
-    rows, facts = table.facts(now)
+    asks = knobs.srtf_weight > 0.0
+    rows, facts = table.facts(now, expects=asks and remaining_s is None)
     work = np.zeros(len(facts))
-    if knobs.srtf_weight:
-        work = _demand(facts, capacity) * remaining_s(facts.number)
-    waiting = np.flatnonzero(table.is_waiting(rows))
-    waiting = waiting[np.lexsort((facts.number[waiting], facts.arrival_s[waiting], -facts.priority[waiting]))]
-    waiting = waiting[:_MOST_WEIGHED]
+    if asks:
+        left = expected_s(facts) if remaining_s is None else remaining_s(facts.number)
+        work = _demand(facts, capacity) * left
+    line = np.flatnonzero(table.is_waiting(rows))
+    line = line[np.lexsort((facts.number[line], facts.arrival_s[line], -facts.priority[line]))]
+    refused = [*kept_out.not_started, *kept_out.nodes]
+    waiting = line[~np.isin(facts.number[line], refused)][:_MOST_WEIGHED] if refused else line[:_MOST_WEIGHED]
     jobs = [table.jobs[row] for row in rows[waiting].tolist()]
     gangs = [job for job in jobs if job is not None]
     room.refresh()
@@ -54,7 +61,7 @@ def plan_tetris(
     for _, claims in reversed(chosen):
         room.give(claims)
     starts = tuple([Change(gangs[at].number, gangs[at].revision, "START", claims) for at, claims in chosen])
-    return Pass(starts, waits=len(starts) < len(gangs), line=facts.number[waiting])
+    return Pass(starts, waits=len(starts) < len(gangs), line=facts.number[line])
 
 
 def _demand(facts: Facts, capacity: Capacity) -> Floats:

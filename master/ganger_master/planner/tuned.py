@@ -11,9 +11,11 @@ that much every job can live. Cores that a job asks for are a wish; memory that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 from ganger.resources.fit import demand, memory_named
@@ -33,6 +35,8 @@ from ganger_master.policies.room import Room
 from ganger_master.policies.tune import Nodes, Tuning, pieces
 from ganger_master.policies.tune.known import NOTHING, Known, known_gangs
 
+NO_TRIALS: Final[Mapping[int, int]] = MappingProxyType({})
+
 
 def plan_tuned(
     tuning: Tuning,
@@ -46,8 +50,11 @@ def plan_tuned(
     remaining_s: Callable[[Integers], Floats] | None = None,
     kept_out: KeptOut = NOBODY,
     known: Known = NOTHING,
+    trials: Mapping[int, int] = NO_TRIALS,
 ) -> Pass:
-    """As `plan`, with tuned starts and CORES changes of who runs; everybody stays where it is."""
+    """As `plan`, with tuned starts and CORES changes of who runs; everybody stays where it is. `trials`: millicores for
+    each GPU that jobs, by number, are to have for a while instead of what the tuning gives them, as far as the others
+    leave them, and where nobody is to start."""
     room.refresh()
     view = room.view
     running = [pair for pair in table.running if is_tuned(view, *pair)]
@@ -68,7 +75,7 @@ def plan_tuned(
     starts = {change.number: change.claims for change in found.changes if change.kind == "START"}
     gangs = [(job, gang.claims) for job, gang in running if job.number not in stopped]
     newcomers = [(job, starts[number]) for number in sorted(starts) if (job := table.jobs[table.row(number)])]
-    tuned = fitted(view, *_wishes(tuning, view, gangs, newcomers, known))
+    tuned = fitted(view, *_wishes(tuning, view, gangs, newcomers, known, trials))
     return replace(found, changes=(*stops, *tuned.changes), waits=found.waits or tuned.held_back)
 
 
@@ -83,6 +90,7 @@ def _wishes(
     running: Sequence[tuple[Job, tuple[Claim, ...]]],
     starting: Sequence[tuple[Job, tuple[Claim, ...]]],
     known: Known,
+    trials: Mapping[int, int],
 ) -> tuple[list[Wish], list[Wish]]:
     """What the tuning gives to each of them on the nodes where they are."""
     others = [Wish(job, claims, asked(view, job, claims), _nothing(claims)) for job, claims in starting]
@@ -114,12 +122,17 @@ def _wishes(
         )
     }
     starts = {wish.job.number for wish in tunable}
+    starts_on = {claim.node for wish in others for claim in wish.claims}
     wishes: tuple[list[Wish], list[Wish]] = ([], [wish for wish in others if wish.job.number not in starts])
     for at, (job, claims) in enumerate(gangs):
         is_start = job.number in starts
         share = asked(view, job, claims)
         got = [given.get((at, names[claim.node])) for claim in claims]
         amounts = tuple([some or mine for some, mine in zip(got, share, strict=True)])
+        tried = trials.get(job.number)
+        if tried is not None and starts_on.isdisjoint([claim.node for claim in claims]):
+            gpus = [claim.device_mask.bit_count() for claim in claims]
+            amounts = tuple([(tried * count, memory) for count, (_, memory) in zip(gpus, amounts, strict=True)])
         wish = wish_of(view, job, claims, amounts, is_start)
         # Whom the tuning would rather leave out waits for the others, if there are any.
         if not is_start or None not in got or not running:

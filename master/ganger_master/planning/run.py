@@ -24,8 +24,8 @@ from ganger.wire.errors import ApiError, from_rpc_error
 
 from ganger_master.core.commands import Change
 from ganger_master.planner.pace import Pace
+from ganger_master.planner.passes import plan_by
 from ganger_master.planner.refused import Refused
-from ganger_master.planner.target import plan
 from ganger_master.planning.live import Live
 from ganger_master.policies import Places, Policy, live_policy_named
 from ganger_master.rpc.job_messages import level_to_wire
@@ -128,9 +128,9 @@ class Planner:
         live, now = self._live, self._live.now
         may_stop = pace.may_stop(now)
         began = time.perf_counter()
-        found = plan(
+        found = plan_by(
+            policy,
             policy.aging_order,
-            policy.placement,
             live.table,
             now,
             live.capacity,
@@ -209,11 +209,14 @@ _LONGEST_SLEEP_SECONDS: Final = 60.0
 
 def _change_to_wire(change: Change) -> scheduling_pb2.Change:
     message = scheduling_pb2.Change(job=names.job_name(change.number), revision=change.revision)
-    if change.kind == "START":
-        message.start.claims.extend(convert.claims_to_wire(change.claims))
-    else:
-        assert change.kind == "SUSPEND", f"passes propose starts and stops, not {change.kind}"
-        message.suspend.level = level_to_wire(change.level)
+    match change.kind:
+        case "START":
+            message.start.claims.extend(convert.claims_to_wire(change.claims))
+        case "CORES":
+            message.cores.claims.extend(convert.claims_to_wire(change.claims))
+        case _:
+            assert change.kind == "SUSPEND", f"passes propose starts, stops and cores, not {change.kind}"
+            message.suspend.level = level_to_wire(change.level)
     return message
 
 

@@ -66,24 +66,22 @@ def _by_submission(job: Job) -> tuple[int, ...]:
 
 # Other names of orders: those of before, and what the papers call them.
 _ALIASES = {"backfill": "fifo-backfill", "las2d": "tiresias", "las2d-gittins": "tiresias-gittins"}
-# Tetris, by the dot product and, as in the Virginia report, by the angle alone.
-_TETRIS = {"tetris": Knobs(), "tetris-cos": Knobs(srtf_weight=0.0, alignment=Alignment.COSINE)}
+# Tetris, by the dot product and, as in the Virginia report, by the angle alone. How much work is left is learned, or
+# told by an oracle for comparison.
+_TETRIS_ORACLE = "tetris-oracle"
+_TETRIS = {
+    "tetris": Knobs(),
+    "tetris-cos": Knobs(srtf_weight=0.0, alignment=Alignment.COSINE),
+    _TETRIS_ORACLE: Knobs(),
+}
 NAMES = tuple(sorted({*ORDERS, *_ALIASES, *_TETRIS}))
 
 
 def live_policy_named(name: str) -> Policy:
-    """One that a live cluster can go by: KeyError for an unknown name, ValueError for one that asks an oracle, or for
-    what nobody measures there yet."""
+    """One that a live cluster can go by: KeyError for an unknown name, ValueError for one that asks an oracle."""
     policy = policy_named(name)
-    if policy.tuning is not None:
-        raise ValueError(
-            f"policy {name!r} tunes cores and memory by profiles of the jobs, and nobody measures them here yet: for "
-            "the simulator only"
-        )
-    if policy.tetris is not None:
-        raise ValueError(f"policy {name!r} is for the simulator only")
     if policy.order.knows_durations:
-        live = [known for known in NAMES if known not in _TETRIS and not policy_named(known).order.knows_durations]
+        live = [known for known in NAMES if not policy_named(known).order.knows_durations]
         raise ValueError(
             f"policy {name!r} asks an oracle how long jobs take: for the simulator only; there are {', '.join(live)}"
         )
@@ -100,8 +98,9 @@ def policy_named(name: str) -> Policy:
         if parts:
             raise KeyError(f"{order_name} places by itself: it takes no placement and no tuning")
         knobs = _TETRIS[order_name]
-        order = replace(FIFO_BACKFILL, name=order_name, knows_durations=knobs.srtf_weight > 0)
-        return Policy(name, order, placement_named(order_name), Places.PLANNER, tetris=knobs)
+        order = replace(FIFO_BACKFILL, name=order_name, knows_durations=order_name == _TETRIS_ORACLE)
+        placement = placement_named(order_name.removesuffix("-oracle"))
+        return Policy(name, order, placement, Places.PLANNER, tetris=knobs)
     order = order_named(_ALIASES.get(order_name, order_name))
     unknown = [part for part in parts if part not in PLACEMENTS and part not in TUNINGS]
     if unknown:

@@ -56,7 +56,7 @@ class Facts:
     # Of the stretch in which it runs now: how long it has run, and how long it had waited before. Zero while it waits.
     stretch_s: Floats
     waited_before_s: Floats
-    # What its own progress lets expect, at the rate of its whole gang alone; NaN: nothing is known.
+    # What its own progress or jobs like it let expect, at the rate of its whole gang alone; NaN: nothing is known.
     expected_remaining_s: Floats
     # Gittins's index by what was learned from ended jobs, in 1 / GPU-seconds; NaN: nobody learns.
     index: Floats

@@ -20,8 +20,8 @@ from ganger_master.core.commands import Change, Command
 from ganger_master.core.decide import decide
 from ganger_master.core.model import JobState
 from ganger_master.core.state import State
+from ganger_master.planner.passes import plan_by
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import plan
 from ganger_master.planner.totals import capacity_of
 from ganger_master.policies import Places, live_policy_named
 from ganger_master.policies.room import Room
@@ -109,7 +109,7 @@ class Otherwise:
     def _plan(self, state: State, line: int, time: float) -> None:
         view = state.view.copy()
         capacity = capacity_of(view, self._table)
-        found = plan(self.policy.aging_order, self.policy.placement, self._table, time, capacity, Room(view))
+        found = plan_by(self.policy, self.policy.aging_order, self._table, time, capacity, Room(view))
         self.passes += 1
         starts = {change.number: _nodes_of(change) for change in found.changes if change.kind == "START"}
         stops = tuple(change.number for change in found.changes if change.kind == "SUSPEND")

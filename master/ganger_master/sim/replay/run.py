@@ -16,16 +16,14 @@ from ganger_master.core.model import Gang
 from ganger_master.core.settings import Settings
 from ganger_master.core.state import State
 from ganger_master.planner.packed import plan_packed
+from ganger_master.planner.passes import plan_by
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass, plan
-from ganger_master.planner.tetris import plan_tetris
-from ganger_master.planner.tuned import plan_tuned
+from ganger_master.planner.target import Pass
 from ganger_master.policies import Places, policy_named
 from ganger_master.policies.facts import Capacity, Flags, Floats, Integers
 from ganger_master.policies.order.las2d import LAS2D
 from ganger_master.policies.place.anywhere import ANYWHERE
 from ganger_master.policies.room import Room
-from ganger_master.policies.tune import Tuning
 from ganger_master.policies.tune.known import NOTHING
 from ganger_master.sim.replay.clock import Clock
 from ganger_master.sim.replay.ledger import Ledger
@@ -101,7 +99,6 @@ class _Replay:
             order = _CONTINUOUS.get(self.policy.order.name, self.policy.order)
             self.policy = replace(self.policy, order=order, placement=ANYWHERE, places=Places.PLANNER)
         self.order = self.policy.order if options.ideal else self.policy.aging_order
-        self.placement = self.policy.placement
         if options.round_s is not None:
             # A round begins with an empty cluster.
             self.order = replace(self.order, preempts=True)
@@ -281,14 +278,9 @@ class _Replay:
         return any(verdict.approved for verdict in answer.verdicts)
 
     def _pass(self, now: float, may_stop: bool) -> Pass:
-        if self.policy.tetris is not None:
-            return plan_tetris(self.policy.tetris, self.table, now, self.capacity, self.room, self._oracle)
-        if self.policy.tuning is not None:
-            return self._tuned_pass(self.policy.tuning, now, may_stop)
-        return plan(self.order, self.placement, self.table, now, self.capacity, self.room, may_stop, self._oracle)
-
-    def _tuned_pass(self, tuning: Tuning, now: float, may_stop: bool) -> Pass:
-        if self.options.round_s is not None and may_stop and tuning.place and not self.policy.is_placement_named:
+        tuning = self.policy.tuning
+        is_packed = tuning is not None and tuning.place is not None and not self.policy.is_placement_named
+        if tuning is not None and is_packed and self.options.round_s is not None and may_stop:
             # Whoever was stopped may go before others then, but a round stops nobody twice.
             may_stop, self._packed_at = self._packed_at != now, now
             packed = plan_packed(
@@ -304,16 +296,15 @@ class _Replay:
             )
             if packed is not None:
                 return packed
-        return plan_tuned(
-            tuning,
+        return plan_by(
+            self.policy,
             self.order,
-            self.placement,
             self.table,
             now,
             self.capacity,
             self.room,
             may_stop,
-            self._oracle,
+            remaining_s=self._oracle,
             known=self.known,
         )
 

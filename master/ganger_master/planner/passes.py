@@ -1,0 +1,53 @@
+"""The pass that a policy asks for: the same for a live planner, a replayed trace and a replayed recording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.table import LiveTable
+from ganger_master.planner.target import Pass, plan
+from ganger_master.planner.tetris import plan_tetris
+from ganger_master.planner.tuned import NO_TRIALS, plan_tuned
+from ganger_master.policies import Policy
+from ganger_master.policies.facts import Capacity, Floats, Integers
+from ganger_master.policies.order import Order
+from ganger_master.policies.room import Room
+from ganger_master.policies.tune.known import NOTHING, Known
+
+
+def plan_by(
+    policy: Policy,
+    order: Order,
+    table: LiveTable,
+    now: float,
+    capacity: Capacity,
+    room: Room,
+    may_stop: bool = True,
+    *,
+    remaining_s: Callable[[Integers], Floats] | None = None,
+    kept_out: KeptOut = NOBODY,
+    known: Known = NOTHING,
+    trials: Mapping[int, int] = NO_TRIALS,
+) -> Pass:
+    """The changes to propose now, as `plan` has them. `order`: the policy's, or what is made of it. `remaining_s`: an
+    oracle, for policies that ask one. `known` and `trials` are for policies that tune."""
+    if policy.tetris is not None:
+        oracle = remaining_s if policy.order.knows_durations else None
+        return plan_tetris(policy.tetris, table, now, capacity, room, oracle, kept_out)
+    if policy.tuning is not None:
+        return plan_tuned(
+            policy.tuning,
+            order,
+            policy.placement,
+            table,
+            now,
+            capacity,
+            room,
+            may_stop,
+            remaining_s,
+            kept_out,
+            known,
+            trials,
+        )
+    return plan(order, policy.placement, table, now, capacity, room, may_stop, remaining_s, kept_out)
