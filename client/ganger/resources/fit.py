@@ -6,9 +6,10 @@ It reads plain Python lists of the view: a verdict touches few nodes, and NumPy 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import gt
-from typing import Final
+from types import MappingProxyType
+from typing import Final, TypeAlias
 
 from msgspec import Struct
 
@@ -20,6 +21,11 @@ from ganger.resources.view import View
 # A gang of thousands of claims that all conflict is explained by the first few.
 _MOST_REFUSALS = 16
 _CORE = 1000
+# Of a device, what gangs that share it may use together: the rest is contexts and what allocators keep beside.
+MEMORY_SHARE: Final = 0.95
+# By node and device: bytes that those need who hold the device and let others in; negative where nobody may join them.
+Company: TypeAlias = Mapping[str, Sequence[int]]
+_NOBODY: Final[Company] = MappingProxyType({})
 
 
 class Demand(Struct, frozen=True, gc=False):
@@ -75,17 +81,24 @@ def share_of_memory(configuration_set: ConfigurationSet, gpus: int) -> int:
 
 
 def fit(
-    view: View, shape: GangShape, claims: Sequence[Claim], *, holding: Sequence[Claim] = (), retune: bool = False
+    view: View,
+    shape: GangShape,
+    claims: Sequence[Claim],
+    *,
+    holding: Sequence[Claim] = (),
+    retune: bool = False,
+    company: Company = _NOBODY,
 ) -> tuple[Refusal, ...]:
     """Why the claims cannot be held on this view; empty when they can.
 
     `holding`: pieces the gang holds already and would give up for these. With `retune` cores and memory may differ from
-    what the shape asks for, but memory is never less than what it names. Mistakes come first, then what is missing node
-    by node, then the gang's locality.
+    what the shape asks for, but memory is never less than what it names. `company`: whom it may join on the devices of
+    its claims' `shared_mask`, which all of them must fit into. Mistakes come first, then what is missing node by node,
+    then the gang's locality.
     """
     if not holding and _fits_at_a_glance(view, shape, claims):
         return ()
-    return _why_not(view, shape, claims, holding, retune)
+    return _why_not(view, shape, claims, holding, retune, company)
 
 
 def _fits_at_a_glance(view: View, shape: GangShape, claims: Sequence[Claim]) -> bool:
@@ -99,7 +112,7 @@ def _fits_at_a_glance(view: View, shape: GangShape, claims: Sequence[Claim]) -> 
     placed = 0
     for claim in claims:
         slot = view.slots.get(claim.node)
-        if slot is None or not view.available[slot] or len(claim.tasks) != 1 or claim.parked_bytes:
+        if slot is None or not view.available[slot] or len(claim.tasks) != 1 or claim.parked_bytes or claim.shared_mask:
             return False
         count, mask = claim.tasks[0], claim.device_mask
         if count <= 0 or mask & ~view.free[slot] or mask.bit_count() != count * gpus:
@@ -131,7 +144,12 @@ _ONE_TASK: Final = (1,)
 
 
 def _why_not(
-    view: View, shape: GangShape, claims: Sequence[Claim], holding: Sequence[Claim], retune: bool
+    view: View,
+    shape: GangShape,
+    claims: Sequence[Claim],
+    holding: Sequence[Claim],
+    retune: bool,
+    company: Company = _NOBODY,
 ) -> tuple[Refusal, ...]:
     if not claims or len({claim.node for claim in claims}) != len(claims):
         return (Refusal(Reason.CLAIM_MISMATCH, {"claims": len(claims)}, detail="a gang claims each node once"),)
@@ -145,7 +163,7 @@ def _why_not(
         if slot is None:
             refusals.append(Refusal(Reason.NODE_GONE, node=claim.node))
         else:
-            _fit_node(view, slot, shape, claim, own.get(claim.node), retune, refusals)
+            _fit_node(view, slot, shape, claim, own.get(claim.node), retune, company.get(claim.node, ()), refusals)
         if len(refusals) >= _MOST_REFUSALS:
             return tuple(refusals)
     if refusals:
@@ -200,7 +218,14 @@ def _mismatch(shape: GangShape, claims: Sequence[Claim]) -> Refusal | None:
 
 
 def _fit_node(
-    view: View, slot: int, shape: GangShape, claim: Claim, own: Claim | None, retune: bool, refusals: list[Refusal]
+    view: View,
+    slot: int,
+    shape: GangShape,
+    claim: Claim,
+    own: Claim | None,
+    retune: bool,
+    company: Sequence[int],
+    refusals: list[Refusal],
 ) -> None:
     node = claim.node
     topology = view.topologies[slot]
@@ -226,8 +251,10 @@ def _fit_node(
         memory += own.memory_bytes + own.arena_bytes
         if own.millicores:
             millicores = tuple(have + more for have, more in zip(millicores, own.millicores, strict=True))
-    if mask & ~free:
-        figures = {"needed": mask.bit_count(), "free": free.bit_count(), "conflicting": (mask & ~free).bit_count()}
+    joined = mask & ~free & claim.shared_mask & sum([1 << at for at, size in enumerate(company) if size >= 0])
+    if mask & ~free & ~joined:
+        conflicting = mask & ~free & ~joined
+        figures = {"needed": mask.bit_count(), "free": free.bit_count(), "conflicting": conflicting.bit_count()}
         refusals.append(Refusal(Reason.GPUS, figures, node=node))
     for socket, wanted in enumerate(claim.millicores):
         have = millicores[socket]
@@ -249,6 +276,28 @@ def _fit_node(
             "conflicting": short.bit_count(),
         }
         refusals.append(Refusal(Reason.DEVICE_MEMORY, figures, node=node))
+    elif joined:
+        refusals.extend(_fit_together(view, slot, shape.device_memory_bytes, joined, own_bytes, company))
+
+
+def _fit_together(
+    view: View, slot: int, needed: int, joined: int, own: Sequence[int], company: Sequence[int]
+) -> list[Refusal]:
+    """Whether all who share devices fit into their memory together, beside what parked gangs keep there."""
+    node = view.nodes[slot]
+    capacity = view.topologies[slot].configuration_set.device_memory_bytes
+    if not needed or not capacity:
+        detail = "nobody knows yet how much memory of a device it uses, so it can share none"
+        if needed:
+            detail = "the configuration set does not say how much memory a device has, so none can be shared"
+        return [Refusal(Reason.DEVICE_MEMORY, {"needed_bytes": needed}, node=node, detail=detail)]
+    left = view.device_memory_left(slot, own)
+    spare = capacity - int(MEMORY_SHARE * capacity)
+    free = min([left[device] - company[device] for device in bits(joined)]) - spare
+    if needed <= free:
+        return []
+    figures = {"needed_bytes": needed, "free_bytes": max(0, free), "conflicting": joined.bit_count()}
+    return [Refusal(Reason.DEVICE_MEMORY, figures, node=node, detail="beside those who use the device it does not fit")]
 
 
 def memory_named(shape: GangShape, tasks: Sequence[int]) -> int:
@@ -260,6 +309,8 @@ def _claim_mistake(
     claim: Claim, needed: Demand, sockets: int, retune: bool, named_memory: int
 ) -> dict[str, int] | None:
     gpus = claim.device_mask.bit_count()
+    if claim.shared_mask & ~claim.device_mask:
+        return {"needed_shared": 0, "claimed_shared": (claim.shared_mask & ~claim.device_mask).bit_count()}
     if claim.device_mask < 0 or gpus != needed.gpus:
         return {"needed": needed.gpus, "claimed": gpus}
     if len(claim.millicores) != sockets or min(claim.millicores) < 0:

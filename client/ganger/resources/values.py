@@ -103,6 +103,8 @@ class Claim(Struct, frozen=True, gc=False, omit_defaults=True):
     tasks: tuple[int, ...] = ()
     # What a gang parked at OFFLOAD keeps of each of the node's devices, though it holds none; no request has it.
     parked_bytes: tuple[int, ...] = ()
+    # Of the devices, those that others may hold too: whoever is packed says so, and whoever it joins is marked so.
+    shared_mask: int = 0
 
 
 class GangShape(Struct, frozen=True, gc=False):

@@ -153,20 +153,22 @@ class View:
         """
         slot = self.slots[claim.node]
         mask, free = claim.device_mask, self.free[slot]
-        assert free & mask == mask, f"devices {mask & ~free:#x} of {claim.node} are held already, or not there"
+        held = mask & ~free
+        assert not held & ~claim.shared_mask, f"devices {held:#x} of {claim.node} are held already, or not there"
         self._move(slot, claim, +1)
         self.free[slot] = free & ~mask
         if mask and not self.affinity[slot]:
             self.affinity[slot] = gang_gpus or mask.bit_count()
 
     def give(self, claim: Claim) -> None:
-        """The inverse of `take`; claims of nodes that left are ignored. The last gang takes the affinity along."""
+        """The inverse of `take`; claims of nodes that left are ignored. The last gang takes the affinity along, and
+        a device that several hold is free once the last of them lets go."""
         slot = self.slots.get(claim.node)
         if slot is None:
             return
         assert self.free[slot] & claim.device_mask == 0, f"devices of {claim.node} were given back twice"
-        self._move(slot, claim, -1)
-        self.free[slot] |= claim.device_mask & self._in_service[slot]
+        held = self._move(slot, claim, -1)
+        self.free[slot] |= claim.device_mask & self._in_service[slot] & ~held
         if not any(self.group_jobs[slot]):
             self.affinity[slot] = 0
         self.freed = self.version
@@ -313,7 +315,9 @@ class View:
     def __len__(self) -> int:
         return len(self.slots)
 
-    def _move(self, slot: int, claim: Claim, sign: int) -> None:
+    def _move(self, slot: int, claim: Claim, sign: int) -> int:
+        """The devices that claims hold then; none where no device or core changes hands."""
+        held = 0
         topology = self.topologies[slot]
         mask, millicores = claim.device_mask, claim.millicores
         if millicores:
@@ -329,9 +333,10 @@ class View:
             self._keep_parked(slot, tuple([before + sign * more for before, more in changes]))
         if mask or any(millicores):
             counts = (self.socket_jobs[slot], self.group_jobs[slot], self.device_rows[slot])
-            counts = _counted(topology, counts, mask, millicores, sign)
-            self.socket_jobs[slot], self.group_jobs[slot], self.device_rows[slot] = counts
+            at_sockets, in_groups, on_devices, held = _counted(topology, counts, mask, millicores, sign)
+            self.socket_jobs[slot], self.group_jobs[slot], self.device_rows[slot] = at_sockets, in_groups, on_devices
         self._touch(slot)
+        return held
 
     def _fill_columns(self, columns: Columns, where: slice, slots: Iterable[int]) -> None:
         slots = tuple(slots)
@@ -456,16 +461,19 @@ def _counted(
     mask: int,
     millicores: tuple[int, ...],
     sign: int,
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Jobs at each socket, in each group, on each device with a claim more or less. Many nodes are filled alike."""
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+    """Jobs at each socket, in each group, on each device with a claim more or less, and the devices that any are on.
+    Many nodes are filled alike."""
     at_sockets, in_groups, on_devices = counts
+    on_devices = tuple([rows + sign if mask >> device & 1 else rows for device, rows in enumerate(on_devices)])
     return (
         tuple(
             jobs + sign if devices & mask or any(millicores[at : at + 1]) else jobs
             for at, (jobs, devices) in enumerate(zip(at_sockets, topology.sockets, strict=True))
         ),
         tuple(jobs + sign if group & mask else jobs for jobs, group in zip(in_groups, topology.groups, strict=True)),
-        tuple(rows + sign if mask >> device & 1 else rows for device, rows in enumerate(on_devices)),
+        on_devices,
+        sum([1 << device for device, rows in enumerate(on_devices) if rows > 0]),
     )
 
 

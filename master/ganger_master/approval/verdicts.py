@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ganger.resources.fit import fit, gang_level
+from ganger.resources.fit import Company, fit, gang_level
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import Claim, GangShape, Level, NodeRow
 from ganger.resources.view import View
@@ -46,16 +46,18 @@ def approve(
     protected: Protected = NOTHING,
     holding: Sequence[Claim] = (),
     retune: bool = False,
+    company: Company | None = None,
 ) -> Approved | Rejected:
     """Tries the candidates in order; takes nothing itself.
 
     `rank` is the job's position in the policy's order, 0 for a request out of turn, which goes behind everybody.
-    `holding`: pieces that are the job's own. `retune`: with other cores and memory, as `fit` has it.
+    `holding`: pieces that are the job's own. `retune`: with other cores and memory, `company`: beside whom it may be,
+    as `fit` has them.
     """
     refusals: tuple[Refusal, ...] = _NO_CANDIDATES
     conflicting: dict[str, NodeRow] = {}
     for index, claims in enumerate(candidates[:MOST_CANDIDATES]):
-        refusals = fit(view, shape, claims, holding=holding, retune=retune)
+        refusals = fit(view, shape, claims, holding=holding, retune=retune, company=company or {})
         if not refusals and protected is not NOTHING:
             refusals = trespass(view, protected, claims, rank=rank, job=job)
         if not refusals:

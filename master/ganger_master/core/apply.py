@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from ganger_master.core import attempts, events, finished, observation, orders, queue
+from ganger_master.core import attempts, events, finished, observation, orders, queue, sharing
 from ganger_master.core.events import Event
 from ganger_master.core.model import Failure, Job, JobState, Node
 from ganger_master.core.settle import settle
@@ -51,7 +51,9 @@ def _job_resumed(state: State, event: events.JobResumed) -> None:
 
 def _gang_approved(state: State, event: events.GangApproved) -> None:
     queue.note_approved(state, event.number)
-    attempts.start(state, event.number, event.claims, event.level, event.time, event.cause)
+    epoch = attempts.start(state, event.number, event.claims, event.level, event.time, event.cause)
+    if any(claim.shared_mask for claim in event.claims):
+        sharing.join(state, epoch, event.time, event.cause)
     state.counters.approved += 1
 
 
@@ -64,7 +66,8 @@ def _gang_released(state: State, event: events.GangReleased) -> None:
 
 
 def _move_begun(state: State, event: events.MoveBegun) -> None:
-    attempts.begin_move(state, event.number, event.claims, event.level, event.time, event.cause)
+    epoch = attempts.begin_move(state, event.number, event.claims, event.level, event.time, event.cause)
+    sharing.join(state, epoch, event.time, event.cause)
 
 
 def _cores_changed(state: State, event: events.CoresChanged) -> None:

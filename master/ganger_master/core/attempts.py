@@ -68,10 +68,12 @@ def start(state: State, number: int, claims: Sequence[Claim], level: Level, now:
 
 
 def begin_move(state: State, number: int, claims: Sequence[Claim], level: Level, now: float, cause: str) -> int:
-    """A running job is to go on elsewhere; the source runs until the destination is prepared."""
+    """A running job, or one that a plan has parked, is to go on elsewhere; who runs, runs until the destination is
+    prepared."""
     job = replace(state.jobs[number], revision=state.jobs[number].revision + 1, trouble="")
     source = state.gangs[job.epoch]
-    state.put_gang(replace(source, phase=GangPhase.MOVING))
+    if source.phase is not GangPhase.PARKED:
+        state.put_gang(replace(source, phase=GangPhase.MOVING))
     epoch = _begin_move(state, job, source, claims, level, now)
     state.history(now, job.name, "move_begun", cause, epoch=epoch, nodes=" ".join(c.node for c in claims))
     return epoch

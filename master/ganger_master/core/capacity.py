@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ganger.placement.candidates import places
-from ganger.resources.fit import demand, fit, gang_level
+from ganger.resources.fit import Company, demand, fit, gang_level
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import GangShape
 
 from ganger_master.approval.protected import NOTHING, Protected, protect
 from ganger_master.approval.reservations import Reservation, Wanting, begins_at, reserve
 from ganger_master.approval.verdicts import Approved, Rejected, approve
-from ganger_master.core import orders
+from ganger_master.core import orders, sharing
 from ganger_master.core.model import Claim, Job, Level, Node
 from ganger_master.core.state import Blocked, Kept, State
 
@@ -45,6 +45,12 @@ def judge(
         allowed = [claims for claims in wanted if not (refusals := node_rules(state, job, claims))]
     if not allowed:
         return Rejected(refusals, ())
+    company: Company = {}
+    if any(claim.shared_mask for claims in allowed for claim in claims):
+        refusals = sharing.rules(state, job, allowed[0])
+        if refusals:
+            return Rejected(refusals, ())
+        company = sharing.company_of(state, job, allowed[0])
     verdict = approve(
         state.view,
         shape,
@@ -54,6 +60,7 @@ def judge(
         protected=protected_from(state, job, now, out_of_turn=not rank),
         holding=holding_of(state, job, allowed[0]) if job.epoch else (),
         retune=retune,
+        company=company,
     )
     if isinstance(verdict, Approved) and len(allowed) < len(wanted):
         return Approved(list(wanted).index(allowed[verdict.candidate]), verdict.claims, verdict.level)
@@ -74,13 +81,16 @@ def judge_change(
     holding: Sequence[Claim] = (),
     retune: bool = False,
     arena: int | None = None,
+    agreed_only: bool = False,
 ) -> tuple[Refusal, ...]:
-    """Why these claims cannot be, for a move or other cores; empty if they can."""
-    refusals = node_rules(state, job, claims)
+    """Why these claims cannot be, for a move or other cores; empty if they can. `agreed_only`: on devices of others
+    only where these share them already."""
+    refusals = node_rules(state, job, claims) or sharing.rules(state, job, claims)
     if refusals:
         return refusals
     shape = job.shape if arena is None else job.shape_with(arena)
-    return fit(state.view, shape, claims, holding=tuple(holding), retune=retune)
+    company = sharing.company_of(state, job, claims, agreed_only)
+    return fit(state.view, shape, claims, holding=tuple(holding), retune=retune, company=company)
 
 
 def asked_memory(state: State, job: Job, claim: Claim) -> int:

@@ -73,11 +73,12 @@ def check_suspend(state: State, job: Job, level: SuspendLevel) -> SuspendLevel |
 def check_move(
     state: State, job: Job, nodes: tuple[str, ...] = (), claims: tuple[Claim, ...] = ()
 ) -> tuple[Claim, ...] | Refused:
-    """The claims a job is to move to."""
+    """The claims a job is to move to: with nodes or none where it runs, with claims also where a plan has parked it."""
     gang = state.gangs.get(job.epoch)
     if job.next_epoch or job.ending is not None:
         return busy(job, "it is being moved or ends")
-    if job.state is not JobState.HOLDING or gang is None or gang.phase is not GangPhase.RUNNING:
+    may_rest = bool(claims) and gang is not None and gang.phase is GangPhase.PARKED and gang.parked_by_plan
+    if job.state is not JobState.HOLDING or gang is None or not (gang.phase is GangPhase.RUNNING or may_rest):
         return not_running(job, gang)
     if not can_hand_over(job):
         missing = job.capabilities.missing

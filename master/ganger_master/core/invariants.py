@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ganger.resources.fit import MEMORY_SHARE
+from ganger.resources.topology import bits
+
 from ganger_master.core.capacity import find_blocked
-from ganger_master.core.model import GangPhase, GangRole, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.model import Claim, GangPhase, GangRole, Intent, Job, JobState, SuspendLevel
 from ganger_master.core.residues import holders_on
 from ganger_master.core.rows import row_of
 from ganger_master.core.state import State
@@ -17,17 +20,13 @@ def violations(state: State) -> list[str]:
 
 
 def _pieces(state: State) -> Iterator[str]:
-    """No device twice, nothing over-committed, rows as the pieces say."""
+    """No device twice but where it is shared, nothing over-committed, rows as the pieces say."""
     rows = state.rows
     for name in sorted(state.nodes):
         node = state.nodes[name]
         configuration_set = state.configuration_sets[node.configuration_set]
         held = state.held_on(name)
-        used = 0
-        for claim in held:
-            if claim.device_mask & used:
-                yield f"{name}: devices {claim.device_mask & used:#x} are held twice"
-            used |= claim.device_mask
+        yield from _devices(state, name, held, configuration_set.device_memory_bytes)
         for index, socket in enumerate(configuration_set.sockets):
             cores = sum(claim.millicores[index] for claim in held if index < len(claim.millicores))
             if cores > socket.millicores:
@@ -38,6 +37,25 @@ def _pieces(state: State) -> Iterator[str]:
         yield from _device_memory(state, name, configuration_set.device_memory_bytes)
         if rows.get(name) != row_of(node, state.view.topology(name), held, state.affinity_of(name)):
             yield f"{name}: its row in the view is not what its gangs hold"
+
+
+def _devices(state: State, name: str, held: list[Claim], whole: int) -> Iterator[str]:
+    """A device is held by one gang, or by several that all share it and fit into its memory together."""
+    used = shared = 0
+    for claim in held:
+        shared |= claim.device_mask & used
+        used |= claim.device_mask
+    alone = sum([shared & claim.device_mask & ~claim.shared_mask for claim in held])
+    if alone:
+        yield f"{name}: devices {shared:#x} are held twice, and not all who hold them share them"
+    for device in bits(shared):
+        holders = [number for number, claim in holders_on(state, name) if claim.device_mask >> device & 1]
+        there = [state.jobs[number].spec for number in holders]
+        needed = sum([spec.gpu_memory_bytes for spec in there])
+        if needed > MEMORY_SHARE * whole:
+            yield f"{name}: device {device} has {whole} bytes, those who share it need {needed}"
+        if not all(spec.preemptible for spec in there):
+            yield f"{name}: device {device} is shared by a job that is not to be suspended"
 
 
 def _device_memory(state: State, name: str, whole: int) -> Iterator[str]:

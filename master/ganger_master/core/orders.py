@@ -136,7 +136,8 @@ def rested(gang: Gang, now: float) -> Gang:
 
 def kept_offloaded(piece: Piece) -> Claim:
     cores = (0,) * len(piece.claim.millicores)
-    return replace(piece.claim, device_mask=0, millicores=cores, parked_bytes=piece.residue_bytes)
+    kept = replace(piece.claim, device_mask=0, millicores=cores, shared_mask=0)
+    return replace(kept, parked_bytes=piece.residue_bytes)
 
 
 def _has_given_up(piece: Piece) -> bool:

@@ -75,7 +75,7 @@ def _judge_group(
     refused: dict[int, Refusal] = {}
     mark = trial.mark()
     for change in group:
-        judged = _judge_change(trial.state, change, proposer, now)
+        judged = trial.disturbed(change) or _judge_change(trial.state, change, proposer, now)
         if isinstance(judged, Refusal):
             refused[change.number] = judged
             break
@@ -122,6 +122,20 @@ class _Trial:
             self._exchange(taken, given)
         del self._given_and_taken[mark[0] :], self._settings[mark[1] :]
         self.state.settings = self._settings[-1]
+
+    def disturbed(self, change: commands.Change) -> Refusal | None:
+        """Whether it is about devices that somebody has just come to share: to be judged once that has happened."""
+        joined = [claim for _, taken in self._given_and_taken for claim in taken if claim.shared_mask]
+        if not joined:
+            return None
+        job = self.state.jobs.get(change.number)
+        gang = self.state.gangs.get(job.epoch) if job is not None else None
+        own = (*change.claims, *(gang.claims if gang is not None else ()))
+        for claim in joined:
+            if any(claim.node == other.node and claim.device_mask & other.device_mask for other in own):
+                detail = "another change of this plan shares its devices"
+                return Refusal(Reason.STALE_REVISION, job=f"jobs/{change.number}", node=claim.node, detail=detail)
+        return None
 
     def _exchange(self, given: Sequence[Claim], taken: Sequence[Claim]) -> None:
         for claim in given:
@@ -198,7 +212,8 @@ def _judge_move(
 ) -> tuple[Event, ...] | Refusal:
     claims = check_move(state, job, (), change.claims)
     if isinstance(claims, Refused):
-        return _refusal_of(job, claims)
+        refusals = judge_change(state, job, change.claims) if claims.reason == "MOVE_REFUSED" else ()
+        return refusals[0] if refusals else _refusal_of(job, claims)
     return (events.MoveBegun(now, proposer, job.number, claims, level_of(state, claims)),)
 
 
@@ -208,8 +223,8 @@ def _judge_cores(
     gang = state.gangs.get(job.epoch)
     if gang is None or gang.intent is not Intent.RUN or job.next_epoch or job.ending is not None:
         return Refusal(Reason.WRONG_STATE, job=job.name)
-    held = [(c.node, c.device_mask, c.arena_bytes, c.tasks) for c in gang.claims]
-    if [(c.node, c.device_mask, c.arena_bytes, c.tasks) for c in change.claims] != held:
+    held = [(c.node, c.device_mask, c.arena_bytes, c.tasks, c.shared_mask) for c in gang.claims]
+    if [(c.node, c.device_mask, c.arena_bytes, c.tasks, c.shared_mask) for c in change.claims] != held:
         detail = "only cores and memory may differ from what is held"
         return Refusal(Reason.CLAIM_MISMATCH, job=job.name, detail=detail)
     for old, new in zip(gang.claims, change.claims, strict=True):
@@ -248,7 +263,8 @@ def _judge_resume(
         return Refusal(Reason.WRONG_STATE, job=job.name, detail="its checkpoint is being written")
     if gang.phase is GangPhase.PARKED:
         held = tuple(piece.held for piece in gang.pieces if piece.held is not None)
-        refusals = judge_change(state, job, gang.claims, holding=held, retune=True, arena=per_device(gang))
+        arena = per_device(gang)
+        refusals = judge_change(state, job, gang.claims, held, retune=True, arena=arena, agreed_only=True)
         if refusals:
             return refusals[0]
     return (events.JobResumed(now, proposer, job.number),)

@@ -467,7 +467,7 @@ class State:
             elif wants[node]:
                 wants[node].append((gang, place))
             slot = view.slots.get(node)
-            if held is None or slot is None or node in dirty.rows:
+            if held is None or slot is None or node in dirty.rows or held.shared_mask:
                 dirty.rows[node] = None
                 continue
             view.take(held, devices)

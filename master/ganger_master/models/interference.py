@@ -15,12 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from ganger.resources.fit import MEMORY_SHARE
 
 from ganger_master.models.accuracy import Floats, is_usable
 from ganger_master.models.posterior import Belief, jacobian, posterior
 
-# Of the device: the rest is context and allocator residue that no job reports.
-MEMORY_SHARE = 0.95
 # What a measured speed in a pack scatters by: noise, and what two numbers cannot say (see the tests: MAE 0.07).
 _NOISE = 0.1
 # Loads near one are neither contended nor not; the corner is rounded by this much so that trials there teach.

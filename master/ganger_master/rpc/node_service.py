@@ -79,12 +79,13 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         committed, state = self._writer.committed, self._writer.state
         jobs = Counter(job.state for job in committed.jobs.values())
         devices = sum(committed.configuration_sets[node.configuration_set].devices for node in committed.nodes.values())
-        held = sum(
-            piece.held.device_mask.bit_count()
-            for gang in committed.gangs.values()
-            for piece in gang.pieces
-            if piece.held is not None
-        )
+        # Those who share a device hold it once.
+        on_nodes: dict[str, int] = {}
+        for gang in committed.gangs.values():
+            for piece in gang.pieces:
+                if piece.held is not None:
+                    on_nodes[piece.claim.node] = on_nodes.get(piece.claim.node, 0) | piece.held.device_mask
+        held = sum(mask.bit_count() for mask in on_nodes.values())
         return node_pb2.Cluster(
             version=self._version,
             view_version=committed.view_version,

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ganger.resources.fit import MEMORY_SHARE
 from ganger.resources.reasons import Reason, Refusal
 
 from ganger_master.core.model import SuspendLevel
-from ganger_master.models.interference import MEMORY_SHARE
 
 
 @dataclass(frozen=True, slots=True)
