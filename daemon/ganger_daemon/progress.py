@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import grpc
 from ganger.agent.v1 import agent_pb2
 from ganger.v1 import job_pb2
-from google.protobuf import timestamp_pb2
 
 from ganger_daemon.gangs import GangSet
 
@@ -43,20 +43,13 @@ def batch(session: str, gangs: GangSet) -> agent_pb2.ProgressReport:
     report = agent_pb2.ProgressReport(session=session)
     now = time.time()
     for gang in gangs.all():
-        found = gang.progress()
-        if found is None:
+        found, concern = gang.progress(), gang.concern()
+        if found is None and not concern:
             continue
-        look, steps_per_second, wait_share = found
-        report.gangs.add(
-            job=gang.desired.job,
-            epoch=gang.desired.epoch,
-            progress=job_pb2.Progress(
-                step=look.step,
-                samples=look.samples,
-                steps_per_second=steps_per_second,
-                loss=look.loss,
-                data_wait_share=wait_share,
-                time=timestamp_pb2.Timestamp(seconds=int(now), nanos=int(now % 1 * 1e9)),
-            ),
-        )
+        progress = job_pb2.Progress(loss=math.nan, concern=concern)
+        progress.time.FromNanoseconds(int(now * 1e9))
+        if found is not None:
+            look, progress.steps_per_second, progress.data_wait_share = found
+            progress.step, progress.samples, progress.loss = look.step, look.samples, look.loss
+        report.gangs.add(job=gang.desired.job, epoch=gang.desired.epoch, progress=progress)
     return report

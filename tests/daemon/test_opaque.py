@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 import uuid
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
 from ganger.v1 import job_pb2
+from ganger_daemon.core import concern
+from ganger_daemon.workers import watching
 from kit.waiting import eventually
 
 pytestmark = pytest.mark.system
@@ -142,5 +145,28 @@ def test_a_user_the_daemon_cannot_become_is_refused_by_name() -> None:
         await made.master.want("n1", own)
         done = await made.master.until("n1", 2, in_phase(Observed.PHASE_ENDED))
         assert done.outcome.kind == 1
+
+    run(story)
+
+
+def test_master_is_told_of_jobs_that_do_not_get_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(concern, "HANG_SECONDS", 2.0)
+    monkeypatch.setattr(concern, "_HANG_PAUSES", 1.0)
+    monkeypatch.setattr(concern, "IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(watching, "_PROCESSES_SECONDS", 0.2)
+
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1")
+        await made.daemon("n2")
+        told = made.master.progress
+        await made.master.want("n1", made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), command=["sleep", "600"]))
+        await until(lambda: 1 in told and "used no processor" in told[1].concern, "an idle job")
+        await made.master.want("n2", made.gang({"n2": [0]}, "n2", uid=str(uuid.uuid4()), epoch=2))
+        running = await made.master.until("n2", 2, in_phase(Observed.PHASE_RUNNING))
+        await until(lambda: 2 in told and told[2].step > 0, "steps")
+        os.kill(running.ranks[0].pid, signal.SIGSTOP)
+        await until(lambda: "no step for" in told[2].concern, "a hang")
+        os.kill(running.ranks[0].pid, signal.SIGCONT)
+        await until(lambda: not told[2].concern, "its end")
 
     run(story)

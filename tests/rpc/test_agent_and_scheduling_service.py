@@ -255,7 +255,7 @@ def test_progress_of_a_running_gang_shows_in_its_job(tmp_path: Path) -> None:
                             agent_pb2.GangProgress(
                                 job="jobs/1",
                                 epoch=epoch,
-                                progress=job_pb2.Progress(step=step, steps_per_second=3.5, loss=0.25),
+                                progress=job_pb2.Progress(step=step, steps_per_second=3.5, loss=0.25, concern="slow"),
                             )
                         ],
                     )
@@ -263,6 +263,7 @@ def test_progress_of_a_running_gang_shows_in_its_job(tmp_path: Path) -> None:
             await served.agents.ReportProgress(reports())
             job = await served.jobs.GetJob(job_service_pb2.GetJobRequest(name="jobs/1"))
             assert (job.progress.step, job.progress.steps_per_second) == (7, 3.5)
+            assert job.progress.concern == "slow"
             batch = await served.scheduling.WatchProgress(scheduling_pb2.WatchProgressRequest()).read()
             assert batch.progress["jobs/1"].step == 7
             host.cancel()

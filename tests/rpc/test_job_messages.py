@@ -72,6 +72,7 @@ JOB = Job(
     revision=3,
     start_time=2.0,
     end_time=3.0,
+    run_seconds=0.5,
     failures=1,
     preemptions=2,
     checkpoint=Checkpoint(30, 4, "checkpoints/30-4", 1 << 20, 2.5),
@@ -93,7 +94,7 @@ def test_no_field_of_a_job_is_left_out() -> None:
         GANG,
         blockers=(Refusal(Reason.GPUS, {"needed": 2}),),
         queue_rank=4,
-        sample=Sample(5, 40, 160, 9.5, 0.5, 0.1, 3.0),
+        sample=Sample(5, 40, 160, 9.5, 0.5, 0.1, 3.0, "rank 1 hangs"),
         with_environment=True,
     )
     assert isinstance(message, job_pb2.Job)

@@ -127,6 +127,22 @@ def elapsed(job: job_pb2.Job, now: float | None = None) -> str:
     return format_duration(max(0.0, end - times.unix_seconds(begin)))
 
 
+def efficiency(job: job_pb2.Job) -> str:
+    """What became of the time of a job that has ended: how much of it it ran, how fast, on how many GPU-hours."""
+    if job.state not in FINISHED or not job.HasField("run"):
+        return ""
+    run = times.seconds(job.run)
+    whole = times.unix_seconds(job.end_time) - times.unix_seconds(job.create_time)
+    parts = [f"ran {format_duration(run)} of {format_duration(max(run, whole))} since its submission"]
+    if job.progress.step:
+        parts.append(f"{job.progress.step} steps, {job.progress.step / run:.3g}/s")
+    if job.progress.data_wait_share:
+        parts.append(f"waited for data {job.progress.data_wait_share:.0%} of the last attempt")
+    if gpus(job.spec):
+        parts.append(f"{gpus(job.spec) * run / 3600:.3g} GPU-hours")
+    return "; ".join(parts)
+
+
 def note(job: job_pb2.Job) -> str:
     """Place, or why it has none; one line."""
     if job.state == job_pb2.Job.STATE_FAILED:
@@ -138,7 +154,8 @@ def note(job: job_pb2.Job) -> str:
             return " ".join(f"({job.blockers[0].reason}) {job.blockers[0].message}".split())
         # Who is far behind has not been asked yet; `ganger why` asks.
         return f"({job.queue_rank - 1} ahead)" if job.queue_rank > 1 else ""
-    return place(job)
+    concern = f" ({job.progress.concern})" if job.progress.concern else ""
+    return place(job) + concern
 
 
 def _claim(claim: resources_pb2.Claim) -> str:

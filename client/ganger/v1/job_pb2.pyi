@@ -100,6 +100,7 @@ class Job(google.protobuf.message.Message):
     PROGRESS_FIELD_NUMBER: builtins.int
     CAPABILITIES_FIELD_NUMBER: builtins.int
     TROUBLE_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
     name: builtins.str
     """"jobs/{n}". Output only."""
     uid: builtins.str
@@ -157,6 +158,10 @@ class Job(google.protobuf.message.Message):
     def capabilities(self) -> Global___Capabilities:
         """What suspend levels the job can offer and why not the others. Output only."""
 
+    @property
+    def run(self) -> google.protobuf.duration_pb2.Duration:
+        """How long it ran in all, up to its end or its last pause. Output only."""
+
     def __init__(
         self,
         *,
@@ -180,10 +185,11 @@ class Job(google.protobuf.message.Message):
         progress: Global___Progress | None = ...,
         capabilities: Global___Capabilities | None = ...,
         trouble: builtins.str = ...,
+        run: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "gang", b"gang", "progress", b"progress", "spec", b"spec", "start_time", b"start_time"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "gang", b"gang", "progress", b"progress", "run", b"run", "spec", b"spec", "start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blockers", b"blockers", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "failures", b"failures", "gang", b"gang", "name", b"name", "preemptions", b"preemptions", "progress", b"progress", "queue_rank", b"queue_rank", "revision", b"revision", "spec", b"spec", "start_time", b"start_time", "state", b"state", "suspended_level", b"suspended_level", "trouble", b"trouble", "uid", b"uid", "user", b"user"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blockers", b"blockers", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "failures", b"failures", "gang", b"gang", "name", b"name", "preemptions", b"preemptions", "progress", b"progress", "queue_rank", b"queue_rank", "revision", b"revision", "run", b"run", "spec", b"spec", "start_time", b"start_time", "state", b"state", "suspended_level", b"suspended_level", "trouble", b"trouble", "uid", b"uid", "user", b"user"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job
@@ -286,7 +292,9 @@ class JobSpec(google.protobuf.message.Message):
     preemptible: builtins.bool
     """False: never suspended or moved by the planner."""
     gpus_min: builtins.int
-    """Elastic range in devices. Refused with NOT_SUPPORTED until built."""
+    """Elastic range in devices, whole tasks of its one role: a plan may start the job with any number in it. Zero, both:
+    as many as the role names.
+    """
     gpus_max: builtins.int
     agent: Global___JobSpec.Agent.ValueType
     @property
@@ -507,6 +515,7 @@ class Progress(google.protobuf.message.Message):
     LOSS_FIELD_NUMBER: builtins.int
     DATA_WAIT_SHARE_FIELD_NUMBER: builtins.int
     TIME_FIELD_NUMBER: builtins.int
+    CONCERN_FIELD_NUMBER: builtins.int
     step: builtins.int
     samples: builtins.int
     steps_per_second: builtins.float
@@ -515,6 +524,10 @@ class Progress(google.protobuf.message.Message):
     """Not a number until the job reported one."""
     data_wait_share: builtins.float
     """Share of time spent waiting for data, 0..1."""
+    concern: builtins.str
+    """What keeps the job from getting on, judged by its counters: no step for long, nothing done, a rank that holds back the
+    others. Empty while all is well.
+    """
     @property
     def time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
     def __init__(
@@ -526,10 +539,11 @@ class Progress(google.protobuf.message.Message):
         loss: builtins.float = ...,
         data_wait_share: builtins.float = ...,
         time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        concern: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["time", b"time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["data_wait_share", b"data_wait_share", "loss", b"loss", "samples", b"samples", "step", b"step", "steps_per_second", b"steps_per_second", "time", b"time"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["concern", b"concern", "data_wait_share", b"data_wait_share", "loss", b"loss", "samples", b"samples", "step", b"step", "steps_per_second", b"steps_per_second", "time", b"time"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Progress: typing_extensions.TypeAlias = Progress

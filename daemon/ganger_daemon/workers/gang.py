@@ -46,6 +46,7 @@ from .pace import Pace
 from .pressing import Pressing
 from .saving import Saving
 from .standing import Standing
+from .watching import Watching
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class LocalGang:
         self._complaints = Complaints(host, self.paths, self.part, self.pages)
         self._pressing = Pressing(host, self.paths, self.deaths)
         self._pace = Pace(self.pages, self.part.ranks)
+        self._watching = Watching(self.pages, self.part.ranks)
         self._incoming = Incoming(host, self.part, self.pages, self.launching, self.wake)
         self._standing = Standing(host, self.paths.group)
         self.judgement = core.Judgement(Phase.STARTING)
@@ -410,7 +412,10 @@ class LocalGang:
         if self.wanted.intent is Intent.RUN and self.judgement.phase is Phase.RUNNING:
             await self.pinning.follow(self.desired, self._pace.iteration_seconds)
         await self.saving.tend(self.desired, self.wanted, self.judgement.phase, now, not self.deaths.exits)
-        await self._standing.follow(self.facts(), now)
+        facts = self.facts()
+        await self._standing.follow(facts, now)
+        if any(core.is_opaque(facts, rank, now) for rank in facts.ranks):
+            await self._watching.look_at_processes((one.pid for one in self.deaths.processes.values()), now)
         if now - self._logs_at >= _LOG_SECONDS:
             self._logs_at = now
             await asyncio.to_thread(self._mirror_logs)
@@ -488,6 +493,12 @@ class LocalGang:
         if not self._launched or self._reaped or not self.pages.readable:
             return None
         return self._pace.measure()
+
+    def concern(self) -> str:
+        """Why it does not get on, though it is meant to."""
+        lives = self._launched and not self._reaped and self.pages.readable
+        is_meant_to = self.wanted.intent is Intent.RUN and self.judgement.phase in (Phase.STARTING, Phase.RUNNING)
+        return self._watching.concern(lives and is_meant_to)
 
     def _write_local(self) -> None:
         fields = {

@@ -91,6 +91,7 @@ def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> Non
         slowest = min(found, key=lambda progress: progress.step)
         message.progress.step, message.progress.samples = slowest.step, slowest.samples
         message.progress.loss = slowest.loss
+        message.progress.data_wait_share = _waited(slowest)
     if gang.judgement.phase in (Phase.PARKED, Phase.STOPPING):
         message.arena_bytes = min(sum(progress.arena_size for progress in found), _BYTES_LIMIT)
     now = time.monotonic()
@@ -101,6 +102,12 @@ def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> Non
         message.capabilities_presumed = not any(rank.opaque for rank in live) and not facts.no_agent
     elif all(progress.hello_time_ns for progress in found):
         _add_what_the_agent_can(message.capabilities, gang, found)
+
+
+def _waited(progress: Progress) -> float:
+    """The share of an attempt's time that went into waiting for data; from its first step to its last."""
+    seconds = progress.step_time_ns - progress.first_step_time_ns
+    return min(1.0, progress.data_wait_ns / seconds) if progress.first_step_time_ns and seconds > 0 else 0.0
 
 
 def _add_what_an_opaque_job_can(capabilities: job_pb2.Capabilities, gang: LocalGang, why: str) -> None:

@@ -241,6 +241,8 @@ class Progress(Struct, frozen=True, gc=False, omit_defaults=True):
     samples: int = 0
     loss: float | None = None
     time: float = 0.0
+    # Of the attempt, from its first step to its last.
+    data_wait_share: float = 0.0
 
 
 class Failure(Struct, frozen=True, gc=False, omit_defaults=True):

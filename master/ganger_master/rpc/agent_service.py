@@ -19,6 +19,7 @@ from ganger_master.runtime.progress import ProgressBoard, Sample
 from ganger_master.runtime.writer import Writer
 
 _LONGEST_HOLD_SECONDS: Final = 60.0
+_LONGEST_CONCERN: Final = 500
 # Shortest share of the hold after which an unchanged poll is answered, so that daemons started together drift apart.
 _JITTER: Final = 0.8
 
@@ -141,8 +142,9 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             loss=progress.loss,
             data_wait_share=min(1.0, max(0.0, progress.data_wait_share)),
             time=agent_messages.sample_time(progress, self._clock()),
+            concern=progress.concern[:_LONGEST_CONCERN],
         )
-        self._progress.report(job.number, sample)
+        self._progress.report(job.number, sample, node)
 
 
 def _response(desired: DesiredSet, request: agent_pb2.ReconcileRequest) -> agent_pb2.ReconcileResponse:

@@ -139,6 +139,8 @@ def job_to_wire(
         message.start_time.CopyFrom(times.timestamp(job.start_time))
     if job.end_time:
         message.end_time.CopyFrom(times.timestamp(job.end_time))
+    if job.run_seconds:
+        message.run.CopyFrom(times.duration(job.run_seconds))
     message.failures = job.failures
     message.preemptions = job.preemptions
     for blocker in blockers:
@@ -227,7 +229,8 @@ def capabilities_from_wire(message: job_pb2.Capabilities) -> Capabilities:
 def progress_from_wire(epoch: int, message: job_pb2.Progress) -> Progress:
     """That of an ended attempt. Its time is when the master first heard of it."""
     loss = message.loss if math.isfinite(message.loss) else None
-    return Progress(epoch, message.step, message.samples, loss)
+    waited = min(1.0, max(0.0, message.data_wait_share))
+    return Progress(epoch, message.step, message.samples, loss, data_wait_share=waited)
 
 
 def _kept_progress_to_wire(progress: Progress) -> job_pb2.Progress:
@@ -235,6 +238,7 @@ def _kept_progress_to_wire(progress: Progress) -> job_pb2.Progress:
         step=progress.step,
         samples=progress.samples,
         loss=math.nan if progress.loss is None else progress.loss,
+        data_wait_share=progress.data_wait_share,
         time=times.timestamp(progress.time),
     )
 
@@ -247,4 +251,5 @@ def progress_to_wire(sample: Sample) -> job_pb2.Progress:
         loss=sample.loss,
         data_wait_share=sample.data_wait_share,
         time=times.timestamp(sample.time),
+        concern=sample.concern,
     )

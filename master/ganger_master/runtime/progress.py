@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,12 @@ class Sample:
     loss: float
     data_wait_share: float
     time: float
+    # What keeps it from getting on, as the daemon of one of its nodes has it.
+    concern: str = ""
+
+
+# What a daemon found holds until it says otherwise, or says nothing for so long.
+_CONCERN_SECONDS = 10.0
 
 
 class ProgressBoard:
@@ -24,11 +30,29 @@ class ProgressBoard:
 
     def __init__(self) -> None:
         self._samples: dict[int, Sample] = {}
+        # By job and node: since when it is known, and what.
+        self._concerns: dict[int, dict[str, tuple[float, str]]] = {}
 
-    def report(self, job: int, sample: Sample) -> None:
+    def report(self, job: int, sample: Sample, node: str = "") -> None:
+        """`node`: whose daemon says so; it speaks for its own ranks."""
         known = self._samples.get(job)
         if known is None or (sample.epoch, sample.step, sample.time) >= (known.epoch, known.step, known.time):
-            self._samples[job] = sample
+            known = sample
+        self._samples[job] = replace(known, concern=self._concern(job, sample, node))
+
+    def _concern(self, job: int, sample: Sample, node: str) -> str:
+        """Of what the daemons of a job say the first, by node."""
+        said = {
+            other: (since, text)
+            for other, (since, text) in self._concerns.pop(job, {}).items()
+            if other != node and sample.time - since < _CONCERN_SECONDS
+        }
+        if sample.concern:
+            said[node] = (sample.time, sample.concern)
+        if not said:
+            return ""
+        self._concerns[job] = said
+        return said[min(said)][1]
 
     def of(self, job: int) -> Sample | None:
         return self._samples.get(job)
@@ -42,3 +66,4 @@ class ProgressBoard:
         """Drops the samples of all other jobs."""
         live = set(is_live)
         self._samples = {job: sample for job, sample in self._samples.items() if job in live}
+        self._concerns = {job: said for job, said in self._concerns.items() if job in live}
