@@ -119,6 +119,7 @@ def test_what_is_listed_are_policies_and_what_may_follow_them(said: Said) -> Non
     assert {"fifo", "fifo-backfill", "srtf", "srsf", "las", "las2d"} <= set(names)
     for name in names:
         policy_named(f"fifo{name}" if name.startswith("+") else name)
+    assert {"+best-fit", "+tetris", "+shared", "+synergy-tune"} <= set(names)
     oracles = {line.split()[0] for line in out.splitlines() if "oracle" in line}
     assert {"srtf", "srsf"} <= oracles
     assert not {"fifo", "las", "las2d"} & oracles
@@ -186,6 +187,15 @@ def test_a_bad_trace_is_refused_with_its_lines(said: Said, tmp_path: Path, text:
         (["example", *ONE_NODE, "--window", "300d..400d"], "no job to run is left"),
         (["example", *ONE_NODE, "--where", "colour=red"], "no column colour to choose by"),
         (["example", *ONE_NODE, "--where", "a=1", "--where", "a=2"], "--where a is given twice"),
+        (["example", *ONE_NODE, "--where", "colour"], "'colour' is not of the form COLUMN=TEXT"),
+        (["example", *ONE_NODE, "--load-phases", "1h"], "'1h' is not of the form TIME:X"),
+        (["example", *ONE_NODE, "--ideal", "-p", "srtf+best-fit"], "nothing is tuned: write srtf, not srtf+best-fit"),
+        (["example", *ONE_NODE, "--ideal", "-p", "srtf+synergy-tune"], "nothing is tuned: write srtf"),
+        (["example", *ONE_NODE, "--ideal", "--rates", "profiles"], "--ideal and --rates profiles exclude each other"),
+        (["example", *ONE_NODE, "--ideal", "--cost", "start=3"], "--ideal and --cost exclude each other"),
+        (["example", *ONE_NODE, "--ideal", "--plan-every", "0"], "--ideal and --plan-every exclude each other"),
+        (["example", *ONE_NODE, "--round", "9", "--plan-every", "9"], "--round and --plan-every exclude each other"),
+        (["example", *ONE_NODE, "--profile", "5m"], "give --rates profiles too"),
         (["example", *ONE_NODE, "--jobs", "1", "--draw", "1"], "exclude each other"),
         (["example", *ONE_NODE, "--draw", "9999"], "cannot sample 9,999"),
         (["example", *ONE_NODE, "--round", "0"], "no time above zero"),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 
+import click
 import pytest
+from ganger.console.tables import groups, print_side_by_side
 from ganger_master.sim.report.figures import Figures, figures
 from ganger_master.sim.report.outcomes import Run, outcomes
 from ganger_master.sim.report.side_by_side import as_json, by_best, side_by_side
@@ -60,3 +63,32 @@ def test_figures_nobody_has_take_no_room() -> None:
 
 def test_a_load_that_is_not_known_is_said_so() -> None:
     assert rows(side_by_side({"fifo": [run_of(1.0, offered_load=math.inf)]}))["offered load"] == ["-"]
+
+
+@pytest.mark.parametrize("available", range(1, 60))
+def test_columns_that_do_not_fit_into_a_line_go_on_below(available: int) -> None:
+    widths = [10, 7, 3, 12, 5, 5]
+    found = groups(widths, available)
+    assert [column for group in found for column in group] == list(range(1, len(widths)))
+    for group, following in zip(found, [*found[1:], None], strict=True):
+
+        def width(columns: range) -> int:
+            return widths[0] + sum(2 + widths[column] for column in columns)
+
+        assert width(group) <= available or len(group) == 1
+        assert following is None or width(range(group.start, following.start + 1)) > available
+
+
+def test_no_name_and_no_figure_is_cut_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policies = ["fifo", "fifo-backfill", "las", "srtf+best-fit", "round-robin", "tiresias-gittins"]
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_side_by_side(*side_by_side({policy: [run_of(120.0)] for policy in policies}))
+    lines = [line.rstrip() for line in click.unstyle(capsys.readouterr().out).splitlines()]
+    assert max(map(len, lines)) <= 60
+    text = "\n".join(lines)
+    assert "…" not in text
+    assert all(policy in text for policy in policies)
+    assert text.count("jobs worse off than alone") == lines.count("") + 1 > 1

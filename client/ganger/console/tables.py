@@ -39,6 +39,32 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], empty: s
         print(aligned(headings, rows))
 
 
+def print_side_by_side(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table whose first column names what the others hold. Where a terminal is too narrow for all of them they
+    come in groups, one below the other, each with the names: no figure is cut."""
+    if not sys.stdout.isatty():
+        print_table(headings, rows)
+        return
+    for number, group in enumerate(groups(_widths([headings, *rows]), shutil.get_terminal_size().columns)):
+        if number:
+            print()
+        shown = [[row[column] for column in (0, *group)] for row in (headings, *rows)]
+        print_table(shown[0], shown[1:])
+
+
+def groups(widths: Sequence[int], available: int) -> list[range]:
+    """The columns behind the first in as few runs as fit, beside the first, into a line; at least one in each."""
+    found: list[range] = []
+    start = 1
+    while start < len(widths):
+        end = start + 1
+        while end < len(widths) and widths[0] + sum(widths[start : end + 1]) + _GAP * (end + 1 - start) <= available:
+            end += 1
+        found.append(range(start, end))
+        start = end
+    return found
+
+
 def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
     """Names and values below each other; pairs without a value are left out."""
     shown = [(name, value) for name, value in pairs if value]

@@ -36,13 +36,16 @@ def _list_policies(context: click.Context, _: click.Parameter, is_wanted: bool) 
         _import_numpy()
         from ganger_master.policies import NAMES, policy_named
         from ganger_master.policies.place import PLACEMENTS
+        from ganger_master.policies.tune.catalogue import TUNINGS
 
         for name in NAMES:
             is_oracle = policy_named(name).order.knows_durations
             click.echo(f"{name}  (an oracle: it knows run times)" if is_oracle else name)
-        # What may follow any of them.
+        # What may follow any of them, but for those that place by themselves.
         for name in PLACEMENTS:
-            click.echo(f"+{name}")
+            click.echo(f"+{name}  (where gangs go)")
+        for name in TUNINGS:
+            click.echo(f"+{name}  (cores and memory)")
         context.exit()
 
 
@@ -126,7 +129,7 @@ def compare(
     if loads and load_phases:
         raise click.UsageError("--loads and --load-phases exclude each other")
     experiment = _Experiment(trace, policies, flags)
-    from ganger.console.tables import print_pairs, print_table
+    from ganger.console.tables import print_pairs, print_side_by_side
 
     from ganger_master.sim import said
     from ganger_master.sim.asked import Load
@@ -153,7 +156,7 @@ def compare(
             print_pairs(experiment.headline(source, *asked))
             for _, group in groups:
                 print()
-                print_table(*side_by_side(group))
+                print_side_by_side(*side_by_side(group))
     experiment.save([(cell.load, runs[cell], found[cell]) for cell in cells])
 
 
@@ -192,9 +195,8 @@ class _Experiment:
         if flags["jobs"] is not None and flags["draw"] is not None:
             raise click.UsageError("--jobs and --draw exclude each other")
         _import_numpy()
-        _check_policies(policies)
-        if flags["ideal"] and flags["rates"] != "recorded":
-            raise click.UsageError("--ideal and --rates profiles exclude each other: an ideal cluster has only GPUs")
+        _check_policies(policies, flags["ideal"])
+        _check_each_flag_tells(flags)
         self._costs = _costs(flags["costs"])
         self._servers = _servers(flags)
         self._make_directories()
@@ -298,7 +300,7 @@ def _name(text: str) -> str:
     return "".join(sign if sign.isalnum() or sign in "-+." else "_" for sign in text)
 
 
-def _check_policies(names: Sequence[str]) -> None:
+def _check_policies(names: Sequence[str], is_ideal: bool) -> None:
     from ganger_master.policies import policy_named
 
     for name in names:
@@ -306,6 +308,23 @@ def _check_policies(names: Sequence[str]) -> None:
             policy_named(name)
         except KeyError as error:
             raise click.UsageError(str(error.args[0])) from error
+        order, *parts = name.split("+")
+        if is_ideal and parts:
+            raise click.UsageError(f"with --ideal any free GPUs serve and nothing is tuned: write {order}, not {name}")
+
+
+def _check_each_flag_tells(flags: Mapping[str, Any]) -> None:
+    """A flag that would change nothing beside another one was meant to change something."""
+    if flags["ideal"] and flags["rates"] != "recorded":
+        raise click.UsageError("--ideal and --rates profiles exclude each other: an ideal cluster has only GPUs")
+    if flags["ideal"] and flags["costs"]:
+        raise click.UsageError("--ideal and --cost exclude each other: ideal switching costs nothing")
+    if flags["ideal"] and flags["plan_every_s"] is not None:
+        raise click.UsageError("--ideal and --plan-every exclude each other: an ideal cluster plans at every event")
+    if flags["round_s"] is not None and flags["plan_every_s"] is not None:
+        raise click.UsageError("--round and --plan-every exclude each other: plans are made as often as rounds begin")
+    if flags["profile_s"] is not None and flags["rates"] != "profiles":
+        raise click.UsageError("--profile says how long profiles take: give --rates profiles too")
 
 
 def _costs(given: Sequence[tuple[str, float]]) -> SwitchCosts:

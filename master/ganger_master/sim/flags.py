@@ -99,7 +99,8 @@ class Pair(click.ParamType):  # type: ignore[type-arg]  # as above
             return value
         first, sign, second = str(value).partition(self._sign)
         if not sign or not first:
-            self.fail(f"{value!r} is not {self._first.name}{self._sign}{self._second.name}", parameter, context)
+            form = (parameter.metavar if isinstance(parameter, click.Option) else None) or self.name
+            self.fail(f"{value!r} is not of the form {form.removesuffix(',...')}", parameter, context)
         return (
             self._first.convert(first.strip(), parameter, context),
             self._second.convert(second.strip(), parameter, context),
