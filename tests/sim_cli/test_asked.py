@@ -22,18 +22,21 @@ TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
 
 def test_run_times_follow_from_iterations_and_the_published_pace_of_the_model() -> None:
     jobs = workload(
-        "abcd",
-        np.zeros(4),
-        [1, 4, 1, 1],
-        [math.nan, math.nan, 77.0, math.nan],
-        numbers={"iterations": [100, 1000, 5, 100], "batch_size": [math.nan, 128, 128, 128]},
-        labels={"model": ["gnmt", "ResNet-18", "gnmt", "unheard-of"]},
+        "abcde",
+        np.zeros(5),
+        [1, 4, 1, 1, 1],
+        [math.nan, math.nan, 77.0, math.nan, math.nan],
+        numbers={"iterations": [100, 1000, 5, 100, 9], "batch_size": [math.nan, 128, 128, 128, math.nan]},
+        labels={"model": ["gnmt", "ResNet-18", "gnmt", "unheard-of", "A3C"]},
     )
     timed, findings = with_run_times(jobs, None)
-    assert timed.job_ids == ("a", "b", "c")
+    assert timed.job_ids == ("a", "b", "c", "e")
+    # Of this one there is no batch size to name.
+    of_game = gavel_speeds()["v100", True, "A3C", 1]
     of_four = gavel_speeds()["v100", True, "ResNet-18 (batch size 128)", 4]
-    np.testing.assert_allclose(timed.duration_s, [100 * synergy_profiles()["gnmt"].step_s, 1000 / of_four, 77.0])
-    assert [(found.rows, found.what[:12]) for found in findings] == [(2, "run time wor"), (1, "no run time,")]
+    step = synergy_profiles()["gnmt"].step_s
+    np.testing.assert_allclose(timed.duration_s, [100 * step, 1000 / of_four, 77.0, 9 / of_game])
+    assert [(found.rows, found.what[:12]) for found in findings] == [(3, "run time wor"), (1, "no run time,")]
 
 
 def test_run_times_are_drawn_only_where_asked_for_and_nothing_tells() -> None:

@@ -90,6 +90,7 @@ def test_columns_that_are_not_understood_are_named() -> None:
         ("b,0,1,soon", "duration_s is not a finite number"),
         ("a,0,1,9", "job_id was there before (does the file hold several workloads? choose one by its column)"),
         (",0,1,9", "job_id is blank or longer than 256 characters"),
+        ("  ,0,1,9", "job_id is blank or longer than 256 characters"),
         ("b,0,1", "not the 4 fields of the header"),
         ("b,0,1,9,7", "not the 4 fields of the header"),
     ],
@@ -111,16 +112,19 @@ def test_one_mistake_refuses_the_file_with_its_line_or_is_left_out_if_asked(row:
         ("weight", "0", "weight is zero"),
         ("min_gpus", "3", "gpus lies outside min_gpus"),
         ("max_gpus", "1", "gpus lies outside max_gpus"),
+        ("deadline_s", "4", "deadline_s is before the submission: both are meant on the same clock"),
+        ("deadline_s", "-4", "deadline_s is negative"),
     ],
 )
 def test_mistake_in_an_optional_column_is_one_too(column: str, value: str, what: str) -> None:
-    assert refusal(rows(f"a,0,2,9,{value}", header=f"{HEADER},{column}")) == f"t.csv: line 2: {what}"
+    assert refusal(rows(f"a,5,2,9,{value}", header=f"{HEADER},{column}")) == f"t.csv: line 2: {what}"
 
 
 @pytest.mark.parametrize(
     ("row", "what"),
     [
         ("b,0,1,0", "duration_s is zero: there is nothing to run"),
+        ("b,0,1,1e-300", "duration_s is less than a microsecond: nothing can be timed"),
         ("b,0,1,", "duration_s is blank: the run time is not known"),
         ("b,0,0,9", "asks for no GPU"),
     ],
@@ -157,12 +161,19 @@ def test_all_that_is_wrong_is_told_at_once_with_the_first_lines_of_each() -> Non
         ("job_id,submit_time_s,gpus", "there is no column duration_s, nor iterations or model to work it out from"),
         ("job_id,submit_time_s,arrival_s,gpus,duration_s", "columns submit_time_s and arrival_s mean the same"),
         ("job_id,submit_time_s,gpus,gpus,duration_s", "column gpus is there twice"),
-        ("job_id;submit_time_s;gpus;duration_s", "columns are separated by commas"),
+        (
+            "id,time",
+            "there is no column job_id; there is no column submit_time_s or arrival_s; there is no column gpus",
+        ),
+        ("job_id;submit_time_s;gpus;duration_s", "columns are separated by ';': separate them by commas"),
+        ("job_id\tsubmit_time_s\tgpus\tduration_s", "columns are separated by '\\t': separate them by commas"),
+        ("job_id,submit_time_s,\x1b[31mgpus,duration_s", "(found: job_id, submit_time_s, ?[31mgpus, duration_s)"),
     ],
 )
 def test_header_that_cannot_be_used_is_refused_with_what_was_found(header: str, what: str) -> None:
     message = refusal(header + "\n")
     assert message.startswith("t.csv: line 1: ")
+    assert len(message.splitlines()) == 1
     assert what in message
 
 

@@ -105,7 +105,13 @@ def test_flags_are_called_by_their_names() -> None:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("servers: [", "not readable as YAML"),
+        (
+            "servers: [",
+            "cluster.yaml: line 1: not readable as YAML: expected the node content, but found '<stream end>'",
+        ),
+        ("servers:\n\t- {nodes: 1}", "cluster.yaml: line 2: not readable as YAML: found character '\\t'"),
+        ("servers:\n- {nodes: 1, gpus_per_node: 1, nodes: 2}", "line 2: not readable as YAML: nodes is given twice"),
+        ("servers: []\nservers: []", "line 2: not readable as YAML: servers is given twice"),
         ("\xff", "a mapping with a list `servers`"),
         ("[]", "a mapping with a list `servers`"),
         ("servers: []", "a mapping with a list `servers`"),

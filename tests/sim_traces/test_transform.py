@@ -73,7 +73,7 @@ def test_scaling_keeps_the_time_until_deadlines() -> None:
     assert after == pytest.approx(before, nan_ok=True)
 
 
-@pytest.mark.parametrize("load", [0, -1, math.nan, math.inf])
+@pytest.mark.parametrize("load", [0, -1, math.nan, math.inf, 1e-12, 1e-320])
 def test_load_that_cannot_be_offered_is_refused(load: float) -> None:
     with pytest.raises(ValueError, match="cannot be offered"):
         scaled_to_load(jobs(), 4, load)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -141,8 +142,9 @@ def _step_of(model: str, batch_size: float, gpus: int) -> float:
     profile = synergy_profiles().get(model)
     if profile is not None:
         return profile.step_s
-    named = f"{model} (batch size {batch_size:.0f})"
-    pace = max(gavel_speeds().get((_REFERENCE_GPU, together, named, gpus), 0.0) for together in (True, False))
+    # Gavel names models with their batch size, but for those that have only one.
+    named = (model, f"{model} (batch size {batch_size:.0f})")
+    pace = max(gavel_speeds().get((_REFERENCE_GPU, *key, gpus), 0.0) for key in product((True, False), named))
     return 1.0 / pace if pace > 0 else np.nan
 
 

@@ -11,7 +11,7 @@ from ganger_master.sim.asked import Load, Material
 from ganger_master.sim.replay.options import Options
 from ganger_master.sim.report import documents, side_by_side
 from ganger_master.sim.report.figures import Figures
-from ganger_master.sim.traces.findings import Finding, Kind, rows_of
+from ganger_master.sim.traces.findings import Finding, Kind, rows_of, shown
 from ganger_master.sim.traces.servers import Servers
 
 
@@ -26,7 +26,7 @@ def notes(source: Material, is_ideal: bool) -> list[str]:
     words = {Kind.SKIPPED: "left out", Kind.CHANGED: "changed", Kind.MISTAKE: "mistake"}
     lines += [f"{words[finding.kind]}: {finding}" for finding in source.findings]
     if source.ignored_columns:
-        lines.append(f"columns that were not read: {', '.join(source.ignored_columns)}")
+        lines.append(f"columns that were not read: {shown(', '.join(source.ignored_columns))}")
     unnamed = sum(not model for model in source.jobs.model.texts())
     # To an ideal cluster all models are the same.
     if unnamed and not is_ideal:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+# Three thousand years; today in milliseconds is more.
+MOST_SECONDS = 1e11
 _GIB = float(1 << 30)
 _MIB = float(1 << 20)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -10,6 +11,8 @@ from ganger_master.sim.traces.workload import Integers
 
 # Lines named of each finding; all are counted.
 LINES_NAMED = 5
+# What a terminal would obey instead of showing it.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 
 class Kind(Enum):
@@ -30,13 +33,14 @@ class Finding:
     lines: tuple[int, ...] = ()
 
     def __str__(self) -> str:
+        what = shown(self.what)
         if not self.rows:
-            return self.what
+            return what
         if not self.lines:
-            return f"{self.what} ({counted(self.rows)})"
+            return f"{what} ({counted(self.rows)})"
         more = f" and {self.rows - len(self.lines):,} more" if self.rows > len(self.lines) else ""
         named = ", ".join(map(str, self.lines))
-        return f"line{'s' if len(self.lines) > 1 else ''} {named}{more}: {self.what}"
+        return f"line{'s' if len(self.lines) > 1 else ''} {named}{more}: {what}"
 
 
 class TraceError(ValueError):
@@ -67,6 +71,11 @@ class Tally:
     def findings(self) -> tuple[Finding, ...]:
         """In the order in which each was first noted."""
         return tuple(Finding(*key, rows, tuple(self._lines[key])) for key, rows in self._rows.items())
+
+
+def shown(text: str) -> str:
+    """Words of a file as they may go to a terminal."""
+    return _CONTROL.sub("?", text)
 
 
 def rows_of(findings: Iterable[Finding], kind: Kind) -> int:

@@ -26,6 +26,7 @@ from ganger_master.sim.traces.columns import (
     JOB_ID,
     JOB_TYPE,
     LABELS,
+    MOST_SECONDS,
     Column,
     allowed,
     first_deadlines,
@@ -42,8 +43,8 @@ _LONGEST_ID = 256
 # A file with more than these is no trace: nobody reads on.
 _MOST_MISTAKES = 10_000
 _MOST_GPUS = 1_000_000
-# Three thousand years; today in milliseconds is more.
-_MOST_SECONDS = 1e11
+# Of a run: less is lost beside the time of day.
+_LEAST_SECONDS = 1e-6
 Mask = NDArray[np.bool_]
 
 
@@ -114,11 +115,10 @@ def _read(lines: RowLines, name: str, wanted: Wanted) -> Reading:
     wrong += [f"there is no column {header} to choose by" for header in wanted.where if header not in headers]
     ignored = [header for header in ignored if header not in wanted.where]
     if wrong:
-        hint = "" if len(headers) > 1 else "; columns are separated by commas"
-        raise TraceError(
-            name,
-            [Finding(Kind.MISTAKE, f"{what} (found: {', '.join(headers)[:500]}{hint})", 1, (1,)) for what in wrong],
-        )
+        what = f"{'; '.join(wrong)} (found: {', '.join(headers)[:500]})"
+        if len(headers) == 1 and (sign := _separator(headers[0])) is not None:
+            what = f"columns are separated by {sign!r}: separate them by commas"
+        raise TraceError(name, [Finding(Kind.MISTAKE, what, 1, (1,))])
     columns = _Columns(headers, found, wanted)
     seen = 0
     while block := list(islice(rows, _BLOCK_ROWS)):
@@ -229,8 +229,8 @@ class _Block:
             chosen = self._column(columns.headers.index(header))
             self._drop(Kind.SKIPPED, f"{header} is not {text}", np.array([value != text for value in chosen]))
         ids = self._column(found[JOB_ID][0])
-        if not all(ids) or max(map(len, ids)) > _LONGEST_ID:
-            bad = np.array([not job_id or len(job_id) > _LONGEST_ID for job_id in ids])
+        if not all(map(str.strip, ids)) or max(map(len, ids)) > _LONGEST_ID:
+            bad = np.array([not job_id.strip() or len(job_id) > _LONGEST_ID for job_id in ids])
             self._drop(Kind.MISTAKE, f"job_id is blank or longer than {_LONGEST_ID} characters", bad)
         numbers: dict[str, NDArray[Any]] = {"lines": self._lines}
         numbers["submit_s"] = self._submissions()
@@ -250,7 +250,7 @@ class _Block:
     def _submissions(self) -> Floats:
         header, values = self._parsed("submit_s", blank_is_mistake=True)
         self._drop(Kind.MISTAKE, f"{header} is negative", values < 0)
-        self._drop(Kind.MISTAKE, f"{header} is beyond any time: seconds are meant", values > _MOST_SECONDS)
+        self._drop(Kind.MISTAKE, f"{header} is beyond any time: seconds are meant", values > MOST_SECONDS)
         if self._columns.wanted.window_s is not None:
             first, end = self._columns.wanted.window_s
             self._drop(Kind.SKIPPED, "submitted outside the window", ~((values >= first) & (values < end)))
@@ -268,8 +268,9 @@ class _Block:
     def _durations(self) -> Floats:
         header, values = self._parsed("duration_s")
         self._drop(Kind.MISTAKE, f"{header} is negative", values < 0)
-        self._drop(Kind.MISTAKE, f"{header} is beyond any time: seconds are meant", values > _MOST_SECONDS)
+        self._drop(Kind.MISTAKE, f"{header} is beyond any time: seconds are meant", values > MOST_SECONDS)
         self._drop(Kind.SKIPPED, f"{header} is zero: there is nothing to run", values == 0)
+        self._drop(Kind.SKIPPED, f"{header} is less than a microsecond: nothing can be timed", values < _LEAST_SECONDS)
         self._drop(Kind.SKIPPED, f"{header} is blank: the run time is not known", np.isnan(values))
         return values
 
@@ -280,6 +281,9 @@ class _Block:
         whole, positive, signed = allowed(name)
         if not signed:
             self._drop(Kind.MISTAKE, f"{header} is negative", values < 0)
+        if name == "deadline_s":
+            what = f"{header} is before the submission: both are meant on the same clock"
+            self._drop(Kind.MISTAKE, what, values < numbers["submit_s"])
         if positive:
             self._drop(Kind.MISTAKE, f"{header} is zero", values == 0)
         if name == "weight":
@@ -320,6 +324,11 @@ class _Block:
 
     def _column(self, position: int) -> Sequence[str]:
         return self._texts[position]
+
+
+def _separator(header: str) -> str | None:
+    """What separates the columns of a header without commas."""
+    return next((sign for sign in ";\t|" if sign in header), None)
 
 
 def _first(rows: Iterator[tuple[int, list[str]]], name: str) -> list[str]:

@@ -58,6 +58,19 @@ class ClusterError(ValueError):
         super().__init__("\n".join(problems))
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML would take the last in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 @dataclass(frozen=True)
 class Room:
     """What some servers have together."""
@@ -154,7 +167,11 @@ def servers_from_file(path: Path) -> Servers:
     if len(text) > _MOST_FILE_BYTES:
         raise ClusterError([f"{path}: longer than {_MOST_FILE_BYTES:,} bytes: this is no description of a cluster"])
     try:
-        description = yaml.safe_load(text.decode())
+        description = yaml.load(text.decode(), _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f" line {mark.line + 1}:" if mark is not None else ""
+        raise ClusterError([f"{path}:{where} not readable as YAML: {error.problem}"]) from error
     # A date that is none is a ValueError, too many brackets a RecursionError.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ClusterError([f"{path}: not readable as YAML: {' '.join(str(error).split())}"]) from error

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ganger_master.sim.traces.columns import MOST_SECONDS
 from ganger_master.sim.traces.findings import Finding, Kind, Tally
 from ganger_master.sim.traces.servers import Servers
 from ganger_master.sim.traces.statistics import offered_load
@@ -17,15 +18,17 @@ def scaled_to_load(jobs: Workload, gpus: int, load: float) -> Workload:
 
     Times between submissions are multiplied by one factor; gangs, durations and the time each job has until its
     deadline stay. The first submission keeps its time. ValueError where there is nothing to scale: a load not above
-    zero, no GPUs, unknown durations, all jobs submitted at once.
+    zero, no GPUs, unknown durations, all jobs submitted at once, a load so low that no calendar holds the trace.
     """
     if not (load > 0 and np.isfinite(load)):
         raise ValueError(f"a load of {load} cannot be offered: give a number above zero")
     now = offered_load(jobs, gpus)
     if not np.isfinite(now):
         raise ValueError("jobs that are all submitted at once offer no load that could be scaled")
-    first = jobs.submit_s[0]
-    submit = first + (jobs.submit_s - first) * (now / load)
+    first, last, stretch = float(jobs.submit_s[0]), float(jobs.submit_s[-1]), now / load
+    if first + (last - first) * stretch > MOST_SECONDS:
+        raise ValueError(f"a load of {load:g} cannot be offered: the trace would take thousands of years")
+    submit = first + (jobs.submit_s - first) * stretch
     return jobs.with_columns(submit_s=submit, deadline_s=submit + (jobs.deadline_s - jobs.submit_s))
 
 
