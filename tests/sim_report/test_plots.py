@@ -71,6 +71,31 @@ def test_all_pictures_of_several_runs_are_drawn(tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
+def test_no_words_of_a_picture_lie_over_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every text lies within the picture and none of another axes' labels crosses it."""
+    figure_module = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    real = figure_module.Figure.savefig
+    monkeypatch.setattr(
+        figure_module.Figure, "savefig", lambda self, *a, **k: drawn.append(self) or real(self, *a, **k)
+    )
+    many = run("fifo")
+    names = ("used_gpus", "used_cores", "fragmented_gpus", "waiting_jobs")
+    series = {name: StepSeries.of([0, 50], [3, 4], 400) for name in names}
+    save_plots(
+        [Run(policy, many.outcomes, 8, 24, 0, 400, series, offered_load=0.9) for policy in ("fifo", "las")], tmp_path
+    )
+    for figure in drawn:
+        labels = [label for axes in figure.axes for label in (axes.yaxis.label, axes.xaxis.label, axes._left_title)]
+        boxes = [label.get_window_extent() for label in labels if label.get_text()]
+        for number, box in enumerate(boxes):
+            assert figure.bbox.x0 <= box.x0
+            assert box.x1 <= figure.bbox.x1
+            assert figure.bbox.y0 <= box.y0
+            assert box.y1 <= figure.bbox.y1
+            assert not any(box.overlaps(other) for other in boxes[number + 1 :])
+
+
 def test_run_of_many_jobs_and_run_without_series_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     many = run("fifo", 5_000)

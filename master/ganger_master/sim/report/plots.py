@@ -20,6 +20,8 @@ _HOUR = 3600.0
 _MOST_BARS = 2_000
 _MOST_CURVE_POINTS = 2_000
 _RESOLUTION_DPI = 120
+# Inches. One below the other four pictures need height.
+_WIDE, _TALL = (8.0, 5.0), (8.0, 8.0)
 
 
 class PlotsUnavailable(RuntimeError):  # noqa: N818 - a state of the installation, not of the data
@@ -45,7 +47,7 @@ def save_plots(runs: Sequence[Run], directory: Path) -> list[Path]:
         pictures.append((name, lambda figure, run=run: _timeline(figure, run)))  # type: ignore[misc]
     paths = []
     for name, draw in pictures:
-        figure = figure_class(figsize=(8, 5), layout="constrained")
+        figure = figure_class(figsize=_TALL if name == "use_over_time" else _WIDE, layout="constrained")
         draw(figure)
         path = directory / f"{name}.png"
         figure.savefig(path, dpi=_RESOLUTION_DPI)
@@ -83,8 +85,8 @@ def _waiting_by_size(figure: Any, runs: Sequence[Run]) -> None:
         waiting = [found[name].mean_waiting_s / _HOUR if name in found else np.nan for name in names]
         above.bar(places, delays, width, label=run.policy)
         below.bar(places, waiting, width)
-    above.set(ylabel="until first start (h)", title=_title(runs))
-    below.set(ylabel="waiting in all (h)", xlabel="GPUs of the gang")
+    above.set(ylabel="mean time until first start (h)", title=_title(runs))
+    below.set(ylabel="mean waiting in all (h)", xlabel="GPUs of the gang")
     below.set_xticks(np.arange(len(names)), names)
     figure.legend(loc="outside right upper")
 
@@ -93,9 +95,9 @@ def _use_over_time(figure: Any, runs: Sequence[Run]) -> None:
     shown = [
         (name, label, scale)
         for name, label, scale in (
-            ("used_gpus", "GPUs in use", lambda run: 1.0 / run.gpus),
-            ("used_cores", "cores in use", lambda run: 1.0 / run.cores),
-            ("fragmented_gpus", "GPUs no gang can use", lambda run: 1.0 / run.gpus),
+            ("used_gpus", "GPUs in use (%)", lambda run: 100.0 / run.gpus),
+            ("used_cores", "cores in use (%)", lambda run: 100.0 / run.cores),
+            ("fragmented_gpus", "free GPUs that no gang can use (% of all)", lambda run: 100.0 / run.gpus),
             ("waiting_jobs", "jobs waiting", lambda run: 1.0),
         )
         if any(name in run.series for run in runs)
@@ -109,11 +111,13 @@ def _use_over_time(figure: Any, runs: Sequence[Run]) -> None:
                 hours = np.append(series.times, series.end) / _HOUR
                 values = np.append(series.values, series.values[-1]) * scale(run)
                 axes.step(hours, values, where="post", label=run.policy, linewidth=0.8)
-        axes.set_ylabel(label)
+        # Above, not beside: there is room for words.
+        axes.set_title(label, loc="left", fontsize="medium")
         axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
     every = figure.axes
-    every[-1].set_xlabel("hours")
-    every[0].set_title(_title(runs))
+    every[-1].set_xlabel("hours on the clock of the trace")
+    figure.suptitle(_title(runs))
     if shown:
         figure.legend(*every[0].get_legend_handles_labels(), loc="outside right upper")
 
@@ -129,9 +133,11 @@ def _timeline(figure: Any, run: Run) -> None:
     axes.hlines(rows, submit, start, color="lightgrey", linewidth=0.6, label="waiting for the first start")
     axes.hlines(rows, start, end, color="tab:blue", linewidth=0.6, label="from first start to end")
     of = f"every {step}th job" if step > 1 else "every job"
-    axes.set(xlabel="hours", ylabel="jobs by submission", title=f"{run.policy}: {of}")
+    axes.set(xlabel="hours on the clock of the trace", ylabel="jobs by submission", title=f"{run.policy}: {of}")
     axes.invert_yaxis()
-    axes.legend(loc="lower left")
+    for line in axes.legend(loc="lower left").legend_handles:
+        # As thin as those of the picture they could not be told from each other.
+        line.set_linewidth(3)
 
 
 def _figure_class() -> Any:
