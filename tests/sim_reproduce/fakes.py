@@ -28,6 +28,12 @@ def fails(setting: Setting, part: Row) -> Sequence[Row]:
     raise RuntimeError(f"seed {part['seed']} is no good")
 
 
+def fails_at_seed_zero(setting: Setting, part: Row) -> Sequence[Row]:
+    if part["seed"] == 0:
+        raise RuntimeError("it was measured before")
+    return more_with_the_seed(setting, part)
+
+
 def mean_figure(rows: Sequence[Row]) -> Found:
     return Found({"figure": interval([row["figure"] for row in rows])}, len(rows), load=0.9)
 

@@ -13,6 +13,7 @@ from ganger.cli.main import run as ganger
 from ganger_master.sim.report.seeds import Interval
 from ganger_master.sim.reproduce.claims import Claim, claims, meets
 from ganger_master.sim.reproduce.experiment import Experiment, Found, Setting
+from ganger_master.sim.reproduce.journal import Journal
 from ganger_master.sim.reproduce.registry import EXPERIMENTS, UNRUN
 from ganger_master.sim.reproduce.results import HEADINGS, Result, as_cells, as_json, document
 from ganger_master.sim.reproduce.running import run
@@ -25,14 +26,17 @@ def claim(name: str) -> Claim:
     return Claim(name, "a claim", "nobody", {"figure": 3.0}, {"figure": {"at_least": 3.0}}, {"figure": {"above": 4.0}})
 
 
-def results(tmp_path: Path, *experiments: Experiment, is_saved: bool = False) -> dict[str, Result]:
+def results(
+    tmp_path: Path, *experiments: Experiment, is_saved: bool = False, is_anew: bool = False
+) -> dict[str, Result]:
     by_name = {experiment.name: experiment for experiment in experiments}
-    made = run([claim(name) for name in by_name], by_name, {}, NOWHERE, tmp_path, 2, is_saved=is_saved)
+    claimed = [claim(name) for name in by_name]
+    made = run(claimed, by_name, {}, NOWHERE, tmp_path, 2, is_saved=is_saved, is_anew=is_anew)
     return {result.claim.name: result for result in made}
 
 
 def test_every_claim_of_the_dossier_has_an_experiment_or_a_reason() -> None:
-    assert list(claims()) == [f"B{number}" for number in range(1, 21)]
+    assert list(claims()) == [f"B{number}" for number in range(1, 23)]
     assert sorted([*EXPERIMENTS, *UNRUN]) == sorted(claims())
     assert all(experiment.name == name for name, experiment in EXPERIMENTS.items())
     assert all(len(reason) > 20 for reason in UNRUN.values())
@@ -61,6 +65,36 @@ def test_saved_rows_conclude_the_same_and_are_not_measured_again(tmp_path: Path)
     found = results(tmp_path, again, fakes.DIES, is_saved=True)
     assert as_json(found["good"])["ours"] == {"figure": 4.0}
     assert "there is no dies.jsonl" in as_json(found["dies"])["skipped"]
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
+    """One seed of two was measured before the process of the other died, and a line was cut off."""
+    assert results(tmp_path, fakes.DIES)["dies"].failed
+    journal = tmp_path / "parts" / "dies.jsonl"
+    journal.write_text(journal.read_text() + '{"of": "')
+    went_on = Experiment("dies", fakes.by_seed, fakes.fails_at_seed_zero, fakes.mean_figure)
+    found = results(tmp_path, went_on)
+    assert as_json(found["dies"])["ours"] == {"figure": 4.0}
+    assert len((tmp_path / "dies.jsonl").read_text().splitlines()) == 2
+
+
+def test_what_is_asked_for_anew_is_measured_anew(tmp_path: Path) -> None:
+    results(tmp_path, fakes.GOOD)
+    again = Experiment("good", fakes.by_seed, fakes.fails, fakes.mean_figure)
+    assert results(tmp_path, again)["good"].holds
+    assert "no good" in results(tmp_path, again, is_anew=True)["good"].failed
+
+
+def test_other_data_are_measured_anew(tmp_path: Path) -> None:
+    data = tmp_path / "data.csv"
+    data.write_text("one")
+    here = Setting(tmp_path, tmp_path)
+    needs = Experiment("good", fakes.by_seed, fakes.more_with_the_seed, fakes.mean_figure, (("traces", "data.csv"),))
+    Journal(tmp_path / "good.jsonl", needs, here).add({"seed": 0}, [{"figure": 1.0}])
+    assert Journal(tmp_path / "good.jsonl", needs, here).rows({"seed": 0}) == [{"figure": 1.0}]
+    assert Journal(tmp_path / "good.jsonl", needs, here).rows({"seed": 1}) is None
+    data.write_text("another")
+    assert Journal(tmp_path / "good.jsonl", needs, here).rows({"seed": 0}) is None
 
 
 @pytest.mark.parametrize(

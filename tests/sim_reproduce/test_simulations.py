@@ -6,14 +6,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ganger_master.models.server_speed import ServerPoint
+from ganger_master.models.server_speed import Mode, ServerPoint
 from ganger_master.policies.order.registry import ORDERS
 from ganger_master.policies.place.alignment import Alignment
 from ganger_master.policies.place.tetris_pass import Knobs
-from ganger_master.policies.tune import Nodes, Profiles, gangs
+from ganger_master.policies.tune import Gangs, Nodes, Pieces, Profiles, Tuning, gangs, pieces, proportionally
+from ganger_master.policies.tune.proportional import PROPORTIONAL
 from ganger_master.policies.tune.synergy_tune import SYNERGY_TUNE
 from ganger_master.sim.reproduce import slots, tasks
-from ganger_master.sim.reproduce.rounds import FILLED, RoundJobs, ends
+from ganger_master.sim.reproduce.counted import in_turns
+from ganger_master.sim.reproduce.early_feedback import feedback_s
+from ganger_master.sim.reproduce.rounds import RoundJobs, ends, through_rounds
+from ganger_master.sim.traces.workload import workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.ideal import IdealJob, ideal
@@ -40,7 +44,7 @@ def test_rounds_end_jobs_when_the_oracle_of_ideal_clusters_does(
         np.array([long for _, long in jobs], float),
         gangs(np.ones(len(jobs), int), np.zeros(len(jobs), int), FLAT),
     )
-    for tuning in (FILLED, SYNERGY_TUNE):
+    for tuning in (PROPORTIONAL, SYNERGY_TUNE):
         assert ends(ours, nodes, ORDERS[orders[0]], tuning).tolist() == [float(end) for end in theirs.ends]
 
 
@@ -49,8 +53,59 @@ def test_a_job_that_gets_more_cores_ends_sooner() -> None:
     known = Profiles(np.array([1.0, 2.0, 3.0]), np.array([1.0]), np.array([[[1.0]] * 3, [[1.0], [2.0], [6.0]]]))
     nodes = Nodes(np.array([2]), np.array([4.0]), np.array([2.0]))
     jobs = RoundJobs(np.zeros(2), np.array([3600.0, 3600.0]), gangs([1, 1], [0, 1], known))
-    assert ends(jobs, nodes, ORDERS["fifo"], FILLED).tolist() == [3600.0, 3600.0]
+    assert ends(jobs, nodes, ORDERS["fifo"], PROPORTIONAL).tolist() == [3600.0, 3600.0]
     assert ends(jobs, nodes, ORDERS["fifo"], SYNERGY_TUNE).tolist() == [3600.0, 1200.0]
+
+
+def test_a_job_that_moves_loses_what_a_move_takes() -> None:
+    """Of two jobs that were apart one joins the other when a third comes: whatever servers are called, one has moved,
+    and needs a round more for half a minute."""
+
+    def place(run: Gangs, servers: Nodes) -> Pieces:
+        where = {1: [0], 2: [0, 1], 3: [1, 1, 0]}[len(run)]
+        return proportionally(servers, pieces(np.arange(len(run)), np.array(where), run.gpus))
+
+    nodes = Nodes(np.array([2, 2]), np.array([2.0, 2.0]), np.array([2.0, 2.0]))
+    jobs = RoundJobs(np.array([0.0, 0.0, 300.0]), np.full(3, 900.0), gangs([1] * 3, [0] * 3, FLAT))
+    moving = Tuning("moving", SYNERGY_TUNE.tune, place)
+    free, paid = (through_rounds(jobs, nodes, ORDERS["fifo"], moving, move_s=cost).end_s for cost in (0.0, 30.0))
+    assert free.tolist() == [900.0, 900.0, 1200.0]
+    assert sorted(paid[:2].tolist()) == [900.0, 1200.0]
+
+
+# --- turns
+
+
+def test_turns_are_taken_and_ends_leave_room_at_once() -> None:
+    """Three jobs of one GPU on two: the third gets the place of the first that ends, or a turn of 60 s."""
+    jobs = workload("abc", [0.0, 0.0, 0.0], [1, 1, 1], [100.0, 100.0, 100.0])
+    fifo, turns = (in_turns(jobs, 2, ORDERS[name], 60.0) for name in ("fifo", "round-robin"))
+    assert fifo.end_s.tolist() == [100.0, 100.0, 200.0]
+    assert fifo.started_s.tolist() == [0.0, 0.0, 100.0]
+    # a and b to 60, c and a to 120 when a has had its 100, b beside c from 100 on
+    assert turns.started_s.tolist() == [0.0, 0.0, 60.0]
+    assert sorted(turns.end_s.tolist())[0] == 100.0
+    assert turns.end_s.max() == 160.0
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 4), st.integers(1, 2000)), min_size=1, max_size=10),
+    st.sampled_from(["tiresias", "round-robin", "fifo", "srtf"]),
+)
+def test_no_turn_gives_more_than_there_is_and_everybody_ends(jobs: list[tuple[int, int, int]], name: str) -> None:
+    jobs.sort(key=lambda job: job[0])
+    arrival, gpus, seconds = (np.array(column) for column in zip(*jobs, strict=True))
+    found = in_turns(workload(map(str, range(len(jobs))), arrival, gpus, seconds), 4, ORDERS[name], 60.0)
+    assert (found.end_s >= arrival + seconds - 1e-6).all()
+    assert (found.started_s >= arrival).all()
+    assert found.end_s.max() >= arrival[0] + (gpus * seconds).sum() / 4 - 1e-6
+
+
+def test_all_trials_have_shown_something_after_as_many_slices_as_it_takes() -> None:
+    """Eight trials on four GPUs: the second four begin after a minute, a switch of a second for each."""
+    assert feedback_s(np.full(8, 30.0)) == 60.0 + 1.0 + 30.0
+    assert feedback_s(np.full(4, 30.0)) == 31.0
 
 
 # --- tasks
@@ -103,7 +158,15 @@ TOY = slots.Model(compute_s=1.0, size=8.0, across=4.0, within=16.0, batches=10)
     ],
 )
 def test_a_step_takes_computing_and_the_busiest_link(counts: list[list[int]], seconds: float) -> None:
-    assert slots.step_seconds(TOY, np.array(counts)) == pytest.approx(seconds)
+    assert slots.step_seconds(TOY, np.array(counts), Mode.ASYNCHRONOUS) == pytest.approx(seconds)
+
+
+def test_synchronous_workers_share_a_batch() -> None:
+    """Two of them compute half as long each, and make one batch together."""
+    counts = np.array([[1, 1], [1, 1]])
+    assert slots.step_seconds(TOY, counts, Mode.SYNCHRONOUS) == pytest.approx(0.5 + 2.0)
+    assert slots.batches_per_second(TOY, counts, Mode.SYNCHRONOUS) == pytest.approx(1 / 2.5)
+    assert slots.batches_per_second(TOY, counts, Mode.ASYNCHRONOUS) == pytest.approx(2 / 3)
 
 
 def slot_jobs(count: int) -> slots.SlotJobs:
@@ -111,6 +174,7 @@ def slot_jobs(count: int) -> slots.SlotJobs:
     return slots.SlotJobs(
         np.zeros(count),
         [TOY] * count,
+        [Mode.ASYNCHRONOUS] * count,
         np.full(count, 1000.0),
         np.tile(np.array([[1.0, 0.0], [1.0, 1.0]]), (count, 1, 1)),
         [(point,)] * count,

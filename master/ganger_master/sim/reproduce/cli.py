@@ -35,6 +35,7 @@ _ROWS = Path("build/reproduce")
     help="Where raw rows go, one file for each claim.",
 )  # fmt: skip
 @click.option("--saved", is_flag=True, help="Measure nothing: conclude from rows saved before.")
+@click.option("--anew", is_flag=True, help="Measure also what the same code has measured before.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 @click.option("--document", type=click.Path(path_type=Path), metavar="FILE", help="Write a page of documentation.")
 @click.option("--progress/--no-progress", default=None, help="Say how far it is; default: on a terminal.")
@@ -48,6 +49,7 @@ def reproduce(
     papers: Path,
     rows: Path,
     saved: bool,
+    anew: bool,
     as_json: bool,
     document: Path | None,
     progress: bool | None,
@@ -55,6 +57,7 @@ def reproduce(
     """Run the papers' experiments again and print their figures beside ours.
 
     Each says whether the paper's claim holds here, and whether it is beaten; docs/reproduce.md has the last full run.
+    A run that was stopped goes on where it was: what the same code has measured is not measured again.
     """
     with one_thread_each():
         import numpy  # noqa: F401
@@ -88,6 +91,7 @@ def reproduce(
             workers or len(os.sched_getaffinity(0)),
             meter,
             saved,
+            anew,
         )
     if as_json:
         _print_json([results.as_json(result) for result in found])

@@ -52,10 +52,13 @@ class Experiment:
     conclude: Callable[[Sequence[Row]], Found]
     needs: tuple[tuple[str, str], ...] = field(default=())
 
+    def files(self, setting: Setting) -> list[Path]:
+        """What it needs."""
+        return [{"traces": setting.traces, "papers": setting.papers}[folder] / name for folder, name in self.needs]
+
     def missing(self, setting: Setting) -> list[Path]:
         """Files that are not there."""
-        paths = [{"traces": setting.traces, "papers": setting.papers}[folder] / name for folder, name in self.needs]
-        return [path for path in paths if not path.is_file()]
+        return [path for path in self.files(setting) if not path.is_file()]
 
 
 def measured(experiment: Experiment, setting: Setting, part: Row) -> list[Row]:

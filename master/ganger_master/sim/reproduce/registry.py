@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ganger_master.sim.reproduce.closest_tier import CLOSEST_TIER
 from ganger_master.sim.reproduce.convergence import CONVERGENCE
 from ganger_master.sim.reproduce.cpu_poster import CPU_POSTER
+from ganger_master.sim.reproduce.early_feedback import EARLY_FEEDBACK
 from ganger_master.sim.reproduce.elastic_job import ELASTIC_JOB
 from ganger_master.sim.reproduce.experiment import Experiment
 from ganger_master.sim.reproduce.fairness import FAIRNESS
@@ -16,7 +17,7 @@ from ganger_master.sim.reproduce.packed_copies import PACKED_COPIES
 from ganger_master.sim.reproduce.scale import SCALE
 from ganger_master.sim.reproduce.sliced_gpus import SLICED_GPUS
 from ganger_master.sim.reproduce.speed_model import SPEED_MODEL
-from ganger_master.sim.reproduce.synergy_load import SYNERGY_LOAD
+from ganger_master.sim.reproduce.synergy_load import SYNERGY_LARGE, SYNERGY_LOAD
 from ganger_master.sim.reproduce.synergy_traces import SYNERGY_DYNAMIC, SYNERGY_STATIC
 from ganger_master.sim.reproduce.tetris_study import TETRIS_STUDY
 from ganger_master.sim.reproduce.time_slicing import TIME_SLICING
@@ -42,6 +43,8 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         CLOSEST_TIER,
         TIME_SLICING,
         FAIRNESS,
+        SYNERGY_LARGE,
+        EARLY_FEEDBACK,
     )
 }
 

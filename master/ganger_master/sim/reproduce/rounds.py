@@ -2,9 +2,9 @@
 
 Every round the jobs that came by its beginning are ranked, the first whose GPUs are there together run, and a tuning
 places them and gives each its cores and memory; they run at the rate of their profile to the round's end, where ends
-are stamped. Nothing else costs time and jobs may be elsewhere in every round: the setting of its published figures,
-which the simulator of traces, where a gang stays where it is and a start takes time, does not reproduce. What decides
-are the production's orders and tunings.
+are stamped. Jobs may be elsewhere in every round, which costs nothing unless told: the setting of its published
+figures, which the simulator of traces, where a gang stays where it is and a start takes time, does not reproduce. What
+decides are the production's orders and tunings.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import numpy as np
+from scipy.optimize import linear_sum_assignment
 
 from ganger_master.policies.facts import Capacity, Facts, Floats, Integers
 from ganger_master.policies.order import Order, ranked
@@ -29,6 +30,7 @@ from ganger_master.policies.tune import (
 from ganger_master.policies.tune.proportional import PROPORTIONAL
 
 ROUND_S = 300.0
+_NOWHERE = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,24 +53,44 @@ class Ended:
     held_s: Floats
 
 
-def through_rounds(jobs: RoundJobs, nodes: Nodes, order: Order, tuning: Tuning) -> Ended:
-    """All jobs to their ends. The tuning must place."""
+def through_rounds(
+    jobs: RoundJobs,
+    nodes: Nodes,
+    order: Order,
+    tuning: Tuning,
+    measured: slice = slice(None),
+    move_s: float = 0.0,
+) -> Ended:
+    """Until the measured jobs have ended; infinite for those that run even then. The tuning must place, or be
+    proportional: then it makes no difference where a gang lies. `move_s`: seconds that a gang of one GPU loses when it
+    is on another server than in the round before. Servers must be alike; they are renamed so that the fewest move."""
     left, end = jobs.seconds.copy(), np.full(len(jobs), np.inf)
     attained = np.zeros(len(jobs))
     before, speed = np.full(1, -1), np.zeros(1)
+    was_on = np.full(len(jobs), _NOWHERE)
     capacity = Capacity(
         int(nodes.gpus.sum()), float(nodes.cores.sum()), float(nodes.memory_bytes.sum()), int(nodes.gpus.max())
     )
     now = 0.0
-    while left.any():
+    while left[measured].any():
         live = np.flatnonzero((jobs.arrival_s <= now) & (left > 0.0))
         if len(live):
             line = live[ranked(order, _facts(jobs, live, left, attained, now), now, capacity)]
             of_round = line[runnable(jobs.gangs.take(line), nodes)]
+            trained_s = ROUND_S * speed
             # The same jobs are packed the same way again.
             if not np.array_equal(of_round, before):
-                before, speed = of_round, _speeds(jobs.gangs.take(of_round), nodes, tuning)
-            left[of_round] = np.maximum(left[of_round] - ROUND_S * speed, 0.0)
+                run = jobs.gangs.take(of_round)
+                placed = _placed(run, nodes, tuning)
+                before, speed = of_round, _speeds(run, nodes, placed)
+                trained_s = ROUND_S * speed
+                if move_s and placed is not None:
+                    is_on = _renamed(_servers(run, placed), was_on[of_round], len(nodes))
+                    has_moved = (was_on[of_round] != _NOWHERE) & (is_on != _NOWHERE) & (is_on != was_on[of_round])
+                    trained_s[has_moved] -= move_s * speed[has_moved]
+                    was_on[:] = _NOWHERE
+                    was_on[of_round] = is_on
+            left[of_round] = np.maximum(left[of_round] - trained_s, 0.0)
             attained[of_round[speed > 0.0]] += ROUND_S
             # what is left of a second by rounding is nothing
             left[left < 1e-6] = 0.0
@@ -77,9 +99,9 @@ def through_rounds(jobs: RoundJobs, nodes: Nodes, order: Order, tuning: Tuning) 
     return Ended(end, attained)
 
 
-def ends(jobs: RoundJobs, nodes: Nodes, order: Order, tuning: Tuning) -> Floats:
+def ends(jobs: RoundJobs, nodes: Nodes, order: Order, tuning: Tuning, measured: slice = slice(None)) -> Floats:
     """When each job ended."""
-    return through_rounds(jobs, nodes, order, tuning).end_s
+    return through_rounds(jobs, nodes, order, tuning, measured).end_s
 
 
 def fill(run: Gangs, nodes: Nodes) -> Pieces:
@@ -89,15 +111,36 @@ def fill(run: Gangs, nodes: Nodes) -> Pieces:
     return proportionally(nodes, pieces(np.arange(len(run)), servers, run.gpus))
 
 
-def _speeds(run: Gangs, nodes: Nodes, tuning: Tuning) -> Floats:
-    """Of each gang, by that with its proportional share; zero for those the tuning leaves out."""
-    assert tuning.place is not None, f"{tuning.name} does not place"
-    placed = tuning.place(run, nodes)
+def _placed(run: Gangs, nodes: Nodes, tuning: Tuning) -> Pieces | None:
+    """None: anywhere."""
+    if tuning.place is None:
+        assert tuning is PROPORTIONAL, f"{tuning.name} does not place"
+        return None
+    return tuning.place(run, nodes)
+
+
+def _speeds(run: Gangs, nodes: Nodes, placed: Pieces | None) -> Floats:
+    """Of each gang, by that with its proportional share; zero for those that are not placed."""
+    if placed is None:
+        return np.ones(len(run))
     share = proportional_rates(run, nodes, placed)
     return np.divide(rates(run, placed), share, out=np.zeros(len(run)), where=share > 0.0)
 
 
-FILLED = Tuning("proportional", PROPORTIONAL.tune, fill, guarantees=True)
+def _servers(run: Gangs, placed: Pieces) -> Integers:
+    assert (run.gpus == 1).all(), "larger gangs may be on several servers"
+    found = np.full(len(run), _NOWHERE)
+    found[placed.gang] = placed.node
+    return found
+
+
+def _renamed(is_on: Integers, was_on: Integers, servers: int) -> Integers:
+    """`is_on` with the servers renamed so that as many gangs as can be are where they were."""
+    together = np.zeros((servers, servers))
+    both = (is_on != _NOWHERE) & (was_on != _NOWHERE)
+    np.add.at(together, (is_on[both], was_on[both]), 1.0)
+    names = linear_sum_assignment(together, maximize=True)[1]
+    return np.where(is_on == _NOWHERE, _NOWHERE, names[is_on])
 
 
 def _facts(jobs: RoundJobs, live: Integers, left: Floats, attained: Floats, now: float) -> Facts:

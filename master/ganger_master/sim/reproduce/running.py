@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ganger_master.sim.processes import Failed, Report, each
 from ganger_master.sim.reproduce.claims import Claim
 from ganger_master.sim.reproduce.experiment import Experiment, Row, Setting, measured
+from ganger_master.sim.reproduce.journal import Journal, plain
 from ganger_master.sim.reproduce.results import Result
 
 
@@ -37,13 +37,15 @@ def run(
     workers: int,
     progress: Callable[[int, int], None] | None = None,
     is_saved: bool = False,
+    is_anew: bool = False,
 ) -> list[Result]:
     """One result for each claim, in order; every claim has an experiment, or a reason in `unrun`. Rows go to
     `rows_to`/NAME.jsonl, or NAME.quick.jsonl. `progress` gets how many parts are done, of how many. `is_saved`: nothing
-    is measured, only concluded from what these files hold."""
-    kind = ".quick.jsonl" if setting.is_quick else ".jsonl"
+    is measured, only concluded from what these files hold. Parts that the same code has measured on the same data
+    before, in a run that was stopped or not, are not measured again unless `is_anew`."""
+    kind = ".quick" if setting.is_quick else ""
     results: dict[str, Result] = {}
-    files = {claim.name: rows_to / f"{claim.name}{kind}" for claim in chosen}
+    files = {claim.name: rows_to / f"{claim.name}{kind}.jsonl" for claim in chosen}
     for claim in chosen:
         result = _without_run(claim, experiments, unrun, setting)
         if result is None and is_saved:
@@ -51,7 +53,14 @@ def run(
         if result is not None:
             results[claim.name] = result
     running = {claim.name: experiments[claim.name] for claim in chosen if claim.name not in results}
-    rows, failed = _measured(running, setting, files, workers, progress)
+    journals = {
+        name: Journal(rows_to / "parts" / f"{name}{kind}.jsonl", experiment, setting)
+        for name, experiment in running.items()
+    }
+    if is_anew:
+        for journal in journals.values():
+            journal.forget()
+    rows, failed = _measured(running, setting, files, journals, workers, progress)
     for claim in chosen:
         if claim.name in failed:
             results[claim.name] = Result(claim, failed=failed[claim.name], is_quick=setting.is_quick)
@@ -64,32 +73,43 @@ def _measured(
     experiments: Mapping[str, Experiment],
     setting: Setting,
     files: Mapping[str, Path],
+    journals: Mapping[str, Journal],
     workers: int,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[dict[str, list[Row]], dict[str, str]]:
-    """All rows by experiment, saved as soon as they are complete, and what went wrong with the others."""
+    """All rows by experiment, saved where they are complete, and what went wrong with the others."""
     parts = [
         _Part(experiment, index, values)
         for experiment in experiments.values()
         for index, values in enumerate(experiment.parts(setting))
     ]
-    missing = Counter(part.experiment.name for part in parts)
+    every = len(parts)
     by_part: dict[str, dict[int, list[Row]]] = {name: {} for name in experiments}
-    rows: dict[str, list[Row]] = {}
+    for part in parts:
+        known = journals[part.experiment.name].rows(part.values)
+        if known is not None:
+            by_part[part.experiment.name][part.index] = known
+    parts = [part for part in parts if part.index not in by_part[part.experiment.name]]
+    missing = Counter(part.experiment.name for part in parts)
     failed: dict[str, str] = {}
-    with closing(each(parts, _measure, lambda part: (part.experiment, setting, part.values), workers)) as every:
-        for done, (part, found) in enumerate(every, 1):
+    with closing(each(parts, _measure, lambda part: (part.experiment, setting, part.values), workers)) as measuring:
+        for done, (part, found) in enumerate(measuring, every - len(parts) + 1):
             name = part.experiment.name
             if isinstance(found, Failed):
                 failed.setdefault(name, f"{part}: {found.what}\n{found.details}".strip())
             else:
+                journals[name].add(part.values, found)
                 by_part[name][part.index] = found
                 missing[name] -= 1
-            if not missing[name] and name not in rows:
-                rows[name] = [row for index in sorted(by_part[name]) for row in by_part[name][index]]
-                _save(files[name], rows[name])
             if progress is not None:
-                progress(done, len(parts))
+                progress(done, every)
+    rows = {
+        name: [row for index in sorted(of_parts) for row in of_parts[index]]
+        for name, of_parts in by_part.items()
+        if not missing[name]
+    }
+    for name, of_experiment in rows.items():
+        _save(files[name], of_experiment)
     return rows, failed
 
 
@@ -130,9 +150,4 @@ def _measure(experiment: Experiment, setting: Setting, values: Row, _: Report) -
 
 def _save(path: Path, rows: Sequence[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, default=_number) + "\n" for row in rows), encoding="utf-8")
-
-
-def _number(value: Any) -> Any:
-    """NumPy's numbers are numbers."""
-    return value.item()
+    path.write_text("".join(json.dumps(row, default=plain) + "\n" for row in rows), encoding="utf-8")

@@ -6,8 +6,10 @@ Optimus and DL2 are; what decides in it are the production functions `allocated`
 
 How fast a job really is follows from where its tasks are, by DL2's measurements and formula (pengyanghua/DL2, trace.py
 and job.py): a step takes the time to compute plus that to push and pull the model over the busiest link, between
-servers or within one. No policy sees that: it has eight noisy samples of each job's speed, one more of each interval
-in which it ran, and an estimate of the steps left.
+servers or within one. Asynchronous workers each step for themselves on a batch of their own; synchronous ones share one
+batch, so that each computes less the more there are (Optimus, section 3.2, and the batches of DL2's measurements). No
+policy sees that: it has eight noisy samples of each job's speed, one more of each interval in which it ran, and an
+estimate of the steps left.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ MODELS = {
 }
 
 
-def step_seconds(model: Model, counts: Integers) -> float:
+def step_seconds(model: Model, counts: Integers, mode: Mode) -> float:
     """With so many (parameter servers, workers) on each server, one row a server."""
     servers, workers = (int(total) for total in counts.sum(axis=0))
     hosts_servers, hosts_workers = counts[:, 0] > 0, counts[:, 1] > 0
@@ -70,23 +72,26 @@ def step_seconds(model: Model, counts: Integers) -> float:
     both = hosts_servers & hosts_workers
     within = int(counts[both].max()) if both.any() else 0
     part = 2.0 * model.size / servers
-    return model.compute_s + max(part * across / model.across, part * within / model.within)
+    compute_s = model.compute_s / (workers if mode is Mode.SYNCHRONOUS else 1)
+    return compute_s + max(part * across / model.across, part * within / model.within)
 
 
-def batches_per_second(model: Model, counts: Integers) -> float:
+def batches_per_second(model: Model, counts: Integers, mode: Mode) -> float:
     """Of all workers together."""
-    return float(counts[:, 1].sum()) / step_seconds(model, counts)
+    together = 1.0 if mode is Mode.SYNCHRONOUS else float(counts[:, 1].sum())
+    return together / step_seconds(model, counts, mode)
 
 
 @dataclass(frozen=True, eq=False)
 class SlotJobs:
-    """In order of arrival. `batches` is the work; `shapes` (jobs, 2, resources) of a parameter server and a worker;
-    `samples` of each job's speed before it begins, and the relative `noise` of that and of all measurements to come;
-    `misjudged`: by what factor the steps left of a job that has just begun are misjudged (the error shrinks with
-    progress)."""
+    """In order of arrival. `modes`: how each trains; `batches` is the work; `shapes` (jobs, 2, resources) of a
+    parameter server and a worker; `samples` of each job's speed before it begins, and the relative `noise` of that and
+    of all measurements to come; `misjudged`: by what factor the steps left of a job that has just begun are misjudged
+    (the error shrinks with progress)."""
 
     arrival_s: Floats
     models: Sequence[Model]
+    modes: Sequence[Mode]
     batches: Floats
     shapes: Floats
     samples: Sequence[tuple[ServerPoint, ...]]
@@ -95,25 +100,25 @@ class SlotJobs:
 
 
 def sampled(
-    model: Model, shape: Floats, servers: Floats, random: np.random.Generator, noise: float, count: int = 8
+    model: Model, mode: Mode, shape: Floats, servers: Floats, random: np.random.Generator, noise: float, count: int = 8
 ) -> tuple[ServerPoint, ...]:
     """As Optimus learns a speed: so many runs with 1 to 10 tasks of each kind, as many as fit, placed as it would place
     them on the idle servers."""
     points = []
     for pair in random.integers(1, 11, (count, 2)).tolist():
         counts = spread(np.array([pair]), shape[None], servers).counts
-        points.append(_measured(model, counts, random, noise))
+        points.append(_measured(model, mode, counts, random, noise))
     return tuple(points)
 
 
-def _measured(model: Model, counts: Integers, random: np.random.Generator, noise: float) -> ServerPoint:
-    rate = batches_per_second(model, counts) * max(0.1, 1.0 + noise * float(random.standard_normal()))
+def _measured(model: Model, mode: Mode, counts: Integers, random: np.random.Generator, noise: float) -> ServerPoint:
+    rate = batches_per_second(model, counts, mode) * max(0.1, 1.0 + noise * float(random.standard_normal()))
     servers, workers = counts.sum(axis=0).tolist()
     return ServerPoint(servers, workers, rate)
 
 
-def _fitted(points: Sequence[ServerPoint]) -> ServerSpeed:
-    found = fit_server_speed(points, Mode.ASYNCHRONOUS)
+def _fitted(points: Sequence[ServerPoint], mode: Mode) -> ServerSpeed:
+    found = fit_server_speed(points, mode)
     assert found is not None
     return found
 
@@ -148,7 +153,7 @@ def simulated(jobs: SlotJobs, servers: Floats, policy: SlotPolicy, seed: int = 0
     count = len(jobs.batches)
     random = np.random.default_rng(seed)
     points = [list(some) for some in jobs.samples]
-    speeds = [_fitted(some) for some in points]
+    speeds = [_fitted(some, mode) for some, mode in zip(points, jobs.modes, strict=True)]
     left, ends = jobs.batches.copy(), np.full(count, np.nan)
     before: dict[int, bytes] = {}
     now = restarting = running = 0.0
@@ -163,15 +168,16 @@ def simulated(jobs: SlotJobs, servers: Floats, policy: SlotPolicy, seed: int = 0
             held: dict[int, bytes] = {}
             for place in np.unique(where.job).tolist():
                 job, rows = int(live[place]), where.job == place
+                mode = jobs.modes[job]
                 held[job] = where.server[rows].tobytes() + where.counts[rows].tobytes()
-                rate = batches_per_second(jobs.models[job], where.counts[rows])
+                rate = batches_per_second(jobs.models[job], where.counts[rows], mode)
                 # who has never run starts, and that is the same for all policies
                 lost = RESTART_S if job in before and before[job] != held[job] else 0.0
                 seconds = min(INTERVAL_S - lost, left[job] / rate)
                 restarting, running = restarting + lost, running + lost + seconds
                 left[job] -= seconds * rate
-                points[job].append(_measured(jobs.models[job], where.counts[rows], random, jobs.noise))
-                speeds[job] = _fitted(points[job])
+                points[job].append(_measured(jobs.models[job], mode, where.counts[rows], random, jobs.noise))
+                speeds[job] = _fitted(points[job], mode)
                 if left[job] <= _ROUNDING * jobs.batches[job]:
                     ends[job] = now + lost + seconds
             before = {**before, **held}

@@ -5,9 +5,9 @@ heterogeneous demands on 20 nodes, arrivals uniform in [0, 3000 s]; makespan 5,5
 The report publishes neither the distribution of demands nor that of durations, nor whether its FIFO waits for a head of
 the line that does not fit. So both FIFOs are run, over declared distributions: demands of a job's tasks for cores,
 memory, disk and network are uniform between two shares of a node, or one of the four, drawn for each job, is large and
-the others are uniform in [0.05, 0.2]; durations are uniform, drawn for each task. The figures compared are those of
-`uniform .05-.5, 100-400 s`, which comes closest to the report's 7,083 s of FIFO, against the strict FIFO; beside them
-stands the share of all declared distributions in which the claim holds.
+the others are uniform in [0.05, 0.2]; durations are uniform, drawn for each task. The distribution compared is chosen
+by the baseline alone: that in which the strict FIFO comes closest to the report's makespan and mean time of a job.
+Beside it stands the share of all declared distributions in which the claim holds.
 
 As reported, each task goes to the node with the most similar (cosine) availability, first come first served, who does
 not fit being passed over. Tetris's own pass (SIGCOMM 2014), in which each node takes the task that suits it best,
@@ -16,6 +16,7 @@ stands beside it: without knobs (packing alone), and with its defaults for remai
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -46,41 +47,42 @@ def _one_large(low: float, high: float) -> _Draw:
     return draw
 
 
-_COMPARED = "uniform .05-.5, 100-400 s"
-_DISTRIBUTIONS: Mapping[str, tuple[_Draw, tuple[float, float]]] = {
-    _COMPARED: (_uniform(0.05, 0.5), (100.0, 400.0)),
-    "uniform .02-.3, 100-400 s": (_uniform(0.02, 0.3), (100.0, 400.0)),
-    "uniform .1-.6, 50-250 s": (_uniform(0.1, 0.6), (50.0, 250.0)),
-    "uniform .05-.6, 100-300 s": (_uniform(0.05, 0.6), (100.0, 300.0)),
-    "uniform .2-.8, 50-150 s": (_uniform(0.2, 0.8), (50.0, 150.0)),
-    "one large .3-.7, 100-300 s": (_one_large(0.3, 0.7), (100.0, 300.0)),
-    "one large .5-.9, 100-300 s": (_one_large(0.5, 0.9), (100.0, 300.0)),
-    "one large .5-.9, 50-150 s": (_one_large(0.5, 0.9), (50.0, 150.0)),
+_DEMANDS: Mapping[str, _Draw] = {
+    "uniform .02-.3": _uniform(0.02, 0.3),
+    "uniform .05-.5": _uniform(0.05, 0.5),
+    "uniform .05-.6": _uniform(0.05, 0.6),
+    "uniform .1-.6": _uniform(0.1, 0.6),
+    "uniform .2-.8": _uniform(0.2, 0.8),
+    "one large .3-.7": _one_large(0.3, 0.7),
+    "one large .5-.9": _one_large(0.5, 0.9),
 }
+_SECONDS = ((50.0, 250.0), (100.0, 300.0), (100.0, 400.0))
+# The report's FIFO.
+_FIFO_MAKESPAN_S, _FIFO_JCT_S = 7083.0, 2415.0
 _RULES: Mapping[str, Rule] = {
     "fifo": fifo(is_strict=True),
     "fifo-skipping": fifo(is_strict=False),
     "cosine": best_node(Alignment.COSINE),
-    "dot": best_node(Alignment.DOT),
     "pass": tetris(Knobs(srtf_weight=0.0, fairness=0.0)),
     "pass-defaults": tetris(Knobs()),
 }
 # Seeds of a part.
-_AT_ONCE = 5
+_AT_ONCE = 10
 
 
 def parts(setting: Setting) -> Sequence[Row]:
     seeds = setting.seeds(20, 2)
     firsts = range(0, len(seeds), _AT_ONCE)
     return [
-        {"distribution": name, "seeds": list(seeds[first : first + _AT_ONCE])}
-        for name in _DISTRIBUTIONS
+        {"demands": demands, "seconds": seconds, "seeds": list(seeds[first : first + _AT_ONCE])}
+        for demands in _DEMANDS
+        for seconds in _SECONDS
         for first in firsts
     ]
 
 
 def measure(setting: Setting, part: Row) -> Sequence[Row]:
-    draw, (shortest, longest) = _DISTRIBUTIONS[part["distribution"]]
+    draw, (shortest, longest) = _DEMANDS[part["demands"]], part["seconds"]
     rows: list[Row] = []
     for seed in part["seeds"]:
         random = np.random.default_rng(seed)
@@ -94,49 +96,65 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
 
 
 def conclude(rows: Sequence[Row]) -> Found:
-    table = {(row["distribution"], row["rule"], row["seed"]): row for row in rows}
-    distributions = list(dict.fromkeys(row["distribution"] for row in rows))
+    def named(row: Row) -> str:
+        shortest, longest = row["seconds"]
+        return f"{row['demands']}, {shortest:g}-{longest:g} s"
+
+    table = {(named(row), row["rule"], row["seed"]): row for row in rows}
+    distributions = list(dict.fromkeys(map(named, rows)))
     seeds = sorted({row["seed"] for row in rows})
 
-    def gains(figure: str, rule: str, against: str, distribution: str = _COMPARED) -> list[float]:
-        return [
-            1.0 - table[distribution, rule, seed][figure] / table[distribution, against, seed][figure] for seed in seeds
-        ]
+    def of(figure: str, rule: str, distribution: str) -> list[float]:
+        return [table[distribution, rule, seed][figure] for seed in seeds]
 
-    def seconds(figure: str, rule: str) -> list[float]:
-        return [table[_COMPARED, rule, seed][figure] for seed in seeds]
+    def off(distribution: str) -> float:
+        """How far the strict FIFO is from the report's, in logarithms."""
+        figures = (("makespan_s", _FIFO_MAKESPAN_S), ("jct_s", _FIFO_JCT_S))
+        return sum(abs(math.log(np.mean(of(figure, "fifo", distribution)) / paper)) for figure, paper in figures)
+
+    compared = min(distributions, key=off)
+
+    def gains(figure: str, rule: str, against: str = "fifo", distribution: str = compared) -> list[float]:
+        pairs = zip(of(figure, rule, distribution), of(figure, against, distribution), strict=True)
+        return [1.0 - ours / theirs for ours, theirs in pairs]
 
     def holds_in(rule: str) -> float:
         paper = claims()["B14"].paper
         return float(
             np.mean(
                 [
-                    np.mean(gains("makespan_s", rule, "fifo", name)) >= paper["makespan_gain"]
-                    and np.mean(gains("jct_s", rule, "fifo", name)) >= paper["jct_gain"]
+                    np.mean(gains("makespan_s", rule, distribution=name)) >= paper["makespan_gain"]
+                    and np.mean(gains("jct_s", rule, distribution=name)) >= paper["jct_gain"]
                     for name in distributions
                 ]
             )
         )
 
+    cosine, of_pass = interval(gains("makespan_s", "cosine")), interval(gains("makespan_s", "pass"))
     return Found(
         {
-            "makespan_gain": interval(gains("makespan_s", "cosine", "fifo")),
-            "jct_gain": interval(gains("jct_s", "cosine", "fifo")),
+            "makespan_gain": cosine,
+            "jct_gain": interval(gains("jct_s", "cosine")),
             "share_of_distributions": holds_in("cosine"),
-            "pass_makespan_gain": interval(gains("makespan_s", "pass", "fifo")),
-            "pass_jct_gain": interval(gains("jct_s", "pass", "fifo")),
+            "pass_makespan_gain": of_pass,
+            "pass_jct_gain": interval(gains("jct_s", "pass")),
             "pass_share_of_distributions": holds_in("pass"),
-            "defaults_makespan_gain": interval(gains("makespan_s", "pass-defaults", "fifo")),
-            "defaults_jct_gain": interval(gains("jct_s", "pass-defaults", "fifo")),
+            "defaults_makespan_gain": interval(gains("makespan_s", "pass-defaults")),
+            "defaults_jct_gain": interval(gains("jct_s", "pass-defaults")),
             "cosine_makespan_gain_over_skipping": interval(gains("makespan_s", "cosine", "fifo-skipping")),
             "makespan_gain_over_skipping": interval(gains("makespan_s", "pass", "fifo-skipping")),
-            "fifo_makespan_s": interval(seconds("makespan_s", "fifo")),
-            "cosine_makespan_s": interval(seconds("makespan_s", "cosine")),
+            "fifo_makespan_s": interval(of("makespan_s", "fifo", compared)),
+            "fifo_jct_s": interval(of("jct_s", "fifo", compared)),
+            "cosine_makespan_s": interval(of("makespan_s", "cosine", compared)),
+            "cosine_jct_s": interval(of("jct_s", "cosine", compared)),
         },
         len(seeds),
-        load={name: float(np.mean([table[name, "fifo", seed]["load"] for seed in seeds])) for name in distributions},
-        why="the report publishes no distributions; against a FIFO that passes over who does not fit, choosing nodes "
-        "by alignment gains next to nothing: most of the claim is the head of the line that blocks",
+        load={
+            f"compared ({compared})": float(np.mean(of("load", "fifo", compared))),
+        },
+        why=f"the report publishes no distributions; where FIFO is as there, choosing nodes by cosine gains "
+        f"{cosine.mean:.1%} of the makespan and Tetris's own pass {of_pass.mean:.1%}; the claim holds in "
+        f"{holds_in('cosine'):.0%} of the declared distributions, and nearly all of it is that FIFO waits for its head",
     )
 
 

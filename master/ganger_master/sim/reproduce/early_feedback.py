@@ -1,0 +1,153 @@
+"""B22. How much sooner a search over hyper-parameters finds its best configuration when all of its trials take turns
+and report early (Gandiva, OSDI 2018: time slicing speeds up such searches by up to an order of magnitude).
+
+Set-up: one node of four GPUs and a search of so many trials of one GPU, each of which trains for the stated time.
+Without slicing trials run four at a time to their ends, in the order in which the search drew them. With slicing the
+production decides who runs in each slice of a minute until every trial has shown a hundred mini-batches, which take 10
+to 60 s (uniform); then the search lets the four that look best run to their ends, then the next four. How early results
+tell is declared: final accuracies are normal, and early ones are those with so many of their standard deviations of
+noise. Compared is the time until the best trial has ended; its average over searches for each cell, of which the
+largest is the paper's `up to`. A slice that begins loses a switch of 1 s, Gandiva's slowest.
+
+Beside it stands what a cluster gives everybody: how much sooner jobs of the Philly trace have run for a minute on 100
+GPUs when they take turns than under FIFO, mean over jobs.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+
+import numpy as np
+from ganger.resources.topology import Topology, parse_topology
+
+from ganger_master.policies.facts import Floats
+from ganger_master.policies.introspect.slicing import QUANTUM_S, SharedNode, Sharer, credited, next_row, seated
+from ganger_master.policies.order.registry import ORDERS
+from ganger_master.sim.report.seeds import interval, paired_ratio
+from ganger_master.sim.reproduce.counted import in_turns
+from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.traces.transform import scaled_to_load
+from ganger_master.sim.traces.workload import workload
+
+_GPUS, _SWITCH_S = 4, 1.0
+_TRIALS, _HOURS, _NOISE = (16, 40, 100), (0.5, 2.0), (0.0, 0.5, 1.0)
+_SEARCHES = 20
+_FIRST_S = 60.0
+_PHILLY = "jobs_philly_2017-09-04_2017-10-15.csv"
+_CLUSTER_GPUS, _CLUSTER_JOBS, _CLUSTER_LOADS = 100, 1000, (0.9, 1.3)
+
+
+def parts(setting: Setting) -> Sequence[Row]:
+    return [{"kind": kind, "seed": seed} for kind in ("search", "cluster") for seed in setting.seeds(5)]
+
+
+def measure(setting: Setting, part: Row) -> Sequence[Row]:
+    random = np.random.default_rng(part["seed"])
+    return _cluster(setting, random) if part["kind"] == "cluster" else _searches(random)
+
+
+def conclude(rows: Sequence[Row]) -> Found:
+    searches = [row for row in rows if row["kind"] == "search"]
+    cells = list(dict.fromkeys((row["trials"], row["hours"], row["noise"]) for row in searches))
+    seeds = sorted({row["seed"] for row in rows})
+
+    def speed_up(cell: tuple[int, float, float]) -> list[float]:
+        """By seed: the mean time without slicing by the mean time with it."""
+        of_cell = [row for row in searches if (row["trials"], row["hours"], row["noise"]) == cell]
+        return [
+            float(
+                np.mean([row["fifo_s"] for row in of_cell if row["seed"] == seed])
+                / np.mean([row["sliced_s"] for row in of_cell if row["seed"] == seed])
+            )
+            for seed in seeds
+        ]
+
+    found = {cell: interval(speed_up(cell)) for cell in cells}
+    largest = max(cells, key=lambda cell: found[cell].mean)
+    ours = {"largest_speed_up": found[largest]}
+    for (trials, hours, noise), value in found.items():
+        ours[f"speed_up_{trials}_trials_{hours:g}_h_noise_{noise:g}"] = value
+    cluster = [row for row in rows if row["kind"] == "cluster"]
+    for load in _CLUSTER_LOADS:
+        of_load = {row["seed"]: row for row in cluster if row["load"] == load}
+        ours[f"first_minute_sooner_at_{load:g}"] = paired_ratio(
+            [of_load[seed]["fifo_s"] for seed in seeds], [of_load[seed]["turns_s"] for seed in seeds]
+        )
+    least = min(found.values(), key=lambda value: value.mean)
+    return Found(
+        {**ours, "smallest_speed_up": least.mean},
+        len(seeds),
+        load={"trials for each GPU": largest[0] / _GPUS},
+        why="a search gains by how many trials it has for each GPU, how long they are, and how well early results "
+        f"tell: the declared ones {least.mean:.1f} to {found[largest].mean:.1f} times",
+    )
+
+
+def _searches(random: np.random.Generator) -> list[Row]:
+    rows: list[Row] = []
+    for trials in _TRIALS:
+        for hours in _HOURS:
+            for _ in range(_SEARCHES):
+                final, doubt = random.standard_normal(trials), random.standard_normal(trials)
+                first_s = random.uniform(10.0, 60.0, trials)
+                best = int(np.argmax(final))
+                told_s = feedback_s(first_s)
+                for noise in _NOISE:
+                    looks = np.argsort(-(final + noise * doubt), kind="stable")
+                    # What a trial has trained before it was told apart is kept.
+                    turn = int(np.flatnonzero(looks == best)[0]) // _GPUS
+                    left_s = 3600.0 * hours * (turn + 1) - first_s[best]
+                    rows.append(
+                        {
+                            "trials": trials,
+                            "hours": hours,
+                            "noise": noise,
+                            "fifo_s": 3600.0 * hours * (best // _GPUS + 1),
+                            "sliced_s": told_s + left_s,
+                        }
+                    )
+    return rows
+
+
+def feedback_s(first_s: Floats) -> float:
+    """Seconds until each of these trials has trained for so long, in slices of one node."""
+    four = parse_topology("1x4", name="p100", device_type="p100", millicores=12_000, memory_bytes=448 * 10**9)
+    node = SharedNode("node", Topology(four), (1 << _GPUS) - 1)
+    sharers: tuple[Sharer, ...] = tuple(Sharer(number, 1) for number in range(len(first_s)))
+    trained, now = np.zeros(len(first_s)), 0.0
+    last = 0.0
+    while (trained < first_s).any():
+        row = next_row(sharers, [node], QUANTUM_S)
+        late = {*row.entering(sharers), *row.shifted(sharers)}
+        for number in row.seats:
+            lost = _SWITCH_S if number in late else 0.0
+            if trained[number] < first_s[number] <= trained[number] + QUANTUM_S - lost:
+                last = max(last, now + lost + float(first_s[number] - trained[number]))
+            trained[number] += QUANTUM_S - lost
+        sharers = credited(seated(sharers, row), row.seats.keys(), QUANTUM_S, QUANTUM_S)
+        now += QUANTUM_S
+    return last
+
+
+def _cluster(setting: Setting, random: np.random.Generator) -> list[Row]:
+    with (setting.traces / _PHILLY).open(newline="") as file:
+        recorded = [(int(row["gpus"]), float(row["duration_s"])) for row in csv.DictReader(file)]
+    usable = [(gpus, seconds) for gpus, seconds in recorded if gpus <= _CLUSTER_GPUS // 4 and seconds >= _FIRST_S]
+    most = np.percentile([seconds for _, seconds in usable], 95)
+    usable = [(gpus, seconds) for gpus, seconds in usable if seconds <= most]
+    drawn = [usable[index] for index in random.integers(len(usable), size=_CLUSTER_JOBS).tolist()]
+    arrivals = np.cumsum(random.exponential(1.0, _CLUSTER_JOBS))
+    jobs = workload(map(str, range(_CLUSTER_JOBS)), arrivals, [g for g, _ in drawn], [s for _, s in drawn])
+    rows: list[Row] = []
+    for load in _CLUSTER_LOADS:
+        offered = scaled_to_load(jobs, _CLUSTER_GPUS, load)
+        fifo, turns = (
+            in_turns(offered, _CLUSTER_GPUS, ORDERS[name], QUANTUM_S).started_s - offered.submit_s + _FIRST_S
+            for name in ("fifo", "round-robin")
+        )
+        rows.append({"load": load, "fifo_s": float(fifo.mean()), "turns_s": float(turns.mean())})
+    return rows
+
+
+EARLY_FEEDBACK = Experiment("B22", parts, measure, conclude, needs=(("traces", _PHILLY),))
