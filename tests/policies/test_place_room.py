@@ -120,6 +120,8 @@ def naive_totals(view: View, shape: GangShape, level: Level) -> list[list[int]]:
     return [[int(room[slots].sum()) for room in rooms] for slots in spans.values()]
 
 
+# So that a view forgets changes which the room has not followed.
+@patch("ganger.resources.view._MOST_NOTED", 0)
 @settings(max_examples=100)
 @given(views(), st.lists(shapes, min_size=1, max_size=4), st.data())
 def test_room_follows_a_view_that_others_change(view: View, gangs: list[GangShape], data: st.DataObject) -> None:
@@ -129,7 +131,7 @@ def test_room_follows_a_view_that_others_change(view: View, gangs: list[GangShap
             for claim in claims:
                 view.take(claim, shape.gpus)
         name = data.draw(st.sampled_from(sorted(view.names())))
-        match data.draw(st.sampled_from(["cordon", "uncordon", "remove", "move", "nothing"])):
+        match data.draw(st.sampled_from(["cordon", "uncordon", "remove", "move", "flicker", "nothing"])):
             case "cordon":
                 view.set_available(name, False)
             case "uncordon":
@@ -138,6 +140,9 @@ def test_room_follows_a_view_that_others_change(view: View, gangs: list[GangShap
                 view.remove(name)
             case "move":
                 view.put(replace(view.row(name), rack="r9", version=view.version + 1))
+            case "flicker":
+                for often in range(60):
+                    view.set_available(name, bool(often % 2))
         room.refresh()
         assert_index_is_that_of_a_new_room(room)
 

@@ -74,6 +74,9 @@ class View:
         self._set_codes: dict[str, int] = {}
         self._columns: Columns | None = None
         self._dirty: set[int] = set()
+        # Slots in the order in which they changed, and how many came before the first that is kept.
+        self._journal: list[int] = []
+        self._forgotten = 0
         # What `idle` made; gone when a node comes, leaves or becomes another.
         self._idle: View | None = None
         for configuration_set in sets:
@@ -128,7 +131,7 @@ class View:
         self.version = max(self.version, self._versions[slot])
         if makes_room:
             self.freed = self.version
-        self._dirty.add(slot)
+        self._note(slot)
         return True
 
     def remove(self, name: str) -> None:
@@ -142,7 +145,7 @@ class View:
         self.free[slot] = 0
         self.parked.pop(slot, None)
         self._vacant.append(slot)
-        self._dirty.add(slot)
+        self._note(slot)
         self.version += 1
         self._versions[slot] = 0
 
@@ -211,6 +214,18 @@ class View:
     def versions(self) -> Sequence[int]:
         """By slot: the version of its last change, zero without a node; not to be written to."""
         return self._versions
+
+    @property
+    def changes(self) -> int:
+        """How often anything changed at any node."""
+        return self._forgotten + len(self._journal)
+
+    def changed_since(self, changes: int) -> Sequence[int] | None:
+        """Slots of the nodes that changed since there were so many changes, some of them several times; None: too many
+        to remember."""
+        if changes < self._forgotten:
+            return None
+        return self._journal[changes - self._forgotten :]
 
     def row(self, name: str) -> NodeRow:
         """KeyError for an unknown node."""
@@ -358,10 +373,17 @@ class View:
         else:
             self.parked.pop(slot, None)
 
+    def _note(self, slot: int) -> None:
+        self._dirty.add(slot)
+        self._journal.append(slot)
+        if len(self._journal) > _MOST_NOTED + 4 * len(self.nodes):
+            self._forgotten += len(self._journal)
+            self._journal.clear()
+
     def _touch(self, slot: int) -> None:
         self.version += 1
         self._versions[slot] = self.version
-        self._dirty.add(slot)
+        self._note(slot)
 
     def _grow(self) -> int:
         self.nodes.append("")
@@ -430,6 +452,8 @@ class View:
         return self._place_codes.setdefault((fabric, rack), len(self._place_codes))
 
 
+# Changes that are remembered, beside a few for each node.
+_MOST_NOTED = 1024
 _LISTS = (
     "nodes",
     "free",

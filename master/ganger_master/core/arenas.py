@@ -16,7 +16,10 @@ def follow(state: State) -> None:
         gang = state.gangs.get(job.epoch) if job is not None else None
         if job is None or gang is None or gang.intent is not Intent.RUN or job.next_epoch or job.ending is not None:
             continue
-        claims = tuple(_with_arena(claim, job.arena_bytes_per_device) for claim in gang.claims)
+        bytes_per_device = job.arena_bytes_per_device
+        if not bytes_per_device:
+            continue
+        claims = tuple(_with_arena(claim, bytes_per_device) for claim in gang.claims)
         if claims != gang.claims and _fits(state, gang, claims):
             state.put_gang(orders.reserve(gang, claims))
     state.dirty.arenas.clear()

@@ -99,6 +99,11 @@ TABLE: Final[Mapping[tuple[Intent, Seen], Act]] = {
 }
 
 
+# Of the commonest case: to look up a member of an enumeration takes Python 3.11 as long as a call.
+_RUN: Final = Intent.RUN
+_RUNNING: Final = ObservedPhase.RUNNING
+
+
 def act_of(gang: Gang) -> Act:
     return TABLE[gang.intent, seen_of(gang)]
 
@@ -106,6 +111,12 @@ def act_of(gang: Gang) -> Act:
 def seen_of(gang: Gang) -> Seen:
     """The parts of a gang seen together; a bad end of one part outweighs everything."""
     pieces = gang.pieces
+    if gang.intent is _RUN:
+        for piece in pieces:
+            if piece.phase is not _RUNNING or piece.gone:
+                break
+        else:
+            return Seen.RUNNING
     for piece in pieces:
         if piece.phase is not ObservedPhase.NONE or piece.gone or piece.trouble:
             break

@@ -6,6 +6,9 @@ disappearance.
 
 from __future__ import annotations
 
+from operator import attrgetter
+from typing import Final
+
 from msgspec.structs import replace
 
 from ganger_master.core.commands import Observe, ObservedGang
@@ -32,9 +35,15 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
     strays: list[Stray] = []
     acknowledged: list[int] = []
     seen: set[int] = set()
-    for observed in sorted(report.gangs, key=lambda gang: gang.epoch):
+    for observed in sorted(report.gangs, key=_epoch_of):
         seen.add(observed.epoch)
         gang = state.gangs.get(observed.epoch)
+        before = state.last_said.get((report.node, observed.epoch))
+        if gang is not None and before is not None and before[1] is gang and before[2] is state.jobs[gang.job]:
+            said = before[0]
+            if said is observed or said == observed:
+                # Nothing new, of a gang that is what it was: most of what daemons report.
+                continue
         piece = gang.piece(report.node) if gang is not None else None
         if gang is None or piece is None or (piece.gone and not piece.lost) or not _same_job(state, observed, gang):
             _learn_checkpoint(state, observed, now)
@@ -45,10 +54,6 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
                 acknowledged.append(observed.epoch)
             continue
         said = observed
-        before = state.last_said.get((report.node, said.epoch))
-        if before is not None and before[1] is gang and before[2] is state.jobs[gang.job] and before[0] == said:
-            # Nothing new, of a gang that is what it was: most of what daemons report.
-            continue
         if observed.presumed and state.jobs[gang.job].capabilities.known:
             # What its ranks said before stands until they say something else.
             observed = replace(observed, capabilities=Capabilities())
@@ -77,6 +82,9 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
             acknowledged=tuple(acknowledged),
         )
     )
+
+
+_epoch_of: Final = attrgetter("epoch")
 
 
 def lose(state: State, name: str, now: float, cause: str, reason: str) -> None:
@@ -195,6 +203,9 @@ def _is_further(one: Progress, other: Progress | None) -> bool:
 def _common(gang: Gang) -> Capabilities:
     """A level is offered if every part that has spoken offers it."""
     known = [piece.capabilities for piece in gang.pieces if piece.capabilities.known]
+    if known and not known[0].missing and known.count(known[0]) == len(known):
+        # All say the same, as nearly always.
+        return known[0]
     return Capabilities(
         all(capabilities.pause for capabilities in known),
         all(capabilities.offload for capabilities in known),

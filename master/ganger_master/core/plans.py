@@ -98,38 +98,57 @@ class _Trial:
     is free, and the users' shares. A shallow copy: only for judging."""
 
     def __init__(self, state: State) -> None:
-        self.state = copy.copy(state)
+        self._state = copy.copy(state)
         self._given_and_taken: list[tuple[tuple[Claim, ...], tuple[Claim, ...]]] = []
         self._has_own_view = False
         self._settings = [state.settings]
+        # Not looked at yet: to copy the view of a large cluster takes as long as to judge many changes, and what the
+        # last one takes nobody asks.
+        self._unseen: list[Event] = []
+
+    @property
+    def state(self) -> State:
+        self._look()
+        return self._state
 
     def mark(self) -> tuple[int, int]:
+        self._look()
         return len(self._given_and_taken), len(self._settings)
 
     def happen(self, event: Event) -> None:
-        given, taken = _exchange(self.state, event)
+        self._unseen.append(event)
+
+    def _look(self) -> None:
+        unseen, self._unseen = self._unseen, []
+        for event in unseen:
+            self._show(event)
+
+    def _show(self, event: Event) -> None:
+        given, taken = _exchange(self._state, event)
         if taken and not self._has_own_view:
-            self.state.view = self.state.view.copy()
+            self._state.view = self._state.view.copy()
             self._has_own_view = True
         if taken:
             self._given_and_taken.append((given, taken))
             self._exchange(given, taken)
         if isinstance(event, events.GangApproved):
-            self._use_share(self.state.jobs[event.number], devices_of(event.claims))
+            self._use_share(self._state.jobs[event.number], devices_of(event.claims))
 
     def undo(self, mark: tuple[int, int]) -> None:
+        self._unseen.clear()
         for given, taken in reversed(self._given_and_taken[mark[0] :]):
             self._exchange(taken, given)
         del self._given_and_taken[mark[0] :], self._settings[mark[1] :]
-        self.state.settings = self._settings[-1]
+        self._state.settings = self._settings[-1]
 
     def disturbed(self, change: commands.Change) -> Refusal | None:
         """Whether it is about devices that somebody has just come to share: to be judged once that has happened."""
+        self._look()
         joined = [claim for _, taken in self._given_and_taken for claim in taken if claim.shared_mask]
         if not joined:
             return None
-        job = self.state.jobs.get(change.number)
-        gang = self.state.gangs.get(job.epoch) if job is not None else None
+        job = self._state.jobs.get(change.number)
+        gang = self._state.gangs.get(job.epoch) if job is not None else None
         own = (*change.claims, *(gang.claims if gang is not None else ()))
         for claim in joined:
             if any(claim.node == other.node and claim.device_mask & other.device_mask for other in own):
@@ -139,17 +158,17 @@ class _Trial:
 
     def _exchange(self, given: Sequence[Claim], taken: Sequence[Claim]) -> None:
         for claim in given:
-            self.state.view.give(claim)
+            self._state.view.give(claim)
         for claim in taken:
-            self.state.view.take(claim)
+            self._state.view.take(claim)
 
     def _use_share(self, job: Job, devices: int) -> None:
-        quotas = self.state.settings.quota_devices
+        quotas = self._state.settings.quota_devices
         limit = quotas.get(job.user, quotas.get("", -1))
         if limit >= 0:
             left = {**quotas, job.user: max(0, limit - devices)}
-            self._settings.append(replace(self.state.settings, quota_devices=left))
-            self.state.settings = self._settings[-1]
+            self._settings.append(replace(self._state.settings, quota_devices=left))
+            self._state.settings = self._settings[-1]
 
 
 def _exchange(state: State, event: Event) -> tuple[tuple[Claim, ...], tuple[Claim, ...]]:

@@ -75,6 +75,8 @@ def _review_jobs(state: State, now: float, cause: str) -> None:
         del state.dirty.jobs[number]
         if number in state.jobs:
             attempts.review(state, number, now, cause)
+            # It has come to rest, whatever it changed of itself on the way.
+            state.dirty.jobs.pop(number, None)
 
 
 def _refresh_rows(state: State) -> None:

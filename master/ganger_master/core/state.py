@@ -170,6 +170,12 @@ class State:
         self._removes: dict[tuple[str, str], None] = {}
         self._counters_taken: Counters | None = None
 
+    def __copy__(self) -> State:
+        """Shares everything with this one: for what-ifs that replace what they change."""
+        twin = State.__new__(State)
+        twin.__dict__.update(self.__dict__)
+        return twin
+
     # -- elements ------------------------------------------------------------------------------------------------------
 
     def put_job(self, job: Job) -> None:
@@ -251,6 +257,9 @@ class State:
         if old == node:
             return
         self.nodes[node.name] = node
+        self._put(("node", node.name), node)
+        if old is not None and _is_news_of_its_report_alone(old, node):
+            return
         self.gangs_on.setdefault(node.name, {})
         if node.draining:
             self.draining[node.name] = None
@@ -260,8 +269,8 @@ class State:
             self.choosy[node.name] = None
         else:
             self.choosy.pop(node.name, None)
-        self._put(("node", node.name), node)
-        self.dirty.rows[node.name] = None
+        if old is None or _is_other_row(old, node):
+            self.dirty.rows[node.name] = None
         self.dirty.wants[node.name] = []
         if old is None or (old.peer_address, old.stream_address) != (node.peer_address, node.stream_address):
             for epoch in self.gangs_on[node.name]:
@@ -564,3 +573,19 @@ class State:
             if self.gangs[epoch].restore.parked_epoch == gang.epoch:
                 nodes.extend(self.gangs[epoch].nodes)
         return nodes
+
+
+def _is_other_row(old: Node, node: Node) -> bool:
+    """Whether something changed that the row of a node is made of (`rows.row_of`), beside what its gangs hold."""
+    return (
+        old.takes_gangs != node.takes_gangs
+        or old.strays != node.strays
+        or old.device_faults != node.device_faults
+        or (old.configuration_set, old.rack, old.fabric) != (node.configuration_set, node.rack, node.fabric)
+    )
+
+
+def _is_news_of_its_report_alone(old: Node, node: Node) -> bool:
+    """Whether no more was heard of a node than that it has applied what it was told, as most reports say of it: neither
+    what is free there nor what it is to want follows from that."""
+    return replace(old, observation=node.observation, applied_version=node.applied_version) == node

@@ -6,12 +6,13 @@ Whoever plans feeds it every job that changed; it makes no difference in which o
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
 from ganger_master.models.service import ServiceMemory
-from ganger_master.policies.facts import Facts, Flags, Integers
+from ganger_master.policies.facts import Facts, Flags, Floats, Integers
 from ganger_master.policies.history import NO_HISTORY, History
 
 _FIRST_ROOM = 64
@@ -20,9 +21,10 @@ _HISTORY, _STALE = 20_000, 0.05
 
 
 class LiveTable:
-    """One row per live job. `positions` are rows; a row is reused once its job has ended."""
+    """One row per live job. `positions` are rows; a row is reused once its job has ended. `learns`: somebody will ask
+    for indices, or for the remaining time that is to be expected."""
 
-    def __init__(self) -> None:
+    def __init__(self, learns: bool = True) -> None:
         self.jobs: list[Job | None] = []
         # The gang a job holds or is giving back, None while it has none.
         self.gangs: list[Gang | None] = []
@@ -33,8 +35,9 @@ class LiveTable:
         self._integers = np.zeros((4, _FIRST_ROOM), np.int64)
         self._numbers = np.zeros((10, _FIRST_ROOM))
         self._flags = np.zeros((4, _FIRST_ROOM), bool)
+        self._unknown = _unknown(_FIRST_ROOM)
         # What jobs like the live ones took, by row, and the GPU-seconds of those that ended last.
-        self.memory = ServiceMemory()
+        self.memory = ServiceMemory() if learns else None
         self._services: deque[float] = deque(maxlen=_HISTORY)
         self._history, self._since_history = NO_HISTORY, 0
 
@@ -51,7 +54,8 @@ class LiveTable:
         row = self._row_of.get(number)
         if job.state.is_final:
             if row is not None:
-                self.memory.end(row, job.run_seconds)
+                if self.memory is not None:
+                    self.memory.end(row, job.run_seconds)
                 self._services.append(job.run_seconds * job.spec.gpus)
                 self._since_history += 1
                 self._drop(number, row)
@@ -65,7 +69,8 @@ class LiveTable:
             self._integers[:, row] = number, job.gpus, spec.priority, user
             self._numbers[:5, row] = job.create_time, tasks / 1000, memory, weight, deadline_s
             self._numbers[5:, row] = 0.0
-            self.memory.begin(row, (user, spec.gpus))
+            if self.memory is not None:
+                self.memory.begin(row, (user, spec.gpus))
         elif job.spec.is_elastic:
             self._integers[1, row] = job.gpus
         self.jobs[row] = job
@@ -90,7 +95,8 @@ class LiveTable:
     def forget(self, number: int) -> None:
         """A live job of which nobody said how it ended. KeyError for another one."""
         row = self._row_of[number]
-        self.memory.leave(row)
+        if self.memory is not None:
+            self.memory.leave(row)
         self._drop(number, row)
 
     @property
@@ -100,9 +106,15 @@ class LiveTable:
             self._history, self._since_history = History.of(self._services), 0
         return self._history
 
-    def facts(self, now: float, learned: bool = False, expects: bool = False) -> tuple[Integers, Facts]:
-        """Rows of all live jobs, and what may be known of them; no oracle's. `learned`: with indices; `expects`: with
-        the remaining time that is to be expected."""
+    def facts(
+        self,
+        now: float,
+        learned: bool = False,
+        expects: bool = False,
+        remaining_s: Callable[[Integers], Floats] | None = None,
+    ) -> tuple[Integers, Facts]:
+        """Rows of all live jobs, and what may be known of them. `learned`: with indices; `expects`: with the remaining
+        time that is to be expected; `remaining_s`: with what an oracle says of the jobs of these numbers."""
         rows = np.flatnonzero(self._live)
         number, gpus, priority, user = self._integers[:, rows]
         arrival, cores, memory, weight, deadline, ran, running_since, pending_since, started, waited_before = (
@@ -110,12 +122,15 @@ class LiveTable:
         )
         is_preemptible, is_running = self._flags[:2, rows]
         stretch = np.where(running_since > 0, now - running_since, 0.0)
-        index = np.full(len(rows), np.nan)
+        index = expected = remaining = self._unknown[: len(rows)]
         if learned:
+            assert self.memory is not None, "nobody was to ask for indices"
             index = self.memory.index(rows, ran + stretch) / np.maximum(gpus, 1)
-        expected = np.full(len(rows), np.nan)
         if expects:
+            assert self.memory is not None, "nobody was to ask for what is to be expected"
             expected = self.memory.remaining_s(rows, ran + stretch)
+        if remaining_s is not None:
+            remaining = remaining_s(number)
         return rows, Facts(
             number=number,
             arrival_s=arrival,
@@ -135,7 +150,7 @@ class LiveTable:
             waited_before_s=waited_before,
             expected_remaining_s=expected,
             index=index,
-            remaining_s=np.full(len(rows), np.nan),
+            remaining_s=remaining,
         )
 
     def is_waiting(self, rows: Integers) -> Flags:
@@ -203,11 +218,19 @@ class LiveTable:
     def _grow(self) -> None:
         room = 2 * len(self._live)
         self._live = np.concatenate((self._live, np.zeros(room // 2, bool)))
+        self._unknown = _unknown(room)
         for name in ("_integers", "_numbers", "_flags"):
             old = getattr(self, name)
             new = np.zeros((len(old), room), old.dtype)
             new[:, : room // 2] = old
             setattr(self, name, new)
+
+
+def _unknown(count: int) -> Floats:
+    """What nobody knows of so many jobs; shared by all who are told so."""
+    nothing = np.full(count, np.nan)
+    nothing.flags.writeable = False
+    return nothing
 
 
 def _gives_back(gang: Gang) -> bool:

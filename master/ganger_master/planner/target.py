@@ -80,11 +80,9 @@ def choose(
     """As `plan` is asked."""
     if order.with_history is not None:
         order = order.with_history(table.history)
-    rows, facts = table.facts(now, order.learns)
+    assert not order.knows_durations or remaining_s is not None, f"{order.name} asks an oracle, and there is none"
+    rows, facts = table.facts(now, order.learns, remaining_s=remaining_s if order.knows_durations else None)
     waiting = table.is_waiting(rows)
-    if order.knows_durations:
-        assert remaining_s is not None, f"{order.name} asks an oracle, and there is none"
-        facts = facts.with_remaining(remaining_s(facts.number))
     line = ranked(order, facts, now, capacity)
     told = facts.number[line[waiting[line]]]
     if kept_out.not_stopped:

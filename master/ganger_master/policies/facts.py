@@ -74,7 +74,3 @@ class Facts:
     def take(self, jobs: NDArray[Any]) -> Facts:
         """The jobs at these positions, or where this mask is true."""
         return replace(self, **{column.name: getattr(self, column.name)[jobs] for column in fields(self)})
-
-    def with_remaining(self, remaining_s: Floats) -> Facts:
-        """What an oracle would know."""
-        return replace(self, remaining_s=remaining_s)

@@ -42,6 +42,8 @@ class Room:
 
     def __init__(self, view: View, only: Collection[str] | None = None) -> None:
         self.view = view
+        # Of the view's changes, how many there were when it was last followed.
+        self._followed: int = view.changes
         self._only = only if only is None else frozenset(only)
         self._build()
 
@@ -65,13 +67,15 @@ class Room:
     def refresh(self) -> None:
         """Follows what others did to the view meanwhile."""
         view = self.view
-        if self._versions == view.versions:
+        if self._followed == view.changes:
             return
         if len(view.nodes) != len(self._alike) or len(self._by_state) > _MOST_STATES + 4 * len(self._alike):
             self._build()
             return
-        for slot, (before, now) in enumerate(zip(self._versions, view.versions, strict=True)):
-            if before != now:
+        changed = view.changed_since(self._followed)
+        versions, now = self._versions, view.versions
+        for slot in range(len(now)) if changed is None else changed:
+            if versions[slot] != now[slot]:
                 nodes, racks, fabrics = self._places
                 if (nodes[slot], racks[slot], fabrics[slot]) != (
                     view.nodes[slot],
@@ -81,6 +85,7 @@ class Room:
                     self._build()
                     return
                 self._changed(slot)
+        self._followed = view.changes
 
     @contextmanager
     def without(self, names: Collection[str]) -> Iterator[None]:
@@ -201,6 +206,7 @@ class Room:
         # Slots whose entry changed, for the tallies to follow.
         self._journal: list[int] = []
         self._versions = list(view.versions)
+        self._followed = view.changes
         devices = max((item.devices for item in view.sets.values()), default=0)
         # By number of free devices, each an ordered set.
         self._by_free: list[dict[Family, None]] = [{} for _ in range(devices + 1)]

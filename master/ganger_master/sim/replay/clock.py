@@ -7,27 +7,27 @@ from collections.abc import Callable
 from itertools import count
 
 
-def _never() -> bool:
-    return False
-
-
 class Clock:
     """`now` in seconds."""
 
     def __init__(self, start: float) -> None:
         self.now = start
-        self._heap: list[tuple[float, int, Callable[[], None], Callable[[], bool]]] = []
+        self._heap: list[tuple[float, int, Callable[[], None], Callable[[], bool] | None]] = []
         self._order = count()
 
-    def at(self, time: float, act: Callable[[], None], is_void: Callable[[], bool] = _never) -> None:
+    def at(self, time: float, act: Callable[[], None], is_void: Callable[[], bool] | None = None) -> None:
         """`is_void`: whether it is not to happen after all. Then nothing is: not even its time comes, for that a job
         would have ended then is something that nobody may see."""
         heapq.heappush(self._heap, (max(time, self.now), next(self._order), act, is_void))
 
     def next_time(self) -> float | None:
-        while self._heap and self._heap[0][3]():
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
+        heap = self._heap
+        while heap:
+            time, _, _, is_void = heap[0]
+            if is_void is None or not is_void():
+                return time
+            heapq.heappop(heap)
+        return None
 
     def run_instant(self) -> int:
         """Everything that is due at the next instant, which becomes now; how much that was."""
@@ -35,7 +35,8 @@ class Clock:
         assert time is not None, "nothing is to happen"
         self.now = time
         done = 0
-        while self.next_time() == self.now:
+        while time == self.now:
             heapq.heappop(self._heap)[2]()
             done += 1
+            time = self.next_time()
         return done

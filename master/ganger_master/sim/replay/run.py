@@ -119,7 +119,7 @@ class _Replay:
         )
         self.state = State(self.settings, EPOCH_S)
         self.state.policy = self.policy
-        self.table = LiveTable()
+        self.table = LiveTable(learns=self.order.learns or self.policy.tetris is not None)
         self.work = Work(jobs.duration_s)
         self.nodes = Nodes(
             self.clock,
@@ -241,10 +241,12 @@ class _Replay:
         effects = machine.finish(self.state, now)
         self._is_news = self._is_news or bool(effects.jobs)
         self.state.take_changes()
+        has_planner = self.policy.places is Places.PLANNER
         for number in effects.jobs:
             job = self.state.jobs.get(number)
             if job is not None:
-                self.table.put(job, self.state.gangs.get(job.epoch), *self._promised[number - 1])
+                if has_planner:
+                    self.table.put(job, self.state.gangs.get(job.epoch), *self._promised[number - 1])
                 self.nodes.follow(number)
         if effects.turns:
             self.turns.take(effects.turns, now)
