@@ -56,7 +56,8 @@ def test_what_was_run_is_judged_and_its_rows_are_kept(tmp_path: Path) -> None:
     assert (told["holds"], told["beats"], told["load"], told["seeds"]) == (True, False, 0.9, 2)
     assert told["interval"]["figure"] == pytest.approx(12.706, rel=1e-3)
     rows = [json.loads(line) for line in (tmp_path / "good.jsonl").read_text().splitlines()]
-    assert rows == [{"seed": 0, "figure": 3.0}, {"seed": 1, "figure": 5.0}]
+    assert [(row["seed"], row["figure"]) for row in rows] == [(0, 3.0), (1, 5.0)]
+    assert told["cpu_s"] == pytest.approx(sum(row["cpu_s"] for row in rows))
 
 
 def test_saved_rows_conclude_the_same_and_are_not_measured_again(tmp_path: Path) -> None:
@@ -178,14 +179,40 @@ def test_command_refuses_what_it_does_not_know(said: Said) -> None:
     code, _, err = said("--only", "B99")
     assert code == 2
     assert "no claim 'B99'; there are B1, B2" in err
-    assert said()[0] == 2
-    assert said("--all", "--only", "B1")[0] == 2
+    for arguments in ((), ("--all", "--only", "B1")):
+        code, _, err = said(*arguments)
+        assert code == 2
+        assert "either --all, or --only NAME" in err
+
+
+def test_page_that_could_not_be_written_is_refused_before_anything_is_measured(said: Said, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, out, err = said("--all", "--rows", tmp_path / "rows", "--document", tmp_path / "file" / "page.md")
+    assert (code, out) == (4, "")
+    assert "not a directory" in err
+    assert not (tmp_path / "rows").exists()
 
 
 def test_command_lists_every_claim(said: Said) -> None:
     code, out, _ = said("--list")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == list(claims())
+    code, out, _ = said("--list", "--json")
+    assert code == 0
+    assert [told["name"] for told in json.loads(out)] == list(claims())
+
+
+def test_command_tells_all_of_a_claim_in_lines_as_wide_as_the_terminal(
+    said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    code, out, _ = said("--only", "B1", "--saved", "--traces", tmp_path, "--rows", tmp_path)
+    assert code == 0
+    assert max(map(len, out.splitlines()[:-2])) <= 60
+    text = " ".join(out.split())
+    assert "holds skipped" in text
+    assert "profile_ps_speed_dl2.csv" in text
+    assert out.splitlines()[-1].split()[:3] == ["B1", "skipped", "skipped"]
 
 
 def test_command_prints_a_json_list_of_what_was_asked(said: Said, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -59,28 +60,39 @@ def reproduce(
     Each says whether the paper's claim holds here, and whether it is beaten; docs/reproduce.md has the last full run.
     A run that was stopped goes on where it was: what the same code has measured is not measured again.
     """
+    if not is_list and is_all == bool(only):
+        raise click.UsageError("say what to run: either --all, or --only NAME")
     with one_thread_each():
         import numpy  # noqa: F401
-    from ganger.console.tables import print_table
-
-    from ganger_master.sim.meter import Meter
-    from ganger_master.sim.reproduce import results
     from ganger_master.sim.reproduce.claims import claims
-    from ganger_master.sim.reproduce.experiment import Setting
-    from ganger_master.sim.reproduce.registry import EXPERIMENTS, UNRUN
-    from ganger_master.sim.reproduce.running import run
 
     known = claims()
     for name in only:
         if name not in known:
             raise click.UsageError(f"there is no claim {name!r}; there are {', '.join(known)}")
+    if document is not None:
+        from ganger_master.sim.saved import made_ready
+
+        # Found out now, not after hours.
+        made_ready(document.parent)
+    from ganger.console.tables import print_table
+
+    from ganger_master.sim.meter import Meter
+    from ganger_master.sim.reproduce import results
+    from ganger_master.sim.reproduce.experiment import Setting
+    from ganger_master.sim.reproduce.registry import EXPERIMENTS, UNRUN
+    from ganger_master.sim.reproduce.running import run
+
     if is_list:
+        if as_json:
+            _print_json(
+                [{"name": each.name, "title": each.title, "not_run": UNRUN.get(each.name)} for each in known.values()]
+            )
+            return
         for claim in known.values():
             reason = f"  (not run: {UNRUN[claim.name]})" if claim.name in UNRUN else ""
             click.echo(f"{claim.name}  {claim.title}{reason}")
         return
-    if is_all == bool(only):
-        raise click.UsageError("say what to run: --all, or --only NAME")
     with Meter("reproduce", progress, "parts") as meter:
         found = run(
             list(known.values()) if is_all else [known[name] for name in dict.fromkeys(only)],
@@ -96,7 +108,10 @@ def reproduce(
     if as_json:
         _print_json([results.as_json(result) for result in found])
     else:
-        print_table(results.HEADINGS, [results.as_cells(result) for result in found])
+        width = shutil.get_terminal_size((120, 0)).columns
+        for result in found:
+            print("\n".join(results.as_lines(result, max(width, 40))), end="\n\n")
+        print_table(("name", "holds", "beats", "claim"), [results.in_short(result) for result in found])
     if document is not None:
         date = datetime.now(UTC).date().isoformat()
         document.write_text(results.document(found, date), encoding="utf-8")
@@ -105,7 +120,8 @@ def reproduce(
         for result in failed:
             print(result.failed, file=sys.stderr)
         names = ", ".join(result.claim.name for result in failed)
-        raise CommandError(f"not everything came to its end: {names}", Exit.BUG)
+        hint = "; rows may have been saved by another ganger: measure anew, without --saved" if saved else ""
+        raise CommandError(f"not everything came to its end: {names}{hint}", Exit.BUG)
 
 
 def _print_json(value: Any) -> None:

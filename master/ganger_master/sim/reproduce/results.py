@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import textwrap
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,9 @@ $ ganger reproduce --only B14 --quick
 $ ganger reproduce --all --document docs/reproduce.md
 ```
 
+A run that was stopped goes on where it was: what the same code has measured on the same data is not measured again,
+unless with `--anew`. All that stands here took {minutes:.0f} min of processor time, of one core.
+
 ± is the half-width of a 95 % confidence interval over seeds; of such figures the mean is compared. Loads are what was
 offered by what the cluster can do. Raw rows are in `build/reproduce/NAME.jsonl`. Nothing is fitted to make a claim
 hold.
@@ -39,13 +43,15 @@ HEADINGS = ("name", "claim", "holds", "beats", "paper", "ours", "load", "why")
 
 @dataclass(frozen=True)
 class Result:
-    """One of `found`, `skipped` (why it is not run here) and `failed` (what went wrong) is there."""
+    """One of `found`, `skipped` (why it is not run here) and `failed` (what went wrong) is there. `cpu_s`: processor
+    time of all parts, whenever they were measured; NaN: nobody noted it."""
 
     claim: Claim
     found: Found | None = None
     skipped: str = ""
     failed: str = ""
     is_quick: bool = False
+    cpu_s: float = math.nan
 
     @property
     def holds(self) -> bool | None:
@@ -75,6 +81,7 @@ def as_json(result: Result) -> dict[str, Any]:
         told |= {
             "load": found.load,
             "seeds": found.seeds,
+            "cpu_s": _plain(result.cpu_s),
             "interval": {
                 name: _plain(half_width(figure)) for name, figure in found.ours.items() if isinstance(figure, Interval)
             },
@@ -99,8 +106,26 @@ def as_cells(result: Result) -> tuple[str, ...]:
         ", ".join(f"{name} {_text(figure)}" for name, figure in claim.paper.items()),
         ours,
         "" if found is None else _load(found.load),
-        result.skipped or result.failed or ("" if found is None else found.why),
+        # Where it went wrong is told beside the table.
+        result.skipped or result.failed.partition("\n")[0] or ("" if found is None else found.why),
     )
+
+
+def as_lines(result: Result, width: int) -> list[str]:
+    """The same for people, in lines of `width` signs."""
+    name, title, holds, beats, *rest = as_cells(result)
+    lines = [f"{name}  {title}"]
+    pairs = {"holds": holds, "beats": beats} | dict(zip(HEADINGS[4:], rest, strict=True))
+    for heading, text in pairs.items():
+        if text:
+            lines += textwrap.wrap(text, width, initial_indent=f"    {heading:5}  ", subsequent_indent=" " * 11)
+    return lines
+
+
+def in_short(result: Result) -> tuple[str, str, str, str]:
+    """Name, whether it holds, whether it is beaten, claim."""
+    name, title, holds, beats, *_ = as_cells(result)
+    return name, holds, beats, title
 
 
 def document(results: Sequence[Result], date: str) -> str:
@@ -111,14 +136,15 @@ def document(results: Sequence[Result], date: str) -> str:
         date=date,
         machine=_machine(),
         claims=len(results),
+        minutes=sum(result.cpu_s for result in ran) / 60.0,
         run=len(ran),
         hold=sum(bool(result.holds) for result in ran),
         beaten=sum(bool(result.beats) for result in ran),
     )
     head = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
     every = [
-        f"* **{result.claim.name}** ({result.claim.source}; {found.seeds} seed{'s' if found.seeds > 1 else ''}): "
-        f"{_figures(found, set(found.ours))}"
+        f"* **{result.claim.name}** ({result.claim.source}; {found.seeds} seed{'s' if found.seeds > 1 else ''}, "
+        f"{result.cpu_s:.0f} s of processor time): {_figures(found, set(found.ours))}"
         for result in results
         if (found := result.found) is not None
     ]
