@@ -49,6 +49,7 @@ def rounds(draw: st.DrawFn) -> tuple[Growing, Floats]:
         np.array(shapes).reshape(count, 2, resources) + np.eye(1, resources)[0],
         draw(st.lists(st.booleans(), min_size=count, max_size=count)),
         np.array(draw(st.lists(st.integers(0, 12), min_size=count * 2, max_size=count * 2)), int).reshape(count, 2),
+        np.array(draw(st.lists(st.integers(1, 4), min_size=count * 2, max_size=count * 2)), int).reshape(count, 2),
     )
     capacity = draw(st.lists(st.integers(0, 60).map(float), min_size=resources, max_size=resources))
     return jobs, np.array(capacity)
@@ -62,10 +63,11 @@ def naive_allocated(jobs: Growing, capacity: Floats, least_gain: float, with_bun
     moves += [[1] * kinds] if with_bundles and kinds > 1 else []
     counts = [[0] * kinds for _ in range(len(jobs))]
     for job in range(len(jobs)):
-        need = jobs.shapes[job].sum(axis=0)
-        if np.all(need <= free) and np.all(jobs.most[job] >= 1):
+        least = jobs.least[job].tolist()
+        need = sum(count * shape for count, shape in zip(least, jobs.shapes[job], strict=True))
+        if np.all(need <= free) and np.all(jobs.most[job] >= least):
             free = free - need
-            counts[job] = [1] * kinds
+            counts[job] = least
 
     def seconds(job: int, count: list[int]) -> float:
         return float(jobs.remaining_steps[job] / jobs.speed(np.array([job]), np.array([count]))[0])

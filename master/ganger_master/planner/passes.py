@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from ganger_master.planner.optimus import Believed, nothing_believed, plan_optimus
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass, plan
@@ -29,9 +30,14 @@ def plan_by(
     kept_out: KeptOut = NOBODY,
     known: Known = NOTHING,
     trials: Mapping[int, int] = NO_TRIALS,
+    believed: Believed = nothing_believed,
+    resize_s: float = 0.0,
 ) -> Pass:
     """The changes to propose now, as `plan` has them. `order`: the policy's, or what is made of it. `remaining_s`: an
-    oracle, for policies that ask one. `known` and `trials` are for policies that tune."""
+    oracle, for policies that ask one. `known` and `trials` are for policies that tune, `believed` and `resize_s`
+    for one that resizes."""
+    if policy.resizes:
+        return plan_optimus(order, policy.placement, table, now, capacity, room, believed, may_stop, resize_s, kept_out)
     if policy.tetris is not None:
         oracle = remaining_s if policy.order.knows_durations else None
         return plan_tetris(policy.tetris, table, now, capacity, room, oracle, kept_out)

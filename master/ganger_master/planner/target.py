@@ -133,10 +133,31 @@ def plan(
             return Pass(fitting.changes, line=np.array([job.number for job in few], np.int64))
         fitting.undo()
     choice = choose(order, table, now, capacity, remaining_s, kept_out)
+    return carried_out(choice, order, placement, table, now, room, may_stop, kept_out, terms)
+
+
+def carried_out(
+    choice: Choice,
+    order: Order,
+    placement: Placement,
+    table: LiveTable,
+    now: float,
+    room: Room,
+    may_stop: bool,
+    kept_out: KeptOut = NOBODY,
+    terms: Terms = AS_ASKED,
+    resized: Sequence[tuple[Job, Gang]] = (),
+    placing: Integers | None = None,
+) -> Pass:
+    """The changes that lead to a choice, made by `order`, or as if by it. `resized`: who runs and is stopped to start
+    with another size; they count as neither running nor chosen. `placing`: the chosen ones who wait, first one first,
+    if not in the order of the line."""
     rows, line, waiting, is_chosen = choice.rows, choice.line, choice.waiting, choice.is_chosen
     fitting = _Fitting(placement, room, table, now, kept_out, terms)
-    going = _gangs(table, rows, np.flatnonzero(table.is_going(rows)))
-    crowded = fitting.start(_jobs(table, rows, line[(is_chosen & waiting)[line]]), going=going)
+    fitting.stop(resized)
+    going = [*_gangs(table, rows, np.flatnonzero(table.is_going(rows))), *resized]
+    first = line[(is_chosen & waiting)[line]] if placing is None else placing
+    crowded = fitting.start(_jobs(table, rows, first), going=going)
     if not crowded:
         return Pass(fitting.changes, next_change_s=choice.changes_at, line=choice.told)
     unplaced = frozenset(job.number for job in crowded if job.number in kept_out.unplaced)
@@ -245,6 +266,9 @@ class _Fitting:
         if self._done:
             self.undo()
         return (*self._stops, *self._starts)
+
+    def stop(self, gangs: Iterable[tuple[Job, Gang]]) -> None:
+        self._stops += [Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT) for job, _ in gangs]
 
     def start(
         self, jobs: Iterable[Job], beside_others: bool = False, going: Sequence[tuple[Job, Gang]] = ()

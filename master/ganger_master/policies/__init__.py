@@ -43,6 +43,8 @@ class Policy:
     is_placement_named: bool = False
     # Tetris chooses jobs and places at once; None: the order chooses.
     tetris: Knobs | None = None
+    # Optimus: a pass of its own says how many GPUs each elastic job has.
+    resizes: bool = False
 
     @property
     def aging_order(self) -> Order:
@@ -74,26 +76,48 @@ _TETRIS = {
     "tetris-cos": Knobs(srtf_weight=0.0, alignment=Alignment.COSINE),
     _TETRIS_ORACLE: Knobs(),
 }
-NAMES = tuple(sorted({*ORDERS, *_ALIASES, *_TETRIS}))
+_OPTIMUS = "optimus"
+# Compositions that have a name of their own. Synergy's under the one of its orders that needs no oracle.
+_COMPOSED = {"synergy": "las+synergy-tune"}
+NAMES = tuple(sorted({*ORDERS, *_ALIASES, *_TETRIS, *_COMPOSED, _OPTIMUS}))
 
 
 def live_policy_named(name: str) -> Policy:
-    """One that a live cluster can go by: KeyError for an unknown name, ValueError for one that asks an oracle."""
+    """One that a live cluster can go by: KeyError for an unknown name, ValueError for one that asks an oracle, or for
+    what nobody measures there yet."""
     policy = policy_named(name)
+    if policy.resizes:
+        raise ValueError(
+            f"policy {name!r} goes by losses of the jobs and by their speeds with other numbers of GPUs, and nobody "
+            "measures them here yet: for the simulator only"
+        )
     if policy.order.knows_durations:
-        live = [known for known in NAMES if not policy_named(known).order.knows_durations]
+        live = [known for known in NAMES if _is_live(policy_named(known))]
         raise ValueError(
             f"policy {name!r} asks an oracle how long jobs take: for the simulator only; there are {', '.join(live)}"
         )
     return policy
 
 
+def _is_live(policy: Policy) -> bool:
+    return not (policy.resizes or policy.order.knows_durations)
+
+
 def policy_named(name: str) -> Policy:
     """An order's name, a placement's, a tuning's, with a plus between; the last two may be left out, or come in either
     order. KeyError, naming the known ones, for others."""
     order_name, *parts = name.split("+")
+    if order_name in _COMPOSED:
+        # What it is called is what it was asked for by.
+        return replace(policy_named("+".join([_COMPOSED[order_name], *parts])), name=name)
     if order_name not in NAMES:
         raise KeyError(f"there is no policy {order_name!r}; there are {', '.join(NAMES)}")
+    if order_name == _OPTIMUS:
+        if parts:
+            raise KeyError(f"{order_name} places by itself: it takes no placement and no tuning")
+        # Its pass goes by arrival, makes room for whom it chose, and lets nobody wait behind one who does not fit.
+        order = replace(FIFO_BACKFILL, name=order_name, preempts=True)
+        return Policy(name, order, placement_named(order_name), Places.PLANNER, resizes=True)
     if order_name in _TETRIS:
         if parts:
             raise KeyError(f"{order_name} places by itself: it takes no placement and no tuning")

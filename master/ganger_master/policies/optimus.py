@@ -41,14 +41,15 @@ Speed: TypeAlias = Callable[[Integers, Integers], Floats]
 class Growing:
     """One entry per job, in order of arrival; k kinds of tasks, r resources."""
 
-    # NaN or nothing: unknown, the job keeps one task of each kind.
+    # NaN or nothing: unknown, the job keeps what it begins with.
     remaining_steps: Floats
     speed: Speed
     # (jobs, k, r): what one task of each kind takes.
     shapes: Floats
     is_young: Flags
-    # (jobs, k): it cannot use more.
+    # (jobs, k): it cannot use more, nor begin with less.
     most: Integers
+    least: Integers
 
     def __len__(self) -> int:
         return len(self.remaining_steps)
@@ -60,8 +61,9 @@ def growing(
     shapes: Floats,
     is_young: Sequence[bool] | Flags | None = None,
     most: Integers | None = None,
+    least: Integers | None = None,
 ) -> Growing:
-    """Nobody young and no limits, unless told."""
+    """Nobody young, no limits, and one task of each kind to begin with, unless told."""
     steps, needs = np.asarray(remaining_steps, float), np.asarray(shapes, float)
     if needs.ndim != 3 or len(needs) != len(steps):
         raise ValueError(f"shapes {needs.shape} must be (jobs, kinds, resources) of {len(steps)} jobs")
@@ -71,6 +73,7 @@ def growing(
         needs,
         np.zeros(len(steps), bool) if is_young is None else np.asarray(is_young, bool),
         np.full(needs.shape[:2], np.iinfo(np.int64).max) if most is None else np.asarray(most, np.int64),
+        np.ones(needs.shape[:2], np.int64) if least is None else np.asarray(least, np.int64),
     )
 
 
@@ -160,13 +163,14 @@ class _Growth:
         self._goes_on = [False] * count
 
     def start(self) -> None:
-        """One task of each kind for every job that this fits."""
-        first = self.jobs.shapes.sum(axis=1).tolist()
-        may_run: list[bool] = np.all(self.jobs.most >= 1, axis=1).tolist()
+        """One task of each kind, or what it takes at least, for every job that this fits."""
+        first = np.einsum("jk,jkr->jr", self.jobs.least.astype(float), self.jobs.shapes).tolist()
+        may_run: list[bool] = np.all(self.jobs.most >= self.jobs.least, axis=1).tolist()
+        least = self.jobs.least.tolist()
         for job, need in enumerate(first):
             if may_run[job] and self._fits(need):
                 self._take(need)
-                self.counts[job] = [1] * len(self.counts[job])
+                self.counts[job] = least[job]
 
     def run(self) -> None:
         """Add what gains most, until nothing fits or gains."""

@@ -16,7 +16,8 @@ class Ledger:
         count = len(jobs)
         self._jobs = jobs
         self._first_start, self._end = np.full(count, np.nan), np.full(count, np.nan)
-        self._service, self._overhead, self._core_seconds = np.zeros(count), np.zeros(count), np.zeros(count)
+        self._service, self._overhead = np.zeros(count), np.zeros(count)
+        self._gpu_seconds, self._core_seconds = np.zeros(count), np.zeros(count)
         self._trains_since = np.full(count, np.nan)
         self._preemptions = np.zeros(count, np.int64)
         self.ended = 0
@@ -33,6 +34,7 @@ class Ledger:
         trained = 0.0 if np.isnan(self._trains_since[job]) else now - self._trains_since[job]
         self._service[job] += held
         self._overhead[job] += held - trained
+        self._gpu_seconds[job] += held * gang.devices
         self._core_seconds[job] += held * sum([sum(claim.millicores) for claim in gang.claims]) / 1000
         self._trains_since[job] = np.nan
         if finished:
@@ -48,6 +50,7 @@ class Ledger:
             self._end,
             self._service,
             overhead_s=self._overhead,
+            gpu_seconds=self._gpu_seconds,
             core_seconds=self._core_seconds,
             preemptions=self._preemptions,
         )

@@ -25,7 +25,7 @@ from ganger_master.core.state import State
 from ganger_master.sim.replay.clock import Clock
 from ganger_master.sim.replay.options import SwitchCosts
 
-_OFFERED = Capabilities(checkpoint=True, known=True)
+_OFFERED = Capabilities(checkpoint=True, known=True, resize=True)
 _NONE = Outcome()
 
 

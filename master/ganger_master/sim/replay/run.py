@@ -15,6 +15,7 @@ from ganger_master.core.commands import Command
 from ganger_master.core.model import Gang
 from ganger_master.core.settings import Settings
 from ganger_master.core.state import State
+from ganger_master.planner.optimus import nothing_believed
 from ganger_master.planner.packed import plan_packed
 from ganger_master.planner.passes import plan_by
 from ganger_master.planner.table import LiveTable
@@ -27,10 +28,13 @@ from ganger_master.policies.room import Room
 from ganger_master.policies.tune.known import NOTHING
 from ganger_master.sim.replay.clock import Clock
 from ganger_master.sim.replay.ledger import Ledger
+from ganger_master.sim.replay.losses import Losses
+from ganger_master.sim.replay.measured import Measured
 from ganger_master.sim.replay.meters import Meters
 from ganger_master.sim.replay.nodes import Nodes
 from ganger_master.sim.replay.options import FREE, Options
 from ganger_master.sim.replay.rates import Rates, without_arenas
+from ganger_master.sim.replay.scaling import Scaling
 from ganger_master.sim.replay.specs import devices_only, specs_of
 from ganger_master.sim.replay.turns import Turns
 from ganger_master.sim.replay.work import Work
@@ -133,6 +137,9 @@ class _Replay:
         # None: every job runs at its recorded pace.
         self.rates = Rates(jobs, servers) if options.rates == "profiles" else None
         self.known = NOTHING if self.rates is None else self.rates.known(self._is_profiled)
+        # None: no job has another size than that of its trace.
+        is_elastic = bool((jobs.min_gpus < jobs.max_gpus).any())
+        self.scaling = Scaling(jobs, options.seed) if is_elastic else None
         self.turns = Turns(self.state, self.send)
         self.events = 0
         self._happened = False
@@ -150,6 +157,7 @@ class _Replay:
             float(servers.memory_bytes),
             max(group.configuration_set.devices for group in servers.groups),
         )
+        self.measured = self._measured()
         deadlines = np.where(np.isnan(jobs.deadline_s), np.inf, jobs.deadline_s + EPOCH_S)
         # Deadline and weight.
         self._promised = list(zip(deadlines.tolist(), jobs.weight.tolist(), strict=True))
@@ -191,7 +199,7 @@ class _Replay:
     def _submit(self, job: int) -> None:
         user = self.jobs.user[job] or self.jobs.tenant[job]
         self.send(commands.SubmitJob(self._specs[job], self.jobs.job_ids[job], user))
-        if self.rates is not None and self.policy.tuning is not None:
+        if (self.rates is not None and self.policy.tuning is not None) or self.measured is not None:
             self.clock.at(self.clock.now + self.options.profile_s, self._learn)
         if job + 1 < len(self.jobs):
             self._expect(job + 1)
@@ -199,13 +207,18 @@ class _Replay:
     def _begins(self, number: int, gang: Gang) -> float:
         job, now = number - 1, self.clock.now
         self.ledger.trains(job, gang.create_time - EPOCH_S, now - EPOCH_S)
-        return self._let_go(self.work.begin(job, now, 1.0 if self.rates is None else self.rates.rate(job, gang)))
+        return self._let_go(self.work.begin(job, now, self._rate(job, gang)))
 
     def _changes(self, number: int, gang: Gang) -> float | None:
         job = number - 1
         if self.rates is None:
             return None
-        return self._let_go(self.work.change(job, self.clock.now, self.rates.rate(job, gang)))
+        return self._let_go(self.work.change(job, self.clock.now, self._rate(job, gang)))
+
+    def _rate(self, job: int, gang: Gang) -> float:
+        """Against the pace of its trace."""
+        rate = 1.0 if self.rates is None else self.rates.rate(job, gang)
+        return rate if self.scaling is None else rate * self.scaling.rate(job, gang.devices)
 
     def _let_go(self, ends: float) -> float:
         """When its devices are given back."""
@@ -219,6 +232,8 @@ class _Replay:
         job, now = number - 1, self.clock.now
         self.work.stop(job, now)
         self.ledger.leaves(job, gang, gang.create_time - EPOCH_S, now - EPOCH_S, finished)
+        if finished and self.measured is not None:
+            self.measured.forget(number)
         if finished and self.progress is not None:
             self.progress(self.ledger.ended, len(self.jobs))
 
@@ -308,7 +323,14 @@ class _Replay:
             may_stop,
             remaining_s=self._oracle,
             known=self.known,
+            believed=nothing_believed if self.measured is None else self.measured.believed,
+            resize_s=self._resize_s,
         )
+
+    @property
+    def _resize_s(self) -> float:
+        costs = self.options.costs
+        return 0.0 if self.options.ideal else costs.suspend_s + costs.start_s + costs.resume_s
 
     def _may_start(self) -> bool:
         """Whether a plan at this instant may start somebody though it may stop nobody: within a round only those for
@@ -337,6 +359,20 @@ class _Replay:
         if self._back_at <= self.clock.now or time < self._back_at:
             self._back_at = time
             self.clock.at(time, _nothing)
+
+    def _measured(self) -> Measured | None:
+        """What a policy that resizes jobs measures; None for all others."""
+        if not self.policy.resizes:
+            return None
+        scaling, work, clock, profile_s = self.scaling, self.work, self.clock, self.options.profile_s
+        return Measured(
+            Losses(self.jobs, self.options.seed),
+            lambda job: work.done(job, clock.now),
+            lambda job, gpus: 1.0 if scaling is None else scaling.rate(job, gpus),
+            lambda job: float(self.jobs.submit_s[job]) + profile_s <= clock.now - EPOCH_S,
+            self.capacity.gpus_per_node,
+            self.options.seed,
+        )
 
     def _is_profiled(self, numbers: Integers) -> Flags:
         known: Flags = self.jobs.submit_s[numbers - 1] + self.options.profile_s <= self.clock.now - EPOCH_S

@@ -23,23 +23,29 @@ def specs_of(jobs: Workload, servers: Servers, ideal: bool) -> Sequence[JobSpec]
     """One spec a job; equal jobs share one. A gang that fits into a server wants to stay in one; what a trace does not
     say of cores and memory is a share in proportion to the devices. `ideal`: only devices count, anywhere."""
     largest = max(group.configuration_set.devices for group in servers.groups)
-    made: dict[tuple[int, int, int, int, str, str], JobSpec] = {}
+    made: dict[tuple[int, int, int, int, int, int, str, str], JobSpec] = {}
     specs = []
     cpus, memory = jobs.cpus, jobs.memory_bytes
     for job in range(len(jobs)):
         gpus = int(jobs.gpus[job])
         millicores = 0 if ideal or np.isnan(cpus[job]) else int(1000 * cpus[job]) // gpus
         each = 0 if ideal or np.isnan(memory[job]) else int(memory[job]) // gpus
-        key = (gpus, millicores, each, int(jobs.priority[job]), "" if ideal else jobs.gpu_type[job], jobs.model[job])
+        least, most = int(jobs.min_gpus[job]), int(jobs.max_gpus[job])
+        is_elastic = least < most
+        sizes = (least, most) if is_elastic else (0, 0)
+        device_type = "" if ideal else jobs.gpu_type[job]
+        key = (gpus, *sizes, millicores, each, int(jobs.priority[job]), device_type, jobs.model[job])
         spec = made.get(key)
         if spec is None:
             spec = made[key] = JobSpec(
                 _COMMAND,
                 (Role("worker", gpus, TaskShape(1, millicores, each)),),
-                locality=_TOGETHER if gpus <= largest and not ideal else _ANYWHERE,
-                priority=key[3],
-                device_type=key[4],
-                display_name=key[5],
+                locality=_TOGETHER if max(gpus, sizes[1]) <= largest and not ideal else _ANYWHERE,
+                priority=int(jobs.priority[job]),
+                gpus_min=sizes[0],
+                gpus_max=sizes[1],
+                device_type=device_type,
+                display_name=jobs.model[job],
             )
         specs.append(spec)
     return specs

@@ -15,6 +15,8 @@ class Work:
 
     def __init__(self, duration_s: Floats) -> None:
         self._left = duration_s.astype(float).copy()
+        # Counted by itself: what is left would tell of the end, by its rounding at least.
+        self._done = np.zeros(len(self._left))
         self._since = np.zeros(len(self._left))
         self._rate = np.zeros(len(self._left))
 
@@ -30,9 +32,15 @@ class Work:
 
     def stop(self, job: int, now: float) -> float:
         """It trains no more; seconds of work left."""
-        self._left[job] -= (now - self._since[job]) * self._rate[job]
+        done = (now - self._since[job]) * self._rate[job]
+        self._left[job] -= done
+        self._done[job] += done
         self._rate[job] = 0.0
         return float(self._left[job])
+
+    def done(self, job: int, now: float) -> float:
+        """Seconds of work behind it: what it has reported."""
+        return float(self._done[job] + (now - self._since[job]) * self._rate[job])
 
     def remaining(self, jobs: Integers, now: float) -> Floats:
         """Seconds of work left; for oracles."""

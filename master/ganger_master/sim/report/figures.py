@@ -126,7 +126,7 @@ def figures(run: Run, window_s: tuple[float, float] | None = None) -> Figures:
         preemptions=int(jobs.preemptions.sum()),
         migrations=int(jobs.migrations.sum()),
         overhead_s=float(jobs.overhead_s.sum()),
-        overhead_share=_ratio(float((jobs.overhead_s * jobs.gpus).sum()), held),
+        overhead_share=_ratio(float((jobs.overhead_s * _mean_gpus(jobs)).sum()), held),
         wall_s=run.wall_s,
         cpu_s=run.cpu_s,
         events=run.events,
@@ -163,6 +163,13 @@ def _used(
 def _series_mean(run: Run, name: str, begin: float, end: float) -> float:
     series = run.series.get(name)
     return math.nan if series is None else series.mean(begin, end)
+
+
+def _mean_gpus(jobs: Outcomes) -> Floats:
+    """Of each job while it held any: an elastic one may have had several sizes."""
+    held = ~np.isnan(jobs.gpu_seconds) & (jobs.service_s > 0)
+    mean: Floats = np.divide(jobs.gpu_seconds, jobs.service_s, out=jobs.gpus.astype(float), where=held)
+    return mean
 
 
 def _known(values: Floats) -> Floats:

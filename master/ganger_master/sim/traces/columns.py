@@ -29,7 +29,10 @@ NUMBERS: tuple[Column, ...] = (
     Column("gpus", "num_gpus"),
     Column("duration_s", "duration_s"),
     Column("min_gpus", "min_gpus"),
+    Column("min_gpus", "gpus_min"),
     Column("max_gpus", "max_gpus"),
+    Column("max_gpus", "gpus_max"),
+    Column("converges_s", "converges_s"),
     Column("cpus", "cpus"),
     Column("cpus", "cpu_request"),
     Column("cpus", "cpu_milli", 1e-3),
@@ -63,7 +66,7 @@ DEADLINE_LIST = "deadline_list_s"
 JOB_TYPE = "job_type"
 _BEST_EFFORT = "best"
 _WHOLE = frozenset({"priority", "min_gpus", "max_gpus"})
-_POSITIVE = frozenset({"weight", "min_gpus", "max_gpus"})
+_POSITIVE = frozenset({"weight", "min_gpus", "max_gpus", "converges_s"})
 _SIGNED = frozenset({"priority"})
 
 

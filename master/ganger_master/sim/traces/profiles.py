@@ -1,7 +1,8 @@
 """Published profiles of models: how cores and memory feed them, how fast GPUs of each type step them; and who trains
 which, for traces that do not say.
 
-The figures are Synergy's (OSDI 2022) and Gavel's (OSDI 2020), from their public code; see ATTRIBUTION.md beside them.
+The figures are Synergy's (OSDI 2022), Gavel's (OSDI 2020) and ElasticFlow's (ASPLOS 2023), from their public code; see
+ATTRIBUTION.md beside them.
 """
 
 from __future__ import annotations
@@ -54,6 +55,16 @@ def gavel_speeds() -> Mapping[tuple[str, bool, str, int], float]:
         (row["gpu_type"], row["placement"] == "together", row["model"], int(row["gpus"])): float(row["steps_per_s"])
         for row in _rows("speeds_gavel.csv")
     }
+
+
+@cache
+def elasticflow_speeds() -> Mapping[str, Mapping[int, Mapping[int, float]]]:
+    """Steps a second by model, samples in a step of the whole job, and number of GPUs (A100, eight in a server)."""
+    found: dict[str, dict[int, dict[int, float]]] = {}
+    for row in _rows("speeds_elasticflow.csv"):
+        of_batch = found.setdefault(row["model"], {}).setdefault(int(row["global_batch_size"]), {})
+        of_batch[int(row["gpus"])] = float(row["steps_per_s"])
+    return found
 
 
 def with_models(

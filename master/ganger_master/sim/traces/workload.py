@@ -59,9 +59,10 @@ class Workload:
     """Columns of one entry a job, ascending by `submit_s`, ties by `id_order`. Arrays are read-only; make one with
     `workload`, derive others by `take` and `with_columns`.
 
-    `gpus` is the gang; an elastic job accepts `min_gpus`..`max_gpus`. `cpus` and `memory_bytes` are of the whole job.
-    `deadline_s` is on the clock of `submit_s`. `gpu_type` may name several types, separated by "|". `lines` is where a
-    job stood in its file, 0 if it came from none.
+    `gpus` is the gang; an elastic job accepts `min_gpus`..`max_gpus`. `converges_s` is after how much of its work the
+    losses of a job say that it has converged (NaN: when it ends), whenever it is stopped. `cpus` and `memory_bytes` are
+    of the whole job. `deadline_s` is on the clock of `submit_s`. `gpu_type` may name several types, separated by "|".
+    `lines` is where a job stood in its file, 0 if it came from none.
     """
 
     job_ids: tuple[str, ...]
@@ -70,6 +71,7 @@ class Workload:
     duration_s: Floats
     min_gpus: Integers
     max_gpus: Integers
+    converges_s: Floats
     cpus: Floats
     memory_bytes: Floats
     deadline_s: Floats
@@ -177,6 +179,7 @@ _NUMBERS: Mapping[str, tuple[type[np.generic], float]] = {
     "duration_s": (np.float64, np.nan),
     "min_gpus": (np.int64, 1),
     "max_gpus": (np.int64, 1),
+    "converges_s": (np.float64, np.nan),
     "cpus": (np.float64, np.nan),
     "memory_bytes": (np.float64, np.nan),
     "deadline_s": (np.float64, np.nan),
@@ -204,6 +207,8 @@ def _check(made: Workload) -> None:
         raise ValueError("gangs must have at least one GPU, and lie between min_gpus and max_gpus")
     if (made.duration_s <= 0).any() or np.isinf(made.duration_s).any():
         raise ValueError("durations must be above zero, or NaN where unknown")
+    if (made.converges_s <= 0).any() or np.isinf(made.converges_s).any():
+        raise ValueError("work until a loss has converged must be above zero, or NaN where it ends with the job")
 
 
 def _taken(column: Any, jobs: Integers) -> Any:
