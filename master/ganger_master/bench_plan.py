@@ -6,7 +6,8 @@ ten different demands for cores and memory. Once the cluster is idle and takes a
 there, so that it takes part of them, in pieces. Figures are medians over rounds of whole passes, the making of the
 what-if from the view included.
 
-Beside them Synergy-Tune packs a round of the same gangs on both (bench_tuned.py).
+Beside them Synergy-Tune packs a round of the same gangs on both (bench_tuned.py), and Optimus says how many GPUs each
+of the same jobs has, if they are elastic (bench_resized.py).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ganger.resources.values import GangShape, NodeRow, Role, TaskShape
 from ganger.resources.view import Mode, View
 
 from ganger_master.bench_report import AtMost, report
+from ganger_master.bench_resized import optimus_pass
 from ganger_master.bench_tuned import synergy_pass
 from ganger_master.policies.facts import Capacity, Facts
 from ganger_master.policies.order import Order, ranked
@@ -48,6 +50,7 @@ _SIZES: Final = ((1, 25), (2, 10), (4, 12), (8, 15), (16, 10), (32, 9), (64, 11)
 _DEMANDS: Final = ((0, 0), (1, 8), (2, 16), (3, 10), (3, 24), (4, 32), (5, 62), (6, 48), (8, 60), (12, 40))
 _SEED: Final = 3
 _PACKED: Final = "las2d+synergy-tune"
+_RESIZED: Final = "optimus"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,8 @@ def main(nodes: int = NODES, jobs: int = JOBS, rounds: int = ROUNDS, quick: bool
         for number, (kind, view) in product(range(rounds), views.items()):
             packed = Passed(*synergy_pass(view, shapes, facts))
             samples.append({"policy": _PACKED, "view": kind, "round": number, **asdict(packed)})
+            resized = Passed(*optimus_pass(view, shapes, facts))
+            samples.append({"policy": _RESIZED, "view": kind, "round": number, **asdict(resized)})
     figures: dict[str, float] = {
         "nodes": nodes,
         "jobs": jobs,
@@ -91,7 +96,7 @@ def main(nodes: int = NODES, jobs: int = JOBS, rounds: int = ROUNDS, quick: bool
         "room_ms": 1e3 * min(_room_seconds(view) for view in views.values() for _ in range(rounds)),
     }
     limits: dict[str, AtMost] = {"room_ms": AtMost(20.0)}
-    limit_of = {**{timed.name: timed.limit_seconds for timed in PASSES}, _PACKED: 3.0}
+    limit_of = {**{timed.name: timed.limit_seconds for timed in PASSES}, _PACKED: 3.0, _RESIZED: 1.5}
     for (policy, limit), kind in product(limit_of.items(), views):
         of_figure = [sample for sample in samples if (sample["policy"], sample["view"]) == (policy, kind)]
         name = f"{policy}_{kind}".replace("-", "_").replace("+", "_")

@@ -14,10 +14,10 @@ def test_every_policy_is_timed_on_an_idle_and_a_used_cluster(tmp_path: Path, mon
     result = main(nodes=200, jobs=60, rounds=2)
     figures, limits = result["figures"], result["limits"]
     assert set(limits) <= set(figures)
-    # Every pass and the packing of a round on both clusters, and the making of the what-if.
-    assert len(limits) == 2 * (len(PASSES) + 1) + 1
+    # Every pass, the packing of a round and Optimus's sizes on both clusters, and the making of the what-if.
+    assert len(limits) == 2 * (len(PASSES) + 2) + 1
     samples = [json.loads(line) for line in (tmp_path / "build/bench/plan.jsonl").read_text().splitlines()]
-    assert len(samples) == 2 * 2 * (len(PASSES) + 1)
+    assert len(samples) == 2 * 2 * (len(PASSES) + 2)
     for policy in (timed.name for timed in PASSES):
         for view in ("idle", "used"):
             rounds = [(one["jobs"], one["gpus"]) for one in samples if (one["policy"], one["view"]) == (policy, view)]
