@@ -4,6 +4,7 @@ on."""
 from __future__ import annotations
 
 import json
+import math
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -137,7 +138,8 @@ def _from_saved(claim: Claim, experiment: Experiment, path: Path, setting: Setti
 def _concluded(claim: Claim, experiment: Experiment, rows: Sequence[Row], setting: Setting) -> Result:
     """A mistake in one conclusion takes nobody else's rows with it."""
     try:
-        return Result(claim, experiment.conclude(rows), is_quick=setting.is_quick)
+        cpu_s = float(sum(row.get("cpu_s", math.nan) for row in rows))
+        return Result(claim, experiment.conclude(rows), is_quick=setting.is_quick, cpu_s=cpu_s)
     except Exception as error:
         what = f"{claim.name}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
         return Result(claim, failed=what.strip(), is_quick=setting.is_quick)
