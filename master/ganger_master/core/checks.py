@@ -88,7 +88,7 @@ def check_move(
     if unknown:
         return Refused("NODE_NOT_FOUND", f"there is no nodes/{unknown[0]}", {"node": f"nodes/{unknown[0]}"})
     if claims:
-        refusals = judge_change(state, job, claims)
+        refusals = judge_change(state, job, claims, retune=True)
         if not refusals:
             return claims
         text = refusals[0].message

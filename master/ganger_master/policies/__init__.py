@@ -45,6 +45,8 @@ class Policy:
     tetris: Knobs | None = None
     # Optimus: a pass of its own says how many GPUs each elastic job has.
     resizes: bool = False
+    # Jobs share GPUs, in turns and at once: a pass of its own (`planner.slices`).
+    shares: bool = False
 
     @property
     def aging_order(self) -> Order:
@@ -76,16 +78,18 @@ _TETRIS = {
     "tetris-cos": Knobs(srtf_weight=0.0, alignment=Alignment.COSINE),
     _TETRIS_ORACLE: Knobs(),
 }
-_OPTIMUS = "optimus"
+_OPTIMUS, _GANDIVA = "optimus", "gandiva"
 # Compositions that have a name of their own. Synergy's under the one of its orders that needs no oracle.
 _COMPOSED = {"synergy": "las+synergy-tune"}
-NAMES = tuple(sorted({*ORDERS, *_ALIASES, *_TETRIS, *_COMPOSED, _OPTIMUS}))
+NAMES = tuple(sorted({*ORDERS, *_ALIASES, *_TETRIS, *_COMPOSED, _OPTIMUS, _GANDIVA}))
 
 
 def live_policy_named(name: str) -> Policy:
     """One that a live cluster can go by: KeyError for an unknown name, ValueError for one that asks an oracle, or for
     what nobody measures there yet."""
     policy = policy_named(name)
+    if policy.shares:
+        raise ValueError(f"policy {name!r} is for the simulator only: no live planner rotates slices yet")
     if policy.resizes:
         raise ValueError(
             f"policy {name!r} goes by losses of the jobs and by their speeds with other numbers of GPUs, and nobody "
@@ -100,7 +104,7 @@ def live_policy_named(name: str) -> Policy:
 
 
 def _is_live(policy: Policy) -> bool:
-    return not (policy.resizes or policy.order.knows_durations)
+    return not (policy.resizes or policy.shares or policy.order.knows_durations)
 
 
 def policy_named(name: str) -> Policy:
@@ -125,6 +129,11 @@ def policy_named(name: str) -> Policy:
         order = replace(FIFO_BACKFILL, name=order_name, knows_durations=order_name == _TETRIS_ORACLE)
         placement = placement_named(order_name.removesuffix("-oracle"))
         return Policy(name, order, placement, Places.PLANNER, tetris=knobs)
+    if order_name == _GANDIVA:
+        if parts:
+            raise KeyError(f"{order_name} places by itself: it takes no placement and no tuning")
+        order = replace(FIFO_BACKFILL, name=order_name)
+        return Policy(name, order, placement_named(order_name), Places.PLANNER, shares=True)
     order = order_named(_ALIASES.get(order_name, order_name))
     unknown = [part for part in parts if part not in PLACEMENTS and part not in TUNINGS]
     if unknown:

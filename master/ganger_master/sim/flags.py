@@ -174,7 +174,7 @@ _SHARED: list[Callable[[Any], Any]] = [
         type=Pair("=", click.STRING, Duration()),
         multiple=True,
         metavar="NAME=TIME",
-        help="What switching costs, such as start=5s; start, suspend or resume.",
+        help="What switching costs, such as start=5s; start, suspend, resume, offload, restore or move.",
     ),
     click.option(
         "--seed",

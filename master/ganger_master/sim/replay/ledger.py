@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ganger_master.core.model import Gang
+from ganger_master.core.model import Gang, Intent
 from ganger_master.sim.report.outcomes import Outcomes, outcomes
 from ganger_master.sim.traces.workload import Workload
 
@@ -19,7 +19,7 @@ class Ledger:
         self._service, self._overhead = np.zeros(count), np.zeros(count)
         self._gpu_seconds, self._core_seconds = np.zeros(count), np.zeros(count)
         self._trains_since = np.full(count, np.nan)
-        self._preemptions = np.zeros(count, np.int64)
+        self._preemptions, self._migrations = np.zeros(count, np.int64), np.zeros(count, np.int64)
         self.ended = 0
 
     def trains(self, job: int, held_since: float, now: float) -> None:
@@ -40,8 +40,12 @@ class Ledger:
         if finished:
             self._end[job] = now
             self.ended += 1
-        else:
+        elif gang.intent is not Intent.HAND_OVER:
             self._preemptions[job] += 1
+
+    def moves(self, job: int) -> None:
+        """It goes on elsewhere, with all that it has done."""
+        self._migrations[job] += 1
 
     def outcomes(self) -> Outcomes:
         return outcomes(
@@ -53,4 +57,5 @@ class Ledger:
             gpu_seconds=self._gpu_seconds,
             core_seconds=self._core_seconds,
             preemptions=self._preemptions,
+            migrations=self._migrations,
         )

@@ -20,13 +20,16 @@ from ganger_master.core.model import (
     ObservedPhase,
     Outcome,
     OutcomeKind,
+    SuspendLevel,
 )
 from ganger_master.core.state import State
 from ganger_master.sim.replay.clock import Clock
 from ganger_master.sim.replay.options import SwitchCosts
 
-_OFFERED = Capabilities(checkpoint=True, known=True, resize=True)
+_OFFERED = Capabilities(pause=True, offload=True, checkpoint=True, known=True, resize=True)
 _NONE = Outcome()
+_AT_REST = (ObservedPhase.PARKED, ObservedPhase.READY)
+_TO_STORAGE = SuspendLevel.CHECKPOINT
 
 
 @dataclass(slots=True)
@@ -40,12 +43,21 @@ class _Followed:
     # When it will have finished, if nobody stops it.
     finishes: float = math.inf
     is_told_to_stop: bool = False
+    # Since when it holds its devices; NaN while it holds none.
+    held_since: float = math.nan
+    # Where it rests, or what of a move it has told.
+    phase: ObservedPhase = ObservedPhase.NONE
+    stop_step: int = 0
 
 
 class Nodes:
-    """`send` gives the core a command. `begins(job number, gang)` is called when a gang's first step is done and
-    returns when it will have finished; `changes(job number, gang)` when it trains on with other cores or memory, and
-    returns the same, None if it makes no difference; `ends(job number, gang, finished)` when it is gone."""
+    """`send` gives the core a command. `begins(job number, gang, held since)` is called when a gang's first step is
+    done, and when it goes on, and returns when it will have finished; `changes(job number, gang)` when it trains on
+    with other cores or memory, and returns the same, None if it makes no difference; `ends(job number, gang, held
+    since, finished)` when it is gone, and when it has given its devices back but may go on; `moved(job number)` when
+    it goes on elsewhere.
+
+    `peak_bytes(job number)`: what daemons measure of each of its devices; 0: they measure nothing."""
 
     def __init__(
         self,
@@ -53,9 +65,11 @@ class Nodes:
         state: State,
         costs: SwitchCosts,
         send: Callable[[Command], object],
-        begins: Callable[[int, Gang], float],
-        ends: Callable[[int, Gang, bool], None],
+        begins: Callable[[int, Gang, float], float],
+        ends: Callable[[int, Gang, float, bool], None],
         changes: Callable[[int, Gang], float | None],
+        moved: Callable[[int], None],
+        peak_bytes: Callable[[int], int] = lambda number: 0,
     ) -> None:
         self._clock = clock
         self._state = state
@@ -64,6 +78,8 @@ class Nodes:
         self._begins = begins
         self._ends = ends
         self._changes = changes
+        self._moved = moved
+        self._peak_bytes = peak_bytes
         self._followed: dict[int, _Followed] = {}
         self._observed: dict[str, dict[int, ObservedGang]] = {}
         self._observation: dict[str, int] = {}
@@ -74,6 +90,11 @@ class Nodes:
         """Seconds after which a gang that was told to stop is gone."""
         return self._costs.suspend_s
 
+    @property
+    def switch_s(self) -> float:
+        """Seconds from the order to one gang until the next trains in its place."""
+        return self._costs.offload_s + self._costs.restore_s
+
     def follow(self, number: int) -> None:
         """The job changed: its gangs do what is wanted of them now."""
         for epoch in self._state.gangs_of.get(number, ()):
@@ -82,44 +103,114 @@ class Nodes:
             if followed is None:
                 if gang.intent is Intent.RUN:
                     self._start(gang, self._state.jobs[number])
-            elif gang.intent is not Intent.RUN:
-                if not followed.is_told_to_stop:
-                    followed.gang = gang
-                    self._stop(followed)
+                elif gang.intent is Intent.PREPARE:
+                    self._prepare(gang, self._state.jobs[number])
             elif gang.master_sequence != followed.gang.master_sequence:
-                self._obey(followed, gang)
+                followed.gang = gang
+                self._obey(followed)
+            elif gang.intent is Intent.PREPARE:
+                self._fetch(followed)
 
     def _start(self, gang: Gang, job: Job) -> None:
-        followed = self._followed[gang.epoch] = _Followed(gang, job)
+        followed = self._followed[gang.epoch] = _Followed(gang, job, held_since=self._clock.now)
         takes = self._costs.start_s + (self._costs.resume_s if gang.restore.checkpoint_path else 0.0)
         self._later(takes, followed, self._trains)
 
     def _trains(self, followed: _Followed) -> None:
         followed.is_training = True
         self._report(followed, ObservedPhase.RUNNING)
-        followed.finishes = self._begins(followed.job.number, followed.gang)
+        followed.finishes = self._begins(followed.job.number, followed.gang, followed.held_since)
         self._at(followed.finishes, followed, self._finished)
 
-    def _obey(self, followed: _Followed, gang: Gang) -> None:
-        """Other cores, or more or less memory, are there at once."""
-        followed.gang = gang
+    def _obey(self, followed: _Followed) -> None:
+        match followed.gang.intent:
+            case Intent.RUN if followed.phase in _AT_REST:
+                self._go_on(followed)
+            case Intent.RUN:
+                self._retune(followed)
+            case Intent.PREPARE:
+                self._fetch(followed)
+            case _ if followed.phase in _AT_REST:
+                self._rest_deeper(followed)
+            case _ if not followed.is_told_to_stop:
+                self._stop(followed)
+
+    def _retune(self, followed: _Followed) -> None:
+        """Other cores, or more or less memory, are there at once, and a stop that is not done yet is called off."""
+        was_stopping, followed.is_told_to_stop = followed.is_told_to_stop, False
         if followed.is_training:
-            finishes = self._changes(followed.job.number, gang)
+            finishes = self._changes(followed.job.number, followed.gang)
             if finishes is not None:
                 followed.finishes = finishes
-                self._at(finishes, followed, self._finished)
+            self._at(followed.finishes, followed, self._finished)
             self._report(followed, ObservedPhase.RUNNING)
+        elif was_stopping:
+            self._later(self._costs.start_s, followed, self._trains)
 
     def _finished(self, followed: _Followed) -> None:
         self._gone(followed, OutcomeKind.DONE)
 
     def _stop(self, followed: _Followed) -> None:
         followed.is_told_to_stop = True
-        keeps = followed.gang.intent is Intent.PARK or followed.gang.checkpoint_first
-        takes = self._costs.suspend_s if keeps and followed.is_training else 0.0
+        gang = followed.gang
+        rests = gang.intent is Intent.HAND_OVER or (gang.intent is Intent.PARK and gang.park_level < _TO_STORAGE)
+        keeps = gang.intent is Intent.PARK or gang.checkpoint_first
+        takes = self._costs.offload_s if rests else self._costs.suspend_s if keeps else 0.0
+        if not followed.is_training:
+            takes = 0.0
         if followed.finishes > self._clock.now + takes:
-            self._later(takes, followed, self._stopped)
+            self._later(takes, followed, self._rests if rests else self._stopped)
         # Else it has finished before it has stopped.
+
+    def _rests(self, followed: _Followed) -> None:
+        """Its state is in host memory, for the same gang to go on from, or for another one."""
+        followed.is_told_to_stop = followed.is_training = False
+        followed.finishes, followed.phase = math.inf, ObservedPhase.PARKED
+        followed.stop_step = followed.gang.stop_sequence
+        self._leaves(followed)
+        self._rest_deeper(followed)
+
+    def _rest_deeper(self, followed: _Followed) -> None:
+        """It has been told more while it came to rest, or is told so now."""
+        gang = followed.gang
+        if gang.intent is Intent.STOP or gang.park_level is _TO_STORAGE:
+            self._later(0.0 if gang.intent is Intent.STOP else self._costs.suspend_s, followed, self._stopped)
+        else:
+            self._report(followed, followed.phase)
+
+    def _go_on(self, followed: _Followed) -> None:
+        """From host memory: its own, or what was moved here, whose time has been counted."""
+        moved = followed.phase is ObservedPhase.READY
+        followed.phase = ObservedPhase.NONE
+        if math.isnan(followed.held_since):
+            followed.held_since = self._clock.now
+        if moved:
+            self._moved(followed.job.number)
+        self._later(0.0 if moved else self._costs.restore_s, followed, self._trains)
+
+    def _prepare(self, gang: Gang, job: Job) -> None:
+        """Everything is made ready while the source trains on."""
+        followed = self._followed[gang.epoch] = _Followed(gang, job)
+        source = self._state.gangs[gang.restore.parked_epoch]
+        if source.intent is Intent.PARK:
+            self._fetch(followed)
+        else:
+            self._later(self._costs.start_s, followed, self._prepared)
+
+    def _prepared(self, followed: _Followed) -> None:
+        self._report(followed, ObservedPhase.PREPARED)
+
+    def _fetch(self, followed: _Followed) -> None:
+        """The state is fetched once the source rests."""
+        source = self._followed.get(followed.gang.restore.parked_epoch)
+        if source is not None and source.phase is ObservedPhase.PARKED and math.isnan(followed.held_since):
+            followed.held_since = self._clock.now
+            followed.stop_step = source.stop_step
+            self._later(self._costs.move_s, followed, self._ready)
+
+    def _ready(self, followed: _Followed) -> None:
+        followed.phase = ObservedPhase.READY
+        self._report(followed, ObservedPhase.READY)
 
     def _stopped(self, followed: _Followed) -> None:
         yields = followed.gang.intent is Intent.PARK
@@ -127,8 +218,13 @@ class Nodes:
 
     def _gone(self, followed: _Followed, kind: OutcomeKind) -> None:
         del self._followed[followed.gang.epoch]
-        self._ends(followed.job.number, followed.gang, kind is OutcomeKind.DONE)
+        self._leaves(followed, kind is OutcomeKind.DONE)
         self._report(followed, ObservedPhase.ENDED, Outcome(kind))
+
+    def _leaves(self, followed: _Followed, finished: bool = False) -> None:
+        if not math.isnan(followed.held_since):
+            self._ends(followed.job.number, followed.gang, followed.held_since, finished)
+            followed.held_since = math.nan
 
     def _report(self, followed: _Followed, phase: ObservedPhase, outcome: Outcome = _NONE) -> None:
         gang, job = followed.gang, followed.job
@@ -144,9 +240,12 @@ class Nodes:
                 epoch=gang.epoch,
                 phase=phase,
                 master_sequence=gang.master_sequence,
+                level=gang.park_level if phase is ObservedPhase.PARKED else SuspendLevel.NONE,
                 stop_sequence=gang.stop_sequence,
+                stop_step=followed.stop_step,
                 outcome=outcome,
                 checkpoint=checkpoint,
+                peak_device_bytes=self._peak_bytes(job.number) if phase is ObservedPhase.RUNNING else 0,
                 capabilities=_OFFERED,
                 device_mask=piece.claim.device_mask,
             )

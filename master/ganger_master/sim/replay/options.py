@@ -13,7 +13,8 @@ class SwitchCosts:
     Defaults: a start is a process of the pre-imported launcher with its first batches (0.03 s measured here) and a data
     loader to fill; a suspension waits for a boundary, then writes a checkpoint of a few gigabytes; a restart reads it
     again. Ours, measured: 0.55 s for the pause of a move of 1 GB, 2.1 GB/s; published: 0.1-1 s for a suspension and
-    1-2 s for a warm migration (Gandiva, OSDI 2018), 25-250 s for restarts that fill data loaders anew (Sia, SOSP 2023).
+    1-2 s for a warm migration (Gandiva, OSDI 2018), which are those of slices and moves here; 25-250 s for restarts
+    that fill data loaders anew (Sia, SOSP 2023).
     """
 
     # From approval to the first step.
@@ -22,9 +23,14 @@ class SwitchCosts:
     suspend_s: float = 3.0
     # On top of `start_s`, to the first step after the restored one.
     resume_s: float = 5.0
+    # From the order to the devices free and the state in host memory, and from there to the next step.
+    offload_s: float = 0.5
+    restore_s: float = 0.5
+    # From the source's last step to the destination's first one.
+    move_s: float = 2.0
 
 
-FREE = SwitchCosts(0.0, 0.0, 0.0)
+FREE = SwitchCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from ganger_master.core.commands import Command
 from ganger_master.core.model import Gang
 from ganger_master.core.settings import Settings
 from ganger_master.core.state import State
+from ganger_master.planner import slices
 from ganger_master.planner.optimus import nothing_believed
 from ganger_master.planner.packed import plan_packed
 from ganger_master.planner.passes import plan_by
@@ -22,11 +23,13 @@ from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
 from ganger_master.policies import Places, policy_named
 from ganger_master.policies.facts import Capacity, Flags, Floats, Integers
+from ganger_master.policies.introspect.slicing import quantum_s
 from ganger_master.policies.order.las2d import LAS2D
 from ganger_master.policies.place.anywhere import ANYWHERE
 from ganger_master.policies.room import Room
 from ganger_master.policies.tune.known import NOTHING
 from ganger_master.sim.replay.clock import Clock
+from ganger_master.sim.replay.footprints import Footprints
 from ganger_master.sim.replay.ledger import Ledger
 from ganger_master.sim.replay.losses import Losses
 from ganger_master.sim.replay.measured import Measured
@@ -133,6 +136,8 @@ class _Replay:
             self._begins,
             self._ends,
             self._changes,
+            lambda number: self.ledger.moves(number - 1),
+            self._peak_bytes,
         )
         # None: every job runs at its recorded pace.
         self.rates = Rates(jobs, servers) if options.rates == "profiles" else None
@@ -140,6 +145,11 @@ class _Replay:
         # None: no job has another size than that of its trace.
         is_elastic = bool((jobs.min_gpus < jobs.max_gpus).any())
         self.scaling = Scaling(jobs, options.seed) if is_elastic else None
+        # None: nobody shares GPUs.
+        self.footprints = Footprints(jobs, servers, options.seed) if self.policy.shares else None
+        self.slices = slices.Turns()
+        self._switches_at = -np.inf
+        self.quantum_s = quantum_s(self.nodes.switch_s)
         self.turns = Turns(self.state, self.send)
         self.events = 0
         self._happened = False
@@ -204,10 +214,13 @@ class _Replay:
         if job + 1 < len(self.jobs):
             self._expect(job + 1)
 
-    def _begins(self, number: int, gang: Gang) -> float:
+    def _begins(self, number: int, gang: Gang, held_since: float) -> float:
         job, now = number - 1, self.clock.now
-        self.ledger.trains(job, gang.create_time - EPOCH_S, now - EPOCH_S)
+        self.ledger.trains(job, held_since - EPOCH_S, now - EPOCH_S)
         return self._let_go(self.work.begin(job, now, self._rate(job, gang)))
+
+    def _peak_bytes(self, number: int) -> int:
+        return 0 if self.footprints is None else self.footprints.memory_bytes(number - 1)
 
     def _changes(self, number: int, gang: Gang) -> float | None:
         job = number - 1
@@ -228,10 +241,10 @@ class _Replay:
         # Held to the end of the round.
         return EPOCH_S + step * float(np.ceil(round((ends - EPOCH_S) / step, 9)))
 
-    def _ends(self, number: int, gang: Gang, finished: bool) -> None:
+    def _ends(self, number: int, gang: Gang, held_since: float, finished: bool) -> None:
         job, now = number - 1, self.clock.now
         self.work.stop(job, now)
-        self.ledger.leaves(job, gang, gang.create_time - EPOCH_S, now - EPOCH_S, finished)
+        self.ledger.leaves(job, gang, held_since - EPOCH_S, now - EPOCH_S, finished)
         if finished and self.measured is not None:
             self.measured.forget(number)
         if finished and self.progress is not None:
@@ -278,6 +291,8 @@ class _Replay:
         """Proposes a plan if it is time for one; whether it changed anything."""
         if self.policy.places is Places.JOBS or not len(self.table):
             return False
+        if self.policy.shares:
+            return self._share()
         may_stop = self._may_stop()
         if not may_stop and not (self._is_news and self._may_start()):
             return False
@@ -288,6 +303,23 @@ class _Replay:
         self._is_waited_for = found.waits
         if found.next_change_s < np.inf and self.options.round_s is None:
             self._come_back(max(found.next_change_s, self._last_plan + self.options.plan_every_s))
+        return self._propose(found)
+
+    def _share(self) -> bool:
+        """The same where jobs share GPUs: on news, and at the end of every quantum."""
+        now = self.clock.now
+        if not self._is_news and now < self._switches_at:
+            return False
+        self._is_news = False
+        found, self.slices = slices.plan_slices(
+            self.policy.placement, self.table, now, self.room, self.slices, self.quantum_s
+        )
+        self._switches_at = found.next_change_s
+        if self._switches_at < np.inf:
+            self._come_back(self._switches_at)
+        return self._propose(found)
+
+    def _propose(self, found: Pass) -> bool:
         if not found.changes:
             return False
         answer = self.send(commands.ProposePlan(found.changes))

@@ -1,0 +1,424 @@
+"""The pass of `gandiva`: whoever finds room starts, and where more is wanted than there is, gangs take turns.
+
+Xiao et al., OSDI 2018, section 3. Jobs start in order of priority and arrival, by Algorithm 1. Who finds no room joins
+the nodes whose gangs are of its size, those with the least load first; there the next row of a slot matrix is chosen
+once a quantum (`introspect.slicing`). Who leaves is parked in host memory where an arena for it is reserved, else on
+storage; who enters starts, goes on, or is moved out of its arena to devices of another, once those are free. Where no
+nodes have gangs of its size any will do, for nobody is to wait for ever. What the pass remembers is a value: who is how
+far behind, and who is to enter. Lost, it costs some fairness.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+from ganger.placement.claims import split_cores
+from ganger.resources.fit import demand, share_of_memory
+from ganger.resources.values import Claim, GangShape
+from ganger.resources.view import View
+from msgspec import structs
+
+from ganger_master.core.arenas import has_arenas
+from ganger_master.core.commands import Change
+from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.table import LiveTable
+from ganger_master.planner.target import Pass
+from ganger_master.policies.introspect.slicing import (
+    QUANTUM_S,
+    Seat,
+    SharedNode,
+    Sharer,
+    credited,
+    next_row,
+    node_sets,
+)
+from ganger_master.policies.place import Placement, Want
+from ganger_master.policies.room import Room
+
+Claims = tuple[Claim, ...]
+
+# Gangs that take turns on one device, at most: each keeps its state in host memory, and memory for its processes.
+MOST_ROWS: Final = 4
+# Gangs over several nodes that join others at one boundary: each ties nodes together.
+_MOST_WIDE: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What is remembered. `sharers`: as they were credited when the present row began, by number; `entering`: who is
+    still to enter it, and where."""
+
+    sharers: Mapping[int, Sharer] = field(default_factory=dict)
+    entering: Mapping[int, Seat] = field(default_factory=dict)
+    since_s: float = -math.inf
+
+
+def plan_slices(
+    placement: Placement,
+    table: LiveTable,
+    now: float,
+    room: Room,
+    turns: Turns,
+    quantum_s: float = QUANTUM_S,
+    kept_out: KeptOut = NOBODY,
+    busy: Iterable[int] = (),
+) -> tuple[Pass, Turns]:
+    """The changes to propose now, and what to remember if they are proposed. `room` is left as it is. `busy`: numbers
+    of those who are not to be disturbed."""
+    live = _Live(table, now, kept_out, frozenset(busy))
+    if not (live.waiting or live.parked):
+        return Pass(), Turns(since_s=turns.since_s)
+    room.refresh()
+    filling = _Filling(placement, room, live)
+    is_due = now >= turns.since_s + quantum_s
+    try:
+        if is_due:
+            crowded = filling.start(live.waiting.values())
+            turns = _switched(filling, live, crowded, turns, now, quantum_s)
+            filling.enter(turns.entering)
+        else:
+            filling.enter(turns.entering)
+            crowded = filling.start(job for job in live.waiting.values() if job.number not in turns.entering)
+        filling.bring_back([number for number in live.parked if number not in turns.entering])
+    finally:
+        filling.undo()
+    entering = {number: seat for number, seat in turns.entering.items() if number not in filling.entered}
+    turns = replace(turns, entering=entering)
+    started = {change.number for change in filling.changes if change.kind != "SUSPEND"}
+    shares = bool(crowded) or any(number not in started for number in live.parked)
+    line = np.array(list(live.waiting), np.int64)
+    next_s = turns.since_s + quantum_s if shares else math.inf
+    return Pass(tuple(filling.changes), waits=bool(crowded), next_change_s=next_s, line=line), turns
+
+
+class _Live:
+    """Who waits, runs and rests, by number, in the order in which they are served."""
+
+    def __init__(self, table: LiveTable, now: float, kept_out: KeptOut, busy: frozenset[int]) -> None:
+        rows, facts = table.facts(now)
+        order = np.lexsort((facts.number, facts.arrival_s, -facts.priority))
+        waits = table.is_waiting(rows)
+        self.waiting: dict[int, Job] = {}
+        self.running: dict[int, tuple[Job, Gang]] = {}
+        self.parked: dict[int, tuple[Job, Gang]] = {}
+        self.busy = busy
+        self.not_stopped = frozenset(kept_out.not_stopped)
+        self.attained_s = dict(zip(facts.number.tolist(), facts.attained_s.tolist(), strict=True))
+        self.weight = dict(zip(facts.number.tolist(), facts.weight.tolist(), strict=True))
+        for at in order.tolist():
+            job, gang = table.jobs[rows[at]], table.gangs[rows[at]]
+            if job is None:
+                continue
+            if waits[at]:
+                if job.number not in kept_out.not_started:
+                    self.waiting[job.number] = job
+            elif gang is None or job.next_epoch or job.ending is not None or job.state is not JobState.HOLDING:
+                continue
+            elif gang.intent is Intent.RUN:
+                self.running[job.number] = (job, gang)
+            elif gang.phase is GangPhase.PARKED and gang.park_level is SuspendLevel.OFFLOAD:
+                self.parked[job.number] = (job, gang)
+
+    def sharer(self, number: int, known: Mapping[int, Sharer]) -> Sharer:
+        job, gang = self.running.get(number) or self.parked.get(number) or (self.waiting[number], None)
+        runs = number in self.running
+        before = known.get(number, Sharer(number, job.gpus, job.create_time))
+        return replace(
+            before,
+            weight=self.weight[number],
+            priority=job.spec.priority,
+            is_preemptible=not runs or self._may_stop(job, gang),
+            # To run on elsewhere takes more than a switch.
+            is_bound=runs,
+            seat=seat_of(gang.claims) if gang is not None else (),
+            runs=runs,
+            received_s=max(before.received_s, self.attained_s[number]),
+        )
+
+    def _may_stop(self, job: Job, gang: Gang | None) -> bool:
+        offered = job.capabilities
+        return (
+            job.spec.preemptible
+            and job.number not in self.not_stopped
+            and job.number not in self.busy
+            and (gang is None or gang.phase is GangPhase.RUNNING)
+            and (offered.offload or offered.checkpoint)
+        )
+
+
+def seat_of(claims: Claims) -> Seat:
+    return tuple([(claim.node, claim.device_mask) for claim in claims if claim.device_mask])
+
+
+class _Filling:
+    """Changes, with their places taken in a room, and all of it undone."""
+
+    def __init__(self, placement: Placement, room: Room, live: _Live) -> None:
+        self._placement, self._room, self._live = placement, room, live
+        self.changes: list[Change] = []
+        self.entered: set[int] = set()
+        self._taken: list[Claims] = []
+        shares = [share_of_memory(made, 1) for made in room.view.sets.values() if made.devices]
+        self._least_memory = min(shares, default=0) // MOST_ROWS
+
+    @property
+    def view(self) -> View:
+        return self._room.view
+
+    def undo(self) -> None:
+        for claims in reversed(self._taken):
+            self._room.give(claims)
+        self._taken.clear()
+
+    def start(self, jobs: Iterable[Job]) -> list[Job]:
+        """Starts who finds room; the others."""
+        crowded = []
+        vain: set[GangShape] = set()
+        for job in jobs:
+            shape = thin(job.shape, self._least_memory)
+            claims = None if shape in vain else self._placement.place(self._room, shape, _ANYWHERE)
+            if claims is None:
+                vain.add(shape)
+                crowded.append(job)
+            else:
+                self._change(job, "START", claims)
+        return crowded
+
+    def enter(self, row: Mapping[int, Seat]) -> None:
+        """Who is to enter does, where its devices are free; they are kept for who has to wait for some of them."""
+        waits = []
+        for number, seat in row.items():
+            if number in self._live.running or not self._enter(number, seat):
+                waits.append((number, seat))
+        for number, seat in waits:
+            if number in self._live.parked or number in self._live.waiting:
+                self._keep(seat)
+
+    def bring_back(self, numbers: Iterable[int]) -> None:
+        """Who is parked goes on where it was, or elsewhere on its nodes, where there is room."""
+        for number in numbers:
+            job, gang = self._live.parked[number]
+            seat = seat_of(gang.claims)
+            if not self._enter(number, seat) and len(seat) == 1:
+                node, mask = seat[0]
+                slot = self.view.slots.get(node)
+                if slot is None or not self.view.available[slot]:
+                    continue
+                free = self.view.topologies[slot].best(self.view.free[slot], mask.bit_count(), job.spec.locality.widest)
+                if free is not None:
+                    self._enter(number, ((node, free),))
+
+    def stop(self, number: int) -> None:
+        job, gang = self._live.running[number]
+        has_arena = job.capabilities.offload and has_arenas(gang)
+        level = SuspendLevel.OFFLOAD if has_arena else SuspendLevel.CHECKPOINT
+        self.changes.append(Change(number, job.revision, "SUSPEND", level=level))
+
+    def memory_of(self, job: Job, node: str, gpus: int) -> int:
+        """Bytes that so many GPUs of a gang need on a node, at least."""
+        shape = thin(job.shape, self._least_memory)
+        tasks = (gpus // shape.roles[0].shape.gpus,)
+        return demand(self.view.topology(node).configuration_set, shape, tasks).memory_bytes
+
+    def _enter(self, number: int, seat: Seat) -> bool:
+        parked = self._live.parked.get(number)
+        job = parked[0] if parked is not None else self._live.waiting.get(number)
+        if job is None:
+            return True
+        gang = parked[1] if parked is not None else None
+        if not all(self._is_free(node, mask) for node, mask in seat):
+            return False
+        if gang is not None and seat == seat_of(gang.claims):
+            held = tuple([piece.held for piece in gang.pieces if piece.held is not None])
+            claims = tuple([structs.replace(c, arena_bytes=0, memory_bytes=0, shared_mask=0) for c in gang.claims])
+            if len(held) != len(gang.pieces) or not all(map(self._has_cores, claims)):
+                return False
+            self._change(job, "RESUME", (), claims)
+            return True
+        found = self._claims_at(job, seat)
+        if found is None:
+            return False
+        self._change(job, "START" if gang is None else "MOVE", found)
+        return True
+
+    def _claims_at(self, job: Job, seat: Seat) -> Claims | None:
+        """A gang of one role on just these devices; None where cores or memory are missing."""
+        shape = thin(job.shape, self._least_memory)
+        task = shape.roles[0].shape
+        found = []
+        for node, mask in seat:
+            slot = self.view.slots[node]
+            topology = self.view.topologies[slot]
+            tasks = (mask.bit_count() // task.gpus,)
+            needed = demand(topology.configuration_set, shape, tasks)
+            cores = split_cores(topology, self.view.millicores[slot], mask, needed.millicores)
+            left = self.view.memory[slot] - needed.memory_bytes
+            if cores is None or left < 0:
+                return None
+            arena = needed.arena_bytes if needed.arena_bytes <= left else 0
+            found.append(Claim(node, mask, cores, needed.memory_bytes, arena, tasks))
+        return tuple(found)
+
+    def _change(self, job: Job, kind: str, claims: Claims, taken: Claims = ()) -> None:
+        self.changes.append(Change(job.number, job.revision, kind, claims))
+        self.entered.add(job.number)
+        self._take(taken or claims)
+
+    def _keep(self, seat: Seat) -> None:
+        for node, mask in seat:
+            slot = self.view.slots.get(node)
+            if slot is not None and self.view.free[slot] & mask:
+                none = (0,) * len(self.view.millicores[slot])
+                self._take((Claim(node, self.view.free[slot] & mask, none, 0),))
+
+    def _take(self, claims: Claims) -> None:
+        self._room.take(claims)
+        self._taken.append(claims)
+
+    def _is_free(self, node: str, mask: int) -> bool:
+        slot = self.view.slots.get(node)
+        return slot is not None and self.view.available[slot] and not mask & ~self.view.free[slot]
+
+    def _has_cores(self, claim: Claim) -> bool:
+        have = self.view.millicores[self.view.slots[claim.node]]
+        return all(want <= free for want, free in zip(claim.millicores, have, strict=True))
+
+
+_ANYWHERE: Final = Want()
+
+
+@lru_cache(4096)
+def thin(shape: GangShape, memory_bytes: int) -> GangShape:
+    """The shape with so much memory for each GPU where it names none: a whole share would leave none for others."""
+    if not memory_bytes:
+        return shape
+    roles = []
+    for role in shape.roles:
+        task = role.shape
+        if task.gpus and not task.memory_bytes:
+            task = structs.replace(task, memory_bytes=memory_bytes * task.gpus)
+        roles.append(structs.replace(role, shape=task))
+    return structs.replace(shape, roles=tuple(roles))
+
+
+def _switched(
+    filling: _Filling, live: _Live, crowded: Sequence[Job], turns: Turns, now: float, quantum_s: float
+) -> Turns:
+    """The next rows of all who share: who leaves is stopped, and who enters is remembered."""
+    seats = {number: seat_of(gang.claims) for number, (_, gang) in (*live.running.items(), *live.parked.items())}
+    # Who could not enter the last row, though its devices were freed, lets others have this one.
+    crowded = [job for job in crowded if job.number not in turns.entering]
+    joined = _joined(filling, seats, crowded)
+    shared = {name for number in live.parked for name, _ in seats[number]}
+    shared.update(name for names in joined.values() for name in names)
+    if not shared:
+        return Turns(since_s=now)
+    wanted: list[Seat] = [*seats.values(), *(tuple((name, 0) for name in names) for names in joined.values())]
+    of_node: dict[str, list[int]] = {}
+    for number, names in (*((n, [name for name, _ in seat]) for n, seat in seats.items()), *joined.items()):
+        for name in names:
+            of_node.setdefault(name, []).append(number)
+    seconds = now - turns.since_s if math.isfinite(turns.since_s) else 0.0
+    sharers: dict[int, Sharer] = {}
+    entering: dict[int, Seat] = {}
+    for names in node_sets(wanted):
+        if not shared.intersection(names):
+            continue
+        numbers = sorted({number for name in names for number in of_node.get(name, ())} - turns.entering.keys())
+        members = [live.sharer(number, turns.sharers) for number in numbers]
+        running = [one.number for one in members if one.runs]
+        credit = credited(members, running, seconds, quantum_s)
+        sharers.update({one.number: one for one in credit})
+        nodes = _nodes(filling.view, names, seats, running)
+        if not nodes:
+            continue
+        row = next_row(credit, nodes, quantum_s)
+        enters = {number: row.seats[number] for number in row.entering(credit)}
+        enters = {number: seat for number, seat in enters.items() if _is_close(live, number, seat, filling.view)}
+        if enters:
+            entering.update(enters)
+            for number in row.leaving(credit):
+                filling.stop(number)
+    return Turns(sharers, entering, now)
+
+
+def _nodes(view: View, names: Iterable[str], seats: Mapping[int, Seat], running: Sequence[int]) -> list[SharedNode]:
+    """With the devices that are free, and those of who runs there."""
+    masks = {name: view.free[slot] for name in names if (slot := view.slots.get(name)) is not None}
+    for number in running:
+        for name, mask in seats[number]:
+            if name in masks:
+                masks[name] |= mask
+    return [SharedNode(name, view.topology(name), mask) for name, mask in masks.items() if mask]
+
+
+def _is_close(live: _Live, number: int, seat: Seat, view: View) -> bool:
+    """Whether a gang that fits into a node would be in one."""
+    job = live.waiting.get(number) or live.parked[number][0]
+    most = max([view.topology(name).devices for name, _ in seat])
+    return len(job.spec.roles) == 1 and (len(seat) == 1 or job.gpus > most)
+
+
+def _joined(filling: _Filling, seats: Mapping[int, Seat], crowded: Sequence[Job]) -> dict[int, tuple[str, ...]]:
+    """The nodes where who finds no room takes turns with others: those whose gangs are of its size first, then those
+    with the least load; by number. Not in it who has to wait for room, be it in host memory, which who is parked
+    keeps."""
+    view = filling.view
+    memory: dict[str, int] = {}
+    load: dict[str, int] = {name: 0 for slot, name in enumerate(view.nodes) if name and view.available[slot]}
+    for seat in seats.values():
+        for name, mask in seat:
+            if name in load:
+                load[name] += mask.bit_count()
+    found: dict[int, tuple[str, ...]] = {}
+    by_size: dict[tuple[int, str], list[tuple[bool, float, str]]] = {}
+    wide = 0
+    for job in crowded:
+        if len(job.spec.roles) != 1:
+            continue
+        of = (job.gpus, job.spec.device_type)
+        if of not in by_size:
+            by_size[of] = [_rank(view, name, load, job) for name in load if _may_host(view, name, job)]
+            heapq.heapify(by_size[of])
+        line = by_size[of]
+        most = max([view.topology(name).devices for _, _, name in line], default=0)
+        if not most or (job.gpus > most and wide == _MOST_WIDE):
+            continue
+        wide += job.gpus > most
+        names: list[str] = []
+        while line and len(names) < -(-job.gpus // most):
+            entry = heapq.heappop(line)
+            name = entry[2]
+            fresh = _rank(view, name, load, job)
+            if fresh != entry:
+                heapq.heappush(line, fresh)
+            elif fresh[1] <= MOST_ROWS and view.topology(name).devices >= min(job.gpus, most):
+                needed = filling.memory_of(job, name, min(job.gpus, most))
+                if needed <= memory.setdefault(name, view.memory[view.slots[name]]):
+                    names.append(name)
+        if len(names) == -(-job.gpus // most):
+            found[job.number] = tuple(sorted(names))
+            for name in names:
+                load[name] += min(job.gpus, most)
+                memory[name] -= filling.memory_of(job, name, min(job.gpus, most))
+        for name in names:
+            heapq.heappush(line, _rank(view, name, load, job))
+    return found
+
+
+def _rank(view: View, name: str, load: Mapping[str, int], job: Job) -> tuple[bool, float, str]:
+    slot = view.slots[name]
+    devices = view.topologies[slot].devices
+    return (view.affinity[slot] != job.gpus, (load[name] + min(job.gpus, devices)) / devices, name)
+
+
+def _may_host(view: View, name: str, job: Job) -> bool:
+    made = view.topology(name).configuration_set
+    return made.devices > 0 and job.spec.device_type in ("", made.device_type)

@@ -1,0 +1,76 @@
+"""The policy gandiva in a replay: more gangs than GPUs take turns, fairly, and nobody waits longer than a quantum."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ganger_master.core.commands import ProposePlan
+from ganger_master.sim.replay.options import Options, SwitchCosts
+from ganger_master.sim.replay.run import _Replay, simulate
+from ganger_master.sim.traces.servers import Servers, servers_from_flags
+from ganger_master.sim.traces.workload import Workload, workload
+
+QUANTUM_S = 60.0
+COSTS = SwitchCosts(start_s=5.0)
+
+
+def cluster(nodes: int = 1) -> Servers:
+    return servers_from_flags(nodes=nodes, gpus_per_node=4)
+
+
+def jobs(*each: tuple[float, int, float], priority: int = 0) -> Workload:
+    arrivals, gpus, durations = zip(*each, strict=True)
+    return workload(
+        [str(at) for at in range(len(each))],
+        arrivals,
+        gpus,
+        durations,
+        numbers={"priority": [priority] * (len(each) - 1) + [priority]},
+    )
+
+
+def test_six_equal_jobs_on_four_gpus_get_two_thirds_each() -> None:
+    found = simulate(jobs(*[(0.0, 1, 3600.0)] * 6), cluster(), "gandiva", Options(costs=COSTS)).outcomes
+    shares = 3600.0 / found.jct_s
+    assert shares == pytest.approx(np.full(6, 4 / 6), rel=0.03)
+    jain = shares.sum() ** 2 / (6 * (shares**2).sum())
+    assert jain > 0.999
+    # A switch costs a second of sixty for the two that change places, and they pay a move at times.
+    assert found.overhead_s.sum() / found.service_s.sum() < 0.02
+
+
+def test_a_newcomer_gets_its_first_batches_within_a_quantum() -> None:
+    many = [(0.0, 1, 20_000.0)] * 4 + [(1000.0 + 130.0 * at, 1, 600.0) for at in range(4)]
+    found = simulate(jobs(*many), cluster(), "gandiva", Options(costs=COSTS)).outcomes
+    first_come = simulate(jobs(*many), cluster(), "fifo", Options(costs=COSTS)).outcomes
+    switch = COSTS.offload_s + COSTS.restore_s
+    assert found.start_delay_s[4:].max() <= QUANTUM_S + switch
+    assert first_come.start_delay_s[4:].min() > 10_000.0
+
+
+def test_a_gang_that_wants_everything_gets_its_turn_and_is_whole() -> None:
+    found = simulate(jobs((0.0, 1, 4000.0), (0.0, 1, 4000.0), (100.0, 8, 900.0)), cluster(2), "gandiva").outcomes
+    assert found.finished.all()
+    assert found.start_delay_s[2] < 2 * QUANTUM_S
+    assert found.jct_s[2] < 4000.0
+
+
+def test_nobody_is_stopped_for_a_lower_priority() -> None:
+    rows = jobs((0.0, 4, 2000.0), (10.0, 4, 500.0)).with_columns(priority=[1, 0])
+    found = simulate(rows, cluster(), "gandiva").outcomes
+    assert found.preemptions[0] == 0
+    assert found.first_start_s[1] > 2000.0
+
+
+def test_no_quantum_is_planned_while_everybody_has_room() -> None:
+    replay = _Counted(jobs((0.0, 2, 5000.0), (5.0, 2, 5000.0)), cluster(), "gandiva", Options(), None)
+    replay.run()
+    assert replay.plans == 2
+
+
+class _Counted(_Replay):
+    plans = 0
+
+    def send(self, command: object) -> object:  # type: ignore[override]
+        self.plans += isinstance(command, ProposePlan)
+        return super().send(command)  # type: ignore[arg-type]
