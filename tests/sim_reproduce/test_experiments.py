@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ganger_master.sim.reproduce.approvals import asked_of
 from ganger_master.sim.reproduce.claims import claims, meets, middle
 from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting, measured
 from ganger_master.sim.reproduce.registry import EXPERIMENTS
@@ -50,6 +51,14 @@ def test_closest_places_are_found_and_first_fit_is_worse() -> None:
     assert middle(one.ours["worse_than_free"]) == 0.0
     assert middle(one.ours["missed"]) == 0.0
     assert middle(one.ours["worse_first_fit"]) > 0.0
+
+
+def test_schedulers_with_old_views_are_refused_and_no_device_is_given_twice() -> None:
+    row = asked_of(nodes=30, requests=40, seed=0)
+    assert row["double_allocations"] == 0
+    assert 0.0 < row["rejected_share"] < 1.0
+    assert 0.0 < row["p50_ms"] <= row["p99_ms"]
+    assert names_what_is_judged("B17", EXPERIMENTS["B17"].conclude([{"seed": 0, **row}]))
 
 
 def test_synergys_static_trace_takes_as_long_proportionally_as_with_its_authors() -> None:
@@ -161,7 +170,7 @@ def test_conclusion_is_what_a_person_draws_from_the_rows(name: str) -> None:
 
 
 def test_every_experiment_is_tried_here_in_one_way_or_the_other() -> None:
-    assert {*MADE_UP, "B1", "B2", "B5", "B6", "B7", "B10", "B13", "B16"} == set(EXPERIMENTS)
+    assert {*MADE_UP, "B1", "B2", "B5", "B6", "B7", "B10", "B13", "B16", "B17"} == set(EXPERIMENTS)
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=EXPERIMENTS)

@@ -7,7 +7,8 @@ of 2 cores, 8 to 10 GB and a GPU. What jobs train, and how fast it goes where, i
 each trains synchronously or asynchronously, at random as in the paper. Each policy decides anew every interval; a job
 whose tasks change loses 30 s. Baselines give parameter servers and workers one to one. Optimus and Tetris go by speeds
 fitted to eight samples of each job with 5 % noise and what was measured since, and by steps left that are off by up to
-20 % (uniform) at a job's beginning, less with progress: about what the fits of B2 are off by.
+20 % (uniform) at a job's beginning, less with progress: about what the fits of B2 are off by. Tetris, as DL2 has it,
+gives the job with the best score all it can use, up to 16 workers, before the next.
 
 How much work the paper's jobs hold is not published (its data sets are scaled down). It is swept: epochs uniform
 between half and one and a half of the amount with which the cluster, all GPUs busy at the speed of one worker each,
@@ -68,7 +69,7 @@ def parts(setting: Setting) -> Sequence[Row]:
         {"load": load, "variant": variant, "seed": seed}
         for load in loads
         for variant in (_VARIANTS if load == _VARIED_AT else [_USUAL])
-        for seed in setting.seeds(10)
+        for seed in setting.seeds(5)
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ganger_master.sim.reproduce.approvals import APPROVALS
 from ganger_master.sim.reproduce.closest_tier import CLOSEST_TIER
 from ganger_master.sim.reproduce.convergence import CONVERGENCE
 from ganger_master.sim.reproduce.cpu_poster import CPU_POSTER
@@ -41,6 +42,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         TETRIS_STUDY,
         CPU_POSTER,
         CLOSEST_TIER,
+        APPROVALS,
         TIME_SLICING,
         FAIRNESS,
         SYNERGY_LARGE,
@@ -50,6 +52,5 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 
 UNRUN: Mapping[str, str] = {
     "B8": "a migration is measured live: `ganger bench move` has its figures; the simulator would repeat its own costs",
-    "B17": "approvals are measured live: `ganger bench verdicts` has the figures; a virtual clock tells no speed",
     "B20": "gangs of the simulator have one size: rates by number of GPUs and batch, as Pollux has them, are missing",
 }

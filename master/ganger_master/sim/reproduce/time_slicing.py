@@ -44,7 +44,7 @@ def parts(setting: Setting) -> Sequence[Row]:
         {"durations": durations, "load": load, "seed": seed}
         for durations in _DURATIONS
         for load in _LOADS
-        for seed in setting.seeds(10)
+        for seed in setting.seeds(5)
     ]
 
 
