@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
+from ganger.console.numbers import Within
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -51,7 +52,7 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
 @click.option("--no-preload", is_flag=True, help="Launchers do not import PyTorch ahead.")
 @click.option(
     "--order-deadline",
-    type=click.FloatRange(min=0.1),
+    type=Within(min=0.1),
     default=60.0,
     show_default=True,
     help="Seconds after which a job that does not obey is told to end; its stacks are dumped after half of it.",

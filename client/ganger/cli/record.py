@@ -7,13 +7,14 @@ from pathlib import Path
 import click
 
 from ganger.cli.options import json_option, open_client
+from ganger.console.numbers import Within
 
 _MOST_SECONDS = 3600
 
 
 @click.command()
 @click.option(
-    "--seconds", "-s", type=click.FloatRange(0, _MOST_SECONDS, min_open=True), default=60.0, show_default=True,
+    "--seconds", "-s", type=Within(0, _MOST_SECONDS, min_open=True), default=60.0, show_default=True,
     help="For how long; Ctrl-C ends it early, and what was recorded is kept.",
 )  # fmt: skip
 @click.option("--out", "-o", type=click.Path(path_type=Path), help="Copy it to this file, too.")
@@ -26,6 +27,7 @@ def record(seconds: float, out: Path | None, most: str | None, with_environment:
     The file is in the master's state directory, under captures/. `ganger replay FILE` makes the decisions once more
     and tells why they were taken.
     """
+    from ganger.console.exits import CommandError
     from ganger.console.plain import print_json
     from ganger.units import format_memory, parse_memory
     from ganger.wire import times
@@ -34,11 +36,19 @@ def record(seconds: float, out: Path | None, most: str | None, with_environment:
         most_bytes = parse_memory(most) if most is not None else 0
     except ValueError as error:
         raise click.UsageError(f"--most: {error}") from error
+    if most is not None and not most_bytes:
+        raise click.UsageError("--most: nothing can be written into a file of no bytes")
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        # Found out now, not when the time is over.
+        raise CommandError(f"cannot copy to {out}: it is a directory, or stands in none that there is")
     with open_client() as client:
         try:
             found = client.record_decisions(seconds, most_bytes=most_bytes, with_environment=with_environment)
         except KeyboardInterrupt:
-            click.echo("ended early: the file is in the master's state directory, under captures/", err=True)
+            not_copied = "" if out is None else ", and was not copied"
+            click.echo(
+                f"ended early: the file is in the master's state directory, under captures/{not_copied}", err=True
+            )
             raise
     path = Path(found.path)
     if out is not None:

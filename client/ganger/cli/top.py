@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from ganger.cli.options import number, open_client
+from ganger.console.numbers import Within
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -39,7 +40,7 @@ class Picture(NamedTuple):
 
 
 @click.command()
-@click.option("--interval", "-d", type=click.FloatRange(0.1, 3_600), default=1.0, show_default=True, help="Seconds.")
+@click.option("--interval", "-d", type=Within(0.1, 3_600), default=1.0, show_default=True, help="Seconds.")
 @click.option("--once", is_flag=True, help="Print once and end; so too if the output is no terminal.")
 def top(interval: float, once: bool) -> None:
     """Watch nodes and jobs, live; q or ctrl-C ends it."""

@@ -8,14 +8,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import click
+from ganger.console.numbers import Within
 
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--job", "-j", "number", type=click.IntRange(1), metavar="N", help="Tell the story of this job.")
-@click.option(
-    "--until", type=click.FloatRange(0), metavar="SECONDS", help="Stop there; counted from where the recording began."
-)
+@click.option("--until", type=Within(0), metavar="SECONDS", help="Stop there; counted from where the recording began.")
 @click.option("--policy", "-p", metavar="NAME", help="Say what this policy would have decided at the same instants.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def replay(file: Path, number: int | None, until: float | None, policy: str | None, as_json: bool) -> int:
@@ -70,7 +69,8 @@ def replay(file: Path, number: int | None, until: float | None, policy: str | No
     except LineError as error:
         raise CommandError(f"{file}: it is damaged behind line {line}: {error}", Exit.USAGE) from error
     if story is not None and not story.moments:
-        raise CommandError(f"nothing is recorded of job {number}", Exit.NOT_FOUND)
+        since = "" if until is None else f" in the first {until:g} s"
+        raise CommandError(f"nothing is recorded of job {number}{since}", Exit.NOT_FOUND)
     if as_json:
         found = told.plain(rerun.header, last - began, reason, tally, differences, story, other)
         json.dump(found, sys.stdout, indent=2)
