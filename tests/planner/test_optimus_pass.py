@@ -12,6 +12,7 @@ from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import ObservedGang, ProposePlan
 from ganger_master.core.model import Capabilities, Gang, Job, JobSpec, ObservedPhase
 from ganger_master.models.allreduce import AllReduceModel
+from ganger_master.models.convergence import Estimate
 from ganger_master.planner.optimus import plan_optimus
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
@@ -172,4 +173,11 @@ def test_new_jobs_are_tried_with_sizes_that_they_accept(least: int, most: int, e
 
 
 def test_without_losses_a_job_is_taken_to_need_twenty_epochs() -> None:
-    assert steps_left(None, 5.0, 10.0, 0.01) == (200.0, True)
+    assert steps_left(None, 5.0, 10.0) == (200.0, True)
+    assert steps_left(Estimate(math.inf, 30.0, math.inf), 5.0, 10.0) == (200.0, True)
+
+
+def test_who_goes_on_though_it_has_converged_has_an_epoch_left() -> None:
+    assert steps_left(Estimate(100.0, 90.0, 120.0), 40.0, 10.0) == (60.0, False)
+    assert steps_left(Estimate(100.0, 90.0, 120.0), 95.0, 10.0) == (10.0, False)
+    assert steps_left(Estimate(100.0, 20.0, 900.0), 40.0, 10.0) == (60.0, True)

@@ -37,3 +37,16 @@ def test_a_live_cluster_goes_by_every_order_but_those_that_ask_an_oracle() -> No
             stops = policy_named(name).order.preempts
             assert live_policy_named(name).places is (Places.PLANNER if stops else Places.JOBS), order.name
     assert live_policy_named("fifo+best-fit").places is Places.PLANNER
+
+
+def test_a_live_cluster_does_not_go_by_what_nobody_measures_there() -> None:
+    with pytest.raises(ValueError, match="losses of the jobs"):
+        live_policy_named("optimus")
+    with pytest.raises(KeyError, match="places by itself"):
+        policy_named("optimus+best-fit")
+
+
+def test_synergy_is_las_tuned_by_synergy() -> None:
+    one, other = policy_named("synergy"), policy_named("las+synergy-tune")
+    assert (one.order, one.tuning, one.placement) == (other.order, other.tuning, other.placement)
+    assert policy_named("synergy+best-fit").placement.name == "best-fit"

@@ -21,6 +21,7 @@ from ganger_master.sim.traces.transform import (
     window,
     with_durations,
     with_loads,
+    with_sizes,
 )
 from ganger_master.sim.traces.workload import Labels, Workload, id_order, workload
 from hypothesis import given
@@ -280,3 +281,11 @@ def test_one_job_has_no_rates() -> None:
     assert math.isnan(figures.jobs_per_hour)
     assert math.isnan(figures.interarrival_cv)
     assert math.isinf(offered_load(jobs(1), 1))
+
+
+def test_jobs_of_one_size_become_elastic_and_the_others_stay() -> None:
+    given_sizes = jobs(4, min_gpus=[1, 1, 3, 1], max_gpus=[1, 5, 3, 1])
+    found = with_sizes(given_sizes, 4.0, 8)
+    assert found.gpus.tolist() == [1, 2, 3, 1]
+    assert list(zip(found.min_gpus.tolist(), found.max_gpus.tolist(), strict=True)) == [(1, 4), (1, 5), (1, 8), (1, 4)]
+    assert with_sizes(given_sizes, 0.5, 8).max_gpus.tolist() == [1, 5, 3, 1]

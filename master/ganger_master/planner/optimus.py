@@ -20,7 +20,7 @@ import numpy as np
 from ganger.resources.values import GangShape, Level
 from msgspec.structs import replace as replace_of
 
-from ganger_master.core.model import Gang, Job
+from ganger_master.core.model import Job
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Choice, Pass, Terms, carried_out
@@ -28,19 +28,11 @@ from ganger_master.policies.ask import Ask
 from ganger_master.policies.facts import Capacity, Facts, Flags, Floats, Integers
 from ganger_master.policies.fragmentation import Demand
 from ganger_master.policies.optimus import allocated, allreduce_speeds, growing
-from ganger_master.policies.optimus_belief import NOTHING, Belief
+from ganger_master.policies.optimus_belief import NOTHING, Belief, Believed
 from ganger_master.policies.order import Order
 from ganger_master.policies.place import Placement
 from ganger_master.policies.place.placement import Claims
 from ganger_master.policies.room import Room
-
-# Of elastic jobs, with the gangs they have: what is believed of each.
-Believed = Callable[[Sequence[tuple[Job, Gang | None]]], Sequence[Belief]]
-
-
-def nothing_believed(jobs: Sequence[tuple[Job, Gang | None]]) -> Sequence[Belief]:
-    """Where nobody measures."""
-    return [NOTHING] * len(jobs)
 
 
 def plan_optimus(

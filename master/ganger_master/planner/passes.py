@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ganger_master.planner.optimus import Believed, nothing_believed, plan_optimus
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass, plan
@@ -12,6 +11,7 @@ from ganger_master.planner.tetris import plan_tetris
 from ganger_master.planner.tuned import NO_TRIALS, plan_tuned
 from ganger_master.policies import Policy
 from ganger_master.policies.facts import Capacity, Floats, Integers
+from ganger_master.policies.optimus_belief import Believed, nothing_believed
 from ganger_master.policies.order import Order
 from ganger_master.policies.room import Room
 from ganger_master.policies.tune.known import NOTHING, Known
@@ -37,6 +37,9 @@ def plan_by(
     oracle, for policies that ask one. `known` and `trials` are for policies that tune, `believed` and `resize_s`
     for one that resizes."""
     if policy.resizes:
+        # Its models need SciPy, for which no other policy's planner is to wait.
+        from ganger_master.planner.optimus import plan_optimus
+
         return plan_optimus(order, policy.placement, table, now, capacity, room, believed, may_stop, resize_s, kept_out)
     if policy.tetris is not None:
         oracle = remaining_s if policy.order.knows_durations else None

@@ -4,11 +4,16 @@ GPUs, from measured steps (EuroSys 2018, sections 3.1 and 3.2; the law is Pollux
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
-from ganger_master.models.allreduce import AllReduceModel
-from ganger_master.models.convergence import ConvergenceModel, remaining, steps_to_convergence
+from ganger_master.core.model import Gang, Job
+
+# Fits need SciPy, for which nobody waits who believes nothing.
+if TYPE_CHECKING:
+    from ganger_master.models.allreduce import AllReduceModel
+    from ganger_master.models.convergence import Estimate
 
 # Epochs that a job is taken to need still as long as its losses say nothing (Optimus's public code).
 UNKNOWN_EPOCHS = 20.0
@@ -24,19 +29,21 @@ class Belief:
 
 
 NOTHING = Belief()
+# Of elastic jobs, with the gangs they have: what is believed of each.
+Believed: TypeAlias = Callable[[Sequence[tuple[Job, Gang | None]]], Sequence[Belief]]
 
 
-def steps_left(
-    losses: ConvergenceModel | None, steps_done: float, epoch_steps: float, least_fall: float
-) -> tuple[float, bool]:
-    """Steps that are left by the fitted losses, and whether that is a guess. Converged is who falls by less than
-    `least_fall` (of the largest loss) in an epoch; who goes on nevertheless has an epoch left."""
-    if losses is None:
+def nothing_believed(jobs: Sequence[tuple[Job, Gang | None]]) -> Sequence[Belief]:
+    """Where nobody measures."""
+    return [NOTHING] * len(jobs)
+
+
+def steps_left(whole: Estimate | None, steps_done: float, epoch_steps: float) -> tuple[float, bool]:
+    """Steps that are left of those that the fitted losses let expect (none yet, or no end in sight: None, infinite),
+    and whether that is a guess. Who goes on though it has converged has an epoch left."""
+    if whole is None or not math.isfinite(whole.value):
         return UNKNOWN_EPOCHS * epoch_steps, True
-    found = steps_to_convergence(losses, least_fall, epoch_steps)
-    if not math.isfinite(found.value):
-        return UNKNOWN_EPOCHS * epoch_steps, True
-    return max(epoch_steps, remaining(found, steps_done).value), not found.is_known
+    return max(epoch_steps, whole.value - steps_done), not whole.is_known
 
 
 def first_sizes(least: int, most: int, each: int = 1, count: int = 8) -> Sequence[int]:

@@ -21,7 +21,7 @@ from ganger_master.sim.traces.profiles import gavel_speeds, synergy_profiles, wi
 from ganger_master.sim.traces.reader import Reading, Wanted, read_stream, read_trace
 from ganger_master.sim.traces.servers import Servers
 from ganger_master.sim.traces.synthetic import synthetic
-from ganger_master.sim.traces.transform import sample, scaled_to_load, with_durations, with_loads
+from ganger_master.sim.traces.transform import sample, scaled_to_load, with_durations, with_loads, with_sizes
 from ganger_master.sim.traces.workload import Floats, Workload
 
 # A trace of this name, where there is no such file, is the one that comes with Ganger.
@@ -36,7 +36,8 @@ class Part:
     """Which jobs of a trace: those that `wanted` names, then the first `first` of them, or `drawn` of them at random.
 
     `draws_durations`: jobs whose run time nothing tells get one at random; otherwise they are left out.
-    `is_ideal`: whether they run on devices only.
+    `is_ideal`: whether they run on devices only. `elastic`: up to how many times its GPUs a job may have that the trace
+    gives one size.
     """
 
     wanted: Wanted = field(default_factory=Wanted)
@@ -44,6 +45,7 @@ class Part:
     drawn: int | None = None
     draws_durations: bool = False
     is_ideal: bool = False
+    elastic: float | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ def jobs_at(source: Material, load: Load, seed: int) -> Workload:
         jobs = with_loads(jobs, source.servers.gpus, load.phases)
     elif load.offered is not None:
         jobs = scaled_to_load(jobs, source.servers.gpus, load.offered)
+    if source.part.elastic is not None:
+        jobs = with_sizes(jobs, source.part.elastic, source.servers.gpus)
     return with_iterations(with_models(jobs, seed))
 
 

@@ -196,7 +196,7 @@ class _Experiment:
             raise click.UsageError("--jobs and --draw exclude each other")
         _import_numpy()
         _check_policies(policies, flags["ideal"])
-        _check_each_flag_tells(flags)
+        _check_each_flag_tells(flags, policies)
         self._costs = _costs(flags["costs"])
         self._servers = _servers(flags)
         self._make_directories()
@@ -219,7 +219,7 @@ class _Experiment:
 
         flags = self.flags
         wanted = Wanted(flags["window"], _named(flags["where"], "--where"), flags["skip_mistakes"])
-        part = Part(wanted, flags["jobs"], flags["draw"], flags["draw_durations"], flags["ideal"])
+        part = Part(wanted, flags["jobs"], flags["draw"], flags["draw_durations"], flags["ideal"], flags["elastic"])
         with _explained(), Meter(f"reading {Path(self._trace).name}", flags["progress"], "MB", 1e-6) as meter:
             source = material(self._trace, self._servers, part, flags["seed"], meter)
         for line in notes(source, self.flags["ideal"]):
@@ -305,16 +305,21 @@ def _check_policies(names: Sequence[str], is_ideal: bool) -> None:
 
     for name in names:
         try:
-            policy_named(name)
+            policy = policy_named(name)
         except KeyError as error:
             raise click.UsageError(str(error.args[0])) from error
-        order, *parts = name.split("+")
-        if is_ideal and parts:
+        if is_ideal and ("+" in name or policy.tuning is not None):
+            order = name.partition("+")[0] if "+" in name else policy.order.name
             raise click.UsageError(f"with --ideal any free GPUs serve and nothing is tuned: write {order}, not {name}")
 
 
-def _check_each_flag_tells(flags: Mapping[str, Any]) -> None:
+def _check_each_flag_tells(flags: Mapping[str, Any], policies: Sequence[str]) -> None:
     """A flag that would change nothing beside another one was meant to change something."""
+    from ganger_master.policies import policy_named
+
+    resizes = any(policy_named(name).resizes for name in policies)
+    if flags["elastic"] is not None and not resizes:
+        raise click.UsageError("--elastic gives jobs other sizes under optimus only: name that policy too")
     if flags["ideal"] and flags["rates"] != "recorded":
         raise click.UsageError("--ideal and --rates profiles exclude each other: an ideal cluster has only GPUs")
     if flags["ideal"] and flags["costs"]:
@@ -323,7 +328,7 @@ def _check_each_flag_tells(flags: Mapping[str, Any]) -> None:
         raise click.UsageError("--ideal and --plan-every exclude each other: an ideal cluster plans at every event")
     if flags["round_s"] is not None and flags["plan_every_s"] is not None:
         raise click.UsageError("--round and --plan-every exclude each other: plans are made as often as rounds begin")
-    if flags["profile_s"] is not None and flags["rates"] != "profiles":
+    if flags["profile_s"] is not None and flags["rates"] != "profiles" and not resizes:
         raise click.UsageError("--profile says how long profiles take: give --rates profiles too")
 
 

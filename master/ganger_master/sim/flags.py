@@ -138,6 +138,12 @@ _SHARED: list[Callable[[Any], Any]] = [
         "--draw", type=click.IntRange(min=1), metavar="N", help="Only N jobs drawn at random, others for each seed."
     ),
     click.option("--draw-durations", is_flag=True, help="Give jobs without any run time one at random."),
+    click.option(
+        "--elastic",
+        type=Amount(),
+        metavar="X",
+        help="For optimus: jobs that the trace gives one size run with 1 to X times its GPUs.",
+    ),
     click.option("--skip-mistakes", is_flag=True, help="Leave rows with mistakes out instead of refusing the trace."),
     click.option("--ideal", is_flag=True, help="Any free GPUs serve any gang, and nothing costs time."),
     click.option(
@@ -159,7 +165,7 @@ _SHARED: list[Callable[[Any], Any]] = [
         "profile_s",
         type=Duration(),
         metavar="TIME",
-        help="With --rates profiles: how long it takes to profile a job for policies that tune; default: 8m.",
+        help="With --rates profiles, or optimus: how long it takes to profile a job; default: 8m.",
     ),
     click.option(
         "--plan-every",

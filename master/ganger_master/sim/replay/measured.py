@@ -14,7 +14,7 @@ import numpy as np
 
 from ganger_master.core.model import Gang, Job
 from ganger_master.models.allreduce import AllReduceModel, StepPoint, fit_allreduce
-from ganger_master.models.convergence import ConvergenceModel, fit_convergence
+from ganger_master.models.convergence import Estimate, fit_convergence, steps_to_convergence
 from ganger_master.policies.optimus_belief import NOTHING, Belief, first_sizes, steps_left
 from ganger_master.sim.replay.losses import Losses
 
@@ -46,7 +46,7 @@ class Measured:
         self._speeds: dict[int, tuple[frozenset[int], AllReduceModel | None]] = {}
         self._sizes: dict[int, set[int]] = {}
         # Fits of losses, by how many points they are of.
-        self._fits: dict[int, tuple[int, ConvergenceModel | None]] = {}
+        self._fits: dict[int, tuple[int, Estimate | None]] = {}
 
     def believed(self, jobs: Sequence[tuple[Job, Gang | None]]) -> list[Belief]:
         """Of live jobs, with the gangs they have."""
@@ -63,17 +63,20 @@ class Measured:
             return NOTHING
         done = self._work_done(at)
         epoch_s = self._losses.epoch_s(at)
-        model = self._fit_of_losses(job.number, done, epoch_s)
-        left, is_guess = steps_left(model, done, epoch_s, self._losses.threshold(at))
+        left, is_guess = steps_left(self._whole(job.number, done, epoch_s), done, epoch_s)
         return Belief(left, is_guess, self._speed(job, gang))
 
-    def _fit_of_losses(self, number: int, done: float, epoch_s: float) -> ConvergenceModel | None:
+    def _whole(self, number: int, done: float, epoch_s: float) -> Estimate | None:
+        """Steps until the losses have converged, by those reported so far."""
         epochs = int(done / epoch_s)
         if epochs < _FIRST_EPOCHS:
             return None
         known = self._fits.get(number)
         if known is None or epochs >= _REFIT * known[0]:
-            known = self._fits[number] = epochs, fit_convergence(self._losses.points(number - 1, done))
+            model = fit_convergence(self._losses.points(number - 1, done))
+            threshold = self._losses.threshold(number - 1)
+            whole = None if model is None else steps_to_convergence(model, threshold, epoch_s)
+            known = self._fits[number] = epochs, whole
         return known[1]
 
     def _speed(self, job: Job, gang: Gang | None) -> AllReduceModel | None:

@@ -6,6 +6,7 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,7 +17,6 @@ from ganger_master.core.model import Gang
 from ganger_master.core.settings import Settings
 from ganger_master.core.state import State
 from ganger_master.planner import slices
-from ganger_master.planner.optimus import nothing_believed
 from ganger_master.planner.packed import plan_packed
 from ganger_master.planner.passes import plan_by
 from ganger_master.planner.table import LiveTable
@@ -24,6 +24,7 @@ from ganger_master.planner.target import Pass
 from ganger_master.policies import Places, policy_named
 from ganger_master.policies.facts import Capacity, Flags, Floats, Integers
 from ganger_master.policies.introspect.slicing import quantum_s
+from ganger_master.policies.optimus_belief import nothing_believed
 from ganger_master.policies.order.las2d import LAS2D
 from ganger_master.policies.place.anywhere import ANYWHERE
 from ganger_master.policies.room import Room
@@ -31,8 +32,6 @@ from ganger_master.policies.tune.known import NOTHING
 from ganger_master.sim.replay.clock import Clock
 from ganger_master.sim.replay.footprints import Footprints
 from ganger_master.sim.replay.ledger import Ledger
-from ganger_master.sim.replay.losses import Losses
-from ganger_master.sim.replay.measured import Measured
 from ganger_master.sim.replay.meters import Meters
 from ganger_master.sim.replay.nodes import Nodes
 from ganger_master.sim.replay.options import FREE, Options
@@ -46,6 +45,9 @@ from ganger_master.sim.traces.profiles import with_models
 from ganger_master.sim.traces.servers import Servers
 from ganger_master.sim.traces.statistics import offered_load
 from ganger_master.sim.traces.workload import Workload
+
+if TYPE_CHECKING:
+    from ganger_master.sim.replay.measured import Measured
 
 # A trace's clock begins at zero, and a time of zero means "never" in the core.
 EPOCH_S = 1_000_000.0
@@ -396,6 +398,10 @@ class _Replay:
         """What a policy that resizes jobs measures; None for all others."""
         if not self.policy.resizes:
             return None
+        # Fits need SciPy, for which no other policy's run is to wait.
+        from ganger_master.sim.replay.losses import Losses
+        from ganger_master.sim.replay.measured import Measured
+
         scaling, work, clock, profile_s = self.scaling, self.work, self.clock, self.options.profile_s
         return Measured(
             Losses(self.jobs, self.options.seed),

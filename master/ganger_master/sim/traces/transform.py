@@ -78,6 +78,16 @@ def with_durations(jobs: Workload, duration_s: Floats) -> Workload:
     return jobs.with_columns(duration_s=np.where(np.isnan(jobs.duration_s), duration_s, jobs.duration_s))
 
 
+def with_sizes(jobs: Workload, times: float, most: int) -> Workload:
+    """Jobs that accept one number of GPUs accept any from one up to so many `times` theirs, but no more than `most`
+    unless they ask for more; the others stay."""
+    is_fixed = jobs.min_gpus == jobs.max_gpus
+    largest = np.maximum(jobs.gpus, np.minimum((jobs.gpus * times).astype(np.int64), most))
+    return jobs.with_columns(
+        min_gpus=np.where(is_fixed, 1, jobs.min_gpus), max_gpus=np.where(is_fixed, largest, jobs.max_gpus)
+    )
+
+
 def that_fit(jobs: Workload, servers: Servers) -> tuple[Workload, tuple[Finding, ...]]:
     """(jobs whose gang the idle cluster could hold, findings on those that are left out).
 
