@@ -183,6 +183,7 @@ def test_command_refuses_what_it_does_not_know(said: Said) -> None:
         code, _, err = said(*arguments)
         assert code == 2
         assert "either --all, or --only NAME" in err
+    assert said("--all", "--saved", "--anew")[0] == 2
 
 
 def test_page_that_could_not_be_written_is_refused_before_anything_is_measured(said: Said, tmp_path: Path) -> None:

@@ -62,6 +62,8 @@ def reproduce(
     """
     if not is_list and is_all == bool(only):
         raise click.UsageError("say what to run: either --all, or --only NAME")
+    if saved and anew:
+        raise click.UsageError("--saved measures nothing, --anew everything: say one of them")
     with one_thread_each():
         import numpy  # noqa: F401
     from ganger_master.sim.reproduce.claims import claims

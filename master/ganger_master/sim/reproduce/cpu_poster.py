@@ -68,12 +68,7 @@ _NODES = Nodes(np.full(_SERVERS, 4), np.full(_SERVERS, 24.0), np.full(_SERVERS, 
 
 
 def parts(setting: Setting) -> Sequence[Row]:
-    return [
-        {"durations": durations, "load": load, "seed": seed}
-        for durations in _DURATIONS
-        for load in _LOADS
-        for seed in setting.seeds(5)
-    ]
+    return [{"durations": durations, "seed": seed} for durations in _DURATIONS for seed in setting.seeds(5)]
 
 
 def measure(setting: Setting, part: Row) -> Sequence[Row]:
@@ -81,17 +76,19 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
     truth = curves(random.choice(_BENDS, len(CORES)))
     believed = predicted([_fitted(rates, random) for rates in truth.rates[:, :, 0]], _MOST)
     models = random.integers(len(CORES), size=_JOBS)
-    drawn = _drawn(setting, part, random)
-    jobs = RoundJobs(drawn.submit_s, drawn.duration_s, gangs(drawn.gpus, models, truth))
     bound = truth.at(models, np.full(_JOBS, 6.0), np.full(_JOBS, 112e9))
+    unscaled = _drawn(setting, part, random)
     tunings = (PROPORTIONAL, _by_predictor(EXACT, believed), _by_predictor(PREDICTOR, believed))
     rows: list[Row] = []
-    for name, tuning in zip(_TUNINGS, tunings, strict=True):
-        found = through_rounds(jobs, _NODES, FIFO, tuning, move_s=_MOVE_S)
-        # a duration is that with bound cores
-        utilisation = float((drawn.duration_s * bound).sum() / found.held_s.sum())
-        jct = float((found.end_s - drawn.submit_s).mean())
-        rows.append({"tuning": name, "utilisation": utilisation, "jct_s": jct})
+    for load in _LOADS:
+        drawn = scaled_to_load(unscaled, int(_NODES.gpus.sum()), load)
+        jobs = RoundJobs(drawn.submit_s, drawn.duration_s, gangs(drawn.gpus, models, truth))
+        for name, tuning in zip(_TUNINGS, tunings, strict=True):
+            found = through_rounds(jobs, _NODES, FIFO, tuning, move_s=_MOVE_S)
+            # a duration is that with bound cores
+            utilisation = float((drawn.duration_s * bound).sum() / found.held_s.sum())
+            jct = float((found.end_s - drawn.submit_s).mean())
+            rows.append({"load": load, "tuning": name, "utilisation": utilisation, "jct_s": jct})
     return rows
 
 
@@ -150,8 +147,7 @@ def _drawn(setting: Setting, part: Row, random: np.random.Generator) -> Workload
     else:
         lengths = np.exp(random.uniform(np.log(120.0), np.log(7200.0), _JOBS))
     arrivals = np.cumsum(random.exponential(1.0, _JOBS))
-    jobs = workload(map(str, range(_JOBS)), arrivals, np.ones(_JOBS, np.int64), lengths)
-    return scaled_to_load(jobs, int(_NODES.gpus.sum()), part["load"])
+    return workload(map(str, range(_JOBS)), arrivals, np.ones(_JOBS, np.int64), lengths)
 
 
 def curves(bends: Floats) -> Profiles:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 
@@ -40,22 +41,18 @@ _PAPER_FIFO_RATIO = 5.5
 
 
 def parts(setting: Setting) -> Sequence[Row]:
-    return [
-        {"durations": durations, "load": load, "seed": seed}
-        for durations in _DURATIONS
-        for load in _LOADS
-        for seed in setting.seeds(5)
-    ]
+    return [{"durations": durations, "seed": seed} for durations in _DURATIONS for seed in setting.seeds(5)]
 
 
 def measure(setting: Setting, part: Row) -> Sequence[Row]:
-    jobs = drawn(setting, part["durations"], part["load"], part["seed"])
     rows: list[Row] = []
-    for name in _ORDERS:
+    for load, name in product(_LOADS, _ORDERS):
+        jobs = drawn(setting, part["durations"], load, part["seed"])
         end_s = in_turns(jobs, _GPUS, ORDERS[name], _TURN_S).end_s
         jct = end_s - jobs.submit_s
         rows.append(
             {
+                "load": load,
                 "policy": name,
                 "avg_jct_s": float(jct.mean()),
                 "p95_jct_s": float(np.percentile(jct, 95)),
