@@ -1,4 +1,4 @@
-"""Turns for everybody: whoever has waited longest since it last ran goes first, who has run longest on end leaves first.
+"""Turns for everybody: whoever has waited longest since it last ran goes first, and who has run longest on end leaves.
 
 Time slicing as in Gandiva (Xiao et al., OSDI 2018, section 3.1), over the whole cluster: a turn lasts from one plan to
 the next. It knows nothing of jobs, so it finishes short ones late, and serves as the baseline it is in Tiresias's study
