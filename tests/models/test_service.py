@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from ganger_master.models.service import BUCKETS, EDGES_S, ServiceMemory, bucket_of, gittins, median_left
+from ganger_master.models.service import BUCKETS, EDGES_S, ServiceMemory, bucket_of, bucket_of_one, gittins, median_left
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -107,6 +107,7 @@ def test_index_is_the_best_over_all_times_to_stop(shares: list[float], bucket: i
 @given(st.floats(0.0, 1e12))
 def test_buckets_begin_where_their_edges_are(seconds: float) -> None:
     assert bucket_of(np.array([seconds])).tolist() == [naive_bucket(seconds)]
+    assert bucket_of_one(seconds) == naive_bucket(seconds)
 
 
 def hazards_of(lives: np.ndarray) -> np.ndarray:

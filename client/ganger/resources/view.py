@@ -73,7 +73,8 @@ class View:
         self._place_codes: dict[tuple[str, str], int] = {("", ""): 0}
         self._set_codes: dict[str, int] = {}
         self._columns: Columns | None = None
-        self._dirty: set[int] = set()
+        # How many changes there were when the columns were last brought up to date.
+        self._columns_at = 0
         # Slots in the order in which they changed, and how many came before the first that is kept.
         self._journal: list[int] = []
         self._forgotten = 0
@@ -311,13 +312,16 @@ class View:
         columns = self._columns
         if columns is None or len(columns.free) < size:
             columns = self._columns = _empty_columns(max(16, size * 5 // 4))
-            self._dirty = set(range(size))
-        if len(self._dirty) * 4 > size:
+            changed = None
+        else:
+            changed = self.changed_since(self._columns_at)
+        slots = range(size) if changed is None else set(changed)
+        if len(slots) * 4 > size:
             self._fill_columns(columns, slice(0, size), range(size))
         else:
-            for slot in self._dirty:
+            for slot in slots:
                 self._fill_columns(columns, slice(slot, slot + 1), (slot,))
-        self._dirty.clear()
+        self._columns_at = self.changes
         return columns
 
     def set_code(self, name: str) -> int:
@@ -374,11 +378,11 @@ class View:
             self.parked.pop(slot, None)
 
     def _note(self, slot: int) -> None:
-        self._dirty.add(slot)
-        self._journal.append(slot)
-        if len(self._journal) > _MOST_NOTED + 4 * len(self.nodes):
-            self._forgotten += len(self._journal)
-            self._journal.clear()
+        journal = self._journal
+        journal.append(slot)
+        if len(journal) > _MOST_NOTED + 4 * len(self.nodes):
+            self._forgotten += len(journal)
+            journal.clear()
 
     def _touch(self, slot: int) -> None:
         self.version += 1

@@ -101,8 +101,7 @@ class ServiceMemory:
 
     def end(self, slot: int, ran_s: float) -> None:
         """The job in that slot ended by itself after running so long."""
-        bucket = int(bucket_of(np.array([ran_s]))[0])
-        self._goes_on(slot, bucket)
+        self._goes_on(slot, bucket_of_one(ran_s))
         # Running times never fall, but what was told of them may have been ahead by what the last stop took.
         bucket = int(self._bucket[slot])
         kind, place = self._kind_of[slot], self._place[slot]
@@ -184,12 +183,15 @@ class ServiceMemory:
 
 def _neighbours(kind: _Kind, place: int) -> tuple[Sequence[int], Floats]:
     """Slots of those that live next to this place, and how much they make of each other."""
-    near = [
-        (slot, distance)
-        for distance in range(1, _REACH + 1)
-        for other in (place - distance, place + distance)
-        if (slot := kind.slots.get(other)) is not None
-    ]
+    if len(kind.slots) <= 2 * _REACH:
+        near = [(slot, distance) for at, slot in kind.slots.items() if 0 < (distance := abs(at - place)) <= _REACH]
+    else:
+        near = [
+            (slot, distance)
+            for distance in range(1, _REACH + 1)
+            for other in (place - distance, place + distance)
+            if (slot := kind.slots.get(other)) is not None
+        ]
     weights: Floats = _WEIGHTS[[distance - 1 for _, distance in near]]
     return [slot for slot, _ in near], weights
 
@@ -200,6 +202,13 @@ def bucket_of(ran_s: Floats) -> Integers:
         place = np.floor((np.log2(ran_s) - _FIRST_LOG2) * _PER_DOUBLING)
     buckets: Integers = np.clip(place, 0, BUCKETS - 1).astype(np.int64)
     return buckets
+
+
+def bucket_of_one(ran_s: float) -> int:
+    """As `bucket_of`, in a tenth of the time."""
+    if ran_s < EDGES_S[0]:
+        return 0
+    return min(int((np.log2(ran_s) - _FIRST_LOG2) * _PER_DOUBLING), BUCKETS - 1)
 
 
 def gittins(hazards: Floats, buckets: Integers) -> Floats:

@@ -35,6 +35,8 @@ class LiveTable:
         self._integers = np.zeros((4, _FIRST_ROOM), np.int64)
         self._numbers = np.zeros((10, _FIRST_ROOM))
         self._flags = np.zeros((4, _FIRST_ROOM), bool)
+        # Rows of those who could be started.
+        self._waiting: dict[int, None] = {}
         self._unknown = _unknown(_FIRST_ROOM)
         # What jobs like the live ones took, by row, and the GPU-seconds of those that ended last.
         self.memory = ServiceMemory() if learns else None
@@ -87,7 +89,12 @@ class LiveTable:
         holds = gang is not None and gang.intent is Intent.RUN and job.ending is None
         self._flags[1, row] = holds and job.state is JobState.HOLDING
         rests = gang is None or (gang.intent is Intent.PARK and gang.phase is GangPhase.PARKED)
-        self._flags[2, row] = job.state is JobState.PENDING and rests and job.ending is None and not job.next_epoch
+        waits = job.state is JobState.PENDING and rests and job.ending is None and not job.next_epoch
+        self._flags[2, row] = waits
+        if waits:
+            self._waiting[row] = None
+        else:
+            self._waiting.pop(row, None)
         self._flags[3, row] = gang is not None and _gives_back(gang)
         # Who rests for its user wants nothing.
         self._live[row] = job.state is not JobState.SUSPENDED or self._flags[3, row]
@@ -180,14 +187,13 @@ class LiveTable:
     @property
     def has_waiting(self) -> bool:
         """Whether anybody could be started."""
-        return bool(self._flags[2].any())
+        return bool(self._waiting)
 
     def waiting_jobs(self, most: int) -> list[Job]:
         """Who could be started, by priority and number; nobody if there are more than that."""
-        rows = np.flatnonzero(self._flags[2]).tolist()
-        if len(rows) > most:
+        if len(self._waiting) > most:
             return []
-        found = [job for row in rows if (job := self.jobs[row]) is not None]
+        found = [job for row in self._waiting if (job := self.jobs[row]) is not None]
         return sorted(found, key=lambda job: (-job.spec.priority, job.number))
 
     def is_going(self, rows: Integers) -> Flags:
@@ -212,6 +218,7 @@ class LiveTable:
         del self._row_of[number]
         self._live[row] = False
         self._flags[:, row] = False
+        self._waiting.pop(row, None)
         self.jobs[row] = self.gangs[row] = None
         self._vacant.append(row)
 

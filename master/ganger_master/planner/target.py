@@ -54,6 +54,9 @@ class Pass:
         return len(self.line) > sum(change.kind == "START" for change in self.changes)
 
 
+NOTHING_TO_DO = Pass()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
     """Who should run, by counts. `line`: positions of all who may, first job first; `told`: numbers of all who wait, in
@@ -124,7 +127,7 @@ def plan(
     room as it is. `remaining_s` gives an oracle's seconds by number, for orders that ask for one. `kept_out`: what was
     found not to be possible for some, whatever else is free. `terms`: others than what was asked and is held."""
     if not table.has_waiting:
-        return Pass()
+        return NOTHING_TO_DO
     few = table.waiting_jobs(_FEW) if kept_out is NOBODY else []
     if few:
         # Where there is room for all who wait, it makes no difference who goes first.
