@@ -29,7 +29,7 @@ from ganger_master.policies.facts import Capacity, Facts, Flags, Floats, Integer
 from ganger_master.policies.fragmentation import Demand
 from ganger_master.policies.optimus import allocated, allreduce_speeds, growing
 from ganger_master.policies.optimus_belief import NOTHING, Belief, Believed
-from ganger_master.policies.order import Order
+from ganger_master.policies.order import Order, ranked
 from ganger_master.policies.place import Placement
 from ganger_master.policies.place.placement import Claims
 from ganger_master.policies.room import Room
@@ -50,7 +50,8 @@ def plan_optimus(
     """As `planner.target.plan`. `order`: by arrival, and what else `carried_out` asks it; `resize_s`: what a change of
     size takes."""
     rows, facts = table.facts(now)
-    wanting = _Wanting.of(table, rows, facts, believed, may_stop, kept_out)
+    line = ranked(order, facts, now, capacity)
+    wanting = _Wanting.of(table, rows, facts, line, believed, may_stop, kept_out)
     if not wanting.is_anybody:
         return Pass(next_change_s=now if wanting.may_change_later else math.inf)
     gpus = wanting.sizes(capacity, resize_s)
@@ -64,7 +65,7 @@ def plan_optimus(
             shapes[job.number] = job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, size)
     keeps = running.copy()
     keeps[resized] = False
-    line = wanting.line[(wanting.waiting | keeps)[wanting.line]]
+    line = line[(wanting.waiting | keeps)[line]]
     choice = Choice(
         rows,
         replace(facts, is_running=keeps),
@@ -115,7 +116,14 @@ class _Wanting:
 
     @classmethod
     def of(
-        cls, table: LiveTable, rows: Integers, facts: Facts, believed: Believed, may_stop: bool, kept_out: KeptOut
+        cls,
+        table: LiveTable,
+        rows: Integers,
+        facts: Facts,
+        line: Integers,
+        believed: Believed,
+        may_stop: bool,
+        kept_out: KeptOut,
     ) -> _Wanting:
         jobs = [job for row in rows.tolist() if (job := table.jobs[row]) is not None]
         going = table.is_going(rows) & ~facts.is_running
@@ -131,7 +139,8 @@ class _Wanting:
             each[at] = task = spec.roles[0].shape.gpus
             least[at], most[at] = spec.gpus_min // task, spec.gpus_max // task
         wants = facts.is_running | waiting | going
-        ranks = np.lexsort((facts.number, facts.arrival_s, -facts.priority, ~stays))
+        # Who may not be stopped has what it has, whoever was first.
+        ranks = line[np.argsort(~stays[line], kind="stable")]
         beliefs = [NOTHING] * len(jobs)
         asked = np.flatnonzero(may_change & wants).tolist()
         pairs = [(jobs[at], table.gangs[int(rows[at])]) for at in asked]
