@@ -9,8 +9,8 @@ order is the plain one: rho descending. Synergy's simulator sorts it ascending, 
 What is left is what may be expected; where nothing is known, as much as was attained: for lives with
 P(S > s) ~ 1/s that is the median of what remains, at any age. A minute at least, so that a young job has a rho at all.
 What the jobs submitted next to it let expect (`models.service`) is not used here: it lowers the average JCT (shockwave
-120 jobs: 9,730 to 8,983 s; gavel's 96: 10,983 to 10,663 s, on 32 GPUs), but who is expected to run for long and does not
-is set back more, and the largest rho is what this order is for (1.23 to 1.51, 1.12 to 1.28).
+120 jobs: 9,730 to 8,983 s; gavel's 96: 10,983 to 10,663 s, on 32 GPUs), but who is expected to run for long and does
+not is set back more, and the largest rho is what this order is for (1.23 to 1.51, 1.12 to 1.28).
 """
 
 from __future__ import annotations
