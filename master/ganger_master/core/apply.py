@@ -76,7 +76,8 @@ def _cores_changed(state: State, event: events.CoresChanged) -> None:
     state.put_gang(orders.retune(gang, event.claims, event.repin))
     state.put_job(replace(job, revision=job.revision + 1))
     cores = sum(sum(claim.millicores) for claim in event.claims)
-    state.history(event.time, job.name, "cores_changed", event.cause, millicores=cores, repin=int(event.repin))
+    repin = int(event.repin)
+    state.history(event.time, job.name, "cores_changed", event.cause, event.reason, millicores=cores, repin=repin)
 
 
 def _session_opened(state: State, event: events.SessionOpened) -> None:

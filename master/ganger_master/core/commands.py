@@ -101,6 +101,8 @@ class Change(Struct, frozen=True, gc=False):
     claims: tuple[Claim, ...] = ()
     level: SuspendLevel = SuspendLevel.NONE
     together: int = 0
+    # What it is expected to gain, with the figures that say so.
+    reason: str = ""
 
 
 class Line(Struct, frozen=True, gc=False):

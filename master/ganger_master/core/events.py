@@ -91,6 +91,7 @@ class CoresChanged(Struct, frozen=True, gc=False):
     number: int
     claims: tuple[Claim, ...]
     repin: bool
+    reason: str = ""
 
 
 class SessionOpened(Struct, frozen=True, gc=False):

@@ -255,7 +255,7 @@ def _judge_cores(
     refusals = judge_change(state, job, change.claims, holding=gang.claims, retune=True, arena=per_device(gang))
     if refusals:
         return refusals[0]
-    return (events.CoresChanged(now, proposer, job.number, change.claims, False),)
+    return (events.CoresChanged(now, proposer, job.number, change.claims, False, change.reason),)
 
 
 def _judge_suspend(

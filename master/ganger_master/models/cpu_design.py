@@ -95,7 +95,9 @@ def _moved(points: Sequence[CpuPoint], most_cores: int) -> float:
     before, after = fit_cpu(points[:-1]), fit_cpu(points)
     if before is None or after is None:
         return math.inf
-    return float(np.max(np.abs(after.rates(cores) / before.rates(cores) - 1.0)))
+    was, now = before.rates(cores), after.rates(cores)
+    ratio = np.divide(now, was, out=np.full(len(cores), np.inf), where=was > 0.0)
+    return float(np.max(np.abs(ratio - 1.0)))
 
 
 def _row(cores: float, model: CpuModel | None) -> Floats:

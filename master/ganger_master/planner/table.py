@@ -50,6 +50,12 @@ class LiveTable:
         """KeyError for a job that is not live."""
         return self._row_of[number]
 
+    def get(self, number: int) -> tuple[Job, Gang | None] | None:
+        """A live job as it was put last, and its gang."""
+        row = self._row_of.get(number)
+        job = None if row is None else self.jobs[row]
+        return None if row is None or job is None else (job, self.gangs[row])
+
     def put(self, job: Job, gang: Gang | None, deadline_s: float = np.inf, weight: float = 1.0) -> None:
         """A job as it is now, with the gang of its present epoch if there is one."""
         number = job.number

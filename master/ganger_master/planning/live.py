@@ -33,6 +33,7 @@ class Live:
         self._room = Room(self._mirror.view)
         self._parts: list[scheduling_pb2.ClusterDelta] = []
         self._revisions: dict[int, int] = {}
+        self._signatures: dict[int, int] = {}
         self._changed = asyncio.Event()
 
     @property
@@ -61,6 +62,7 @@ class Live:
         if first.view.from_version == 0:
             self.table = LiveTable()
             self._revisions.clear()
+            self._signatures.clear()
         self._mirror.apply(first.view)
         changed = [self._put(job) for part in parts for job in part.jobs]
         changed.extend(self._forget(names.parse_job_name(name)) for name in first.forgotten)
@@ -69,6 +71,10 @@ class Live:
         self.told = True
         self._changed.set()
         return tuple(changed)
+
+    def signature(self, number: int) -> int:
+        """Of a live job; zero of others."""
+        return self._signatures.get(number, 0)
 
     async def reach(self, revisions: Mapping[int, int]) -> None:
         """Until these jobs are told of at least at these revisions, or as having ended."""
@@ -83,12 +89,15 @@ class Live:
                 # It ended before we came: others like it may take as long.
                 self.table.put(replace(job, state=JobState.PENDING), None)
             self._revisions.pop(job.number, None)
+            self._signatures.pop(job.number, None)
         else:
             self._revisions[job.number] = job.revision
+            self._signatures[job.number] = message.signature
         self.table.put(job, gang)
         return job.number
 
     def _forget(self, number: int) -> int:
+        self._signatures.pop(number, None)
         if self._revisions.pop(number, None) is not None:
             self.table.forget(number)
         return number

@@ -17,12 +17,14 @@ import grpc.aio
 from ganger.resources.reasons import Refusal
 from ganger.scheduling.running import first_end
 from ganger.v1 import scheduling_pb2, scheduling_pb2_grpc
-from ganger.wire import convert, names
+from ganger.wire import convert, names, times
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger.wire.errors import ApiError, from_rpc_error
 
 from ganger_master.core.commands import Change
+from ganger_master.planner import trials
+from ganger_master.planner.measured import Measured
 from ganger_master.planner.pace import Pace
 from ganger_master.planner.passes import plan_by
 from ganger_master.planner.refused import Refused
@@ -41,6 +43,9 @@ _CHANGES_AT_ONCE: Final = 200
 _LINE_MOST: Final = 10_000
 _SHORT_LINE: Final = 100
 _LINE_SECONDS: Final = 1.0
+_TRIAL_PACE: Final = trials.Pace()
+# Between two looks at what running jobs report.
+_PROGRESS_SECONDS: Final = 1.0
 # What was approved is told in the next breath; if not, something was missed, and all is asked for anew.
 _REACH_SECONDS: Final = 10.0
 
@@ -59,12 +64,16 @@ class Planner:
         *,
         policy: str = "",
         plan_every_s: float | None = None,
+        trial_pace: trials.Pace = _TRIAL_PACE,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._find = find
         self._policy_name = policy
         self._plan_every_s = plan_every_s
         self._clock = clock
+        self._trial_pace = trial_pace
+        # Kept when the connection is not: it takes time to measure.
+        self._measured = Measured(trial_pace)
         self._start_over()
 
     def _start_over(self) -> None:
@@ -94,13 +103,39 @@ class Planner:
         self._start_over()
         async with open_aio_channel(self._find()) as channel:
             scheduling: Any = scheduling_pb2_grpc.SchedulingServiceStub(channel)
-            await first_end([self._watch(scheduling), self._plan_for_ever(scheduling)])
+            await first_end(
+                [self._watch(scheduling), self._plan_for_ever(scheduling), self._measure_for_ever(scheduling)]
+            )
 
     async def _watch(self, scheduling: Any) -> None:
+        live, measured, is_first = self._live, self._measured, True
         async for delta in scheduling.WatchCluster(scheduling_pb2.WatchClusterRequest()):
-            for number in self._live.apply(delta):
+            for number in live.apply(delta):
                 self._refused.forget(number)
+                found = live.table.get(number)
+                if found is None:
+                    measured.forget(number)
+                else:
+                    measured.put(*found, live.signature(number), live.now)
             if not delta.continues:
+                if is_first:
+                    measured.keep(lambda number: live.table.get(number) is not None)
+                    is_first = False
+                self._news.set()
+
+    async def _measure_for_ever(self, scheduling: Any) -> None:
+        await self._news.wait()
+        tuning = self._policy().tuning
+        if tuning is None or not tuning.by_profiles:
+            await asyncio.Future()
+        interval = times.duration(min(_PROGRESS_SECONDS, self._trial_pace.window_s))
+        live, measured = self._live, self._measured
+        async for batch in scheduling.WatchProgress(scheduling_pb2.WatchProgressRequest(interval=interval)):
+            now = live.now
+            for name, progress in batch.progress.items():
+                measured.hear(names.parse_job_name(name), progress.step, times.unix_seconds(progress.time), now)
+            ran = {job.number: job.run_seconds + max(0.0, now - job.running_since) for job, _ in live.table.running}
+            if measured.look(live.room.view, ran, now):
                 self._news.set()
 
     async def _plan_for_ever(self, scheduling: Any) -> None:
@@ -137,6 +172,8 @@ class Planner:
             live.room,
             may_stop,
             kept_out=self._refused.at(now),
+            known=self._measured.known,
+            trials=self._measured.trials,
         )
         took_s = time.perf_counter() - began
         # Where nobody may pass, nobody else would be served without them.
@@ -174,7 +211,8 @@ class Planner:
         starts = range(0, len(changes), _CHANGES_AT_ONCE)
         parts = [changes[start : start + _CHANGES_AT_ONCE] for start in starts] or ([()] if tells else [])
         for number, part in enumerate(parts, 1):
-            message = scheduling_pb2.Plan(changes=map(_change_to_wire, part), reason=f"policy {policy.name}")
+            changes_to_wire = [_change_to_wire(change, self._measured.figures(change.number)) for change in part]
+            message = scheduling_pb2.Plan(changes=changes_to_wire, reason=f"policy {policy.name}")
             if tells and number == len(parts):
                 message.line.policy = policy.name
                 message.line.jobs.extend(map(names.job_name, line))
@@ -207,13 +245,15 @@ class Planner:
 _LONGEST_SLEEP_SECONDS: Final = 60.0
 
 
-def _change_to_wire(change: Change) -> scheduling_pb2.Change:
+def _change_to_wire(change: Change, figures: str) -> scheduling_pb2.Change:
+    """`figures`: what is known of what cores do to its job."""
     message = scheduling_pb2.Change(job=names.job_name(change.number), revision=change.revision)
     match change.kind:
         case "START":
             message.start.claims.extend(convert.claims_to_wire(change.claims))
         case "CORES":
             message.cores.claims.extend(convert.claims_to_wire(change.claims))
+            message.reason = figures
         case _:
             assert change.kind == "SUSPEND", f"passes propose starts, stops and cores, not {change.kind}"
             message.suspend.level = level_to_wire(change.level)

@@ -5,9 +5,12 @@ What does not matter to who goes first, or to where a gang goes, is left out: co
 
 from __future__ import annotations
 
+import hashlib
+import re
+from functools import lru_cache
 from typing import Final
 
-from ganger.resources.values import Level
+from ganger.resources.values import Level, Role
 from ganger.v1 import job_pb2, scheduling_pb2
 from ganger.wire import convert, names, times
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -19,6 +22,10 @@ from ganger_master.rpc import job_messages
 _STATES: Final = job_messages.STATES_FROM_WIRE
 _PHASES_TO_WIRE: Final = {phase: job_pb2.Gang.Phase.Value(f"PHASE_{phase.name}") for phase in GangPhase}
 _PHASES: Final = {number: phase for phase, number in _PHASES_TO_WIRE.items()}
+
+
+# A number by itself, or behind an equals sign.
+_NUMBER: Final = re.compile(r"(^|=)[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$", re.IGNORECASE)
 
 
 def live_job_to_wire(job: Job, gang: Gang | None, into: scheduling_pb2.LiveJob) -> None:
@@ -39,6 +46,7 @@ def live_job_to_wire(job: Job, gang: Gang | None, into: scheduling_pb2.LiveJob) 
         into.run.CopyFrom(times.duration(job.run_seconds))
     if job.running_since:
         _put_time(into.run_time, job.running_since)
+    into.signature = signature_of(job.user, job.spec.command, job.spec.roles)
     into.ends = job.ending is not None
     into.moves = job.next_epoch != 0
     into.peak_device_bytes = job.peak_device_bytes
@@ -77,6 +85,15 @@ def live_job_from_wire(message: scheduling_pb2.LiveJob) -> tuple[Job, Gang | Non
     if message.HasField("capabilities"):
         job = replace(job, capabilities=job_messages.capabilities_from_wire(message.capabilities))
     return job, gang
+
+
+@lru_cache(4096)
+def signature_of(user: str, command: tuple[str, ...], roles: tuple[Role, ...]) -> int:
+    """The same for a series: one program with other numbers (`--lr 0.1`), on as many devices."""
+    words = [_NUMBER.sub(r"\1#", word) for word in command]
+    shape = [(role.name, role.tasks, role.shape.gpus) for role in roles]
+    digest = hashlib.blake2b(repr((user, words, shape)).encode("utf-8", "replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def _gang_to_wire(gang: Gang, into: scheduling_pb2.LiveGang) -> None:

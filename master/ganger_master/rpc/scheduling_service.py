@@ -328,4 +328,5 @@ def _change(message: scheduling_pb2.Change) -> commands.Change:
         claims=claims,
         level=level,
         together=message.together,
+        reason=message.reason[:REASON_MOST],
     )

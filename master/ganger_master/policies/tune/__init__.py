@@ -219,9 +219,11 @@ def proportionally(nodes: Nodes, placed: Pieces) -> Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """`guarantees`: no gang runs slower than with its proportional share."""
+    """`guarantees`: no gang runs slower than with its proportional share. `by_profiles`: it asks what cores and memory
+    do to each gang."""
 
     name: str
     tune: Callable[[Gangs, Nodes, Pieces], Pieces]
     place: Callable[[Gangs, Nodes], Pieces] | None = None
     guarantees: bool = False
+    by_profiles: bool = True

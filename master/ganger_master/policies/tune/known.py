@@ -14,10 +14,12 @@ from ganger_master.policies.tune import ROUNDING, Gangs, Nodes, Profiles, gangs
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
     """`position`: of jobs by number, where in `profiles` each is; -1: nobody has measured it. Numbers of jobs never
-    change what they mean, but a job that was not known may be later."""
+    change what they mean, but a job that was not known may be later. Without `knows_memory` the profiles are of cores
+    alone, whatever their memory: each job makes the most of its share of that, and no more."""
 
     profiles: Profiles
     position: Callable[[Integers], Integers]
+    knows_memory: bool = True
 
 
 def _nobody(numbers: Integers) -> Integers:
@@ -31,7 +33,7 @@ def known_gangs(known: Known, numbers: Integers, gpus: Integers, is_local: Flags
     """Gangs by number of their jobs. One that nobody has measured makes the most of its proportional share, and no more
     of anything else: so that is what it is given."""
     position = known.position(numbers)
-    profiles = known.profiles
+    profiles = known.profiles if known.knows_memory else _up_to_share(known.profiles, nodes)
     if (position < 0).any():
         profiles = _with_shares(profiles, nodes)
         position = np.where(position < 0, len(profiles.rates) - 1, position)
@@ -42,10 +44,19 @@ def _with_shares(profiles: Profiles, nodes: Nodes) -> Profiles:
     """With one profile more, the last: it rises up to the largest share that there is."""
     has_gpus = nodes.gpus > 0
     share_cores = max(float(nodes.share_cores[has_gpus].max(initial=0.0)), ROUNDING)
-    share_memory = max(float(nodes.share_memory[has_gpus].max(initial=0.0)), 1.0)
+    share_memory = _share_of_memory(nodes)
     cores = np.unique(np.append(profiles.cores, share_cores))
     memory = np.unique(np.append(profiles.memory_bytes, share_memory))
     rates = profiles.at(np.arange(len(profiles.rates))[:, None, None], cores[None, :, None], memory[None, None, :])
     of_cores = np.minimum(cores / share_cores, 1.0)
     unknown = of_cores[:, None] * np.minimum(memory / share_memory, 1.0)[None, :]
     return Profiles(cores, memory, np.concatenate([rates, unknown[None]]))
+
+
+def _up_to_share(profiles: Profiles, nodes: Nodes) -> Profiles:
+    """The same with all memory up to the largest share that there is."""
+    return Profiles(profiles.cores, np.array([_share_of_memory(nodes)]), profiles.rates[:, :, -1:])
+
+
+def _share_of_memory(nodes: Nodes) -> float:
+    return max(float(nodes.share_memory[nodes.gpus > 0].max(initial=0.0)), 1.0)

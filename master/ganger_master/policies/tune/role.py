@@ -22,4 +22,4 @@ def tune(gangs: Gangs, nodes: Nodes, placed: Pieces) -> Pieces:
     return placed.given(wanted * part[placed.node], proportionally(nodes, placed).memory_bytes)
 
 
-ROLE = Tuning("role", tune)
+ROLE = Tuning("role", tune, by_profiles=False)

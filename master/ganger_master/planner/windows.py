@@ -1,0 +1,47 @@
+"""The rate of a job as it runs now, window by window, from the steps that it reports.
+
+A window is so long and of so many steps that one says little about the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from statistics import median
+
+from ganger_master.policies.introspect.trial import FIRST_WINDOWS, MOST_WINDOWS
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Steps that were done at a time, in seconds of any clock."""
+
+    time_s: float
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """`open`: where the window began that is not full yet; `rates`: of the last full ones, in steps per second."""
+
+    open: Look | None = None
+    rates: tuple[float, ...] = ()
+
+    def after(self, look: Look, least_s: float, least_steps: int) -> Windows:
+        """With one look more. Who went back (it was started again) begins its window anew."""
+        began = self.open
+        if began is None or look.step < began.step:
+            return replace(self, open=look)
+        seconds, steps = look.time_s - began.time_s, look.step - began.step
+        if seconds < least_s or seconds <= 0.0 or steps < least_steps:
+            return self
+        return Windows(look, (*self.rates, steps / seconds)[-MOST_WINDOWS:])
+
+    @property
+    def is_enough(self) -> bool:
+        """For a first judgement."""
+        return len(self.rates) >= FIRST_WINDOWS
+
+    @property
+    def rate(self) -> float:
+        """The usual one: an evaluation or a checkpoint in some window does not count. NaN without any."""
+        return median(self.rates) if self.rates else float("nan")

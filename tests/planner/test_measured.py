@@ -1,0 +1,231 @@
+"""Jobs whose rates depend on their cores, planned second by second: who uses cores gets them, who does not gives them
+back, and a change that gained nothing is undone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from core.drive import job_of
+from ganger_master.core.answers import PlanAnswer
+from ganger_master.core.commands import ProposePlan
+from ganger_master.core.model import Capabilities, JobSpec
+from ganger_master.planner.measured import Measured
+from ganger_master.planner.passes import plan_by
+from ganger_master.planner.table import LiveTable
+from ganger_master.planner.totals import capacity_of
+from ganger_master.planner.trials import Pace
+from ganger_master.policies import live_policy_named
+from ganger_master.policies.room import Room
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+from planner.test_passes import Planned
+
+# Steps per second by cores for each GPU.
+Curve = Callable[[float], float]
+PACE = Pace(warm_s=3.0, settle_s=2.0, window_s=1.0, window_steps=2, most_s=120.0, share=0.5)
+
+
+def needs(cores: float) -> Curve:
+    """Up to so many cores each makes it as much faster."""
+    return lambda given: 20.0 * min(given, cores)
+
+
+class Watched(Planned):
+    """A cluster of 4 GPUs and 16 cores on one node whose jobs report how far they are, every second."""
+
+    def __init__(self, policy: str = "las+predictor", noise: float = 0.02) -> None:
+        super().__init__(policy=policy)
+        self.policy = live_policy_named(policy)
+        self.measured = Measured(PACE)
+        self.curves: dict[int, Curve] = {}
+        self.signatures: dict[int, int] = {}
+        self.steps: dict[int, float] = {}
+        self.noise, self.random = noise, np.random.default_rng(7)
+        self.changes: list[tuple[int, int]] = []
+        self.reasons: list[str] = []
+
+    def add(self, curve: Curve, spec: JobSpec | None = None, signature: int | None = None) -> int:
+        number = self.submit(spec or job_of(1))
+        self.curves[number], self.signatures[number] = curve, number if signature is None else signature
+        self.steps[number] = 0.0
+        self.plan()
+        self.runs(number)
+        self.plan()
+        return number
+
+    def cores(self, number: int) -> float:
+        """For each GPU."""
+        claims = self.state.gangs[self.job(number).epoch].claims
+        return min(sum(claim.millicores) / claim.device_mask.bit_count() for claim in claims) / 1000
+
+    def plan(self) -> None:
+        table = LiveTable()
+        for job in self.state.jobs.values():
+            gang = self.state.gangs.get(job.epoch)
+            table.put(job, gang)
+            self.measured.put(job, gang, self.signatures.get(job.number, 0), self.now)
+        view = self.state.view.copy()
+        found = plan_by(
+            self.policy,
+            self.policy.aging_order,
+            table,
+            self.now,
+            capacity_of(view, table),
+            Room(view),
+            known=self.measured.known,
+            trials=self.measured.trials,
+        )
+        if found.changes:
+            tuned = [change for change in found.changes if change.kind == "CORES"]
+            self.changes += [(change.number, sum(change.claims[0].millicores)) for change in tuned]
+            self.reasons += [self.measured.figures(change.number) for change in tuned]
+            answer = self.step(ProposePlan(found.changes))
+            assert isinstance(answer, PlanAnswer)
+            assert all(verdict.approved for verdict in answer.verdicts), answer
+            for change in found.changes:
+                job = self.job(change.number)
+                gang = self.state.gangs.get(job.epoch)
+                self.measured.put(job, gang, self.signatures.get(job.number, 0), self.now)
+
+    def spend(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.now += 1.0
+            for number, curve in self.curves.items():
+                rate = curve(self.cores(number)) * (1.0 + self.noise * self.random.standard_normal())
+                self.steps[number] += max(rate, 0.0)
+                self.measured.hear(number, int(self.steps[number]), self.now, self.now)
+            ran = {number: self.now - self.job(number).running_since for number in self.curves}
+            if self.measured.look(self.state.view, ran, self.now):
+                self.plan()
+
+
+def test_cores_go_from_who_cannot_use_them_to_who_can() -> None:
+    drive = Watched()
+    idle, hungry, modest, fair = (drive.add(needs(cores)) for cores in (1, 7, 2, 4))
+    assert [drive.cores(number) for number in (idle, hungry, modest, fair)] == [4, 4, 4, 4]
+    drive.spend(900)
+    # The slower half of the hungry one's wish is all that the others leave.
+    assert [drive.cores(number) for number in (idle, modest, fair)] == [1, 2, 4]
+    assert drive.cores(hungry) >= 7
+    assert any("a trial of 1 cores for each GPU; steps/s by cores for each GPU: " in reason for reason in drive.reasons)
+    # Once enough is known nothing is tried any more.
+    known = len(drive.changes)
+    drive.spend(300)
+    assert drive.changes[known:] == []
+
+
+def test_more_cores_that_gain_nothing_are_taken_back() -> None:
+    drive = Watched()
+    number = drive.add(needs(4))
+    assert drive.cores(number) == 4
+    drive.spend(400)
+    tried = [millicores for changed, millicores in drive.changes if changed == number]
+    assert max(tried) == 16_000, "all that is free was tried"
+    assert drive.cores(number) == pytest.approx(4, abs=1)
+    rate = drive.curves[number](drive.cores(number))
+    assert rate >= 0.95 * needs(4)(16)
+
+
+def test_the_next_job_of_a_series_starts_with_what_is_known_of_the_last_one() -> None:
+    drive = Watched()
+    drive.add(needs(1), signature=7)
+    drive.spend(300)
+    second = drive.add(lambda cores: 3.0 * needs(1)(cores), signature=7)
+    assert drive.cores(second) == 1
+    stranger = drive.add(needs(1), signature=8)
+    assert drive.cores(stranger) == 4
+    drive.spend(200)
+    # One look at whether that holds for it too, and back.
+    changes = [millicores for number, millicores in drive.changes if number == second]
+    assert len(changes) == 2
+    assert (changes[0] > 1_000, changes[1]) == (True, 1_000)
+
+
+def test_a_job_that_is_not_like_the_last_one_of_its_series_is_measured_by_itself() -> None:
+    drive = Watched()
+    drive.add(needs(1), signature=7)
+    drive.spend(300)
+    other = drive.add(needs(6), signature=7)
+    assert drive.cores(other) == 1
+    drive.spend(500)
+    assert drive.cores(other) >= 6
+
+
+@pytest.mark.parametrize("why", ["not preemptible", "opaque"])
+def test_nothing_is_tried_with_jobs_that_do_not_want_it_or_cannot_follow(why: str) -> None:
+    drive = Watched()
+    spec = job_of(1)
+    if why == "not preemptible":
+        number = drive.add(needs(1), structs.replace(spec, preemptible=False))
+    else:
+        number = drive.add(needs(1), spec)
+        opaque = structs.replace(drive.job(number), capabilities=Capabilities(pause=True, known=True))
+        drive.state.put_job(opaque)
+        drive.plan()
+    drive.spend(200)
+    assert drive.changes == []
+
+
+def test_who_changes_while_it_runs_is_measured_anew() -> None:
+    drive = Watched()
+    number = drive.add(needs(1))
+    drive.spend(300)
+    assert drive.cores(number) == 1
+    # Another phase: what it does now takes longer, and more cores.
+    drive.curves[number] = lambda cores: 4.0 * min(cores, 3.0)
+    drive.spend(900)
+    assert drive.cores(number) == pytest.approx(3, abs=1)
+
+
+def test_trials_take_no_more_of_a_jobs_time_than_they_may() -> None:
+    drive = Watched()
+    drive.measured = Measured(replace(PACE, share=0.1))
+    number = drive.add(lambda cores: 10.0 * math.log2(1.0 + cores))
+    slow = 0
+    for _ in range(600):
+        drive.spend(1)
+        slow += number in drive.measured.trials
+    # The last one may have begun just before it was due.
+    assert 0 < slow <= 0.1 * 600 + PACE.most_s
+
+
+def test_without_cores_to_spare_everybody_keeps_a_share_until_something_is_known() -> None:
+    for tuning in ("predictor", "synergy-greedy", "synergy-tune", "synergy-opt", "shared"):
+        drive = Watched(f"las+{tuning}")
+        numbers = [drive.add(needs(4)) for _ in range(4)]
+        assert [drive.cores(number) for number in numbers] == [4] * 4, tuning
+
+
+@pytest.mark.parametrize("tuning", ["synergy-tune", "synergy-greedy", "exact"])
+def test_synergy_goes_by_measured_profiles_too(tuning: str) -> None:
+    drive = Watched(f"las+{tuning}")
+    idle, hungry = drive.add(needs(1)), drive.add(needs(7))
+    drive.spend(600)
+    assert drive.curves[idle](drive.cores(idle)) >= 0.95 * 20
+    assert drive.cores(hungry) >= 6.5
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 2), st.floats(0.5, 12.0), st.sampled_from([1, 1, 2])), min_size=1, max_size=4),
+    st.sampled_from(["predictor", "synergy-tune", "synergy-greedy"]),
+    st.floats(0.0, 0.1),
+)
+def test_whatever_jobs_do_all_changes_fit_and_once_it_is_forgotten_everybody_has_its_share_again(
+    jobs: list[tuple[int, float, int]], tuning: str, noise: float
+) -> None:
+    drive = Watched(f"las+{tuning}", noise)
+    started = []
+    for gpus, cores, signature in jobs:
+        if sum(drive.job(number).spec.gpus for number in started) + gpus <= 4:
+            started.append(drive.add(needs(cores), job_of(gpus), signature))
+    # Every change was approved (`plan`), and each step leaves the state whole (`Drive.step`).
+    drive.spend(300)
+    drive.measured = Measured(replace(PACE, share=0.0))
+    drive.plan()
+    assert [drive.cores(number) for number in started] == [4.0] * len(started)
