@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +44,7 @@ KEYS = frozenset(
         "patience",
         "priority",
         "time",
+        "deadline",
         "max_failures",
         "scheduler",
         "preemptible",
@@ -157,6 +160,9 @@ def make_spec(
     time_limit = reader.read("time", _positive_duration, None)
     if time_limit is not None:
         spec.time_limit.CopyFrom(times.duration(time_limit))
+    deadline = reader.read("deadline", _deadline, None)
+    if deadline is not None:
+        spec.deadline.CopyFrom(times.timestamp(deadline))
     every = reader.read("checkpoint_every", _checkpoint_interval, None)
     if every is not None:
         spec.checkpoint_interval.CopyFrom(times.duration(every))
@@ -413,6 +419,31 @@ def _positive_duration(value: Any) -> float:
     seconds = parse_duration(value)
     if seconds <= 0:
         raise ValueError("must be longer than nothing")
+    return seconds
+
+
+def _deadline(value: Any) -> float:
+    """Unix seconds of a time, or of a duration from now. YAML and TOML read times by themselves."""
+    if isinstance(value, date) and not isinstance(value, datetime):
+        value = datetime.combine(value, datetime.min.time())
+    if not isinstance(value, datetime):
+        try:
+            return time.time() + _positive_duration(value)
+        except ValueError:
+            pass
+        try:
+            value = datetime.fromisoformat(str(value).strip())
+        except ValueError:
+            raise ValueError(
+                f"{value!r} is neither a time nor a duration: write for example 2026-12-24T18:00 or 6h"
+            ) from None
+    try:
+        # Without a zone it is that of this machine.
+        seconds: float = value.timestamp()
+    except (OverflowError, OSError, ValueError):
+        raise ValueError(f"{value} is no time that anybody means") from None
+    if seconds <= time.time():
+        raise ValueError(f"{value} has passed")
     return seconds
 
 

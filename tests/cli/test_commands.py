@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -64,6 +65,20 @@ def test_submit_prints_the_number_alone_on_stdout(call: Call, master: CannedMast
     assert list(spec.command) == ["python", "t.py", "--gpus", "9"]
     assert (spec.display_name, spec.roles[0].tasks, spec.environment["N"]) == ("a b", 2, "1")
     assert spec.working_directory == str(Path.cwd())
+
+
+def test_submit_and_why_tell_whether_a_deadline_can_be_met(call: Call, master: CannedMaster, capsys: Output) -> None:
+    master.explanation.job.CopyFrom(running_job(master))
+    master.explanation.deadline_advice = "can be met: it would end 90 min before it"
+    assert call("submit", "--deadline", "6h", "--", "x") == 0
+    told = capsys.readouterr()
+    assert (told.out, told.err) == (
+        "submitted job 2\n",
+        "ganger: its deadline can be met: it would end 90 min before it\n",
+    )
+    assert 21_000 < times.unix_seconds(master.requests[0].spec.deadline) - time.time() <= 21_600
+    assert call("why", "1") == 0
+    assert "deadline: can be met: it would end 90 min before it\n" in capsys.readouterr().out
 
 
 def test_flags_win_over_the_file(call: Call, master: CannedMaster, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +210,27 @@ def test_a_home_directory_in_a_file_is_the_home_directory(tmp_path: Path, monkey
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "job.yaml").write_text("command: x\ndirectory: ~/\n")
     assert load_job_file(tmp_path / "job.yaml")["directory"] == str(tmp_path.resolve())
+
+
+def test_a_deadline_is_a_time_or_so_long_from_now() -> None:
+    assert times.unix_seconds(spec(deadline="2100-01-02T03:04:05+00:00").deadline) == 4_102_542_245.0
+    # Without a zone, that of this machine.
+    midnight = datetime(2100, 1, 2, tzinfo=UTC).replace(tzinfo=None)
+    for text in ("2100-01-02", date(2100, 1, 2), midnight):
+        assert times.unix_seconds(spec(deadline=text).deadline) == midnight.timestamp()
+    before = time.time()
+    assert before + 5_400 <= times.unix_seconds(spec(deadline="1h30m").deadline) <= time.time() + 5_400
+    assert not spec().HasField("deadline")
+
+
+@pytest.mark.parametrize(
+    ("deadline", "why"),
+    [
+        ("tomorrow", "'tomorrow' is neither a time nor a duration: write for example 2026-12-24T18:00 or 6h"),
+        ("2001-01-01", "2001-01-01 00:00:00 has passed"),
+        ("0s", "'0s' is neither a time nor a duration: write for example 2026-12-24T18:00 or 6h"),
+        (True, "True is neither a time nor a duration: write for example 2026-12-24T18:00 or 6h"),
+    ],
+)
+def test_a_deadline_that_nobody_can_mean_is_refused(deadline: object, why: str) -> None:
+    assert wrong(command=["true"], deadline=deadline) == {"deadline": why}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from ganger.agent.v1 import agent_pb2
 from ganger.v1 import job_pb2, job_service_pb2, scheduling_pb2
+from ganger.wire import times
 from ganger.wire.endpoints import Endpoint
 from ganger_master.planning.live import Live
 from ganger_master.planning.run import NoPlannerError, Planner
@@ -132,6 +134,39 @@ def test_a_policy_that_tunes_starts_gangs_with_their_cores_and_takes_back_what_n
             await until(lambda: cores_of(served) == [4_000, 4_000])
 
     on_a_master(tmp_path, story, "las+role")
+
+
+def test_edf_places_by_deadlines_and_says_whether_they_can_be_met(tmp_path: Path) -> None:
+    async def story(served: Served, node: Speaker) -> None:
+        soon, later = times.timestamp(time.time() + 600), times.timestamp(time.time() + 7_200)
+        limit = times.duration(1_800)
+        await served.submit(spec_of(4, time_limit=limit))
+        await served.submit(spec_of(4, deadline=later, time_limit=limit))
+        await served.submit(spec_of(4, deadline=soon, time_limit=limit))
+        found = [
+            await served.jobs.ExplainJob(job_service_pb2.ExplainJobRequest(name=f"jobs/{number}"))
+            for number in (1, 2, 3)
+        ]
+        assert [one.deadline_advice for one in found] == [
+            "",
+            "can be met: it would end 60 min before it",
+            "cannot be met: it would end 20 min after it",
+        ]
+        async with planning(served):
+            # Whose deadline is first, though it cannot be met; then the other one; then who has none.
+            await until(lambda: served.master.writer.state.ranks == {2: 1, 1: 2})
+            assert state_of(served, 3) in ("PENDING", "HOLDING")
+
+    on_a_master(tmp_path, story, "edf")
+
+
+def test_other_policies_say_that_they_do_nothing_for_a_deadline(tmp_path: Path) -> None:
+    async def story(served: Served, node: Speaker) -> None:
+        await served.submit(spec_of(4, deadline=times.timestamp(time.time() + 600)))
+        found = await served.jobs.ExplainJob(job_service_pb2.ExplainJobRequest(name="jobs/1"))
+        assert found.deadline_advice == "nothing is done for it: policy las does not go by deadlines, edf does"
+
+    on_a_master(tmp_path, story)
 
 
 def test_tetris_passes_over_who_does_not_fit_and_stops_nobody(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ SPEC = JobSpec(
     checkpoint_interval_seconds=30.0,
     labels={"array": "a"},
     agent=Agent.NONE,
+    deadline=1e9,
 )
 CLAIM = Claim("n1", 0b11, (2000,), 1 << 31, tasks=(2,))
 GANG = Gang(

@@ -76,6 +76,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("time", job_lines.elapsed(job)),
         ("efficiency", job_lines.efficiency(job)),
         ("time limit", format_duration(times.seconds(spec.time_limit)) if spec.HasField("time_limit") else ""),
+        ("deadline", instant(spec.deadline)),
         ("gpu memory", format_memory(spec.gpu_memory_bytes) if spec.gpu_memory_bytes else ""),
         ("labels", " ".join(f"{name}={text}" for name, text in sorted(spec.labels.items()))),
     ]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ganger.cli.options import json_option, number, open_client
+
+if TYPE_CHECKING:
+    from ganger.client import Client
 
 _LEVELS = "nvlink, switch, socket, node, rack, fabric, cluster"
 
@@ -31,6 +34,7 @@ _LEVELS = "nvlink, switch, socket, node, rack, fabric, cluster"
 @click.option("--patience", metavar="TIME", help="How long to wait for --locality before taking --tolerance [10m].")
 @click.option("--priority", metavar="N", help="-1000 to 1000; higher goes first.")
 @click.option("--time", "-t", metavar="TIME", help="Stop it after running so long, e.g. 2h30m.")
+@click.option("--deadline", metavar="TIME", help="By when it should have ended: 2026-12-24T18:00, or 6h from now.")
 @click.option("--max-failures", metavar="N", help="Restarts after failures of its own.")
 @click.option("--checkpoint-every", metavar="TIME|never", help="Interval of checkpoints to storage.")
 @click.option("--not-preemptible", is_flag=True, help="Never suspend or move it unless a person asks.")
@@ -86,6 +90,8 @@ def submit(
         else:
             # Scripts take the number from stdout; the hint is for people.
             print(f"submitted job {job.id}", flush=True)
+        if spec.HasField("deadline"):
+            _print_advice(client, job.name)
         if job.scheduler_log is not None:
             print(f"ganger: {spec.scheduler} places it, and writes to {job.scheduler_log}", file=sys.stderr)
         if follow:
@@ -95,6 +101,17 @@ def submit(
     if not as_json and sys.stdout.isatty():
         print(f"  ganger logs -f {number(job.name)}    ganger why {number(job.name)}", file=sys.stderr)
     return 0
+
+
+def _print_advice(client: Client, name: str) -> None:
+    """Whether its deadline can be met. The job is accepted, whatever becomes of this call."""
+    from ganger.wire.errors import ApiError
+
+    try:
+        advice = client.explain_job(name).deadline_advice
+    except ApiError as error:
+        advice = f"nothing is known of it: {error}"
+    print(f"ganger: its deadline {advice}", file=sys.stderr)
 
 
 def _merge(description: dict[str, Any], flags: dict[str, str | None]) -> dict[str, str]:

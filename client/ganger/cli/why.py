@@ -28,6 +28,8 @@ def why(job: str, as_json: bool) -> None:
     print(f"{job_lines.sentence(answer.job)}{where}{rank}")
     if answer.job.trouble:
         print(f"trouble: {answer.job.trouble}")
+    if answer.deadline_advice:
+        print(f"deadline: {answer.deadline_advice}")
     if not answer.blockers and (where or answer.job.state in FINISHED):
         return
     for position, blocker in enumerate(answer.blockers):

@@ -173,6 +173,8 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
     checkpoint_interval_seconds: float = 0.0
     labels: Mapping[str, str] = field(default_factory=dict)
     agent: Agent = Agent.AUTOMATIC
+    # Unix seconds by which it should have ended; zero: whenever.
+    deadline: float = 0.0
 
     @property
     def gpus(self) -> int:

@@ -25,6 +25,8 @@ _MILLICORES_LIMIT = 65_536_000
 _BYTES_LIMIT = 1 << 50
 _ALL_BYTES_LIMIT = 1 << 60
 _SECONDS_LIMIT = 36_525 * 86_400.0
+# Of the year 9999, by Unix's clock.
+_LAST_SECOND = 253_402_300_799.0
 _CENTURY = "at most a century"
 _SEVERAL = 20
 
@@ -91,6 +93,8 @@ def _wrong_numbers(spec: JobSpec) -> Iterator[tuple[str, str]]:
         yield "spec.time_limit", "must be more than zero"
     if limit is not None and not limit <= _SECONDS_LIMIT:
         yield "spec.time_limit", _CENTURY
+    if not 0 <= spec.deadline <= _LAST_SECOND:
+        yield "spec.deadline", "a time up to the year 9999"
     if not spec.checkpoint_interval_seconds <= _SECONDS_LIMIT:
         yield "spec.checkpoint_interval", _CENTURY
     if not 0 <= spec.max_failures <= _FAILURES_LIMIT:

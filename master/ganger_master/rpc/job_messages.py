@@ -76,6 +76,7 @@ def spec_from_wire(message: job_pb2.JobSpec) -> JobSpec:
         ),
         labels=dict(message.labels),
         agent=Agent.NONE if message.agent == job_pb2.JobSpec.AGENT_NONE else Agent.AUTOMATIC,
+        deadline=times.unix_seconds(message.deadline) if message.HasField("deadline") else 0.0,
     )
 
 
@@ -112,6 +113,8 @@ def spec_to_wire(spec: JobSpec, *, with_environment: bool, into: job_pb2.JobSpec
         message.checkpoint_interval.CopyFrom(times.duration(spec.checkpoint_interval_seconds))
     if spec.labels:
         message.labels.update(spec.labels)
+    if spec.deadline:
+        message.deadline.CopyFrom(times.timestamp(spec.deadline))
     message.agent = job_pb2.JobSpec.AGENT_NONE if spec.agent is Agent.NONE else job_pb2.JobSpec.AGENT_AUTOMATIC
     return message
 

@@ -16,8 +16,10 @@ from ganger.wire import convert, errors, names, times
 from ganger_master.core import commands
 from ganger_master.core.answers import JobAnswer
 from ganger_master.core.explain import explain
+from ganger_master.policies.order.edf import EDF
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.answers import Shown, expect
+from ganger_master.rpc.deadline_advice import deadline_advice
 from ganger_master.rpc.log_proxy import LogProxy
 from ganger_master.runtime.writer import Writer
 
@@ -139,7 +141,19 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             start_after_seconds=found.start_after_seconds,
             start_before_seconds=found.start_before_seconds,
             assumption=found.assumption,
+            deadline_advice=await self._deadline_advice(number),
         )
+
+    async def _deadline_advice(self, number: int) -> str:
+        state, committed = self._writer.state, self._writer.committed
+        job = committed.jobs.get(number)
+        if job is None or not job.spec.deadline or job.state.is_final:
+            return ""
+        if state.policy.order.name != EDF.name:
+            return f"nothing is done for it: policy {state.policy.name} does not go by deadlines, edf does"
+        # Elements do not change, the view is a copy: to weigh all jobs may take as long as many calls do.
+        pairs = [(one, committed.gangs.get(one.epoch)) for one in committed.jobs.values()]
+        return await asyncio.to_thread(deadline_advice, pairs, number, state.view.copy(), self._clock())
 
     async def ListEvents(
         self, request: job_service_pb2.ListEventsRequest, context: Any

@@ -170,10 +170,8 @@ class _Replay:
             max(group.configuration_set.devices for group in servers.groups),
         )
         self.measured = self._measured()
-        deadlines = np.where(np.isnan(jobs.deadline_s), np.inf, jobs.deadline_s + EPOCH_S)
-        # Deadline and weight.
-        self._promised = list(zip(deadlines.tolist(), jobs.weight.tolist(), strict=True))
-        self._specs = specs_of(jobs, servers, options.ideal)
+        self._weights = jobs.weight.tolist()
+        self._specs = specs_of(jobs, servers, options.ideal, EPOCH_S)
         self._open(servers)
         self.meters = Meters(jobs, self.state, servers.millicores)
         if len(jobs):
@@ -276,7 +274,7 @@ class _Replay:
             job = self.state.jobs.get(number)
             if job is not None:
                 if has_planner:
-                    self.table.put(job, self.state.gangs.get(job.epoch), *self._promised[number - 1])
+                    self.table.put(job, self.state.gangs.get(job.epoch), self._weights[number - 1])
                 self.nodes.follow(number)
         if effects.turns:
             self.turns.take(effects.turns, now)

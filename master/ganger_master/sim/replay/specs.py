@@ -19,11 +19,13 @@ _ANYWHERE = Locality(Level.CLUSTER)
 _COMMAND = ("train",)
 
 
-def specs_of(jobs: Workload, servers: Servers, ideal: bool) -> Sequence[JobSpec]:
+def specs_of(jobs: Workload, servers: Servers, ideal: bool, epoch_s: float = 0.0) -> Sequence[JobSpec]:
     """One spec a job; equal jobs share one. A gang that fits into a server wants to stay in one; what a trace does not
-    say of cores and memory is a share in proportion to the devices. `ideal`: only devices count, anywhere."""
+    say of cores and memory is a share in proportion to the devices. `ideal`: only devices count, anywhere. `epoch_s`:
+    when the trace's clock begins."""
     largest = max(group.configuration_set.devices for group in servers.groups)
-    made: dict[tuple[int, int, int, int, int, int, str, str], JobSpec] = {}
+    made: dict[tuple[int, int, int, int, int, int, str, str, float], JobSpec] = {}
+    deadlines = np.where(np.isnan(jobs.deadline_s), 0.0, jobs.deadline_s + epoch_s).tolist()
     specs = []
     cpus, memory = jobs.cpus, jobs.memory_bytes
     for job in range(len(jobs)):
@@ -34,18 +36,20 @@ def specs_of(jobs: Workload, servers: Servers, ideal: bool) -> Sequence[JobSpec]
         is_elastic = least < most
         sizes = (least, most) if is_elastic else (0, 0)
         device_type = "" if ideal else jobs.gpu_type[job]
-        key = (gpus, *sizes, millicores, each, int(jobs.priority[job]), device_type, jobs.model[job])
+        priority, deadline = int(jobs.priority[job]), deadlines[job]
+        key = (gpus, *sizes, millicores, each, priority, device_type, jobs.model[job], deadline)
         spec = made.get(key)
         if spec is None:
             spec = made[key] = JobSpec(
                 _COMMAND,
                 (Role("worker", gpus, TaskShape(1, millicores, each)),),
                 locality=_TOGETHER if max(gpus, sizes[1]) <= largest and not ideal else _ANYWHERE,
-                priority=int(jobs.priority[job]),
+                priority=priority,
                 gpus_min=sizes[0],
                 gpus_max=sizes[1],
                 device_type=device_type,
                 display_name=jobs.model[job],
+                deadline=deadline,
             )
         specs.append(spec)
     return specs

@@ -1,0 +1,80 @@
+"""What to tell a user of the deadline of a job: can it be met beside those of the others, as far as anybody knows?
+
+How long a job runs is the median of what the jobs submitted next to it let expect (`models.service`), and no longer
+than its time limit; of whom neither is known, nothing is promised.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+from ganger.resources.view import View
+from msgspec.structs import replace
+
+from ganger_master.core.model import Gang, Job, JobState
+from ganger_master.planner.table import LiveTable
+from ganger_master.planner.totals import capacity_of
+from ganger_master.policies.deadlines import Newcomer, Verdict, advice
+from ganger_master.policies.facts import Floats, Integers
+
+_NAMED = 5
+
+
+def deadline_advice(jobs: Iterable[tuple[Job, Gang | None]], number: int, view: View, now: float) -> str:
+    """Of one of these jobs, which has a deadline, under the order `edf`. Empty for a job that is no longer live."""
+    table = LiveTable()
+    for job, gang in jobs:
+        if job.state.is_final:
+            # It tells how long others like it may take.
+            table.put(replace(job, state=JobState.PENDING), None)
+        table.put(job, gang)
+    rows, facts = table.facts(now, expects=True)
+    found = np.flatnonzero(facts.number == number)
+    if not len(found):
+        return ""
+    mine = int(found[0])
+    left = np.fmin(facts.expected_remaining_s, _limits(table, rows, now))
+    others = facts.number != number
+    deadline_s = float(facts.deadline_s[mine])
+    if math.isnan(left[mine]):
+        return "unknown whether it can be met, because nobody knows how long the job takes: give it a time limit"
+    newcomer = Newcomer(int(facts.gpus[mine]), float(left[mine]), deadline_s, int(facts.priority[mine]))
+    told = advice(newcomer, facts.take(others), left[others], now, capacity_of(view, table))
+    match told.verdict:
+        case Verdict.MET:
+            return f"can be met: it would end {_ago(deadline_s - told.end_s)} before it"
+        case Verdict.DELAYS_OTHERS:
+            return f"can be met, and makes {_names(told.delayed)} late for theirs"
+        case Verdict.TOO_LATE if math.isinf(told.end_s):
+            return "cannot be met: its gang never finds room beside those with earlier deadlines"
+        case Verdict.TOO_LATE:
+            return f"cannot be met: it would end {_ago(told.end_s - deadline_s)} after it"
+        case _:
+            return f"unknown whether it can be met, because nobody knows how long {_names(told.unknown)} takes"
+
+
+def _limits(table: LiveTable, rows: Integers, now: float) -> Floats:
+    """Seconds until jobs are stopped by their limits; NaN without one."""
+    left = np.full(len(rows), np.nan)
+    for at, row in enumerate(rows.tolist()):
+        job = table.jobs[row]
+        limit = None if job is None else job.spec.time_limit_seconds
+        if job is not None and limit is not None:
+            ran = job.run_seconds + (max(0.0, now - job.running_since) if job.running_since else 0.0)
+            left[at] = max(0.0, limit - ran)
+    return left
+
+
+def _names(numbers: tuple[int, ...]) -> str:
+    named = ", ".join([f"jobs/{number}" for number in numbers[:_NAMED]])
+    return f"{named} and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else named
+
+
+def _ago(seconds: float) -> str:
+    whole = round(seconds)
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if whole >= 2 * size:
+            return f"{round(whole / size)} {unit}"
+    return f"{whole} s"
