@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -58,14 +58,21 @@ def main(rounds: int = ROUNDS, starts: int = STARTS, quick: bool = False) -> dic
         "lost_at_kill": AtMost(0.0),
         "sdk_start_p50_ms": AtMost(40.0),
         "sdk_start_p99_ms": AtMost(100.0),
+        # The planner places instead of a job scheduler.
+        "planned_sdk_start_p50_ms": AtMost(40.0),
+        "planned_sdk_start_p99_ms": AtMost(100.0),
         # The call, and the command's import time.
         "cli_start_p50_ms": AtMost(40.0 + 150.0),
         "cli_start_p99_ms": AtMost(100.0 + 150.0),
     }
     with tempfile.TemporaryDirectory(prefix="ganger-bench-") as directory:
-        started, more = _starts(Path(directory), starts)
+        started, more = _starts(Path(directory), {"sdk": starts, "cli": max(3, starts // 3)})
     samples += more
     figures |= started
+    with tempfile.TemporaryDirectory(prefix="ganger-bench-") as directory:
+        planned, more = _starts(Path(directory), {"sdk": starts}, "ganger")
+    samples += more
+    figures |= {f"planned_{name}": figure for name, figure in planned.items()}
     return report("submit", figures, limits, samples)
 
 
@@ -173,15 +180,18 @@ def _kill(directory: Path) -> dict[str, float]:
     return {"acknowledged_before_kill": len(acknowledged), "lost_at_kill": len(set(acknowledged) - kept)}
 
 
-def _starts(directory: Path, starts: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Seconds from the call to the first instruction of the program, the first time and warm, by SDK and command line.
+def _starts(
+    directory: Path, starts: Mapping[str, int], policy: str = "fifo"
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Seconds from the call to the first instruction of the program, the first time and warm, so often by SDK and
+    command line, under a policy.
 
     The job's program is a shell that writes the time into a file, so that no interpreter's start is measured that is
     not ours."""
     state = directory / "cluster"
     samples: list[dict[str, Any]] = []
     began = time.perf_counter()
-    with _program("up", "--state-dir", str(state), "--nodes", "1", "--virtual-gpus", "4"):
+    with _program("up", "--state-dir", str(state), "--nodes", "1", "--virtual-gpus", "4", "--policy", policy):
         endpoint = _endpoint_in(state)
         with open_channel(endpoint) as channel:
             _wait_for_a_node(channel)
@@ -202,7 +212,8 @@ def _starts(directory: Path, starts: int) -> tuple[dict[str, float], list[dict[s
                     stdout=subprocess.DEVNULL,
                 )
 
-            for path, submit, count in (("sdk", by_sdk, starts), ("cli", by_command_line, max(3, starts // 3))):
+            for path, count in starts.items():
+                submit = by_sdk if path == "sdk" else by_command_line
                 for number in range(count + 1):
                     mark = directory / f"{path}-{number}"
                     submitted = time.clock_gettime(time.CLOCK_REALTIME)
@@ -210,13 +221,12 @@ def _starts(directory: Path, starts: int) -> tuple[dict[str, float], list[dict[s
                     samples.append(
                         {
                             "path": path,
+                            "policy": policy,
                             "start": "cold" if number == 0 and path == "sdk" else "warm",
                             "seconds": _first_instruction(mark) - submitted,
                         }
                     )
-    warm = {
-        path: [s["seconds"] for s in samples if s["path"] == path and s["start"] == "warm"] for path in ("sdk", "cli")
-    }
+    warm = {path: [s["seconds"] for s in samples if s["path"] == path and s["start"] == "warm"] for path in starts}
     figures = {
         "cluster_up_s": up_seconds,
         "sdk_cold_start_ms": 1e3 * next(s["seconds"] for s in samples if s["start"] == "cold"),

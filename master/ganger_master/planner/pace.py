@@ -15,7 +15,7 @@ from ganger_master.planner.target import Pass
 
 # Of a core, at most a quarter is spent on plans.
 _REST: Final = 3.0
-_LEAST_REST_SECONDS: Final = 0.02
+_LEAST_REST_SECONDS: Final = 0.005
 # Without news, two plans are at least this far apart, however soon something was to change.
 _LEAST_ALONE_SECONDS: Final = 0.5
 # After plans in a row of which something was refused.

@@ -42,7 +42,7 @@ _DELTA_SECONDS: Final = 0.01
 _ROWS_AT_ONCE: Final = 500
 _SHORTEST_INTERVAL_SECONDS: Final = 0.1
 # Between two deltas of all jobs: whoever weighs them all takes longer than that.
-_CLUSTER_DELTA_SECONDS: Final = 0.05
+_CLUSTER_DELTA_SECONDS: Final = 0.01
 # Jobs in one message, before other calls get their turn.
 _JOBS_AT_ONCE: Final = 200
 
