@@ -62,4 +62,4 @@ def test_refused_again_and_again_it_asks_less_and_less_often_and_then_as_before(
         assert pace.wait_s(1000.0, is_news=False) == pace.wait_s(1000.0, is_news=True)
     assert waits == [0.1, 0.3, 1.0, 3.0, 10.0, 10.0, 10.0]
     pace = pace.after(1000.0, 0.001, SOMEBODY_WAITS, stopped=False, refused=False)
-    assert pace.wait_s(1000.0, is_news=True) == pytest.approx(0.02)
+    assert pace.wait_s(1000.0, is_news=True) == pytest.approx(0.005)
