@@ -51,5 +51,7 @@ def batch(session: str, gangs: GangSet) -> agent_pb2.ProgressReport:
         if found is not None:
             look, progress.steps_per_second, progress.data_wait_share = found
             progress.step, progress.samples, progress.loss = look.step, look.samples, look.loss
+            if look.step:
+                progress.step_time.FromNanoseconds(int((time.time() - look.step_age_seconds) * 1e9))
         report.gangs.add(job=gang.desired.job, epoch=gang.desired.epoch, progress=progress)
     return report

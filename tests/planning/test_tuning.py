@@ -63,7 +63,7 @@ class Fleet:
                 if job.epoch and not job.state.is_final:
                     self.steps[number] += 1_000.0 * min(self.cores(number), self.uses[number]) * (now - last)
                     step = int(self.steps[number])
-                    progress = job_pb2.Progress(step=step, time=times.timestamp(now))
+                    progress = job_pb2.Progress(step=step, time=times.timestamp(now), step_time=times.timestamp(now))
                     report.gangs.add(job=job.name, epoch=job.epoch, progress=progress)
             last = now
             yield report

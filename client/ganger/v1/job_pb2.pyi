@@ -516,6 +516,7 @@ class Progress(google.protobuf.message.Message):
     DATA_WAIT_SHARE_FIELD_NUMBER: builtins.int
     TIME_FIELD_NUMBER: builtins.int
     CONCERN_FIELD_NUMBER: builtins.int
+    STEP_TIME_FIELD_NUMBER: builtins.int
     step: builtins.int
     samples: builtins.int
     steps_per_second: builtins.float
@@ -530,6 +531,10 @@ class Progress(google.protobuf.message.Message):
     """
     @property
     def time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def step_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When the last step was done, by the clock of a node of the job."""
+
     def __init__(
         self,
         *,
@@ -540,10 +545,11 @@ class Progress(google.protobuf.message.Message):
         data_wait_share: builtins.float = ...,
         time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         concern: builtins.str = ...,
+        step_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["time", b"time"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["step_time", b"step_time", "time", b"time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["concern", b"concern", "data_wait_share", b"data_wait_share", "loss", b"loss", "samples", b"samples", "step", b"step", "steps_per_second", b"steps_per_second", "time", b"time"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["concern", b"concern", "data_wait_share", b"data_wait_share", "loss", b"loss", "samples", b"samples", "step", b"step", "step_time", b"step_time", "steps_per_second", b"steps_per_second", "time", b"time"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Progress: typing_extensions.TypeAlias = Progress

@@ -16,6 +16,7 @@ class Look:
     data_wait_ns: int
     loss: float = math.nan
     restored_step: int = 0  # where this attempt began: what lies before was not done here
+    step_age_seconds: float = 0.0  # how long ago the step was done
 
 
 @dataclass(frozen=True, slots=True)

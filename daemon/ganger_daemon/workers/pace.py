@@ -32,6 +32,7 @@ class Pace:
             max(progress.data_wait_ns for progress in found),
             slowest.loss,
             max(progress.restored_step for progress in found),
+            max(0.0, (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - slowest.step_time_ns) / 1e9),
         )
         rate = rate_between(self._look, look)
         self._look = look

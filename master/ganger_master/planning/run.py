@@ -133,7 +133,10 @@ class Planner:
         async for batch in scheduling.WatchProgress(scheduling_pb2.WatchProgressRequest(interval=interval)):
             now = live.now
             for name, progress in batch.progress.items():
-                measured.hear(names.parse_job_name(name), progress.step, times.unix_seconds(progress.time), now)
+                # Who has not done a step yet may be heard of for other reasons.
+                if progress.HasField("step_time"):
+                    step_s = times.unix_seconds(progress.step_time)
+                    measured.hear(names.parse_job_name(name), progress.step, step_s, now)
             ran = {job.number: job.run_seconds + max(0.0, now - job.running_since) for job, _ in live.table.running}
             if measured.look(live.room.view, ran, now):
                 self._news.set()

@@ -143,6 +143,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             data_wait_share=min(1.0, max(0.0, progress.data_wait_share)),
             time=agent_messages.sample_time(progress, self._clock()),
             concern=progress.concern[:_LONGEST_CONCERN],
+            step_time=times.unix_seconds(progress.step_time) if progress.HasField("step_time") else 0.0,
         )
         self._progress.report(job.number, sample, node)
 

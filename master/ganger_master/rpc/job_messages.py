@@ -255,4 +255,5 @@ def progress_to_wire(sample: Sample) -> job_pb2.Progress:
         data_wait_share=sample.data_wait_share,
         time=times.timestamp(sample.time),
         concern=sample.concern,
+        step_time=times.timestamp(sample.step_time) if sample.step_time else None,
     )

@@ -19,6 +19,8 @@ class Sample:
     time: float
     # What keeps it from getting on, as the daemon of one of its nodes has it.
     concern: str = ""
+    # When the last step was done; zero: nobody said.
+    step_time: float = 0.0
 
 
 # What a daemon found holds until it says otherwise, or says nothing for so long.
