@@ -66,19 +66,11 @@ _RULES: Mapping[str, Rule] = {
     "pass": tetris(Knobs(srtf_weight=0.0, fairness=0.0)),
     "pass-defaults": tetris(Knobs()),
 }
-# Seeds of a part.
-_AT_ONCE = 10
 
 
 def parts(setting: Setting) -> Sequence[Row]:
-    seeds = setting.seeds(20, 2)
-    firsts = range(0, len(seeds), _AT_ONCE)
-    return [
-        {"demands": demands, "seconds": seconds, "seeds": list(seeds[first : first + _AT_ONCE])}
-        for demands in _DEMANDS
-        for seconds in _SECONDS
-        for first in firsts
-    ]
+    seeds = list(setting.seeds(20, 2))
+    return [{"demands": demands, "seconds": seconds, "seeds": seeds} for demands in _DEMANDS for seconds in _SECONDS]
 
 
 def measure(setting: Setting, part: Row) -> Sequence[Row]:
