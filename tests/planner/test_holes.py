@@ -1,6 +1,9 @@
-"""Large gangs among fragments: only who ranks lower is stopped for them, and nobody takes their places. (2 s)"""
+"""Large gangs among fragments: who ranks lower is stopped for them, who ranks higher changes places at most, and nobody
+takes theirs. (2 s)"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,9 +33,9 @@ def node_of(drive: Planned, number: int) -> str:
     return claim.node
 
 
-def fragmented(*, priority: int = 0, preemptible: bool = True) -> tuple[Planned, list[int]]:
+def fragmented(*, priority: int = 0, preemptible: bool = True, policy: str = "las") -> tuple[Planned, list[int]]:
     """Two nodes of four devices with a job of one device on each."""
-    drive = Planned(nodes=2)
+    drive = Planned(nodes=2, policy=policy)
     large = [drive.running(together(3)) for _ in range(2)]
     small = [drive.running(replace(together(1), priority=priority, preemptible=preemptible)) for _ in range(2)]
     for number in large:
@@ -56,6 +59,31 @@ def test_gang_behind_fragments_has_a_node_emptied_and_starts_there() -> None:
     assert sorted(drive.proposed()) == [("START", stopped), ("START", large)]
     assert node_of(drive, large) == node
     assert node_of(drive, stopped) != node
+
+
+def test_who_ranks_higher_changes_places_under_an_order_that_regroups() -> None:
+    drive, small = fragmented(policy="ganger")
+    large = drive.submit(together(4))
+    # By its GPUs it ranks below both.
+    ((kind, moved),) = drive.proposed()
+    assert (kind, moved in small) == ("SUSPEND", True)
+    drive.rests(moved)
+    assert sorted(drive.proposed()) == [("START", moved), ("START", large)]
+    assert node_of(drive, moved) == node_of(drive, *(set(small) - {moved}))
+
+
+def test_nobody_changes_places_for_whom_there_is_no_room_in_all() -> None:
+    drive, _ = fragmented(policy="ganger")
+    drive.running(together(3))
+    drive.submit(together(4))
+    assert drive.found().changes == ()
+
+
+@pytest.mark.parametrize("kept", [{"priority": 1}, {"preemptible": False}])
+def test_of_a_higher_priority_nobody_changes_places(kept: dict[str, Any]) -> None:
+    drive, _ = fragmented(policy="ganger", **kept)
+    drive.submit(together(4))
+    assert drive.found().changes == ()
 
 
 def test_place_that_somebody_leaves_is_kept_for_whom_he_left() -> None:

@@ -3,8 +3,9 @@
 Jobs are ranked by the policy's order and chosen by counts; who runs and stays chosen keeps its place. The others are
 placed in order: into what is free, else into what would be free without those who were not chosen, who are stopped only
 where they are in the way. Who finds no place even so has a hole made by stopping those that rank lower, as few GPUs of
-them as will do: else a large gang would wait for ever behind fragments. What somebody has to leave first waits for a
-later pass, and nobody who ranks lower starts there meanwhile. The pass remembers nothing.
+them as will do: else a large gang would wait for ever behind fragments. Under an order that regroups others make room
+first, whoever they are, if they find places elsewhere, where they start in a later pass. What somebody has to leave
+first waits for a later pass, too, and nobody who ranks lower starts there meanwhile. The pass remembers nothing.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def carried_out(
     unplaced = frozenset(job.number for job in crowded if job.number in kept_out.unplaced)
     if may_stop:
         leaving = _gangs(table, rows, line[(choice.facts.is_running & ~is_chosen)[line]])
-        staying = _Staying(table, choice, terms, room) if order.preempts else None
+        staying = _Staying(order, table, choice, terms, room) if order.preempts else None
         left = fitting.make_way(crowded, leaving, going, staying)
         if left and not order.is_strict:
             # What they cannot use serves those behind them.
@@ -186,8 +187,9 @@ _MOST_HOLES = 8
 class _Staying:
     """Who runs, was chosen and could be stopped for somebody who ranks higher."""
 
-    def __init__(self, table: LiveTable, choice: Choice, terms: Terms, room: Room) -> None:
+    def __init__(self, order: Order, table: LiveTable, choice: Choice, terms: Terms, room: Room) -> None:
         self._table, self._choice, self._terms, self._room = table, choice, terms, room
+        self._regroups = order.regroups
         self._holes = 0
         # Of which none was found: whoever ranks lower finds none either.
         self._vain: set[GangShape] = set()
@@ -205,28 +207,38 @@ class _Staying:
         return {number: rank for rank, number in enumerate(self._choice.facts.number[self._choice.line].tolist())}
 
     @cached_property
-    def _movables(self) -> Movables:
-        held = {number: self._terms.held(gang) for number, (_, gang) in self.gangs.items()}
-        return Movables(
-            self._room.view,
-            [
-                # A checkpoint and a start of each of its processes.
-                Movable(number, job.shape, held[number], stop_cost=float(max(1, job.shape.gpus)))
-                for number, (job, _) in self.gangs.items()
-            ],
-        )
+    def _stoppable(self) -> Movables:
+        return self._priced(move=math.inf, stop=1.0)
 
-    def hole(self, placement: Placement, number: int, shape: GangShape, avoid: Set[str]) -> Hole | None:
-        """Whom to stop for this job."""
+    @cached_property
+    def _movable(self) -> Movables:
+        return self._priced(move=1.0, stop=math.inf)
+
+    def _priced(self, move: float, stop: float) -> Movables:
+        """By the GPU: either way a checkpoint and a start of each process."""
+        gangs = []
+        for number, (job, gang) in self.gangs.items():
+            gpus = max(1, job.shape.gpus)
+            gangs.append(Movable(number, job.shape, self._terms.held(gang), move * gpus, stop * gpus))
+        return Movables(self._room.view, gangs)
+
+    def hole(self, placement: Placement, job: Job, shape: GangShape, avoid: Set[str]) -> Hole | None:
+        """Whom to stop for this job, and where those will be who find room elsewhere. Under an order that regroups
+        those are looked for first, who rank higher among them, but of no higher priority: nobody waits for it."""
         if shape in self._vain or self._holes == _MOST_HOLES:
             return None
         self._holes += 1
-        rank = self._ranks[number]
-        stay = {other for other in self.gangs if self._ranks[other] < rank} | self._stopped
-        most = len(self.gangs)
-        found = hole_for(
-            self._room, self._movables, shape, placement=placement, avoid=avoid, stay=stay, most_moves=most
-        )
+        found = None
+        if self._regroups:
+            above = {number for number, (other, _) in self.gangs.items() if other.spec.priority > job.spec.priority}
+            stay = above | self._stopped
+            found = hole_for(self._room, self._movable, shape, placement=placement, avoid=avoid, stay=stay)
+        if found is None:
+            rank, most = self._ranks[job.number], len(self.gangs)
+            stay = {other for other in self.gangs if self._ranks[other] < rank} | self._stopped
+            found = hole_for(
+                self._room, self._stoppable, shape, placement=placement, avoid=avoid, stay=stay, most_moves=most
+            )
         if found is None:
             self._vain.add(shape)
         else:
@@ -314,7 +326,7 @@ class _Fitting:
         for job in crowded:
             claims = self._hold(job, _NOWHERE, vain)
             if claims is None and staying is not None:
-                claims = self._make_hole(job, staying)
+                claims = self._make_hole(job, staying, wanted)
             if claims is None:
                 unplaced.append(job)
             else:
@@ -339,12 +351,13 @@ class _Fitting:
             for claim, affinity in zip(claims, affinities, strict=True):
                 self._room.take((claim,), affinity)
 
-    def _make_hole(self, job: Job, staying: _Staying) -> Claims | None:
-        """Stops those who are in the way of one who ranks higher; its place, taken in the room."""
+    def _make_hole(self, job: Job, staying: _Staying, wanted: set[str]) -> Claims | None:
+        """Stops those who are in the way of one who ranks higher, or can be elsewhere; its place, taken in the room as
+        theirs are. Their nodes become `wanted`."""
         shape = self._terms.shape(job)
         locality = replace_of(shape.locality, widest=widest_now(shape, self._waited(job)), wish=None)
         closed = self._closed.get(job.number, _NOWHERE)
-        hole = staying.hole(self._placement, job.number, replace_of(shape, locality=locality), closed)
+        hole = staying.hole(self._placement, job, replace_of(shape, locality=locality), closed)
         if hole is None:
             return None
         for move in hole.moves:
@@ -352,6 +365,9 @@ class _Fitting:
             self._give(move.gang.claims)
             self._stops.append(Change(other.number, other.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT))
             self._busy.update(claim.node for claim in move.gang.claims)
+        for move in hole.moves:
+            self._take(move.claims)
+            wanted.update(claim.node for claim in move.claims)
         self._take(hole.claims)
         return hole.claims
 

@@ -21,8 +21,6 @@ from ganger_master.policies.place.tetris_pass import Knobs
 from ganger_master.policies.tune import Tuning
 from ganger_master.policies.tune.catalogue import TUNINGS
 
-_DEFAULT_PLACEMENT = "gandiva"
-
 
 class Places(Enum):
     """Who finds places for gangs: each job's own scheduler when it is its turn, or the planner for all at once."""
@@ -144,7 +142,7 @@ def policy_named(name: str) -> Policy:
     for kind, named in (("placement", placements), ("tuning", tunings)):
         if len(named) > 1:
             raise KeyError(f"policy {name!r} names more than one {kind}")
-    placement = placement_named(placements[0] if placements else _DEFAULT_PLACEMENT)
+    placement = placement_named(placements[0] if placements else order.placement)
     # Who stops nobody has nothing to weigh against each other: each job looks for its own place.
     places = Places.PLANNER if order.preempts or parts else Places.JOBS
     tuning = TUNINGS[tunings[0]] if tunings else None

@@ -33,7 +33,8 @@ class Order:
 
     `next_change`: when it will rank differently though nothing happens, if that comes in jumps. `overdue`: who has
     waited too long, of a cluster of so many GPUs, so that nobody may pass them for good (`selection.selected`).
-    `overdue_share`: the part of the cluster that may go to them at once (`aging`).
+    `overdue_share`: the part of the cluster that may go to them at once (`aging`). `regroups`: those it runs change
+    places where that makes room for a gang that finds none. `placement`: where gangs go unless a policy's name says.
     """
 
     name: str
@@ -45,6 +46,8 @@ class Order:
     next_change: Callable[[Facts, float], float] | None = None
     overdue: Callable[[Facts, int], Flags] | None = None
     overdue_share: float = 1.0
+    regroups: bool = False
+    placement: str = "gandiva"
     with_history: Callable[[History], Order] | None = None
 
 
