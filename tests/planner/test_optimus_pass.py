@@ -154,6 +154,8 @@ def test_a_gang_that_fits_nowhere_takes_as_many_as_do() -> None:
     number = drive.submit(spec(1, 1, 4))
     free = [mask.bit_count() for mask in drive.state.view.free]
     assert drive.proposed(may_stop=False) == [("START", number, max(free))]
+    drive.runs(number)
+    assert drive.found().changes == (), "four would still fit nowhere"
 
 
 def test_who_came_first_is_not_kept_waiting_by_who_grows() -> None:

@@ -5,9 +5,10 @@ in order of arrival, as far as that fits; then the task that saves most time goe
 (`policies.optimus`). Who should have another size is stopped with a checkpoint and starts again, the smallest first,
 on the fewest servers (its placement). Between intervals nobody is stopped: who waits is weighed for what is left.
 
-Beyond the paper: who is not elastic counts with its whole gang; a change of size that saves less than it costs is not
-made, and what that leaves goes back to those who would have given it; an elastic gang that fits nowhere takes as many
-GPUs as do fit; and room is made for a gang that fits nowhere though there are GPUs enough, as in every other pass.
+Beyond the paper: who is not elastic counts with its whole gang; growth that saves less than it costs, or finds no
+place, does not happen, and what that leaves goes back to those who would have given it; an elastic gang that fits
+nowhere takes as many GPUs as do fit; and room is made for a gang that fits nowhere though there are GPUs enough, as in
+every other pass.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ganger.resources.values import GangShape, Level
 from msgspec.structs import replace as replace_of
 
 from ganger_master.core.model import Job
+from ganger_master.core.sizes import devices_of
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Choice, Pass, Terms, carried_out
@@ -54,15 +56,17 @@ def plan_optimus(
     wanting = _Wanting.of(table, rows, facts, line, believed, may_stop, kept_out)
     if not wanting.is_anybody:
         return Pass(next_change_s=now if wanting.may_change_later else math.inf)
-    gpus = wanting.sizes(capacity, resize_s)
+
+    def held(at: int) -> Claims:
+        gang = table.gangs[int(rows[at])]
+        return () if gang is None else tuple([piece.held for piece in gang.pieces if piece.held is not None])
+
+    room.refresh()
+    gpus = _within_reach(wanting, wanting.sizes(capacity, resize_s), placement, room, held)
     jobs, running = wanting.jobs, facts.is_running
     resized = np.flatnonzero(running & (gpus > 0) & (gpus != facts.gpus))
-    shapes = {}
-    for at in np.flatnonzero(wanting.waiting).tolist():
-        job = jobs[at]
-        if wanting.elastic[at]:
-            size = int(gpus[at]) or int(wanting.least[at] * wanting.each[at])
-            shapes[job.number] = job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, size)
+    waiting = np.flatnonzero(wanting.waiting & wanting.elastic).tolist()
+    shapes = {jobs[at].number: wanting.shape(at, int(gpus[at])) for at in waiting}
     keeps = running.copy()
     keeps[resized] = False
     line = line[(wanting.waiting | keeps)[line]]
@@ -104,6 +108,8 @@ class _Wanting:
     facts: Facts
     jobs: Sequence[Job]
     waiting: Flags
+    # Gives back what it holds, to wait then.
+    going: Flags
     elastic: Flags
     each: Integers
     least: Integers
@@ -146,7 +152,15 @@ class _Wanting:
         pairs = [(jobs[at], table.gangs[int(rows[at])]) for at in asked]
         for at, belief in zip(asked, believed(pairs) if pairs else (), strict=True):
             beliefs[at] = belief
-        return cls(facts, jobs, waiting, may_change, each, least, most, stays, ranks[wants[ranks]], beliefs)
+        return cls(facts, jobs, waiting, going, may_change, each, least, most, stays, ranks[wants[ranks]], beliefs)
+
+    def shape(self, at: int, gpus: int) -> GangShape:
+        """With so many GPUs, or with the least that it accepts."""
+        job = self.jobs[at]
+        if not self.elastic[at]:
+            return job.shape
+        least = int(self.least[at] * self.each[at])
+        return job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus or least)
 
     @property
     def may_change_later(self) -> bool:
@@ -202,8 +216,7 @@ def _worth_it(
     speeds: Callable[[Integers, Integers], Floats],
     resize_s: float,
 ) -> Integers:
-    """The sizes without changes of who runs that save less than they take: who would grow by too little stays as it is,
-    and what that leaves goes to those who would shrink, as they come, if they need not change then."""
+    """The sizes without growth of who runs that saves less than it takes."""
     decided = tasks.copy()
     grows = np.flatnonzero((before > 0) & (tasks > before) & ~np.isnan(left))
     if len(grows):
@@ -211,12 +224,50 @@ def _worth_it(
         then = left[grows] / speeds(grows, tasks[grows][:, None])
         stay = grows[now - then < resize_s]
         decided[stay] = before[stay]
-    spare = int(((tasks - decided) * each).sum())
-    for place in np.flatnonzero((before > tasks) & (tasks > 0)).tolist():
-        needed = int((before[place] - tasks[place]) * each[place])
+    return _given_back(tasks * each, decided * each, before * each) // each
+
+
+def _given_back(wanted: Integers, decided: Integers, before: Integers) -> Integers:
+    """The GPUs that were decided, where what is less than what was wanted goes to those who would shrink, as they come,
+    if they need not change then."""
+    found = decided.copy()
+    spare = int((wanted - decided).sum())
+    for place in np.flatnonzero((before > decided) & (decided > 0)).tolist():
+        needed = int(before[place] - decided[place])
         if needed <= spare:
-            decided[place], spare = before[place], spare - needed
-    return decided
+            found[place], spare = before[place], spare - needed
+    return found
+
+
+def _within_reach(
+    wanting: _Wanting, wanted: Integers, placement: Placement, room: Room, held: Callable[[int], Claims]
+) -> Integers:
+    """The sizes without growth that would come to nothing, because no place is large enough once all who change size
+    have left theirs: else who got less than it should would be stopped for more every time. `held`: what the gang at a
+    position holds."""
+    before = np.where(wanting.facts.is_running, wanting.facts.gpus, 0)
+    gpus = wanted
+    while True:
+        resized = (before > 0) & (gpus > 0) & (gpus != before)
+        if not (resized & (gpus > before)).any():
+            return gpus
+        trial = Room(room.view.copy())
+        for at in np.flatnonzero(resized | wanting.going).tolist():
+            trial.give(held(at))
+        starting = np.flatnonzero(resized | (wanting.waiting & (gpus > 0)))
+        vain = []
+        for at in starting[np.lexsort((starting, gpus[starting]))].tolist():
+            shape = wanting.shape(at, int(gpus[at]))
+            yields = _yielding(placement, {shape: int(wanting.least[at])} if wanting.elastic[at] else {})
+            claims = yields.place(trial, shape) or ()
+            trial.take(claims)
+            if before[at] and devices_of(claims) <= before[at] < gpus[at]:
+                vain.append(at)
+        if not vain:
+            return gpus
+        decided = gpus.copy()
+        decided[vain] = before[vain]
+        gpus = _given_back(gpus, decided, before)
 
 
 def _yielding(placement: Placement, least: Mapping[GangShape, int]) -> Placement:
