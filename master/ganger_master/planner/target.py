@@ -218,8 +218,9 @@ class _Staying:
         """By the GPU: either way a checkpoint and a start of each process."""
         gangs = []
         for number, (job, gang) in self.gangs.items():
-            gpus = max(1, job.shape.gpus)
-            gangs.append(Movable(number, job.shape, self._terms.held(gang), move * gpus, stop * gpus))
+            shape = job.shape
+            gpus = max(1, shape.gpus)
+            gangs.append(Movable(number, shape, self._terms.held(gang), move * gpus, stop * gpus))
         return Movables(self._room.view, gangs)
 
     def hole(self, placement: Placement, job: Job, shape: GangShape, avoid: Set[str]) -> Hole | None:
