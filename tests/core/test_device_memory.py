@@ -246,3 +246,18 @@ def test_what_a_job_keeps_itself_is_never_what_it_waits_for() -> None:
     drive.start(drive.submit(replace(job_of(1), gpu_memory_bytes=MIB)))
     drive.step(ResumeJob(resting))
     assert [one.reason for one in explain(drive.state, resting, drive.now).blockers] == [Reason.GPUS]
+
+
+def test_arenas_of_gangs_that_tell_their_peaks_at_once_fit_together() -> None:
+    drive = Drive()
+    numbers = [drive.submit(replace(job_of(1, 31 * GIB), gpu_memory_bytes=0)) for _ in range(2)]
+    for number in numbers:
+        drive.start(number)
+    # Two GiB are left, and each wants more than one of them.
+    told = [
+        replace(drive.report(drive.state.gangs[drive.job(number).epoch], ObservedPhase.RUNNING), peak_device_bytes=GIB)
+        for number in numbers
+    ]
+    drive.observe("n1", *told)
+    arenas = [drive.state.gangs[drive.job(number).epoch].claims[0].arena_bytes for number in numbers]
+    assert sorted(map(bool, arenas)) == [False, True]

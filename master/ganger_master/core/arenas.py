@@ -22,6 +22,10 @@ def follow(state: State) -> None:
         claims = tuple(_with_arena(claim, bytes_per_device) for claim in gang.claims)
         if claims != gang.claims and _fits(state, gang, claims):
             state.put_gang(orders.reserve(gang, claims))
+            # What this one takes the next one finds gone.
+            for name in gang.nodes:
+                if state.refresh_row(name):
+                    state.dirty.shown[name] = None
     state.dirty.arenas.clear()
 
 
