@@ -57,7 +57,11 @@ def test_every_job_ends_and_nothing_is_promised_twice(policy: str, rows: list[tu
     assert outcomes.finished.all()
     # What was served is what was asked for, and what switching took.
     served = outcomes.service_s - outcomes.overhead_s
-    assert served == pytest.approx(outcomes.duration_s, abs=1e-3)
+    if replay.windows is None:
+        assert served == pytest.approx(outcomes.duration_s, abs=1e-3)
+    else:
+        # Who shares a GPU goes slower there.
+        assert (served >= outcomes.duration_s - 1e-3).all()
     assert not replay.state.live
     assert replay.state.free_devices == SERVERS.gpus
 

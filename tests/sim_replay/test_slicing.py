@@ -18,14 +18,15 @@ def cluster(nodes: int = 1) -> Servers:
     return servers_from_flags(nodes=nodes, gpus_per_node=4)
 
 
-def jobs(*each: tuple[float, int, float], priority: int = 0) -> Workload:
+def jobs(*each: tuple[float, int, float]) -> Workload:
     arrivals, gpus, durations = zip(*each, strict=True)
     return workload(
         [str(at) for at in range(len(each))],
         arrivals,
         gpus,
         durations,
-        numbers={"priority": [priority] * (len(each) - 1) + [priority]},
+        # No two of these gain anything on one device.
+        labels={"model": ["resnext50"] * len(each)},
     )
 
 

@@ -69,10 +69,12 @@ def plan_slices(
     quantum_s: float = QUANTUM_S,
     kept_out: KeptOut = NOBODY,
     busy: Iterable[int] = (),
+    units: Iterable[tuple[int, ...]] = (),
 ) -> tuple[Pass, Turns]:
     """The changes to propose now, and what to remember if they are proposed. `room` is left as it is. `busy`: numbers
-    of those who are not to be disturbed."""
-    live = _Live(table, now, kept_out, frozenset(busy))
+    of those who are not to be disturbed. `units`: numbers of those who run on devices together, and take turns as one.
+    """
+    live = _Live(table, now, kept_out, frozenset(busy), units)
     if not (live.waiting or live.parked):
         return Pass(), Turns(since_s=turns.since_s)
     room.refresh()
@@ -101,7 +103,14 @@ def plan_slices(
 class _Live:
     """Who waits, runs and rests, by number, in the order in which they are served."""
 
-    def __init__(self, table: LiveTable, now: float, kept_out: KeptOut, busy: frozenset[int]) -> None:
+    def __init__(
+        self,
+        table: LiveTable,
+        now: float,
+        kept_out: KeptOut,
+        busy: frozenset[int],
+        units: Iterable[tuple[int, ...]],
+    ) -> None:
         rows, facts = table.facts(now)
         order = np.lexsort((facts.number, facts.arrival_s, -facts.priority))
         waits = table.is_waiting(rows)
@@ -126,35 +135,55 @@ class _Live:
             elif gang.phase is GangPhase.PARKED and gang.park_level is SuspendLevel.OFFLOAD:
                 self.parked[job.number] = (job, gang)
 
+        # Who stands for the others of a unit, by their numbers, and the others by its.
+        self.host_of: dict[int, int] = {}
+        self.guests: dict[int, list[int]] = {}
+        for unit in units:
+            known = {**self.parked, **self.running}
+            there = [n for n in unit if n in self.running] + [n for n in unit if n in self.parked]
+            # One of them may have gone on elsewhere, by itself.
+            there = [n for n in there if shares_all(known[n][1].claims)]
+            there = [n for n in there if seat_of(known[n][1].claims) == seat_of(known[there[0]][1].claims)]
+            self.host_of.update(dict.fromkeys(there[1:], *there[:1]))
+            if len(there) > 1:
+                self.guests[there[0]] = there[1:]
+
     def sharer(self, number: int, known: Mapping[int, Sharer]) -> Sharer:
         job, gang = self.running.get(number) or self.parked.get(number) or (self.waiting[number], None)
         runs = number in self.running
+        guests = self.guests.get(number, [])
+        stays = runs and not all(self._may_stop(*self.running[one]) for one in (number, *guests) if one in self.running)
         before = known.get(number, Sharer(number, job.gpus, job.create_time))
         return replace(
             before,
-            weight=self.weight[number],
+            weight=sum([self.weight[one] for one in (number, *guests)]),
             priority=job.spec.priority,
-            is_preemptible=not runs or self._may_stop(job, gang),
+            is_preemptible=not stays,
             # To run on elsewhere takes more than a switch.
-            is_bound=runs,
+            is_bound=runs or bool(guests),
             seat=seat_of(gang.claims) if gang is not None else (),
             runs=runs,
             received_s=max(before.received_s, self.attained_s[number]),
         )
 
-    def _may_stop(self, job: Job, gang: Gang | None) -> bool:
+    def _may_stop(self, job: Job, gang: Gang) -> bool:
         offered = job.capabilities
         return (
             job.spec.preemptible
             and job.number not in self.not_stopped
             and job.number not in self.busy
-            and (gang is None or gang.phase is GangPhase.RUNNING)
+            and gang.phase is GangPhase.RUNNING
             and (offered.offload or offered.checkpoint)
         )
 
 
 def seat_of(claims: Claims) -> Seat:
     return tuple([(claim.node, claim.device_mask) for claim in claims if claim.device_mask])
+
+
+def shares_all(claims: Claims) -> bool:
+    """Whether others may be on all of its devices."""
+    return all(claim.device_mask == claim.shared_mask for claim in claims)
 
 
 class _Filling:
@@ -206,6 +235,11 @@ class _Filling:
         for number in numbers:
             job, gang = self._live.parked[number]
             seat = seat_of(gang.claims)
+            host = self._live.host_of.get(number)
+            if host is not None:
+                if host in self._live.running:
+                    self._come_back(job, gang)
+                continue
             if not self._enter(number, seat) and len(seat) == 1:
                 node, mask = seat[0]
                 slot = self.view.slots.get(node)
@@ -216,10 +250,19 @@ class _Filling:
                     self._enter(number, ((node, free),))
 
     def stop(self, number: int) -> None:
-        job, gang = self._live.running[number]
-        has_arena = job.capabilities.offload and has_arenas(gang)
-        level = SuspendLevel.OFFLOAD if has_arena else SuspendLevel.CHECKPOINT
-        self.changes.append(Change(number, job.revision, "SUSPEND", level=level))
+        """With those who are on its devices, too."""
+        for one in (number, *self._live.guests.get(number, ())):
+            if one in self._live.running:
+                job, gang = self._live.running[one]
+                has_arena = job.capabilities.offload and has_arenas(gang)
+                level = SuspendLevel.OFFLOAD if has_arena else SuspendLevel.CHECKPOINT
+                self.changes.append(Change(one, job.revision, "SUSPEND", level=level))
+
+    def _come_back(self, job: Job, gang: Gang) -> None:
+        """A guest follows its host, where they share all that it is on."""
+        claims = tuple([structs.replace(c, arena_bytes=0, memory_bytes=0) for c in gang.claims])
+        if all(map(self._has_cores, claims)):
+            self._change(job, "RESUME", (), claims)
 
     def memory_of(self, job: Job, node: str, gpus: int) -> int:
         """Bytes that so many GPUs of a gang need on a node, at least."""
@@ -312,11 +355,15 @@ def _switched(
     filling: _Filling, live: _Live, crowded: Sequence[Job], turns: Turns, now: float, quantum_s: float
 ) -> Turns:
     """The next rows of all who share: who leaves is stopped, and who enters is remembered."""
-    seats = {number: seat_of(gang.claims) for number, (_, gang) in (*live.running.items(), *live.parked.items())}
+    seats = {
+        number: seat_of(gang.claims)
+        for number, (_, gang) in (*live.running.items(), *live.parked.items())
+        if number not in live.host_of
+    }
     # Who could not enter the last row, though its devices were freed, lets others have this one.
     crowded = [job for job in crowded if job.number not in turns.entering]
     joined = _joined(filling, seats, crowded)
-    shared = {name for number in live.parked for name, _ in seats[number]}
+    shared = {name for number in live.parked if number in seats for name, _ in seats[number]}
     shared.update(name for names in joined.values() for name in names)
     if not shared:
         return Turns(since_s=now)

@@ -111,6 +111,16 @@ class Nodes:
             elif gang.intent is Intent.PREPARE:
                 self._fetch(followed)
 
+    def retimed(self, number: int) -> None:
+        """Somebody came to its devices, or left: it goes on at another rate."""
+        followed = self._followed[self._state.jobs[number].epoch]
+        finishes = self._changes(number, followed.gang)
+        if finishes is not None and followed.is_training:
+            followed.finishes = finishes
+            # Who has been told to stop does so at its next boundary all the same.
+            if not followed.is_told_to_stop:
+                self._at(finishes, followed, self._finished)
+
     def _start(self, gang: Gang, job: Job) -> None:
         followed = self._followed[gang.epoch] = _Followed(gang, job, held_since=self._clock.now)
         takes = self._costs.start_s + (self._costs.resume_s if gang.restore.checkpoint_path else 0.0)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from ganger.resources.topology import bits
 
 from ganger_master.core import commands, machine
 from ganger_master.core.answers import PlanAnswer, Refused
 from ganger_master.core.commands import Command
 from ganger_master.core.model import Gang
 from ganger_master.core.settings import Settings
+from ganger_master.core.sharing import CAPABILITY
 from ganger_master.core.state import State
-from ganger_master.planner import slices
 from ganger_master.planner.packed import plan_packed
 from ganger_master.planner.passes import plan_by
+from ganger_master.planner.shared import NOTHING as NOTHING_REMEMBERED
+from ganger_master.planner.shared import plan_shared
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
 from ganger_master.policies import Places, policy_named
@@ -39,6 +42,7 @@ from ganger_master.sim.replay.rates import Rates, without_arenas
 from ganger_master.sim.replay.scaling import Scaling
 from ganger_master.sim.replay.specs import devices_only, specs_of
 from ganger_master.sim.replay.turns import Turns
+from ganger_master.sim.replay.windows import Windows
 from ganger_master.sim.replay.work import Work
 from ganger_master.sim.report.outcomes import Run
 from ganger_master.sim.traces.profiles import with_models
@@ -55,6 +59,7 @@ _NEVER_S = 1e12
 _DEFAULTS = Options()
 # In ideal runs service is counted as it is, not in queues.
 _CONTINUOUS = {"tiresias": LAS2D}
+_CAPABILITIES = {CAPABILITY: "yes"}
 # Plans of one instant: one stops, the next starts what that made room for.
 _PLANS_AT_ONCE = 64
 
@@ -149,7 +154,11 @@ class _Replay:
         self.scaling = Scaling(jobs, options.seed) if is_elastic else None
         # None: nobody shares GPUs.
         self.footprints = Footprints(jobs, servers, options.seed) if self.policy.shares else None
-        self.slices = slices.Turns()
+        self.windows = None if self.footprints is None else Windows(self.footprints, options.seed)
+        self.shared = NOTHING_REMEMBERED
+        # Who trains on a device, by node and number of the device, and where they do, by position.
+        self._on: dict[tuple[str, int], set[int]] = {}
+        self._where: dict[int, Gang] = {}
         self._switches_at = -np.inf
         self.quantum_s = quantum_s(self.nodes.switch_s)
         self.turns = Turns(self.state, self.send)
@@ -197,7 +206,12 @@ class _Replay:
             for row in group.rows():
                 self.send(
                     commands.OpenSession(
-                        row.node, f"machine-{row.node}", group.configuration_set, rack=row.rack, fabric=row.fabric
+                        row.node,
+                        f"machine-{row.node}",
+                        group.configuration_set,
+                        rack=row.rack,
+                        fabric=row.fabric,
+                        capabilities=_CAPABILITIES,
                     )
                 )
                 self.nodes.report_of(row.node)
@@ -217,13 +231,40 @@ class _Replay:
     def _begins(self, number: int, gang: Gang, held_since: float) -> float:
         job, now = number - 1, self.clock.now
         self.ledger.trains(job, held_since - EPOCH_S, now - EPOCH_S)
-        return self._let_go(self.work.begin(job, now, self._rate(job, gang)))
+        ends = self._let_go(self.work.begin(job, now, self._rate(job, gang)))
+        if self.windows is not None:
+            self._where[job] = gang
+            for device in _devices(gang):
+                self._on.setdefault(device, set()).add(job)
+            ends = self._let_go(self._beside(job))
+            self._retime(self._company(job, gang))
+        return ends
+
+    def _company(self, job: int, gang: Gang) -> frozenset[int]:
+        """Who trains on its devices, too."""
+        if self.footprints is None:
+            return frozenset()
+        return frozenset(other for device in _devices(gang) for other in self._on.get(device, ()) if other != job)
+
+    def _beside(self, job: int) -> float:
+        """It goes on beside those who are on its devices now; when it ends then."""
+        assert self.windows is not None
+        rate = self._rate(job, self._where[job])
+        beside = frozenset(other + 1 for other in self._company(job, self._where[job]))
+        self.windows.trains(job + 1, self.clock.now, rate, beside)
+        return self.work.change(job, self.clock.now, rate)
+
+    def _retime(self, company: frozenset[int]) -> None:
+        for other in sorted(company):
+            self.nodes.retimed(other + 1)
 
     def _peak_bytes(self, number: int) -> int:
         return 0 if self.footprints is None else self.footprints.memory_bytes(number - 1)
 
     def _changes(self, number: int, gang: Gang) -> float | None:
         job = number - 1
+        if job in self._where:
+            return self._let_go(self._beside(job))
         if self.rates is None:
             return None
         return self._let_go(self.work.change(job, self.clock.now, self._rate(job, gang)))
@@ -231,6 +272,8 @@ class _Replay:
     def _rate(self, job: int, gang: Gang) -> float:
         """Against the pace of its trace."""
         rate = 1.0 if self.rates is None else self.rates.rate(job, gang)
+        if self.footprints is not None:
+            rate *= self.footprints.speed(job, sorted(self._company(job, gang)))
         return rate if self.scaling is None else rate * self.scaling.rate(job, gang.devices)
 
     def _let_go(self, ends: float) -> float:
@@ -244,6 +287,11 @@ class _Replay:
     def _ends(self, number: int, gang: Gang, held_since: float, finished: bool) -> None:
         job, now = number - 1, self.clock.now
         self.work.stop(job, now)
+        if self.windows is not None and self._where.pop(job, None) is not None:
+            for device in _devices(gang):
+                self._on[device].discard(job)
+            self.windows.forget(number) if finished else self.windows.rests(number, now)
+            self._retime(self._company(job, gang))
         self.ledger.leaves(job, gang, held_since - EPOCH_S, now - EPOCH_S, finished)
         if finished and self.measured is not None:
             self.measured.forget(number)
@@ -303,7 +351,7 @@ class _Replay:
         self._is_waited_for = found.waits
         if found.next_change_s < np.inf and self.options.round_s is None:
             self._come_back(max(found.next_change_s, self._last_plan + self.options.plan_every_s))
-        return self._propose(found)
+        return self._propose(found.changes)
 
     def _share(self) -> bool:
         """The same where jobs share GPUs: on news, and at the end of every quantum."""
@@ -311,18 +359,26 @@ class _Replay:
         if not self._is_news and now < self._switches_at:
             return False
         self._is_news = False
-        found, self.slices = slices.plan_slices(
-            self.policy.placement, self.table, now, self.room, self.slices, self.quantum_s
+        assert self.windows is not None
+        self.windows.now = now
+        changes, self.shared, self._switches_at = plan_shared(
+            self.policy.placement,
+            self.table,
+            now,
+            self.room,
+            self.shared,
+            self.windows,
+            self.capacity.gpus,
+            self.quantum_s,
         )
-        self._switches_at = found.next_change_s
         if self._switches_at < np.inf:
             self._come_back(self._switches_at)
-        return self._propose(found)
+        return self._propose(changes)
 
-    def _propose(self, found: Pass) -> bool:
-        if not found.changes:
+    def _propose(self, changes: tuple[commands.Change, ...]) -> bool:
+        if not changes:
             return False
-        answer = self.send(commands.ProposePlan(found.changes))
+        answer = self.send(commands.ProposePlan(changes))
         assert isinstance(answer, PlanAnswer)
         return any(verdict.approved for verdict in answer.verdicts)
 
@@ -420,6 +476,10 @@ class _Replay:
 
     def _oracle(self, numbers: Integers) -> Floats:
         return self.work.remaining(numbers - 1, self.clock.now)
+
+
+def _devices(gang: Gang) -> Iterator[tuple[str, int]]:
+    return ((claim.node, device) for claim in gang.claims for device in bits(claim.device_mask))
 
 
 def _nothing() -> None:

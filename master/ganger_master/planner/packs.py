@@ -1,0 +1,221 @@
+"""Packs of `gandiva`: which of those who run are tried on one device together, and which of them stay so.
+
+Only while more is wanted than there is, and only of gangs that were measured alone. A guest moves to its host's devices
+and both are given half of the cores; once their rates together tell, the pack is kept or undone
+(`introspect.packing`), and it is watched as long as it lasts. Who has to go is parked, and takes turns again. What the
+pass remembers is a value; lost, packs that were being tried stay until somebody in them ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
+
+from ganger.resources.fit import demand
+from ganger.resources.values import Claim
+from ganger.resources.view import View
+from msgspec import structs
+
+from ganger_master.core.commands import Change
+from ganger_master.core.model import Gang, GangPhase, Job, SuspendLevel
+from ganger_master.models.interference import UNKNOWN_DEVICE, Contention, Pressure, learn
+from ganger_master.planner.slices import shares_all
+from ganger_master.planner.table import LiveTable
+from ganger_master.policies.introspect.failed import Failed
+from ganger_master.policies.introspect.packing import (
+    Berth,
+    Pair,
+    Proposal,
+    Resident,
+    lesson,
+    proposals,
+    still_pays,
+    verdict,
+)
+from ganger_master.policies.introspect.slicing import Seat
+from ganger_master.policies.introspect.trial import FIRST_WINDOWS, Rates, Verdict
+
+# Of all devices, one in so many is in a trial at once at most.
+_DEVICES_PER_TRIAL: Final = 8
+
+
+class Seen(Protocol):
+    """What is measured of the jobs, by number. Rates are windows of several mini-batches each, in steps a second."""
+
+    def alone(self, number: int) -> tuple[float, ...]:
+        """When it last ran with a device of its own; empty if it has not for long enough."""
+        ...
+
+    def present(self, number: int) -> tuple[float, ...]:
+        """Since who runs beside it changed last, without the first of them."""
+        ...
+
+    def beside(self, number: int) -> frozenset[int]:
+        """Who runs on its devices, too."""
+        ...
+
+    def utilisation(self, number: int) -> float:
+        """Of its device, while alone."""
+        ...
+
+    def signature(self, number: int) -> str:
+        """What behaves like it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    proposal: Proposal
+    since_s: float
+    is_kept: bool = False
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Hosts first."""
+        return tuple([one.number for one in self.proposal.residents])
+
+
+@dataclass(frozen=True, slots=True)
+class Packs:
+    """`tried` and `kept` count decisions."""
+
+    packs: tuple[Pack, ...] = ()
+    failed: Failed[Pair] = field(default_factory=Failed)
+    contention: Mapping[str, Contention] = field(default_factory=dict)
+    tried: int = 0
+    kept: int = 0
+
+    @property
+    def together(self) -> tuple[tuple[int, ...], ...]:
+        return tuple([pack.numbers for pack in self.packs])
+
+    @property
+    def on_trial(self) -> frozenset[int]:
+        return frozenset(number for pack in self.packs if not pack.is_kept for number in pack.numbers)
+
+
+def plan_packs(
+    packs: Packs, table: LiveTable, view: View, now: float, seen: Seen, gpus: int, is_crowded: bool
+) -> tuple[tuple[Change, ...], Packs]:
+    """The changes to propose now, and what to remember if they are proposed. `is_crowded`: somebody waits for room."""
+    running = {job.number: (job, gang) for job, gang in table.running}
+    changes: list[Change] = []
+    left: list[Pack] = []
+    for pack in packs.packs:
+        packs, stays = _judged(packs, pack, running, now, seen)
+        if stays is not None:
+            left.append(stays)
+        elif _is_together(pack, running):
+            guest, _ = running[pack.proposal.guest.residents[0].number]
+            changes.append(Change(guest.number, guest.revision, "SUSPEND", level=SuspendLevel.OFFLOAD))
+    packs = replace(packs, packs=tuple(left))
+    most = max(1, gpus // _DEVICES_PER_TRIAL) - sum(not pack.is_kept for pack in left)
+    if not is_crowded or most <= 0:
+        return tuple(changes), packs
+    busy = {number for pack in packs.packs for number in pack.numbers} | {change.number for change in changes}
+    berths = [
+        berth
+        for number, (job, gang) in running.items()
+        if number not in busy and (berth := _berth(job, gang, view, seen)) is not None
+    ]
+    for proposal in proposals(berths, packs.failed, now, packs.contention, most):
+        begun = _move_in(proposal, running, view)
+        if begun:
+            changes.extend(begun)
+            packs = replace(packs, packs=(*packs.packs, Pack(proposal, now)), tried=packs.tried + 1)
+    return tuple(changes), packs
+
+
+def _judged(
+    packs: Packs, pack: Pack, running: Mapping[int, tuple[Job, Gang]], now: float, seen: Seen
+) -> tuple[Packs, Pack | None]:
+    """The pack if it stays, and what was learned."""
+    proposal, numbers = pack.proposal, pack.numbers
+    if any(not seen.alone(number) for number in numbers):
+        # Somebody has ended.
+        return packs, None
+    are_together = all(seen.beside(number) == frozenset(numbers) - {number} for number in numbers)
+    if not are_together:
+        guest = running.get(proposal.guest.residents[0].number)
+        if pack.is_kept:
+            apart = all(number in running and _is_settled(*running[number]) for number in numbers)
+            left = any(not shares_all(running[number][1].claims) for number in numbers if number in running)
+            return packs, None if apart or left else pack
+        if guest is not None and guest[0].next_epoch:
+            return packs, pack
+        # It was refused, or somebody was stopped meanwhile.
+        return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None
+    rates = {number: Rates(seen.alone(number), seen.present(number)) for number in numbers}
+    if pack.is_kept:
+        if still_pays(proposal.residents, rates):
+            return packs, pack
+        return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None
+    if min(len(one.after) for one in rates.values()) < FIRST_WINDOWS:
+        return packs, pack
+    found = verdict(proposal, rates).verdict
+    if found is Verdict.MEASURE:
+        return packs, pack
+    known = packs.contention.get(proposal.host.device_type, UNKNOWN_DEVICE)
+    learned = {**packs.contention, proposal.host.device_type: learn(known, [lesson(proposal, rates)])}
+    packs = replace(packs, contention=learned)
+    if found is Verdict.KEEP:
+        packs = replace(packs, failed=packs.failed.forgotten(proposal.pair), kept=packs.kept + 1)
+        return packs, replace(pack, is_kept=True)
+    return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None
+
+
+def _is_together(pack: Pack, running: Mapping[int, tuple[Job, Gang]]) -> bool:
+    places = [[(c.node, c.device_mask) for c in running[n][1].claims] for n in pack.numbers if n in running]
+    return len(places) == len(pack.numbers) and all(place == places[0] for place in places)
+
+
+def _is_settled(job: Job, gang: Gang) -> bool:
+    return gang.phase is GangPhase.RUNNING and not job.next_epoch
+
+
+def _berth(job: Job, gang: Gang, view: View, seen: Seen) -> Berth | None:
+    """A gang alone on its devices that was measured there."""
+    if gang.phase is not GangPhase.RUNNING or job.next_epoch or not job.spec.preemptible or len(job.spec.roles) != 1:
+        return None
+    windows = seen.alone(job.number)
+    needed = job.shape.device_memory_bytes
+    if len(windows) < 2 or not needed or seen.beside(job.number) or not job.capabilities.offload:
+        return None
+    made = view.topology(gang.claims[0].node).configuration_set
+    pressure = Pressure(seen.utilisation(job.number), float(needed))
+    seat: Seat = tuple([(claim.node, claim.device_mask) for claim in gang.claims])
+    resident = Resident(job.number, seen.signature(job.number), pressure)
+    return Berth(seat, made.device_type, made.device_memory_bytes, (resident,))
+
+
+def _move_in(proposal: Proposal, running: Mapping[int, tuple[Job, Gang]], view: View) -> Sequence[Change]:
+    """The host gives half of its cores to the guest, who comes; nothing where the guest's gang is of another make."""
+    host, its_gang = running[proposal.host.residents[0].number]
+    guest, _ = running[proposal.guest.residents[0].number]
+    task = guest.shape.roles[0].shape
+    kept: list[Claim] = []
+    taken: list[Claim] = []
+    for claim in its_gang.claims:
+        gpus = claim.device_mask.bit_count()
+        if gpus % task.gpus:
+            return ()
+        tasks = (gpus // task.gpus,)
+        needed = demand(view.topology(claim.node).configuration_set, guest.shape, tasks)
+        memory = min(needed.memory_bytes, claim.memory_bytes) if not task.memory_bytes else needed.memory_bytes
+        left = view.memory[view.slots[claim.node]] - memory
+        if left < 0:
+            return ()
+        halves = tuple([cores // 2 for cores in claim.millicores])
+        kept.append(
+            structs.replace(
+                claim, millicores=tuple([have - half for have, half in zip(claim.millicores, halves, strict=True)])
+            )
+        )
+        arena = needed.arena_bytes if needed.arena_bytes <= left else 0
+        mask = claim.device_mask
+        taken.append(Claim(claim.node, mask, halves, memory, arena, tasks, shared_mask=mask))
+    return (
+        Change(host.number, host.revision, "CORES", tuple(kept), together=guest.number),
+        Change(guest.number, guest.revision, "MOVE", tuple(taken), together=guest.number),
+    )

@@ -1,0 +1,76 @@
+"""Packs in a replay: jobs that use little of their GPU share one and both gain; those that use all of it do not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ganger_master.sim.replay.footprints import Footprints
+from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.run import _Replay
+from ganger_master.sim.replay.windows import WINDOW_S, Windows
+from ganger_master.sim.traces.servers import servers_from_flags
+from ganger_master.sim.traces.workload import Workload, workload
+
+SERVERS = servers_from_flags(nodes=1, gpus_per_node=4)
+
+
+def jobs(*models: str, seconds: float = 3000.0) -> Workload:
+    count = len(models)
+    return workload(map(str, range(count)), [0.0] * count, [1] * count, [seconds] * count, labels={"model": models})
+
+
+def replayed(rows: Workload, seed: int = 0) -> _Replay:
+    replay = _Replay(rows, SERVERS, "gandiva", Options(seed=seed), None)
+    replay.run()
+    return replay
+
+
+def test_light_jobs_are_packed_and_the_cluster_does_more() -> None:
+    replay = replayed(jobs(*["vae"] * 8))
+    found = replay.ledger.outcomes()
+    assert replay.shared[1].kept >= 2
+    # Eight on four GPUs: in turns alone it would take all of them twice as long.
+    assert found.end_s.max() < 1.6 * 3000.0
+    assert found.migrations.sum() >= 2
+
+
+def test_a_pack_in_which_somebody_is_too_slow_is_undone_and_not_tried_again_at_once() -> None:
+    rows = jobs(*["mi-lstm"] * 6)
+    # Of the seeds by which such a pair is slower than expected: nobody knows before it is tried.
+    seed = next(s for s in range(500) if Footprints(rows, SERVERS, s).speed(0, [1]) < 0.56)
+    packs = replayed(rows, seed).shared[1]
+    assert packs.tried == 1
+    assert packs.kept == 0
+
+
+def test_what_is_not_expected_to_pay_is_not_tried() -> None:
+    assert replayed(jobs(*["resnext50"] * 6)).shared[1].tried == 0
+
+
+def test_rates_beside_others_are_those_of_the_published_law_but_for_its_error() -> None:
+    rows = jobs("resnet50", "lstm", "vae")
+    speeds = np.array([Footprints(rows, SERVERS, seed).speed(0, [1]) for seed in range(300)])
+    assert speeds.mean() == pytest.approx(1.0 / (0.9 * (0.94 + 0.872)), rel=0.02)
+    assert np.abs(speeds - speeds.mean()).mean() / speeds.mean() == pytest.approx(0.071, rel=0.15)
+    footprints = Footprints(rows, SERVERS, 1)
+    assert footprints.speed(0, []) == 1.0
+    assert footprints.speed(0, [1]) == footprints.speed(1, [0])
+    assert footprints.speed(2, [0]) <= 1.0
+
+
+def test_windows_tell_of_the_present_stretch_and_of_the_last_one_alone() -> None:
+    windows = Windows(Footprints(jobs("vae", "vae"), SERVERS, 0), 0)
+    windows.trains(1, 0.0, 1.0, frozenset())
+    windows.now = 10.0 * WINDOW_S
+    alone = windows.alone(1)
+    # The first one after a change is left out.
+    assert len(alone) == 9
+    windows.trains(1, windows.now, 0.5, frozenset({2}))
+    windows.now += 6.0 * WINDOW_S
+    assert windows.alone(1) == alone
+    assert windows.beside(1) == {2}
+    beside = windows.present(1)
+    assert len(beside) == 5
+    assert np.mean(beside) == pytest.approx(0.5, rel=0.1)
+    windows.now += WINDOW_S
+    assert windows.present(1)[:5] == beside
