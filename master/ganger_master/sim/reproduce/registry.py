@@ -52,5 +52,5 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 
 UNRUN: Mapping[str, str] = {
     "B8": "a migration is measured live: `ganger bench move` has its figures; the simulator would repeat its own costs",
-    "B20": "gangs of the simulator have one size: rates by number of GPUs and batch, as Pollux has them, are missing",
+    "B20": "averages are of eight workloads, four of them at hand; batches that follow goodput are not modelled",
 }

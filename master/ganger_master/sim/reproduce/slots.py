@@ -1,8 +1,9 @@
 """Training over parameter servers in intervals: what Optimus and its baselines are compared in.
 
-The gangs of the production core have one size for life; jobs whose numbers of parameter servers and workers change
-from one interval to the next it does not carry yet. Hence this small simulation in intervals, as the public ones of
-Optimus and DL2 are; what decides in it are the production functions `allocated`, `spread`, `aligned` and `scores`.
+The elastic gangs of the production core have one role; jobs whose numbers of parameter servers and of workers change
+from one interval to the next it does not carry. Hence this small simulation in intervals, as the public ones of Optimus
+and DL2 are; what decides in it are the production functions `allocated`, `spread`, `aligned` and `scores`, the first of
+them as in the pass of the policy `optimus`.
 
 How fast a job really is follows from where its tasks are, by DL2's measurements and formula (pengyanghua/DL2, trace.py
 and job.py): a step takes the time to compute plus that to push and pull the model over the busiest link, between
