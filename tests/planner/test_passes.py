@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from core.drive import GIB, Drive, job_of
+from ganger.placement.candidates import candidates
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import Level, Locality, Role, TaskShape
 from ganger.v1 import scheduling_pb2
@@ -232,3 +233,22 @@ def test_nodes_that_are_closed_to_a_job_add_up() -> None:
     assert refused.at(20.0).nodes == {2: {"n1", "n2"}}
     assert refused.at(20.0).not_started == frozenset()
     assert refused.at(911.0) is NOBODY
+
+
+def test_a_planner_is_told_the_size_that_a_job_has_or_is_bound_to() -> None:
+    drive = Planned()
+    number = drive.submit(replace(job_of(2), gpus_min=1, gpus_max=4))
+    (claims, *_) = candidates(
+        drive.state.view, replace(job_of(2), roles=job_of(3).roles).shape(GIB + GIB // 10)
+    ).candidates
+    drive.step(ProposePlan((Change(number, drive.job(number).revision, "START", claims),)))
+    drive.runs(number)
+    told, gang = drive.as_told(drive.job(number))
+    assert gang is not None
+    assert (told.gpus, gang.devices, told.spec.gpus_max) == (3, 3, 4)
+    table = LiveTable()
+    table.put(told, gang)
+    assert table.held_gpus == 3
+    drive.step(ProposePlan((Change(number, drive.job(number).revision, "SUSPEND", level=SuspendLevel.OFFLOAD),)))
+    drive.rests(number)
+    assert drive.as_told(drive.job(number))[0].gpus == 3

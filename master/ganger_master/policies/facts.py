@@ -34,7 +34,7 @@ class Facts:
 
     number: Integers
     arrival_s: Floats
-    # The gang it asks for.
+    # The gang that it has or asks for.
     gpus: Integers
     cores: Floats
     memory_bytes: Floats
