@@ -29,7 +29,7 @@ $ ganger reproduce --all --document docs/reproduce.md
 ```
 
 A run that was stopped goes on where it was: what the same code has measured on the same data is not measured again,
-unless with `--anew`. All that stands here took {minutes:.0f} min of processor time, of one core.
+unless with `--anew`. Processor time, of one core, is noted below: {minutes:.0f} min for {noted} experiments.
 
 ± is the half-width of a 95 % confidence interval over seeds; of such figures the mean is compared. Loads are what was
 offered by what the cluster can do. Raw rows are in `build/reproduce/NAME.jsonl`. Nothing is fitted to make a claim
@@ -136,15 +136,16 @@ def document(results: Sequence[Result], date: str) -> str:
         date=date,
         machine=_machine(),
         claims=len(results),
-        minutes=sum(result.cpu_s for result in ran) / 60.0,
+        minutes=sum(result.cpu_s for result in ran if not math.isnan(result.cpu_s)) / 60.0,
+        noted=sum(not math.isnan(result.cpu_s) for result in ran),
         run=len(ran),
         hold=sum(bool(result.holds) for result in ran),
         beaten=sum(bool(result.beats) for result in ran),
     )
     head = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
     every = [
-        f"* **{result.claim.name}** ({result.claim.source}; {found.seeds} seed{'s' if found.seeds > 1 else ''}, "
-        f"{result.cpu_s:.0f} s of processor time): {_figures(found, set(found.ours))}"
+        f"* **{result.claim.name}** ({result.claim.source}; {found.seeds} seed{'s' if found.seeds > 1 else ''}"
+        f"{'' if math.isnan(result.cpu_s) else f'; {result.cpu_s:.0f} s'}): {_figures(found, set(found.ours))}"
         for result in results
         if (found := result.found) is not None
     ]

@@ -5,9 +5,10 @@ heterogeneous demands on 20 nodes, arrivals uniform in [0, 3000 s]; makespan 5,5
 The report publishes neither the distribution of demands nor that of durations, nor whether its FIFO waits for a head of
 the line that does not fit. So both FIFOs are run, over declared distributions: demands of a job's tasks for cores,
 memory, disk and network are uniform between two shares of a node, or one of the four, drawn for each job, is large and
-the others are uniform in [0.05, 0.2]; durations are uniform, drawn for each task. The distribution compared is chosen
-by the baseline alone: that in which the strict FIFO comes closest to the report's makespan and mean time of a job.
-Beside it stands the share of all declared distributions in which the claim holds.
+the others are uniform in [0.05, 0.2]; durations are uniform, drawn for each task. Which are compared is chosen by the
+baseline alone: those in which the strict FIFO is within a tenth of the report's makespan and of its mean time of a job;
+of these the figures are of the one in which the least is gained. Beside it stands the share of all declared
+distributions in which the claim holds.
 
 As reported, each task goes to the node with the most similar (cosine) availability, first come first served, who does
 not fit being passed over. Tetris's own pass (SIGCOMM 2014), in which each node takes the task that suits it best,
@@ -16,7 +17,6 @@ stands beside it: without knobs (packing alone), and with its defaults for remai
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -59,6 +59,7 @@ _DEMANDS: Mapping[str, _Draw] = {
 _SECONDS = ((50.0, 250.0), (100.0, 300.0), (100.0, 400.0))
 # The report's FIFO.
 _FIFO_MAKESPAN_S, _FIFO_JCT_S = 7083.0, 2415.0
+_NEAR = 0.1
 _RULES: Mapping[str, Rule] = {
     "fifo": fifo(is_strict=True),
     "fifo-skipping": fifo(is_strict=False),
@@ -100,15 +101,22 @@ def conclude(rows: Sequence[Row]) -> Found:
         return [table[distribution, rule, seed][figure] for seed in seeds]
 
     def off(distribution: str) -> float:
-        """How far the strict FIFO is from the report's, in logarithms."""
+        """How far the strict FIFO is from the report's, in the worse of both figures."""
         figures = (("makespan_s", _FIFO_MAKESPAN_S), ("jct_s", _FIFO_JCT_S))
-        return sum(abs(math.log(np.mean(of(figure, "fifo", distribution)) / paper)) for figure, paper in figures)
+        return max(abs(float(np.mean(of(figure, "fifo", distribution))) / paper - 1.0) for figure, paper in figures)
 
-    compared = min(distributions, key=off)
+    def gained(distribution: str) -> float:
+        """Of the makespan, by cosine."""
+        return float(np.mean(gains("makespan_s", "cosine", distribution=distribution)))
 
-    def gains(figure: str, rule: str, against: str = "fifo", distribution: str = compared) -> list[float]:
-        pairs = zip(of(figure, rule, distribution), of(figure, against, distribution), strict=True)
+    def gains(figure: str, rule: str, against: str = "fifo", distribution: str = "") -> list[float]:
+        """In the distribution that is compared, unless another is named."""
+        where = distribution or compared
+        pairs = zip(of(figure, rule, where), of(figure, against, where), strict=True)
         return [1.0 - ours / theirs for ours, theirs in pairs]
+
+    near = [name for name in distributions if off(name) <= _NEAR] or [min(distributions, key=off)]
+    compared = min(near, key=gained)
 
     def holds_in(rule: str) -> float:
         paper = claims()["B14"].paper
@@ -144,8 +152,9 @@ def conclude(rows: Sequence[Row]) -> Found:
         load={
             f"compared ({compared})": float(np.mean(of("load", "fifo", compared))),
         },
-        why=f"the report publishes no distributions; where FIFO is as there, choosing nodes by cosine gains "
-        f"{cosine.mean:.1%} of the makespan and Tetris's own pass {of_pass.mean:.1%}; the claim holds in "
+        why="the report publishes no distributions; where FIFO is as there, choosing nodes by cosine gains "
+        f"{' or '.join(f'{gained(name):.0%}' for name in near)} of the makespan (compared is the least of these, where "
+        f"Tetris's own pass gains {of_pass.mean:.1%}); the claim holds in "
         f"{holds_in('cosine'):.0%} of the declared distributions, and nearly all of it is that FIFO waits for its head",
     )
 
