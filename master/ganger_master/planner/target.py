@@ -223,6 +223,10 @@ class _Staying:
             gangs.append(Movable(number, shape, self._terms.held(gang), move * gpus, stop * gpus))
         return Movables(self._room.view, gangs)
 
+    @property
+    def _free_gpus(self) -> int:
+        return int(np.bitwise_count(self._room.view.columns().free).sum())
+
     def hole(self, placement: Placement, job: Job, shape: GangShape, avoid: Set[str]) -> Hole | None:
         """Whom to stop for this job, and where those will be who find room elsewhere. Under an order that regroups
         those are looked for first, who rank higher among them, but of no higher priority: nobody waits for it."""
@@ -230,7 +234,7 @@ class _Staying:
             return None
         self._holes += 1
         found = None
-        if self._regroups:
+        if self._regroups and self._free_gpus >= shape.gpus:
             above = {number for number, (other, _) in self.gangs.items() if other.spec.priority > job.spec.priority}
             stay = above | self._stopped
             found = hole_for(self._room, self._movable, shape, placement=placement, avoid=avoid, stay=stay)
