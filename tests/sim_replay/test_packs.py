@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from ganger_master.sim.replay.footprints import Footprints
 from ganger_master.sim.replay.options import Options
-from ganger_master.sim.replay.run import _Replay
+from ganger_master.sim.replay.run import _Replay, simulate
 from ganger_master.sim.replay.windows import WINDOW_S, Windows
+from ganger_master.sim.report.figures import figures
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.workload import Workload, workload
 
@@ -32,6 +33,14 @@ def test_light_jobs_are_packed_and_the_cluster_does_more() -> None:
     # Eight on four GPUs: in turns alone it would take all of them twice as long.
     assert found.end_s.max() < 1.6 * 3000.0
     assert found.migrations.sum() >= 2
+
+
+def test_a_gpu_that_two_share_is_in_use_once() -> None:
+    run = simulate(jobs(*["vae"] * 8), SERVERS, "gandiva")
+    found = figures(run)
+    held = run.outcomes.gpu_seconds.sum() / (4 * found.makespan_s)
+    assert held > 1.2 > 1.0 >= found.gpu_utilization > 0.5
+    assert found.fragmentation >= 0.0
 
 
 def test_a_pack_in_which_somebody_is_too_slow_is_undone_and_not_tried_again_at_once() -> None:

@@ -93,7 +93,11 @@ class Nodes:
     @property
     def switch_s(self) -> float:
         """Seconds from the order to one gang until the next trains in its place."""
-        return self._costs.offload_s + self._costs.restore_s
+        costs = self._costs
+        if any(made.device_memory_bytes for made in self._state.configuration_sets.values()):
+            return costs.offload_s + costs.restore_s
+        # Of whose memory nothing is known, no arena is reserved: everybody is parked on storage.
+        return costs.suspend_s + costs.start_s + costs.resume_s
 
     def follow(self, number: int) -> None:
         """The job changed: its gangs do what is wanted of them now."""

@@ -89,6 +89,7 @@ def simulate(
         start_s=float(jobs.submit_s[0]) if len(jobs) else 0.0,
         end_s=end - EPOCH_S,
         series=replay.meters.series(end - EPOCH_S),
+        shares=replay.policy.shares,
         seed=options.seed,
         offered_load=offered_load(jobs, servers.gpus),
         wall_s=time.perf_counter() - began,
@@ -160,7 +161,6 @@ class _Replay:
         self._on: dict[tuple[str, int], set[int]] = {}
         self._where: dict[int, Gang] = {}
         self._switches_at = -np.inf
-        self.quantum_s = quantum_s(self.nodes.switch_s)
         self.turns = Turns(self.state, self.send)
         self.events = 0
         self._happened = False
@@ -182,6 +182,7 @@ class _Replay:
         self._weights = jobs.weight.tolist()
         self._specs = specs_of(jobs, servers, options.ideal, EPOCH_S)
         self._open(servers)
+        self.quantum_s = quantum_s(self.nodes.switch_s) if options.round_s is None else options.round_s
         self.meters = Meters(jobs, self.state, servers.millicores)
         if len(jobs):
             self._expect(0)
@@ -356,6 +357,8 @@ class _Replay:
     def _share(self) -> bool:
         """The same where jobs share GPUs: on news, and at the end of every quantum."""
         now = self.clock.now
+        if self.options.round_s is not None and not (self._may_stop() or self._may_start()):
+            return False
         if not self._is_news and now < self._switches_at:
             return False
         self._is_news = False

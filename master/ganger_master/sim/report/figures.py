@@ -154,8 +154,9 @@ def by_gang_size(jobs: Outcomes) -> dict[str, SizeFigures]:
 def _used(
     run: Run, name: str, held_seconds: Floats, window_s: tuple[float, float] | None, begin: float, end: float
 ) -> float:
-    """Mean of what was in use. From the jobs where the whole run is asked about: no recording is as exact."""
-    if window_s is None:
+    """Mean of what was in use. From the jobs where the whole run is asked about: no recording is as exact. What jobs
+    hold together is in use once."""
+    if window_s is None and not (run.shares and name == "used_gpus"):
         return _ratio(float(held_seconds.sum()), end - begin)
     return _series_mean(run, name, begin, end)
 

@@ -127,6 +127,8 @@ class Run:
     start_s: float
     end_s: float
     series: Mapping[str, StepSeries] = field(default_factory=dict)
+    # Jobs shared GPUs: what each held adds up to more than was in use.
+    shares: bool = False
     seed: int = 0
     offered_load: float = float("nan")
     wall_s: float = float("nan")
