@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core.drive import job_of
+from core.drive import GIB, job_of
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import ProposePlan
 from ganger_master.core.model import Capabilities, JobSpec
@@ -129,6 +129,34 @@ def test_more_cores_that_gain_nothing_are_taken_back() -> None:
     assert drive.cores(number) == pytest.approx(4, abs=1)
     rate = drive.curves[number](drive.cores(number))
     assert rate >= 0.95 * needs(4)(16)
+
+
+def test_nobody_gets_less_than_was_measured_but_for_a_trial() -> None:
+    drive = Watched()
+    number = drive.add(lambda cores: 20.0 if cores >= 3 else 2.0 * cores)
+    least = 4.0
+    for _ in range(300):
+        drive.spend(1)
+        cores = drive.cores(number)
+        if cores < least:
+            assert number in drive.measured.trials
+        if number not in drive.measured.trials:
+            least = min([point.cores for point in drive.measured._jobs[number].profile.own], default=4.0)
+    assert drive.cores(number) == pytest.approx(3, abs=1)
+
+
+def test_memory_of_who_runs_stays_as_it_is_where_nobody_knows_what_it_does() -> None:
+    drive = Watched("las+bind")
+    number = drive.add(needs(4), job_of(1, 0))
+    (claim,) = drive.state.gangs[drive.job(number).epoch].claims
+    # An arena was set aside meanwhile, say: everybody's share is less now.
+    view = drive.state.view.copy()
+    view.take(structs.replace(claim, device_mask=0, millicores=(0, 0), memory_bytes=8 * GIB))
+    table = LiveTable()
+    table.put(drive.job(number), drive.state.gangs[drive.job(number).epoch])
+    assert (
+        plan_by(drive.policy, drive.policy.order, table, drive.now, capacity_of(view, table), Room(view)).changes == ()
+    )
 
 
 def test_the_next_job_of_a_series_starts_with_what_is_known_of_the_last_one() -> None:

@@ -92,7 +92,8 @@ def test_of_one_point_nobody_knows_whether_more_cores_help() -> None:
         # What the one before showed is looked at once, as far away as can be.
         (Profile(points((1, 30)), points((1, 10), (4, 10), (16, 10))), 1_000, 7_000, 4),
         (Profile(points((1, 30)), points((1, 10), (4, 10), (16, 10))), 1_000, 15_000, 16),
-        (Profile(points((1, 30)), points((1, 10), (4, 10))), 1_000, 1_000, None),
+        # What cannot be looked at does not keep from the rest.
+        (Profile(points((2, 30)), points((2, 10), (4, 10))), 2_000, 1_000, 1),
     ],
 )
 def test_which_probe_comes_next(profile: Profile, held: int, free: int, expected: int | None) -> None:
@@ -136,6 +137,15 @@ def test_a_gain_or_loss_that_is_not_to_be_seen_counts_as_none(tried: int, after:
 def test_too_few_windows_show_nothing() -> None:
     trial = Trial(4_000, 2_000, rates(10.0, 8), 0.0)
     assert shown(trial, rates(20.0, 3)) is None
+    assert shown(trial, rates(20.0, 3), is_last=True) is None
+
+
+@pytest.mark.parametrize(("tried", "expected"), [(4_000, 10.0), (1_000, 10.1)])
+def test_what_is_open_when_time_is_up_is_no_gain_and_may_be_a_loss(tried: int, expected: float) -> None:
+    trial = Trial(tried, 2_000, (9.0, 10.0, 11.0, 10.0), 0.0)
+    after = (9.1, 10.1, 11.1, 10.1)
+    assert shown(trial, after) is None
+    assert shown(trial, after, is_last=True) == CpuPoint(tried / 1000, expected)
 
 
 def test_of_who_is_known_by_cores_alone_memory_is_its_share() -> None:

@@ -7,7 +7,7 @@ All of it may be lost at any time: it is measured again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
@@ -21,8 +21,8 @@ from ganger_master.planner.profile import Profile
 from ganger_master.planner.trials import Pace, Trial, next_cores, shown
 from ganger_master.planner.windows import Look, Windows
 from ganger_master.policies.facts import Integers
+from ganger_master.policies.tune import Profiles
 from ganger_master.policies.tune.known import NOTHING, Known
-from ganger_master.policies.tune.predictor import predicted
 
 # Of ended series so many are remembered, those that were measured last.
 _MOST_SERIES: Final = 4096
@@ -105,12 +105,12 @@ class Measured:
         self._jobs[number] = self._judged(seen, now) if is_full else seen
 
     def look(self, view: View, running_s: Mapping[int, float], now: float) -> bool:
-        """Begins and gives up trials; whether there is anything new to plan by. `running_s`: for how long jobs have
+        """Begins and ends trials; whether there is anything new to plan by. `running_s`: for how long jobs have
         run, by number."""
         before = self.trials
         for number, seen in self._jobs.items():
             if seen.trial is not None and now > seen.trial.began_s + self._pace.most_s:
-                self._jobs[number] = self._over(seen, now)
+                self._jobs[number] = self._over(self._shown(seen, seen.trial, is_last=True) or seen, now)
         busy = {node for seen in self._jobs.values() if seen.trial is not None for node in seen.nodes}
         for number in sorted(self._jobs):
             seen = self._jobs[number]
@@ -173,10 +173,15 @@ class Measured:
             return seen
         if trial is None:
             return self._with(seen, CpuPoint(seen.millicores / 1000, seen.windows.rate))
+        done = self._shown(seen, trial)
+        return seen if done is None else self._over(done, now)
+
+    def _shown(self, seen: _Seen, trial: Trial, is_last: bool = False) -> _Seen | None:
+        """With what its trial has shown, once that can be said; not while it does not run so."""
         if seen.millicores != trial.millicores:
-            return seen
-        point = shown(trial, seen.windows.rates)
-        return seen if point is None else self._over(self._with(seen, point), now)
+            return None
+        point = shown(trial, seen.windows.rates, is_last)
+        return None if point is None else self._with(seen, point)
 
     def _with(self, seen: _Seen, point: CpuPoint) -> _Seen:
         profile = seen.profile.measured(point) if point.rate > 0.0 else seen.profile
@@ -209,14 +214,17 @@ class Measured:
     # -- all jobs ------------------------------------------------------------------------------------------------------
 
     def _curves(self) -> Known:
-        found = [(number, model) for number, seen in sorted(self._jobs.items()) if (model := seen.profile.model)]
+        found = [
+            (number, (model, seen.profile.least_cores))
+            for number, seen in sorted(self._jobs.items())
+            if (model := seen.profile.model) is not None
+        ]
         if not found:
             return NOTHING
-        of_model: dict[CpuModel, int] = {}
-        positions = np.array([of_model.setdefault(model, len(of_model)) for _, model in found], np.int64)
-        most = max(2, *[int(np.ceil(model.knee)) for model in of_model])
+        of_curve: dict[tuple[CpuModel, float], int] = {}
+        positions = np.array([of_curve.setdefault(curve, len(of_curve)) for _, curve in found], np.int64)
         numbers = np.array([number for number, _ in found], np.int64)
-        return Known(predicted(list(of_model), most), _position_of(numbers, positions), knows_memory=False)
+        return Known(_profiles(list(of_curve)), _position_of(numbers, positions), knows_memory=False)
 
 
 def _running_claims(job: Job, gang: Gang | None) -> tuple[Claim, ...]:
@@ -224,6 +232,17 @@ def _running_claims(job: Job, gang: Gang | None) -> tuple[Claim, ...]:
     if gang is None or job.state is not JobState.HOLDING or gang.intent is not Intent.RUN or not job.running_since:
         return ()
     return gang.claims if all(claim.device_mask for claim in gang.claims) else ()
+
+
+def _profiles(curves: Sequence[tuple[CpuModel, float]]) -> Profiles:
+    """On whole cores. Below the least that was measured every core counts in full: less is for a trial to find out."""
+    most = max(int(np.ceil(max(model.knee, least))) for model, least in curves)
+    cores = np.arange(1.0, max(2, most) + 1.0)
+    rates = [
+        np.where(cores < least, np.minimum(model.rates(cores), model.rate(least) * cores / least), model.rates(cores))
+        for model, least in curves
+    ]
+    return Profiles(cores, np.ones(1), np.maximum.accumulate(np.array(rates)[:, :, None], axis=1))
 
 
 def _position_of(known: Integers, positions: Integers) -> Callable[[Integers], Integers]:

@@ -41,6 +41,11 @@ class Profile:
         points = self.points
         return fitted(points) if len(points) > 1 else None
 
+    @property
+    def least_cores(self) -> float:
+        """That were measured; infinite for none."""
+        return min([point.cores for point in self.points], default=math.inf)
+
     def at(self, cores: float) -> float | None:
         """What was measured with so many."""
         return next((point.rate for point in self.own if point.cores == cores), None)

@@ -18,7 +18,7 @@ from typing import Final
 from ganger_master.models.cpu import CpuPoint, sweet_point_bracket
 from ganger_master.models.cpu_design import next_probe
 from ganger_master.planner.profile import Profile
-from ganger_master.policies.introspect.trial import Rates, Verdict, judge
+from ganger_master.policies.introspect.trial import FIRST_WINDOWS, Rates, Verdict, judge
 
 # Below that nobody can tell a gain from chance in a minute.
 LEAST_GAIN: Final = 0.02
@@ -30,14 +30,13 @@ _FAR: Final = 1.25
 class Pace:
     """How long things take, in seconds. `warm_s`: from the start of a stretch until it runs as it will; `settle_s`:
     from a change of cores until threads, caches and loaders have followed it; a window is at least `window_s` long and
-    `window_steps` steps. A trial that is not over after `most_s` is given up. Of its running time a job spends at most
-    `share` in trials."""
+    `window_steps` steps. After `most_s` a trial is over. Of its running time a job spends at most `share` in trials."""
 
     warm_s: float = 30.0
     settle_s: float = 5.0
     window_s: float = 2.0
     window_steps: int = 5
-    most_s: float = 300.0
+    most_s: float = 600.0
     share: float = 0.1
 
 
@@ -61,7 +60,9 @@ def next_cores(profile: Profile, held_millicores: int, free_millicores: int) -> 
     if not points or there_are < 1:
         return None
     if profile.inherited and len(profile.own) == 1:
-        return _check(profile, held_millicores / 1000, there_are)
+        check = _check(profile, held_millicores / 1000, there_are)
+        if check is not None:
+            return check
     largest = max(point.cores for point in points)
     _, enough = sweet_point_bracket(points)
     # Beyond a plateau that was seen nothing is to be found, and what is free comes and goes.
@@ -80,12 +81,13 @@ def _check(profile: Profile, held: float, there_are: int) -> int | None:
     return max(reach, key=lambda cores: abs(log(cores / held)), default=None)
 
 
-def shown(trial: Trial, after: tuple[float, ...]) -> CpuPoint | None:
-    """What the trial has shown; None as long as that cannot be said."""
+def shown(trial: Trial, after: tuple[float, ...], is_last: bool = False) -> CpuPoint | None:
+    """What the trial has shown; None as long as that cannot be said. `is_last`: there will be no more windows, so what
+    is open yet is not to be seen."""
     is_more = trial.millicores > trial.held
     threshold = 1.0 + (LEAST_GAIN if is_more else -LEAST_GAIN)
     verdict = judge([Rates(trial.before, after)], threshold).verdict
-    if verdict is Verdict.MEASURE:
+    if verdict is Verdict.MEASURE and not (is_last and len(after) >= FIRST_WINDOWS):
         return None
     is_other = (verdict is Verdict.KEEP) == is_more
     return CpuPoint(trial.millicores / 1000, median(after if is_other else trial.before))

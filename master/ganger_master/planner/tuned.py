@@ -5,8 +5,9 @@ its node, so that no GPU idles for want of cores or memory, and then all are tun
 for itself packs all who are chosen as if the cluster were empty; who then lies where it lay goes on, the others are
 stopped and start again (Synergy, OSDI 2022, section 4.2 and its leases).
 
-Cores of who runs change as wished. Its memory may shrink to what it asks for or, where it does not say, its share: in
-that much every job can live. Cores that a job asks for are a wish; memory that it names is what it gets.
+Cores of who runs change as wished. Its memory, where profiles tell of it, may shrink to what it asks for or, where it
+does not say, its share: in that much every job can live. Cores that a job asks for are a wish; memory that it names is
+what it gets.
 """
 
 from __future__ import annotations
@@ -133,6 +134,9 @@ def _wishes(
         if tried is not None and starts_on.isdisjoint([claim.node for claim in claims]):
             gpus = [claim.device_mask.bit_count() for claim in claims]
             amounts = tuple([(tried * count, memory) for count, (_, memory) in zip(gpus, amounts, strict=True)])
+        if not (is_start or known.knows_memory):
+            # Whose memory nobody knows may be using all it has.
+            amounts = tuple([(cores, own.memory_bytes) for (cores, _), own in zip(amounts, claims, strict=True)])
         wish = wish_of(view, job, claims, amounts, is_start)
         # Whom the tuning would rather leave out waits for the others, if there are any.
         if not is_start or None not in got or not running:

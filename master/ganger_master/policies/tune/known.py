@@ -26,7 +26,7 @@ def _nobody(numbers: Integers) -> Integers:
     return np.full(len(numbers), -1)
 
 
-NOTHING = Known(Profiles(np.ones(1), np.ones(1), np.ones((1, 1, 1))), _nobody)
+NOTHING = Known(Profiles(np.ones(1), np.ones(1), np.ones((1, 1, 1))), _nobody, knows_memory=False)
 
 
 def known_gangs(known: Known, numbers: Integers, gpus: Integers, is_local: Flags, nodes: Nodes) -> Gangs:
