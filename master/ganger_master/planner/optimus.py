@@ -5,10 +5,11 @@ in order of arrival, as far as that fits; then the task that saves most time goe
 (`policies.optimus`). Who should have another size is stopped with a checkpoint and starts again, the smallest first,
 on the fewest servers (its placement). Between intervals nobody is stopped: who waits is weighed for what is left.
 
-Beyond the paper: who is not elastic counts with its whole gang; growth that saves less than it costs, or finds no
-place, does not happen, and what that leaves goes back to those who would have given it; an elastic gang that fits
-nowhere takes as many GPUs as do fit; and room is made for a gang that fits nowhere though there are GPUs enough, as in
-every other pass.
+Beyond the paper: who runs comes before who waits, so that nobody is stopped altogether but for those who have waited
+too long, or who find no place; who is not elastic counts with its whole gang; growth that saves less than it costs, or
+finds no place, does not happen, and what that leaves goes back to those who would have given it; an elastic gang that
+fits nowhere takes as many GPUs as do fit; and room is made for a gang that fits nowhere though there are GPUs enough,
+as in every other pass.
 """
 
 from __future__ import annotations
@@ -51,9 +52,11 @@ def plan_optimus(
 ) -> Pass:
     """As `planner.target.plan`. `order`: by arrival, and what else `carried_out` asks it; `resize_s`: what a change of
     size takes."""
+    if not may_stop and not table.has_waiting:
+        return Pass(next_change_s=now)
     rows, facts = table.facts(now)
     line = ranked(order, facts, now, capacity)
-    wanting = _Wanting.of(table, rows, facts, line, believed, may_stop, kept_out)
+    wanting = _Wanting.of(order, table, rows, facts, line, capacity, believed, may_stop, kept_out)
     if not wanting.is_anybody:
         return Pass(next_change_s=now if wanting.may_change_later else math.inf)
 
@@ -123,10 +126,12 @@ class _Wanting:
     @classmethod
     def of(
         cls,
+        order: Order,
         table: LiveTable,
         rows: Integers,
         facts: Facts,
         line: Integers,
+        capacity: Capacity,
         believed: Believed,
         may_stop: bool,
         kept_out: KeptOut,
@@ -145,8 +150,11 @@ class _Wanting:
             each[at] = task = spec.roles[0].shape.gpus
             least[at], most[at] = spec.gpus_min // task, spec.gpus_max // task
         wants = facts.is_running | waiting | going
-        # Who may not be stopped has what it has, whoever was first.
-        ranks = line[np.argsort(~stays[line], kind="stable")]
+        # Who may not be stopped has what it has, whoever was first; and nobody who runs is stopped altogether but for
+        # those who have waited too long.
+        overdue = np.zeros(len(jobs), bool) if order.overdue is None else order.overdue(facts, capacity.gpus)
+        group = np.select([stays, overdue, facts.is_running], [0, 1, 2], 3)
+        ranks = line[np.argsort(group[line], kind="stable")]
         beliefs = [NOTHING] * len(jobs)
         asked = np.flatnonzero(may_change & wants).tolist()
         pairs = [(jobs[at], table.gangs[int(rows[at])]) for at in asked]
