@@ -125,10 +125,10 @@ def conclude(rows: Sequence[Row]) -> Found:
         {**ours, "share_of_loads": float(np.mean(shares))},
         len(seeds),
         load={"compared": at},
-        why="the paper publishes neither how much work its jobs hold nor how its CPU and GPU servers shared them; where "
-        f"DRF ends after {ours['drf_makespan_h'].mean:.1f} h (there 6.7), Optimus ends after "
-        f"{ours['optimus_makespan_h'].mean:.1f} h: jobs arrive for 3.3 h of that, and 26 GPUs leave one worker for each "
-        "job where many are live; Tetris gives one job up to 16 workers, which slows synchronous ones",
+        why="the paper publishes neither how much work its jobs hold nor how its CPU and GPU servers shared them; "
+        f"where DRF ends after {ours['drf_makespan_h'].mean:.1f} h (there 6.7), Optimus ends after "
+        f"{ours['optimus_makespan_h'].mean:.1f} h: jobs arrive for 3.3 h of that, and 26 GPUs leave one worker for "
+        "each job where many are live; Tetris gives one job up to 16 workers, which slows synchronous ones",
     )
 
 
