@@ -35,6 +35,23 @@ def test_light_jobs_are_packed_and_the_cluster_does_more() -> None:
     assert found.migrations.sum() >= 2
 
 
+def test_who_has_a_gpu_to_itself_again_has_its_cores_again() -> None:
+    rows = jobs(*["vae"] * 8).with_columns(duration_s=[4000.0] + [600.0] * 7)
+    replay = _Replay(rows, SERVERS, "gandiva", Options(), None)
+    while replay.ledger.ended < 7 or any(not pack.is_kept for pack in replay.shared[1].packs):
+        replay.clock.run_instant()
+        replay._settle()
+    assert replay.shared[1].kept >= 1
+    # Those who share it gave theirs at the end of the quantum.
+    replay.clock.at(replay.clock.now + replay.quantum_s, lambda: None)
+    while replay.clock.next_time() is not None and len(replay.shared[1].packs):
+        replay.clock.run_instant()
+        replay._settle()
+    left = replay.state.gangs[replay.state.jobs[next(iter(replay.state.live))].epoch]
+    # Three cores go with a GPU of these servers.
+    assert sum(left.claims[0].millicores) == 3_000
+
+
 def test_a_gpu_that_two_share_is_in_use_once() -> None:
     run = simulate(jobs(*["vae"] * 8), SERVERS, "gandiva")
     found = figures(run)

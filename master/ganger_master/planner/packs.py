@@ -8,10 +8,11 @@ pass remembers is a value; lost, packs that were being tried stay until somebody
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
+from ganger.placement.claims import resplit_cores
 from ganger.resources.fit import demand
 from ganger.resources.values import Claim
 from ganger.resources.view import View
@@ -110,10 +111,12 @@ def plan_packs(
             guest, _ = running[pack.proposal.guest.residents[0].number]
             changes.append(Change(guest.number, guest.revision, "SUSPEND", level=SuspendLevel.OFFLOAD))
     packs = replace(packs, packs=tuple(left))
+    busy = {number for pack in left for number in pack.numbers} | {change.number for change in changes}
+    changes.extend(_whole_again(running, busy, view, seen))
     most = max(1, gpus // _DEVICES_PER_TRIAL) - sum(not pack.is_kept for pack in left)
     if not is_crowded or most <= 0:
         return tuple(changes), packs
-    busy = {number for pack in packs.packs for number in pack.numbers} | {change.number for change in changes}
+    busy |= {change.number for change in changes}
     berths = [
         berth
         for number, (job, gang) in running.items()
@@ -125,6 +128,27 @@ def plan_packs(
             changes.extend(begun)
             packs = replace(packs, packs=(*packs.packs, Pack(proposal, now)), tried=packs.tried + 1)
     return tuple(changes), packs
+
+
+def _whole_again(
+    running: Mapping[int, tuple[Job, Gang]], busy: Collection[int], view: View, seen: Seen
+) -> Iterator[Change]:
+    """Who has its devices to itself again gets the cores that go with them, as far as they are free."""
+    free: dict[str, tuple[int, ...]] = {}
+    for number, (job, gang) in running.items():
+        if number in busy or seen.beside(number) or not _is_settled(job, gang):
+            continue
+        claims = []
+        for claim in gang.claims:
+            slot = view.slots[claim.node]
+            have = free.setdefault(claim.node, view.millicores[slot])
+            wanted = demand(view.topologies[slot].configuration_set, job.shape, claim.tasks).millicores
+            held = sum(claim.millicores)
+            cores = resplit_cores(claim.millicores, have, min(max(wanted, held), held + sum(have)))
+            free[claim.node] = tuple([h + o - n for h, o, n in zip(have, claim.millicores, cores, strict=True)])
+            claims.append(structs.replace(claim, millicores=cores))
+        if tuple(claims) != gang.claims:
+            yield Change(number, job.revision, "CORES", tuple(claims))
 
 
 def _judged(
