@@ -50,3 +50,8 @@ def test_synergy_is_las_tuned_by_synergy() -> None:
     one, other = policy_named("synergy"), policy_named("las+synergy-tune")
     assert (one.order, one.tuning, one.placement) == (other.order, other.tuning, other.placement)
     assert policy_named("synergy+best-fit").placement.name == "best-fit"
+
+
+def test_a_live_master_does_not_share_gpus_yet() -> None:
+    with pytest.raises(ValueError, match="simulator only"):
+        live_policy_named("gandiva")
