@@ -48,6 +48,8 @@ def test_who_waits_where_nobody_has_to_is_infinitely_worse() -> None:
     rows = [row(name, 100.0, 0.0) for name in (*ANCHORS, "srtf")]
     assert judged([*rows, row("ganger", 100.0, 0.0)])[0].waiting_ratio == 1.0
     assert judged([*rows, row("ganger", 100.0, 1.0)])[0].waiting_ratio == math.inf
+    # What rounding leaves is nothing.
+    assert judged([*rows, row("ganger", 100.0, 5e-10)])[0].waiting_ratio == 1.0
 
 
 def test_a_window_is_of_neighbours_and_its_cluster_holds_twice_the_largest_gang(tmp_path: Path) -> None:

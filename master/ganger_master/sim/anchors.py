@@ -22,6 +22,7 @@ from typing import Final
 
 import numpy as np
 
+from ganger_master.policies.order import SLACK_S
 from ganger_master.sim.replay.options import Options
 from ganger_master.sim.replay.run import simulate
 from ganger_master.sim.traces.reader import read_trace
@@ -206,5 +207,5 @@ def table(cells: Sequence[Cell]) -> str:
 
 
 def _ratio(one: float, other: float) -> float:
-    """1 of nothing to nothing."""
-    return one / other if other > 0 else (1.0 if one <= 0 else math.inf)
+    """1 of nothing to nothing; what rounding leaves of sums of seconds is nothing."""
+    return one / other if other > SLACK_S else (1.0 if one <= SLACK_S else math.inf)
