@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 PROTOC := .venv-protos
 
-.PHONY: help setup demo test retest explore chaos check bench anchors protos clean
+.PHONY: help setup demo test retest explore chaos postgresql check bench anchors protos clean
 .DEFAULT_GOAL := help
 
 help: ## say what can be made
@@ -38,6 +38,10 @@ explore: $(STAMP) ## the property tests with examples nobody has tried yet (five
 
 chaos: $(STAMP) ## the whole matrix of kills (at most an hour)
 	@$(BIN)/python -m pytest -q -m chaos --timeout 1800 --hypothesis-profile explore
+
+postgresql: $(STAMP) ## the store's contract on a PostgreSQL server (Debian's package: apt-get install postgresql)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[postgresql]'
+	@tests/store/on_postgresql.sh $(BIN)/python
 
 check: $(STAMP) ## lint, types, import contracts, generated code
 	@$(BIN)/ruff check .
