@@ -24,6 +24,7 @@ from ganger.wire.endpoints import Endpoint, EndpointError, find_endpoint
 from ganger.wire.names import is_node_id
 from ganger.wire.servers import bind, make_server
 
+from ganger_daemon.cgroups.contract import is_done
 from ganger_daemon.cgroups.probe import choose_cgroups
 from ganger_daemon.core import escalation
 from ganger_daemon.cores import CoreTable
@@ -116,7 +117,13 @@ class Daemon:
         settings = self._settings
         try:
             devices = choose_devices(settings.virtual, settings.recorded, node=self.node)
-            cgroups = await asyncio.to_thread(choose_cgroups, settings.cgroup_root, only=settings.cgroups)
+            gpu_cores = settings.virtual.gpu_cores if settings.virtual is not None else 0.0
+            cgroups = await asyncio.to_thread(
+                choose_cgroups, settings.cgroup_root, only=settings.cgroups, quotas=gpu_cores > 0.0
+            )
+            if gpu_cores and not is_done(cgroups, "cpu_quota"):
+                why = cgroups.capabilities["cpu_quota"]
+                raise ValueError(f"virtual GPUs cannot be bound to {gpu_cores:g} cores each here: no CPU quota ({why})")
         except ValueError as error:
             raise DaemonError(str(error), Obstacle.SETTING) from error
         inventory = devices.discover()
@@ -135,6 +142,7 @@ class Daemon:
             launchers=Launchers(self.paths.launchers, self.paths.inject, settings.preload),
             core_table=CoreTable.empty(inventory.core_map),
             storage=storage,
+            device_cores=gpu_cores,
             address_host=settings.listen_host,
             order_patience_seconds=settings.order_patience_seconds,
             order_deadline_seconds=settings.order_deadline_seconds,

@@ -40,6 +40,11 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
 )
 @click.option("--virtual-memory", type=Bytes(), default=0, help="Host memory to declare, for example 16G.")
 @click.option("--virtual-gpu-memory", type=Bytes(), default=0, help="Memory of one declared device.")
+@click.option(
+    "--virtual-gpu-cores",
+    type=Within(min=0.1),
+    help="CPU time of all jobs on one declared device, together, in cores. Default: any.",
+)
 @click.option("--topology", default="", help="Of declared devices: sockets x devices, for example 2x2.")
 @click.option("--recorded", type=click.Path(path_type=Path, exists=True), help="Devices from a recording.")
 @click.option("--cgroup-root", default="ganger", help="Name of the cgroup below which gangs get theirs.")
@@ -67,6 +72,7 @@ def daemon(
     virtual_cores: int,
     virtual_memory: int,
     virtual_gpu_memory: int,
+    virtual_gpu_cores: float | None,
     topology: str,
     recorded: Path | None,
     cgroup_root: str,
@@ -92,6 +98,7 @@ def daemon(
     virtual = None
     if virtual_gpus is not None:
         virtual = VirtualSpec(virtual_gpus, topology, virtual_cores, virtual_memory)
+        virtual = replace(virtual, gpu_cores=virtual_gpu_cores or 0.0)
         if virtual_gpu_memory:
             virtual = replace(virtual, gpu_memory_bytes=virtual_gpu_memory)
     settings = Settings(

@@ -58,6 +58,8 @@ class Host:
     # How long an order may go unheeded before stacks are dumped, and before SIGTERM.
     order_patience_seconds: float = escalation.PATIENCE_SECONDS
     order_deadline_seconds: float = escalation.DEADLINE_SECONDS
+    # CPU time of all who hold a device, together, in cores; zero: any.
+    device_cores: float = 0.0
     # One at a time: two launches that rewrite cpusets at once would fight over the same files.
     launch_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 

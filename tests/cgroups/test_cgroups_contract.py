@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cgroups.member import member_of
 from ganger_daemon.cgroups import files
-from ganger_daemon.cgroups.contract import Cgroups, Variant
+from ganger_daemon.cgroups.contract import Cgroups, Variant, is_done
 from ganger_daemon.cgroups.probe import choose_cgroups
 from kit.waiting import eventually
 
@@ -19,7 +20,7 @@ GROUP = "7c1b-1"
 
 @pytest.fixture(params=["auto", "v1", "v2", "none"])
 def cgroups(request: pytest.FixtureRequest) -> Iterator[Cgroups]:
-    made = choose_cgroups(f"ganger-test-{os.getpid()}/node-1", only=request.param)
+    made = choose_cgroups(f"ganger-test-{os.getpid()}/node-1", only=request.param, quotas=True)
     if request.param in ("v1", "v2") and made.variant is Variant.NONE:
         pytest.skip(f"this machine offers no {request.param}: {made.capabilities['cgroup']}")
     made.create(GROUP)
@@ -32,7 +33,7 @@ def cgroups(request: pytest.FixtureRequest) -> Iterator[Cgroups]:
 
 
 def enforced(cgroups: Cgroups, capability: str) -> bool:
-    return cgroups.capabilities[capability] in ("v1", "v2")
+    return is_done(cgroups, capability)
 
 
 def test_creating_again_changes_nothing(cgroups: Cgroups) -> None:
@@ -176,8 +177,49 @@ def test_cpu_time_is_counted(cgroups: Cgroups) -> None:
         eventually(lambda: cgroups.cpu_seconds(GROUP) > before)
 
 
+def test_a_pool_bounds_what_its_groups_use_together_and_nobody_else(cgroups: Cgroups) -> None:
+    in_pool = ("7c1b-2", "7c1b-3")
+    if not enforced(cgroups, "cpu_quota"):
+        assert not cgroups.make_pool("devices-1", 0.2)
+        pytest.skip("no CPU quota in this variant")
+    assert cgroups.make_pool("devices-1", 0.2)
+    for group in in_pool:
+        cgroups.create(group, "devices-1")
+    assert cgroups.groups() == (GROUP, *in_pool)
+    with (
+        member_of(cgroups, in_pool[0]) as first,
+        member_of(cgroups, in_pool[1]) as second,
+        member_of(cgroups, GROUP) as other,
+    ):
+        assert cgroups.pids(in_pool[0]) == (first.pid,)
+        begun = time.monotonic()
+        for member in (first, second, other):
+            member.tell("burn 1000000000")
+        # until there is enough to tell 0.2 cores from the kernel's rounding
+        eventually(lambda: sum(cgroups.cpu_seconds(group) for group in in_pool) > 0.3)
+        eventually(lambda: cgroups.cpu_seconds(GROUP) > 0.3)
+        assert sum(cgroups.cpu_seconds(group) for group in in_pool) < 0.3 * (time.monotonic() - begun)
+        for group in in_pool:
+            cgroups.kill(group)
+        cgroups.kill(GROUP)
+
+
+def test_a_group_stays_in_its_pool_and_a_pool_may_change_its_share(cgroups: Cgroups) -> None:
+    if not enforced(cgroups, "cpu_quota"):
+        pytest.skip("no CPU quota in this variant")
+    assert cgroups.make_pool("devices-1", 0.5)
+    cgroups.create("7c1b-2", "devices-1")
+    files = cgroups.join_files("7c1b-2")
+    assert cgroups.make_pool("devices-1", 0.25)
+    cgroups.create("7c1b-2")
+    assert cgroups.join_files("7c1b-2") == files
+    assert cgroups.groups() == (GROUP, "7c1b-2")
+    assert cgroups.destroy("7c1b-2")
+    assert cgroups.groups() == (GROUP,)
+
+
 def test_capabilities_name_every_part(cgroups: Cgroups) -> None:
-    assert set(cgroups.capabilities) == {"cgroup", "cpuset", "memory", "freeze", "kill", "cpu_usage"}
+    assert set(cgroups.capabilities) == {"cgroup", "cpuset", "memory", "freeze", "kill", "cpu_usage", "cpu_quota"}
     assert cgroups.capabilities["cgroup"].startswith(cgroups.variant.value)
 
 

@@ -52,6 +52,38 @@ def test_v2_pins_and_limits_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert cgroups.join_files("job-1") == (str(mount / "ganger/n1/job-1/cgroup.procs"),)
 
 
+def test_v2_pools_hand_down_what_groups_need_and_bound_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mount = kernel(tmp_path, monkeypatch).mount
+    cgroups = choose_cgroups("ganger/n1", mount, own=own_group(tmp_path, "/"), quotas=True)
+    assert cgroups.make_pool("devices-3", 0.5)
+    assert (mount / "ganger/n1/pool-devices-3/cpu.max").read_text().strip() == "5000 10000"
+    cgroups.create("job-1", "devices-3")
+    assert cgroups.join_files("job-1") == (str(mount / "ganger/n1/pool-devices-3/job-1/cgroup.procs"),)
+    assert cgroups.set_cpus("job-1", {4}) == (4,)
+    assert cgroups.set_memory_limit("job-1", MEBIBYTE)
+    assert cgroups.groups() == ("job-1",)
+    assert cgroups.destroy("job-1")
+    cgroups.tidy()
+    assert not (mount / "ganger").exists()
+
+
+def test_a_quota_nobody_asked_for_costs_no_group_and_is_not_promised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount = kernel(tmp_path, monkeypatch).mount
+    cgroups = choose_cgroups("ganger", mount, own=own_group(tmp_path, "/"))
+    assert cgroups.capabilities["cpu_quota"] == "none: not asked for"
+    assert not cgroups.make_pool("devices-1", 0.5)
+    assert not (mount / "ganger/pool-devices-1").exists()
+
+
+def test_a_kernel_without_the_cpu_controller_has_no_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mount = kernel(tmp_path, monkeypatch, controllers="cpuset memory").mount
+    cgroups = choose_cgroups("ganger", mount, own=own_group(tmp_path, "/"), quotas=True)
+    assert cgroups.capabilities["cpu_quota"].startswith("none: no controller")
+    assert not cgroups.make_pool("devices-1", 0.5)
+
+
 def test_v2_destroys_what_it_made_once_it_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mount = kernel(tmp_path, monkeypatch).mount
     cgroups = choose_cgroups("ganger/n1", mount, own=own_group(tmp_path, "/"))

@@ -33,6 +33,11 @@ def test_cores_that_outnumber_the_cpus_are_reported_as_shared() -> None:
     assert VirtualDevices(VirtualSpec(1, "", 1, 2**34)).capabilities["shared_cores"] == "false"
 
 
+def test_the_cpu_time_of_a_device_is_said() -> None:
+    assert VirtualDevices(VirtualSpec(1, "", 1, 2**34, gpu_cores=0.5)).capabilities["gpu_cores"] == "0.5"
+    assert VirtualDevices(VirtualSpec(1, "", 1, 2**34)).capabilities["gpu_cores"] == "any"
+
+
 def test_equal_declarations_have_equal_names_and_own_uuids() -> None:
     one, two = (VirtualDevices(VirtualSpec(2, "", 2, 2**34), node).discover() for node in ("a", "b"))
     assert one.configuration_set == two.configuration_set
@@ -45,7 +50,9 @@ def test_a_topology_that_cannot_be_is_refused_with_an_example_or_the_numbers(tex
         parse_topology(text, 4)
 
 
-@pytest.mark.parametrize("spec", [VirtualSpec(65), VirtualSpec(-1), VirtualSpec(4, "4x1", cores=3)])
+@pytest.mark.parametrize(
+    "spec", [VirtualSpec(65), VirtualSpec(-1), VirtualSpec(4, "4x1", cores=3), VirtualSpec(64, gpu_cores=4096.0)]
+)
 def test_a_declaration_that_cannot_be_is_refused(spec: VirtualSpec) -> None:
     with pytest.raises(ValueError, match=r"\d"):
         VirtualDevices(spec)

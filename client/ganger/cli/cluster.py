@@ -44,6 +44,7 @@ class Settings:
     policy: str = ""
     lost_after: str = ""
     plan_every: str = ""
+    virtual_gpu_cores: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ def programs(settings: Settings, run_directory: Path) -> tuple[Program, ...]:
         if settings.virtual_gpus is not None:
             daemon += ["--virtual-gpus", str(settings.virtual_gpus)]
             daemon += ["--virtual-cores", str(settings.virtual_cores)] if settings.virtual_cores else []
+            daemon += ["--virtual-gpu-cores", settings.virtual_gpu_cores] if settings.virtual_gpu_cores else []
             daemon += ["--virtual-memory", settings.virtual_memory] if settings.virtual_memory else []
             daemon += ["--topology", settings.topology] if settings.topology else []
         found.append(Program(node, tuple(daemon), directory / "logs" / f"{node}.log"))

@@ -26,6 +26,7 @@ _WATCH_SECONDS = 0.5
 @click.option("--nodes", type=click.IntRange(1, 64), help="Daemons to start. Default: 2 with virtual devices, else 1.")
 @click.option("--virtual-gpus", type=click.IntRange(0, 64), metavar="N", help="Pretend each node has N GPUs.")
 @click.option("--virtual-cores", type=click.IntRange(1, 4096), metavar="C", help="Cores each node may give away.")
+@click.option("--virtual-gpu-cores", metavar="C", help="CPU time of all jobs on one virtual GPU, together, in cores.")
 @click.option("--virtual-memory", metavar="SIZE", help="Host memory each node may give away, e.g. 16G.")
 @click.option("--topology", metavar="AxB", help="Groups of virtual GPUs, e.g. 2x2: two sockets of two.")
 @click.option(
@@ -42,6 +43,7 @@ def up(
     nodes: int | None,
     virtual_gpus: int | None,
     virtual_cores: int | None,
+    virtual_gpu_cores: str | None,
     virtual_memory: str | None,
     topology: str | None,
     state_dir: Path | None,
@@ -82,6 +84,7 @@ def up(
         policy or "",
         lost_after or "",
         plan_every or "",
+        virtual_gpu_cores or "",
     )
     with _alone(directory):
         if pretends:

@@ -1,6 +1,7 @@
 """What the daemon asks of control groups, whatever the kernel of its node offers.
 
-One group holds the ranks of one gang on this node. Groups are flat and named by the daemon; all calls may be repeated.
+One group holds the ranks of one gang on this node. Groups are flat and named by the daemon, but that several may lie in
+one pool, which bounds the CPU time they get together; all calls may be repeated.
 A job never fails because pinning, a limit or freezing is not to be had here: what is missing stands in `capabilities`
 and the calls say what they could not do.
 """
@@ -26,10 +27,14 @@ class Cgroups(Protocol):
 
     @property
     def capabilities(self) -> Mapping[str, str]:
-        """`cgroup`: the variant. `cpuset`, `memory`, `freeze`, `kill`, `cpu_usage`: how it is done here, or
-        "none: why"."""
+        """`cgroup`: the variant. `cpuset`, `memory`, `freeze`, `kill`, `cpu_usage`, `cpu_quota`: how it is done
+        here, or "none: why"."""
 
-    def create(self, group: str) -> None:
+    def make_pool(self, pool: str, cores: float) -> bool:
+        """The groups made in it get this many cores together, whatever else is idle. False when that is not to be
+        had; ValueError for a name that is none."""
+
+    def create(self, group: str, pool: str = "") -> None:
         """Raises OSError only where nothing at all can be made; ValueError for a name that is none."""
 
     def join_files(self, group: str) -> tuple[str, ...]:
@@ -75,6 +80,11 @@ class Cgroups(Protocol):
 
     def tidy(self) -> None:
         """Removes the root of all groups if none is left. Work can go on afterwards."""
+
+
+def is_done(cgroups: Cgroups, capability: str) -> bool:
+    """Whether the kernel does it, not signals or nobody."""
+    return cgroups.capabilities[capability] in ("v1", "v2")
 
 
 GROUP_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")

@@ -1,4 +1,4 @@
-"""The parts v1 and v2 each bring: CPUs, memory, freezing and killing, usage. A variant is a choice of parts.
+"""The parts v1 and v2 each bring: CPUs, memory, freezing and killing, usage, quotas. A variant is a choice of parts.
 
 A part works on directories of its own; the variant makes and removes them. v1 has one tree per controller, v2 one tree
 for all.
@@ -17,6 +17,11 @@ from ganger_daemon.cgroups import files
 from ganger_daemon.cores import format_ids, parse_ids
 
 log = logging.getLogger(__name__)
+
+QUOTA_PERIOD_US = 10_000
+"""Of a CPU quota: far below a mini-batch, so that a quota looks like a slower processor and not like pauses."""
+SMALLEST_QUOTA_CORES = 0.1
+"""The kernel takes no quota below 1 ms."""
 
 
 class Part(Protocol):
@@ -48,6 +53,11 @@ class Stop(Part, Protocol):
 
 class Usage(Part, Protocol):
     def cpu_seconds(self, group: Path) -> float: ...
+
+
+class Quota(Part, Protocol):
+    def set_quota(self, group: Path, cores: float) -> bool:
+        """CPU time of all that is in the group or below it."""
 
 
 class CpusV1:
@@ -198,6 +208,30 @@ class UsageV2:
 
     def cpu_seconds(self, group: Path) -> float:
         return files.keyed(files.read(group / "cpu.stat")).get("usage_usec", 0) / 1e6
+
+
+class QuotaV1:
+    name = "v1"
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def set_quota(self, group: Path, cores: float) -> bool:
+        wanted = round(cores * QUOTA_PERIOD_US)
+        files.write(group / "cpu.cfs_period_us", str(QUOTA_PERIOD_US))
+        quota = group / "cpu.cfs_quota_us"
+        return files.write(quota, str(wanted)) and files.number(files.read(quota)) == wanted
+
+
+class QuotaV2:
+    name = "v2"
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def set_quota(self, group: Path, cores: float) -> bool:
+        wanted = f"{round(cores * QUOTA_PERIOD_US)} {QUOTA_PERIOD_US}"
+        return files.write(group / "cpu.max", wanted) and files.read(group / "cpu.max") == wanted
 
 
 def _forget_masks(group: Path, before: set[int], effective: Collection[int]) -> None:

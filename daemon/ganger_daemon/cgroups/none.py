@@ -47,9 +47,14 @@ class NoCgroups:
             "freeze": "signals",
             "kill": "signals",
             "cpu_usage": "processes",
+            "cpu_quota": f"none: {self._reason}",
         }
 
-    def create(self, group: str) -> None:
+    def make_pool(self, pool: str, cores: float) -> bool:
+        checked(pool)
+        return False
+
+    def create(self, group: str, pool: str = "") -> None:
         with self._lock:
             self._groups.setdefault(checked(group), _Group())
 

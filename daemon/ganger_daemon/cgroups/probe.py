@@ -17,6 +17,7 @@ from typing import TypeAlias, TypeVar
 from ganger_daemon.cgroups import files
 from ganger_daemon.cgroups.contract import GROUP_NAME, Cgroups
 from ganger_daemon.cgroups.hierarchy import (
+    SMALLEST_QUOTA_CORES,
     Cpus,
     CpusV1,
     CpusV2,
@@ -24,6 +25,9 @@ from ganger_daemon.cgroups.hierarchy import (
     MemoryV1,
     MemoryV2,
     Part,
+    Quota,
+    QuotaV1,
+    QuotaV2,
     Stop,
     StopV1,
     StopV2,
@@ -46,11 +50,15 @@ Makers: TypeAlias = tuple[tuple[str, Callable[[Path], P]], ...]
 
 
 def choose_cgroups(
-    root: str = "ganger", mount: Path = MOUNT, only: str = "auto", own: Path = Path("/proc/self/cgroup")
+    root: str = "ganger",
+    mount: Path = MOUNT,
+    only: str = "auto",
+    own: Path = Path("/proc/self/cgroup"),
+    quotas: bool = False,
 ) -> Cgroups:
     """`root`: where groups are made, one name or several joined by "/" (daemons that share a machine need different
-    ones). `only`: keep to v1, to v2, or to none. Raises ValueError for a root or a choice that is none; a kernel that
-    offers nothing is no error."""
+    ones). `only`: keep to v1, to v2, or to none. `quotas`: CPU quotas are wanted, which cost every process one more
+    group to join. Raises ValueError for a root or a choice that is none; a kernel that offers nothing is no error."""
     names = root.split("/")
     if not all(GROUP_NAME.fullmatch(name) for name in names):
         raise ValueError(f"{root!r} is no cgroup root; use names of letters, digits, '.', '_' and '-', joined by '/'")
@@ -58,13 +66,13 @@ def choose_cgroups(
         raise ValueError(f"{only!r} is no cgroup choice; use one of {', '.join(CHOICES)}")
     if only == "none":
         return NoCgroups()
-    parts = _find_parts(names, mount, only, own)
+    parts = _find_parts(names, mount, only, own, quotas)
     if not parts.roots():
         return NoCgroups("; ".join(sorted(set(parts.missing.values()))) or f"no control groups under {mount}")
     return GroupTree(parts, depth=len(names))
 
 
-def _find_parts(names: list[str], mount: Path, only: str, own: Path) -> Parts:
+def _find_parts(names: list[str], mount: Path, only: str, own: Path, quotas: bool) -> Parts:
     places = _own_places(own)
     v1 = _V1(mount, names, places) if only in ("auto", "v1") else None
     v2 = _V2(mount, names, places) if only in ("auto", "v2") else None
@@ -88,12 +96,14 @@ def _find_parts(names: list[str], mount: Path, only: str, own: Path) -> Parts:
     memory_makers: Makers[Memory] = (("v1:memory", MemoryV1), ("v2:memory", MemoryV2))
     # v2 first: its kill reaches frozen processes at once
     stop_makers: Makers[Stop] = (("v2:", StopV2), ("v1:freezer", StopV1))
-    usage_makers: Makers[Usage] = (("v1:cpuacct", UsageV1), ("v2:cpu", UsageV2))
+    usage_makers: Makers[Usage] = (("v1:cpuacct", UsageV1), ("v2:", UsageV2))
+    quota_makers: Makers[Quota] = (("v1:cpu", QuotaV1), ("v2:cpu", QuotaV2))
     cpus = first("cpuset", cpu_makers, _pins)
     memory = first("memory", memory_makers, _limits)
     stop = first("freeze", stop_makers, _stops)
     usage = first("cpu_usage", usage_makers, _counts)
-    return Parts(cpus, memory, stop, usage, missing)
+    quota = first("cpu_quota", quota_makers, _bounds) if quotas else None
+    return Parts(cpus, memory, stop, usage, quota, missing)
 
 
 class _V1:
@@ -129,8 +139,6 @@ class _V2:
                 yield base.joinpath(*self._names)
 
     def _hand_down(self, base: Path, controller: str) -> bool:
-        if controller == "cpu":
-            return True  # cpu.stat is there without the controller
         directory = base
         for name in ["", *self._names]:
             directory = directory / name
@@ -195,6 +203,10 @@ def _pins(part: Cpus, scratch: Path) -> bool:
 
 def _limits(part: Memory, scratch: Path) -> bool:
     return part.set_limit(scratch, TRIAL_BYTES)
+
+
+def _bounds(part: Quota, scratch: Path) -> bool:
+    return part.set_quota(scratch, SMALLEST_QUOTA_CORES)
 
 
 def _stops(part: Stop, scratch: Path) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ganger_daemon.cgroups import files
 from ganger_daemon.cgroups.contract import Variant, checked
-from ganger_daemon.cgroups.hierarchy import Cpus, CpusV1, Memory, Stop, Usage
+from ganger_daemon.cgroups.hierarchy import Cpus, CpusV1, Memory, Quota, Stop, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +23,23 @@ class Parts:
     memory: Memory | None
     stop: Stop | None
     usage: Usage | None
+    quota: Quota | None
     missing: Mapping[str, str]
 
     @property
     def variant(self) -> Variant:
-        names = {part.name for part in (self.cpus, self.memory, self.stop, self.usage) if part is not None}
+        names = {part.name for part in (self.cpus, self.memory, self.stop, self.usage, self.quota) if part is not None}
         return Variant.HYBRID if len(names) > 1 else Variant(names.pop()) if names else Variant.NONE
 
     def roots(self) -> tuple[Path, ...]:
         """Every directory groups are made under, each once, the cpuset first: a process that could not be pinned there
         would otherwise have joined the rest."""
-        parts = (self.cpus, self.memory, self.usage, self.stop)
+        parts = (self.cpus, self.memory, self.usage, self.quota, self.stop)
         return tuple(dict.fromkeys(part.root for part in parts if part is not None))
+
+
+# Pools lie beside groups, under a name that no group has: groups begin with the id of a job.
+_POOL = "pool-"
 
 
 class GroupTree:
@@ -59,18 +64,34 @@ class GroupTree:
             "freeze": parts.stop.name if parts.stop else f"signals: {missing.get('freeze', '')}",
             "kill": parts.stop.name if parts.stop else f"signals: {missing.get('freeze', '')}",
             "cpu_usage": parts.usage.name if parts.usage else f"none: {missing.get('cpu_usage', '')}",
+            "cpu_quota": parts.quota.name if parts.quota else f"none: {missing.get('cpu_quota', 'not asked for')}",
         }
 
-    def create(self, group: str) -> None:
+    def make_pool(self, pool: str, cores: float) -> bool:
+        name = _POOL + checked(pool)
+        quota = self._parts.quota
+        if quota is None:
+            return False
+        for root in self._roots:
+            (root / name).mkdir(parents=True, exist_ok=True)
+            # of v2: what the root hands down to it, it hands on
+            for controller in files.read(root / "cgroup.subtree_control").split():
+                files.write(root / name / "cgroup.subtree_control", f"+{controller}")
+        return quota.set_quota(quota.root / name, cores)
+
+    def create(self, group: str, pool: str = "") -> None:
         for root in self._roots:
             root.mkdir(parents=True, exist_ok=True)
-            (root / checked(group)).mkdir(exist_ok=True)
+            directory = self._at(root, group)
+            if pool and not directory.is_dir():
+                directory = root / (_POOL + checked(pool)) / group
+            directory.mkdir(exist_ok=True)
         if isinstance(self._parts.cpus, CpusV1):
             self._parts.cpus.prepare()
-            self._parts.cpus.enter(self._parts.cpus.root / group)
+            self._parts.cpus.enter(self._at(self._parts.cpus.root, group))
 
     def join_files(self, group: str) -> tuple[str, ...]:
-        return tuple(str(root / checked(group) / "cgroup.procs") for root in self._roots)
+        return tuple(str(self._at(root, group) / "cgroup.procs") for root in self._roots)
 
     def hasten(self) -> None:
         # The kernel lets a process join only when no other forks or ends, and to be sure of that it waits for a grace
@@ -84,12 +105,12 @@ class GroupTree:
             return ()
         part = self._parts.cpus
         if part is not None:
-            return part.set_cpus(part.root / checked(group), cpus)
+            return part.set_cpus(self._at(part.root, group), cpus)
         return tuple(sorted(cpus)) if files.set_affinity(self.pids(group), cpus) else ()
 
     def set_memory_limit(self, group: str, memory_bytes: int) -> bool:
         part = self._parts.memory
-        return part is not None and part.set_limit(part.root / checked(group), memory_bytes)
+        return part is not None and part.set_limit(self._at(part.root, group), memory_bytes)
 
     def track(self, group: str, pid: int) -> None:
         """The kernel knows who is in the group."""
@@ -97,7 +118,7 @@ class GroupTree:
     def pids(self, group: str) -> tuple[int, ...]:
         found: set[int] = set()
         for root in self._roots:
-            found.update(files.pids_in(root / checked(group)))
+            found.update(files.pids_in(self._at(root, group)))
         return tuple(sorted(found))
 
     def freeze(self, group: str, timeout_seconds: float = 5.0) -> bool:
@@ -109,31 +130,31 @@ class GroupTree:
     def frozen(self, group: str) -> bool:
         part = self._parts.stop
         if part is not None:
-            return part.is_frozen(part.root / checked(group))
+            return part.is_frozen(self._at(part.root, group))
         pids = self.pids(group)
         return bool(pids) and all(_stands_still(pid) for pid in pids)
 
     def kill(self, group: str) -> None:
         part = self._parts.stop
         if part is not None:
-            part.kill(part.root / checked(group))
+            part.kill(self._at(part.root, group))
         # who is only in another tree of the group, or where there is no part for it
         files.signal_all(self.pids(group), signal.SIGKILL)
 
     def oom_kills(self, group: str) -> int:
         part = self._parts.memory
-        return part.oom_kills(part.root / checked(group)) if part else 0
+        return part.oom_kills(self._at(part.root, group)) if part else 0
 
     def cpu_seconds(self, group: str) -> float:
         part = self._parts.usage
-        return part.cpu_seconds(part.root / checked(group)) if part else 0.0
+        return part.cpu_seconds(self._at(part.root, group)) if part else 0.0
 
     def memory_bytes(self, group: str) -> int:
         part = self._parts.memory
-        return part.used(part.root / checked(group)) if part else 0
+        return part.used(self._at(part.root, group)) if part else 0
 
     def destroy(self, group: str, timeout_seconds: float = 5.0) -> bool:
-        left = [root / checked(group) for root in self._roots]
+        left = [self._at(root, group) for root in self._roots]
         deadline = time.monotonic() + timeout_seconds
         while True:
             left = [directory for directory in left if not files.remove(directory)]
@@ -146,18 +167,27 @@ class GroupTree:
     def groups(self) -> tuple[str, ...]:
         found: set[str] = set()
         for root in self._roots:
-            found |= files.subdirectories(root)
+            names = files.subdirectories(root)
+            pools = {name for name in names if name.startswith(_POOL)}
+            found |= (names - pools).union(*(files.subdirectories(root / pool) for pool in pools))
         return tuple(sorted(found))
 
     def tidy(self) -> None:
+        pools = [pool for root in self._roots for pool in root.glob(f"{_POOL}*")]
+        remove_roots(pools, 1)
         remove_roots(self._roots, self._depth)
+
+    def _at(self, root: Path, group: str) -> Path:
+        """Where a group lies: beside the pools, or in one."""
+        directory = root / checked(group)
+        return directory if directory.is_dir() else next(root.glob(f"{_POOL}*/{group}"), directory)
 
     def _order(self, group: str, frozen: bool, timeout_seconds: float) -> bool:
         part = self._parts.stop
         if part is None:
             files.signal_all(self.pids(group), signal.SIGSTOP if frozen else signal.SIGCONT)
             return files.wait_until(lambda: self.frozen(group) == frozen, timeout_seconds)
-        directory = part.root / checked(group)
+        directory = self._at(part.root, group)
         part.order(directory, frozen)
         # v1 may need to be told again: a process that was forking is missed the first time
         return files.wait_until(

@@ -25,13 +25,15 @@ DEVICE_TYPE = "virtual"
 @dataclass(frozen=True, slots=True)
 class VirtualSpec:
     """What to declare. `topology` is SOCKETSxDEVICES ("2x2") or SOCKETSxSWITCHESxDEVICES ("2x2x4"), empty for one
-    socket. Zero cores or memory: what the machine has, at least one core per socket."""
+    socket. Zero cores or memory: what the machine has, at least one core per socket. `gpu_cores`: CPU time that all who
+    hold a device get together, in cores; zero: any."""
 
     gpus: int = 4
     topology: str = ""
     cores: int = 0
     memory_bytes: int = 0
     gpu_memory_bytes: int = 4 * 2**30
+    gpu_cores: float = 0.0
     name: str = ""
 
 
@@ -54,13 +56,18 @@ class VirtualDevices:
         self._inventory = virtual_inventory(
             spec, node, usable_cpus(), spec.memory_bytes or read_memory_bytes(), housekeeping
         )
+        self._gpu_cores = spec.gpu_cores
         self._anonymous_bytes = anonymous_bytes or anonymous_bytes_of
         self._processes: dict[int, _Process] = {}
         self._lock = threading.Lock()
 
     @property
     def capabilities(self) -> Mapping[str, str]:
-        return {"devices": "virtual", "shared_cores": str(self._inventory.core_map.shared).lower()}
+        return {
+            "devices": "virtual",
+            "shared_cores": str(self._inventory.core_map.shared).lower(),
+            "gpu_cores": f"{self._gpu_cores:g}" if self._gpu_cores else "any",
+        }
 
     def discover(self) -> Inventory:
         return self._inventory
@@ -137,6 +144,11 @@ def virtual_inventory(
     """The node that a declaration describes. Raises ValueError for one that cannot be."""
     if not 0 <= spec.gpus <= MAX_DEVICES:
         raise ValueError(f"{spec.gpus} devices cannot be declared; a node has 0 to {MAX_DEVICES}")
+    if spec.gpus * spec.gpu_cores > len(cpus):
+        raise ValueError(
+            f"{spec.gpus} devices of {spec.gpu_cores:g} cores each cannot be told apart on {len(cpus)} CPUs; declare"
+            " fewer devices, or less for each"
+        )
     sockets, switches, per_group = parse_topology(spec.topology, spec.gpus)
     core_map = declared_cores(spec.cores or max(len(cpus), sockets), sockets, cpus, housekeeping)
     per_socket = spec.gpus // sockets

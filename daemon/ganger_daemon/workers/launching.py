@@ -284,13 +284,24 @@ class Launching:
 
     def _make_group(self, desired: agent_pb2.DesiredGang) -> tuple[str, ...]:
         cgroups, group = self._host.cgroups, self._paths.group
-        cgroups.create(group)
+        cgroups.create(group, self._pool(desired.claim.device_mask))
         cpus = self._host.cpus_of(group)
         if cpus:
             cgroups.set_cpus(group, cpus)
         if desired.claim.memory_bytes:
             cgroups.set_memory_limit(group, desired.claim.memory_bytes + desired.claim.arena_bytes)
         return cgroups.join_files(group)
+
+    def _pool(self, device_mask: int) -> str:
+        """Of all gangs that hold just these devices; empty where devices bound nobody's CPU time."""
+        cores = self._host.device_cores * device_mask.bit_count()
+        if not cores:
+            return ""
+        # daemons of one machine may share a root
+        pool = f"{self._host.node}-devices-{device_mask:x}"
+        if not self._host.cgroups.make_pool(pool, cores):
+            raise LaunchRefusedError(f"no CPU quota of {cores:g} cores: {self._host.cgroups.capabilities['cpu_quota']}")
+        return pool
 
     async def _meet(self, desired: agent_pb2.DesiredGang, launcher: Launcher) -> Rendezvous:
         host, paths = self._host.address_host, self._paths
