@@ -102,6 +102,18 @@ def allocate(
     return _grant(table, owner, millicores, near, preferred=(), avoided=())
 
 
+def allocate_after(
+    table: CoreTable, former: str, owner: str, millicores: Sequence[int], near: Collection[int] = ()
+) -> CoreTable | CoreShortage:
+    """Give `owner` that much as if `former`, whose place it takes, were gone; until that one is, both are on the cores
+    they have in common. Cores of `former` are preferred."""
+    kept = table.held.get(former, Grant())
+    found = _grant(release(table, former), owner, millicores, near, preferred=kept.cores, avoided=())
+    if isinstance(found, CoreShortage) or former not in table.held:
+        return found
+    return adopt(found, former, kept)
+
+
 def resize(
     table: CoreTable, owner: str, millicores: Sequence[int], near: Collection[int] = ()
 ) -> CoreTable | CoreShortage:

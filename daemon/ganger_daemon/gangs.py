@@ -201,7 +201,7 @@ class GangSet:
         for key, other in sorted(self._gangs.items()):
             if other is gang or not other.desired.claim.device_mask & mask or not _holds_devices(other):
                 continue
-            if key[0] == gang.desired.job_uid:
+            if key[0] == gang.desired.job_uid and not gang.desired.restore.parked.alone:
                 continue  # a move onto the same devices: the source gives them up at the boundary
             return other.desired.job
         return ""

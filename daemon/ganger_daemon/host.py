@@ -67,11 +67,15 @@ class Host:
     def name(self) -> str:
         return f"nodes/{self.node}"
 
-    def take_cores(self, owner: str, millicores: Sequence[int], near: Collection[int]) -> str:
-        """Reserves cores for an owner, or keeps those it has; what is missing, or empty."""
+    def take_cores(self, owner: str, millicores: Sequence[int], near: Collection[int], former: str = "") -> str:
+        """Reserves cores for an owner, or keeps those it has; what is missing, or empty. `former`: whom it follows with
+        another size, and has cores in common with until that one is gone."""
         if owner in self.core_table.held:
             return ""
-        table = cores.allocate(self.core_table, owner, millicores, near)
+        if former:
+            table = cores.allocate_after(self.core_table, former, owner, millicores, near)
+        else:
+            table = cores.allocate(self.core_table, owner, millicores, near)
         if isinstance(table, cores.CoreShortage):
             return str(table)
         self.core_table = table

@@ -12,6 +12,7 @@ from ganger_daemon.cores import (
     Grant,
     adopt,
     allocate,
+    allocate_after,
     cpus_of,
     declared_cores,
     format_ids,
@@ -178,3 +179,16 @@ def test_no_core_is_given_twice_and_what_fits_by_sum_is_given(actions: list[tupl
                 use[core] = use.get(core, 0) + part
         assert all(part <= CORE for part in use.values())
         assert 0 not in use
+
+
+@given(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4), st.integers(0, 4))
+def test_who_follows_another_has_as_many_cores_in_common_with_it_as_can_be(a: int, b: int, c: int, d: int) -> None:
+    before, after = (a * CORE, b * CORE), (c * CORE, d * CORE)
+    table = allocate(CoreTable.empty(server()), "old", before)
+    assert isinstance(table, CoreTable)
+    both = allocate_after(table, "old", "new", after)
+    old, new = given_to(both, "old"), given_to(both, "new")
+    assert old == table.held["old"]
+    assert new.millicores == sum(after)
+    # What the two hold together is the larger of the two at each socket: the master counts no more.
+    assert len({*old.cores, *new.cores}) == max(a, c) + max(b, d)

@@ -378,7 +378,7 @@ def test_environment_is_read_and_checked(page: Page, tmp_path: Path, monkeypatch
     monkeypatch.setenv("GANGER_RESTORE", str(restore))
     found = Control.from_environment()
     assert found is not None
-    assert found.restore == RestoreOrder("checkpoint", "/c/12-1", 12, 0)
+    assert found.restore == RestoreOrder("checkpoint", "/c/12-1", 12, 0, page.get(Word.RANK))
     found.close()
     restore.write_text('{"kind": "magic"}')
     with pytest.raises(PageError, match="magic"):

@@ -105,8 +105,8 @@ class Rank:
             self.page.let_leave(1 << 40)
             variables.update(GANGER_PAGE=str(path), GANGER_JOB_DIR=str(directory))
             if restore is not None:
-                (directory / "restore.json").write_text(json.dumps(restore))
-                variables["GANGER_RESTORE"] = str(directory / "restore.json")
+                (directory / f"restore-{rank}.json").write_text(json.dumps(restore))
+                variables["GANGER_RESTORE"] = str(directory / f"restore-{rank}.json")
             if arena_bytes:
                 self.arena_fd = os.memfd_create("arena")
                 os.ftruncate(self.arena_fd, arena_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -52,18 +53,62 @@ def _batches(loader: ElasticLoader) -> list[list[int]]:
 
 
 @settings(max_examples=60)
-@given(st.integers(1, 60), st.sampled_from([1, 2, 3, 4]), st.integers(1, 5), st.integers(0, 3))
-def test_each_global_batch_is_the_same_for_any_number_of_ranks(length: int, world: int, per: int, number: int) -> None:
-    batch = world * per * 12
-    alone = Slice(length, batch, 0, 1, True, False)
+@given(st.integers(1, 60), st.sampled_from([1, 2, 3, 4]), st.integers(1, 5), st.integers(0, 3), st.booleans())
+def test_each_global_batch_is_the_same_for_any_number_of_ranks(
+    length: int, world: int, per: int, number: int, drop_last: bool
+) -> None:
+    batch = world * per
+    alone = Slice(length, batch, 0, 1, True, drop_last)
     order = alone.order(7, number)
     assert sorted(order) == list(range(length))
-    for index in range(alone.batches):
-        parts = [Slice(length, batch, rank, world, True, False).batch(order, index) for rank in range(world)]
-        assert len({len(part) for part in parts}) == 1, "ranks make equally many steps of equal size"
-        extra = set().union(*parts) - set(alone.batch(order, index))
-        assert set().union(*parts) >= set(alone.batch(order, index))
-        assert not extra or index == alone.batches - 1, "only a short last batch wraps around"
+    for start in alone.starts():
+        cuts = [Slice(length, batch, rank, world, True, drop_last) for rank in range(world)]
+        parts = [cut.batch(order, start) for cut in cuts]
+        assert [len(part) for part in parts] == [cut.count(start) for cut in cuts]
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+        dealt = [sample for turn in zip_longest(*parts) for sample in turn if sample is not None]
+        whole = alone.batch(order, start)
+        assert dealt[: len(whole)] == whole
+        assert len(dealt) == max(len(whole), world)
+        assert min(map(len, parts)) >= 1, "a rank without a sample could not step"
+
+
+_WORLDS = [1, 2, 3, 4, 6]
+
+
+@settings(max_examples=80)
+@given(
+    st.integers(6, 70),
+    st.integers(1, 3).map(lambda per: 12 * per),
+    st.lists(st.tuples(st.sampled_from(_WORLDS), st.integers(0, 4)), min_size=1, max_size=8),
+    st.booleans(),
+)
+def test_whatever_the_resizes_each_sample_is_taken_once_a_pass(
+    length: int, batch: int, resizes: list[tuple[int, int]], is_constant: bool
+) -> None:
+    taken: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    position: dict[str, Any] = {"pass": 0, "samples": 0, "active": False}
+    for world, steps in [*resizes, (1, 1000)]:
+        # Each rank of the new world begins from what one rank of the old one said.
+        size = batch if is_constant else 5 * world
+        ranks = [_loader(length, batch=size, rank=rank, world=world) for rank in range(world)]
+        for rank in ranks:
+            rank.go_to(position)
+        while steps and ranks[0].position()["pass"] < 3:
+            loops = [iter(rank) for rank in ranks]
+            number = ranks[0].position()["pass"]
+            while steps and (parts := [next(loop, None) for loop in loops])[0] is not None:
+                taken[number] += [int(sample) for part in parts for sample in part]
+                steps -= 1
+            if not steps:
+                break
+        positions = [rank.position() for rank in ranks]
+        assert all(one == positions[0] for one in positions)
+        position = positions[0]
+    for samples in taken.values():
+        # Only what a batch with fewer samples than ranks lacks is taken again.
+        assert sorted(set(samples)) == list(range(length))
+        assert len(samples) - length < (1 if length % batch >= max(_WORLDS) and is_constant else max(_WORLDS))
 
 
 def test_a_pass_gone_on_with_yields_exactly_what_was_left() -> None:
@@ -114,9 +159,12 @@ def test_a_batch_that_does_not_divide_by_the_ranks_is_refused() -> None:
         Slice(10, 5, 0, 2, True, False)
 
 
-def test_a_position_inside_a_batch_of_another_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="end of an epoch"):
-        _loader(40, batch=16).go_to({"pass": 0, "samples": 8, "active": True})
+def test_a_pass_goes_on_in_batches_of_another_size() -> None:
+    before, loader = _loader(40, batch=8), _loader(40, batch=16)
+    loader.go_to({"pass": 0, "samples": 8, "active": True})
+    assert [len(batch) for batch in _batches(loader)] == [16, 16]
+    loader.go_to({"pass": 0, "samples": 8, "active": True})
+    assert sorted([*_batches(before)[0], *(s for batch in _batches(loader) for s in batch)]) == list(range(40))
 
 
 def test_iterating_a_loader_draws_nothing_from_the_script_s_generator() -> None:

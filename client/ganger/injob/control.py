@@ -33,13 +33,14 @@ class RestoreOrder(NamedTuple):
     """Where the first step starts from: a checkpoint directory (``path``), or the arena, of which the job has been
     promised the memory of ``size`` bytes (0: what comes is there, and no more may be touched).
 
-    A state older than ``step`` is not to be accepted.
+    A state older than ``step`` is not to be accepted. ``rank``: whose shard, where the world was another one.
     """
 
     kind: str
     path: str
     step: int
     size: int
+    rank: int
 
 
 class Control:
@@ -88,7 +89,7 @@ class Control:
             socket_path=os.environ.get("GANGER_SOCKET", ""),
             arena_fd=_arena_fd(),
         )
-        control.restore = _read_restore(os.environ.get("GANGER_RESTORE", ""))
+        control.restore = _read_restore(os.environ.get("GANGER_RESTORE", ""), control.rank)
         return control
 
     @property
@@ -275,7 +276,7 @@ def _arena_fd() -> int | None:
     return descriptor
 
 
-def _read_restore(path: str) -> RestoreOrder | None:
+def _read_restore(path: str, own_rank: int) -> RestoreOrder | None:
     if not path:
         return None
     try:
@@ -284,8 +285,9 @@ def _read_restore(path: str) -> RestoreOrder | None:
         kind = str(content["kind"])
         step, size = int(content.get("step", 0)), int(content.get("size", 0))
         directory = str(content["path"]) if kind == "checkpoint" else ""
+        rank = int(content.get("rank", own_rank))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PageError(f"GANGER_RESTORE names {path}, which cannot be read: {error!r}") from error
     if kind not in ("checkpoint", "arena"):
         raise PageError(f"{path} asks to restore from {kind!r}: this Ganger knows checkpoint and arena")
-    return RestoreOrder(kind, directory, step, size)
+    return RestoreOrder(kind, directory, step, size, rank)

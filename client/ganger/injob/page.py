@@ -148,6 +148,7 @@ class Progress(NamedTuple):
     threads_applied: int
     error: int
     lock_pid: int
+    resize_divides: int
 
 
 def now_ns() -> int:
@@ -408,7 +409,7 @@ class Page:
         # Line by line in this order: a step before the ack that belongs to it, a state before what it leaves behind.
         steps = self._access.read(Word.STEP, _LINE)
         boundary = self._steady(Word.ACK_SEQ, _LINE)
-        job = self._steady(Word.CAPABILITIES, Word.ERROR + 1 - Word.CAPABILITIES)
+        job = self._steady(Word.CAPABILITIES, Word.RESIZE_DIVIDES + 1 - Word.CAPABILITIES)
         raw = (*(0,) * Word.ACK_SEQ, *boundary, *steps, *job)
         cut = [word if word < _STEP_LIMIT else _STEP_LIMIT for word in raw]
         exit_word = raw[Word.EXIT_CODE]
@@ -441,6 +442,7 @@ class Page:
             threads_applied=min(raw[Word.THREADS_APPLIED], _THREADS_LIMIT),
             error=min(raw[Word.ERROR], Error.STORAGE_FAILED),
             lock_pid=cut[Word.LOCK],
+            resize_divides=min(raw[Word.RESIZE_DIVIDES], _COUNT_LIMIT),
         )
 
     def _steady(self, first: int, count: int) -> Sequence[int]:

@@ -76,6 +76,7 @@ class Word:
     HELLO_TIME = 49  # J: when the agent attached; 0 not yet
     THREADS_APPLIED = 50  # J
     ERROR = 51  # J: see Error; details in rank-K.error.json
+    RESIZE_DIVIDES = 52  # J: numbers of ranks it may go on with divide this; 0 any (see Capability.RESIZE)
 
 
 class Flag:
@@ -123,6 +124,7 @@ class Capability:
     CHECKPOINT = 4
     FIVE_LINE = 8  # the script attached by itself
     OPAQUE = 16  # the agent gave up on this script
+    RESIZE = 32  # its state can be brought back with another number of ranks
 
 
 class Error:

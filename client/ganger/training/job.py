@@ -6,6 +6,7 @@ Outside Ganger everything here still works and nothing is controlled: a script r
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from typing import Any, Callable
@@ -21,6 +22,8 @@ from ganger.training.loader import ElasticLoader
 from ganger.training.offload import StateKeeper
 from ganger.training.progress import Progress
 from ganger.training.randomness import restore_random
+from ganger.training.replicas import why_not_replicated
+from ganger.training.sampler import mixed, seed_everything
 from ganger.training.state import Restored, Training, apply_object
 
 FIVE_LINE = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT | Capability.FIVE_LINE
@@ -96,7 +99,8 @@ class TrainingJob:
             tell(restored.notice)
             self._steps = self._told = restored.position["steps"]
             self._epoch = restored.position["epoch"]
-            self._samples = restored.position["samples"]
+            # of this rank, as if there had always been so many
+            self._samples = restored.position["samples"] * restored.world // control.world
         control.start(0 if restored is None else restored.step)
         self.step, self._tell_at_next_step = _managed_step(self, control.boundary)  # type: ignore[method-assign]
 
@@ -126,7 +130,7 @@ class TrainingJob:
         self,
         dataset: Any,
         *,
-        global_batch: int,
+        global_batch: int | Callable[[int], int],
         shuffle: bool = False,
         num_workers: int = 0,
         drop_last: bool = False,
@@ -134,11 +138,15 @@ class TrainingJob:
     ) -> ElasticLoader:
         """A loader of this rank's share of `dataset` that goes on where training was.
 
-        `global_batch` samples over all ranks form one step, whatever their number. Call it in the same order in every
-        run. `options` go to torch's DataLoader. Position counts the batches the loop has taken, not those prefetched.
+        `global_batch` samples over all ranks form one step, whatever their number; ValueError if the ranks do not
+        divide it. A function says how many for a number of ranks, for jobs that are to take more with more of them.
+        Call it in the same order in every run. `options` go to torch's DataLoader. Position counts the batches the loop
+        has taken, not those prefetched.
         """
         rank, world = _rank_and_world(self._control)
         number = len(self._loaders)
+        is_constant = isinstance(global_batch, int)
+        global_batch = global_batch if isinstance(global_batch, int) else global_batch(world)
         loader = ElasticLoader(
             dataset,
             global_batch=global_batch,
@@ -153,6 +161,8 @@ class TrainingJob:
             events=self,
         )
         self._loaders.append(loader)
+        if self._control is not None:
+            self._offer_resize(self._control, global_batch if is_constant else 0)
         if self._restored is not None and number < len(self._restored.position["loaders"]):
             loader.go_to(self._restored.position["loaders"][number])
         return loader
@@ -240,10 +250,27 @@ class TrainingJob:
         if self._progress is not None:
             self._progress.show(self._samples, self._waited_nanoseconds)
 
+    def _offer_resize(self, control: Control, global_batch: int) -> None:
+        """Another number of ranks can go on from here: each has all of the state, and the loaders know their place."""
+        page = control.page
+        if not page.get(Word.CAPABILITIES) & Capability.RESIZE:
+            why_not = why_not_replicated(self._training)
+            if why_not:
+                tell(f"this job cannot go on with another number of ranks: {why_not}")
+                return
+        page.set(Word.RESIZE_DIVIDES, math.gcd(page.get(Word.RESIZE_DIVIDES), global_batch))
+        page.set(Word.CAPABILITIES, page.get(Word.CAPABILITIES) | Capability.RESIZE)
+
     def _set_random(self) -> None:
         # not in attach: what the script draws before its loop (splits, weights) must come out as in the first run
-        if self._restored is not None:
-            restore_random(self._restored.random)
+        restored = self._restored
+        if restored is None:
+            return
+        if restored.rank == self.rank:
+            restore_random(restored.random)
+        else:
+            # A rank that was not there before starts from the state of another, but must not draw what that one draws.
+            seed_everything(mixed(self._seed, restored.step, self.rank))
 
     def _position(self) -> dict[str, Any]:
         return {

@@ -50,13 +50,18 @@ class ElasticLoader:
         self._options = {name: value for name, value in options.items() if name != "persistent_workers"}
         self._events = events
         self._pass = 0
+        # Samples of the present pass that all ranks together are past.
         self._taken = 0
         self._active = False
         self._resuming = False
 
     def __len__(self) -> int:
         """Batches of a whole pass."""
-        return self._cut.batches
+        return len(self._cut.starts())
+
+    @property
+    def global_batch(self) -> int:
+        return self._cut.global_batch
 
     def __iter__(self) -> Iterator[Any]:
         resuming, self._resuming = self._resuming, False
@@ -66,16 +71,16 @@ class ElasticLoader:
                 self._pass += 1
             self._taken = 0
         self._active = True
-        number, start = self._pass, self._taken
-        batches = iter(self._one_pass(number, start)) if start < len(self) else iter(())
+        number, starts = self._pass, self._cut.starts(self._taken)
+        batches = iter(self._one_pass(number, self._taken)) if starts else iter(())
         if resuming:
             self._events.resumed_pass()
-        for batch in range(start, len(self)):
+        for start in starts:
             began = time.perf_counter_ns()
             content = next(batches)
             waited = time.perf_counter_ns() - began
-            self._taken = batch + 1
-            self._events.took_batch(self._samples(batch), waited)
+            self._taken = min(start + self._cut.global_batch, self._cut.length)
+            self._events.took_batch(self._cut.count(start), waited)
             yield content
         # only now is the pass over: at a boundary inside the last batch's step it was not
         if self._pass == number and self._active:
@@ -95,22 +100,12 @@ class ElasticLoader:
             **options,
         )
 
-    def _samples(self, batch: int) -> int:
-        size = min(self._cut.global_batch, self._cut.length - batch * self._cut.global_batch)
-        return -(-size // self._cut.world)
-
     def position(self) -> dict[str, Any]:
         """Where training is, in numbers that mean the same for any number of ranks and workers."""
-        return {"pass": self._pass, "samples": self._taken * self._cut.global_batch, "active": self._active}
+        return {"pass": self._pass, "samples": self._taken, "active": self._active}
 
     def go_to(self, position: dict[str, Any]) -> None:
-        """The next pass begins at `position`. Raises ValueError if it lies inside a batch of the present size."""
-        batches, rest = divmod(int(position["samples"]), self._cut.global_batch)
-        if rest:
-            raise ValueError(
-                f"training was at sample {position['samples']}, which is no multiple of global_batch="
-                f"{self._cut.global_batch}: change the batch size at the end of an epoch"
-            )
+        """The next pass begins at `position`, which may have been reached with other batches."""
         self._pass = int(position["pass"])
-        self._taken = batches
+        self._taken = int(position["samples"])
         self._active = self._resuming = bool(position["active"])

@@ -204,7 +204,7 @@ class StateKeeper:
                 view = self.arena.view()
                 self._wait_for_arena(1)
                 return use(_not_older(open_image(ArenaSource(view, self._wait_for_arena)), order.step))
-            shard = os.path.join(order.path, f"rank-{self._control.rank}.shard")
+            shard = os.path.join(order.path, f"rank-{order.rank}.shard")
             descriptor = os.open(shard, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 return use(_not_older(open_image(FileSource(descriptor)), order.step))

@@ -1,7 +1,8 @@
 """Which samples come next: a permutation of (seed, pass), cut by global index, so that a position is three numbers.
 
 `permutation(seed, pass)[global_index + rank :: world]`: the state has constant size, a restart slices instead of
-replaying, and neither the number of ranks nor of loader workers changes which samples form a global batch.
+replaying, and neither the number of ranks nor of loader workers changes which samples form a global batch. A pass may
+change its number of ranks, or its batch, at any of its samples: each is taken once all the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _MASK = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class Slice:
-    """The part of a dataset one rank reads in one pass. `global_index`: samples all ranks together are past."""
+    """The part of a dataset one rank reads. Batches are known by the sample they begin at, counted over all ranks."""
 
     length: int
     global_batch: int
@@ -32,12 +33,6 @@ class Slice:
                 f"global_batch={self.global_batch} must be a positive multiple of the number of ranks ({self.world})"
             )
 
-    @property
-    def batches(self) -> int:
-        """Global batches of a whole pass."""
-        whole, rest = divmod(self.length, self.global_batch)
-        return whole + (1 if rest and not self.drop_last else 0)
-
     def order(self, seed: int, number: int) -> Sequence[int]:
         """Sample indices of pass `number`, for all ranks."""
         if not self.shuffle:
@@ -46,12 +41,22 @@ class Slice:
         indices: list[int] = torch.randperm(self.length, generator=generator).tolist()
         return indices
 
-    def batch(self, order: Sequence[int], number: int) -> list[int]:
-        """This rank's samples of global batch `number`. All ranks get equally many: a short last batch wraps around."""
-        whole = list(order[number * self.global_batch : (number + 1) * self.global_batch])
-        missing = -len(whole) % self.world
-        whole += [order[i % self.length] for i in range(missing)]
+    def starts(self, start: int = 0) -> range:
+        """Where the batches of a pass begin, from the one at `start` on."""
+        rest = (self.length - start) % self.global_batch if self.drop_last else 0
+        return range(start, self.length - rest, self.global_batch)
+
+    def batch(self, order: Sequence[int], start: int) -> list[int]:
+        """This rank's samples of the global batch at `start`: every sample is one rank's, so of a short last batch some
+        ranks get one more than others. Only where it has fewer samples than there are ranks, the pass's first ones are
+        taken again, for a rank without a sample could not step."""
+        whole = list(order[start : start + self.global_batch])
+        whole += [order[index % self.length] for index in range(self.world - len(whole))]
         return whole[self.rank :: self.world]
+
+    def count(self, start: int) -> int:
+        """Samples of this rank in the global batch at `start`."""
+        return -(-(max(self.world, min(self.global_batch, self.length - start)) - self.rank) // self.world)
 
 
 def mixed(*numbers: int) -> int:
@@ -81,7 +86,7 @@ def _seeded_batch(indices: list[int], seed: int) -> SeededBatch:
 
 
 class Batches:
-    """The batch sampler of one pass from batch `start` on."""
+    """The batch sampler of one pass from the global batch at `start` on."""
 
     def __init__(self, cut: Slice, seed: int, number: int, start: int) -> None:
         self._cut = cut
@@ -90,14 +95,13 @@ class Batches:
         self._start = start
 
     def __len__(self) -> int:
-        return self._cut.batches - self._start
+        return len(self._cut.starts(self._start))
 
     def __iter__(self) -> Iterator[SeededBatch]:
         order = self._cut.order(self._seed, self._number)
-        for batch in range(self._start, self._cut.batches):
-            yield _seeded_batch(
-                self._cut.batch(order, batch), mixed(self._seed, self._number, batch, self._cut.rank, 1)
-            )
+        for start in self._cut.starts(self._start):
+            seed = mixed(self._seed, self._number, start, self._cut.rank, 1)
+            yield _seeded_batch(self._cut.batch(order, start), seed)
 
 
 class SeededDataset:

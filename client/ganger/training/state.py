@@ -51,6 +51,8 @@ class Restored:
     """What `restore` leaves to its caller: when to set the generators, where to go on, objects not registered yet."""
 
     step: int
+    # Whose image it was, of how many ranks.
+    rank: int
     world: int
     position: dict[str, Any]
     random: dict[str, Any]
@@ -119,7 +121,8 @@ def restore(training: Training, image: OpenImage) -> Restored:
         _apply(training, state)
         unclaimed = {name: item for name, item in state["objects"].items() if name not in training.objects}
         notice = notice_of_change(str(image.header.get("device_model", "")), device_model(tensors.values()))
-        return Restored(image.step, int(image.header["world"]), state["position"], state["random"], unclaimed, notice)
+        rank, world = int(image.header["rank"]), int(image.header["world"])
+        return Restored(image.step, rank, world, state["position"], state["random"], unclaimed, notice)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         raise StateMismatchError(f"the saved state does not fit this script: {error}") from error
 

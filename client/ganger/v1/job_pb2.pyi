@@ -579,13 +579,19 @@ class Capabilities(google.protobuf.message.Message):
     OFFLOAD_FIELD_NUMBER: builtins.int
     CHECKPOINT_FIELD_NUMBER: builtins.int
     MISSING_FIELD_NUMBER: builtins.int
+    RESIZE_FIELD_NUMBER: builtins.int
+    RESIZE_DIVIDES_FIELD_NUMBER: builtins.int
     pause: builtins.bool
     offload: builtins.bool
     checkpoint: builtins.bool
+    resize: builtins.bool
+    """Its state can be brought back with another number of ranks."""
+    resize_divides: builtins.int
+    """Numbers of ranks that divide this; zero allows any."""
     @property
     def missing(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Why something cannot be had, by name: PAUSE, OFFLOAD, CHECKPOINT, or MOVE for a job that can be parked and resumed
-        in place, but not brought back in another process.
+        in place, but not brought back in another process, or RESIZE for one that only goes on with as many ranks as before.
         """
 
     def __init__(
@@ -595,8 +601,10 @@ class Capabilities(google.protobuf.message.Message):
         offload: builtins.bool = ...,
         checkpoint: builtins.bool = ...,
         missing: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        resize: builtins.bool = ...,
+        resize_divides: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint", b"checkpoint", "missing", b"missing", "offload", b"offload", "pause", b"pause"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint", b"checkpoint", "missing", b"missing", "offload", b"offload", "pause", b"pause", "resize", b"resize", "resize_divides", b"resize_divides"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Capabilities: typing_extensions.TypeAlias = Capabilities

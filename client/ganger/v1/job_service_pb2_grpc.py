@@ -181,7 +181,9 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ResizeJob(self, request, context):
-        """Elastic resize. UNIMPLEMENTED/NOT_SUPPORTED until built.
+        """Lets a running elastic job go on with another number of devices, without losing a step. Answers when that is
+        durable. Errors: NOT_FOUND/JOB_NOT_FOUND,
+        FAILED_PRECONDITION/{JOB_FINISHED, JOB_BUSY, NOT_RUNNING, RESIZE_REFUSED, LEVEL_UNAVAILABLE}.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

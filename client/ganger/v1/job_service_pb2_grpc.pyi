@@ -67,7 +67,10 @@ class JobServiceStub:
     FAILED_PRECONDITION/{JOB_FINISHED, JOB_BUSY, NOT_RUNNING, CORES_REFUSED}.
     """
     ResizeJob: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.ResizeJobRequest, ganger.v1.job_pb2.Job]
-    """Elastic resize. UNIMPLEMENTED/NOT_SUPPORTED until built."""
+    """Lets a running elastic job go on with another number of devices, without losing a step. Answers when that is
+    durable. Errors: NOT_FOUND/JOB_NOT_FOUND,
+    FAILED_PRECONDITION/{JOB_FINISHED, JOB_BUSY, NOT_RUNNING, RESIZE_REFUSED, LEVEL_UNAVAILABLE}.
+    """
     ReadLog: grpc.UnaryStreamMultiCallable[ganger.v1.job_service_pb2.ReadLogRequest, ganger.v1.job_service_pb2.LogChunk]
     """Bytes of one rank's log from a logical offset, across suspends, moves and restarts.
     Errors: NOT_FOUND/{JOB_NOT_FOUND, RANK_NOT_FOUND}, OUT_OF_RANGE/OFFSET_BEYOND_END, FAILED_PRECONDITION/NODE_SILENT
@@ -118,7 +121,10 @@ class JobServiceAsyncStub(JobServiceStub):
     FAILED_PRECONDITION/{JOB_FINISHED, JOB_BUSY, NOT_RUNNING, CORES_REFUSED}.
     """
     ResizeJob: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.ResizeJobRequest, ganger.v1.job_pb2.Job]  # type: ignore[assignment]
-    """Elastic resize. UNIMPLEMENTED/NOT_SUPPORTED until built."""
+    """Lets a running elastic job go on with another number of devices, without losing a step. Answers when that is
+    durable. Errors: NOT_FOUND/JOB_NOT_FOUND,
+    FAILED_PRECONDITION/{JOB_FINISHED, JOB_BUSY, NOT_RUNNING, RESIZE_REFUSED, LEVEL_UNAVAILABLE}.
+    """
     ReadLog: grpc.aio.UnaryStreamMultiCallable[ganger.v1.job_service_pb2.ReadLogRequest, ganger.v1.job_service_pb2.LogChunk]  # type: ignore[assignment]
     """Bytes of one rank's log from a logical offset, across suspends, moves and restarts.
     Errors: NOT_FOUND/{JOB_NOT_FOUND, RANK_NOT_FOUND}, OUT_OF_RANGE/OFFSET_BEYOND_END, FAILED_PRECONDITION/NODE_SILENT
@@ -226,7 +232,10 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: ganger.v1.job_service_pb2.ResizeJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[ganger.v1.job_pb2.Job, collections.abc.Awaitable[ganger.v1.job_pb2.Job]]:
-        """Elastic resize. UNIMPLEMENTED/NOT_SUPPORTED until built."""
+        """Lets a running elastic job go on with another number of devices, without losing a step. Answers when that is
+        durable. Errors: NOT_FOUND/JOB_NOT_FOUND,
+        FAILED_PRECONDITION/{JOB_FINISHED, JOB_BUSY, NOT_RUNNING, RESIZE_REFUSED, LEVEL_UNAVAILABLE}.
+        """
 
     @abc.abstractmethod
     def ReadLog(

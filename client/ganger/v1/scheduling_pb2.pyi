@@ -527,9 +527,7 @@ class Change(google.protobuf.message.Message):
     @property
     def cores(self) -> Global___CoresChange: ...
     @property
-    def resize(self) -> Global___ResizeChange:
-        """NOT_SUPPORTED until built."""
-
+    def resize(self) -> Global___ResizeChange: ...
     @property
     def row(self) -> Global___RowChange:
         """NOT_SUPPORTED until built."""
@@ -640,6 +638,10 @@ Global___CoresChange: typing_extensions.TypeAlias = CoresChange
 
 @typing.final
 class ResizeChange(google.protobuf.message.Message):
+    """Its whole placement then, with another number of devices; those it has now count as free for it. One that gives
+    devices back rests first, and they are free once its daemon has seen it off them.
+    """
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CLAIMS_FIELD_NUMBER: builtins.int

@@ -43,7 +43,8 @@ def describe_shard(path: Path) -> tuple[int, str, str]:
 
 
 def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Verified | Unreadable:
-    """Checks manifest, sizes and digests; only the shards of `ranks` are read where that is given."""
+    """Checks manifest, sizes and digests; only the shards that `ranks` start from are read where that is given: in a
+    larger world than the one that saved, more than one from the same."""
     try:
         fields = read_manifest(directory)
         step, world = int(fields["step"]), int(fields["world"])
@@ -57,7 +58,7 @@ def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Verified | 
             size += actual
             if actual != int(entry["bytes"]):
                 return Unreadable(directory, f"{shard.name} has {actual} bytes, {MANIFEST} says {entry['bytes']}")
-            if ranks is not None and rank not in ranks:
+            if ranks is not None and rank not in {one % world for one in ranks}:
                 continue
             _, digest, _ = describe_shard(shard)
             if digest != str(entry["digest"]):

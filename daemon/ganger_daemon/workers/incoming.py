@@ -55,10 +55,11 @@ class Incoming:
 
     def _legs(self, desired: agent_pb2.DesiredGang) -> tuple[Leg, ...]:
         source = desired.restore.parked
+        addresses = {rank: member.stream_address for member in source.members for rank in member.ranks}
         requests = []
         for rank in self._part.ranks:
-            member = next((member for member in source.members if rank in member.ranks), None)
-            address = member.stream_address if member is not None else ""
-            request = StreamRequest(self._host.token, desired.job_uid, source.epoch, 0, rank)
-            requests.append((rank, address, request))
+            # in a larger world several ranks start from the image of one
+            of_rank = rank % max(1, len(addresses))
+            request = StreamRequest(self._host.token, desired.job_uid, source.epoch, 0, of_rank)
+            requests.append((rank, addresses.get(of_rank, ""), request))
         return self._launching.legs(tuple(requests), self._pages)

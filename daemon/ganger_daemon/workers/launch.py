@@ -56,6 +56,8 @@ class RestorePlan:
     kind: str = ""
     path: str = ""
     step: int = 0
+    # Ranks that saved it; zero where that is no matter.
+    world: int = 0
 
 
 def environment_of(spec: job_pb2.JobSpec, devices: Mapping[str, str]) -> dict[str, str]:
@@ -122,10 +124,11 @@ def restore_plan(desired: agent_pb2.DesiredGang, storage: Path | None, part: Loc
         if not found.is_lasting or not token_found(storage):
             raise LaunchRefusedError(f"checkpoint {path} cannot be read now: {found.why}")
         raise StateUnreadableError(f"checkpoint {path} cannot be restored: {found.why}")
-    if found.step < desired.restore.step or found.world != part.world:
+    may_differ = desired.spec.gpus_max > 0
+    if found.step < desired.restore.step or not (found.world == part.world or may_differ):
         said = f"is of step {found.step} and {found.world} ranks"
         raise StateUnreadableError(f"checkpoint {path} {said}, not of {desired.restore.step} and {part.world}")
-    return RestorePlan("checkpoint", str(path), found.step)
+    return RestorePlan("checkpoint", str(path), found.step, found.world)
 
 
 def arena_bytes_per_rank(desired: agent_pb2.DesiredGang, ranks: int, device_memory_bytes: int) -> int:
@@ -168,7 +171,8 @@ def launch_mapping(
     if restore.kind:
         restore_file = paths.job / f"rank-{rank}.restore.json"
         size = arena_bytes if is_allocated_ahead(desired) else 0
-        write_json(restore_file, {"kind": restore.kind, "path": restore.path, "step": restore.step, "size": size})
+        fields = {"kind": restore.kind, "path": restore.path, "step": restore.step, "size": size}
+        write_json(restore_file, {**fields, "rank": rank % restore.world if restore.world else rank})
         restore_path = str(restore_file)
     env = rank_environment(
         base=environment,

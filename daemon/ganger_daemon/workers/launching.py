@@ -133,7 +133,10 @@ class Launching:
         assert order is not None, "a gang that is to stop is not launched"
         write_details(paths.orders, str(order.sequence), storage, desired.job_uid, desired.epoch)
         pages.write_order(order.sequence, order.order, order.stop_sequence, order.level, 0)
-        shortage = host.take_cores(paths.group, desired.claim.millicores, host.near(desired.claim.device_mask))
+        source = desired.restore.parked
+        is_resized = bool(source.epoch) and sum(len(member.ranks) for member in source.members) != part.world
+        former = host.paths.of(desired.job_uid, source.epoch).group if is_resized else ""
+        shortage = host.take_cores(paths.group, desired.claim.millicores, host.near(desired.claim.device_mask), former)
         if shortage:
             raise LaunchRefusedError(f"no cores: {shortage}")
         environment = environment_of(desired.spec, host.devices.environment(desired.claim.device_mask))

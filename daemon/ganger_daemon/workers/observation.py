@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 # Beside the levels' names in Capabilities.missing: why the job can go to no other process, whatever can be parked.
 MOVE = "MOVE"
+# Why an elastic job has to stay at its number of ranks.
+RESIZE = "RESIZE"
 
 # Sums of a job's own numbers; a message holds no larger one.
 _BYTES_LIMIT = (1 << 62) - 1
@@ -111,6 +114,8 @@ def _waited(progress: Progress) -> float:
 
 
 def _add_what_an_opaque_job_can(capabilities: job_pb2.Capabilities, gang: LocalGang, why: str) -> None:
+    if gang.desired.spec.gpus_max:
+        capabilities.missing[RESIZE] = f"{why}: nobody could carry this job's state to another number of ranks"
     freezer = gang.host.cgroups.capabilities.get("freeze", "none")
     capabilities.pause = gang.part.world == 1 and not freezer.startswith("none")
     if gang.part.world != 1:
@@ -139,3 +144,12 @@ def _add_what_the_agent_can(capabilities: job_pb2.Capabilities, gang: LocalGang,
             "the agent cannot bring this script back in a new process; its log says why"
         )
         capabilities.missing[MOVE] = capabilities.missing["CHECKPOINT"]
+    capabilities.resize = bool(able & Capability.RESIZE)
+    if capabilities.resize:
+        capabilities.resize_divides = math.gcd(*[progress.resize_divides for progress in found])
+    elif gang.desired.spec.gpus_max:
+        capabilities.missing[RESIZE] = (
+            "its log says why, or it has made no job.dataloader yet"
+            if able & Capability.FIVE_LINE
+            else "an unmodified script goes on with as many ranks as before: attach it to change that"
+        )

@@ -205,8 +205,8 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
 
 class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
     """Which levels the job offers; `missing` says why not, by level name, and under MOVE why it can go nowhere else.
-    Nothing is known before `known`. `resize`: its checkpoints can be brought back with another number of ranks, which
-    no daemon says yet."""
+    Nothing is known before `known`. `resize`: its state can be brought back with another number of ranks, by which
+    `resize_divides` can be divided (zero: any)."""
 
     pause: bool = False
     offload: bool = False
@@ -214,6 +214,7 @@ class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
     missing: Mapping[str, str] = field(default_factory=dict)
     known: bool = False
     resize: bool = False
+    resize_divides: int = 0
 
     def offers(self, level: SuspendLevel) -> bool:
         match level:

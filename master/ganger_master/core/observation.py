@@ -6,6 +6,7 @@ disappearance.
 
 from __future__ import annotations
 
+import math
 from operator import attrgetter
 from typing import Final
 
@@ -213,6 +214,7 @@ def _common(gang: Gang) -> Capabilities:
         {level: why for capabilities in known for level, why in sorted(capabilities.missing.items())},
         known=True,
         resize=all(capabilities.resize for capabilities in known),
+        resize_divides=math.gcd(*[capabilities.resize_divides for capabilities in known]),
     )
 
 

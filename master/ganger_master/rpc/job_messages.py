@@ -221,12 +221,25 @@ def checkpoint_from_wire(message: job_pb2.Checkpoint) -> Checkpoint:
 
 def capabilities_to_wire(value: Capabilities) -> job_pb2.Capabilities:
     return job_pb2.Capabilities(
-        pause=value.pause, offload=value.offload, checkpoint=value.checkpoint, missing=dict(value.missing)
+        pause=value.pause,
+        offload=value.offload,
+        checkpoint=value.checkpoint,
+        missing=dict(value.missing),
+        resize=value.resize,
+        resize_divides=value.resize_divides,
     )
 
 
 def capabilities_from_wire(message: job_pb2.Capabilities) -> Capabilities:
-    return Capabilities(message.pause, message.offload, message.checkpoint, dict(message.missing), known=True)
+    return Capabilities(
+        message.pause,
+        message.offload,
+        message.checkpoint,
+        dict(message.missing),
+        known=True,
+        resize=message.resize,
+        resize_divides=message.resize_divides,
+    )
 
 
 def progress_from_wire(epoch: int, message: job_pb2.Progress) -> Progress:

@@ -446,11 +446,16 @@ Global___Restore: typing_extensions.TypeAlias = Restore
 
 @typing.final
 class ParkedState(google.protobuf.message.Message):
+    """A rank starts from the image of the rank of its number; in a larger world from that of its number modulo their number."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: builtins.int
     MEMBERS_FIELD_NUMBER: builtins.int
+    ALONE_FIELD_NUMBER: builtins.int
     epoch: builtins.int
+    alone: builtins.bool
+    """Nobody is started on a device before the source has given it up: it has no room for both."""
     @property
     def members(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Member]: ...
     def __init__(
@@ -458,8 +463,9 @@ class ParkedState(google.protobuf.message.Message):
         *,
         epoch: builtins.int = ...,
         members: collections.abc.Iterable[Global___Member] | None = ...,
+        alone: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["epoch", b"epoch", "members", b"members"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["alone", b"alone", "epoch", b"epoch", "members", b"members"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ParkedState: typing_extensions.TypeAlias = ParkedState
