@@ -48,6 +48,7 @@ KEYS = frozenset(
         "max_failures",
         "scheduler",
         "preemptible",
+        "movable",
         "checkpoint_every",
         "labels",
         "agent",
@@ -157,6 +158,9 @@ def make_spec(
     preemptible = reader.read("preemptible", _truth, None)
     if preemptible is not None:
         spec.preemptible = preemptible
+    movable = reader.read("movable", _truth, None)
+    if movable is not None:
+        spec.movable = movable
     time_limit = reader.read("time", _positive_duration, None)
     if time_limit is not None:
         spec.time_limit.CopyFrom(times.duration(time_limit))

@@ -60,9 +60,11 @@ def test_every_mistake_is_named_at_once() -> None:
         name="x" * 64,
         agent="maybe",
         preemptible="perhaps",
+        movable="sometimes",
     )
     expected = (
         "colour command gpus memory time priority locality environment scheduler directory name agent preemptible"
+        " movable"
     )
     assert set(found) == set(expected.split())
     assert "say what to run" in found["command"]
@@ -119,6 +121,7 @@ def test_never_is_an_interval_of_checkpoints() -> None:
     assert times.seconds(spec(checkpoint_every="10m").checkpoint_interval) == 600
     assert not spec().HasField("checkpoint_interval")
     assert spec(preemptible=False).HasField("preemptible")
+    assert spec(movable=False).HasField("movable")
 
 
 @pytest.mark.parametrize(

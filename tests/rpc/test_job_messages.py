@@ -50,6 +50,7 @@ SPEC = JobSpec(
     labels={"array": "a"},
     agent=Agent.NONE,
     deadline=1e9,
+    movable=False,
 )
 CLAIM = Claim("n1", 0b11, (2000,), 1 << 31, tasks=(2,))
 GANG = Gang(

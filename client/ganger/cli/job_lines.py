@@ -8,7 +8,7 @@ import time
 from ganger.console.plain import short_enum
 from ganger.job import FINISHED
 from ganger.units import format_duration
-from ganger.v1 import job_pb2, resources_pb2
+from ganger.v1 import job_pb2, job_service_pb2, resources_pb2
 from ganger.wire import times
 
 _NAME_WIDTH = 63
@@ -156,6 +156,13 @@ def note(job: job_pb2.Job) -> str:
         return f"({job.queue_rank - 1} ahead)" if job.queue_rank > 1 else ""
     concern = f" ({job.progress.concern})" if job.progress.concern else ""
     return place(job) + concern
+
+
+def mover(one: job_service_pb2.OnTheWay) -> str:
+    """ "jobs/3 moves from nodes/n2 to nodes/n1"."""
+    where = f"from {', '.join(one.from_nodes)}"
+    does = f"moves {where} to {', '.join(one.to_nodes)}" if one.to_nodes else f"rests in host memory, {where}"
+    return f"{one.job} {does}"
 
 
 def _claim(claim: resources_pb2.Claim) -> str:

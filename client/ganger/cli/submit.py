@@ -38,6 +38,7 @@ _LEVELS = "nvlink, switch, socket, node, rack, fabric, cluster"
 @click.option("--max-failures", metavar="N", help="Restarts after failures of its own.")
 @click.option("--checkpoint-every", metavar="TIME|never", help="Interval of checkpoints to storage.")
 @click.option("--not-preemptible", is_flag=True, help="Never suspend or move it unless a person asks.")
+@click.option("--no-move", is_flag=True, help="Never move it for another job's sake.")
 @click.option("--scheduler", metavar="MODULE:CLASS", help="Your own job scheduler, started with the job.")
 @click.option("--agent", metavar="automatic|none", help="none: inject nothing into the script.")
 @click.option("--env", "-e", "variables", multiple=True, metavar="NAME[=VALUE]", help="Set or pass on a variable.")
@@ -53,6 +54,7 @@ def submit(
     variables: tuple[str, ...],
     labels: tuple[str, ...],
     not_preemptible: bool,
+    no_move: bool,
     request_id: str | None,
     follow: bool,
     dry_run: bool,
@@ -75,6 +77,8 @@ def submit(
         origins["command"] = "COMMAND"
     if not_preemptible:
         description["preemptible"] = False
+    if no_move:
+        description["movable"] = False
     if variables:
         description["environment"] = _with_pairs(description.get("environment"), _variables(variables))
     if labels:

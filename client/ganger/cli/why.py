@@ -30,6 +30,10 @@ def why(job: str, as_json: bool) -> None:
         print(f"trouble: {answer.job.trouble}")
     if answer.deadline_advice:
         print(f"deadline: {answer.deadline_advice}")
+    if answer.kept_nodes:
+        print(f"a place is kept for it on {', '.join(answer.kept_nodes)}")
+    for mover in answer.movers:
+        print(f"room is being made: {job_lines.mover(mover)}")
     if not answer.blockers and (where or answer.job.state in FINISHED):
         return
     for position, blocker in enumerate(answer.blockers):

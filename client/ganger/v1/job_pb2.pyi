@@ -273,6 +273,7 @@ class JobSpec(google.protobuf.message.Message):
     LABELS_FIELD_NUMBER: builtins.int
     AGENT_FIELD_NUMBER: builtins.int
     DEADLINE_FIELD_NUMBER: builtins.int
+    MOVABLE_FIELD_NUMBER: builtins.int
     display_name: builtins.str
     """A label for people; need not be unique, at most 63 characters."""
     working_directory: builtins.str
@@ -297,6 +298,10 @@ class JobSpec(google.protobuf.message.Message):
     """
     gpus_max: builtins.int
     agent: Global___JobSpec.Agent.ValueType
+    movable: builtins.bool
+    """False: never moved for another job's sake, or to be closer together; off a node that is drained it is, and who may be
+    suspended still is.
+    """
     @property
     def command(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """argv; at least one element, at most 1,000, 64 KiB in all."""
@@ -348,13 +353,19 @@ class JobSpec(google.protobuf.message.Message):
         labels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         agent: Global___JobSpec.Agent.ValueType = ...,
         deadline: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        movable: builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_preemptible", b"_preemptible", "checkpoint_interval", b"checkpoint_interval", "deadline", b"deadline", "locality", b"locality", "preemptible", b"preemptible", "time_limit", b"time_limit"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "checkpoint_interval", b"checkpoint_interval", "deadline", b"deadline", "locality", b"locality", "movable", b"movable", "preemptible", b"preemptible", "time_limit", b"time_limit"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_preemptible", b"_preemptible", "agent", b"agent", "checkpoint_interval", b"checkpoint_interval", "command", b"command", "deadline", b"deadline", "device_type", b"device_type", "display_name", b"display_name", "environment", b"environment", "gpu_memory_bytes", b"gpu_memory_bytes", "gpus_max", b"gpus_max", "gpus_min", b"gpus_min", "labels", b"labels", "locality", b"locality", "max_failures", b"max_failures", "nodes", b"nodes", "preemptible", b"preemptible", "priority", b"priority", "roles", b"roles", "scheduler", b"scheduler", "time_limit", b"time_limit", "working_directory", b"working_directory"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "agent", b"agent", "checkpoint_interval", b"checkpoint_interval", "command", b"command", "deadline", b"deadline", "device_type", b"device_type", "display_name", b"display_name", "environment", b"environment", "gpu_memory_bytes", b"gpu_memory_bytes", "gpus_max", b"gpus_max", "gpus_min", b"gpus_min", "labels", b"labels", "locality", b"locality", "max_failures", b"max_failures", "movable", b"movable", "nodes", b"nodes", "preemptible", b"preemptible", "priority", b"priority", "roles", b"roles", "scheduler", b"scheduler", "time_limit", b"time_limit", "working_directory", b"working_directory"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__movable: typing_extensions.TypeAlias = typing.Literal["movable"]
+    _WhichOneofArgType__movable: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable"]
     _WhichOneofReturnType__preemptible: typing_extensions.TypeAlias = typing.Literal["preemptible"]
     _WhichOneofArgType__preemptible: typing_extensions.TypeAlias = typing.Literal["_preemptible", b"_preemptible"]
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__movable) -> _WhichOneofReturnType__movable | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__preemptible) -> _WhichOneofReturnType__preemptible | None: ...
 
 Global___JobSpec: typing_extensions.TypeAlias = JobSpec

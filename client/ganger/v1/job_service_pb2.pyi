@@ -11,6 +11,7 @@ import builtins
 import collections.abc
 import ganger.v1.job_pb2
 import ganger.v1.resources_pb2
+import ganger.v1.scheduling_pb2
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
@@ -327,6 +328,8 @@ class Explanation(google.protobuf.message.Message):
     START_BEFORE_SECONDS_FIELD_NUMBER: builtins.int
     ASSUMPTION_FIELD_NUMBER: builtins.int
     DEADLINE_ADVICE_FIELD_NUMBER: builtins.int
+    MOVERS_FIELD_NUMBER: builtins.int
+    KEPT_NODES_FIELD_NUMBER: builtins.int
     start_after_seconds: builtins.float
     """Interval in seconds from now in which it may start; both zero when unknown."""
     start_before_seconds: builtins.float
@@ -340,6 +343,12 @@ class Explanation(google.protobuf.message.Message):
     def blockers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.resources_pb2.Refusal]:
         """The true blocker first."""
 
+    @property
+    def movers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___OnTheWay]:
+        """Who moves, or rests, to make room for it, and the nodes of the place that is kept for it until it starts."""
+
+    @property
+    def kept_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
         self,
         *,
@@ -349,13 +358,53 @@ class Explanation(google.protobuf.message.Message):
         start_before_seconds: builtins.float = ...,
         assumption: builtins.str = ...,
         deadline_advice: builtins.str = ...,
+        movers: collections.abc.Iterable[Global___OnTheWay] | None = ...,
+        kept_nodes: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["job", b"job"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["assumption", b"assumption", "blockers", b"blockers", "deadline_advice", b"deadline_advice", "job", b"job", "start_after_seconds", b"start_after_seconds", "start_before_seconds", b"start_before_seconds"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["assumption", b"assumption", "blockers", b"blockers", "deadline_advice", b"deadline_advice", "job", b"job", "kept_nodes", b"kept_nodes", "movers", b"movers", "start_after_seconds", b"start_after_seconds", "start_before_seconds", b"start_before_seconds"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Explanation: typing_extensions.TypeAlias = Explanation
+
+@typing.final
+class OnTheWay(google.protobuf.message.Message):
+    """A running job that makes room for another."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    PURPOSE_FIELD_NUMBER: builtins.int
+    FROM_NODES_FIELD_NUMBER: builtins.int
+    TO_NODES_FIELD_NUMBER: builtins.int
+    PHASE_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    phase: ganger.v1.job_pb2.Gang.Phase.ValueType
+    """Of the gang that leaves."""
+    @property
+    def purpose(self) -> ganger.v1.scheduling_pb2.Purpose: ...
+    @property
+    def from_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def to_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Empty for one that rests in host memory until there is room."""
+
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        purpose: ganger.v1.scheduling_pb2.Purpose | None = ...,
+        from_nodes: collections.abc.Iterable[builtins.str] | None = ...,
+        to_nodes: collections.abc.Iterable[builtins.str] | None = ...,
+        phase: ganger.v1.job_pb2.Gang.Phase.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["purpose", b"purpose"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["from_nodes", b"from_nodes", "job", b"job", "phase", b"phase", "purpose", b"purpose", "to_nodes", b"to_nodes"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___OnTheWay: typing_extensions.TypeAlias = OnTheWay
 
 @typing.final
 class ListEventsRequest(google.protobuf.message.Message):

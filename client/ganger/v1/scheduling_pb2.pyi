@@ -447,6 +447,8 @@ class Plan(google.protobuf.message.Message):
     CHANGES_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     LINE_FIELD_NUMBER: builtins.int
+    RESERVATIONS_FIELD_NUMBER: builtins.int
+    FINDINGS_FIELD_NUMBER: builtins.int
     reason: builtins.str
     """For `why` and history: what the proposer expects to gain."""
     @property
@@ -455,19 +457,184 @@ class Plan(google.protobuf.message.Message):
     def line(self) -> Global___Line:
         """Who goes first among those that wait; unset leaves what was told before."""
 
+    @property
+    def reservations(self) -> Global___Reservations:
+        """Places kept until their jobs start; unset leaves what was told before."""
+
+    @property
+    def findings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Finding]:
+        """What became of changes of former plans, for the history of their jobs."""
+
     def __init__(
         self,
         *,
         changes: collections.abc.Iterable[Global___Change] | None = ...,
         reason: builtins.str = ...,
         line: Global___Line | None = ...,
+        reservations: Global___Reservations | None = ...,
+        findings: collections.abc.Iterable[Global___Finding] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["line", b"line"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["line", b"line", "reservations", b"reservations"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changes", b"changes", "line", b"line", "reason", b"reason"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changes", b"changes", "findings", b"findings", "line", b"line", "reason", b"reason", "reservations", b"reservations"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Plan: typing_extensions.TypeAlias = Plan
+
+@typing.final
+class Reservations(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESERVATIONS_FIELD_NUMBER: builtins.int
+    @property
+    def reservations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Reservation]:
+        """At most 1,000. Others may not have these pieces; who moves to make room says so in its purpose."""
+
+    def __init__(
+        self,
+        *,
+        reservations: collections.abc.Iterable[Global___Reservation] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["reservations", b"reservations"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Reservations: typing_extensions.TypeAlias = Reservations
+
+@typing.final
+class Reservation(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    CLAIMS_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    """"jobs/{job}" that waits."""
+    @property
+    def claims(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.resources_pb2.Claim]: ...
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        claims: collections.abc.Iterable[ganger.v1.resources_pb2.Claim] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["claims", b"claims", "job", b"job"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Reservation: typing_extensions.TypeAlias = Reservation
+
+@typing.final
+class Purpose(google.protobuf.message.Message):
+    """What a change of a running job is for."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _Goal:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _GoalEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[Purpose._Goal.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        GOAL_UNSPECIFIED: Purpose._Goal.ValueType  # 0
+        GOAL_LOCALITY: Purpose._Goal.ValueType  # 1
+        """Closer together, for a job that is slower where it is."""
+        GOAL_HOLE: Purpose._Goal.ValueType  # 2
+        """Room for a gang that waits."""
+        GOAL_UNPACK: Purpose._Goal.ValueType  # 3
+        """Out of a pack."""
+        GOAL_DRAIN: Purpose._Goal.ValueType  # 4
+        """Off a node that is being emptied."""
+        GOAL_DEFRAGMENT: Purpose._Goal.ValueType  # 5
+        """Fewer nodes that are neither full nor idle."""
+        GOAL_RETURN: Purpose._Goal.ValueType  # 6
+        """Who was parked for another goes on."""
+
+    class Goal(_Goal, metaclass=_GoalEnumTypeWrapper): ...
+    GOAL_UNSPECIFIED: Purpose.Goal.ValueType  # 0
+    GOAL_LOCALITY: Purpose.Goal.ValueType  # 1
+    """Closer together, for a job that is slower where it is."""
+    GOAL_HOLE: Purpose.Goal.ValueType  # 2
+    """Room for a gang that waits."""
+    GOAL_UNPACK: Purpose.Goal.ValueType  # 3
+    """Out of a pack."""
+    GOAL_DRAIN: Purpose.Goal.ValueType  # 4
+    """Off a node that is being emptied."""
+    GOAL_DEFRAGMENT: Purpose.Goal.ValueType  # 5
+    """Fewer nodes that are neither full nor idle."""
+    GOAL_RETURN: Purpose.Goal.ValueType  # 6
+    """Who was parked for another goes on."""
+
+    GOAL_FIELD_NUMBER: builtins.int
+    JOB_FIELD_NUMBER: builtins.int
+    SAVED_GPU_SECONDS_FIELD_NUMBER: builtins.int
+    PAUSE_FIELD_NUMBER: builtins.int
+    goal: Global___Purpose.Goal.ValueType
+    job: builtins.str
+    """"jobs/{job}" that gets the room, if it is for another."""
+    saved_gpu_seconds: builtins.float
+    """GPU-seconds that are expected to be saved, beyond what the change costs."""
+    @property
+    def pause(self) -> google.protobuf.duration_pb2.Duration:
+        """How long the job is expected to stand still."""
+
+    def __init__(
+        self,
+        *,
+        goal: Global___Purpose.Goal.ValueType = ...,
+        job: builtins.str = ...,
+        saved_gpu_seconds: builtins.float = ...,
+        pause: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["pause", b"pause"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["goal", b"goal", "job", b"job", "pause", b"pause", "saved_gpu_seconds", b"saved_gpu_seconds"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Purpose: typing_extensions.TypeAlias = Purpose
+
+@typing.final
+class Finding(google.protobuf.message.Message):
+    """What was measured after a change."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _Verdict:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _VerdictEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[Finding._Verdict.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        VERDICT_UNSPECIFIED: Finding._Verdict.ValueType  # 0
+        VERDICT_KEPT: Finding._Verdict.ValueType  # 1
+        VERDICT_UNDONE: Finding._Verdict.ValueType  # 2
+
+    class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper): ...
+    VERDICT_UNSPECIFIED: Finding.Verdict.ValueType  # 0
+    VERDICT_KEPT: Finding.Verdict.ValueType  # 1
+    VERDICT_UNDONE: Finding.Verdict.ValueType  # 2
+
+    JOB_FIELD_NUMBER: builtins.int
+    GOAL_FIELD_NUMBER: builtins.int
+    VERDICT_FIELD_NUMBER: builtins.int
+    GAIN_FIELD_NUMBER: builtins.int
+    GAIN_DEVIATION_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    goal: Global___Purpose.Goal.ValueType
+    verdict: Global___Finding.Verdict.ValueType
+    gain: builtins.float
+    """Rate after the change by the rate before, and what it may be off by (one standard deviation)."""
+    gain_deviation: builtins.float
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        goal: Global___Purpose.Goal.ValueType = ...,
+        verdict: Global___Finding.Verdict.ValueType = ...,
+        gain: builtins.float = ...,
+        gain_deviation: builtins.float = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["gain", b"gain", "gain_deviation", b"gain_deviation", "goal", b"goal", "job", b"job", "verdict", b"verdict"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Finding: typing_extensions.TypeAlias = Finding
 
 @typing.final
 class Line(google.protobuf.message.Message):
@@ -509,6 +676,7 @@ class Change(google.protobuf.message.Message):
     RESIZE_FIELD_NUMBER: builtins.int
     ROW_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    PURPOSE_FIELD_NUMBER: builtins.int
     job: builtins.str
     revision: builtins.int
     """Guard: the job's revision this change was computed from."""
@@ -532,6 +700,10 @@ class Change(google.protobuf.message.Message):
     def row(self) -> Global___RowChange:
         """NOT_SUPPORTED until built."""
 
+    @property
+    def purpose(self) -> Global___Purpose:
+        """Of a start, a move, a suspend or a resume."""
+
     def __init__(
         self,
         *,
@@ -546,10 +718,11 @@ class Change(google.protobuf.message.Message):
         resize: Global___ResizeChange | None = ...,
         row: Global___RowChange | None = ...,
         reason: builtins.str = ...,
+        purpose: Global___Purpose | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["change", b"change", "cores", b"cores", "move", b"move", "resize", b"resize", "resume", b"resume", "row", b"row", "start", b"start", "suspend", b"suspend"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["change", b"change", "cores", b"cores", "move", b"move", "purpose", b"purpose", "resize", b"resize", "resume", b"resume", "row", b"row", "start", b"start", "suspend", b"suspend"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["change", b"change", "cores", b"cores", "job", b"job", "move", b"move", "reason", b"reason", "resize", b"resize", "resume", b"resume", "revision", b"revision", "row", b"row", "start", b"start", "suspend", b"suspend", "together", b"together"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["change", b"change", "cores", b"cores", "job", b"job", "move", b"move", "purpose", b"purpose", "reason", b"reason", "resize", b"resize", "resume", b"resume", "revision", b"revision", "row", b"row", "start", b"start", "suspend", b"suspend", "together", b"together"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_change: typing_extensions.TypeAlias = typing.Literal["start", "move", "suspend", "resume", "cores", "resize", "row"]
     _WhichOneofArgType_change: typing_extensions.TypeAlias = typing.Literal["change", b"change"]
@@ -806,6 +979,7 @@ class LiveJob(google.protobuf.message.Message):
     CAPABILITIES_FIELD_NUMBER: builtins.int
     GANG_FIELD_NUMBER: builtins.int
     SIGNATURE_FIELD_NUMBER: builtins.int
+    MOVE_PAUSE_FIELD_NUMBER: builtins.int
     job: builtins.str
     revision: builtins.int
     user: builtins.str
@@ -845,6 +1019,10 @@ class LiveJob(google.protobuf.message.Message):
 
     @property
     def gang(self) -> Global___LiveGang: ...
+    @property
+    def move_pause(self) -> google.protobuf.duration_pb2.Duration:
+        """How long its last move made it stand still; unset if it was never moved."""
+
     def __init__(
         self,
         *,
@@ -865,10 +1043,11 @@ class LiveJob(google.protobuf.message.Message):
         capabilities: ganger.v1.job_pb2.Capabilities | None = ...,
         gang: Global___LiveGang | None = ...,
         signature: builtins.int = ...,
+        move_pause: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "create_time", b"create_time", "gang", b"gang", "pending_time", b"pending_time", "run", b"run", "run_time", b"run_time", "spec", b"spec", "start_time", b"start_time"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "create_time", b"create_time", "gang", b"gang", "move_pause", b"move_pause", "pending_time", b"pending_time", "run", b"run", "run_time", b"run_time", "spec", b"spec", "start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "create_time", b"create_time", "ends", b"ends", "gang", b"gang", "job", b"job", "moves", b"moves", "peak_device_bytes", b"peak_device_bytes", "pending_time", b"pending_time", "revision", b"revision", "run", b"run", "run_time", b"run_time", "signature", b"signature", "spec", b"spec", "start_time", b"start_time", "state", b"state", "used_device_bytes", b"used_device_bytes", "user", b"user"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "create_time", b"create_time", "ends", b"ends", "gang", b"gang", "job", b"job", "move_pause", b"move_pause", "moves", b"moves", "peak_device_bytes", b"peak_device_bytes", "pending_time", b"pending_time", "revision", b"revision", "run", b"run", "run_time", b"run_time", "signature", b"signature", "spec", b"spec", "start_time", b"start_time", "state", b"state", "used_device_bytes", b"used_device_bytes", "user", b"user"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___LiveJob: typing_extensions.TypeAlias = LiveJob

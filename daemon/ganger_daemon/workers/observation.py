@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 from ganger.agent.v1 import agent_pb2
-from ganger.injob.page import Capability, Progress
+from ganger.injob.page import Capability, Progress, now_ns
 from ganger.v1 import job_pb2
 from google.protobuf import timestamp_pb2
 
@@ -97,6 +98,10 @@ def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> Non
         message.progress.data_wait_share = _waited(slowest)
     if gang.judgement.phase in (Phase.PARKED, Phase.STOPPING):
         message.arena_bytes = min(sum(progress.arena_size for progress in found), _BYTES_LIMIT)
+    if gang.judgement.phase is Phase.PARKED and all(progress.step_time_ns for progress in found):
+        message.last_step_time.FromNanoseconds(_booted_ns() + max(progress.step_time_ns for progress in found))
+    if gang.judgement.phase is Phase.RUNNING and all(progress.first_step_time_ns for progress in found):
+        message.first_step_time.FromNanoseconds(_booted_ns() + max(progress.first_step_time_ns for progress in found))
     now = time.monotonic()
     facts = gang.facts()
     live = [rank for rank in facts.ranks if rank.exit is None]
@@ -105,6 +110,13 @@ def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> Non
         message.capabilities_presumed = not any(rank.opaque for rank in live) and not facts.no_agent
     elif all(progress.hello_time_ns for progress in found):
         _add_what_the_agent_can(message.capabilities, gang, found)
+
+
+@cache
+def _booted_ns() -> int:
+    """When the clock of the pages was zero, by that of the node. Looked at once, so that what is told of a step stays
+    the same."""
+    return time.time_ns() - now_ns()
 
 
 def _waited(progress: Progress) -> float:

@@ -42,11 +42,11 @@ def _job_cancelled(state: State, event: events.JobCancelled) -> None:
 
 
 def _job_suspended(state: State, event: events.JobSuspended) -> None:
-    attempts.suspend(state, event.number, event.level, event.time, event.cause, event.by_plan)
+    attempts.suspend(state, event.number, event.level, event.time, event.cause, event.by_plan, event.purpose)
 
 
 def _job_resumed(state: State, event: events.JobResumed) -> None:
-    attempts.resume(state, event.number, event.time, event.cause)
+    attempts.resume(state, event.number, event.time, event.cause, event.purpose)
 
 
 def _gang_approved(state: State, event: events.GangApproved) -> None:
@@ -66,7 +66,7 @@ def _gang_released(state: State, event: events.GangReleased) -> None:
 
 
 def _move_begun(state: State, event: events.MoveBegun) -> None:
-    epoch = attempts.begin_move(state, event.number, event.claims, event.level, event.time, event.cause)
+    epoch = attempts.begin_move(state, event.number, event.claims, event.level, event.time, event.cause, event.purpose)
     sharing.join(state, epoch, event.time, event.cause)
 
 
@@ -149,6 +149,19 @@ def _jobs_ranked(state: State, event: events.JobsRanked) -> None:
     state.ranked_by = event.line.policy
 
 
+def _places_promised(state: State, event: events.PlacesPromised) -> None:
+    promised = {one.number: one.claims for one in event.promises if one.number in state.jobs}
+    state.promised = {number: claims for number, claims in promised.items() if state.is_waiting(state.jobs[number])}
+    state.promised_at = event.time
+
+
+def _change_judged(state: State, event: events.ChangeJudged) -> None:
+    found = event.finding
+    figures = {"goal": found.goal.value, "gain": f"{found.gain:.3f}", "gain_deviation": f"{found.deviation:.3f}"}
+    kind = "change_kept" if found.kept else "change_undone"
+    state.history(event.time, f"jobs/{found.number}", kind, event.cause, **figures)
+
+
 def _time_passed(state: State, event: events.TimePassed) -> None:
     now = event.time
     # The wake-up that was asked for has come: the next one is to be said again, even if it is the same instant.
@@ -163,6 +176,9 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
         since = state.gangs[state.jobs[number].next_epoch].since
         if now >= since + state.settings.move_deadline_seconds:
             attempts.give_up_move(state, number, now, event.cause)
+    if state.promised and now >= state.promised_at + state.settings.move_deadline_seconds:
+        # Whoever keeps them says so more often.
+        state.promised = {}
     for name in state.take_lost(now):
         observation.lose(state, name, now, event.cause, "it has not called for longer than lost_after")
     queue.expire(state, now)
@@ -187,5 +203,7 @@ _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
     events.NodeRemoved: _node_removed,
     events.TurnsClaimed: _turns_claimed,
     events.JobsRanked: _jobs_ranked,
+    events.PlacesPromised: _places_promised,
+    events.ChangeJudged: _change_judged,
     events.TimePassed: _time_passed,
 }

@@ -28,6 +28,7 @@ from ganger_master.core.model import (
     Restore,
     SuspendLevel,
 )
+from ganger_master.core.purpose import NO_PURPOSE, Purpose
 from ganger_master.core.sizes import devices_of
 from ganger_master.core.state import State
 
@@ -67,19 +68,36 @@ def start(state: State, number: int, claims: Sequence[Claim], level: Level, now:
     return epoch
 
 
-def begin_move(state: State, number: int, claims: Sequence[Claim], level: Level, now: float, cause: str) -> int:
+def begin_move(
+    state: State,
+    number: int,
+    claims: Sequence[Claim],
+    level: Level,
+    now: float,
+    cause: str,
+    purpose: Purpose = NO_PURPOSE,
+) -> int:
     """A running job, or one that a plan has parked, is to go on elsewhere; who runs, runs until the destination is
     prepared."""
     job = replace(state.jobs[number], revision=state.jobs[number].revision + 1, trouble="")
     source = state.gangs[job.epoch]
     if source.phase is not GangPhase.PARKED:
         state.put_gang(replace(source, phase=GangPhase.MOVING))
-    epoch = _begin_move(state, job, source, claims, level, now)
-    state.history(now, job.name, "move_begun", cause, epoch=epoch, nodes=" ".join(c.node for c in claims))
+    epoch = _begin_move(state, job, source, claims, level, now, purpose)
+    nodes = " ".join(c.node for c in claims)
+    state.history(now, job.name, "move_begun", cause, epoch=epoch, nodes=nodes, **purpose.figures)
     return epoch
 
 
-def suspend(state: State, number: int, level: SuspendLevel, now: float, cause: str, by_plan: bool) -> None:
+def suspend(
+    state: State,
+    number: int,
+    level: SuspendLevel,
+    now: float,
+    cause: str,
+    by_plan: bool,
+    purpose: Purpose = NO_PURPOSE,
+) -> None:
     """Stops at a boundary, at this level; a PENDING job just rests where it is."""
     job = state.jobs[number]
     gang = state.gangs.get(job.epoch)
@@ -95,12 +113,12 @@ def suspend(state: State, number: int, level: SuspendLevel, now: float, cause: s
     elif gang.phase is GangPhase.PARKED and gang.park_level >= level:
         state.put_job(replace(job, suspend_wanted=gang.park_level, suspended_level=gang.park_level))
     else:
-        state.put_gang(orders.park(gang, level, now, by_plan))
+        state.put_gang(replace(orders.park(gang, level, now, by_plan), purpose=purpose))
         state.put_job(job)
-    state.history(now, job.name, "suspend_ordered", cause, level=level.name)
+    state.history(now, job.name, "suspend_ordered", cause, level=level.name, **purpose.figures)
 
 
-def resume(state: State, number: int, now: float, cause: str) -> None:
+def resume(state: State, number: int, now: float, cause: str, purpose: Purpose = NO_PURPOSE) -> None:
     """Runs at once if it still holds its devices, else waits for a gang."""
     job = state.jobs[number]
     gang = state.gangs.get(job.epoch)
@@ -122,7 +140,7 @@ def resume(state: State, number: int, now: float, cause: str) -> None:
             # A copy that was moved away from, on its way to a higher level: it rests where it stands.
             state.put_gang(orders.rested(orders.park(gang, SuspendLevel.PAUSE, now, by_plan=False), now))
         state.put_job(replace(job, state=JobState.PENDING, pending_since=now))
-    state.history(now, job.name, "resume_ordered", cause)
+    state.history(now, job.name, "resume_ordered", cause, **purpose.figures)
 
 
 def end(
@@ -222,9 +240,14 @@ def _stepped(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool
     if gang.phase is GangPhase.STARTING:
         state.put_gang(replace(gang, phase=GangPhase.RUNNING, stepped=True, since=now))
         state.history(now, job.name, "gang_running", cause, epoch=gang.epoch)
+        pause = 0.0 if gang.stepped else _pause_of_move(state, gang)
+        if pause:
+            figures = {"pause_ms": f"{1000 * pause:.1f}", **gang.purpose.figures}
+            state.history(now, job.name, "move_done", cause, epoch=gang.epoch, **figures)
         state.put_job(
             replace(
                 job,
+                move_pause_seconds=pause or job.move_pause_seconds,
                 start_time=job.start_time or now,
                 running_since=job.running_since or now,
                 launch_failures=0,
@@ -233,6 +256,17 @@ def _stepped(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool
         )
         return True
     return _reap_sources(state, job, now)
+
+
+def _pause_of_move(state: State, gang: Gang) -> float:
+    """Seconds from the last step where it came from to the first one here, of the slowest ranks; zero if it did not
+    move, or nobody said. Clocks of nodes differ a little."""
+    source = state.gangs.get(gang.restore.parked_epoch)
+    if source is None or source.role is not GangRole.SOURCE:
+        return 0.0
+    last = max(piece.last_step_time for piece in source.pieces)
+    first = max(piece.first_step_time for piece in gang.pieces)
+    return max(0.001, first - last) if last and first else 0.0
 
 
 def _reap_sources(state: State, job: Job, now: float) -> bool:
@@ -459,11 +493,20 @@ def _go_back(state: State, job: Job, source: Gang, now: float, cause: str) -> No
     state.history(now, job.name, "move_back", cause, epoch=epoch, source=source.epoch)
 
 
-def _begin_move(state: State, job: Job, source: Gang, claims: Sequence[Claim], level: Level, now: float) -> int:
+def _begin_move(
+    state: State,
+    job: Job,
+    source: Gang,
+    claims: Sequence[Claim],
+    level: Level,
+    now: float,
+    purpose: Purpose = NO_PURPOSE,
+) -> int:
     epoch = state.take_epoch()
     restore = Restore(parked_epoch=source.epoch, step=source.stop_step)
     version = state.next_desired_version
-    state.put_gang(orders.new_gang(epoch, job.number, claims, level, now, GangRole.DESTINATION, restore, version))
+    destination = orders.new_gang(epoch, job.number, claims, level, now, GangRole.DESTINATION, restore, version)
+    state.put_gang(replace(destination, purpose=purpose))
     state.put_job(replace(job, next_epoch=epoch))
     return epoch
 

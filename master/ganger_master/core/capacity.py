@@ -12,7 +12,7 @@ from ganger.resources.fit import Company, demand, fit, gang_level
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import GangShape
 
-from ganger_master.approval.protected import NOTHING, Protected, protect
+from ganger_master.approval.protected import NOTHING, Protected, protect, trespass
 from ganger_master.approval.reservations import Reservation, Wanting, begins_at, reserve
 from ganger_master.approval.verdicts import Approved, Rejected, approve
 from ganger_master.core import orders, sharing
@@ -86,6 +86,8 @@ def judge_change(
     """Why these claims cannot be, for a move or other cores; empty if they can. `agreed_only`: on devices of others
     only where these share them already."""
     refusals = node_rules(state, job, claims) or sharing.rules(state, job, claims)
+    if not refusals and state.promised:
+        refusals = trespass(state.view, _promised(state, job), claims, job=job.name)
     if refusals:
         return refusals
     shape = job.shape if arena is None else job.shape_with(arena)
@@ -184,7 +186,28 @@ def holding_of(state: State, job: Job, claims: Sequence[Claim]) -> tuple[Claim, 
 
 
 def protected_from(state: State, job: Job, now: float, out_of_turn: bool = False) -> Protected:
-    """What is kept for blocked jobs ahead of this one in the policy's order; out of turn, for all but this one."""
+    """What the planner keeps for others, and what is kept for blocked jobs ahead of this one in the policy's order; out
+    of turn, for all but this one."""
+    by_order = _protected_by_order(state, job, now, out_of_turn)
+    if not state.promised:
+        return by_order
+    promised = _promised(state, job)
+    nodes = {
+        name: (*promised.nodes.get(name, ()), *by_order.nodes.get(name, ()))
+        for name in {**promised.nodes, **by_order.nodes}
+    }
+    return Protected(nodes, by_order.everything)
+
+
+def _promised(state: State, job: Job) -> Protected:
+    """What the planner keeps for other jobs: first of all, whoever asks."""
+    others = [
+        Reservation(f"jobs/{number}", 0, claims) for number, claims in state.promised.items() if number != job.number
+    ]
+    return protect(state.view, others)
+
+
+def _protected_by_order(state: State, job: Job, now: float, out_of_turn: bool) -> Protected:
     found = _blocked(state)
     # Where not all is kept, only who has waited long is kept anything.
     if not found.numbers or (now < found.waited_from and not state.policy.protects_all):

@@ -19,6 +19,7 @@ from ganger_master.core.model import (
     Progress,
     SuspendLevel,
 )
+from ganger_master.core.purpose import NO_PURPOSE, Finding, Purpose
 
 
 class SubmitJob(Struct, frozen=True, gc=False):
@@ -103,6 +104,7 @@ class Change(Struct, frozen=True, gc=False):
     together: int = 0
     # What it is expected to gain, with the figures that say so.
     reason: str = ""
+    purpose: Purpose = NO_PURPOSE
 
 
 class Line(Struct, frozen=True, gc=False):
@@ -112,13 +114,22 @@ class Line(Struct, frozen=True, gc=False):
     policy: str = ""
 
 
+class Promise(Struct, frozen=True, gc=False):
+    """A place that is kept until its job, which waits, starts."""
+
+    number: int
+    claims: tuple[Claim, ...]
+
+
 class ProposePlan(Struct, frozen=True, gc=False):
-    """Without a `line` the one told before stands."""
+    """Without a `line`, or `promises`, those told before stand."""
 
     changes: tuple[Change, ...]
     reason: str = ""
     proposer: str = "planner"
     line: Line | None = None
+    promises: tuple[Promise, ...] | None = None
+    findings: tuple[Finding, ...] = ()
 
 
 class OpenSession(Struct, frozen=True, gc=False):
@@ -167,6 +178,9 @@ class ObservedGang(Struct, frozen=True, gc=False):
     residue_bytes: tuple[int, ...] = ()
     # Of a part that has ended.
     progress: Progress | None = None
+    # Of the slowest rank: the last step before its present rest, and the first one since it runs.
+    last_step_time: float = 0.0
+    first_step_time: float = 0.0
 
 
 class Observe(Struct, frozen=True, gc=False):

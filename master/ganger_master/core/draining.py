@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ganger_master.core import attempts, capacity
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.purpose import Goal, Purpose
 from ganger_master.core.state import State
 
 # A job whose storage was full is not stopped again sooner: each try costs it a pause.
@@ -33,7 +34,7 @@ def _empty(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
         found = capacity.find_place(state, job, avoid=_draining_nodes(state))
         if found is not None:
             claims, level = found
-            attempts.begin_move(state, job.number, claims, level, now, cause)
+            attempts.begin_move(state, job.number, claims, level, now, cause, Purpose(Goal.DRAIN))
             return
     _to_storage(state, job, gang, now, cause)
 

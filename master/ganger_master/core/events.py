@@ -11,8 +11,9 @@ from typing import TypeAlias
 from ganger.resources.reasons import Refusal
 from msgspec import Struct
 
-from ganger_master.core.commands import ClaimTurns, Line, Observe, OpenSession
+from ganger_master.core.commands import ClaimTurns, Line, Observe, OpenSession, Promise
 from ganger_master.core.model import Claim, JobSpec, Level, SuspendLevel
+from ganger_master.core.purpose import NO_PURPOSE, Finding, Purpose
 
 
 class JobSubmitted(Struct, frozen=True, gc=False):
@@ -38,12 +39,14 @@ class JobSuspended(Struct, frozen=True, gc=False):
     number: int
     level: SuspendLevel
     by_plan: bool = False
+    purpose: Purpose = NO_PURPOSE
 
 
 class JobResumed(Struct, frozen=True, gc=False):
     time: float
     cause: str
     number: int
+    purpose: Purpose = NO_PURPOSE
 
 
 class GangApproved(Struct, frozen=True, gc=False):
@@ -81,6 +84,7 @@ class MoveBegun(Struct, frozen=True, gc=False):
     number: int
     claims: tuple[Claim, ...]
     level: Level
+    purpose: Purpose = NO_PURPOSE
 
 
 class CoresChanged(Struct, frozen=True, gc=False):
@@ -151,6 +155,22 @@ class JobsRanked(Struct, frozen=True, gc=False):
     line: Line
 
 
+class PlacesPromised(Struct, frozen=True, gc=False):
+    """The planner said which places it keeps. Volatile: it says so again."""
+
+    time: float
+    cause: str
+    promises: tuple[Promise, ...]
+
+
+class ChangeJudged(Struct, frozen=True, gc=False):
+    """A change was measured: for the history of its job."""
+
+    time: float
+    cause: str
+    finding: Finding
+
+
 class TimePassed(Struct, frozen=True, gc=False):
     time: float
     cause: str = "clock"
@@ -174,5 +194,7 @@ Event: TypeAlias = (
     | NodeRemoved
     | TurnsClaimed
     | JobsRanked
+    | PlacesPromised
+    | ChangeJudged
     | TimePassed
 )

@@ -14,6 +14,8 @@ from ganger.resources.values import Claim, ConfigurationSet, GangShape, Level, L
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ganger_master.core.purpose import NO_PURPOSE, Purpose
+
 __all__ = [
     "Agent",
     "Capabilities",
@@ -175,6 +177,8 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
     agent: Agent = Agent.AUTOMATIC
     # Unix seconds by which it should have ended; zero: whenever.
     deadline: float = 0.0
+    # Whether it may be moved for others, or to be closer together.
+    movable: bool = True
 
     @property
     def gpus(self) -> int:
@@ -284,6 +288,8 @@ class Job(Struct, frozen=True, gc=False, omit_defaults=True):
     preemptions: int = 0
     # Moves given up since the last successful one: bounds how often a drain tries again.
     moves_aborted: int = 0
+    # How long its last move made it stand still; zero if it was never moved.
+    move_pause_seconds: float = 0.0
     # Failed starts since the last step.
     launch_failures: int = 0
     # The newest epoch a committed move left behind: it and older ones never step again.
@@ -384,6 +390,9 @@ class Piece(Struct, frozen=True, gc=False, omit_defaults=True):
     lost: bool = False
     # What its processes kept of each of the node's devices when they last offloaded; empty for nothing.
     residue_bytes: tuple[int, ...] = ()
+    # By the node's clock: the last step before the present rest, and the first one since it runs; zero while unknown.
+    last_step_time: float = 0.0
+    first_step_time: float = 0.0
 
 
 class Restore(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -429,6 +438,8 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
     rested_level: SuspendLevel = SuspendLevel.NONE
     # When a part last said that the level wanted cannot be had; zero if never.
     refused_at: float = 0.0
+    # What its move to where it is, or its rest there, is for.
+    purpose: Purpose = NO_PURPOSE
 
     @property
     def claims(self) -> tuple[Claim, ...]:

@@ -132,6 +132,8 @@ def _observe_piece(state: State, gang: Gang, piece: Piece, observed: ObservedGan
         arena_bytes=observed.arena_bytes,
         residue_bytes=residue_of(state, gang, piece, observed),
         capabilities=observed.capabilities if observed.capabilities.known else piece.capabilities,
+        last_step_time=observed.last_step_time,
+        first_step_time=observed.first_step_time,
     )
     if ended:
         outcome = observed.outcome

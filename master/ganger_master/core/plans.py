@@ -27,6 +27,7 @@ from ganger_master.core.state import State
 Result: TypeAlias = tuple[tuple[Event, ...], Answer]
 
 _CHANGES_LIMIT = 10_000
+_PROMISES_LIMIT = 1_000
 _BUILT = frozenset({"START", "MOVE", "SUSPEND", "RESUME", "CORES"})
 
 
@@ -37,6 +38,8 @@ def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Res
     line = command.line
     if line is not None and len(line.numbers) > _CHANGES_LIMIT:
         return (), Refused("PLAN_INVALID", f"at most {_CHANGES_LIMIT} jobs in the line")
+    if len(command.promises or ()) > _PROMISES_LIMIT or len(command.findings) > _PROMISES_LIMIT:
+        return (), Refused("PLAN_INVALID", f"at most {_PROMISES_LIMIT} places kept, and as many findings")
     numbers = [change.number for change in command.changes]
     if len(set(numbers)) != len(numbers):
         return (), Refused("PLAN_INVALID", "one change per job")
@@ -53,6 +56,12 @@ def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Res
             own = (refusals[change.number],) if change.number in refusals else ()
             verdicts[change.number] = answers.ChangeAnswer(change.number, not refusals, 0, own)
     ordered = tuple(verdicts[number] for number in numbers)
+    promises = command.promises
+    if promises is not None:
+        happening.append(events.PlacesPromised(now, command.proposer, promises))
+    happening.extend(
+        [events.ChangeJudged(now, command.proposer, one) for one in command.findings if one.number in state.jobs]
+    )
     if line is not None:
         happening.append(events.JobsRanked(now, command.proposer, line))
     return tuple(happening), answers.PlanAnswer(ordered, state.view.version)
@@ -233,7 +242,7 @@ def _judge_move(
     if isinstance(claims, Refused):
         refusals = judge_change(state, job, change.claims) if claims.reason == "MOVE_REFUSED" else ()
         return refusals[0] if refusals else _refusal_of(job, claims)
-    return (events.MoveBegun(now, proposer, job.number, claims, level_of(state, claims)),)
+    return (events.MoveBegun(now, proposer, job.number, claims, level_of(state, claims), change.purpose),)
 
 
 def _judge_cores(
@@ -269,7 +278,7 @@ def _judge_suspend(
         return _refusal_of(job, level)
     if level is SuspendLevel.NONE or (gang.intent is Intent.PARK and gang.park_level == level):
         return ()
-    return (events.JobSuspended(now, proposer, job.number, level, by_plan=True),)
+    return (events.JobSuspended(now, proposer, job.number, level, by_plan=True, purpose=change.purpose),)
 
 
 def _judge_resume(
@@ -286,7 +295,7 @@ def _judge_resume(
         refusals = judge_change(state, job, gang.claims, held, retune=True, arena=arena, agreed_only=True)
         if refusals:
             return refusals[0]
-    return (events.JobResumed(now, proposer, job.number),)
+    return (events.JobResumed(now, proposer, job.number, change.purpose),)
 
 
 def _refusal_of(job: Job, refused: Refused) -> Refusal:

@@ -65,6 +65,8 @@ def next_wake(state: State, now: float) -> float | None:
         state.gangs[state.jobs[number].next_epoch].since + state.settings.move_deadline_seconds
         for number in state.moving
     )
+    if state.promised:
+        times.append(state.promised_at + state.settings.move_deadline_seconds)
     times.append(state.next_lost_check)
     return min((time for time in times if time is not None), default=None)
 

@@ -162,6 +162,9 @@ class State:
         # What the planner last said of who goes first, and by which policy.
         self.ranks: dict[int, int] = {}
         self.ranked_by = ""
+        # Places it keeps for jobs that wait, and when it last said so.
+        self.promised: dict[int, tuple[Claim, ...]] = {}
+        self.promised_at = 0.0
         self.wake_at: float | None = None
         # Changes since the last take_changes.
         self.dirty = Dirty()
@@ -539,6 +542,7 @@ class State:
             self.passed.pop(number, None)
             self.declined.pop(number, None)
             self.returned.pop(number, None)
+            self.promised.pop(number, None)
         elif waits and not was:
             if number in self.refusals:
                 self.blocked = None

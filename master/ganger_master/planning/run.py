@@ -30,7 +30,7 @@ from ganger_master.planner.passes import plan_by
 from ganger_master.planner.refused import Refused
 from ganger_master.planning.live import Live
 from ganger_master.policies import Places, Policy, live_policy_named
-from ganger_master.rpc.job_messages import level_to_wire
+from ganger_master.rpc.plan_messages import change_to_wire
 
 log = logging.getLogger(__name__)
 
@@ -214,13 +214,17 @@ class Planner:
         starts = range(0, len(changes), _CHANGES_AT_ONCE)
         parts = [changes[start : start + _CHANGES_AT_ONCE] for start in starts] or ([()] if tells else [])
         for number, part in enumerate(parts, 1):
-            changes_to_wire = [_change_to_wire(change, self._measured.figures(change.number)) for change in part]
+            changes_to_wire = [change_to_wire(change, self._figures(change)) for change in part]
             message = scheduling_pb2.Plan(changes=changes_to_wire, reason=f"policy {policy.name}")
             if tells and number == len(parts):
                 message.line.policy = policy.name
                 message.line.jobs.extend(map(names.job_name, line))
                 self._line, self._line_told_s = line, now
             yield message, part
+
+    def _figures(self, change: Change) -> str:
+        """What is known of what cores do to its job, where it is about these."""
+        return self._measured.figures(change.number) if change.kind == "CORES" else ""
 
     def _note(self, change: Change, refusals: Sequence[Refusal]) -> None:
         self._refused.note(change, refusals, self._live.now)
@@ -246,21 +250,6 @@ class Planner:
 
 # However far off the next plan is: clocks may be set.
 _LONGEST_SLEEP_SECONDS: Final = 60.0
-
-
-def _change_to_wire(change: Change, figures: str) -> scheduling_pb2.Change:
-    """`figures`: what is known of what cores do to its job."""
-    message = scheduling_pb2.Change(job=names.job_name(change.number), revision=change.revision)
-    match change.kind:
-        case "START":
-            message.start.claims.extend(convert.claims_to_wire(change.claims))
-        case "CORES":
-            message.cores.claims.extend(convert.claims_to_wire(change.claims))
-            message.reason = figures
-        case _:
-            assert change.kind == "SUSPEND", f"passes propose starts, stops and cores, not {change.kind}"
-            message.suspend.level = level_to_wire(change.level)
-    return message
 
 
 def _why(error: Exception) -> str:

@@ -84,6 +84,8 @@ def observed_gang_from_wire(message: agent_pb2.ObservedGang) -> commands.Observe
         device_mask=message.claim_device_mask,
         residue_bytes=tuple(message.residue_bytes),
         progress=job_messages.progress_from_wire(message.epoch, message.progress) if message.progress.step else None,
+        last_step_time=times.unix_seconds(message.last_step_time) if message.HasField("last_step_time") else 0.0,
+        first_step_time=times.unix_seconds(message.first_step_time) if message.HasField("first_step_time") else 0.0,
     )
 
 

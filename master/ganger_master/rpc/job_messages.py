@@ -30,7 +30,7 @@ STATES: Final[Mapping[JobState, job_pb2.Job.State.ValueType]] = {
     state: job_pb2.Job.State.Value(f"STATE_{state.name}") for state in JobState
 }
 STATES_FROM_WIRE: Final = {number: state for state, number in STATES.items()}
-_PHASES: Final[Mapping[GangPhase, job_pb2.Gang.Phase.ValueType]] = {
+PHASES: Final[Mapping[GangPhase, job_pb2.Gang.Phase.ValueType]] = {
     phase: job_pb2.Gang.Phase.Value(f"PHASE_{phase.name}") for phase in GangPhase
 }
 _LEVELS: Final[Mapping[SuspendLevel, job_pb2.SuspendLevel.ValueType]] = {
@@ -77,6 +77,7 @@ def spec_from_wire(message: job_pb2.JobSpec) -> JobSpec:
         labels=dict(message.labels),
         agent=Agent.NONE if message.agent == job_pb2.JobSpec.AGENT_NONE else Agent.AUTOMATIC,
         deadline=times.unix_seconds(message.deadline) if message.HasField("deadline") else 0.0,
+        movable=message.movable if message.HasField("movable") else True,
     )
 
 
@@ -107,6 +108,8 @@ def spec_to_wire(spec: JobSpec, *, with_environment: bool, into: job_pb2.JobSpec
     if spec.scheduler:
         message.scheduler = spec.scheduler
     message.preemptible = spec.preemptible
+    if not spec.movable:
+        message.movable = False
     if spec.gpus_min or spec.gpus_max:
         message.gpus_min, message.gpus_max = spec.gpus_min, spec.gpus_max
     if spec.checkpoint_interval_seconds:
@@ -178,7 +181,7 @@ def gang_to_wire(job: Job, gang: Gang, destination: Gang | None) -> job_pb2.Gang
     pids, cores = pids_and_cores(job, gang)
     return job_pb2.Gang(
         epoch=gang.epoch,
-        phase=_PHASES[gang.phase],
+        phase=PHASES[gang.phase],
         claims=convert.claims_to_wire(gang.claims),
         level=convert.level_to_wire(gang.level),
         parked_level=_LEVELS[gang.park_level],

@@ -16,11 +16,13 @@ from ganger.wire import convert, errors, names, times
 from ganger_master.core import commands
 from ganger_master.core.answers import JobAnswer
 from ganger_master.core.explain import explain
+from ganger_master.core.making_room import kept_for, making_room_for
 from ganger_master.policies.order.edf import EDF
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.answers import Shown, expect
 from ganger_master.rpc.deadline_advice import deadline_advice
 from ganger_master.rpc.log_proxy import LogProxy
+from ganger_master.rpc.plan_messages import REASON_MOST, on_the_way_to_wire
 from ganger_master.runtime.writer import Writer
 
 _PAGE_DEFAULT: Final = 100
@@ -30,7 +32,6 @@ _PAGE_BYTES: Final = 3 * 1024 * 1024
 STREAM_SECONDS: Final = 30 * 60.0
 REQUEST_ID_MOST: Final = 200
 # Of what somebody writes for others to read; the rest is left out.
-REASON_MOST: Final = 1_000
 
 
 class JobService(job_service_pb2_grpc.JobServiceServicer):
@@ -142,6 +143,8 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             start_before_seconds=found.start_before_seconds,
             assumption=found.assumption,
             deadline_advice=await self._deadline_advice(number),
+            movers=[on_the_way_to_wire(one) for one in making_room_for(self._writer.state, number)],
+            kept_nodes=[names.node_name(node) for node in kept_for(self._writer.state, number)],
         )
 
     async def _deadline_advice(self, number: int) -> str:

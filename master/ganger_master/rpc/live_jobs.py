@@ -51,6 +51,8 @@ def live_job_to_wire(job: Job, gang: Gang | None, into: scheduling_pb2.LiveJob) 
     into.moves = job.next_epoch != 0
     into.peak_device_bytes = job.peak_device_bytes
     into.used_device_bytes = job.used_device_bytes
+    if job.move_pause_seconds:
+        into.move_pause.CopyFrom(times.duration(job.move_pause_seconds))
     if job.capabilities.known:
         into.capabilities.CopyFrom(job_messages.capabilities_to_wire(job.capabilities))
     if gang is not None:
@@ -79,6 +81,7 @@ def live_job_from_wire(message: scheduling_pb2.LiveJob) -> tuple[Job, Gang | Non
         next_epoch=1 if message.moves else 0,
         peak_device_bytes=message.peak_device_bytes,
         used_device_bytes=message.used_device_bytes,
+        move_pause_seconds=times.seconds(message.move_pause) if message.HasField("move_pause") else 0.0,
         # Nor how it ends: only that it does.
         ending=JobState.PENDING if message.ends else None,
     )

@@ -14,7 +14,7 @@ from ganger_master.core import commands
 from ganger_master.core.answers import Done, NodeAnswer
 from ganger_master.core.model import JobState
 from ganger_master.rpc.answers import Shown, expect
-from ganger_master.rpc.job_service import REASON_MOST
+from ganger_master.rpc.plan_messages import REASON_MOST
 from ganger_master.runtime import recorder
 from ganger_master.runtime.writer import Writer
 

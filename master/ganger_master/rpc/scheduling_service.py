@@ -13,20 +13,17 @@ from ganger.wire import convert, errors, names, times
 
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, Done, JobAnswer, PlanAnswer, Refused
-from ganger_master.core.model import SuspendLevel
 from ganger_master.core.state import Turn
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.answers import Shown, change_verdict_of, expect, verdict_of
-from ganger_master.rpc.job_service import REASON_MOST, STREAM_SECONDS
+from ganger_master.rpc.job_service import STREAM_SECONDS
 from ganger_master.rpc.live_jobs import live_job_to_wire
+from ganger_master.rpc.plan_messages import plan_from_wire
 from ganger_master.runtime.progress import ProgressBoard
 from ganger_master.runtime.writer import Writer
 
 _CANDIDATES_MOST: Final = 16
 _REQUESTS_MOST: Final = 1_000
-_CHANGES_MOST: Final = 10_000
-# Of a policy's name, which is shown to people.
-_POLICY_MOST: Final = 100
 # Messages of one stream that may wait for their commit.
 _MESSAGES_AHEAD: Final = 16
 _MODES: Final = {
@@ -204,16 +201,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         return self._shown.job(expect(await self._writer.submit(command), JobAnswer).number)
 
     async def ProposePlan(self, request: scheduling_pb2.Plan, context: Any) -> scheduling_pb2.PlanVerdict:
-        if len(request.changes) > _CHANGES_MOST:
-            raise errors.PlanInvalid(f"a plan has at most {_CHANGES_MOST} changes, this one {len(request.changes)}")
-        changes = tuple(_change(change) for change in request.changes)
-        line = None
-        if request.HasField("line"):
-            if len(request.line.jobs) > _CHANGES_MOST:
-                raise errors.PlanInvalid(f"a line has at most {_CHANGES_MOST} jobs, this one {len(request.line.jobs)}")
-            numbers = tuple([names.parse_job_name(job) for job in request.line.jobs])
-            line = commands.Line(numbers, request.line.policy[:_POLICY_MOST])
-        command = commands.ProposePlan(changes, request.reason[:REASON_MOST], line=line)
+        command = plan_from_wire(request)
         answer = expect(await self._writer.submit(command), PlanAnswer)
         return scheduling_pb2.PlanVerdict(
             verdicts=[change_verdict_of(verdict) for verdict in answer.verdicts], view_version=answer.view_version
@@ -312,21 +300,3 @@ def _fill(verdict: scheduling_pb2.Verdict, job: str, answer: Answer) -> None:
         verdict.rejected.refusals.add(reason=answer.reason, message=answer.message)
     else:
         verdict_of(job, answer, verdict)
-
-
-def _change(message: scheduling_pb2.Change) -> commands.Change:
-    kind = message.WhichOneof("change")
-    if kind is None:
-        raise errors.PlanInvalid(f"a change of {message.job!r} says nothing")
-    detail = getattr(message, kind)
-    claims = convert.claims_from_wire(detail.claims) if hasattr(detail, "claims") else ()
-    level = job_messages.level_from_wire(detail.level) if kind == "suspend" else SuspendLevel.NONE
-    return commands.Change(
-        number=names.parse_job_name(message.job),
-        revision=message.revision,
-        kind=kind.upper(),
-        claims=claims,
-        level=level,
-        together=message.together,
-        reason=message.reason[:REASON_MOST],
-    )

@@ -25,9 +25,10 @@ _sym_db = _symbol_database.Default()
 from ganger.v1 import job_pb2 as ganger_dot_v1_dot_job__pb2
 from ganger.v1 import resources_pb2 as ganger_dot_v1_dot_resources__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bganger/agent/v1/agent.proto\x12\x0fganger.agent.v1\x1a\x13ganger/v1/job.proto\x1a\x19ganger/v1/resources.proto\x1a\x1egoogle/protobuf/duration.proto\"\xfb\x02\n\x14\x43reateSessionRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x14\n\x0cmachine_uuid\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x36\n\x11\x63onfiguration_set\x18\x04 \x01(\x0b\x32\x1b.ganger.v1.ConfigurationSet\x12\x0c\n\x04rack\x18\x05 \x01(\t\x12\x0e\n\x06\x66\x61\x62ric\x18\x06 \x01(\t\x12\x14\n\x0cpeer_address\x18\x07 \x01(\t\x12\x16\n\x0estream_address\x18\x08 \x01(\t\x12M\n\x0c\x63\x61pabilities\x18\t \x03(\x0b\x32\x37.ganger.agent.v1.CreateSessionRequest.CapabilitiesEntry\x12\x0f\n\x07version\x18\n \x01(\t\x12\x15\n\rstorage_token\x18\x0b \x01(\t\x1a\x33\n\x11\x43\x61pabilitiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa9\x01\n\x07Session\x12\x0f\n\x07session\x18\x01 \x01(\t\x12-\n\nlost_after\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07storage\x18\x03 \x01(\t\x12\x15\n\rstorage_token\x18\x04 \x01(\t\x12\x36\n\x13\x63heckpoint_interval\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xd6\x02\n\x10ReconcileRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x13\n\x0bobservation\x18\x02 \x01(\x04\x12\x17\n\x0f\x64\x65sired_version\x18\x03 \x01(\x04\x12\x0f\n\x07\x63hanged\x18\x04 \x01(\x08\x12,\n\x05gangs\x18\x05 \x03(\x0b\x32\x1d.ganger.agent.v1.ObservedGang\x12J\n\rdevice_faults\x18\x06 \x03(\x0b\x32\x33.ganger.agent.v1.ReconcileRequest.DeviceFaultsEntry\x12+\n\x08max_wait\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0estorage_proved\x18\x08 \x01(\x08\x1a\x33\n\x11\x44\x65viceFaultsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9c\x01\n\x11ReconcileResponse\x12\x17\n\x0f\x64\x65sired_version\x18\x01 \x01(\x04\x12\x0f\n\x07\x63hanged\x18\x02 \x01(\x08\x12+\n\x05gangs\x18\x03 \x03(\x0b\x32\x1c.ganger.agent.v1.DesiredGang\x12\x1b\n\x13\x61\x63knowledged_epochs\x18\x04 \x03(\x04\x12\x13\n\x0bobservation\x18\x05 \x01(\x04\"]\n\x08OrderKey\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x17\n\x0fmaster_sequence\x18\x02 \x01(\x04\x12\x11\n\tset_epoch\x18\x03 \x01(\x04\x12\x16\n\x0elocal_sequence\x18\x04 \x01(\x04\"S\n\x06Member\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x14\n\x0cpeer_address\x18\x02 \x01(\t\x12\x16\n\x0estream_address\x18\x03 \x01(\t\x12\r\n\x05ranks\x18\x04 \x03(\r\"\xb2\x04\n\x0b\x44\x65siredGang\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07job_uid\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12(\n\x05order\x18\x04 \x01(\x0b\x32\x19.ganger.agent.v1.OrderKey\x12\'\n\x06intent\x18\x05 \x01(\x0e\x32\x17.ganger.agent.v1.Intent\x12&\n\x05level\x18\x06 \x01(\x0e\x32\x17.ganger.v1.SuspendLevel\x12\x15\n\rstop_sequence\x18\x07 \x01(\x04\x12\x1f\n\x05\x63laim\x18\x08 \x01(\x0b\x32\x10.ganger.v1.Claim\x12(\n\x07members\x18\t \x03(\x0b\x32\x17.ganger.agent.v1.Member\x12 \n\x04spec\x18\n \x01(\x0b\x32\x12.ganger.v1.JobSpec\x12\x0c\n\x04user\x18\x0b \x01(\t\x12)\n\x07restore\x18\x0c \x01(\x0b\x32\x18.ganger.agent.v1.Restore\x12\x0f\n\x07threads\x18\r \x01(\r\x12\x36\n\x13\x63heckpoint_interval\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\x12\x63heckpoint_request\x18\x0f \x01(\x04\x12\x15\n\rrepin_request\x18\x10 \x01(\x04\x12(\n\x05grace\x18\x11 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10\x63heckpoint_first\x18\x12 \x01(\x08\"l\n\x07Restore\x12\x19\n\x0f\x63heckpoint_path\x18\x01 \x01(\tH\x00\x12.\n\x06parked\x18\x02 \x01(\x0b\x32\x1c.ganger.agent.v1.ParkedStateH\x00\x12\x0c\n\x04step\x18\x03 \x01(\x04\x42\x08\n\x06source\"U\n\x0bParkedState\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12(\n\x07members\x18\x02 \x03(\x0b\x32\x17.ganger.agent.v1.Member\x12\r\n\x05\x61lone\x18\x03 \x01(\x08\"\xaf\x06\n\x0cObservedGang\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07job_uid\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12(\n\x05order\x18\x04 \x01(\x0b\x32\x19.ganger.agent.v1.OrderKey\x12\x32\n\x05phase\x18\x05 \x01(\x0e\x32#.ganger.agent.v1.ObservedGang.Phase\x12&\n\x05level\x18\x06 \x01(\x0e\x32\x17.ganger.v1.SuspendLevel\x12\x15\n\rstop_sequence\x18\x07 \x01(\x04\x12\x11\n\tstop_step\x18\x08 \x01(\x04\x12,\n\x05ranks\x18\t \x03(\x0b\x32\x1d.ganger.agent.v1.ObservedRank\x12)\n\x07outcome\x18\n \x01(\x0b\x32\x18.ganger.agent.v1.Outcome\x12)\n\ncheckpoint\x18\x0b \x01(\x0b\x32\x15.ganger.v1.Checkpoint\x12\x19\n\x11peak_device_bytes\x18\x0c \x01(\x04\x12-\n\x0c\x63\x61pabilities\x18\r \x01(\x0b\x32\x17.ganger.v1.Capabilities\x12\x13\n\x0b\x61rena_bytes\x18\x0e \x01(\x04\x12\x0f\n\x07threads\x18\x0f \x01(\r\x12\x12\n\nrepin_done\x18\x10 \x01(\x04\x12\x0f\n\x07trouble\x18\x11 \x01(\t\x12\r\n\x05\x63ores\x18\x12 \x03(\t\x12\x19\n\x11\x63laim_device_mask\x18\x13 \x01(\x04\x12\x1d\n\x15\x63\x61pabilities_presumed\x18\x14 \x01(\x08\x12%\n\x08progress\x18\x15 \x01(\x0b\x32\x13.ganger.v1.Progress\x12\x15\n\rresidue_bytes\x18\x16 \x03(\x04\"\xa1\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_STARTING\x10\x01\x12\x12\n\x0ePHASE_PREPARED\x10\x02\x12\x0f\n\x0bPHASE_READY\x10\x03\x12\x11\n\rPHASE_RUNNING\x10\x04\x12\x12\n\x0ePHASE_STOPPING\x10\x05\x12\x10\n\x0cPHASE_PARKED\x10\x06\x12\x0f\n\x0bPHASE_ENDED\x10\x07\">\n\x0cObservedRank\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x13\n\x0bstart_ticks\x18\x03 \x01(\x04\"\xcd\x02\n\x07Outcome\x12+\n\x04kind\x18\x01 \x01(\x0e\x32\x1d.ganger.agent.v1.Outcome.Kind\x12\x11\n\texit_code\x18\x02 \x01(\x11\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\"\xe2\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tKIND_DONE\x10\x01\x12\x10\n\x0cKIND_YIELDED\x10\x02\x12\x0f\n\x0bKIND_FAILED\x10\x03\x12\x16\n\x12KIND_OUT_OF_MEMORY\x10\x04\x12\x10\n\x0cKIND_STOPPED\x10\x05\x12\x10\n\x0cKIND_UNKNOWN\x10\x06\x12\x16\n\x12KIND_LAUNCH_FAILED\x10\x07\x12\x0f\n\x0bKIND_FENCED\x10\x08\x12\x12\n\x0eKIND_ESCALATED\x10\t\x12\x19\n\x15KIND_STATE_UNREADABLE\x10\n\"O\n\x0eProgressReport\x12\x0f\n\x07session\x18\x01 \x01(\t\x12,\n\x05gangs\x18\x02 \x03(\x0b\x32\x1d.ganger.agent.v1.GangProgress\"Q\n\x0cGangProgress\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12%\n\x08progress\x18\x03 \x01(\x0b\x32\x13.ganger.v1.Progress\"\x18\n\x16ReportProgressResponse*|\n\x06Intent\x12\x16\n\x12INTENT_UNSPECIFIED\x10\x00\x12\x0e\n\nINTENT_RUN\x10\x01\x12\x12\n\x0eINTENT_PREPARE\x10\x02\x12\x0f\n\x0bINTENT_PARK\x10\x03\x12\x14\n\x10INTENT_HAND_OVER\x10\x04\x12\x0f\n\x0bINTENT_STOP\x10\x05\x32\x92\x02\n\x0c\x41gentService\x12P\n\rCreateSession\x12%.ganger.agent.v1.CreateSessionRequest\x1a\x18.ganger.agent.v1.Session\x12R\n\tReconcile\x12!.ganger.agent.v1.ReconcileRequest\x1a\".ganger.agent.v1.ReconcileResponse\x12\\\n\x0eReportProgress\x12\x1f.ganger.agent.v1.ProgressReport\x1a\'.ganger.agent.v1.ReportProgressResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bganger/agent/v1/agent.proto\x12\x0fganger.agent.v1\x1a\x13ganger/v1/job.proto\x1a\x19ganger/v1/resources.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xfb\x02\n\x14\x43reateSessionRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x14\n\x0cmachine_uuid\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x36\n\x11\x63onfiguration_set\x18\x04 \x01(\x0b\x32\x1b.ganger.v1.ConfigurationSet\x12\x0c\n\x04rack\x18\x05 \x01(\t\x12\x0e\n\x06\x66\x61\x62ric\x18\x06 \x01(\t\x12\x14\n\x0cpeer_address\x18\x07 \x01(\t\x12\x16\n\x0estream_address\x18\x08 \x01(\t\x12M\n\x0c\x63\x61pabilities\x18\t \x03(\x0b\x32\x37.ganger.agent.v1.CreateSessionRequest.CapabilitiesEntry\x12\x0f\n\x07version\x18\n \x01(\t\x12\x15\n\rstorage_token\x18\x0b \x01(\t\x1a\x33\n\x11\x43\x61pabilitiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa9\x01\n\x07Session\x12\x0f\n\x07session\x18\x01 \x01(\t\x12-\n\nlost_after\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07storage\x18\x03 \x01(\t\x12\x15\n\rstorage_token\x18\x04 \x01(\t\x12\x36\n\x13\x63heckpoint_interval\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xd6\x02\n\x10ReconcileRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x13\n\x0bobservation\x18\x02 \x01(\x04\x12\x17\n\x0f\x64\x65sired_version\x18\x03 \x01(\x04\x12\x0f\n\x07\x63hanged\x18\x04 \x01(\x08\x12,\n\x05gangs\x18\x05 \x03(\x0b\x32\x1d.ganger.agent.v1.ObservedGang\x12J\n\rdevice_faults\x18\x06 \x03(\x0b\x32\x33.ganger.agent.v1.ReconcileRequest.DeviceFaultsEntry\x12+\n\x08max_wait\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0estorage_proved\x18\x08 \x01(\x08\x1a\x33\n\x11\x44\x65viceFaultsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9c\x01\n\x11ReconcileResponse\x12\x17\n\x0f\x64\x65sired_version\x18\x01 \x01(\x04\x12\x0f\n\x07\x63hanged\x18\x02 \x01(\x08\x12+\n\x05gangs\x18\x03 \x03(\x0b\x32\x1c.ganger.agent.v1.DesiredGang\x12\x1b\n\x13\x61\x63knowledged_epochs\x18\x04 \x03(\x04\x12\x13\n\x0bobservation\x18\x05 \x01(\x04\"]\n\x08OrderKey\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x17\n\x0fmaster_sequence\x18\x02 \x01(\x04\x12\x11\n\tset_epoch\x18\x03 \x01(\x04\x12\x16\n\x0elocal_sequence\x18\x04 \x01(\x04\"S\n\x06Member\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x14\n\x0cpeer_address\x18\x02 \x01(\t\x12\x16\n\x0estream_address\x18\x03 \x01(\t\x12\r\n\x05ranks\x18\x04 \x03(\r\"\xb2\x04\n\x0b\x44\x65siredGang\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07job_uid\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12(\n\x05order\x18\x04 \x01(\x0b\x32\x19.ganger.agent.v1.OrderKey\x12\'\n\x06intent\x18\x05 \x01(\x0e\x32\x17.ganger.agent.v1.Intent\x12&\n\x05level\x18\x06 \x01(\x0e\x32\x17.ganger.v1.SuspendLevel\x12\x15\n\rstop_sequence\x18\x07 \x01(\x04\x12\x1f\n\x05\x63laim\x18\x08 \x01(\x0b\x32\x10.ganger.v1.Claim\x12(\n\x07members\x18\t \x03(\x0b\x32\x17.ganger.agent.v1.Member\x12 \n\x04spec\x18\n \x01(\x0b\x32\x12.ganger.v1.JobSpec\x12\x0c\n\x04user\x18\x0b \x01(\t\x12)\n\x07restore\x18\x0c \x01(\x0b\x32\x18.ganger.agent.v1.Restore\x12\x0f\n\x07threads\x18\r \x01(\r\x12\x36\n\x13\x63heckpoint_interval\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\x12\x63heckpoint_request\x18\x0f \x01(\x04\x12\x15\n\rrepin_request\x18\x10 \x01(\x04\x12(\n\x05grace\x18\x11 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10\x63heckpoint_first\x18\x12 \x01(\x08\"l\n\x07Restore\x12\x19\n\x0f\x63heckpoint_path\x18\x01 \x01(\tH\x00\x12.\n\x06parked\x18\x02 \x01(\x0b\x32\x1c.ganger.agent.v1.ParkedStateH\x00\x12\x0c\n\x04step\x18\x03 \x01(\x04\x42\x08\n\x06source\"U\n\x0bParkedState\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12(\n\x07members\x18\x02 \x03(\x0b\x32\x17.ganger.agent.v1.Member\x12\r\n\x05\x61lone\x18\x03 \x01(\x08\"\x98\x07\n\x0cObservedGang\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07job_uid\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12(\n\x05order\x18\x04 \x01(\x0b\x32\x19.ganger.agent.v1.OrderKey\x12\x32\n\x05phase\x18\x05 \x01(\x0e\x32#.ganger.agent.v1.ObservedGang.Phase\x12&\n\x05level\x18\x06 \x01(\x0e\x32\x17.ganger.v1.SuspendLevel\x12\x15\n\rstop_sequence\x18\x07 \x01(\x04\x12\x11\n\tstop_step\x18\x08 \x01(\x04\x12,\n\x05ranks\x18\t \x03(\x0b\x32\x1d.ganger.agent.v1.ObservedRank\x12)\n\x07outcome\x18\n \x01(\x0b\x32\x18.ganger.agent.v1.Outcome\x12)\n\ncheckpoint\x18\x0b \x01(\x0b\x32\x15.ganger.v1.Checkpoint\x12\x19\n\x11peak_device_bytes\x18\x0c \x01(\x04\x12-\n\x0c\x63\x61pabilities\x18\r \x01(\x0b\x32\x17.ganger.v1.Capabilities\x12\x13\n\x0b\x61rena_bytes\x18\x0e \x01(\x04\x12\x0f\n\x07threads\x18\x0f \x01(\r\x12\x12\n\nrepin_done\x18\x10 \x01(\x04\x12\x0f\n\x07trouble\x18\x11 \x01(\t\x12\r\n\x05\x63ores\x18\x12 \x03(\t\x12\x19\n\x11\x63laim_device_mask\x18\x13 \x01(\x04\x12\x1d\n\x15\x63\x61pabilities_presumed\x18\x14 \x01(\x08\x12%\n\x08progress\x18\x15 \x01(\x0b\x32\x13.ganger.v1.Progress\x12\x15\n\rresidue_bytes\x18\x16 \x03(\x04\x12\x32\n\x0elast_step_time\x18\x17 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x33\n\x0f\x66irst_step_time\x18\x18 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xa1\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_STARTING\x10\x01\x12\x12\n\x0ePHASE_PREPARED\x10\x02\x12\x0f\n\x0bPHASE_READY\x10\x03\x12\x11\n\rPHASE_RUNNING\x10\x04\x12\x12\n\x0ePHASE_STOPPING\x10\x05\x12\x10\n\x0cPHASE_PARKED\x10\x06\x12\x0f\n\x0bPHASE_ENDED\x10\x07\">\n\x0cObservedRank\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x13\n\x0bstart_ticks\x18\x03 \x01(\x04\"\xcd\x02\n\x07Outcome\x12+\n\x04kind\x18\x01 \x01(\x0e\x32\x1d.ganger.agent.v1.Outcome.Kind\x12\x11\n\texit_code\x18\x02 \x01(\x11\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\"\xe2\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tKIND_DONE\x10\x01\x12\x10\n\x0cKIND_YIELDED\x10\x02\x12\x0f\n\x0bKIND_FAILED\x10\x03\x12\x16\n\x12KIND_OUT_OF_MEMORY\x10\x04\x12\x10\n\x0cKIND_STOPPED\x10\x05\x12\x10\n\x0cKIND_UNKNOWN\x10\x06\x12\x16\n\x12KIND_LAUNCH_FAILED\x10\x07\x12\x0f\n\x0bKIND_FENCED\x10\x08\x12\x12\n\x0eKIND_ESCALATED\x10\t\x12\x19\n\x15KIND_STATE_UNREADABLE\x10\n\"O\n\x0eProgressReport\x12\x0f\n\x07session\x18\x01 \x01(\t\x12,\n\x05gangs\x18\x02 \x03(\x0b\x32\x1d.ganger.agent.v1.GangProgress\"Q\n\x0cGangProgress\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12%\n\x08progress\x18\x03 \x01(\x0b\x32\x13.ganger.v1.Progress\"\x18\n\x16ReportProgressResponse*|\n\x06Intent\x12\x16\n\x12INTENT_UNSPECIFIED\x10\x00\x12\x0e\n\nINTENT_RUN\x10\x01\x12\x12\n\x0eINTENT_PREPARE\x10\x02\x12\x0f\n\x0bINTENT_PARK\x10\x03\x12\x14\n\x10INTENT_HAND_OVER\x10\x04\x12\x0f\n\x0bINTENT_STOP\x10\x05\x32\x92\x02\n\x0c\x41gentService\x12P\n\rCreateSession\x12%.ganger.agent.v1.CreateSessionRequest\x1a\x18.ganger.agent.v1.Session\x12R\n\tReconcile\x12!.ganger.agent.v1.ReconcileRequest\x1a\".ganger.agent.v1.ReconcileResponse\x12\\\n\x0eReportProgress\x12\x1f.ganger.agent.v1.ProgressReport\x1a\'.ganger.agent.v1.ReportProgressResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,46 +39,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CREATESESSIONREQUEST_CAPABILITIESENTRY']._serialized_options = b'8\001'
   _globals['_RECONCILEREQUEST_DEVICEFAULTSENTRY']._loaded_options = None
   _globals['_RECONCILEREQUEST_DEVICEFAULTSENTRY']._serialized_options = b'8\001'
-  _globals['_INTENT']._serialized_start=3536
-  _globals['_INTENT']._serialized_end=3660
-  _globals['_CREATESESSIONREQUEST']._serialized_start=129
-  _globals['_CREATESESSIONREQUEST']._serialized_end=508
-  _globals['_CREATESESSIONREQUEST_CAPABILITIESENTRY']._serialized_start=457
-  _globals['_CREATESESSIONREQUEST_CAPABILITIESENTRY']._serialized_end=508
-  _globals['_SESSION']._serialized_start=511
-  _globals['_SESSION']._serialized_end=680
-  _globals['_RECONCILEREQUEST']._serialized_start=683
-  _globals['_RECONCILEREQUEST']._serialized_end=1025
-  _globals['_RECONCILEREQUEST_DEVICEFAULTSENTRY']._serialized_start=974
-  _globals['_RECONCILEREQUEST_DEVICEFAULTSENTRY']._serialized_end=1025
-  _globals['_RECONCILERESPONSE']._serialized_start=1028
-  _globals['_RECONCILERESPONSE']._serialized_end=1184
-  _globals['_ORDERKEY']._serialized_start=1186
-  _globals['_ORDERKEY']._serialized_end=1279
-  _globals['_MEMBER']._serialized_start=1281
-  _globals['_MEMBER']._serialized_end=1364
-  _globals['_DESIREDGANG']._serialized_start=1367
-  _globals['_DESIREDGANG']._serialized_end=1929
-  _globals['_RESTORE']._serialized_start=1931
-  _globals['_RESTORE']._serialized_end=2039
-  _globals['_PARKEDSTATE']._serialized_start=2041
-  _globals['_PARKEDSTATE']._serialized_end=2126
-  _globals['_OBSERVEDGANG']._serialized_start=2129
-  _globals['_OBSERVEDGANG']._serialized_end=2944
-  _globals['_OBSERVEDGANG_PHASE']._serialized_start=2783
-  _globals['_OBSERVEDGANG_PHASE']._serialized_end=2944
-  _globals['_OBSERVEDRANK']._serialized_start=2946
-  _globals['_OBSERVEDRANK']._serialized_end=3008
-  _globals['_OUTCOME']._serialized_start=3011
-  _globals['_OUTCOME']._serialized_end=3344
-  _globals['_OUTCOME_KIND']._serialized_start=3118
-  _globals['_OUTCOME_KIND']._serialized_end=3344
-  _globals['_PROGRESSREPORT']._serialized_start=3346
-  _globals['_PROGRESSREPORT']._serialized_end=3425
-  _globals['_GANGPROGRESS']._serialized_start=3427
-  _globals['_GANGPROGRESS']._serialized_end=3508
-  _globals['_REPORTPROGRESSRESPONSE']._serialized_start=3510
-  _globals['_REPORTPROGRESSRESPONSE']._serialized_end=3534
-  _globals['_AGENTSERVICE']._serialized_start=3663
-  _globals['_AGENTSERVICE']._serialized_end=3937
+  _globals['_INTENT']._serialized_start=3674
+  _globals['_INTENT']._serialized_end=3798
+  _globals['_CREATESESSIONREQUEST']._serialized_start=162
+  _globals['_CREATESESSIONREQUEST']._serialized_end=541
+  _globals['_CREATESESSIONREQUEST_CAPABILITIESENTRY']._serialized_start=490
+  _globals['_CREATESESSIONREQUEST_CAPABILITIESENTRY']._serialized_end=541
+  _globals['_SESSION']._serialized_start=544
+  _globals['_SESSION']._serialized_end=713
+  _globals['_RECONCILEREQUEST']._serialized_start=716
+  _globals['_RECONCILEREQUEST']._serialized_end=1058
+  _globals['_RECONCILEREQUEST_DEVICEFAULTSENTRY']._serialized_start=1007
+  _globals['_RECONCILEREQUEST_DEVICEFAULTSENTRY']._serialized_end=1058
+  _globals['_RECONCILERESPONSE']._serialized_start=1061
+  _globals['_RECONCILERESPONSE']._serialized_end=1217
+  _globals['_ORDERKEY']._serialized_start=1219
+  _globals['_ORDERKEY']._serialized_end=1312
+  _globals['_MEMBER']._serialized_start=1314
+  _globals['_MEMBER']._serialized_end=1397
+  _globals['_DESIREDGANG']._serialized_start=1400
+  _globals['_DESIREDGANG']._serialized_end=1962
+  _globals['_RESTORE']._serialized_start=1964
+  _globals['_RESTORE']._serialized_end=2072
+  _globals['_PARKEDSTATE']._serialized_start=2074
+  _globals['_PARKEDSTATE']._serialized_end=2159
+  _globals['_OBSERVEDGANG']._serialized_start=2162
+  _globals['_OBSERVEDGANG']._serialized_end=3082
+  _globals['_OBSERVEDGANG_PHASE']._serialized_start=2921
+  _globals['_OBSERVEDGANG_PHASE']._serialized_end=3082
+  _globals['_OBSERVEDRANK']._serialized_start=3084
+  _globals['_OBSERVEDRANK']._serialized_end=3146
+  _globals['_OUTCOME']._serialized_start=3149
+  _globals['_OUTCOME']._serialized_end=3482
+  _globals['_OUTCOME_KIND']._serialized_start=3256
+  _globals['_OUTCOME_KIND']._serialized_end=3482
+  _globals['_PROGRESSREPORT']._serialized_start=3484
+  _globals['_PROGRESSREPORT']._serialized_end=3563
+  _globals['_GANGPROGRESS']._serialized_start=3565
+  _globals['_GANGPROGRESS']._serialized_end=3646
+  _globals['_REPORTPROGRESSRESPONSE']._serialized_start=3648
+  _globals['_REPORTPROGRESSRESPONSE']._serialized_end=3672
+  _globals['_AGENTSERVICE']._serialized_start=3801
+  _globals['_AGENTSERVICE']._serialized_end=4075
 # @@protoc_insertion_point(module_scope)

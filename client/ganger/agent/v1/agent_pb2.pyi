@@ -12,6 +12,7 @@ import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import google.protobuf.timestamp_pb2
 import sys
 import typing
 
@@ -537,6 +538,8 @@ class ObservedGang(google.protobuf.message.Message):
     CAPABILITIES_PRESUMED_FIELD_NUMBER: builtins.int
     PROGRESS_FIELD_NUMBER: builtins.int
     RESIDUE_BYTES_FIELD_NUMBER: builtins.int
+    LAST_STEP_TIME_FIELD_NUMBER: builtins.int
+    FIRST_STEP_TIME_FIELD_NUMBER: builtins.int
     job: builtins.str
     job_uid: builtins.str
     epoch: builtins.int
@@ -583,6 +586,14 @@ class ObservedGang(google.protobuf.message.Message):
         rest was seen free; empty where it cannot be measured.
         """
 
+    @property
+    def last_step_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """By the node's clock: the last step before the present rest (PHASE_PARKED), and the first since the last start or
+        resume (PHASE_RUNNING), of the slowest local rank.
+        """
+
+    @property
+    def first_step_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
     def __init__(
         self,
         *,
@@ -608,10 +619,12 @@ class ObservedGang(google.protobuf.message.Message):
         capabilities_presumed: builtins.bool = ...,
         progress: ganger.v1.job_pb2.Progress | None = ...,
         residue_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        last_step_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        first_step_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "order", b"order", "outcome", b"outcome", "progress", b"progress"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "first_step_time", b"first_step_time", "last_step_time", b"last_step_time", "order", b"order", "outcome", b"outcome", "progress", b"progress"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "capabilities", b"capabilities", "capabilities_presumed", b"capabilities_presumed", "checkpoint", b"checkpoint", "claim_device_mask", b"claim_device_mask", "cores", b"cores", "epoch", b"epoch", "job", b"job", "job_uid", b"job_uid", "level", b"level", "order", b"order", "outcome", b"outcome", "peak_device_bytes", b"peak_device_bytes", "phase", b"phase", "progress", b"progress", "ranks", b"ranks", "repin_done", b"repin_done", "residue_bytes", b"residue_bytes", "stop_sequence", b"stop_sequence", "stop_step", b"stop_step", "threads", b"threads", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "capabilities", b"capabilities", "capabilities_presumed", b"capabilities_presumed", "checkpoint", b"checkpoint", "claim_device_mask", b"claim_device_mask", "cores", b"cores", "epoch", b"epoch", "first_step_time", b"first_step_time", "job", b"job", "job_uid", b"job_uid", "last_step_time", b"last_step_time", "level", b"level", "order", b"order", "outcome", b"outcome", "peak_device_bytes", b"peak_device_bytes", "phase", b"phase", "progress", b"progress", "ranks", b"ranks", "repin_done", b"repin_done", "residue_bytes", b"residue_bytes", "stop_sequence", b"stop_sequence", "stop_step", b"stop_step", "threads", b"threads", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ObservedGang: typing_extensions.TypeAlias = ObservedGang

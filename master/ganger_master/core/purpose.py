@@ -1,0 +1,56 @@
+"""What a change of a running job is for, whom it helps, and what it is expected to save and to cost."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+from msgspec import Struct
+
+
+class Goal(StrEnum):
+    NONE = ""
+    # Closer together, for a job that is slower where it is.
+    LOCALITY = "LOCALITY"
+    # Room for a gang that waits.
+    HOLE = "HOLE"
+    # Out of a pack.
+    UNPACK = "UNPACK"
+    # Off a node that is being emptied.
+    DRAIN = "DRAIN"
+    # Fewer nodes that are neither full nor idle.
+    DEFRAGMENT = "DEFRAGMENT"
+    # Who was parked for another goes on.
+    RETURN = "RETURN"
+
+
+class Purpose(Struct, frozen=True, gc=False, omit_defaults=True):
+    """`job`: the number of the one that gets the room, zero if it is for none. `saved`: GPU-seconds, beyond what the
+    change costs. `pause_seconds`: how long the job is expected to stand still."""
+
+    goal: Goal = Goal.NONE
+    job: int = 0
+    saved: float = 0.0
+    pause_seconds: float = 0.0
+
+    @property
+    def figures(self) -> dict[str, str]:
+        """For the history of the job."""
+        if self.goal is Goal.NONE:
+            return {}
+        helped = {"for": f"jobs/{self.job}"} if self.job else {}
+        expected = {"saved_gpu_seconds": f"{self.saved:.1f}", "expected_pause_ms": f"{1000 * self.pause_seconds:.0f}"}
+        return {"goal": self.goal.value, **helped, **expected}
+
+
+NO_PURPOSE: Final = Purpose()
+
+
+class Finding(Struct, frozen=True, gc=False):
+    """What was measured after a change. `gain`: the rate after it by the rate before, and its standard deviation."""
+
+    number: int
+    goal: Goal
+    kept: bool
+    gain: float
+    deviation: float = 0.0

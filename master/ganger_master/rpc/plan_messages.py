@@ -1,0 +1,152 @@
+"""Plans as messages and as the core's values, both ways: changes, what they are for, places kept, what was found."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from ganger.v1 import job_service_pb2, scheduling_pb2
+from ganger.wire import convert, errors, names, times
+
+from ganger_master.core import commands
+from ganger_master.core.making_room import OnTheWay
+from ganger_master.core.model import SuspendLevel
+from ganger_master.core.purpose import NO_PURPOSE, Finding, Goal, Purpose
+from ganger_master.rpc import job_messages
+
+_CHANGES_MOST: Final = 10_000
+_RESERVATIONS_MOST: Final = 1_000
+# Of what a plan, or a change, is said to be for.
+REASON_MOST: Final = 1_000
+# Of a policy's name, which is shown to people.
+_POLICY_MOST: Final = 100
+_GOALS: Final = {goal: scheduling_pb2.Purpose.Goal.Value(f"GOAL_{goal.value or 'UNSPECIFIED'}") for goal in Goal}
+_GOALS_FROM_WIRE: Final = {number: goal for goal, number in _GOALS.items()}
+
+
+def plan_from_wire(message: scheduling_pb2.Plan) -> commands.ProposePlan:
+    """Not yet judged. Raises PlanInvalid and RequestInvalid."""
+    if len(message.changes) > _CHANGES_MOST:
+        raise errors.PlanInvalid(f"a plan has at most {_CHANGES_MOST} changes, this one {len(message.changes)}")
+    line = None
+    if message.HasField("line"):
+        if len(message.line.jobs) > _CHANGES_MOST:
+            raise errors.PlanInvalid(f"a line has at most {_CHANGES_MOST} jobs, this one {len(message.line.jobs)}")
+        numbers = tuple([names.parse_job_name(job) for job in message.line.jobs])
+        line = commands.Line(numbers, message.line.policy[:_POLICY_MOST])
+    kept = message.reservations.reservations
+    if max(len(kept), len(message.findings)) > _RESERVATIONS_MOST:
+        raise errors.PlanInvalid(f"a plan keeps at most {_RESERVATIONS_MOST} places, and tells of as many findings")
+    promises = None
+    if message.HasField("reservations"):
+        promises = tuple(
+            [commands.Promise(names.parse_job_name(one.job), convert.claims_from_wire(one.claims)) for one in kept]
+        )
+    return commands.ProposePlan(
+        tuple([_change_from_wire(change) for change in message.changes]),
+        message.reason[:REASON_MOST],
+        line=line,
+        promises=promises,
+        findings=tuple([_finding_from_wire(one) for one in message.findings]),
+    )
+
+
+def change_to_wire(change: commands.Change, reason: str = "") -> scheduling_pb2.Change:
+    """A start, a move, a suspend, a resume or other cores."""
+    message = scheduling_pb2.Change(
+        job=names.job_name(change.number),
+        revision=change.revision,
+        together=change.together,
+        reason=reason or change.reason,
+    )
+    match change.kind:
+        case "START":
+            message.start.claims.extend(convert.claims_to_wire(change.claims))
+        case "MOVE":
+            message.move.claims.extend(convert.claims_to_wire(change.claims))
+        case "CORES":
+            message.cores.claims.extend(convert.claims_to_wire(change.claims))
+        case "RESUME":
+            message.resume.SetInParent()
+        case _:
+            assert change.kind == "SUSPEND", f"nobody proposes to {change.kind}"
+            message.suspend.level = job_messages.level_to_wire(change.level)
+    if change.purpose != NO_PURPOSE:
+        purpose_to_wire(change.purpose, message.purpose)
+    return message
+
+
+def purpose_to_wire(purpose: Purpose, into: scheduling_pb2.Purpose) -> None:
+    into.goal = _GOALS[purpose.goal]
+    if purpose.job:
+        into.job = names.job_name(purpose.job)
+    into.saved_gpu_seconds = purpose.saved
+    into.pause.CopyFrom(times.duration(purpose.pause_seconds))
+
+
+def on_the_way_to_wire(one: OnTheWay) -> job_service_pb2.OnTheWay:
+    message = job_service_pb2.OnTheWay(
+        job=names.job_name(one.number),
+        from_nodes=[names.node_name(node) for node in one.source],
+        to_nodes=[names.node_name(node) for node in one.destination],
+        phase=job_messages.PHASES[one.phase],
+    )
+    purpose_to_wire(one.purpose, message.purpose)
+    return message
+
+
+def promise_to_wire(promise: commands.Promise) -> scheduling_pb2.Reservation:
+    return scheduling_pb2.Reservation(job=names.job_name(promise.number), claims=convert.claims_to_wire(promise.claims))
+
+
+def finding_to_wire(finding: Finding) -> scheduling_pb2.Finding:
+    kept = scheduling_pb2.Finding.VERDICT_KEPT if finding.kept else scheduling_pb2.Finding.VERDICT_UNDONE
+    return scheduling_pb2.Finding(
+        job=names.job_name(finding.number),
+        goal=_GOALS[finding.goal],
+        verdict=kept,
+        gain=finding.gain,
+        gain_deviation=finding.deviation,
+    )
+
+
+def _change_from_wire(message: scheduling_pb2.Change) -> commands.Change:
+    kind = message.WhichOneof("change")
+    if kind is None:
+        raise errors.PlanInvalid(f"a change of {message.job!r} says nothing")
+    detail = getattr(message, kind)
+    claims = convert.claims_from_wire(detail.claims) if hasattr(detail, "claims") else ()
+    level = job_messages.level_from_wire(detail.level) if kind == "suspend" else SuspendLevel.NONE
+    return commands.Change(
+        number=names.parse_job_name(message.job),
+        revision=message.revision,
+        kind=kind.upper(),
+        claims=claims,
+        level=level,
+        together=message.together,
+        reason=message.reason[:REASON_MOST],
+        purpose=_purpose_from_wire(message.purpose) if message.HasField("purpose") else NO_PURPOSE,
+    )
+
+
+def _purpose_from_wire(message: scheduling_pb2.Purpose) -> Purpose:
+    return Purpose(
+        _GOALS_FROM_WIRE.get(message.goal, Goal.NONE),
+        names.parse_job_name(message.job) if message.job else 0,
+        _finite(message.saved_gpu_seconds),
+        max(0.0, times.seconds(message.pause)),
+    )
+
+
+def _finding_from_wire(message: scheduling_pb2.Finding) -> Finding:
+    return Finding(
+        names.parse_job_name(message.job),
+        _GOALS_FROM_WIRE.get(message.goal, Goal.NONE),
+        message.verdict == scheduling_pb2.Finding.VERDICT_KEPT,
+        _finite(message.gain),
+        _finite(message.gain_deviation),
+    )
+
+
+def _finite(number: float) -> float:
+    return number if math.isfinite(number) else 0.0

@@ -1,0 +1,101 @@
+"""What a plan says its changes are for, the places it keeps, and what a move has cost as its daemons tell. (1 s)"""
+
+from __future__ import annotations
+
+from core.drive import Drive, job_of
+from ganger.resources.reasons import Reason
+from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused, Rejected
+from ganger_master.core.commands import Change, MoveJob, Promise, ProposePlan, Tick
+from ganger_master.core.making_room import OnTheWay, kept_for, making_room_for
+from ganger_master.core.model import Claim, GangPhase, ObservedPhase, SuspendLevel
+from ganger_master.core.purpose import Finding, Goal, Purpose
+from msgspec.structs import replace
+
+HOLE = Purpose(Goal.HOLE, job=3, saved=80.0, pause_seconds=0.5)
+
+
+def place(node: str, mask: int) -> tuple[Claim, ...]:
+    """As many tasks as devices; two cores and 4 GiB for each."""
+    devices = [mask & 0b0011, mask & 0b1100]
+    tasks = mask.bit_count()
+    return (Claim(node, mask, tuple(2_000 * part.bit_count() for part in devices), tasks << 32, 0, (tasks,)),)
+
+
+def fragmented() -> Drive:
+    """Two nodes of four devices, on each a gang of two (jobs 1 and 2), and job 3 that waits for four."""
+    drive = Drive(2)
+    for node in ("n1", "n2"):
+        number = drive.submit(job_of(2))
+        drive.step(ProposePlan((Change(number, drive.job(number).revision, "START", place(node, 0b11)),)))
+        drive.runs(number)
+    drive.submit(job_of(4))
+    return drive
+
+
+def move(drive: Drive, number: int, claims: tuple[Claim, ...]) -> Change:
+    return Change(number, drive.job(number).revision, "MOVE", claims, purpose=HOLE)
+
+
+def test_why_knows_who_is_on_the_way_for_whom_and_history_what_it_cost() -> None:
+    drive = fragmented()
+    drive.step(ProposePlan((move(drive, 1, place("n2", 0b1100)),), promises=(Promise(3, place("n1", 0b1111)),)))
+    assert making_room_for(drive.state, 3) == (OnTheWay(1, HOLE, ("n1",), ("n2",), GangPhase.MOVING),)
+    assert (making_room_for(drive.state, 2), kept_for(drive.state, 3)) == ((), ("n1",))
+    begun = next(one for one in drive.told if one.kind == "move_begun")
+    assert begun.figures["goal"] == "HOLE"
+    assert begun.figures["for"] == "jobs/3"
+    assert begun.figures["saved_gpu_seconds"] == "80.0"
+
+    source, destination = drive.job(1).epoch, drive.job(1).next_epoch
+    drive.seen(1, destination, ObservedPhase.PREPARED)
+    rests = replace(drive.report(drive.state.gangs[source], ObservedPhase.PARKED, 40), last_step_time=1_000.0)
+    drive.observe("n1", *drive.others("n1", source), rests)
+    drive.seen(1, destination, ObservedPhase.READY, 40)
+    runs = replace(drive.report(drive.state.gangs[destination], ObservedPhase.RUNNING), first_step_time=1_000.25)
+    drive.observe("n2", *drive.others("n2", destination), runs)
+    done = next(one for one in drive.told if one.kind == "move_done")
+    assert (done.figures["pause_ms"], done.figures["goal"]) == ("250.0", "HOLE")
+    assert drive.job(1).move_pause_seconds == 0.25
+    assert making_room_for(drive.state, 3) == ()
+
+
+def test_who_rests_for_another_is_on_its_way_too() -> None:
+    drive = fragmented()
+    change = Change(1, drive.job(1).revision, "SUSPEND", level=SuspendLevel.OFFLOAD, purpose=HOLE)
+    drive.step(ProposePlan((change,)))
+    assert making_room_for(drive.state, 3) == (OnTheWay(1, HOLE, ("n1",), (), GangPhase.STOPPING),)
+
+
+def test_a_place_that_is_kept_is_had_by_nobody_else_until_its_job_starts() -> None:
+    drive = fragmented()
+    drive.step(ProposePlan((), promises=(Promise(3, place("n1", 0b1111)),)))
+    other = drive.submit(job_of(2))
+    answer = drive.request(other, place("n1", 0b1100), turn=0)
+    assert isinstance(answer, Rejected)
+    assert (answer.refusals[0].reason, answer.refusals[0].job) == (Reason.RESERVED, "jobs/3")
+    # Nor by who moves, and what is left is anybody's.
+    assert isinstance(drive.step(MoveJob(2, ("n1",))), Refused)
+    answer = drive.step(ProposePlan((Change(other, drive.job(other).revision, "START", place("n2", 0b1100)),)))
+    assert isinstance(answer, PlanAnswer)
+    assert answer.verdicts[0].approved
+    drive.step(ProposePlan((), promises=()))
+    assert isinstance(drive.step(MoveJob(2, ("n1",))), JobAnswer)
+
+
+def test_a_place_that_nobody_speaks_of_any_more_is_free_again() -> None:
+    drive = fragmented()
+    drive.step(ProposePlan((), promises=(Promise(3, place("n1", 0b1111)),)))
+    drive.now += drive.state.settings.move_deadline_seconds - 1.0
+    drive.step(Tick())
+    assert kept_for(drive.state, 3) == ("n1",)
+    drive.now += 2.0
+    drive.step(Tick())
+    assert kept_for(drive.state, 3) == ()
+
+
+def test_what_was_found_after_a_change_is_in_the_history_of_its_job() -> None:
+    drive = fragmented()
+    findings = (Finding(1, Goal.LOCALITY, True, 1.25, 0.01), Finding(99, Goal.LOCALITY, False, 0.5))
+    drive.step(ProposePlan((), findings=findings))
+    (told,) = [one for one in drive.told if one.kind.startswith("change_")]
+    assert (told.subject, told.kind, told.figures["gain"]) == ("jobs/1", "change_kept", "1.250")
