@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from ganger.agent.v1 import agent_pb2
+from ganger.v1 import resources_pb2
 
 from ganger_daemon.core import gang as core
 from ganger_daemon.core.orders import Intent, Outcome, OutcomeKind, Phase, Wanted
@@ -195,16 +196,21 @@ class GangSet:
     def _blocked_by(self, gang: LocalGang) -> str:
         """Who still uses the devices this gang was given; empty when they are free.
 
-        The daemon that owns a device starts nobody on it before it has itself seen the former one off.
+        The daemon that owns a device starts nobody on it before it has itself seen the former one off, but for gangs
+        that the master packs: both of them say so.
         """
-        mask = gang.desired.claim.device_mask
         for key, other in sorted(self._gangs.items()):
-            if other is gang or not other.desired.claim.device_mask & mask or not _holds_devices(other):
+            if other is gang or not collide(gang.desired.claim, other.desired.claim) or not _holds_devices(other):
                 continue
             if key[0] == gang.desired.job_uid and not gang.desired.restore.parked.alone:
                 continue  # a move onto the same devices: the source gives them up at the boundary
             return other.desired.job
         return ""
+
+
+def collide(one: resources_pb2.Claim, other: resources_pb2.Claim) -> bool:
+    """Whether there are devices that both have, and do not both share."""
+    return bool(one.device_mask & other.device_mask & ~(one.shared_mask & other.shared_mask))
 
 
 def _holds_devices(gang: LocalGang) -> bool:

@@ -50,6 +50,9 @@ def batch(session: str, gangs: GangSet) -> agent_pb2.ProgressReport:
         progress.time.FromNanoseconds(int(now * 1e9))
         if found is not None:
             look, progress.steps_per_second, progress.data_wait_share = found
+            used = gang.used(progress.data_wait_share)
+            if used is not None:
+                progress.device_use = used
             progress.step, progress.samples, progress.loss = look.step, look.samples, look.loss
             if look.step:
                 progress.step_time.FromNanoseconds(int((time.time() - look.step_age_seconds) * 1e9))

@@ -6,10 +6,12 @@ import pytest
 from core.drive import GIB, SERVER, Drive, job_of
 from ganger.placement.claims import resplit_cores
 from ganger.resources.reasons import Reason, Refusal
-from ganger_master.core.answers import PlanAnswer, SessionAnswer
+from ganger_master.core import sharing
+from ganger_master.core.answers import PlanAnswer, Refused, SessionAnswer
 from ganger_master.core.commands import CancelJob, Change, OpenSession, ProposePlan, ResumeJob
+from ganger_master.core.desired import desired_of
 from ganger_master.core.invariants import violations
-from ganger_master.core.model import Claim, JobSpec, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.model import Claim, Intent, JobSpec, JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.settings import Settings
 from ganger_master.core.state import State
 from msgspec.structs import replace
@@ -74,6 +76,28 @@ def test_two_gangs_share_a_device_if_a_plan_says_so_and_both_fit(drive: Packing)
     assert drive.state.free_devices == 3
     drive.runs(guest)
     assert drive.job(guest).state is JobState.HOLDING
+
+
+def test_the_daemon_of_who_is_joined_is_told_and_whoever_asks_who_is_beside_whom(drive: Packing) -> None:
+    host = drive.run(small())
+    before = drive.state.gangs[drive.job(host).epoch]
+    guest = drive.submit(small())
+    assert drive.pack(guest, host) is None
+    wanted = {gang.job: gang for gang in desired_of(drive.state, "n1").gangs}
+    mask = before.claims[0].device_mask
+    assert wanted[host].claim.shared_mask == wanted[guest].claim.shared_mask == mask
+    assert wanted[host].master_sequence > before.master_sequence
+    assert wanted[host].intent is Intent.RUN
+    assert sharing.beside(drive.state, drive.state.gangs[drive.job(host).epoch]) == (guest,)
+    assert sharing.beside(drive.state, drive.state.gangs[drive.job(guest).epoch]) == (host,)
+
+
+def test_a_job_scheduler_cannot_put_its_job_on_devices_of_another(drive: Packing) -> None:
+    host = drive.run(small())
+    guest = drive.submit(small())
+    answer = drive.request(guest, drive.beside(guest, host))
+    assert isinstance(answer, Refused)
+    assert answer.reason == "NOT_SUPPORTED"
 
 
 def test_nobody_comes_to_a_held_device_without_saying_so(drive: Packing) -> None:

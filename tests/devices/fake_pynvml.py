@@ -29,6 +29,7 @@ class FakeNvml:
     NVML_AFFINITY_SCOPE_NODE = 0
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
     NVML_VOLATILE_ECC = 0
+    NVML_COMPUTEMODE_DEFAULT = 0
     nvmlEventTypeXidCriticalError = 8
     nvmlEventTypeDoubleBitEccError = 2
 
@@ -41,6 +42,9 @@ class FakeNvml:
         self.mig: set[int] = set()
         # By device: pid and bytes; the driver says None where it does not know.
         self.processes: dict[int, list[tuple[int, int | None]]] = {}
+        # By device: percent by pid.
+        self.utilisation: dict[int, dict[int, int]] = {}
+        self.compute_mode = self.NVML_COMPUTEMODE_DEFAULT
         self.events: queue.Queue[tuple[int, int, int]] = queue.Queue()
         self.can_report_events = True
         self.open = 0
@@ -103,7 +107,12 @@ class FakeNvml:
         return self.ecc[handle]
 
     def nvmlDeviceGetProcessUtilization(self, handle: int, since: int) -> Any:
-        raise NVMLError(0)  # "success": nothing ran
+        if handle not in self.utilisation:
+            raise NVMLError(0)  # "success": nothing ran
+        return [SimpleNamespace(pid=pid, smUtil=percent) for pid, percent in self.utilisation[handle].items()]
+
+    def nvmlDeviceGetComputeMode(self, handle: int) -> int:
+        return self.compute_mode
 
     def nvmlEventSetCreate(self) -> object:
         if not self.can_report_events:

@@ -112,6 +112,11 @@ def test_nothing_has_happened_at_the_start(devices: Devices) -> None:
 def test_capabilities_say_what_the_devices_are(devices: Devices) -> None:
     assert devices.capabilities["devices"] in ("nvml", "virtual", "recorded", "none")
     assert devices.capabilities["shared_cores"] in ("true", "false")
+    assert devices.capabilities["packing"] == ("no" if devices.capabilities["devices"] == "none" else "yes")
+
+
+def test_nobody_has_used_anything_at_the_start(devices: Devices) -> None:
+    assert devices.use_by((), 0b1) in (None, 0.0)
 
 
 def test_closing_twice_is_allowed(devices: Devices) -> None:

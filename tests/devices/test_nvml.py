@@ -104,6 +104,22 @@ def test_an_idle_device_that_answers_success_as_an_error_is_idle(devices: NvmlDe
     assert devices.process_utilisation(0) == {}
 
 
+def test_what_processes_used_of_their_devices_is_the_mean_of_these(devices: NvmlDevices, fake: FakeNvml) -> None:
+    assert devices.use_by({7, 8}, 0b11) is None, "nobody can tell"
+    fake.utilisation = {0: {7: 40, 8: 30, 9: 20}, 1: {9: 100}, 2: {7: 90, 8: 90}}
+    assert devices.use_by({7, 8}, 0b01) == 0.7
+    assert devices.use_by({7, 8}, 0b11) == 0.35
+    # Samples of two processes are not of the same moment.
+    assert devices.use_by({7, 8}, 0b100) == 1.0
+
+
+def test_a_device_that_takes_one_process_only_is_not_shared(fake: FakeNvml) -> None:
+    fake.compute_mode = 3
+    devices = opened(fake)
+    devices.close()
+    assert devices.capabilities["packing"] == "no: device 0 is in an exclusive compute mode"
+
+
 def test_a_constant_that_is_a_tuple_is_taken_apart(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeNvml, "NVML_P2P_CAPS_INDEX_NVLINK", (2,))
     devices = opened(fake)

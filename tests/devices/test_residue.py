@@ -94,6 +94,22 @@ def test_nothing_is_measured_before_the_memory_is_seen_free(fake: FakeNvml, nvml
     assert (found.freed, found.residue) == (True, (0, MIB, MIB, MIB))
 
 
+def test_of_a_device_that_others_use_too_only_what_is_its_own_has_to_go(fake: FakeNvml, nvml: NvmlDevices) -> None:
+    said = pages((0, 600 * MIB), (0, 600 * MIB))
+    host = cast(Host, SimpleNamespace(devices=nvml, inventory=nvml.discover()))
+    for is_shared in (False, True):
+        fake.processes = {device: [(71, 610 * MIB), (72, 610 * MIB)] for device in (1, 2, 3)}
+        fake.used = [0, 900 * MIB, 900 * MIB, 900 * MIB]
+        found = MemoryWatch(host, PART, lambda: is_shared)  # noqa: B023
+        found.begin(RANKS)
+        found.sample(said, RANKS)
+        fake.processes = {device: [(71, 10 * MIB), (72, 10 * MIB)] for device in (1, 2, 3)}
+        # Somebody else there has grown meanwhile.
+        fake.used = [0, 900 * MIB, 900 * MIB, 900 * MIB]
+        found.verify(said, RANKS, 0b1110)
+        assert found.freed is is_shared
+
+
 @pytest.mark.parametrize(
     ("said", "residue"),
     [

@@ -38,7 +38,7 @@ levels = st.sampled_from(Level)
 shapes = st.builds(TaskShape, gpus=u32, millicores=u32, memory_bytes=u64)
 roles = st.builds(Role, words, u32, shapes)
 localities = st.builds(Locality, levels, st.none() | levels, st.integers(0, 10**6).map(float))
-claims = st.builds(Claim, nodes, masks, numbers, u64, u64, numbers)
+claims = st.builds(Claim, nodes, masks, numbers, u64, u64, numbers, shared_mask=masks)
 rows = st.builds(
     NodeRow, nodes, words, masks, numbers, u64, u64, st.booleans(), words, words, numbers, numbers, numbers, u32, sizes
 )

@@ -409,6 +409,7 @@ class Gang(google.protobuf.message.Message):
     STOP_STEP_FIELD_NUMBER: builtins.int
     START_TIME_FIELD_NUMBER: builtins.int
     CORES_FIELD_NUMBER: builtins.int
+    BESIDE_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Incarnation on this placement; the fencing number."""
     phase: Global___Gang.Phase.ValueType
@@ -434,6 +435,10 @@ class Gang(google.protobuf.message.Message):
     def cores(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Hardware threads by rank as last observed, "0-3,8"; empty where unknown."""
 
+    @property
+    def beside(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """"jobs/{job}" packed with it: they hold devices of it, too. Output only."""
+
     def __init__(
         self,
         *,
@@ -447,10 +452,11 @@ class Gang(google.protobuf.message.Message):
         stop_step: builtins.int = ...,
         start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         cores: collections.abc.Iterable[builtins.str] | None = ...,
+        beside: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["claims", b"claims", "cores", b"cores", "epoch", b"epoch", "level", b"level", "move_claims", b"move_claims", "parked_level", b"parked_level", "phase", b"phase", "pids", b"pids", "start_time", b"start_time", "stop_step", b"stop_step"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["beside", b"beside", "claims", b"claims", "cores", b"cores", "epoch", b"epoch", "level", b"level", "move_claims", b"move_claims", "parked_level", b"parked_level", "phase", b"phase", "pids", b"pids", "start_time", b"start_time", "stop_step", b"stop_step"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Gang: typing_extensions.TypeAlias = Gang
@@ -528,6 +534,7 @@ class Progress(google.protobuf.message.Message):
     TIME_FIELD_NUMBER: builtins.int
     CONCERN_FIELD_NUMBER: builtins.int
     STEP_TIME_FIELD_NUMBER: builtins.int
+    DEVICE_USE_FIELD_NUMBER: builtins.int
     step: builtins.int
     samples: builtins.int
     steps_per_second: builtins.float
@@ -539,6 +546,11 @@ class Progress(google.protobuf.message.Message):
     concern: builtins.str
     """What keeps the job from getting on, judged by its counters: no step for long, nothing done, a rank that holds back the
     others. Empty while all is well.
+    """
+    device_use: builtins.float
+    """Share of what its devices can do that the job used, 0..1, over the last report interval: of a virtual device that is
+    bound to cores, of their time; of others, as the driver says while nobody else is on them, else the time that it did
+    not wait for data. Unset where nobody can tell.
     """
     @property
     def time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
@@ -557,11 +569,15 @@ class Progress(google.protobuf.message.Message):
         time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         concern: builtins.str = ...,
         step_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        device_use: builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["step_time", b"step_time", "time", b"time"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_use", b"_device_use", "device_use", b"device_use", "step_time", b"step_time", "time", b"time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["concern", b"concern", "data_wait_share", b"data_wait_share", "loss", b"loss", "samples", b"samples", "step", b"step", "step_time", b"step_time", "steps_per_second", b"steps_per_second", "time", b"time"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_use", b"_device_use", "concern", b"concern", "data_wait_share", b"data_wait_share", "device_use", b"device_use", "loss", b"loss", "samples", b"samples", "step", b"step", "step_time", b"step_time", "steps_per_second", b"steps_per_second", "time", b"time"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__device_use: typing_extensions.TypeAlias = typing.Literal["device_use"]
+    _WhichOneofArgType__device_use: typing_extensions.TypeAlias = typing.Literal["_device_use", b"_device_use"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__device_use) -> _WhichOneofReturnType__device_use | None: ...
 
 Global___Progress: typing_extensions.TypeAlias = Progress
 

@@ -228,6 +228,7 @@ class Claim(google.protobuf.message.Message):
     ARENA_BYTES_FIELD_NUMBER: builtins.int
     TASKS_FIELD_NUMBER: builtins.int
     PARKED_BYTES_FIELD_NUMBER: builtins.int
+    SHARED_MASK_FIELD_NUMBER: builtins.int
     node: builtins.str
     """"nodes/{node}"."""
     device_mask: builtins.int
@@ -235,6 +236,10 @@ class Claim(google.protobuf.message.Message):
     memory_bytes: builtins.int
     arena_bytes: builtins.int
     """Host memory reserved for OFFLOAD, in bytes; part of the job's own limit."""
+    shared_mask: builtins.int
+    """Of the devices, those that other gangs may hold, too. Whoever joins others says so; whom it joins is marked so by the
+    master. NOT_SUPPORTED where the node's daemon lets no two gangs use a device at once.
+    """
     @property
     def millicores(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Cores by socket, in thousandths, in the order of the configuration set's sockets."""
@@ -261,8 +266,9 @@ class Claim(google.protobuf.message.Message):
         arena_bytes: builtins.int = ...,
         tasks: collections.abc.Iterable[builtins.int] | None = ...,
         parked_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        shared_mask: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "device_mask", b"device_mask", "memory_bytes", b"memory_bytes", "millicores", b"millicores", "node", b"node", "parked_bytes", b"parked_bytes", "tasks", b"tasks"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "device_mask", b"device_mask", "memory_bytes", b"memory_bytes", "millicores", b"millicores", "node", b"node", "parked_bytes", b"parked_bytes", "shared_mask", b"shared_mask", "tasks", b"tasks"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Claim: typing_extensions.TypeAlias = Claim

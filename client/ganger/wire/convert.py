@@ -173,6 +173,7 @@ def claim_to_wire(value: Claim) -> resources_pb2.Claim:
         arena_bytes=value.arena_bytes,
         tasks=value.tasks,
         parked_bytes=value.parked_bytes,
+        shared_mask=value.shared_mask,
     )
 
 
@@ -188,6 +189,7 @@ def claim_from_wire(message: resources_pb2.Claim) -> Claim:
         message.arena_bytes,
         # Most jobs have one role, and to iterate takes long.
         (tasks[0],) if len(tasks) == 1 else tuple(tasks),
+        shared_mask=message.shared_mask,
     )
 
 

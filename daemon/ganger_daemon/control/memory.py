@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ganger.injob.page import State
 from ganger.resources.topology import bits
@@ -27,9 +27,12 @@ _TROUBLE_SECONDS = 5.0
 
 
 class MemoryWatch:
-    def __init__(self, host: Host, part: LocalPart) -> None:
+    """`is_shared`: others use its devices, too, and what these use says nothing of it."""
+
+    def __init__(self, host: Host, part: LocalPart, is_shared: Callable[[], bool] = lambda: False) -> None:
         self._host = host
         self._part = part
+        self._is_shared = is_shared
         self._baselines: dict[int, int] = {}
         self._attached: dict[int, ProcessId] = {}
         self._before: dict[int, int] = {}
@@ -141,8 +144,12 @@ class MemoryWatch:
     def _in_use(self, processes: Mapping[int, ProcessId]) -> dict[int, int]:
         if self._is_virtual:
             return {process.pid: anonymous_bytes(process.pid) or 0 for process in processes.values()}
-        used = self._host.devices.used_memory()
         mask = 0
         for part in self._part.device_masks:
             mask |= part
-        return {index: size for index, size in enumerate(used) if mask >> index & 1}
+        used = self._host.devices.used_memory()
+        if self._is_shared():
+            own = self._host.devices.used_by({process.pid for process in processes.values()})
+            # Nothing is known of who has freed all, as nothing is where the driver lists no process.
+            used = tuple([all_ if size == UNREADABLE else size for all_, size in zip(used, own, strict=True)])
+        return {index: used[index] for index in bits(mask) if index < len(used)}

@@ -79,6 +79,9 @@ class Devices(Protocol):
         """Bytes in use now by these processes, by device index; UNREADABLE where nobody can tell, as where none of them
         is known on a device."""
 
+    def use_by(self, pids: Collection[int], device_mask: int) -> float | None:
+        """Share, 0 to 1, of what these devices can do that these processes used lately; None where nobody can tell."""
+
     def attach(self, pid: int, device_mask: int, baseline_bytes: int | None = None) -> None:
         """A rank said hello. Virtual devices count what it uses from here on; the value a daemon had noted
         (`baseline`) is given again after its restart."""

@@ -23,6 +23,7 @@ class NoDevices:
     def capabilities(self) -> Mapping[str, str]:
         return {
             "devices": "none",
+            "packing": "no",
             "devices_reason": self._reason,
             "shared_cores": str(self._inventory.core_map.shared).lower(),
         }
@@ -35,6 +36,9 @@ class NoDevices:
 
     def used_by(self, pids: Collection[int]) -> tuple[int, ...]:
         return ()
+
+    def use_by(self, pids: Collection[int], device_mask: int) -> float | None:
+        return None
 
     def attach(self, pid: int, device_mask: int, baseline_bytes: int | None = None) -> None:
         """Nothing to count."""

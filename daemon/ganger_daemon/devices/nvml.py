@@ -10,9 +10,12 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any
+
+from ganger.resources.topology import bits
 
 from ganger_daemon.cores import CoreMap
 from ganger_daemon.devices import machine
@@ -33,6 +36,8 @@ WAIT_MILLISECONDS = 1000
 """How long the health thread waits at a time; close() takes at most about this long."""
 MAX_EVENTS = 1024
 """Events nobody has taken: beyond this the oldest go (the faults stay)."""
+_USE_SECONDS = 2.0
+"""How far back the driver is asked who used a device: a sample of its own is a sixth to one second old."""
 CPU_WORDS = 64
 """Words of 64 CPUs asked for: 4,096 CPUs."""
 
@@ -69,6 +74,7 @@ class NvmlDevices:
         except BaseException:
             self._nvml.nvmlShutdown()
             raise
+        self._packing = self._whether_shared()
         self._events: list[HealthEvent] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -84,6 +90,7 @@ class NvmlDevices:
             "driver": self._inventory.driver,
             "device_health": self._health,
             "shared_cores": "false",
+            "packing": self._packing,
         }
 
     def discover(self) -> Inventory:
@@ -94,6 +101,15 @@ class NvmlDevices:
 
     def used_by(self, pids: Collection[int]) -> tuple[int, ...]:
         return tuple(self._used_by(handle, pids) for handle in self._handles)
+
+    def use_by(self, pids: Collection[int], device_mask: int) -> float | None:
+        since = int(1e6 * (time.time() - _USE_SECONDS))
+        wanted, percent, heard = frozenset(pids), 0, False
+        for device in bits(device_mask):
+            found = self.process_utilisation(device, since)
+            heard = heard or not wanted.isdisjoint(found)
+            percent += min(100, sum(used for pid, used in found.items() if pid in wanted))
+        return percent / (100 * device_mask.bit_count()) if heard else None
 
     def attach(self, pid: int, device_mask: int, baseline_bytes: int | None = None) -> None:
         """The driver itself counts."""
@@ -132,6 +148,14 @@ class NvmlDevices:
         return {int(sample.pid): int(sample.smUtil) for sample in samples}
 
     # reading the server
+
+    def _whether_shared(self) -> str:
+        """Whether a device takes processes of several jobs, or why not."""
+        for index, handle in enumerate(self._handles):
+            mode = self._ask(self._nvml.nvmlDeviceGetComputeMode, handle)
+            if mode not in (None, self._nvml.NVML_COMPUTEMODE_DEFAULT):
+                return f"no: device {index} is in an exclusive compute mode"
+        return "yes"
 
     def _open(self) -> None:
         try:

@@ -67,7 +67,12 @@ class RecordedDevices:
 
     @property
     def capabilities(self) -> Mapping[str, str]:
-        return {"devices": "recorded", "driver": self._recording.server.driver, "shared_cores": "false"}
+        return {
+            "devices": "recorded",
+            "driver": self._recording.server.driver,
+            "shared_cores": "false",
+            "packing": "yes",
+        }
 
     def discover(self) -> Inventory:
         return self._inventory
@@ -78,6 +83,9 @@ class RecordedDevices:
 
     def used_by(self, pids: Collection[int]) -> tuple[int, ...]:
         return (UNREADABLE,) * len(self._recording.used_memory)
+
+    def use_by(self, pids: Collection[int], device_mask: int) -> float | None:
+        return None
 
     def attach(self, pid: int, device_mask: int, baseline_bytes: int | None = None) -> None:
         """A recording has no processes."""

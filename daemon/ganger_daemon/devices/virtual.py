@@ -66,6 +66,7 @@ class VirtualDevices:
         return {
             "devices": "virtual",
             "shared_cores": str(self._inventory.core_map.shared).lower(),
+            "packing": "yes",
             "gpu_cores": f"{self._gpu_cores:g}" if self._gpu_cores else "any",
         }
 
@@ -89,6 +90,9 @@ class VirtualDevices:
     def used_by(self, pids: Collection[int]) -> tuple[int, ...]:
         """There is no driver that could tell a process's tensors from the rest of its memory."""
         return (UNREADABLE,) * len(self._inventory.devices)
+
+    def use_by(self, pids: Collection[int], device_mask: int) -> float | None:
+        return None
 
     def attach(self, pid: int, device_mask: int, baseline_bytes: int | None = None) -> None:
         mask = device_mask & ((1 << len(self._inventory.devices)) - 1)

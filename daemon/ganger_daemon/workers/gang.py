@@ -23,6 +23,7 @@ from ganger_daemon.control.pages import ControlPages, RunMark
 from ganger_daemon.control.pinning import Pinning
 from ganger_daemon.control.rates import Look
 from ganger_daemon.control.relaying import Heard, Hub
+from ganger_daemon.control.using import Using
 from ganger_daemon.core import gang as core
 from ganger_daemon.core.orders import Intent, OrderKey, Outcome, OutcomeKind, Phase
 from ganger_daemon.failpoints import hit
@@ -73,7 +74,7 @@ class LocalGang:
         self.launching = Launching(host, peers, self.paths, self.part, blocked_by)
         self.deaths = Deaths(self.paths, self.wake, self.launching.launcher_lives)
         self.pinning = Pinning(host, self.paths.group, self.pages, self.part)
-        self.memory = MemoryWatch(host, self.part)
+        self.memory = MemoryWatch(host, self.part, lambda: bool(self.desired.claim.shared_mask))
         self.saving = Saving(
             host, peers, self.paths, self.part, self.pages, desired, self.launching.running_launcher, self.wake
         )
@@ -81,6 +82,7 @@ class LocalGang:
         self._complaints = Complaints(host, self.paths, self.part, self.pages)
         self._pressing = Pressing(host, self.paths, self.deaths)
         self._pace = Pace(self.pages, self.part.ranks)
+        self._using = Using(host, self.paths.group, desired.claim.device_mask)
         self._watching = Watching(self.pages, self.part.ranks)
         self._incoming = Incoming(host, self.part, self.pages, self.launching, self.wake)
         self._standing = Standing(host, self.paths.group)
@@ -493,6 +495,10 @@ class LocalGang:
         if not self._launched or self._reaped or not self.pages.readable:
             return None
         return self._pace.measure()
+
+    def used(self, data_wait_share: float) -> float | None:
+        """Share of what its devices can do that it used since the last call; None where nobody can tell."""
+        return self._using.measure(data_wait_share)
 
     def concern(self) -> str:
         """Why it does not get on, though it is meant to."""

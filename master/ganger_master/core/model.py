@@ -447,10 +447,12 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def parked_claims(self) -> tuple[Claim, ...]:
-        """Its placement, with what it keeps of devices there although it holds none."""
+        """Its placement to have to itself again, with what it keeps of devices there although it holds none."""
         return tuple(
             [
-                replace(piece.claim, parked_bytes=piece.held.parked_bytes) if piece.held is not None else piece.claim
+                replace(
+                    piece.claim, parked_bytes=piece.held.parked_bytes if piece.held is not None else (), shared_mask=0
+                )
                 for piece in self.pieces
             ]
         )

@@ -116,6 +116,21 @@ def reserve(gang: Gang, claims: Sequence[Claim]) -> Gang:
     return _order(replace(gang, pieces=pieces))
 
 
+def let_in(gang: Gang, newcomer: Claim) -> Gang:
+    """Shares devices with who comes to them; its daemon is told."""
+    pieces = tuple([_shared(piece, newcomer) if piece.claim.node == newcomer.node else piece for piece in gang.pieces])
+    return gang if pieces == gang.pieces else _order(replace(gang, pieces=pieces))
+
+
+def _shared(piece: Piece, newcomer: Claim) -> Piece:
+    claim = _marked(piece.claim, newcomer.device_mask)
+    return replace(piece, claim=claim, held=None if piece.held is None else _marked(piece.held, newcomer.device_mask))
+
+
+def _marked(claim: Claim, mask: int) -> Claim:
+    return replace(claim, shared_mask=claim.shared_mask | claim.device_mask & mask)
+
+
 def rested(gang: Gang, now: float) -> Gang:
     """All parts rest: OFFLOAD gives up devices and cores, keeps the memory of its processes and their arenas, and what
     cannot be freed of the devices. What rested so before keeps what it kept."""

@@ -29,6 +29,8 @@ def request_gang(state: State, command: commands.RequestGang, now: float) -> Res
         return (), job
     if len(command.candidates) > _CANDIDATES_LIMIT or () in command.candidates:
         return (), Refused("REQUEST_INVALID", f"at most {_CANDIDATES_LIMIT} candidates, none of them empty")
+    if any(claim.shared_mask for claims in command.candidates for claim in claims):
+        return (), Refused("NOT_SUPPORTED", "only plans put gangs on devices of others")
     if command.mode != "EXCLUSIVE":
         return (), Refused("NOT_SUPPORTED", f"mode {command.mode} is not built yet")
     refusal = _check_asked(state, job, command)

@@ -13,6 +13,7 @@ from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.topology import bits
 from msgspec.structs import replace
 
+from ganger_master.core import orders
 from ganger_master.core.model import Claim, Gang, Job, Piece
 from ganger_master.core.state import State
 
@@ -60,6 +61,17 @@ def join(state: State, epoch: int, now: float, cause: str) -> None:
             _let_in(state, other, piece.claim, now, cause)
 
 
+def beside(state: State, gang: Gang) -> tuple[int, ...]:
+    """Numbers of the jobs that hold devices of a gang, too, in order."""
+    found = {
+        other.job
+        for piece in gang.pieces
+        if piece.held is not None and piece.held.shared_mask
+        for other, _ in _others_on(state, piece.held, gang.epoch)
+    }
+    return tuple(sorted(found - {gang.job}))
+
+
 def _company_on(state: State, job: Job, node: str, agreed_only: bool) -> tuple[int, ...]:
     devices = state.view.topology(node).devices
     needed: list[list[int]] = [[] for _ in range(devices)]
@@ -87,20 +99,11 @@ def _others_on(state: State, claim: Claim, epoch: int) -> list[tuple[Gang, Piece
 
 
 def _let_in(state: State, gang: Gang, newcomer: Claim, now: float, cause: str) -> None:
-    pieces = tuple([_shared(piece, newcomer) if piece.claim.node == newcomer.node else piece for piece in gang.pieces])
-    if pieces == gang.pieces:
+    sharing = orders.let_in(gang, newcomer)
+    if sharing is gang:
         return
-    state.put_gang(replace(gang, pieces=pieces))
+    state.put_gang(sharing)
     job = state.jobs[gang.job]
     # Whoever planned for it alone plans anew.
     state.put_job(replace(job, revision=job.revision + 1))
     state.history(now, job.name, "gang_joined", cause, epoch=gang.epoch, node=newcomer.node)
-
-
-def _shared(piece: Piece, newcomer: Claim) -> Piece:
-    claim = _marked(piece.claim, newcomer.device_mask)
-    return replace(piece, claim=claim, held=None if piece.held is None else _marked(piece.held, newcomer.device_mask))
-
-
-def _marked(claim: Claim, mask: int) -> Claim:
-    return replace(claim, shared_mask=claim.shared_mask | claim.device_mask & mask)

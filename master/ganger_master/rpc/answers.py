@@ -9,6 +9,7 @@ from typing import TypeVar
 from ganger.v1 import job_pb2, node_pb2, scheduling_pb2
 from ganger.wire import convert, errors, names, times
 
+from ganger_master.core import sharing
 from ganger_master.core.answers import Approved, ChangeAnswer, Refused, Rejected
 from ganger_master.core.checks import no_job
 from ganger_master.core.explain import as_it_is, told_blockers
@@ -76,14 +77,16 @@ class Shown:
         job = self.job_named(number)
         state, committed = self._writer.state, self._writer.committed
         told = told_blockers(state, job)
+        gang = committed.gangs.get(job.epoch)
         return job_messages.job_to_wire(
             job,
-            committed.gangs.get(job.epoch),
+            gang,
             committed.gangs.get(job.next_epoch),
             # In a list of many jobs not all nodes are looked at for each.
             blockers=tuple([as_it_is(state, one) if one.node else one for one in told]),
             queue_rank=state.queue_rank(number),
             sample=self._progress.of(number),
+            beside=() if gang is None else sharing.beside(state, gang),
             with_environment=with_environment,
         )
 

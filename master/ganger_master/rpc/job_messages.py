@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ganger.resources.reasons import Refusal
 from ganger.resources.values import Locality
 from ganger.v1 import job_pb2
-from ganger.wire import convert, times
+from ganger.wire import convert, names, times
 
 from ganger_master.core.desired import ranks_by_claim
 from ganger_master.core.model import (
@@ -130,6 +130,7 @@ def job_to_wire(
     blockers: tuple[Refusal, ...] = (),
     queue_rank: int = 0,
     sample: Sample | None = None,
+    beside: Sequence[int] = (),
     with_environment: bool = False,
 ) -> job_pb2.Job:
     message = job_pb2.Job()
@@ -163,7 +164,7 @@ def job_to_wire(
     elif sample is not None:
         message.progress.CopyFrom(progress_to_wire(sample))
     if gang is not None and not job.state.is_final:
-        message.gang.CopyFrom(gang_to_wire(job, gang, destination))
+        message.gang.CopyFrom(gang_to_wire(job, gang, destination, beside))
     if job.failure is not None:
         message.failure.CopyFrom(
             job_pb2.Failure(
@@ -177,7 +178,7 @@ def job_to_wire(
     return message
 
 
-def gang_to_wire(job: Job, gang: Gang, destination: Gang | None) -> job_pb2.Gang:
+def gang_to_wire(job: Job, gang: Gang, destination: Gang | None, beside: Sequence[int] = ()) -> job_pb2.Gang:
     pids, cores = pids_and_cores(job, gang)
     return job_pb2.Gang(
         epoch=gang.epoch,
@@ -190,6 +191,7 @@ def gang_to_wire(job: Job, gang: Gang, destination: Gang | None) -> job_pb2.Gang
         cores=cores,
         stop_step=gang.stop_step,
         start_time=times.timestamp(gang.create_time),
+        beside=map(names.job_name, beside),
     )
 
 
@@ -272,4 +274,5 @@ def progress_to_wire(sample: Sample) -> job_pb2.Progress:
         time=times.timestamp(sample.time),
         concern=sample.concern,
         step_time=times.timestamp(sample.step_time) if sample.step_time else None,
+        device_use=sample.device_use,
     )

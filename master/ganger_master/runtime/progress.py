@@ -21,6 +21,8 @@ class Sample:
     concern: str = ""
     # When the last step was done; zero: nobody said.
     step_time: float = 0.0
+    # Share of its devices that it used; None: nobody can tell.
+    device_use: float | None = None
 
 
 # What a daemon found holds until it says otherwise, or says nothing for so long.
