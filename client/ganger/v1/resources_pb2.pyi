@@ -238,7 +238,7 @@ class Claim(google.protobuf.message.Message):
     """Host memory reserved for OFFLOAD, in bytes; part of the job's own limit."""
     shared_mask: builtins.int
     """Of the devices, those that other gangs may hold, too. Whoever joins others says so; whom it joins is marked so by the
-    master. NOT_SUPPORTED where the node's daemon lets no two gangs use a device at once.
+    master. Refused where the daemon of the node lets no two gangs use a device at once.
     """
     @property
     def millicores(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
