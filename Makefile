@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 PROTOC := .venv-protos
+# much of a test is waiting for processes; more testers than this have not been tried
+TESTERS ?= 2
 
 .PHONY: help setup demo test retest explore chaos postgresql check bench anchors protos clean
 .DEFAULT_GOAL := help
@@ -25,9 +27,9 @@ demo: $(STAMP) ## real jobs: placed as gangs, paused, moved, re-pinned; the proo
 	@$(BIN)/ganger demo --report build/demo.json
 
 # build/tested: the run came to its end, so that what failed in it is known (pytest: 0 all passed, 1 some failed).
-test: $(STAMP) ## every test but the long ones (at most 15 minutes on 2 cores)
+test: $(STAMP) ## every test but the long ones (at most 15 minutes on 2 cores; TESTERS=1: one after the other)
 	@rm -f build/tested
-	@$(BIN)/python -m pytest -q -m "not chaos"; code=$$?; [ $$code -gt 1 ] || touch build/tested; exit $$code
+	@$(BIN)/python -m pytest -q -m "not chaos" --numprocesses $(TESTERS) --dist worksteal; code=$$?; [ $$code -gt 1 ] || touch build/tested; exit $$code
 
 retest: $(STAMP) ## only the tests that failed the last time
 	@test -e build/tested || { echo "no run of the tests came to its end: make test" >&2; exit 1; }

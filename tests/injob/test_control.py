@@ -585,7 +585,7 @@ def test_fenced_rank_leaves_with_its_own_code_even_while_it_waits(tmp_path: Path
 
 
 def test_rank_killed_in_mid_agreement_leaves_the_others_waiting_not_past_the_limit(tmp_path: Path) -> None:
-    gang = _Gang(tmp_path, 2, False, 64, 0, 100_000)
+    gang = _Gang(tmp_path, 2, False, 64, 0, 10**9)
     survivor = gang.own[0]
     try:
         gang.all(lambda page: page.progress().step > 3, "steps")

@@ -31,12 +31,24 @@ print("freed" if group() is None else "kept")
 """
 
 
-@pytest.mark.parametrize(("managed", "outcome"), [(True, "kept"), (False, "freed")])
-def test_a_managed_rank_never_frees_its_gloo_group_as_that_may_wait_for_ever(
-    tmp_path: Path, managed: bool, outcome: str
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    rank = Rank(tmp_path / "rank", script, rendezvous=Rendezvous(), managed=managed, agent=managed)
+def test_a_managed_rank_never_frees_its_gloo_group_as_that_may_wait_for_ever(tmp_path: Path) -> None:
+    rank = _rank(tmp_path, managed=True)
     assert rank.end() == 0, rank.output()
-    assert rank.output().split()[-1] == outcome
+    assert rank.output().split()[-1] == "kept"
+
+
+def test_a_rank_on_its_own_frees_its_gloo_group_or_waits_for_ever(tmp_path: Path) -> None:
+    rank = _rank(tmp_path, managed=False)
+    try:
+        assert rank.end() == 0, rank.output()
+    except AssertionError as error:
+        # torch's own race, seen on a busy machine: the reason why a managed rank keeps the group
+        assert "did not end" in str(error)
+    else:
+        assert rank.output().split()[-1] == "freed"
+
+
+def _rank(directory: Path, *, managed: bool) -> Rank:
+    script = directory / "script.py"
+    script.write_text(SCRIPT)
+    return Rank(directory / "rank", script, rendezvous=Rendezvous(), managed=managed, agent=managed)
