@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from training.harness import Rank, Rendezvous
+from training.harness import PATIENCE_SECONDS, Rank, Rendezvous
 
 pytestmark = pytest.mark.torch
 
@@ -39,13 +39,11 @@ def test_a_managed_rank_never_frees_its_gloo_group_as_that_may_wait_for_ever(tmp
 
 def test_a_rank_on_its_own_frees_its_gloo_group_or_waits_for_ever(tmp_path: Path) -> None:
     rank = _rank(tmp_path, managed=False)
-    try:
-        assert rank.end() == 0, rank.output()
-    except AssertionError as error:
-        # torch's own race, seen on a busy machine: the reason why a managed rank keeps the group
-        assert "did not end" in str(error)
-    else:
-        assert rank.output().split()[-1] == "freed"
+    rank.process.join(PATIENCE_SECONDS)
+    # torch's own race, seen on a busy machine: the reason why a managed rank keeps the group
+    waits_for_ever = rank.process.is_alive()
+    rank.kill()
+    assert waits_for_ever or rank.output().split()[-1] == "freed"
 
 
 def _rank(directory: Path, *, managed: bool) -> Rank:
