@@ -12,7 +12,14 @@ from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
 from ganger.v1 import job_service_pb2
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint
-from ganger.wire.errors import DeadlineExceeded, EpochStale, GangNotFound, OffsetBeyondEnd, RankNotFound
+from ganger.wire.errors import (
+    DeadlineExceeded,
+    EpochStale,
+    GangNotFound,
+    NodeSetNotFound,
+    OffsetBeyondEnd,
+    RankNotFound,
+)
 
 from ganger_daemon.checkpoints.publish import Shard
 from ganger_daemon.control.relaying import Heard, Link, from_wire
@@ -92,6 +99,11 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         await gang.saving.keeper.gather(storage, request.stop_sequence, request.step, shards)
         gang.wake()
         return peer_pb2.ShardWrittenResponse(published=gang.saving.keeper.is_settled(request.stop_sequence))
+
+    async def SwitchRow(  # noqa: N802
+        self, request: peer_pb2.RowOrder, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> peer_pb2.RowState:
+        raise NodeSetNotFound(f"nodeSets/{request.node_set} has no part on this node")
 
     async def ReadLog(  # noqa: N802
         self, request: peer_pb2.ReadPeerLogRequest, context: grpc.aio.ServicerContext[Any, Any]

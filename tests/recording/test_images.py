@@ -17,7 +17,10 @@ from kit.clusters import idle_row, server
 from recording.kit import busy, stormy
 
 # Attributes of a state that are not in its image: what follows from the rest, and what a batch has not handed over.
-DERIVED = {"policy", "configuration_sets", "gangs_of", "gangs_on", "live", "shares", "waiting", "turn_of"}
+DERIVED = {
+    *("policy", "configuration_sets", "gangs_of", "gangs_on", "live", "shares", "waiting", "turn_of"),
+    *("set_of", "set_on"),
+}
 OF_A_BATCH = {"parties", "projected", "dirty", "outbox", "_puts", "_removes", "_counters_taken"}
 
 

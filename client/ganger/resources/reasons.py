@@ -51,6 +51,7 @@ class Reason(Enum):
     CLAIM_MISMATCH = "CLAIM_MISMATCH", Kind.MISTAKE, "the claims do not add up to the job's tasks"
     NOT_SUPPORTED = "NOT_SUPPORTED", Kind.MISTAKE, "not built yet"
     WRONG_STATE = "WRONG_STATE", Kind.MISTAKE, "the job's state does not allow it"
+    QUANTUM = "QUANTUM", Kind.MISTAKE, "a quantum is too short for what a switch of rows takes"
     LEVEL_UNAVAILABLE = "LEVEL_UNAVAILABLE", Kind.MISTAKE, "the job cannot be suspended at this level"
 
 

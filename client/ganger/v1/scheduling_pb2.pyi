@@ -697,9 +697,7 @@ class Change(google.protobuf.message.Message):
     @property
     def resize(self) -> Global___ResizeChange: ...
     @property
-    def row(self) -> Global___RowChange:
-        """NOT_SUPPORTED until built."""
-
+    def row(self) -> Global___RowChange: ...
     @property
     def purpose(self) -> Global___Purpose:
         """Of a start, a move, a suspend or a resume."""
@@ -832,19 +830,45 @@ Global___ResizeChange: typing_extensions.TypeAlias = ResizeChange
 
 @typing.final
 class RowChange(google.protobuf.message.Message):
+    """Takes turns on devices with others. The changes of one `together` name all who do, and so are the whole matrix of a
+    node set; they name nothing else.
+    """
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NODE_SET_FIELD_NUMBER: builtins.int
-    ROW_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    CLAIMS_FIELD_NUMBER: builtins.int
+    QUANTUM_FIELD_NUMBER: builtins.int
+    LEVEL_FIELD_NUMBER: builtins.int
     node_set: builtins.str
-    row: builtins.int
+    """"nodeSets/{number}", the same in all of them; empty for a new one."""
+    level: ganger.v1.job_pb2.SuspendLevel.ValueType
+    """What who leaves a row gives up, PAUSE or OFFLOAD; the same in all of them."""
+    @property
+    def rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """In which rows it runs, from 0; more rows are a larger share of the time."""
+
+    @property
+    def claims(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.resources_pb2.Claim]:
+        """Where it is to start, if it waits; empty if it holds a gang."""
+
+    @property
+    def quantum(self) -> google.protobuf.duration_pb2.Duration:
+        """The same in all of them."""
+
     def __init__(
         self,
         *,
         node_set: builtins.str = ...,
-        row: builtins.int = ...,
+        rows: collections.abc.Iterable[builtins.int] | None = ...,
+        claims: collections.abc.Iterable[ganger.v1.resources_pb2.Claim] | None = ...,
+        quantum: google.protobuf.duration_pb2.Duration | None = ...,
+        level: ganger.v1.job_pb2.SuspendLevel.ValueType = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["node_set", b"node_set", "row", b"row"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["quantum", b"quantum"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["claims", b"claims", "level", b"level", "node_set", b"node_set", "quantum", b"quantum", "rows", b"rows"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RowChange: typing_extensions.TypeAlias = RowChange

@@ -101,6 +101,10 @@ class GangNotFound(ApiError):
     code, reason = grpc.StatusCode.NOT_FOUND, "GANG_NOT_FOUND"
 
 
+class NodeSetNotFound(ApiError):
+    code, reason = grpc.StatusCode.NOT_FOUND, "NODE_SET_NOT_FOUND"
+
+
 class OffsetBeyondEnd(ApiError):
     code, reason = grpc.StatusCode.OUT_OF_RANGE, "OFFSET_BEYOND_END"
 

@@ -70,6 +70,7 @@ METHODS: dict[str, Method] = {
         Method(f"{_PEERS}/RelayBoundary", None, is_idempotent=False),
         Method(f"{_PEERS}/GetRendezvous", 120.0),
         Method(f"{_PEERS}/ShardWritten"),
+        Method(f"{_PEERS}/SwitchRow", 5.0),
         Method(f"{_PEERS}/ReadLog", _STREAM_SECONDS),
         Method("grpc.health.v1.Health/Check", 5.0),
         Method("grpc.health.v1.Health/Watch", None),

@@ -1,4 +1,4 @@
-"""Resource names: "jobs/{n}" and "nodes/{node}", parsed, formatted and checked in one place."""
+"""Resource names: "jobs/{n}", "nodes/{node}" and "nodeSets/{n}", parsed, formatted and checked in one place."""
 
 from __future__ import annotations
 
@@ -52,6 +52,19 @@ def parse_node_name(name: str) -> str:
 def node_name_from_text(text: str) -> str:
     """What a person types, "n1" or "nodes/n1", as a name. Raises NameInvalid."""
     return node_name(parse_node_name(node_name(text)))
+
+
+def node_set_name(number: int) -> str:
+    """The name of node set `number`: "nodeSets/3"."""
+    return f"nodeSets/{number}"
+
+
+def parse_node_set_name(name: str) -> int:
+    """The number in "nodeSets/3". Raises NameInvalid."""
+    prefix, _, number = name.partition("/")
+    if prefix != "nodeSets" or not (number.isdecimal() and number.isascii() and number[0] != "0" and len(number) <= 18):
+        raise NameInvalid(f'{name[:80]!r} is no name of a node set: give "nodeSets/NUMBER"', name=name)
+    return int(number)
 
 
 def is_node_id(node: str) -> bool:

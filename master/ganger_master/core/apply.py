@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from ganger_master.core import attempts, events, finished, observation, orders, queue, sharing
+from ganger_master.core import attempts, events, finished, node_sets, observation, orders, queue, sharing
 from ganger_master.core.events import Event
 from ganger_master.core.model import Failure, Job, JobState, Node
 from ganger_master.core.settle import settle
@@ -78,6 +78,10 @@ def _cores_changed(state: State, event: events.CoresChanged) -> None:
     cores = sum(sum(claim.millicores) for claim in event.claims)
     repin = int(event.repin)
     state.history(event.time, job.name, "cores_changed", event.cause, event.reason, millicores=cores, repin=repin)
+
+
+def _rows_changed(state: State, event: events.RowsChanged) -> None:
+    node_sets.change(state, event)
 
 
 def _session_opened(state: State, event: events.SessionOpened) -> None:
@@ -195,6 +199,7 @@ _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
     events.GangReleased: _gang_released,
     events.MoveBegun: _move_begun,
     events.CoresChanged: _cores_changed,
+    events.RowsChanged: _rows_changed,
     events.SessionOpened: _session_opened,
     events.NodeObserved: _node_observed,
     events.NodeAnswered: _node_answered,

@@ -49,13 +49,19 @@ def check_suspend(state: State, job: Job, level: SuspendLevel) -> SuspendLevel |
         if present and job.state is JobState.SUSPENDED:
             return SuspendLevel.NONE
         order = (SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT, SuspendLevel.PAUSE)
-        possible = order if has_arenas(gang) else order[1:]
+        may_offload, may_pause = has_arenas(gang), gang.epoch not in state.set_of
+        possible = order[0 if may_offload else 1 : 3 if may_pause else 2]
         chosen = next((one for one in possible if offered.offers(one)), SuspendLevel.NONE)
         if chosen is SuspendLevel.NONE:
             return _unavailable(job, "any level")
         return chosen
     if not offered.offers(level):
         return _unavailable(job, level.name)
+    if level is SuspendLevel.PAUSE and gang.epoch in state.set_of:
+        text = (
+            f"{job.name} takes turns with others on its devices, and who pauses keeps them: use OFFLOAD or CHECKPOINT"
+        )
+        return Refused("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": level.name})
     if present > level:
         return Refused(
             "LEVEL_UNAVAILABLE",
@@ -77,6 +83,8 @@ def check_move(
     gang = state.gangs.get(job.epoch)
     if job.next_epoch or job.ending is not None:
         return busy(job, "it is being moved or ends")
+    if gang is not None and gang.epoch in state.set_of:
+        return busy(job, "it takes turns with others on its devices, and moves once it rests or is alone")
     may_rest = bool(claims) and gang is not None and gang.phase is GangPhase.PARKED and gang.parked_by_plan
     if job.state is not JobState.HOLDING or gang is None or not (gang.phase is GangPhase.RUNNING or may_rest):
         return not_running(job, gang)

@@ -102,6 +102,10 @@ class Change(Struct, frozen=True, gc=False):
     claims: tuple[Claim, ...] = ()
     level: SuspendLevel = SuspendLevel.NONE
     together: int = 0
+    # Of a ROW: the number of its node set (zero: a new one), its rows there, and what is common to all of the set.
+    node_set: int = 0
+    rows: tuple[int, ...] = ()
+    quantum_seconds: float = 0.0
     # What it is expected to gain, with the figures that say so.
     reason: str = ""
     purpose: Purpose = NO_PURPOSE
@@ -183,6 +187,18 @@ class ObservedGang(Struct, frozen=True, gc=False):
     first_step_time: float = 0.0
 
 
+class ObservedRows(Struct, frozen=True, gc=False):
+    """Where a node set stands, as one of its nodes sees it: the version of its active matrix, the newest it knows, the
+    row that runs, how long the last switch took (zero: none yet), and which gangs cannot take turns."""
+
+    node_set: int
+    version: int
+    known: int
+    row: int = 0
+    switch_seconds: float = 0.0
+    unable: tuple[int, ...] = ()
+
+
 class Observe(Struct, frozen=True, gc=False):
     """The complete observed set of a node. Sent for every call that says `changed`; others are `NodeAnswered`."""
 
@@ -193,6 +209,7 @@ class Observe(Struct, frozen=True, gc=False):
     gangs: tuple[ObservedGang, ...] = ()
     device_faults: Mapping[int, str] = field(default_factory=dict)
     storage_proved: bool = False
+    rows: tuple[ObservedRows, ...] = ()
 
 
 class Answer(Struct, frozen=True, gc=False):

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ganger_master.core.model import Claim, Gang, Intent, Job, Node, ObservedPhase, Piece, Role, Stray
 from ganger_master.core.settings import Settings
-from ganger_master.core.wanted import DesiredGang, DesiredRestore, DesiredSet, Member
+from ganger_master.core.wanted import DesiredGang, DesiredRestore, DesiredRows, DesiredSet, Member
 
 if TYPE_CHECKING:
     from ganger_master.core.state import State
@@ -79,7 +79,21 @@ def project(state: State, node: Node, version: int = 0) -> DesiredSet:
             fresh[epoch] = before if before is not None and before.party is party else Projected(party, place)
     state.projected[node.name] = fresh
     strays = [_desired_stray(state, node.name, stray) for stray in node.strays if not stray.quarantined]
-    return DesiredSet(version, tuple(fresh.values()), node.acknowledged, tuple(strays))
+    return DesiredSet(version, tuple(fresh.values()), node.acknowledged, tuple(strays), rows_on(state, node.name))
+
+
+def rows_on(state: State, node: str) -> tuple[DesiredRows, ...]:
+    """When gangs of a node take turns: of the one set it is in."""
+    number = state.set_on.get(node)
+    if number is None:
+        return ()
+    node_set = state.sets[number]
+    others = [name for name in node_set.nodes if name != node_set.leader]
+    members = []
+    for name in (node_set.leader, *others):
+        known = state.nodes.get(name)
+        members.append(Member(name, known.peer_address if known else "", known.stream_address if known else "", ()))
+    return (DesiredRows(number, node_set.set_epoch, node_set.newest, tuple(members)),)
 
 
 def refresh(state: State) -> list[str]:
@@ -95,7 +109,8 @@ def refresh(state: State) -> list[str]:
             known = state.projected.setdefault(name, {})
             for gang, place in added:
                 known[gang.epoch] = Projected(party_of(state, gang), place)
-            state.desired[name] = DesiredSet(version, tuple(known.values()), node.acknowledged)
+            rows = desired_of(state, name).rows
+            state.desired[name] = DesiredSet(version, tuple(known.values()), node.acknowledged, rows=rows)
             changed.append(name)
             continue
         old = state.desired.get(name, _NOTHING)
@@ -116,6 +131,7 @@ def _alike(one: DesiredSet, other: DesiredSet) -> bool:
     return (
         one.acknowledged_epochs == other.acknowledged_epochs
         and one.strays == other.strays
+        and one.rows == other.rows
         and len(one.wanted) == len(other.wanted)
         and all(
             a is b or replace(a.desired, needs_spec=b.desired.needs_spec) == b.desired

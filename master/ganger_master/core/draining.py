@@ -30,7 +30,8 @@ def _empty(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
         return
     if gang.intent is not Intent.RUN or gang.phase is not GangPhase.RUNNING:
         return
-    if attempts.can_hand_over(job) and job.moves_aborted <= state.settings.moves_aborted_allowed:
+    takes_turns = gang.epoch in state.set_of
+    if not takes_turns and attempts.can_hand_over(job) and job.moves_aborted <= state.settings.moves_aborted_allowed:
         found = capacity.find_place(state, job, avoid=_draining_nodes(state))
         if found is not None:
             claims, level = found

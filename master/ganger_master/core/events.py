@@ -6,6 +6,7 @@ same events give the same state, always.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from ganger.resources.reasons import Refusal
@@ -98,6 +99,21 @@ class CoresChanged(Struct, frozen=True, gc=False):
     reason: str = ""
 
 
+class RowsChanged(Struct, frozen=True, gc=False):
+    """Jobs by number, row by row: the whole matrix of a node set, zero for a new one. Who waited starts there."""
+
+    time: float
+    cause: str
+    number: int
+    rows: tuple[tuple[int, ...], ...]
+    quantum_seconds: float
+    level: SuspendLevel
+    starts: Mapping[int, tuple[tuple[Claim, ...], Level]]
+    # What the set holds beyond what its gangs held before.
+    takes: tuple[Claim, ...] = ()
+    reason: str = ""
+
+
 class SessionOpened(Struct, frozen=True, gc=False):
     time: float
     cause: str
@@ -186,6 +202,7 @@ Event: TypeAlias = (
     | GangReleased
     | MoveBegun
     | CoresChanged
+    | RowsChanged
     | SessionOpened
     | NodeObserved
     | NodeAnswered

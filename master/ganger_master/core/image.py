@@ -13,12 +13,12 @@ from ganger.resources.view_image import ViewImage, image_of_view, view_of_image
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ganger_master.core.commands import ObservedGang
+from ganger_master.core.commands import ObservedGang, ObservedRows
 from ganger_master.core.desired import Party, Projected, project
-from ganger_master.core.model import Counters, Gang, Job, Node, Request
+from ganger_master.core.model import Counters, Gang, Job, Node, NodeSet, Request
 from ganger_master.core.settings import Settings
 from ganger_master.core.state import Blocked, Dirty, Kept, State, Turn
-from ganger_master.core.wanted import DesiredSet, Member
+from ganger_master.core.wanted import Member
 
 
 class Told(Struct, frozen=True, gc=False):
@@ -41,6 +41,9 @@ class Image(Struct, frozen=True, gc=False):
     nodes: tuple[Node, ...] = ()
     jobs: tuple[Job, ...] = ()
     gangs: tuple[Gang, ...] = ()
+    sets: tuple[NodeSet, ...] = ()
+    # With the node that said it.
+    rows_seen: tuple[tuple[str, ObservedRows], ...] = ()
     former: tuple[Request, ...] = ()
     devices: int = 0
     free_devices: int = 0
@@ -100,14 +103,14 @@ _MAPPINGS = (
     "ranks",
 )
 _SETS = ("finished", "resuming", "running_limited", "moving", "draining", "choosy")
-_VALUES = ("nodes", "jobs", "gangs", "former", "turns")
+_VALUES = ("nodes", "jobs", "gangs", "sets", "former", "turns")
 
 
 def image_of(state: State) -> Image:
     """Shares nothing with the state that changes. Only between batches: after `take_changes`, before the next
     command."""
     dirty = state.dirty
-    open_ends = (dirty.jobs, dirty.rows, dirty.arenas, dirty.wants, state.outbox)
+    open_ends = (dirty.jobs, dirty.rows, dirty.arenas, dirty.sets, dirty.wants, state.outbox)
     assert not any(open_ends), "an image of a state in mid-batch"
     parts: dict[str, object] = {name: getattr(state, name) for name in _SAME}
     parts.update({name: dict(getattr(state, name)) for name in _MAPPINGS})
@@ -120,6 +123,7 @@ def image_of(state: State) -> Image:
         desired={name: desired.version for name, desired in state.desired.items()},
         told=tuple(_told(state)),
         last_said=tuple(_last_said(state)),
+        rows_seen=tuple([(node, seen) for (_, node), seen in state.rows_seen.items()]),
         **parts,  # type: ignore[arg-type]  # as the lists of names say
     )
 
@@ -139,6 +143,9 @@ def state_of(image: Image) -> State:
     state.nodes = {node.name: node for node in image.nodes}
     state.jobs = {job.number: job for job in image.jobs}
     state.gangs = {gang.epoch: gang for gang in image.gangs}
+    for node_set in image.sets:
+        state.put_set(node_set)
+    state.rows_seen = {(seen.node_set, node): seen for node, seen in image.rows_seen}
     state.former = {request.request_id: request for request in image.former}
     state.turns = {turn.turn: turn for turn in image.turns}
     state.turn_of = {turn.number: turn.turn for turn in image.turns}
@@ -210,7 +217,7 @@ def _tell(state: State, told: Told) -> None:
     state.projected[told.node][told.epoch] = Projected(party, state.gangs_on[told.node][told.epoch])
     before = state.desired[told.node]
     wanted = tuple(state.projected[told.node].values())
-    state.desired[told.node] = DesiredSet(before.version, wanted, before.acknowledged_epochs, before.strays)
+    state.desired[told.node] = replace(before, wanted=wanted)
 
 
 def _last_said(state: State) -> Iterator[tuple[str, ObservedGang]]:

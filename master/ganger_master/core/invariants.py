@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 from ganger.resources.fit import MEMORY_SHARE
 from ganger.resources.topology import bits
+from msgspec.structs import replace
 
 from ganger_master.core.capacity import find_blocked
-from ganger_master.core.model import Claim, GangPhase, GangRole, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.model import Claim, Gang, GangPhase, GangRole, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.node_sets import is_free_of_turns, members
 from ganger_master.core.residues import holders_on
 from ganger_master.core.rows import row_of
 from ganger_master.core.state import State
@@ -16,7 +18,7 @@ from ganger_master.core.state import State
 
 def violations(state: State) -> list[str]:
     """One sentence per broken rule; empty when all hold."""
-    return [*_pieces(state), *_gangs(state), *_jobs(state), *_derived(state)]
+    return [*_pieces(state), *_gangs(state), *_sets(state), *_jobs(state), *_derived(state)]
 
 
 def _pieces(state: State) -> Iterator[str]:
@@ -26,7 +28,7 @@ def _pieces(state: State) -> Iterator[str]:
         node = state.nodes[name]
         configuration_set = state.configuration_sets[node.configuration_set]
         held = state.held_on(name)
-        yield from _devices(state, name, held, configuration_set.device_memory_bytes)
+        yield from _devices(state, name, _with_turns_as_one(state, name), configuration_set.device_memory_bytes)
         for index, socket in enumerate(configuration_set.sockets):
             cores = sum(claim.millicores[index] for claim in held if index < len(claim.millicores))
             if cores > socket.millicores:
@@ -37,6 +39,21 @@ def _pieces(state: State) -> Iterator[str]:
         yield from _device_memory(state, name, configuration_set.device_memory_bytes)
         if rows.get(name) != row_of(node, state.view.topology(name), held, state.affinity_of(name)):
             yield f"{name}: its row in the view is not what its gangs hold"
+
+
+def _with_turns_as_one(state: State, name: str) -> list[Claim]:
+    """What is held on a node; those who take turns hold their devices together."""
+    found: list[Claim] = []
+    together = 0
+    for epoch, place in state.gangs_on.get(name, {}).items():
+        held = state.gangs[epoch].pieces[place].held
+        if held is None:
+            continue
+        if epoch in state.set_of:
+            together |= held.device_mask
+        else:
+            found.append(held)
+    return [*found, Claim(name, together, (), 0)] if together else found
 
 
 def _devices(state: State, name: str, held: list[Claim], whole: int) -> Iterator[str]:
@@ -94,7 +111,7 @@ def _gangs(state: State) -> Iterator[str]:
             yield f"epoch {epoch} is to run, but is {gang.role} with stop {gang.stop_sequence}"
         if gang.intent is Intent.RUN and epoch <= job.moved_from:
             yield f"epoch {epoch} is to run, though {job.name} has moved on from epoch {job.moved_from}"
-        if gang.intent is Intent.RUN and any(piece.held != piece.claim for piece in gang.pieces if not piece.gone):
+        if gang.intent is Intent.RUN and not _holds_its_place(state, gang):
             yield f"epoch {epoch} is to run without holding its placement"
         if gang.intent in (Intent.PARK, Intent.HAND_OVER) and not gang.stop_sequence:
             yield f"epoch {epoch} is to stop, but its stop has no number"
@@ -106,6 +123,64 @@ def _gangs(state: State) -> Iterator[str]:
         running = [gang.epoch for gang in state.gangs_of_job(number) if gang.intent is Intent.RUN]
         if len(running) > 1:
             yield f"jobs/{number} is to run as epochs {running} at once"
+
+
+def _holds_its_place(state: State, gang: Gang) -> bool:
+    """Cores of those who take turns are held for all of them."""
+    turns = gang.epoch in state.set_of
+    return all(
+        piece.gone
+        or piece.held == piece.claim
+        or (turns and piece.held is not None and replace(piece.held, millicores=piece.claim.millicores) == piece.claim)
+        for piece in gang.pieces
+    )
+
+
+def _sets(state: State) -> Iterator[str]:
+    """Node sets are disjoint, no device has two gangs of a row, what rows need is held, whoever shares is in a row."""
+    seen: dict[str, int] = {}
+    for number, node_set in sorted(state.sets.items()):
+        for node in node_set.nodes:
+            if node in seen:
+                yield f"{node} is in nodeSets/{seen[node]} and nodeSets/{number}"
+            seen[node] = number
+        if node_set.leader not in node_set.nodes:
+            yield f"nodeSets/{number} is led from outside"
+        live = members(state, node_set)
+        for matrix in (node_set.active, node_set.coming):
+            for index, row in enumerate(matrix.rows if matrix is not None else ()):
+                gangs = [state.gangs[epoch] for epoch in row if epoch in live]
+                if not is_free_of_turns([gang.claims for gang in gangs]):
+                    yield f"nodeSets/{number}: two gangs of row {index} have a device in common"
+                yield from _row_of_set(state, number, index, gangs, live)
+        if set(live) - node_set.newest.epochs:
+            yield f"nodeSets/{number}: {sorted(set(live) - node_set.newest.epochs)} take turns in no row"
+        for epoch in live:
+            if any(node not in node_set.nodes for node in state.gangs[epoch].nodes):
+                yield f"nodeSets/{number}: epoch {epoch} is on nodes outside"
+    if seen != state.set_on:
+        yield f"{state.set_on} are not the nodes of sets, {seen}"
+
+
+def _row_of_set(state: State, number: int, index: int, gangs: list[Gang], live: list[int]) -> Iterator[str]:
+    """Parts that have gone need nothing."""
+    for node in {node for gang in gangs for node in gang.nodes}:
+        needs = [
+            piece.claim.millicores
+            for gang in gangs
+            for piece in gang.pieces
+            if piece.claim.node == node and piece.held is not None and piece.held.device_mask
+        ]
+        held = [
+            piece.held.millicores
+            for epoch in live
+            for piece in state.gangs[epoch].pieces
+            if piece.claim.node == node and piece.held is not None and piece.held.device_mask
+        ]
+        wanted = [sum(cores) for cores in zip(*needs, strict=True)]
+        there = [sum(cores) for cores in zip(*held, strict=True)]
+        if any(want > have for want, have in zip(wanted, there, strict=True)):
+            yield f"nodeSets/{number}: row {index} needs {wanted} millicores of {node}, {there} are held"
 
 
 def _jobs(state: State) -> Iterator[str]:

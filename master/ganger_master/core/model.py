@@ -34,8 +34,10 @@ __all__ = [
     "JobState",
     "Level",
     "Locality",
+    "Matrix",
     "Node",
     "NodeRow",
+    "NodeSet",
     "NodeState",
     "ObservedPhase",
     "Outcome",
@@ -538,6 +540,43 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
         return not self.storage_proved or self.capabilities.get("switch_user", "yes") == "no"
 
 
+class Matrix(Struct, frozen=True, gc=False, omit_defaults=True):
+    """Who runs when on shared devices: epochs that run at once, row by row, each row for a quantum, over and over. An
+    epoch in more rows than others has the larger share of the time."""
+
+    version: int
+    rows: tuple[tuple[int, ...], ...]
+    quantum_seconds: float
+    # What who leaves a row gives up: PAUSE or OFFLOAD.
+    level: SuspendLevel
+
+    @property
+    def epochs(self) -> frozenset[int]:
+        return frozenset([epoch for row in self.rows for epoch in row])
+
+
+class NodeSet(Struct, frozen=True, gc=False, omit_defaults=True):
+    """Nodes on which gangs take turns, led by one of them. No node is in two sets."""
+
+    number: int
+    nodes: tuple[str, ...]
+    leader: str
+    active: Matrix
+    # The next matrix, until every node has made it the active one: what is held is held for both.
+    coming: Matrix | None = None
+    # Raised with every other leader.
+    set_epoch: int = 1
+
+    @property
+    def newest(self) -> Matrix:
+        return self.coming or self.active
+
+    @property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """All that may run at once, now and soon."""
+        return self.active.rows if self.coming is None else self.active.rows + self.coming.rows
+
+
 class Counters(Struct):
     """What is never given twice. Epochs are unique in the cluster, so they name a gang alone.
 
@@ -549,6 +588,7 @@ class Counters(Struct):
     next_epoch: int = 1
     next_event: int = 1
     next_session: int = 1
+    next_set: int = 1
     view_version: int = 0
     # Of the newest set of gangs that any node is to want.
     desired_version: int = 0
@@ -557,4 +597,4 @@ class Counters(Struct):
     storage_token: str = ""
 
 
-Element: TypeAlias = Job | Request | Gang | Node | ConfigurationSet | Counters
+Element: TypeAlias = Job | Request | Gang | Node | NodeSet | ConfigurationSet | Counters

@@ -69,6 +69,8 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
         if epoch not in seen:
             _observe_absence(state, state.gangs[epoch], report)
     _note_quarantine(state, node, strays, now, cause)
+    if report.rows:
+        state.note_rows(report.node, report.rows)
     if not node.heard:
         state.history(now, f"nodes/{node.name}", "node_ready", cause)
     state.put_node(

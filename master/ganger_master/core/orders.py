@@ -156,7 +156,13 @@ def kept_offloaded(piece: Piece) -> Claim:
 
 
 def _has_given_up(piece: Piece) -> bool:
-    return piece.held is not None and piece.held != piece.claim
+    held = piece.held
+    return held is not None and held != piece.claim and not held.device_mask and not any(held.millicores)
+
+
+def begin_anew(gang: Gang) -> Gang:
+    """What it was told on the nodes since its last order counts no more."""
+    return _order(gang)
 
 
 def holding(gang: Gang, claims: Sequence[Claim]) -> Gang:

@@ -23,12 +23,13 @@ from ganger_master.core.events import Event
 from ganger_master.core.model import Claim, GangPhase, Intent, Job, JobState, SuspendLevel
 from ganger_master.core.sizes import devices_of, shape_for
 from ganger_master.core.state import State
+from ganger_master.core.taking_turns import judge_rows
 
 Result: TypeAlias = tuple[tuple[Event, ...], Answer]
 
 _CHANGES_LIMIT = 10_000
 _PROMISES_LIMIT = 1_000
-_BUILT = frozenset({"START", "MOVE", "SUSPEND", "RESUME", "CORES"})
+_BUILT = frozenset({"START", "MOVE", "SUSPEND", "RESUME", "CORES", "ROW"})
 
 
 def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Result:
@@ -83,14 +84,17 @@ def _judge_group(
     happening: list[Event] = []
     refused: dict[int, Refusal] = {}
     mark = trial.mark()
-    for change in group:
-        judged = trial.disturbed(change) or _judge_change(trial.state, change, proposer, now)
-        if isinstance(judged, Refusal):
-            refused[change.number] = judged
-            break
-        happening.extend(judged)
-        for event in judged:
-            trial.happen(event)
+    if any(change.kind == "ROW" for change in group):
+        happening, refused = _judge_rows(trial, group, proposer, now)
+    else:
+        for change in group:
+            judged = trial.disturbed(change) or _judge_change(trial.state, change, proposer, now)
+            if isinstance(judged, Refusal):
+                refused[change.number] = judged
+                break
+            happening.extend(judged)
+            for event in judged:
+                trial.happen(event)
     if not refused:
         return happening, {}
     trial.undo(mark)
@@ -100,6 +104,21 @@ def _judge_group(
             detail = f"it is to happen together with a change of {blamed}, which is refused"
             refused[change.number] = Refusal(Reason.STALE_REVISION, detail=detail, job=f"jobs/{change.number}")
     return [], refused
+
+
+def _judge_rows(
+    trial: _Trial, group: Sequence[commands.Change], proposer: str, now: float
+) -> tuple[list[Event], dict[int, Refusal]]:
+    """A matrix is one thing: the whole of a group."""
+    for change in group:
+        if (disturbed := trial.disturbed(change)) is not None:
+            return [], {change.number: disturbed}
+    judged = judge_rows(trial.state, group, proposer, now)
+    if not isinstance(judged, events.RowsChanged):
+        number, refusal = judged
+        return [], {number: refusal}
+    trial.happen(judged)
+    return [judged], {}
 
 
 class _Trial:
@@ -114,6 +133,8 @@ class _Trial:
         # Not looked at yet: to copy the view of a large cluster takes as long as to judge many changes, and what the
         # last one takes nobody asks.
         self._unseen: list[Event] = []
+        # Where gangs take turns otherwise than they did.
+        self._rows_on: set[str] = set()
 
     @property
     def state(self) -> State:
@@ -140,8 +161,13 @@ class _Trial:
         if taken:
             self._given_and_taken.append((given, taken))
             self._exchange(given, taken)
-        if isinstance(event, events.GangApproved):
-            self._use_share(self._state.jobs[event.number], devices_of(event.claims))
+        match event:
+            case events.GangApproved(number=number, claims=claims):
+                self._use_share(self._state.jobs[number], devices_of(claims))
+            case events.RowsChanged(starts=starts, takes=takes):
+                self._rows_on.update([claim.node for claim in takes])
+                for number, (claims, _) in starts.items():
+                    self._use_share(self._state.jobs[number], devices_of(claims))
 
     def undo(self, mark: tuple[int, int]) -> None:
         self._unseen.clear()
@@ -153,6 +179,13 @@ class _Trial:
     def disturbed(self, change: commands.Change) -> Refusal | None:
         """Whether it is about devices that somebody has just come to share: to be judged once that has happened."""
         self._look()
+        if self._rows_on:
+            job = self._state.jobs.get(change.number)
+            gang = self._state.gangs.get(job.epoch) if job is not None else None
+            for claim in (*change.claims, *(gang.claims if gang is not None else ())):
+                if claim.node in self._rows_on:
+                    detail = "another change of this plan has gangs take turns there"
+                    return Refusal(Reason.STALE_REVISION, job=f"jobs/{change.number}", node=claim.node, detail=detail)
         joined = [claim for _, taken in self._given_and_taken for claim in taken if claim.shared_mask]
         if not joined:
             return None
@@ -195,6 +228,8 @@ def _exchange(state: State, event: Event) -> tuple[tuple[Claim, ...], tuple[Clai
         case events.JobResumed(number=number):
             gang = state.gangs[state.jobs[number].epoch]
             return tuple(piece.held for piece in gang.pieces if piece.held is not None), gang.claims
+        case events.RowsChanged(takes=takes):
+            return (), takes
         case _:
             return (), ()
 
@@ -251,6 +286,8 @@ def _judge_cores(
     gang = state.gangs.get(job.epoch)
     if gang is None or gang.intent is not Intent.RUN or job.next_epoch or job.ending is not None:
         return Refusal(Reason.WRONG_STATE, job=job.name)
+    if gang.epoch in state.set_of:
+        return Refusal(Reason.WRONG_STATE, job=job.name, detail="it takes turns, and so do its cores")
     held = [(c.node, c.device_mask, c.arena_bytes, c.tasks, c.shared_mask) for c in gang.claims]
     if [(c.node, c.device_mask, c.arena_bytes, c.tasks, c.shared_mask) for c in change.claims] != held:
         detail = "only cores and memory may differ from what is held"

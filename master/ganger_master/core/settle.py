@@ -7,7 +7,7 @@ one request (`decide`).
 
 from __future__ import annotations
 
-from ganger_master.core import arenas, attempts, desired, draining, queue
+from ganger_master.core import arenas, attempts, desired, draining, node_sets, queue
 from ganger_master.core.effects import Effects
 from ganger_master.core.state import State
 
@@ -22,13 +22,15 @@ def settle(state: State, now: float, cause: str) -> None:
         # Most events leave nothing of the one or the other.
         if state.dirty.jobs:
             _review_jobs(state, now, cause)
+        if state.dirty.sets:
+            node_sets.follow(state, now, cause)
         if state.dirty.rows:
             _refresh_rows(state)
         if state.dirty.arenas:
             arenas.follow(state)
         if state.draining:
             draining.follow(state, now)
-        if not state.dirty.jobs and not state.dirty.rows:
+        if not state.dirty.jobs and not state.dirty.rows and not state.dirty.sets:
             return
     raise AssertionError("the state does not come to rest")
 

@@ -18,10 +18,10 @@ from ganger.resources.view import View
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core.commands import ObservedGang
+from ganger_master.core.commands import ObservedGang, ObservedRows
 from ganger_master.core.desired import Party, Projected, project
 from ganger_master.core.effects import History
-from ganger_master.core.model import Claim, Counters, Element, Gang, Job, JobState, Node, Request
+from ganger_master.core.model import Claim, Counters, Element, Gang, Job, JobState, Node, NodeSet, Request
 from ganger_master.core.rows import row_of
 from ganger_master.core.settings import Settings
 from ganger_master.core.shares import Shares
@@ -35,6 +35,7 @@ ELEMENT_TYPES: Final[Mapping[str, type[Element]]] = {
     "job": Job,
     "request": Request,
     "gang": Gang,
+    "node_set": NodeSet,
     "counters": Counters,
 }
 _LOST_TICK_SECONDS: Final = 0.001
@@ -85,11 +86,12 @@ class Kept(Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Dirty:
-    """What was touched: `jobs`, `rows` and `arenas` by the present event, the others by the events of the batch."""
+    """What was touched: `jobs`, `rows`, `arenas` and `sets` by the present event, the others by those of the batch."""
 
     jobs: dict[int, None] = field(default_factory=dict)
     rows: dict[str, None] = field(default_factory=dict)
     arenas: dict[int, None] = field(default_factory=dict)
+    sets: dict[int, None] = field(default_factory=dict)
     # By node: new gangs and which of their pieces is there, if nothing else has changed there, else empty.
     wants: dict[str, list[tuple[Gang, int]]] = field(default_factory=dict)
     news: dict[int, None] = field(default_factory=dict)
@@ -107,6 +109,7 @@ class State:
         self.jobs: dict[int, Job] = {}
         self.gangs: dict[int, Gang] = {}
         self.nodes: dict[str, Node] = {}
+        self.sets: dict[int, NodeSet] = {}
         self.configuration_sets: dict[str, ConfigurationSet] = {}
         self.counters = Counters(storage_token=settings.storage_token)
         self.view = View()
@@ -131,6 +134,9 @@ class State:
         self.running_limited: dict[int, None] = {}
         self.moving: dict[int, None] = {}
         self.draining: dict[str, None] = {}
+        # Node sets, by epoch and by node.
+        self.set_of: dict[int, int] = {}
+        self.set_on: dict[str, int] = {}
         # Nodes that may be closed to some jobs.
         self.choosy: dict[str, None] = {}
         self.desired: dict[str, DesiredSet] = {}
@@ -141,6 +147,8 @@ class State:
         self.last_answer: dict[str, float] = {}
         # By node and epoch: what was last said of a gang, and gang and job as that left them.
         self.last_said: dict[tuple[str, int], tuple[ObservedGang, Gang, Job]] = {}
+        # By set and node: what was last said of its rows.
+        self.rows_seen: dict[tuple[int, str], ObservedRows] = {}
         # No node can be lost before this time; None while none can be.
         self.next_lost_check: float | None = None
         self.refusals: dict[int, tuple[Refusal, ...]] = {}
@@ -199,6 +207,8 @@ class State:
             return
         self.gangs[gang.epoch] = gang
         self._put(("gang", str(gang.epoch)), gang)
+        if self.set_of and gang.epoch in self.set_of:
+            self.dirty.sets[self.set_of[gang.epoch]] = None
         self.dirty.jobs[gang.job] = None
         self.dirty.news[gang.job] = None
         if old is None:
@@ -214,6 +224,8 @@ class State:
     def forget_gang(self, epoch: int) -> None:
         gang = self.gangs.pop(epoch)
         self._unindex_gang(gang)
+        if epoch in self.set_of:
+            self.dirty.sets[self.set_of[epoch]] = None
         if self.settings.quota_devices:
             self._charge(gang.job)
         self.parties.pop(epoch, None)
@@ -274,12 +286,16 @@ class State:
             self.choosy.pop(node.name, None)
         if old is None or _is_other_row(old, node):
             self.dirty.rows[node.name] = None
+            if node.name in self.set_on:
+                self.dirty.sets[self.set_on[node.name]] = None
         self.dirty.wants[node.name] = []
         if old is None or (old.peer_address, old.stream_address) != (node.peer_address, node.stream_address):
             for epoch in self.gangs_on[node.name]:
                 self.parties.pop(epoch, None)
                 for other in self._listeners(self.gangs[epoch]):
                     self.dirty.wants[other] = []
+            if node.name in self.set_on:
+                self._tell_set(self.sets[self.set_on[node.name]])
 
     def forget_node(self, name: str) -> None:
         """Of a node on which no job has anything any more. Gangs that are still being stopped elsewhere may name it."""
@@ -298,6 +314,34 @@ class State:
         if not self.gangs_on[name]:
             del self.gangs_on[name]
         self._remove(("node", name))
+
+    def put_set(self, node_set: NodeSet) -> None:
+        old = self.sets.get(node_set.number)
+        if old == node_set:
+            return
+        if old is not None:
+            self._unindex_set(old)
+        self.sets[node_set.number] = node_set
+        self._index_set(node_set)
+        self._put(("node_set", str(node_set.number)), node_set)
+        self.dirty.sets[node_set.number] = None
+        self._tell_set(node_set if old is None else old, node_set)
+
+    def forget_set(self, number: int) -> None:
+        node_set = self.sets.pop(number)
+        self._unindex_set(node_set)
+        for node in node_set.nodes:
+            self.rows_seen.pop((number, node), None)
+        self._remove(("node_set", str(number)))
+        self._tell_set(node_set)
+
+    def note_rows(self, node: str, seen: Iterable[ObservedRows]) -> None:
+        """What a node says of its rows: news of a set is looked at."""
+        for rows in seen:
+            key = rows.node_set, node
+            if rows.node_set in self.sets and self.rows_seen.get(key) != rows:
+                self.rows_seen[key] = rows
+                self.dirty.sets[rows.node_set] = None
 
     def put_configuration_set(self, configuration_set: ConfigurationSet) -> None:
         self.configuration_sets[configuration_set.name] = configuration_set
@@ -387,6 +431,9 @@ class State:
         for job in sorted((j for j in by_kind["job"] if isinstance(j, Job)), key=lambda job: job.number):
             state.put_job(job)
         state.finished = dict.fromkeys(sorted(state.finished, key=lambda number: state.jobs[number].end_time))
+        for node_set in by_kind["node_set"]:
+            assert isinstance(node_set, NodeSet)
+            state.put_set(node_set)
         for request in sorted((r for r in by_kind["request"] if isinstance(r, Request)), key=lambda one: one.time):
             state.former[request.request_id] = request
         for name in sorted(state.nodes):
@@ -569,6 +616,25 @@ class State:
             self.gangs_on[node].pop(gang.epoch, None)
             if node not in self.nodes and not self.gangs_on[node]:
                 del self.gangs_on[node]
+
+    def _index_set(self, node_set: NodeSet) -> None:
+        for row in node_set.rows:
+            for epoch in row:
+                self.set_of[epoch] = node_set.number
+        for node in node_set.nodes:
+            self.set_on[node] = node_set.number
+
+    def _unindex_set(self, node_set: NodeSet) -> None:
+        for row in node_set.rows:
+            for epoch in row:
+                self.set_of.pop(epoch, None)
+        for node in node_set.nodes:
+            self.set_on.pop(node, None)
+
+    def _tell_set(self, *node_sets: NodeSet) -> None:
+        for node_set in node_sets:
+            for node in node_set.nodes:
+                self.dirty.wants[node] = []
 
     def _listeners(self, gang: Gang) -> list[str]:
         """Nodes whose orders name the addresses of this gang's members: its own, and those of a destination."""

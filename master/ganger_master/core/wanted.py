@@ -6,7 +6,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from ganger_master.core.model import Claim, Intent, JobSpec, SuspendLevel
+from ganger_master.core.model import Claim, Intent, JobSpec, Matrix, SuspendLevel
 
 NO_CLAIM = Claim("", 0, (), 0)
 
@@ -59,6 +59,15 @@ class Wanted(Protocol):
     def desired(self) -> DesiredGang: ...
 
 
+class DesiredRows(Struct, frozen=True, gc=False):
+    """When the gangs of a node set run. The first member leads."""
+
+    node_set: int
+    set_epoch: int
+    matrix: Matrix
+    members: tuple[Member, ...]
+
+
 class DesiredSet(Struct, frozen=True, gc=False):
     """All that is wanted on a node, by epoch, then the strays that are not. Gangs not named are not wanted."""
 
@@ -66,6 +75,7 @@ class DesiredSet(Struct, frozen=True, gc=False):
     wanted: tuple[Wanted, ...] = ()
     acknowledged_epochs: tuple[int, ...] = ()
     strays: tuple[DesiredGang, ...] = ()
+    rows: tuple[DesiredRows, ...] = ()
 
     @property
     def gangs(self) -> tuple[DesiredGang, ...]:

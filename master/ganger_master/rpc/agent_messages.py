@@ -11,9 +11,11 @@ from ganger.wire import convert, names, times
 
 from ganger_master.core import commands
 from ganger_master.core.model import Capabilities, Intent, ObservedPhase, Outcome, OutcomeKind
-from ganger_master.core.wanted import DesiredGang, Member
+from ganger_master.core.wanted import DesiredGang, DesiredRows, Member
 from ganger_master.rpc import job_messages
 
+# No quantum is fifty times as long as that.
+_LONGEST_SWITCH_SECONDS: Final = 3600.0
 _INTENTS: Final[Mapping[Intent, agent_pb2.Intent.ValueType]] = {
     intent: agent_pb2.Intent.Value(f"INTENT_{intent.name}") for intent in Intent
 }
@@ -53,6 +55,30 @@ def observe_from_wire(node: str, message: agent_pb2.ReconcileRequest) -> command
         gangs=tuple(observed_gang_from_wire(gang) for gang in message.gangs),
         device_faults=dict(message.device_faults),
         storage_proved=message.storage_proved,
+        rows=tuple([_observed_rows_from_wire(rows) for rows in message.rows]),
+    )
+
+
+def _observed_rows_from_wire(message: agent_pb2.ObservedRows) -> commands.ObservedRows:
+    return commands.ObservedRows(
+        node_set=message.node_set,
+        version=message.version,
+        known=message.known_version,
+        row=message.row,
+        switch_seconds=message.switch_seconds if 0.0 <= message.switch_seconds < _LONGEST_SWITCH_SECONDS else 0.0,
+        unable=tuple(message.unable_epochs),
+    )
+
+
+def desired_rows_to_wire(rows: DesiredRows) -> agent_pb2.DesiredRows:
+    return agent_pb2.DesiredRows(
+        node_set=rows.node_set,
+        version=rows.matrix.version,
+        rows=[agent_pb2.Row(epochs=row) for row in rows.matrix.rows],
+        quantum=times.duration(rows.matrix.quantum_seconds),
+        level=job_messages.level_to_wire(rows.matrix.level),
+        members=[_member_to_wire(member) for member in rows.members],
+        set_epoch=rows.set_epoch,
     )
 
 

@@ -157,4 +157,5 @@ def _response(desired: DesiredSet, request: agent_pb2.ReconcileRequest) -> agent
         gangs=[agent_messages.desired_gang_to_wire(gang) for gang in desired.gangs] if changed else [],
         acknowledged_epochs=desired.acknowledged_epochs,
         observation=request.observation,
+        rows=[agent_messages.desired_rows_to_wire(rows) for rows in desired.rows] if changed else [],
     )

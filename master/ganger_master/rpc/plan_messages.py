@@ -16,6 +16,7 @@ from ganger_master.rpc import job_messages
 
 _CHANGES_MOST: Final = 10_000
 _RESERVATIONS_MOST: Final = 1_000
+_ROWS_MOST: Final = 1_000
 # Of what a plan, or a change, is said to be for.
 REASON_MOST: Final = 1_000
 # Of a policy's name, which is shown to people.
@@ -52,7 +53,7 @@ def plan_from_wire(message: scheduling_pb2.Plan) -> commands.ProposePlan:
 
 
 def change_to_wire(change: commands.Change, reason: str = "") -> scheduling_pb2.Change:
-    """A start, a move, a suspend, a resume or other cores."""
+    """A start, a move, a suspend, a resume, other cores or rows."""
     message = scheduling_pb2.Change(
         job=names.job_name(change.number),
         revision=change.revision,
@@ -68,6 +69,13 @@ def change_to_wire(change: commands.Change, reason: str = "") -> scheduling_pb2.
             message.cores.claims.extend(convert.claims_to_wire(change.claims))
         case "RESUME":
             message.resume.SetInParent()
+        case "ROW":
+            row = message.row
+            row.node_set = names.node_set_name(change.node_set) if change.node_set else ""
+            row.rows.extend(change.rows)
+            row.claims.extend(convert.claims_to_wire(change.claims))
+            row.quantum.CopyFrom(times.duration(change.quantum_seconds))
+            row.level = job_messages.level_to_wire(change.level)
         case _:
             assert change.kind == "SUSPEND", f"nobody proposes to {change.kind}"
             message.suspend.level = job_messages.level_to_wire(change.level)
@@ -116,7 +124,8 @@ def _change_from_wire(message: scheduling_pb2.Change) -> commands.Change:
         raise errors.PlanInvalid(f"a change of {message.job!r} says nothing")
     detail = getattr(message, kind)
     claims = convert.claims_from_wire(detail.claims) if hasattr(detail, "claims") else ()
-    level = job_messages.level_from_wire(detail.level) if kind == "suspend" else SuspendLevel.NONE
+    level = job_messages.level_from_wire(detail.level) if kind in ("suspend", "row") else SuspendLevel.NONE
+    is_row = kind == "row"
     return commands.Change(
         number=names.parse_job_name(message.job),
         revision=message.revision,
@@ -124,6 +133,9 @@ def _change_from_wire(message: scheduling_pb2.Change) -> commands.Change:
         claims=claims,
         level=level,
         together=message.together,
+        node_set=names.parse_node_set_name(detail.node_set) if is_row and detail.node_set else 0,
+        rows=tuple(sorted(set(detail.rows[:_ROWS_MOST]))) if is_row else (),
+        quantum_seconds=times.seconds(detail.quantum) if is_row else 0.0,
         reason=message.reason[:REASON_MOST],
         purpose=_purpose_from_wire(message.purpose) if message.HasField("purpose") else NO_PURPOSE,
     )

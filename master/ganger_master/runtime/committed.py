@@ -17,7 +17,7 @@ from typing import Final
 from ganger.resources.values import ConfigurationSet, NodeRow
 from ganger.resources.view import Mode
 
-from ganger_master.core.model import Counters, Element, Gang, Job, Node
+from ganger_master.core.model import Counters, Element, Gang, Job, Node, NodeSet
 from ganger_master.core.wanted import DesiredSet
 
 
@@ -69,6 +69,7 @@ class Committed:
         self.jobs: dict[int, Job] = {}
         self.gangs: dict[int, Gang] = {}
         self.nodes: dict[str, Node] = {}
+        self.sets: dict[int, NodeSet] = {}
         self.configuration_sets: dict[str, ConfigurationSet] = {}
         self.counters = Counters()
         self.desired: dict[str, DesiredSet] = {}
@@ -93,7 +94,8 @@ class Committed:
         mode: Mode,
     ) -> None:
         """Starts over from what a store holds; every watcher is woken."""
-        for mapping in (self.jobs, self.gangs, self.nodes, self.configuration_sets, self.desired, self.rows):
+        kept = (self.jobs, self.gangs, self.nodes, self.sets, self.configuration_sets, self.desired, self.rows)
+        for mapping in kept:
             mapping.clear()
         for element in elements:
             self._install(element)
@@ -180,6 +182,8 @@ class Committed:
                 self.gangs[element.epoch] = element
             case Node():
                 self.nodes[element.name] = element
+            case NodeSet():
+                self.sets[element.number] = element
             case ConfigurationSet():
                 self.configuration_sets[element.name] = element
             case Counters():
@@ -199,6 +203,8 @@ class Committed:
                 self.wake("view")
                 for watched in self._job_watchers:
                     watched.add(())
+            case "node_set":
+                self.sets.pop(int(key), None)
             case "configuration_set":
                 self.configuration_sets.pop(key, None)
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ganger_master.core.effects import History
-from ganger_master.core.model import ConfigurationSet, Counters, Element, Gang, Job, JobSpec, Node, Request
+from ganger_master.core.model import ConfigurationSet, Counters, Element, Gang, Job, JobSpec, Node, NodeSet, Request
 from ganger_master.store.contract import Batch, HistoryEntry, Problem, Row, StoredRow, StoreError
 
 # Kind of an element, as the core names it, to the table that keeps it.
@@ -22,6 +22,7 @@ TABLE_OF_KIND: Final = {
     "request": "requests",
     "gang": "gangs",
     "node": "nodes",
+    "node_set": "node_sets",
     "configuration_set": "configuration_sets",
     "counters": "counters",
 }
@@ -31,6 +32,7 @@ _TYPE_OF_TABLE: Final[Mapping[str, type]] = {
     "requests": Request,
     "gangs": Gang,
     "nodes": Node,
+    "node_sets": NodeSet,
     "configuration_sets": ConfigurationSet,
     "counters": Counters,
 }
@@ -116,6 +118,10 @@ def _row_of_node(key: str, node: Node) -> Row:
     return key, node.configuration_set, node.rack, node.state.value, _body(node)
 
 
+def _row_of_node_set(key: str, node_set: NodeSet) -> Row:
+    return key, _body(node_set)
+
+
 def _row_of_set(key: str, configuration_set: ConfigurationSet) -> Row:
     return key, _body(configuration_set)
 
@@ -129,6 +135,7 @@ _ROW_OF: Final[Mapping[str, Callable[[str, Any], Row]]] = {
     "requests": _row_of_request,
     "gangs": _row_of_gang,
     "nodes": _row_of_node,
+    "node_sets": _row_of_node_set,
     "configuration_sets": _row_of_set,
     "counters": _row_of_counters,
 }
@@ -158,6 +165,8 @@ def _order(element: Element) -> tuple[int, int, str]:
             return 3, element.number, ""
         case Gang():
             return 4, element.epoch, ""
+        case NodeSet():
+            return 5, element.number, ""
 
 
 def _entry(history: History) -> HistoryEntry:

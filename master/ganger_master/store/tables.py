@@ -94,6 +94,14 @@ gangs = Table(
     Column("body", Text, nullable=False),
 )
 
+# Nodes on which gangs take turns, with their matrices.
+node_sets = Table(
+    "node_sets",
+    metadata,
+    Column("key", String(_KEY_LENGTH), primary_key=True),
+    Column("body", Text, nullable=False),
+)
+
 events = Table(
     "events",
     metadata,
@@ -109,7 +117,9 @@ events = Table(
 )
 
 # In the order in which they are loaded: an element only names elements of tables before its own.
-STATE: Final = {table.name: table for table in (counters, configuration_sets, nodes, job_specs, jobs, requests, gangs)}
+STATE: Final = {
+    table.name: table for table in (counters, configuration_sets, nodes, job_specs, jobs, requests, gangs, node_sets)
+}
 # Of each state table, `key` left out.
 COLUMNS: Final = {
     name: tuple(column.name for column in table.columns if column.name != "key") for name, table in STATE.items()

@@ -197,13 +197,14 @@ class ReconcileRequest(google.protobuf.message.Message):
     DEVICE_FAULTS_FIELD_NUMBER: builtins.int
     MAX_WAIT_FIELD_NUMBER: builtins.int
     STORAGE_PROVED_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
     session: builtins.str
     observation: builtins.int
     """Raised with every change of the observed set."""
     desired_version: builtins.int
     """Desired version the daemon has applied; zero at first."""
     changed: builtins.bool
-    """False: `gangs` and `device_faults` are empty and stand as in the last call of this session."""
+    """False: `gangs`, `device_faults` and `rows` are empty and stand as in the last call of this session."""
     storage_proved: builtins.bool
     @property
     def gangs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ObservedGang]: ...
@@ -211,6 +212,10 @@ class ReconcileRequest(google.protobuf.message.Message):
     def device_faults(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.str]: ...
     @property
     def max_wait(self) -> google.protobuf.duration_pb2.Duration: ...
+    @property
+    def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ObservedRows]:
+        """Where the node sets stand that this node is in."""
+
     def __init__(
         self,
         *,
@@ -222,10 +227,11 @@ class ReconcileRequest(google.protobuf.message.Message):
         device_faults: collections.abc.Mapping[builtins.int, builtins.str] | None = ...,
         max_wait: google.protobuf.duration_pb2.Duration | None = ...,
         storage_proved: builtins.bool = ...,
+        rows: collections.abc.Iterable[Global___ObservedRows] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["max_wait", b"max_wait"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changed", b"changed", "desired_version", b"desired_version", "device_faults", b"device_faults", "gangs", b"gangs", "max_wait", b"max_wait", "observation", b"observation", "session", b"session", "storage_proved", b"storage_proved"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changed", b"changed", "desired_version", b"desired_version", "device_faults", b"device_faults", "gangs", b"gangs", "max_wait", b"max_wait", "observation", b"observation", "rows", b"rows", "session", b"session", "storage_proved", b"storage_proved"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReconcileRequest: typing_extensions.TypeAlias = ReconcileRequest
@@ -239,9 +245,10 @@ class ReconcileResponse(google.protobuf.message.Message):
     GANGS_FIELD_NUMBER: builtins.int
     ACKNOWLEDGED_EPOCHS_FIELD_NUMBER: builtins.int
     OBSERVATION_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
     desired_version: builtins.int
     changed: builtins.bool
-    """False: `gangs` is empty and the desired set stands."""
+    """False: `gangs` and `rows` are empty and the desired set stands."""
     observation: builtins.int
     """Epochs the master confirms for the lease."""
     @property
@@ -249,6 +256,12 @@ class ReconcileResponse(google.protobuf.message.Message):
     @property
     def acknowledged_epochs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Outcomes and checkpoints the master has made durable: the daemon may forget them."""
+
+    @property
+    def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DesiredRows]:
+        """With `changed`: the matrices of the node sets this node is in, complete. Of a gang named in one, `gangs` says whether
+        it is to run at all; when, its rows say.
+        """
 
     def __init__(
         self,
@@ -258,11 +271,115 @@ class ReconcileResponse(google.protobuf.message.Message):
         gangs: collections.abc.Iterable[Global___DesiredGang] | None = ...,
         acknowledged_epochs: collections.abc.Iterable[builtins.int] | None = ...,
         observation: builtins.int = ...,
+        rows: collections.abc.Iterable[Global___DesiredRows] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_epochs", b"acknowledged_epochs", "changed", b"changed", "desired_version", b"desired_version", "gangs", b"gangs", "observation", b"observation"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_epochs", b"acknowledged_epochs", "changed", b"changed", "desired_version", b"desired_version", "gangs", b"gangs", "observation", b"observation", "rows", b"rows"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReconcileResponse: typing_extensions.TypeAlias = ReconcileResponse
+
+@typing.final
+class DesiredRows(google.protobuf.message.Message):
+    """A slot matrix: rows of gangs that run at once, one row after the other, each for a quantum."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_SET_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    QUANTUM_FIELD_NUMBER: builtins.int
+    LEVEL_FIELD_NUMBER: builtins.int
+    MEMBERS_FIELD_NUMBER: builtins.int
+    SET_EPOCH_FIELD_NUMBER: builtins.int
+    node_set: builtins.int
+    version: builtins.int
+    """Raised with every change; becomes active at a row switch once every member knows it."""
+    level: ganger.v1.job_pb2.SuspendLevel.ValueType
+    """What a gang gives up when its row is over: PAUSE or OFFLOAD."""
+    set_epoch: builtins.int
+    """Raised with every other leader: orders of a former one are ignored."""
+    @property
+    def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Row]: ...
+    @property
+    def quantum(self) -> google.protobuf.duration_pb2.Duration: ...
+    @property
+    def members(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Member]:
+        """The first one leads. Without ranks."""
+
+    def __init__(
+        self,
+        *,
+        node_set: builtins.int = ...,
+        version: builtins.int = ...,
+        rows: collections.abc.Iterable[Global___Row] | None = ...,
+        quantum: google.protobuf.duration_pb2.Duration | None = ...,
+        level: ganger.v1.job_pb2.SuspendLevel.ValueType = ...,
+        members: collections.abc.Iterable[Global___Member] | None = ...,
+        set_epoch: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["quantum", b"quantum"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["level", b"level", "members", b"members", "node_set", b"node_set", "quantum", b"quantum", "rows", b"rows", "set_epoch", b"set_epoch", "version", b"version"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___DesiredRows: typing_extensions.TypeAlias = DesiredRows
+
+@typing.final
+class Row(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCHS_FIELD_NUMBER: builtins.int
+    @property
+    def epochs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Of gangs; one may be in several rows."""
+
+    def __init__(
+        self,
+        *,
+        epochs: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["epochs", b"epochs"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Row: typing_extensions.TypeAlias = Row
+
+@typing.final
+class ObservedRows(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_SET_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    KNOWN_VERSION_FIELD_NUMBER: builtins.int
+    ROW_FIELD_NUMBER: builtins.int
+    SWITCH_SECONDS_FIELD_NUMBER: builtins.int
+    UNABLE_EPOCHS_FIELD_NUMBER: builtins.int
+    node_set: builtins.int
+    version: builtins.int
+    """Of the active matrix."""
+    known_version: builtins.int
+    """The newest version heard of."""
+    row: builtins.int
+    """Of the active matrix, from 0."""
+    switch_seconds: builtins.float
+    """From the order to the first step of the next row, as a switch without starts took it last; zero until measured."""
+    @property
+    def unable_epochs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Gangs that cannot stop at the level of the matrix, and so take no turns."""
+
+    def __init__(
+        self,
+        *,
+        node_set: builtins.int = ...,
+        version: builtins.int = ...,
+        known_version: builtins.int = ...,
+        row: builtins.int = ...,
+        switch_seconds: builtins.float = ...,
+        unable_epochs: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["known_version", b"known_version", "node_set", b"node_set", "row", b"row", "switch_seconds", b"switch_seconds", "unable_epochs", b"unable_epochs", "version", b"version"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ObservedRows: typing_extensions.TypeAlias = ObservedRows
 
 @typing.final
 class OrderKey(google.protobuf.message.Message):

@@ -218,3 +218,107 @@ class ReadPeerLogRequest(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReadPeerLogRequest: typing_extensions.TypeAlias = ReadPeerLogRequest
+
+@typing.final
+class RowOrder(google.protobuf.message.Message):
+    """Where a node set stands, complete: whoever missed earlier orders needs none of them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_SET_FIELD_NUMBER: builtins.int
+    SET_EPOCH_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    ROW_FIELD_NUMBER: builtins.int
+    STOPS_FIELD_NUMBER: builtins.int
+    ASK_FIELD_NUMBER: builtins.int
+    node_set: builtins.int
+    set_epoch: builtins.int
+    sequence: builtins.int
+    version: builtins.int
+    """Of the matrix that is active from this order on."""
+    row: builtins.int
+    ask: builtins.bool
+    """Nothing is ordered."""
+    @property
+    def stops(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Stop]:
+        """Who rests, by the order that ended its turn: that one names the boundary agreement of its stop."""
+
+    def __init__(
+        self,
+        *,
+        node_set: builtins.int = ...,
+        set_epoch: builtins.int = ...,
+        sequence: builtins.int = ...,
+        version: builtins.int = ...,
+        row: builtins.int = ...,
+        stops: collections.abc.Iterable[Global___Stop] | None = ...,
+        ask: builtins.bool = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["ask", b"ask", "node_set", b"node_set", "row", b"row", "sequence", b"sequence", "set_epoch", b"set_epoch", "stops", b"stops", "version", b"version"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___RowOrder: typing_extensions.TypeAlias = RowOrder
+
+@typing.final
+class Stop(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    SET_EPOCH_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    set_epoch: builtins.int
+    sequence: builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        set_epoch: builtins.int = ...,
+        sequence: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["epoch", b"epoch", "sequence", b"sequence", "set_epoch", b"set_epoch"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Stop: typing_extensions.TypeAlias = Stop
+
+@typing.final
+class RowState(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ORDER_FIELD_NUMBER: builtins.int
+    KNOWN_VERSION_FIELD_NUMBER: builtins.int
+    STARTED_FIELD_NUMBER: builtins.int
+    ALIVE_EPOCHS_FIELD_NUMBER: builtins.int
+    RUNNING_EPOCHS_FIELD_NUMBER: builtins.int
+    SWITCH_SECONDS_FIELD_NUMBER: builtins.int
+    known_version: builtins.int
+    started: builtins.bool
+    """Every gang of the row that has a part here runs."""
+    switch_seconds: builtins.float
+    @property
+    def order(self) -> Global___RowOrder:
+        """The last order obeyed."""
+
+    @property
+    def alive_epochs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Gangs with a part here that want to run, and those of them that do."""
+
+    @property
+    def running_epochs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        order: Global___RowOrder | None = ...,
+        known_version: builtins.int = ...,
+        started: builtins.bool = ...,
+        alive_epochs: collections.abc.Iterable[builtins.int] | None = ...,
+        running_epochs: collections.abc.Iterable[builtins.int] | None = ...,
+        switch_seconds: builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["order", b"order"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["alive_epochs", b"alive_epochs", "known_version", b"known_version", "order", b"order", "running_epochs", b"running_epochs", "started", b"started", "switch_seconds", b"switch_seconds"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___RowState: typing_extensions.TypeAlias = RowState

@@ -50,6 +50,11 @@ class PeerServiceStub(object):
                 request_serializer=ganger_dot_agent_dot_v1_dot_peer__pb2.ShardWrittenRequest.SerializeToString,
                 response_deserializer=ganger_dot_agent_dot_v1_dot_peer__pb2.ShardWrittenResponse.FromString,
                 _registered_method=True)
+        self.SwitchRow = channel.unary_unary(
+                '/ganger.agent.v1.PeerService/SwitchRow',
+                request_serializer=ganger_dot_agent_dot_v1_dot_peer__pb2.RowOrder.SerializeToString,
+                response_deserializer=ganger_dot_agent_dot_v1_dot_peer__pb2.RowState.FromString,
+                _registered_method=True)
         self.ReadLog = channel.unary_stream(
                 '/ganger.agent.v1.PeerService/ReadLog',
                 request_serializer=ganger_dot_agent_dot_v1_dot_peer__pb2.ReadPeerLogRequest.SerializeToString,
@@ -84,6 +89,15 @@ class PeerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SwitchRow(self, request, context):
+        """The leader of a node set says which row runs, or asks where a member stands: without rows. A member obeys the highest
+        (set_epoch, sequence) it has heard. Errors: NOT_FOUND/NODE_SET_NOT_FOUND, ABORTED/EPOCH_STALE (it knows a newer
+        leader).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReadLog(self, request, context):
         """The segments this daemon has of a rank's log, from a logical offset. Errors: NOT_FOUND/RANK_NOT_FOUND,
         OUT_OF_RANGE/OFFSET_BEYOND_END (metadata "end": where it ends).
@@ -109,6 +123,11 @@ def add_PeerServiceServicer_to_server(servicer, server):
                     servicer.ShardWritten,
                     request_deserializer=ganger_dot_agent_dot_v1_dot_peer__pb2.ShardWrittenRequest.FromString,
                     response_serializer=ganger_dot_agent_dot_v1_dot_peer__pb2.ShardWrittenResponse.SerializeToString,
+            ),
+            'SwitchRow': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwitchRow,
+                    request_deserializer=ganger_dot_agent_dot_v1_dot_peer__pb2.RowOrder.FromString,
+                    response_serializer=ganger_dot_agent_dot_v1_dot_peer__pb2.RowState.SerializeToString,
             ),
             'ReadLog': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadLog,
@@ -197,6 +216,33 @@ class PeerService(object):
             '/ganger.agent.v1.PeerService/ShardWritten',
             ganger_dot_agent_dot_v1_dot_peer__pb2.ShardWrittenRequest.SerializeToString,
             ganger_dot_agent_dot_v1_dot_peer__pb2.ShardWrittenResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwitchRow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ganger.agent.v1.PeerService/SwitchRow',
+            ganger_dot_agent_dot_v1_dot_peer__pb2.RowOrder.SerializeToString,
+            ganger_dot_agent_dot_v1_dot_peer__pb2.RowState.FromString,
             options,
             channel_credentials,
             insecure,

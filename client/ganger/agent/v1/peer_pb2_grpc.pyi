@@ -38,6 +38,11 @@ class PeerServiceStub:
     """A member tells the leader that its shard of a checkpoint is durable, again until all are there and it is published.
     Errors: as RelayBoundary.
     """
+    SwitchRow: grpc.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.RowOrder, ganger.agent.v1.peer_pb2.RowState]
+    """The leader of a node set says which row runs, or asks where a member stands: without rows. A member obeys the highest
+    (set_epoch, sequence) it has heard. Errors: NOT_FOUND/NODE_SET_NOT_FOUND, ABORTED/EPOCH_STALE (it knows a newer
+    leader).
+    """
     ReadLog: grpc.UnaryStreamMultiCallable[ganger.agent.v1.peer_pb2.ReadPeerLogRequest, ganger.v1.job_service_pb2.LogChunk]
     """The segments this daemon has of a rank's log, from a logical offset. Errors: NOT_FOUND/RANK_NOT_FOUND,
     OUT_OF_RANGE/OFFSET_BEYOND_END (metadata "end": where it ends).
@@ -57,6 +62,11 @@ class PeerServiceAsyncStub(PeerServiceStub):
     ShardWritten: grpc.aio.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.ShardWrittenRequest, ganger.agent.v1.peer_pb2.ShardWrittenResponse]  # type: ignore[assignment]
     """A member tells the leader that its shard of a checkpoint is durable, again until all are there and it is published.
     Errors: as RelayBoundary.
+    """
+    SwitchRow: grpc.aio.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.RowOrder, ganger.agent.v1.peer_pb2.RowState]  # type: ignore[assignment]
+    """The leader of a node set says which row runs, or asks where a member stands: without rows. A member obeys the highest
+    (set_epoch, sequence) it has heard. Errors: NOT_FOUND/NODE_SET_NOT_FOUND, ABORTED/EPOCH_STALE (it knows a newer
+    leader).
     """
     ReadLog: grpc.aio.UnaryStreamMultiCallable[ganger.agent.v1.peer_pb2.ReadPeerLogRequest, ganger.v1.job_service_pb2.LogChunk]  # type: ignore[assignment]
     """The segments this daemon has of a rank's log, from a logical offset. Errors: NOT_FOUND/RANK_NOT_FOUND,
@@ -92,6 +102,17 @@ class PeerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[ganger.agent.v1.peer_pb2.ShardWrittenResponse, collections.abc.Awaitable[ganger.agent.v1.peer_pb2.ShardWrittenResponse]]:
         """A member tells the leader that its shard of a checkpoint is durable, again until all are there and it is published.
         Errors: as RelayBoundary.
+        """
+
+    @abc.abstractmethod
+    def SwitchRow(
+        self,
+        request: ganger.agent.v1.peer_pb2.RowOrder,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.agent.v1.peer_pb2.RowState, collections.abc.Awaitable[ganger.agent.v1.peer_pb2.RowState]]:
+        """The leader of a node set says which row runs, or asks where a member stands: without rows. A member obeys the highest
+        (set_epoch, sequence) it has heard. Errors: NOT_FOUND/NODE_SET_NOT_FOUND, ABORTED/EPOCH_STALE (it knows a newer
+        leader).
         """
 
     @abc.abstractmethod

@@ -1,0 +1,322 @@
+"""May these jobs take turns on these devices? The judgement of a plan's matrix, whole or not at all.
+
+Who takes turns must let itself be stopped, at the level of the matrix, and for nobody of lower priority; its state must
+have room: in the arenas of all rows at once for OFFLOAD, on the devices for PAUSE. Each row must fit. Node sets are
+disjoint, and one change of a set is made before the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NoReturn, TypeAlias
+
+from ganger.resources.fit import MEMORY_SHARE, fit
+from ganger.resources.reasons import Reason, Refusal
+from ganger.resources.topology import bits
+from msgspec.structs import replace
+
+from ganger_master.core import capacity, events, node_sets
+from ganger_master.core.answers import Refused
+from ganger_master.core.checks import unfinished
+from ganger_master.core.commands import Change
+from ganger_master.core.model import Claim, Gang, GangPhase, GangRole, Intent, Job, Level, NodeSet, SuspendLevel
+from ganger_master.core.sizes import shape_for
+from ganger_master.core.state import State
+
+Claims: TypeAlias = tuple[Claim, ...]
+
+# What a node says whose daemon switches rows.
+CAPABILITY: Final = "rotation"
+SWITCHES_PER_QUANTUM: Final = 50.0
+ROWS_LIMIT: Final = 64
+# Shorter ones would be all switching on any machine.
+_LEAST_QUANTUM_SECONDS: Final = 0.5
+
+
+class _RefusedError(Exception):
+    """`number`: of the job it is about."""
+
+    def __init__(self, number: int, refusal: Refusal) -> None:
+        self.number, self.refusal = number, refusal
+
+
+class _Member:
+    """One who is to take turns: `claims` are where it is or is to start, `gang` is what it holds, if it does."""
+
+    __slots__ = ("change", "claims", "gang", "job", "level")
+
+    def __init__(self, change: Change, job: Job, gang: Gang | None, claims: Claims, level: Level) -> None:
+        self.change, self.job, self.gang, self.claims, self.level = change, job, gang, claims, level
+
+
+def judge_rows(
+    state: State, changes: Sequence[Change], proposer: str, now: float
+) -> events.RowsChanged | tuple[int, Refusal]:
+    """What happens, or which job is to blame and why."""
+    try:
+        return _judge(state, changes, proposer, now)
+    except _RefusedError as refused:
+        return refused.number, refused.refusal
+
+
+def _judge(state: State, changes: Sequence[Change], proposer: str, now: float) -> events.RowsChanged:
+    first = changes[0]
+    for change in changes:
+        common = (change.kind, change.node_set, change.quantum_seconds, change.level)
+        if common != ("ROW", first.node_set, first.quantum_seconds, first.level):
+            _refuse(
+                change.number, Reason.CLAIM_MISMATCH, detail="a matrix is proposed alone, and says one thing of all"
+            )
+    before = state.sets.get(first.node_set)
+    if first.node_set and before is None:
+        _refuse(first.number, Reason.WRONG_STATE, detail=f"there is no nodeSets/{first.node_set}")
+    if before is not None and before.coming is not None:
+        figures = {"version": before.active.version, "coming": before.coming.version}
+        _refuse(first.number, Reason.STALE_REVISION, figures, detail="its last change is not yet made on all its nodes")
+    rows = _rows(changes)
+    _check_quantum(state, first)
+    members = {change.number: _member(state, change, before) for change in changes}
+    if before is not None:
+        _check_complete(state, before, members)
+    _check_nodes(state, before, members)
+    _check_priorities(members, rows)
+    starting = [member for member in members.values() if member.gang is None]
+    held = _held(state, before, members)
+    for member in starting:
+        _check_start(state, member, held)
+    for row in rows:
+        _check_row(state, [members[number] for number in row], held)
+    _check_host_memory(state, starting)
+    for member in members.values():
+        _check_level(state, member, first.level, members)
+    starts = {member.job.number: (member.claims, capacity.level_of(state, member.claims)) for member in starting}
+    takes = _takes(state, held, members, rows)
+    return events.RowsChanged(
+        now, proposer, first.node_set, rows, first.quantum_seconds, first.level, starts, takes, first.reason
+    )
+
+
+def _rows(changes: Sequence[Change]) -> tuple[tuple[int, ...], ...]:
+    count = max([index for change in changes for index in change.rows], default=-1) + 1
+    if not 0 < count <= ROWS_LIMIT:
+        _refuse(
+            changes[0].number, Reason.CLAIM_MISMATCH, {"rows": count, "limit": ROWS_LIMIT}, detail="rows count from 0"
+        )
+    rows = tuple([tuple(sorted([c.number for c in changes if index in c.rows])) for index in range(count)])
+    for change in changes:
+        if not change.rows:
+            _refuse(change.number, Reason.CLAIM_MISMATCH, detail="it is in no row: suspend it instead")
+    if not all(rows):
+        _refuse(changes[0].number, Reason.CLAIM_MISMATCH, {"row": rows.index(())}, detail="a row without gangs")
+    return rows
+
+
+def _check_quantum(state: State, change: Change) -> None:
+    switch = node_sets.slowest_switch(state, change.node_set)
+    least = max(_LEAST_QUANTUM_SECONDS, SWITCHES_PER_QUANTUM * switch)
+    if change.quantum_seconds < least:
+        figures = {
+            "quantum_milliseconds": int(1000 * change.quantum_seconds),
+            "least_milliseconds": int(1000 * least),
+            "switch_milliseconds": int(1000 * switch),
+        }
+        _refuse(change.number, Reason.QUANTUM, figures)
+
+
+def _member(state: State, change: Change, before: NodeSet | None) -> _Member:
+    job = unfinished(state, change.number)
+    if isinstance(job, Refused):
+        _refuse(change.number, Reason.WRONG_STATE, detail=job.message)
+    if change.revision != job.revision:
+        _refuse(job.number, Reason.STALE_REVISION, {"revision": job.revision, "given": change.revision})
+    if not job.spec.preemptible:
+        _refuse(job.number, Reason.WRONG_STATE, detail="the job is not to be suspended, so it takes no turns")
+    if job.spec.time_limit_seconds is not None:
+        _refuse(job.number, Reason.WRONG_STATE, detail="the job has a time limit, which goes on while it rests")
+    if state.is_waiting(job):
+        if job.epoch or not change.claims:
+            _refuse(job.number, Reason.WRONG_STATE, detail="it rests somewhere, and goes on only there")
+        if any(claim.shared_mask for claim in change.claims):
+            _refuse(job.number, Reason.NOT_SUPPORTED, detail="who shares devices at once takes no turns")
+        return _Member(change, job, None, change.claims, Level.CLUSTER)
+    gang = state.gangs.get(job.epoch)
+    is_active = gang is not None and gang.role is GangRole.ACTIVE
+    settled = is_active and gang is not None and gang.phase in (GangPhase.STARTING, GangPhase.RUNNING)
+    if gang is None or not settled or gang.intent is not Intent.RUN or job.next_epoch or job.ending is not None:
+        _refuse(job.number, Reason.WRONG_STATE, detail="only who runs or waits can begin to take turns")
+    if change.claims and change.claims != gang.claims:
+        _refuse(job.number, Reason.CLAIM_MISMATCH, detail="it holds a gang already")
+    if any(claim.shared_mask for claim in gang.claims):
+        _refuse(job.number, Reason.NOT_SUPPORTED, detail="who shares devices at once takes no turns")
+    of = state.set_of.get(gang.epoch)
+    if of is not None and (before is None or of != before.number):
+        _refuse(job.number, Reason.WRONG_STATE, {"node_set": of}, detail="it takes turns already, in another node set")
+    return _Member(change, job, gang, gang.claims, gang.level)
+
+
+def _check_complete(state: State, before: NodeSet, members: Mapping[int, _Member]) -> None:
+    for epoch in node_sets.members(state, before):
+        number = state.gangs[epoch].job
+        if number not in members:
+            detail = f"jobs/{number} takes turns there too: name it, or suspend it first"
+            _refuse(next(iter(members)), Reason.CLAIM_MISMATCH, {"epoch": epoch}, detail=detail)
+
+
+def _check_nodes(state: State, before: NodeSet | None, members: Mapping[int, _Member]) -> None:
+    for number, member in members.items():
+        for claim in member.claims:
+            node = state.nodes.get(claim.node)
+            if node is None:
+                _refuse(number, Reason.NODE_GONE, node=claim.node)
+            of = state.set_on.get(claim.node)
+            if of is not None and (before is None or of != before.number):
+                _refuse(number, Reason.WRONG_STATE, {"node_set": of}, claim.node, "node sets have no node in common")
+            if node.capabilities.get(CAPABILITY) != "yes":
+                _refuse(number, Reason.NOT_SUPPORTED, node=claim.node, detail="its daemon switches no rows")
+
+
+def _check_priorities(members: Mapping[int, _Member], rows: Sequence[Sequence[int]]) -> None:
+    """Nobody stops for a lower priority, so only equals take turns on a device."""
+    on: dict[tuple[str, int], int] = {}
+    for number in dict.fromkeys([number for row in rows for number in row]):
+        member = members[number]
+        for claim in member.claims:
+            for device in bits(claim.device_mask):
+                other = on.setdefault((claim.node, device), number)
+                mine, theirs = member.job.spec.priority, members[other].job.spec.priority
+                if mine != theirs:
+                    figures = {"priority": mine, "priority_there": theirs}
+                    _refuse(number, Reason.WRONG_STATE, figures, claim.node, "only equal priorities take turns")
+
+
+def _held(state: State, before: NodeSet | None, members: Mapping[int, _Member]) -> dict[str, Claim]:
+    """What those who are there hold together, node by node: free for whoever takes turns with them."""
+    epochs = {member.gang.epoch for member in members.values() if member.gang is not None}
+    if before is not None:
+        epochs.update(node_sets.members(state, before))
+    found: dict[str, Claim] = {}
+    for epoch in sorted(epochs):
+        for piece in state.gangs[epoch].pieces:
+            if piece.held is not None and piece.held.device_mask:
+                held = found.get(piece.held.node)
+                cores = piece.held.millicores
+                if held is not None:
+                    cores = tuple([one + other for one, other in zip(held.millicores, cores, strict=True)])
+                mask = piece.held.device_mask | (held.device_mask if held is not None else 0)
+                found[piece.held.node] = Claim(piece.held.node, mask, cores, 0)
+    return found
+
+
+def _check_start(state: State, member: _Member, held: Mapping[str, Claim]) -> None:
+    job = member.job
+    shape = shape_for(job, member.claims)
+    if isinstance(shape, Refusal):
+        raise _RefusedError(job.number, shape)
+    refusals = capacity.rules(state, job, shape.gpus) or capacity.node_rules(state, job, member.claims)
+    if not refusals:
+        claims = member.claims
+        arena = {claim.arena_bytes // claim.device_mask.bit_count() for claim in claims if claim.device_mask}
+        wanted = replace(shape, arena_bytes_per_device=arena.pop()) if len(arena) == 1 else shape
+        holding = tuple([held[claim.node] for claim in claims if claim.node in held])
+        refusals = fit(state.view, wanted, claims, holding=holding, retune=True)
+    if refusals:
+        raise _RefusedError(job.number, refusals[0])
+
+
+def _check_row(state: State, row: Sequence[_Member], held: Mapping[str, Claim]) -> None:
+    used: dict[str, int] = {}
+    cores: dict[str, tuple[int, ...]] = {}
+    for member in row:
+        for claim in member.claims:
+            twice = used.get(claim.node, 0) & claim.device_mask
+            if twice:
+                figures = {"conflicting": twice.bit_count()}
+                _refuse(member.job.number, Reason.GPUS, figures, claim.node, "two of a row have devices in common")
+            used[claim.node] = used.get(claim.node, 0) | claim.device_mask
+            known = cores.get(claim.node, (0,) * len(claim.millicores))
+            cores[claim.node] = tuple([one + other for one, other in zip(known, claim.millicores, strict=True)])
+            free = state.view.millicores[state.view.slots[claim.node]] if claim.node in state.view.slots else ()
+            own = held[claim.node].millicores if claim.node in held else (0,) * len(free)
+            for socket, (have, there) in enumerate(zip(free, own, strict=True)):
+                if cores[claim.node][socket] > have + there:
+                    figures = {"needed_millicores": cores[claim.node][socket], "free_millicores": have + there}
+                    _refuse(member.job.number, Reason.CORES, {**figures, "socket": socket}, claim.node)
+
+
+def _check_host_memory(state: State, starting: Sequence[_Member]) -> None:
+    """Of all who start at once: `fit` has looked at each alone."""
+    needed: dict[str, int] = {}
+    for member in starting:
+        for claim in member.claims:
+            needed[claim.node] = needed.get(claim.node, 0) + claim.memory_bytes + claim.arena_bytes
+            free = state.view.memory[state.view.slots[claim.node]]
+            if needed[claim.node] > free:
+                figures = {"needed_bytes": needed[claim.node], "free_bytes": free}
+                _refuse(member.job.number, Reason.MEMORY, figures, claim.node, "the states of all rows do not fit")
+
+
+def _check_level(state: State, member: _Member, level: SuspendLevel, members: Mapping[int, _Member]) -> None:
+    job = member.job
+    if level not in (SuspendLevel.PAUSE, SuspendLevel.OFFLOAD):
+        _refuse(job.number, Reason.LEVEL_UNAVAILABLE, {"level": int(level)}, detail="rows change by PAUSE or OFFLOAD")
+    offered = job.capabilities
+    if offered.known and not offered.offers(level):
+        why = offered.missing.get(level.name, f"it does not offer {level.name}")
+        _refuse(job.number, Reason.LEVEL_UNAVAILABLE, detail=why)
+    for claim in member.claims:
+        if claim.device_mask:
+            _check_room(state, member, claim, level, members)
+
+
+def _check_room(
+    state: State, member: _Member, claim: Claim, level: SuspendLevel, members: Mapping[int, _Member]
+) -> None:
+    """For what rests: in an arena, or on the device."""
+    job = member.job
+    whole = state.view.topology(claim.node).configuration_set.device_memory_bytes
+    if level is SuspendLevel.OFFLOAD:
+        # Of whom nothing is known it could be all that a device has.
+        needed = job.arena_bytes_per_device or whole
+        reserved = claim.arena_bytes // claim.device_mask.bit_count()
+        if reserved < needed:
+            free = state.view.memory[state.view.slots[claim.node]]
+            figures = {"needed_bytes": needed, "reserved_bytes": reserved, "free_bytes": free}
+            _refuse(job.number, Reason.MEMORY, figures, claim.node, "its arena has no room in host memory")
+        return
+    for device in bits(claim.device_mask):
+        needs = [
+            other.job.shape.device_memory_bytes
+            for other in members.values()
+            if any(own.node == claim.node and own.device_mask >> device & 1 for own in other.claims)
+        ]
+        if not all(needs) or sum(needs) > MEMORY_SHARE * whole:
+            figures = {"needed_bytes": sum(needs), "free_bytes": int(MEMORY_SHARE * whole)}
+            detail = "those who take turns do not all stay on the device" if all(needs) else "nobody knows what it uses"
+            _refuse(job.number, Reason.DEVICE_MEMORY, figures, claim.node, detail)
+
+
+def _takes(
+    state: State, held: Mapping[str, Claim], members: Mapping[int, _Member], rows: Sequence[Sequence[int]]
+) -> Claims:
+    """What the set will hold beyond what its gangs hold now, node by node; what it gives back is not counted."""
+    found = []
+    for node in sorted({claim.node for member in members.values() for claim in member.claims}):
+        mask = memory = 0
+        needs: dict[int, tuple[int, ...]] = {}
+        for number, member in members.items():
+            for claim in member.claims:
+                if claim.node == node:
+                    mask |= claim.device_mask
+                    memory += (claim.memory_bytes + claim.arena_bytes) if member.gang is None else 0
+                    needs[number] = claim.millicores
+        own = held.get(node, Claim(node, 0, (0,) * len(next(iter(needs.values()))), 0))
+        charged = node_sets.charges(rows, needs).values()
+        cores = [max(0, sum(more) - had) for more, had in zip(zip(*charged, strict=True), own.millicores, strict=True)]
+        found.append(Claim(node, mask & ~own.device_mask, tuple(cores), memory))
+    return tuple(found)
+
+
+def _refuse(
+    number: int, reason: Reason, figures: Mapping[str, int] | None = None, node: str = "", detail: str = ""
+) -> NoReturn:
+    raise _RefusedError(number, Refusal(reason, figures or {}, node, f"jobs/{number}", detail))

@@ -1,0 +1,398 @@
+"""Turns on devices: which matrices a master approves, what a node set holds, and what becomes of it."""
+
+from __future__ import annotations
+
+import pytest
+from core.drive import GIB, SERVER, Drive, job_of
+from ganger.resources.reasons import Reason, Refusal
+from ganger.resources.values import Claim
+from ganger_master.core.answers import PlanAnswer, Refused, SessionAnswer
+from ganger_master.core.commands import (
+    CancelJob,
+    Change,
+    DeclareLost,
+    MoveJob,
+    Observe,
+    ObservedGang,
+    ObservedRows,
+    OpenSession,
+    ProposePlan,
+    SuspendJob,
+)
+from ganger_master.core.desired import desired_of
+from ganger_master.core.image import image_of, state_of
+from ganger_master.core.invariants import violations
+from ganger_master.core.model import Intent, JobSpec, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
+from ganger_master.core.node_sets import charges
+from ganger_master.core.state import State
+from ganger_master.store.codec import Codec
+from ganger_master.store.memory import MemoryStore
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+ARENA = GIB + GIB // 10
+
+
+class Turns(Drive):
+    """Nodes whose daemons switch rows. Reports say where the set of a node stands, as `stand` was told."""
+
+    def __init__(self, nodes: int = 1, capability: str = "yes") -> None:
+        self.capability = capability
+        self.stands: dict[str, tuple[ObservedRows, ...]] = {}
+        super().__init__(nodes)
+
+    def join(self, node: str) -> None:
+        answer = self.step(OpenSession(node, f"machine-{node}", SERVER, capabilities={"rotation": self.capability}))
+        assert isinstance(answer, SessionAnswer)
+        self.sessions[node] = answer.session
+        self.observe(node, version=0)
+
+    def observe(self, node: str, *gangs: ObservedGang, version: int | None = None) -> object:  # type: ignore[override]
+        self.observations += 1
+        applied = desired_of(self.state, node).version if version is None else version
+        rows = self.stands.get(node, ())
+        command = Observe(node, self.sessions[node], self.observations, applied, gangs, storage_proved=True, rows=rows)
+        return self.step(command)
+
+    def stand(self, node: str, rows: ObservedRows) -> None:
+        self.stands[node] = (rows,)
+        self.observe(
+            node, *(self.reported(gang, node) or self.report(gang, ObservedPhase.STARTING) for gang in self.on(node))
+        )
+
+    def run(self, spec: JobSpec) -> int:
+        number = self.submit(spec)
+        self.start(number)
+        self.runs(number)
+        return number
+
+    def place(self, guest: int, host: int, **other: object) -> tuple[Claim, ...]:
+        """All that the host has, for the guest, with an arena of its own."""
+        claims = self.state.gangs[self.job(host).epoch].claims
+        arena = self.job(guest).arena_bytes_per_device
+        return tuple(
+            replace(claim, arena_bytes=claim.device_mask.bit_count() * arena, **other)  # type: ignore[arg-type]
+            for claim in claims
+        )
+
+    def row(self, number: int, *rows: int, claims: tuple[Claim, ...] = (), **other: object) -> Change:
+        fields = {"level": SuspendLevel.OFFLOAD, "quantum_seconds": 60.0, "together": 1, **other}
+        return Change(number, self.job(number).revision, "ROW", claims, rows=rows, **fields)  # type: ignore[arg-type]
+
+    def propose(self, *changes: Change) -> list[Refusal | None]:
+        answer = self.step(ProposePlan(changes))
+        assert isinstance(answer, PlanAnswer)
+        return [None if one.approved else one.refusals[0] for one in answer.verdicts]
+
+    def share(self, gpus: int = 4) -> tuple[int, int]:
+        """One who runs and one who came later, in turns."""
+        host = self.run(job_of(gpus))
+        guest = self.submit(job_of(gpus))
+        changes = (self.row(host, 0), self.row(guest, 1, claims=self.place(guest, host)))
+        assert self.propose(*changes) == [None, None]
+        self.runs(guest)
+        return host, guest
+
+
+@pytest.fixture
+def drive() -> Turns:
+    return Turns()
+
+
+def blamed(refusals: list[Refusal | None]) -> Refusal:
+    """Of those refused together the one that says why."""
+    found = [one for one in refusals if one is not None and "happen together" not in one.detail]
+    assert len(found) == 1, refusals
+    assert all(refusals), refusals
+    return found[0]
+
+
+def test_a_waiting_job_starts_on_devices_of_one_who_runs_and_both_take_turns(drive: Turns) -> None:
+    host, guest = drive.share()
+    assert drive.job(guest).state is JobState.HOLDING
+    row = drive.state.rows["n1"]
+    assert (row.free_mask, row.device_rows) == (0, (2, 2, 2, 2))
+    desired = desired_of(drive.state, "n1")
+    assert [gang.intent for gang in desired.gangs] == [Intent.RUN, Intent.RUN]
+    matrix = desired.rows[0].matrix
+    assert matrix.rows == ((drive.job(host).epoch,), (drive.job(guest).epoch,))
+    assert (matrix.version, matrix.quantum_seconds, matrix.level) == (1, 60.0, SuspendLevel.OFFLOAD)
+    assert desired.rows[0].members[0].node == "n1"
+
+
+def test_cores_are_held_once_for_all_rows_and_memory_for_each(drive: Turns) -> None:
+    before = drive.run(job_of(4))
+    one = drive.state.rows["n1"]
+    guest = drive.submit(job_of(4))
+    drive.propose(drive.row(before, 0), drive.row(guest, 1, claims=drive.place(guest, before)))
+    both = drive.state.rows["n1"]
+    assert both.free_millicores == one.free_millicores
+    assert one.free_memory_bytes - both.free_memory_bytes == 4 * (4 * GIB + ARENA)
+
+
+def test_who_is_cancelled_leaves_and_the_last_one_has_the_devices_to_itself(drive: Turns) -> None:
+    host, guest = drive.share()
+    drive.step(CancelJob(host))
+    assert drive.state.sets, "it still is on the devices"
+    before = drive.state.gangs[drive.job(guest).epoch].master_sequence
+    drive.seen_without("n1", host)
+    assert drive.state.sets == {}
+    assert drive.state.set_of == {}
+    assert drive.state.set_on == {}
+    assert desired_of(drive.state, "n1").rows == ()
+    gang = drive.state.gangs[drive.job(guest).epoch]
+    assert gang.master_sequence == before + 1
+    assert gang.pieces[0].held == gang.pieces[0].claim
+
+
+def test_who_rests_at_offload_leaves_and_keeps_its_arena_alone(drive: Turns) -> None:
+    host, _guest = drive.share()
+    drive.step(SuspendJob(host, SuspendLevel.OFFLOAD))
+    epoch = drive.job(host).epoch
+    assert drive.state.set_of[epoch]
+    drive.seen(host, epoch, ObservedPhase.PARKED, 7)
+    assert drive.job(host).suspended_level is SuspendLevel.OFFLOAD
+    held = drive.state.gangs[epoch].pieces[0].held
+    assert held is not None
+    assert held.device_mask == 0
+    assert not any(held.millicores)
+    assert drive.state.sets == {}
+    assert drive.state.rows["n1"].device_rows == (1, 1, 1, 1)
+
+
+def test_a_suspend_that_is_refused_leaves_the_turns_as_they_were(drive: Turns) -> None:
+    host, guest = drive.share()
+    drive.step(SuspendJob(host, SuspendLevel.OFFLOAD))
+    gang = drive.state.gangs[drive.job(host).epoch]
+    report = drive.report(gang, ObservedPhase.PARKED, 7)
+    refused = replace(report, level=SuspendLevel.PAUSE, trouble="STORAGE_FULL: no")
+    drive.observe("n1", refused, *drive.others("n1", gang.epoch))
+    assert drive.state.gangs[gang.epoch].intent is Intent.RUN
+    assert drive.state.set_of[gang.epoch] == drive.state.set_of[drive.job(guest).epoch]
+
+
+def test_a_third_job_joins_by_the_whole_next_matrix_and_both_matrices_are_held_until_it_is_active(drive: Turns) -> None:
+    host, guest = drive.share()
+    number = next(iter(drive.state.sets))
+    third = drive.submit(job_of(4))
+    changes = [drive.row(one, index, node_set=number) for index, one in enumerate((host, guest))]
+    changes.append(drive.row(third, 2, claims=drive.place(third, host), node_set=number))
+    assert drive.propose(*changes) == [None] * 3
+    node_set = drive.state.sets[number]
+    assert node_set.coming is not None
+    assert node_set.coming.version == 2
+    assert node_set.active.version == 1
+    assert desired_of(drive.state, "n1").rows[0].matrix == node_set.coming
+    drive.stand("n1", ObservedRows(number, 1, 2, 0))
+    assert drive.state.sets[number].coming is not None, "it knows of it, that is all"
+    again = [drive.row(one, index, node_set=number) for index, one in enumerate((host, guest, third))]
+    assert blamed(drive.propose(*again)).reason is Reason.STALE_REVISION
+    drive.stand("n1", ObservedRows(number, 2, 2, 1))
+    assert drive.state.sets[number].coming is None
+    assert drive.state.sets[number].active.version == 2
+
+
+def test_a_matrix_that_leaves_out_one_who_takes_turns_is_refused(drive: Turns) -> None:
+    host, _ = drive.share()
+    number = next(iter(drive.state.sets))
+    refusal = blamed(drive.propose(drive.row(host, 0, node_set=number)))
+    assert refusal.reason is Reason.CLAIM_MISMATCH
+    assert "takes turns there too" in refusal.message
+
+
+def test_a_master_that_restarts_knows_its_node_sets(drive: Turns) -> None:
+    host, _guest = drive.share()
+    store = MemoryStore()
+    changes = drive.state.take_changes()
+    store.commit(Codec().batch(changes.puts, changes.removes, ()))
+    fresh = State.restore(drive.state.settings, Codec().elements(store.load()), drive.now)
+    assert fresh.sets == drive.state.sets
+    assert (fresh.set_of, fresh.set_on) == (drive.state.set_of, drive.state.set_on)
+    assert desired_of(fresh, "n1").rows == desired_of(drive.state, "n1").rows
+    assert fresh.gangs[drive.job(host).epoch] == drive.state.gangs[drive.job(host).epoch]
+    assert fresh.counters.next_set == 2
+
+
+def test_an_image_has_the_node_sets_and_what_was_seen_of_them(drive: Turns) -> None:
+    drive.share()
+    number = next(iter(drive.state.sets))
+    drive.stand("n1", ObservedRows(number, 1, 1, 1, 0.5))
+    drive.state.take_changes()
+    again = state_of(image_of(drive.state))
+    assert violations(again) == []
+    assert (again.sets, again.rows_seen) == (drive.state.sets, drive.state.rows_seen)
+    assert image_of(again) == image_of(drive.state)
+
+
+def test_of_several_gangs_in_a_row_all_need_devices_of_their_own(drive: Turns) -> None:
+    one, other = drive.run(job_of(2)), drive.run(job_of(2))
+    guest = drive.submit(job_of(2))
+    changes = (drive.row(one, 0), drive.row(other, 0), drive.row(guest, 0, claims=drive.place(guest, one)))
+    assert blamed(drive.propose(*changes)).reason is Reason.GPUS
+    changes = (drive.row(one, 0), drive.row(other, 0, 1), drive.row(guest, 1, claims=drive.place(guest, one)))
+    assert drive.propose(*changes) == [None] * 3
+
+
+def test_when_devices_no_longer_are_shared_by_any_two_the_turns_are_over(drive: Turns) -> None:
+    one, other = drive.run(job_of(2)), drive.run(job_of(2))
+    guest = drive.submit(job_of(2))
+    drive.propose(drive.row(one, 0), drive.row(other, 0, 1), drive.row(guest, 1, claims=drive.place(guest, one)))
+    drive.step(CancelJob(one))
+    drive.seen_without("n1", one)
+    assert drive.state.sets == {}
+    assert drive.state.rows["n1"].device_rows == (1, 1, 1, 1)
+
+
+def refused_with(drive: Turns, guest_spec: JobSpec, host_spec: JobSpec | None = None, **change: object) -> Refusal:
+    host = drive.run(host_spec or job_of(4))
+    guest = drive.submit(guest_spec)
+    claims = drive.place(guest, host)
+    return blamed(drive.propose(drive.row(host, 0, **change), drive.row(guest, 1, claims=claims, **change)))
+
+
+def test_a_job_that_is_not_to_be_suspended_takes_no_turns(drive: Turns) -> None:
+    refusal = refused_with(drive, job_of(4), replace(job_of(4), preemptible=False))
+    assert refusal.reason is Reason.WRONG_STATE
+    assert "not to be suspended" in refusal.message
+
+
+def test_nobody_takes_turns_with_another_priority(drive: Turns) -> None:
+    refusal = refused_with(drive, replace(job_of(4), priority=3))
+    assert refusal.reason is Reason.WRONG_STATE
+    assert dict(refusal.figures) == {"priority": 3, "priority_there": 0}
+
+
+def test_a_job_with_a_time_limit_takes_no_turns(drive: Turns) -> None:
+    assert "time limit" in refused_with(drive, replace(job_of(4), time_limit_seconds=60.0)).message
+
+
+def test_where_arenas_do_not_fit_turns_are_refused_with_the_number(drive: Turns) -> None:
+    host = drive.run(job_of(4))
+    guest = drive.submit(job_of(4))
+    without = drive.place(guest, host)
+    without = tuple(replace(claim, arena_bytes=0) for claim in without)
+    refusal = blamed(drive.propose(drive.row(host, 0), drive.row(guest, 1, claims=without)))
+    assert refusal.reason is Reason.MEMORY
+    assert refusal.figures["needed_bytes"] == ARENA
+    assert refusal.figures["reserved_bytes"] == 0
+
+
+def test_the_states_of_all_rows_must_fit_into_host_memory(drive: Turns) -> None:
+    host = drive.run(job_of(4, 8 * GIB))
+    numbers = [drive.submit(job_of(4, 8 * GIB)) for _ in range(1)]
+    claims = drive.place(numbers[0], host)
+    refusal = blamed(drive.propose(drive.row(host, 0), drive.row(numbers[0], 1, claims=claims)))
+    assert refusal.reason is Reason.MEMORY
+    assert refusal.figures["needed_bytes"] == 4 * (8 * GIB + ARENA)
+
+
+def test_of_whom_nothing_is_known_the_whole_device_must_have_room(drive: Turns) -> None:
+    unknown = replace(job_of(4), gpu_memory_bytes=0)
+    host = drive.run(job_of(4))
+    guest = drive.submit(unknown)
+    refusal = blamed(drive.propose(drive.row(host, 0), drive.row(guest, 1, claims=drive.place(guest, host))))
+    assert refusal.figures["needed_bytes"] == GIB
+    whole = tuple(replace(claim, arena_bytes=4 * GIB) for claim in drive.place(guest, host))
+    assert drive.propose(drive.row(host, 0), drive.row(guest, 1, claims=whole)) == [None, None]
+
+
+def test_rows_pause_only_if_all_stay_on_the_device_together(drive: Turns) -> None:
+    refusal = refused_with(drive, job_of(4), level=SuspendLevel.PAUSE)
+    assert refusal.reason is Reason.DEVICE_MEMORY
+    assert refusal.figures["needed_bytes"] == 2 * GIB
+    small = replace(job_of(4), gpu_memory_bytes=GIB * 4 // 10)
+    other = Turns()
+    host, guest = other.run(small), other.submit(small)
+    changes = (
+        other.row(host, 0, level=SuspendLevel.PAUSE),
+        other.row(guest, 1, claims=other.place(guest, host), level=SuspendLevel.PAUSE),
+    )
+    assert other.propose(*changes) == [None, None]
+
+
+def test_a_quantum_is_at_least_fifty_switches(drive: Turns) -> None:
+    host, guest = drive.share()
+    number = next(iter(drive.state.sets))
+    drive.stand("n1", ObservedRows(number, 1, 1, 0, switch_seconds=0.5))
+    changes = [drive.row(one, i, node_set=number, quantum_seconds=24.0) for i, one in enumerate((host, guest))]
+    refusal = blamed(drive.propose(*changes))
+    assert refusal.reason is Reason.QUANTUM
+    assert dict(refusal.figures) == {
+        "quantum_milliseconds": 24_000,
+        "least_milliseconds": 25_000,
+        "switch_milliseconds": 500,
+    }
+    changes = [drive.row(one, i, node_set=number, quantum_seconds=25.0) for i, one in enumerate((host, guest))]
+    assert drive.propose(*changes) == [None, None]
+
+
+def test_node_sets_have_no_node_in_common() -> None:
+    drive = Turns(2)
+    _host, _ = drive.share(2)
+    number = next(iter(drive.state.sets))
+    node = drive.state.sets[number].nodes[0]
+    other = drive.submit(job_of(2))
+    rest = next(place for place in drive.places(other) if place[0].node == node)
+    assert drive.request(other, rest) is not None
+    drive.runs(other)
+    guest = drive.submit(job_of(2))
+    changes = (drive.row(other, 0), drive.row(guest, 1, claims=drive.place(guest, other)))
+    refusal = blamed(drive.propose(*changes))
+    assert refusal.reason is Reason.WRONG_STATE
+    assert refusal.figures["node_set"] == number
+
+
+def test_a_daemon_that_switches_no_rows_is_asked_for_none() -> None:
+    refusal = refused_with(Turns(capability="no"), job_of(4))
+    assert refusal.reason is Reason.NOT_SUPPORTED
+
+
+def test_who_takes_turns_is_neither_moved_nor_paused(drive: Turns) -> None:
+    host, _ = drive.share()
+    assert isinstance(drive.step(MoveJob(host)), Refused)
+    paused = drive.step(SuspendJob(host, SuspendLevel.PAUSE))
+    assert isinstance(paused, Refused)
+    assert paused.reason == "LEVEL_UNAVAILABLE"
+
+
+def test_who_turns_out_to_be_unable_to_stop_waits_for_devices_of_its_own(drive: Turns) -> None:
+    host, guest = drive.share()
+    number = next(iter(drive.state.sets))
+    drive.stand("n1", ObservedRows(number, 1, 1, 1, unable=(drive.job(guest).epoch,)))
+    assert drive.job(guest).ending is JobState.PENDING
+    assert drive.job(guest).preemptions == 1
+    drive.seen_without("n1", guest)
+    assert drive.job(guest).state is JobState.PENDING
+    assert drive.state.sets == {}
+    assert drive.job(host).state is JobState.HOLDING
+
+
+def test_a_node_set_whose_leader_is_lost_is_led_by_another_with_a_higher_epoch() -> None:
+    drive = Turns(2)
+    host = drive.run(job_of(8))
+    guest = drive.submit(job_of(8))
+    assert drive.propose(drive.row(host, 0), drive.row(guest, 1, claims=drive.place(guest, host))) == [None, None]
+    node_set = next(iter(drive.state.sets.values()))
+    assert (node_set.nodes, node_set.leader, node_set.set_epoch) == (("n1", "n2"), "n1", 1)
+    ended = drive.report(drive.state.gangs[drive.job(host).epoch], ObservedPhase.ENDED)
+    drive.observe("n1", replace(ended, outcome=Outcome(OutcomeKind.DONE)), *drive.others("n1", ended.epoch))
+    drive.now += 100.0
+    drive.step(DeclareLost("n1"))
+    for one in drive.state.sets.values():
+        assert (one.leader, one.set_epoch) == ("n2", 2)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), min_size=1, max_size=5),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=6, max_size=6),
+)
+def test_charges_sum_to_the_largest_row_and_nobody_is_charged_more_than_it_needs(
+    rows: list[list[int]], needs: list[tuple[int, int]]
+) -> None:
+    named = dict(enumerate(needs))
+    charged = charges(rows, named)
+    for socket in (0, 1):
+        largest = max(sum(named[epoch][socket] for epoch in set(row)) for row in rows)
+        assert sum(charged[epoch][socket] for epoch in named) == largest
+        assert all(0 <= charged[epoch][socket] <= named[epoch][socket] for epoch in named)
