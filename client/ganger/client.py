@@ -155,6 +155,10 @@ class Client:
         request = job_service_pb2.MoveJobRequest(name=_job(job), nodes=[node_name_from_text(node) for node in nodes])
         return self._call(self._jobs.MoveJob, request)
 
+    def resize_job(self, job: str | int, gpus: int) -> job_pb2.Job:
+        """An elastic job goes on with so many GPUs. Answers when the change is durable, not when it is done."""
+        return self._call(self._jobs.ResizeJob, job_service_pb2.ResizeJobRequest(name=_job(job), gpus=gpus))
+
     def retune_job(self, job: str | int, cores_per_task: float) -> job_pb2.Job:
         """Changes the cores of each task, live. Thread counts follow, so results may differ in their last bits."""
         request = job_service_pb2.RetuneJobRequest(name=_job(job), millicores=round(cores_per_task * 1_000))

@@ -123,6 +123,10 @@ class Job:
         """Orders a move, losing no step, to `nodes` or to others than the present ones."""
         self.message = self._client.move_job(self.name, nodes)
 
+    def resize(self, gpus: int) -> None:
+        """Orders another number of GPUs for an elastic job, losing no step."""
+        self.message = self._client.resize_job(self.name, gpus)
+
     def retune(self, cores_per_task: float) -> None:
         self.message = self._client.retune_job(self.name, cores_per_task)
 

@@ -139,12 +139,15 @@ def make_spec(
     no_words: list[str] = []
     for key in sorted(set(description) - KEYS):
         reader.complain(key, f"there is no such key; there are {', '.join(sorted(KEYS))}")
+    roles, (gpus_min, gpus_max) = _roles(reader)
     spec = JobSpec(
         display_name=reader.read("name", _name, ""),
         command=reader.read("command", _command, no_words, required="say what to run"),
         working_directory=reader.read("directory", _directory, "") if reader.has("directory") else _here(reader),
         environment=_merged_environment(reader, os.environ if environ is None else environ),
-        roles=_roles(reader),
+        roles=roles,
+        gpus_min=gpus_min,
+        gpus_max=gpus_max,
         device_type=reader.read("gpu_type", _name, ""),
         locality=_locality(reader),
         nodes=reader.read("nodes", _whole(0, _MAX_TASKS), 0),
@@ -202,14 +205,15 @@ class _Reader:
             return default
 
 
-def _roles(reader: _Reader) -> list[Role]:
+def _roles(reader: _Reader) -> tuple[list[Role], tuple[int, int]]:
+    """And between which numbers of GPUs it may have any, if it is elastic: then it asks for the fewest."""
     if reader.has("roles"):
         for key in ("gpus", "gpus_per_task", "tasks", "cpus_per_gpu", "cpus_per_task", "memory"):
             if reader.has(key):
                 reader.complain(key, "does not go with roles: each role has its own")
-        return _listed_roles(reader)
+        return _listed_roles(reader), (0, 0)
     # Read first and whole, so that one mistake does not hide another.
-    gpus = reader.read("gpus", _whole(0, 65_536), -1)
+    gpus, most = reader.read("gpus", _gpus, (-1, 0))
     per_task = reader.read("gpus_per_task", _whole(1, 64), 0)
     tasks = reader.read("tasks", _whole(1, _MAX_TASKS), 0)
     per_gpu = reader.read("cpus_per_gpu", _cores_or_auto, 0)
@@ -234,18 +238,24 @@ def _roles(reader: _Reader) -> list[Role]:
             reader.complain(
                 "tasks", f"{gpus} GPUs, {shape_gpus} to a task, make {gpus // shape_gpus} tasks, not {tasks}"
             )
+        if most and reader.has("tasks"):
+            reader.complain("tasks", "does not go with a range of GPUs: say how many a task has (--gpus-per-task)")
+        if most % shape_gpus:
+            reader.complain("gpus", f"{most} GPUs cannot be shared out by {shape_gpus} to a task")
+        if most and reader.has("nodes"):
+            reader.complain("nodes", "does not go with a range of GPUs: where it grows is found out as it runs")
         tasks = max(1, gpus // shape_gpus)
     if per_gpu and per_cpu_task:
         reader.complain("cpus_per_task", "does not go with the cores per GPU: give one of them")
-    if tasks > _MAX_TASKS:
-        reader.complain("gpus", f"{tasks} tasks are more than {_MAX_TASKS}")
-        tasks = _MAX_TASKS
+    if max(tasks, most // (shape_gpus or 1)) > _MAX_TASKS:
+        reader.complain("gpus", f"{max(tasks, most // (shape_gpus or 1))} tasks are more than {_MAX_TASKS}")
+        tasks = min(tasks, _MAX_TASKS)
     millicores = per_cpu_task or per_gpu * shape_gpus
     if gpus == 0 and not millicores:
         # Without devices there is no share to go by: a core each.
         millicores = 1_000
     shape = TaskShape(gpus=shape_gpus, millicores=millicores, memory_bytes=memory)
-    return [Role(name="worker", tasks=tasks, shape=shape)]
+    return [Role(name="worker", tasks=tasks, shape=shape)], ((gpus, most) if most else (0, 0))
 
 
 def _listed_roles(reader: _Reader) -> list[Role]:
@@ -403,6 +413,20 @@ def _labels(value: object) -> dict[str, str]:
     return {_name(name): _name(text) for name, text in value.items()}
 
 
+def _gpus(value: object) -> tuple[int, int]:
+    """ "4" is (4, 0), "2:8" is (2, 8)."""
+    least, colon, most = str(value).partition(":")
+    if not colon:
+        return _whole(0, 65_536)(value), 0
+    try:
+        found = _whole(1, 65_536)(least), _whole(1, 65_536)(most)
+    except ValueError:
+        raise ValueError(f"must be a whole number, or a range like 2:8, not {value!r}") from None
+    if found[0] >= found[1]:
+        raise ValueError(f"a range goes from fewer to more GPUs, like 2:8, not {value!r}")
+    return found
+
+
 def _whole(smallest: int, largest: int) -> Callable[[object], int]:
     def parse(value: object) -> int:
         text = str(value).strip()
@@ -492,8 +516,20 @@ def _parse_toml(path: Path, text: str) -> Any:
 def _parse_yaml(path: Path, text: str) -> Any:
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """Leaves 2:8 and 1:30:00 as they are written: YAML 1.1 takes them for numbers to the base of sixty."""
+
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if not (tag.endswith(":int") and pattern.match("2:8"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:int",
+        re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+|0|[1-9][0-9_]*)$"),
+        list("-+0123456789"),
+    )
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" (at line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""

@@ -124,6 +124,41 @@ def test_never_is_an_interval_of_checkpoints() -> None:
     assert spec(movable=False).HasField("movable")
 
 
+def test_a_range_of_gpus_makes_an_elastic_job_that_asks_for_the_fewest() -> None:
+    made = spec(gpus="2:8")
+    assert (made.roles[0].tasks, made.gpus_min, made.gpus_max) == (2, 2, 8)
+    made = spec(gpus="4:8", gpus_per_task=2)
+    assert (made.roles[0].tasks, made.roles[0].shape.gpus, made.gpus_min, made.gpus_max) == (2, 2, 4, 8)
+    assert (spec(gpus="2").gpus_min, spec(gpus=2).gpus_max) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("description", "key", "text"),
+    [
+        ({"gpus": "8:2"}, "gpus", "from fewer to more"),
+        ({"gpus": "2:2"}, "gpus", "from fewer to more"),
+        ({"gpus": "0:2"}, "gpus", "a range like 2:8"),
+        ({"gpus": "2:"}, "gpus", "a range like 2:8"),
+        ({"gpus": "a:b"}, "gpus", "a range like 2:8"),
+        ({"gpus": "2:7", "gpus_per_task": 2}, "gpus", "7 GPUs cannot be shared out by 2"),
+        ({"gpus": "2:8", "tasks": 2}, "tasks", "does not go with a range"),
+        ({"gpus": "2:8", "nodes": 2}, "nodes", "does not go with a range"),
+        ({"gpus": "2:20000"}, "gpus", "20000 tasks are more than"),
+    ],
+)
+def test_a_range_that_makes_no_sense_is_named_with_its_key(description: dict[str, Any], key: str, text: str) -> None:
+    found = wrong(**description)
+    assert [path for path, why in found.items() if text in why] == [key], found
+
+
+def test_a_range_in_a_yaml_file_is_no_number_to_the_base_of_sixty(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("command: [x]\ngpus: 2:8\npriority: 12\nmax_failures: 0\ntime: 1:30:00\n")
+    found = load_job_file(file)
+    assert (found["gpus"], found["priority"], found["max_failures"], found["time"]) == ("2:8", 12, 0, "1:30:00")
+    assert make_spec(found, environ={}).time_limit.seconds == 5_400
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -211,15 +211,6 @@ def test_one_plan_does_not_exceed_a_quota_by_sizes() -> None:
     assert [verdict.approved for verdict in answer.verdicts] == [True, False]
 
 
-def test_a_change_of_size_in_place_is_not_built() -> None:
-    drive = Drive()
-    number = drive.submit(elastic(2, 1, 4))
-    assert start(drive, number, 2) is None
-    answer = drive.step(ProposePlan((Change(number, drive.job(number).revision, "RESIZE", place(drive, number, 1)),)))
-    assert isinstance(answer, Refused)
-    assert answer.reason == "NOT_SUPPORTED"
-
-
 @given(
     some.lists(
         some.tuples(

@@ -1,4 +1,4 @@
-"""Commands that change a running or waiting job: suspend, resume, move, retune, repin, cancel, wait."""
+"""Commands that change a running or waiting job: suspend, resume, move, resize, retune, repin, cancel, wait."""
 
 from __future__ import annotations
 
@@ -91,7 +91,30 @@ def move(job: str, nodes: tuple[str, ...], is_waiting: bool, timeout: str, as_js
                 return now.state != Job.STATE_HOLDING or now.gang.phase == Gang.PHASE_RUNNING
 
             message = _until(client, message, is_settled, timeout, "running at its new place")
-            _check_moved(before, message)
+            _check_went_on(before, message, "where it was: the move")
+    _tell(message, as_json)
+
+
+@click.command()
+@click.argument("job", type=JobType())
+@click.argument("gpus", type=click.IntRange(1, 65_536))
+@wait_option
+@timeout_option
+@json_option
+def resize(job: str, gpus: int, is_waiting: bool, timeout: str, as_json: bool) -> None:
+    """Let a running elastic job go on with another number of GPUs, without losing a step or a sample."""
+    from ganger.v1.job_pb2 import Gang, Job
+
+    with open_client() as client:
+        before = client.get_job(job)
+        message = client.resize_job(job, gpus)
+        if is_waiting:
+
+            def is_settled(now: Job) -> bool:
+                return now.state != Job.STATE_HOLDING or now.gang.phase == Gang.PHASE_RUNNING
+
+            message = _until(client, message, is_settled, timeout, f"running on {gpus} GPUs")
+            _check_went_on(before, message, "with as many GPUs as before: the change")
     _tell(message, as_json)
 
 
@@ -216,14 +239,15 @@ def _check_suspended(now: Job, level: str | None) -> None:
     raise CommandError(f"job {number(now.name)} could not be suspended and is {state_text(now)}: {why}")
 
 
-def _check_moved(before: Job, after: Job) -> None:
+def _check_went_on(before: Job, after: Job, how: str) -> None:
+    """That it runs as another attempt than before; `how` it runs otherwise, and what was called off."""
     from ganger.job import FINISHED
 
     if after.state in FINISHED:
         return
     if after.gang.epoch <= before.gang.epoch:
         raise CommandError(
-            f"job {number(after.name)} runs where it was: the move was called off, nothing is lost;"
+            f"job {number(after.name)} runs {how} was called off, nothing is lost;"
             f" `ganger history {after.name}` says why"
         )
 

@@ -51,6 +51,29 @@ def gpus(spec: job_pb2.JobSpec) -> int:
     return sum(role.tasks * role.shape.gpus for role in spec.roles)
 
 
+def gpus_text(job: job_pb2.Job) -> str:
+    """How many it has or asks for; of an elastic job with its bounds: "4 (2-8)"."""
+    spec = job.spec
+    if not spec.gpus_max:
+        return str(gpus(spec))
+    held = sum(claim.device_mask.bit_count() for claim in job.gang.claims)
+    return f"{held or gpus(spec)} ({spec.gpus_min}-{spec.gpus_max})"
+
+
+def sizes_text(job: job_pb2.Job) -> str:
+    """Of an elastic job, how many GPUs it may have, and whether it can change their number while it lives."""
+    spec, can = job.spec, job.capabilities
+    if not spec.gpus_max:
+        return ""
+    each = spec.roles[0].shape.gpus if spec.roles else 1
+    whole = f", whole tasks of {each}" if each > 1 else ""
+    divides = f"; tasks that divide a batch of {can.resize_divides}" if can.resize_divides else ""
+    live = (
+        "grows and shrinks as it runs" if can.resize else "started with any; not resized as it runs, as far as is known"
+    )
+    return f"{spec.gpus_min} to {spec.gpus_max} GPUs{whole}{divides}; {live}"
+
+
 def tasks(spec: job_pb2.JobSpec) -> int:
     return sum(role.tasks for role in spec.roles)
 

@@ -37,7 +37,7 @@ def queue(everything: bool, states: tuple[str, ...], user: str, limit: int, as_j
             job_lines.label(job),
             job.user,
             job_lines.state_text(job),
-            str(job_lines.gpus(job.spec)),
+            job_lines.gpus_text(job),
             job_lines.elapsed(job),
             str(job.queue_rank or ""),
             job_lines.progress_text(job.progress),

@@ -43,6 +43,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
 
     gang, spec = job.gang, job.spec
     can = [level for level in ("pause", "offload", "checkpoint") if getattr(job.capabilities, level)]
+    sizes = job_lines.sizes_text(job)
     missing = [f"not {level.lower()}: {why}" for level, why in sorted(job.capabilities.missing.items())]
     return [
         ("job", f"{number(job.name)}  {job.uid}"),
@@ -57,6 +58,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("directory", spec.working_directory),
         ("tasks", "\n".join(_role(role) for role in spec.roles)),
         ("wants", _wants(job)),
+        ("elastic", sizes),
         ("gang", "\n".join(_claim(claim, job_lines.has_given_back(job)) for claim in gang.claims)),
         ("moves to", "\n".join(_claim(claim) for claim in gang.move_claims)),
         ("cores", "\n".join(job_lines.cores(job))),

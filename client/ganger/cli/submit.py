@@ -20,7 +20,12 @@ _LEVELS = "nvlink, switch, socket, node, rack, fabric, cluster"
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @click.option("--file", "-F", "file", type=click.Path(dir_okay=False, path_type=Path), help="Job file, YAML or TOML.")
 @click.option("--name", "-n", metavar="TEXT", help="A label; need not be unique.")
-@click.option("--gpus", "-g", metavar="N", help="GPUs in all; one task each unless told otherwise. Default 1.")
+@click.option(
+    "--gpus",
+    "-g",
+    metavar="N",
+    help="GPUs in all; one task each unless told otherwise; 2:8 for any number between. Default 1.",
+)
 @click.option("--gpus-per-task", metavar="M", help="GPUs of one task (one process).")
 @click.option("--tasks", metavar="T", help="Tasks; needed with --gpus 0 for more than one.")
 @click.option("--gpu-type", metavar="TYPE", help="Take only this device type.")

@@ -143,7 +143,7 @@ def _job_row(job: object) -> tuple[str, ...]:
         number(job.name),
         job_lines.label(job),
         job_lines.state_text(job),
-        str(job_lines.gpus(job.spec)),
+        job_lines.gpus_text(job),
         job_lines.elapsed(job),
         str(progress.step or ""),
         f"{progress.steps_per_second:.3g}" if progress.steps_per_second else "",

@@ -141,6 +141,10 @@ class MoveRefused(ApiError):
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "MOVE_REFUSED"
 
 
+class ResizeRefused(ApiError):
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "RESIZE_REFUSED"
+
+
 class CoresRefused(ApiError):
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "CORES_REFUSED"
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from ganger_master.core import attempts, events, finished, node_sets, observation, orders, queue, sharing
+from ganger_master.core import attempts, events, finished, node_sets, observation, orders, queue, sharing, worlds
 from ganger_master.core.events import Event
 from ganger_master.core.model import Failure, Job, JobState, Node
 from ganger_master.core.settle import settle
@@ -68,6 +68,10 @@ def _gang_released(state: State, event: events.GangReleased) -> None:
 def _move_begun(state: State, event: events.MoveBegun) -> None:
     epoch = attempts.begin_move(state, event.number, event.claims, event.level, event.time, event.cause, event.purpose)
     sharing.join(state, epoch, event.time, event.cause)
+
+
+def _resize_begun(state: State, event: events.ResizeBegun) -> None:
+    worlds.begin_resize(state, event.number, event.claims, event.level, event.time, event.cause, event.reason)
 
 
 def _cores_changed(state: State, event: events.CoresChanged) -> None:
@@ -198,6 +202,7 @@ _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
     events.GangRefused: _gang_refused,
     events.GangReleased: _gang_released,
     events.MoveBegun: _move_begun,
+    events.ResizeBegun: _resize_begun,
     events.CoresChanged: _cores_changed,
     events.RowsChanged: _rows_changed,
     events.SessionOpened: _session_opened,

@@ -31,6 +31,7 @@ from ganger_master.core.model import (
 from ganger_master.core.purpose import NO_PURPOSE, Purpose
 from ganger_master.core.sizes import devices_of
 from ganger_master.core.state import State
+from ganger_master.core.worlds import begin_with, can_go_back, share_pieces
 
 # More consequences than gangs and orders one job can have mean a rule that feeds itself.
 _ROUNDS_LIMIT = 64
@@ -61,6 +62,8 @@ def start(state: State, number: int, claims: Sequence[Claim], level: Level, now:
     elif orders.same_place(parked.claims, claims) and not _is_superseded(state, parked):
         state.put_gang(orders.run(orders.holding(parked, claims), now))
         state.put_job(job)
+    elif devices_of(claims) != parked.devices:
+        epoch = begin_with(state, job, parked, claims, level, now)
     else:
         state.put_job(job)
         epoch = _begin_move(state, job, parked, claims, level, now)
@@ -184,6 +187,8 @@ def _review_once(state: State, number: int, now: float, cause: str) -> bool:
     if job is None:
         return False
     gangs = state.gangs_of_job(number)
+    if share_pieces(state, job, gangs):
+        return True
     # They stand until something changes, and then all is looked at again.
     acts = [act_of(gang) for gang in gangs]
     for gang, act in zip(gangs, acts, strict=True):
@@ -243,7 +248,8 @@ def _stepped(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool
         pause = 0.0 if gang.stepped else _pause_of_move(state, gang)
         if pause:
             figures = {"pause_ms": f"{1000 * pause:.1f}", **gang.purpose.figures}
-            state.history(now, job.name, "move_done", cause, epoch=gang.epoch, **figures)
+            kind = "resize_done" if gang.resizes else "move_done"
+            state.history(now, job.name, kind, cause, epoch=gang.epoch, **figures)
         state.put_job(
             replace(
                 job,
@@ -305,16 +311,19 @@ def _commit(state: State, job: Job, now: float, cause: str) -> bool:
         return False
     state.put_gang(replace(source, role=GangRole.SOURCE, phase=GangPhase.PARKED, stop_step=step))
     state.put_gang(orders.run(destination, now))
+    gpus = destination.devices
     state.put_job(
         replace(
             _clock_stopped(job, now),
+            gpus_given=0 if gpus == job.spec.gpus else gpus,
             epoch=destination.epoch,
             next_epoch=0,
             moved_from=source.epoch,
             revision=job.revision + 1,
         )
     )
-    state.history(now, job.name, "move_committed", cause, epoch=destination.epoch, source=source.epoch, step=step)
+    kind = "resize_committed" if destination.resizes else "move_committed"
+    state.history(now, job.name, kind, cause, epoch=destination.epoch, source=source.epoch, step=step)
     return True
 
 
@@ -324,7 +333,7 @@ def _abort(state: State, job: Job, gang: Gang, now: float, cause: str, why: str 
     trouble = why or next((piece.trouble for piece in gang.pieces if piece.trouble), "") or bad_outcome(gang).message
     state.put_gang(orders.stop(destination, f"move given up: {trouble}", now))
     job = replace(job, next_epoch=0, moves_aborted=job.moves_aborted + 1, revision=job.revision + 1)
-    if source.intent in (Intent.RUN, Intent.HAND_OVER) and not _is_superseded(state, source):
+    if can_go_back(source) and not _is_superseded(state, source):
         phase = GangPhase.RUNNING if source.stepped else GangPhase.STARTING
         state.put_gang(replace(source, phase=phase) if source.intent is Intent.RUN else orders.run(source, now))
         state.put_job(job)
@@ -333,8 +342,9 @@ def _abort(state: State, job: Job, gang: Gang, now: float, cause: str, why: str 
         state.put_job(job)
         _requeue(state, job, now, f"parked copy could not be used: {trouble}")
     else:
-        state.put_job(replace(job, state=JobState.PENDING, pending_since=now))
-    state.history(now, job.name, "move_aborted", cause, trouble, epoch=destination.epoch)
+        state.put_job(replace(_clock_stopped(job, now), state=JobState.PENDING, pending_since=now))
+    kind = "resize_aborted" if destination.resizes else "move_aborted"
+    state.history(now, job.name, kind, cause, trouble, epoch=destination.epoch)
 
 
 def _rest(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool:
@@ -360,6 +370,10 @@ def _rest(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool:
 def _stay(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
     """The level wanted cannot be had: it rests where it rested before, else it goes on. Nothing is lost."""
     trouble = next(piece.trouble for piece in gang.pieces if is_refused(gang, piece))
+    if job.next_epoch:
+        # An old world that was to make room for another, and cannot: both stay as they were.
+        _abort(state, job, gang, now, cause, trouble)
+        return
     figures = {"level": gang.park_level.name}
     state.history(now, job.name, "suspend_refused", cause, trouble, epoch=gang.epoch, **figures)
     # What was moved away may never step again, so it stands where it is.
@@ -455,6 +469,7 @@ def _complete(state: State, job: Job, gangs: Sequence[Gang], now: float, cause: 
         revision=job.revision + 1,
     )
     if source is not None:
+        job = replace(job, gpus_given=0 if source.devices == job.spec.gpus else source.devices)
         state.put_gang(replace(source, role=GangRole.ACTIVE))
     if becomes.is_final:
         _finish(state, job, now, cause)

@@ -82,15 +82,17 @@ def judge_change(
     retune: bool = False,
     arena: int | None = None,
     agreed_only: bool = False,
+    shape: GangShape | None = None,
 ) -> tuple[Refusal, ...]:
     """Why these claims cannot be, for a move or other cores; empty if they can. `agreed_only`: on devices of others
-    only where these share them already."""
+    only where these share them already. `shape`: that of another size which the job accepts."""
     refusals = node_rules(state, job, claims) or sharing.rules(state, job, claims)
     if not refusals and state.promised:
         refusals = trespass(state.view, _promised(state, job), claims, job=job.name)
     if refusals:
         return refusals
-    shape = job.shape if arena is None else job.shape_with(arena)
+    if shape is None:
+        shape = job.shape if arena is None else job.shape_with(arena)
     company = sharing.company_of(state, job, claims, agreed_only)
     return fit(state.view, shape, claims, holding=tuple(holding), retune=retune, company=company)
 

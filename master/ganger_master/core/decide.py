@@ -20,6 +20,7 @@ from ganger_master.core.events import Event
 from ganger_master.core.model import Claim, Intent, JobState, Node, SuspendLevel
 from ganger_master.core.plans import propose_plan
 from ganger_master.core.requests import release_gang, request_gang
+from ganger_master.core.resizing import check_resize, place_resized
 from ganger_master.core.state import State
 from ganger_master.core.submission import check_submission
 
@@ -135,7 +136,17 @@ def _retune(state: State, command: commands.RetuneJob, now: float) -> Decision:
 
 
 def _resize(state: State, command: commands.ResizeJob, now: float) -> Decision:
-    return Decision((), Refused("NOT_SUPPORTED", "elastic resize is not built yet"))
+    job = unfinished(state, command.number)
+    if isinstance(job, Refused):
+        return Decision((), job)
+    gang = check_resize(state, job, command.gpus)
+    if isinstance(gang, Refused):
+        return Decision((), gang)
+    claims = place_resized(state, job, gang, command.gpus)
+    if isinstance(claims, Refused):
+        return Decision((), claims)
+    event = events.ResizeBegun(now, _user(command.user), job.number, claims, level_of(state, claims))
+    return Decision((event,), JobAnswer(job.number))
 
 
 def _open_session(state: State, command: commands.OpenSession, now: float) -> Decision:

@@ -187,7 +187,11 @@ def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
         spec=job.spec,
         user=job.user,
         restore=DesiredRestore(
-            restore.checkpoint_path, restore.parked_epoch, party.source.members if party.source else (), restore.step
+            restore.checkpoint_path,
+            restore.parked_epoch,
+            party.source.members if party.source else (),
+            restore.step,
+            restore.alone,
         ),
         threads=gang.threads,
         checkpoint_interval_seconds=max(0.0, interval),

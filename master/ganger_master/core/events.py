@@ -88,6 +88,17 @@ class MoveBegun(Struct, frozen=True, gc=False):
     purpose: Purpose = NO_PURPOSE
 
 
+class ResizeBegun(Struct, frozen=True, gc=False):
+    """The whole placement of the world to come."""
+
+    time: float
+    cause: str
+    number: int
+    claims: tuple[Claim, ...]
+    level: Level
+    reason: str = ""
+
+
 class CoresChanged(Struct, frozen=True, gc=False):
     """New claims on the same nodes and devices, or the same ones for a re-pin."""
 
@@ -201,6 +212,7 @@ Event: TypeAlias = (
     | GangRefused
     | GangReleased
     | MoveBegun
+    | ResizeBegun
     | CoresChanged
     | RowsChanged
     | SessionOpened

@@ -101,7 +101,8 @@ def _gangs(state: State) -> Iterator[str]:
             yield f"epoch {epoch} has no pieces, or two on one node"
         if gang.role is GangRole.ACTIVE and job.epoch != epoch:
             yield f"epoch {epoch} is active, but {job.name} is at epoch {job.epoch}"
-        if gang.role in (GangRole.ACTIVE, GangRole.DESTINATION) and gang.devices != job.gpus:
+        is_of_its_size = gang.role is GangRole.ACTIVE or (gang.role is GangRole.DESTINATION and not gang.resizes)
+        if is_of_its_size and gang.devices != job.gpus:
             yield f"epoch {epoch} has {gang.devices} devices, but {job.name} has {job.gpus}"
         if not job.spec.accepts(gang.devices):
             yield f"epoch {epoch} has {gang.devices} devices, which {job.name} does not accept"

@@ -404,6 +404,8 @@ class Restore(Struct, frozen=True, gc=False, omit_defaults=True):
     checkpoint_path: str = ""
     parked_epoch: int = 0
     step: int = 0
+    # Nobody starts on a device before the parked epoch has given it up.
+    alone: bool = False
 
 
 class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -442,6 +444,8 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
     refused_at: float = 0.0
     # What its move to where it is, or its rest there, is for.
     purpose: Purpose = NO_PURPOSE
+    # It follows a world of another size, that of the epoch it restores from, and has pieces in common with it.
+    resizes: bool = False
 
     @property
     def claims(self) -> tuple[Claim, ...]:

@@ -53,7 +53,8 @@ def new_gang(
 
 def run(gang: Gang, now: float) -> Gang:
     """Running needs no agreement: it cancels a stop at any time."""
-    phase = GangPhase.RUNNING if gang.stepped and gang.phase is GangPhase.MOVING else GangPhase.STARTING
+    was_going = gang.phase in (GangPhase.MOVING, GangPhase.RESIZING)
+    phase = GangPhase.RUNNING if gang.stepped and was_going else GangPhase.STARTING
     return _order(
         replace(
             gang,
@@ -80,7 +81,8 @@ def park(gang: Gang, level: SuspendLevel, now: float, by_plan: bool) -> Gang:
 
 
 def hand_over(gang: Gang) -> Gang:
-    ordered = _order(replace(gang, intent=Intent.HAND_OVER, phase=GangPhase.MOVING))
+    phase = GangPhase.RESIZING if gang.phase is GangPhase.RESIZING else GangPhase.MOVING
+    ordered = _order(replace(gang, intent=Intent.HAND_OVER, phase=phase))
     return replace(ordered, stop_sequence=gang.stop_sequence or ordered.master_sequence)
 
 

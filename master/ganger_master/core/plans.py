@@ -21,15 +21,17 @@ from ganger_master.core.capacity import asked_memory, judge, judge_change, level
 from ganger_master.core.checks import check_move, check_suspend, unfinished
 from ganger_master.core.events import Event
 from ganger_master.core.model import Claim, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.resizing import check_resize, judge_resize
 from ganger_master.core.sizes import devices_of, shape_for
 from ganger_master.core.state import State
 from ganger_master.core.taking_turns import judge_rows
+from ganger_master.core.worlds import rests_for_any_size, taken_by
 
 Result: TypeAlias = tuple[tuple[Event, ...], Answer]
 
 _CHANGES_LIMIT = 10_000
 _PROMISES_LIMIT = 1_000
-_BUILT = frozenset({"START", "MOVE", "SUSPEND", "RESUME", "CORES", "ROW"})
+_BUILT = frozenset({"START", "MOVE", "SUSPEND", "RESUME", "CORES", "RESIZE", "ROW"})
 
 
 def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Result:
@@ -223,6 +225,8 @@ def _exchange(state: State, event: Event) -> tuple[tuple[Claim, ...], tuple[Clai
             return tuple(piece.held for piece in parked.pieces if piece.held is not None), claims
         case events.MoveBegun(claims=claims):
             return (), claims
+        case events.ResizeBegun(number=number, claims=claims):
+            return (), taken_by(state.gangs[state.jobs[number].epoch], claims)
         case events.CoresChanged(number=number, claims=claims):
             return state.gangs[state.jobs[number].epoch].claims, claims
         case events.JobResumed(number=number):
@@ -240,13 +244,15 @@ def _judge_change(state: State, change: commands.Change, proposer: str, now: flo
         return Refusal(Reason.WRONG_STATE, detail=job.message, job=f"jobs/{change.number}")
     if change.revision != job.revision:
         return Refusal(Reason.STALE_REVISION, {"revision": job.revision, "given": change.revision}, job=job.name)
-    if not job.spec.preemptible and change.kind in ("MOVE", "SUSPEND"):
+    if not job.spec.preemptible and change.kind in ("MOVE", "SUSPEND", "RESIZE"):
         return Refusal(Reason.WRONG_STATE, detail="the job is not to be suspended or moved by plans", job=job.name)
     match change.kind:
         case "START":
             return _judge_start(state, job, change, proposer, now)
         case "MOVE":
             return _judge_move(state, job, change, proposer, now)
+        case "RESIZE":
+            return _judge_resize(state, job, change, proposer, now)
         case "CORES":
             return _judge_cores(state, job, change, proposer, now)
         case "SUSPEND":
@@ -260,7 +266,7 @@ def _judge_start(
 ) -> tuple[Event, ...] | Refusal:
     if not state.is_waiting(job) or not change.claims:
         return Refusal(Reason.WRONG_STATE, job=job.name)
-    shape = shape_for(job, change.claims)
+    shape = shape_for(job, change.claims, rests_for_any_size(state, job))
     if isinstance(shape, Refusal):
         return shape
     # What it asks of cores and memory is a wish where a plan tunes them.
@@ -278,6 +284,19 @@ def _judge_move(
         refusals = judge_change(state, job, change.claims) if claims.reason == "MOVE_REFUSED" else ()
         return refusals[0] if refusals else _refusal_of(job, claims)
     return (events.MoveBegun(now, proposer, job.number, claims, level_of(state, claims), change.purpose),)
+
+
+def _judge_resize(
+    state: State, job: Job, change: commands.Change, proposer: str, now: float
+) -> tuple[Event, ...] | Refusal:
+    gang = check_resize(state, job, devices_of(change.claims))
+    if isinstance(gang, Refused):
+        return _refusal_of(job, gang)
+    refusals = judge_resize(state, job, gang, change.claims)
+    if refusals:
+        return refusals[0]
+    level = level_of(state, change.claims)
+    return (events.ResizeBegun(now, proposer, job.number, change.claims, level, change.reason),)
 
 
 def _judge_cores(

@@ -27,6 +27,7 @@ class DesiredRestore(Struct, frozen=True, gc=False):
     parked_epoch: int = 0
     parked_members: tuple[Member, ...] = ()
     step: int = 0
+    alone: bool = False
 
 
 class DesiredGang(Struct, frozen=True, gc=False):

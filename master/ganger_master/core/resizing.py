@@ -1,0 +1,74 @@
+"""Whether an elastic job may go on with another number of devices, and where: in its own place, as far as it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ganger.placement.resized import resized
+from ganger.resources.reasons import Refusal
+
+from ganger_master.core.answers import Refused
+from ganger_master.core.arenas import has_arenas
+from ganger_master.core.capacity import judge_change, rules
+from ganger_master.core.checks import busy, not_running
+from ganger_master.core.model import Claim, Gang, GangPhase, Job, JobState, SuspendLevel
+from ganger_master.core.sizes import devices_of, tasks_divide
+from ganger_master.core.state import State
+
+
+def check_resize(state: State, job: Job, gpus: int) -> Gang | Refused:
+    """The gang that may go on with so many devices, or why it may not, wherever they are."""
+    gang = state.gangs.get(job.epoch)
+    if job.next_epoch or job.ending is not None:
+        return busy(job, "it is being moved or ends")
+    rests = gang is not None and gang.phase is GangPhase.PARKED and gang.parked_by_plan
+    if job.state is not JobState.HOLDING or gang is None or not (gang.phase is GangPhase.RUNNING or rests):
+        return not_running(job, gang)
+    spec, capabilities = job.spec, job.capabilities
+    if not spec.is_elastic:
+        return _refused(job, "it was submitted with one number of GPUs (an elastic job has a range, `--gpus 2:8`)")
+    if not spec.accepts(gpus):
+        each = f", whole tasks of {spec.roles[0].shape.gpus}" if spec.roles[0].shape.gpus > 1 else ""
+        return _refused(job, f"it accepts {spec.gpus_min} to {spec.gpus_max} GPUs{each}, not {gpus}")
+    if not capabilities.resize:
+        why = capabilities.missing.get("RESIZE", "it has not said that it can")
+        text = f"{job.name} cannot be resized: {why}"
+        return Refused("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": "RESIZE"})
+    if not tasks_divide(job, gpus):
+        return _refused(job, f"{gpus} GPUs do not divide its global batch ({capabilities.resize_divides} samples)")
+    if gpus == gang.devices:
+        return _refused(job, f"it has {gpus} GPUs")
+    if any(claim.shared_mask for claim in gang.claims):
+        return _refused(job, "it shares its GPUs with another job")
+    if gang.phase is GangPhase.PARKED and gang.rested_level is not SuspendLevel.OFFLOAD:
+        return _refused(job, f"it is parked at {gang.rested_level.name}")
+    if not has_arenas(gang):
+        why = capabilities.missing.get("OFFLOAD", "no host memory is reserved for its state")
+        text = f"{job.name} cannot be resized: {why}"
+        return Refused("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": "OFFLOAD"})
+    return gang
+
+
+def judge_resize(state: State, job: Job, gang: Gang, claims: Sequence[Claim]) -> tuple[Refusal, ...]:
+    """Why a gang cannot have these claims instead of its own; empty if it can."""
+    gpus = devices_of(claims)
+    refusals = rules(state, job, gpus)
+    if refusals:
+        return refusals
+    shape = job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus)
+    holding = tuple([piece.held for piece in gang.pieces if piece.held is not None])
+    return judge_change(state, job, tuple(claims), holding, retune=True, shape=shape)
+
+
+def place_resized(state: State, job: Job, gang: Gang, gpus: int) -> tuple[Claim, ...] | Refused:
+    """Where it can have so many devices, as close to where it is as can be."""
+    shape = job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus)
+    claims = resized(state.view, shape, gang.claims)
+    if claims is None:
+        return _refused(job, f"there is no room for {gpus} GPUs (`ganger nodes` shows what is free)")
+    refusals = judge_resize(state, job, gang, claims)
+    return _refused(job, refusals[0].message) if refusals else claims
+
+
+def _refused(job: Job, why: str) -> Refused:
+    return Refused("RESIZE_REFUSED", f"{job.name} cannot be resized: {why}", {"job": job.name})

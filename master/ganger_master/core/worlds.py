@@ -1,0 +1,120 @@
+"""Two worlds of one elastic job: the old one, and the one with another number of devices that is to follow it.
+
+The new world is the destination of a move whose source is the old one. What both are to hold they have in common, so
+the cluster is never asked for more than the larger of the two. A world that gives devices back rests first, with its
+state in host memory, and so does one whose devices have no room for two worlds at once; any other goes on until the new
+one is ready. Until the commit the old world is the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ganger.placement.resized import beside
+from ganger.resources.fit import MEMORY_SHARE
+from msgspec.structs import replace
+
+from ganger_master.core import orders
+from ganger_master.core.model import Claim, Gang, GangPhase, GangRole, Intent, Job, Level, Piece, Restore, SuspendLevel
+from ganger_master.core.sizes import devices_of
+from ganger_master.core.state import State
+
+
+def begin_resize(
+    state: State, number: int, claims: Sequence[Claim], level: Level, now: float, cause: str, reason: str = ""
+) -> int:
+    """The new world is prepared; the old one goes on, or is told to rest."""
+    job = replace(state.jobs[number], revision=state.jobs[number].revision + 1, trouble="")
+    source = state.gangs[job.epoch]
+    epoch = begin_with(state, job, source, claims, level, now)
+    if source.phase is not GangPhase.PARKED:
+        if _gives_back(source, claims) or state.gangs[epoch].restore.alone:
+            source = orders.park(source, SuspendLevel.OFFLOAD, now, by_plan=True)
+        state.put_gang(replace(source, phase=GangPhase.RESIZING))
+    figures = {"devices": source.devices, "becomes": devices_of(claims)}
+    state.history(now, job.name, "resize_begun", cause, reason, epoch=epoch, **figures)
+    return epoch
+
+
+def begin_with(state: State, job: Job, source: Gang, claims: Sequence[Claim], level: Level, now: float) -> int:
+    """The destination of a change of worlds; the job's next epoch."""
+    epoch = state.take_epoch()
+    alone = source.phase is not GangPhase.PARKED and not _fits_twice(state, job, source, claims)
+    restore = Restore(parked_epoch=source.epoch, step=source.stop_step, alone=alone)
+    version = state.next_desired_version
+    gang = orders.new_gang(epoch, job.number, claims, level, now, GangRole.DESTINATION, restore, version)
+    taken = taken_by(source, claims)
+    pieces = tuple([replace(piece, held=held) for piece, held in zip(gang.pieces, taken, strict=True)])
+    state.put_gang(replace(gang, phase=GangPhase.RESIZING, resizes=True, pieces=pieces))
+    state.put_job(replace(job, next_epoch=epoch))
+    return epoch
+
+
+def share_pieces(state: State, job: Job, gangs: Sequence[Gang]) -> bool:
+    """Of two worlds of a job the present one holds what it wants, the other what it wants beside that. Whether somebody
+    holds something else than before."""
+    linked = [one for one in gangs if one.resizes]
+    present = state.gangs.get(job.epoch) if linked else None
+    if present is None:
+        return False
+    changed = _hold(state, present, {})
+    taken = {piece.claim.node: piece.held for piece in state.gangs[present.epoch].pieces}
+    for gang in gangs:
+        follows = gang.resizes and gang.restore.parked_epoch == present.epoch
+        if follows or (present.resizes and present.restore.parked_epoch == gang.epoch):
+            changed = _hold(state, gang, taken) or changed
+    return changed
+
+
+def can_go_back(gang: Gang) -> bool:
+    """Whether an old world that was told to rest, or to hand over, can simply go on: it has given nothing up yet."""
+    return gang.intent in (Intent.RUN, Intent.HAND_OVER) or gang.phase is not GangPhase.PARKED
+
+
+def rests_for_any_size(state: State, job: Job) -> bool:
+    """Whether it waits with its state parked where a world of another size can take it up."""
+    gang = state.gangs.get(job.epoch)
+    return gang is not None and job.capabilities.resize and gang.rested_level is SuspendLevel.OFFLOAD
+
+
+def taken_by(gang: Gang, claims: Sequence[Claim]) -> tuple[Claim, ...]:
+    """What the change of a gang to these claims takes at once, beside what the gang holds."""
+    held = {piece.claim.node: piece.held for piece in gang.pieces}
+    return tuple([beside(claim, held.get(claim.node)) for claim in claims])
+
+
+def _hold(state: State, gang: Gang, taken: Mapping[str, Claim | None]) -> bool:
+    pieces = tuple([_holding(gang, piece, taken.get(piece.claim.node)) for piece in gang.pieces])
+    if pieces == gang.pieces:
+        return False
+    state.put_gang(replace(gang, pieces=pieces))
+    return True
+
+
+def _holding(gang: Gang, piece: Piece, taken: Claim | None) -> Piece:
+    if piece.gone or piece.held is None:
+        return piece
+    rests = gang.rested_level is SuspendLevel.OFFLOAD
+    wanted = orders.kept_offloaded(piece) if rests else piece.claim
+    return replace(piece, held=beside(wanted, taken))
+
+
+def _gives_back(gang: Gang, claims: Sequence[Claim]) -> bool:
+    masks = {claim.node: claim.device_mask for claim in claims}
+    return any(claim.device_mask & ~masks.get(claim.node, 0) for claim in gang.claims)
+
+
+def _fits_twice(state: State, job: Job, gang: Gang, claims: Sequence[Claim]) -> bool:
+    """Whether the devices that both worlds use have memory for both, each with as much as was seen of the job and what
+    its processes keep beside."""
+    common = [
+        claim.node
+        for claim in claims
+        if any(own.node == claim.node and own.device_mask & claim.device_mask for own in gang.claims)
+    ]
+    used = max(job.used_device_bytes, job.spec.gpu_memory_bytes)
+    for node in common:
+        whole = state.configuration_sets[state.nodes[node].configuration_set].device_memory_bytes
+        if not used or 2 * (used + min(state.settings.residue_bytes, used)) > MEMORY_SHARE * whole:
+            return False
+    return True

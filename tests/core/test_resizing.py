@@ -1,0 +1,303 @@
+"""An elastic job goes on with another number of devices: what its two worlds hold, and what becomes of it when one of
+them fails."""
+
+from __future__ import annotations
+
+import pytest
+from core.drive import ALL_LEVELS, GIB, Drive, job_of
+from ganger.placement.resized import resized
+from ganger.resources.reasons import Reason
+from ganger.resources.values import Role, TaskShape
+from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused
+from ganger_master.core.commands import Change, ProposePlan, ResizeJob
+from ganger_master.core.desired import desired_of
+from ganger_master.core.model import (
+    Gang,
+    GangPhase,
+    GangRole,
+    Intent,
+    JobSpec,
+    JobState,
+    ObservedPhase,
+    Outcome,
+    OutcomeKind,
+    SuspendLevel,
+)
+from ganger_master.core.settings import Settings
+from hypothesis import given
+from hypothesis import strategies as some
+from msgspec.structs import replace
+
+RESIZABLE = replace(ALL_LEVELS, resize=True, resize_divides=12)
+SMALL = GIB // 8
+
+
+def elastic(gpus: int, least: int, most: int, device_bytes: int = SMALL, per_task: int = 1) -> JobSpec:
+    role = Role("worker", gpus // per_task, TaskShape(per_task, 2_000, GIB))
+    return replace(job_of(gpus), roles=(role,), gpus_min=least, gpus_max=most, gpu_memory_bytes=device_bytes)
+
+
+class World(Drive):
+    """Jobs that say what they can."""
+
+    capabilities = RESIZABLE
+
+    def report(self, gang: Gang, phase: ObservedPhase, stop_step: int = 0):  # type: ignore[no-untyped-def]
+        return replace(super().report(gang, phase, stop_step), capabilities=self.capabilities)
+
+    def reported(self, gang: Gang, node: str):  # type: ignore[no-untyped-def]
+        piece = gang.piece(node)
+        if piece is not None and piece.phase is ObservedPhase.NONE and not piece.gone:
+            # Two worlds of a job are on one node: whoever hears of the one has heard of the other.
+            return self.report(gang, ObservedPhase.STARTING)
+        return super().reported(gang, node)
+
+    def running(self, spec: JobSpec) -> int:
+        number = self.submit(spec)
+        self.start(number)
+        self.runs(number)
+        return number
+
+    def held(self, number: int) -> dict[int, int]:
+        """By device of the first node, how often the job holds it."""
+        masks = [
+            piece.held.device_mask
+            for gang in self.state.gangs_of_job(number)
+            for piece in gang.pieces
+            if piece.held is not None and piece.claim.node == "n1"
+        ]
+        return {device: sum(mask >> device & 1 for mask in masks) for device in range(4) if any(masks)}
+
+    def fails(self, number: int, epoch: int) -> None:
+        for node in self.state.gangs[epoch].nodes:
+            gang = self.state.gangs.get(epoch)
+            if gang is not None and not gang.piece(node).gone:  # type: ignore[union-attr]
+                ended = replace(self.report(gang, ObservedPhase.ENDED), outcome=Outcome(OutcomeKind.FAILED, 1))
+                self.observe(node, *self.others(node, epoch), ended)
+
+    def gone(self, number: int, epoch: int) -> None:
+        self.seen(number, epoch, ObservedPhase.ENDED)
+
+
+def free(drive: Drive, node: str = "n1") -> int:
+    return drive.state.view.free[drive.state.view.slots[node]].bit_count()
+
+
+def test_a_job_grows_while_it_runs_and_holds_no_device_twice() -> None:
+    drive = World()
+    number = drive.running(elastic(1, 1, 4))
+    source = drive.job(number).epoch
+    memory = drive.state.view.memory[0]
+    assert drive.step(ResizeJob(number, 4)) == JobAnswer(number)
+    destination = drive.job(number).next_epoch
+    assert drive.state.gangs[source].intent is Intent.RUN
+    assert drive.state.gangs[source].phase is GangPhase.RESIZING
+    assert drive.held(number) == {0: 1, 1: 1, 2: 1, 3: 1}
+    assert (free(drive), drive.job(number).gpus) == (0, 1)
+    # Of memory as much as three more tasks need, and their arenas.
+    assert memory - drive.state.view.memory[0] == 3 * (GIB + SMALL + SMALL // 10)
+    (wanted,) = [one.desired for one in desired_of(drive.state, "n1").wanted if one.desired.epoch == destination]
+    assert (wanted.intent, wanted.claim.device_mask, wanted.restore.alone) == (Intent.PREPARE, 0b1111, False)
+    drive.seen(number, destination, ObservedPhase.PREPARED)
+    assert drive.state.gangs[source].intent is Intent.HAND_OVER
+    drive.seen(number, source, ObservedPhase.PARKED, 40)
+    drive.seen(number, destination, ObservedPhase.READY, 40)
+    assert (drive.job(number).epoch, drive.job(number).gpus) == (destination, 4)
+    assert drive.held(number) == {0: 1, 1: 1, 2: 1, 3: 1}
+    drive.runs(number)
+    drive.gone(number, source)
+    assert drive.held(number) == {0: 1, 1: 1, 2: 1, 3: 1}
+    assert [event.kind for event in drive.told if event.kind.startswith("resize")] == [
+        "resize_begun",
+        "resize_committed",
+    ]
+
+
+def test_a_job_that_shrinks_rests_at_once_and_what_it_gives_back_is_free_as_soon_as_it_rests() -> None:
+    drive = World()
+    number = drive.running(elastic(4, 1, 4))
+    source = drive.job(number).epoch
+    drive.step(ResizeJob(number, 1))
+    destination = drive.job(number).next_epoch
+    gang = drive.state.gangs[source]
+    assert (gang.intent, gang.park_level) == (Intent.PARK, SuspendLevel.OFFLOAD)
+    assert (drive.held(number), free(drive)) == ({0: 1, 1: 1, 2: 1, 3: 1}, 0)
+    drive.seen(number, source, ObservedPhase.PARKED, 40)
+    assert free(drive) == 3
+    assert sum(drive.held(number).values()) == 1
+    drive.seen(number, destination, ObservedPhase.READY, 40)
+    assert drive.job(number).epoch == destination
+    drive.runs(number)
+    drive.gone(number, source)
+    assert (free(drive), drive.job(number).gpus, drive.job(number).state) == (3, 1, JobState.HOLDING)
+
+
+def test_a_new_world_waits_for_the_devices_of_the_old_one_where_there_is_no_room_for_both() -> None:
+    drive = World()
+    number = drive.running(elastic(1, 1, 4, device_bytes=GIB // 2))
+    source = drive.job(number).epoch
+    drive.step(ResizeJob(number, 2))
+    gang = drive.state.gangs[drive.job(number).next_epoch]
+    assert gang.restore.alone
+    assert drive.state.gangs[source].park_level is SuspendLevel.OFFLOAD
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_a_new_world_that_fails_before_the_commit_leaves_the_old_one_running(gpus: int) -> None:
+    drive = World()
+    number = drive.running(elastic(2, 1, 4))
+    source = drive.job(number).epoch
+    drive.step(ResizeJob(number, gpus))
+    destination = drive.job(number).next_epoch
+    drive.fails(number, destination)
+    job, gang = drive.job(number), drive.state.gangs[source]
+    assert (job.epoch, job.next_epoch, job.state, job.gpus) == (source, 0, JobState.HOLDING, 2)
+    assert (gang.intent, gang.stop_sequence) == (Intent.RUN, 0)
+    drive.runs(number)
+    assert (free(drive), job.failures) == (2, 0)
+
+
+def test_a_shrink_that_fails_once_the_old_world_rests_lets_the_job_wait_and_rise_with_any_size() -> None:
+    drive = World()
+    number = drive.running(elastic(4, 1, 4))
+    source = drive.job(number).epoch
+    drive.step(ResizeJob(number, 2))
+    destination = drive.job(number).next_epoch
+    drive.seen(number, source, ObservedPhase.PARKED, 40)
+    drive.fails(number, destination)
+    job = drive.job(number)
+    assert (job.state, job.epoch, job.next_epoch, free(drive)) == (JobState.PENDING, source, 0, 4)
+    shape = job.spec.shape(job.arena_bytes_per_device, 0, 3)
+    claims = resized(drive.state.view, shape, drive.state.gangs[source].claims)
+    assert claims is not None
+    answer = drive.step(ProposePlan((Change(number, job.revision, "START", claims),)))
+    assert isinstance(answer, PlanAnswer)
+    assert answer.verdicts[0].approved, answer
+    risen = drive.job(number).next_epoch
+    assert drive.state.gangs[risen].restore.parked_epoch == source
+    drive.seen(number, risen, ObservedPhase.READY, 40)
+    drive.runs(number)
+    assert (drive.job(number).epoch, drive.job(number).gpus) == (risen, 3)
+
+
+def test_a_new_world_that_fails_after_the_commit_is_followed_by_one_in_the_place_of_the_old() -> None:
+    drive = World()
+    number = drive.running(replace(elastic(1, 1, 4), max_failures=1))
+    source = drive.job(number).epoch
+    drive.step(ResizeJob(number, 4))
+    destination = drive.job(number).next_epoch
+    drive.seen(number, destination, ObservedPhase.PREPARED)
+    drive.seen(number, source, ObservedPhase.PARKED, 40)
+    drive.seen(number, destination, ObservedPhase.READY, 40)
+    drive.fails(number, destination)
+    job = drive.job(number)
+    # The parked copy has its own device back before anybody else could get it, and runs again as a newer epoch.
+    assert (job.epoch, job.gpus) == (source, 1)
+    assert job.next_epoch > destination
+    assert drive.held(number)[0] == 1
+    assert free(drive) == 3
+
+
+def test_who_may_not_be_resized_is_told_why() -> None:
+    drive = World()
+    fixed = drive.running(job_of(1))
+    number = drive.running(elastic(2, 1, 3))
+
+    def why(gpus: int, which: int = number) -> str:
+        answer = drive.step(ResizeJob(which, gpus))
+        assert isinstance(answer, Refused)
+        return answer.message
+
+    assert "submitted with one number of GPUs" in why(2, fixed)
+    assert "accepts 1 to 3 GPUs, not 4" in why(4)
+    assert "has 2 GPUs" in why(2)
+    drive.running(job_of(1))
+    assert "no room for 3 GPUs" in why(3)
+    drive.capabilities = replace(ALL_LEVELS, resize=True, resize_divides=8)
+    drive.runs(number)
+    assert "do not divide its global batch (8 samples)" in why(3)
+    drive.capabilities = replace(ALL_LEVELS, missing={"RESIZE": "attach it"})
+    drive.runs(number)
+    assert "attach it" in why(1)
+
+
+def test_a_plan_s_change_of_size_is_judged_beside_its_other_changes() -> None:
+    drive = World()
+    grows, waits = drive.running(elastic(1, 1, 4)), drive.submit(job_of(2))
+    job = drive.job(grows)
+    claims = resized(drive.state.view, job.spec.shape(job.arena_bytes_per_device, 0, 3), drive.state.gangs[1].claims)
+    assert claims is not None
+    start = drive.places(waits)[0]
+    changes = (
+        Change(grows, job.revision, "RESIZE", claims),
+        Change(waits, drive.job(waits).revision, "START", start),
+    )
+    answer = drive.step(ProposePlan(changes))
+    assert isinstance(answer, PlanAnswer)
+    assert [verdict.approved for verdict in answer.verdicts] == [True, False]
+    assert answer.verdicts[1].refusals[0].reason is Reason.GPUS
+
+
+def test_a_user_s_share_bounds_how_far_a_job_grows() -> None:
+    drive = World(settings=Settings(quota_devices={"": 2}))
+    number = drive.running(elastic(1, 1, 4))
+    answer = drive.step(ResizeJob(number, 3))
+    assert isinstance(answer, Refused)
+    assert "share of user" in answer.message
+    assert drive.step(ResizeJob(number, 2)) == JobAnswer(number)
+
+
+_SEEN = ["prepared", "parked", "ready", "runs", "fails", "gone"]
+
+
+@given(
+    some.lists(
+        some.tuples(some.integers(0, 2), some.sampled_from(["resize", *_SEEN * 2]), some.integers(1, 6)),
+        max_size=40,
+    ),
+    some.sampled_from([SMALL, GIB // 2]),
+)
+def test_whatever_happens_to_two_worlds_no_device_is_held_twice_and_one_world_is_the_job(
+    acts: list[tuple[int, str, int]], device_bytes: int
+) -> None:
+    """`Drive.step` looks at all invariants after every event."""
+    drive = World(2)
+    jobs = [
+        drive.running(replace(spec, max_failures=99))
+        for spec in (elastic(1, 1, 6, device_bytes), elastic(2, 2, 4, device_bytes, 2), elastic(2, 1, 4, device_bytes))
+    ]
+    for which, act, size in acts:
+        number = jobs[which]
+        job = drive.job(number)
+        gangs = drive.state.gangs_of_job(number)
+        if act == "resize":
+            drive.step(ResizeJob(number, size))
+        elif gangs:
+            gang = gangs[size % len(gangs)]
+            _report(drive, number, gang, act)
+        waiting = drive.state.is_waiting(job)
+        if waiting and not job.epoch:
+            place = drive.places(number)
+            if place:
+                drive.request(number, *place)
+
+
+def _report(drive: World, number: int, gang: Gang, act: str) -> None:
+    """What daemons could truly say of a gang now."""
+    is_new = gang.role is GangRole.DESTINATION
+    if gang.is_gone:
+        return
+    if act == "fails":
+        drive.fails(number, gang.epoch)
+    elif act == "gone" and gang.intent is Intent.STOP:
+        drive.gone(number, gang.epoch)
+    elif act == "prepared" and is_new:
+        drive.seen(number, gang.epoch, ObservedPhase.PREPARED)
+    elif act == "parked" and gang.intent in (Intent.PARK, Intent.HAND_OVER):
+        drive.seen(number, gang.epoch, ObservedPhase.PARKED, 40)
+    elif act == "ready" and is_new:
+        source = drive.state.gangs[gang.restore.parked_epoch]
+        if source.pieces[0].stop_step:
+            drive.seen(number, gang.epoch, ObservedPhase.READY, source.pieces[0].stop_step)
+    elif act == "runs" and gang.intent is Intent.RUN:
+        drive.seen(number, gang.epoch, ObservedPhase.RUNNING)
