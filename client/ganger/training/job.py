@@ -79,8 +79,8 @@ class TrainingJob:
         self._steps = 0
         self._samples = 0
         self._waited_nanoseconds = 0
-        self._told = 0
         self._held = 0
+        self._untold_steps: Callable[[], int] = lambda: 0
         self._tell_at_next_step: Callable[[], None] = lambda: None
         self._restored: Restored | None = None
 
@@ -97,12 +97,13 @@ class TrainingJob:
         if restored is not None:
             self._restored = restored
             tell(restored.notice)
-            self._steps = self._told = restored.position["steps"]
+            self._steps = restored.position["steps"]
             self._epoch = restored.position["epoch"]
             # of this rank, as if there had always been so many
             self._samples = restored.position["samples"] * restored.world // control.world
         control.start(0 if restored is None else restored.step)
-        self.step, self._tell_at_next_step = _managed_step(self, control.boundary)  # type: ignore[method-assign]
+        hot_path = _managed_step(self, control.boundary)
+        self.step, self._untold_steps, self._tell_at_next_step = hot_path  # type: ignore[method-assign]
 
     # -- what a script may ask
 
@@ -114,7 +115,7 @@ class TrainingJob:
     @property
     def step_count(self) -> int:
         """Steps done, those before a restart included."""
-        return self._steps
+        return self._steps + self._untold_steps()
 
     @property
     def rank(self) -> int:
@@ -240,10 +241,10 @@ class TrainingJob:
 
     # -- inside
 
-    def _tell(self, loss: Any) -> int:
-        """Publish what the steps since the last call came to; returns how many steps may pass until the next call."""
+    def _tell(self, passed: int, loss: Any) -> int:
+        """Publish what the steps `passed` since the last call came to; returns after how many to call again."""
         assert self._progress is not None
-        passed, self._told = self._steps - self._told, self._steps
+        self._steps += passed
         return self._progress.publish(passed, self._samples, self._waited_nanoseconds, loss)
 
     def _show(self) -> None:
@@ -276,7 +277,7 @@ class TrainingJob:
         return {
             "epoch": self._epoch,
             # not the image's step: inside no_suspend steps are made that are no boundaries
-            "steps": self._steps,
+            "steps": self.step_count,
             "samples": self._samples,
             "loaders": [loader.position() for loader in self._loaders],
         }
@@ -286,29 +287,34 @@ class TrainingJob:
             optimizer.zero_grad(set_to_none=True)
 
 
-def _managed_step(job: TrainingJob, boundary: Callable[[], None]) -> tuple[Callable[..., None], Callable[[], None]]:
+def _managed_step(
+    job: TrainingJob, boundary: Callable[[], None]
+) -> tuple[Callable[..., None], Callable[[], int], Callable[[], None]]:
     """TrainingJob.step under control, as a closure: it is called in every step, and most have nothing to tell.
 
-    The second function makes the next step tell, whatever the first one thought.
+    It only counts down to the step at which to tell. The second function says how many steps are not told of yet; the
+    third makes the next step tell, whatever the first one thought.
     """
-    untold = 0
+    tell_after = countdown = 0
 
     def step(loss: Any = None) -> None:
-        nonlocal untold
-        job._steps += 1
-        untold -= 1
-        if untold <= 0:
-            untold = job._tell(loss)
+        nonlocal tell_after, countdown
+        countdown -= 1
+        if countdown <= 0:
+            tell_after = countdown = job._tell(tell_after - countdown, loss)
             if job._held:
-                untold = 0
+                tell_after = countdown = 0
                 return
         boundary()
 
-    def tell_at_next_step() -> None:
-        nonlocal untold
-        untold = 0
+    def untold_steps() -> int:
+        return tell_after - countdown
 
-    return step, tell_at_next_step
+    def tell_at_next_step() -> None:
+        nonlocal tell_after, countdown
+        tell_after, countdown = tell_after - countdown, 0
+
+    return step, untold_steps, tell_at_next_step
 
 
 def _rank_and_world(control: Control | None) -> tuple[int, int]:
