@@ -10,21 +10,18 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import shutil
-import signal
 import socket
 import struct
-import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ganger.injob.page import Order, Page, PageError, State, Word, now_ns
 
+from ganger_daemon.bench_cluster import START_SECONDS, BenchCluster, ClusterError
 from ganger_daemon.bench_report import Report, quantile
 
 SIZES = (100 * 10**6, 10**9)
@@ -33,10 +30,8 @@ MOVES = 3
 SLACK_SECONDS = 0.3
 LEAST_STREAM_BYTES_PER_SECOND = 1e9
 POLL_SECONDS = 0.0005
-START_SECONDS = 90.0
 MOVE_SECONDS = 120.0
 PIECE = 8 << 20
-GANGER = (sys.executable, "-m", "ganger.cli.main")
 
 # Most of the state is buffers that no step touches, so that a step stays a few milliseconds at any size.
 JOB = """
@@ -86,17 +81,14 @@ class Move:
     raw_bytes_per_second: float
 
 
-class MoveError(Exception):
-    """The move could not be measured; the text says where it stood."""
-
-
 def main(sizes: Sequence[int] = SIZES, moves: int = MOVES, quick: bool = False) -> dict[str, object]:
     """Run it, for states of so many bytes and so many moves each; `quick`: one move of a small state."""
     if quick:
         sizes, moves = QUICK_SIZES, 1
     report = Report("move")
     factor = 1.3 if len(os.sched_getaffinity(0)) >= 4 else 1.7
-    with _Cluster() as cluster:
+    with BenchCluster(nodes=2, gpus=1, cores=2) as cluster:
+        (cluster.directory / "heavy.py").write_text(JOB)
         for size in sizes:
             name = f"state_{size // 10**6}MB"
             measured = _measure(cluster, size, moves, report)
@@ -117,7 +109,7 @@ def main(sizes: Sequence[int] = SIZES, moves: int = MOVES, quick: bool = False) 
     return report.result()
 
 
-def _measure(cluster: _Cluster, size: int, moves: int, report: Report) -> list[Move]:
+def _measure(cluster: BenchCluster, size: int, moves: int, report: Report) -> list[Move]:
     notes = cluster.directory / f"notes-{size}"
     # twice on the host: tensors of a virtual device are host memory, and the arena is as large again
     memory = f"{(2 * size >> 20) + 2048}M"
@@ -125,7 +117,7 @@ def _measure(cluster: _Cluster, size: int, moves: int, report: Report) -> list[M
         "submit",
         *("--gpus", "1", "--cpus-per-gpu", "1", "--memory", memory, "--gpu-memory", f"{(size >> 20) + 64}M"),
         *("--checkpoint-every", "never", "--directory", str(cluster.directory), "--json", "--"),
-        *(sys.executable, str(cluster.script), str(size), str(notes)),
+        *(sys.executable, str(cluster.directory / "heavy.py"), str(size), str(notes)),
     )
     job = str(json.loads(submitted)["name"])
     measured: list[Move] = []
@@ -141,7 +133,7 @@ def _measure(cluster: _Cluster, size: int, moves: int, report: Report) -> list[M
     return measured
 
 
-def _move(cluster: _Cluster, job: str, notes: Path, raw_bytes_per_second: float) -> Move:
+def _move(cluster: BenchCluster, job: str, notes: Path, raw_bytes_per_second: float) -> Move:
     source = next(iter(cluster.pages().values()))
     watch = _PageWatch(cluster, source)
     pid = _notes(notes)[-1][0]
@@ -155,7 +147,7 @@ def _move(cluster: _Cluster, job: str, notes: Path, raw_bytes_per_second: float)
     last_end = max(end for of, _, end in steps if of == pid)
     seen = watch.times
     if not {"ordered", "stopped", "complete"} <= seen.keys():
-        raise MoveError(f"the pages of {job} showed only {sorted(seen)}")
+        raise ClusterError(f"the pages of {job} showed only {sorted(seen)}")
     return Move(
         pause=(first[2] - last_end) / 1e9,
         stop=(seen["stopped"] - seen["ordered"]) / 1e9,
@@ -170,7 +162,7 @@ def _move(cluster: _Cluster, job: str, notes: Path, raw_bytes_per_second: float)
 class _PageWatch:
     """Notes when the words of a move appear: the stop on the source's page, the last byte on the destination's."""
 
-    def __init__(self, cluster: _Cluster, source: Path) -> None:
+    def __init__(self, cluster: BenchCluster, source: Path) -> None:
         self.times: dict[str, int] = {}
         self.state_bytes = 0
         self._cluster, self._source = cluster, source
@@ -210,112 +202,6 @@ class _PageWatch:
                 except (OSError, PageError):
                     return None
         return None
-
-
-class _Cluster:
-    """A master and two daemons, as programs; nothing of them is left afterwards."""
-
-    def __init__(self) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="ganger-bench-"))
-        shared = "/dev/shm"
-        self._run = Path(tempfile.mkdtemp(prefix="ganger-bench-", dir=shared if os.access(shared, os.W_OK) else None))
-        self.script = self.directory / "heavy.py"
-        self.script.write_text(JOB)
-        self._master = self.directory / "master"
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._environment = {**os.environ, "GANGER_MASTER": str(self._master), "PYTHONUNBUFFERED": "1"}
-
-    def __enter__(self) -> _Cluster:
-        # who ends the benchmark ends what it started
-        self._before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        try:
-            (self.directory / "storage").mkdir()
-            self._spawn("master", "--state-dir", str(self._master), "--storage", str(self.directory / "storage"))
-            self.until((self._master / "endpoint.json").exists, START_SECONDS, "the master serves")
-            for name in ("n1", "n2"):
-                self._spawn(
-                    "daemon",
-                    *("--node", name, "--master", str(self._master)),
-                    *("--state-dir", str(self.directory / name), "--run-dir", str(self._run / name)),
-                    *("--virtual-gpus", "1", "--virtual-cores", "2", "--virtual-memory", "8G"),
-                    *("--cgroup-root", f"ganger-bench-{os.getpid()}-{name}"),
-                )
-            self.until(self._are_ready, START_SECONDS, "both nodes are ready")
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *reason: object) -> None:
-        self.stop()
-
-    def ganger(self, *arguments: str) -> str:
-        """What the command prints. Raises MoveError with what it complained of."""
-        done = subprocess.run(
-            [*GANGER, *arguments], env=self._environment, capture_output=True, text=True, timeout=60, check=False
-        )
-        if done.returncode:
-            raise MoveError(f"ganger {arguments[0]}: {done.stderr.strip() or done.stdout.strip()}")
-        return done.stdout
-
-    def pages(self) -> dict[str, Path]:
-        """The control pages there are, by "JOB/EPOCH"."""
-        return {
-            "/".join(path.relative_to(self._run).parts[1:-1]): path for path in sorted(self._run.rglob("rank-0.page"))
-        }
-
-    def until(self, holds: Callable[[], bool], seconds: float, what: str) -> None:
-        deadline = time.monotonic() + seconds
-        while not holds():
-            for process in self._processes:
-                if process.poll() is not None:
-                    raise MoveError(f"a program of the cluster ended:\n{self._logs()}")
-            if time.monotonic() > deadline:
-                raise MoveError(f"not within {seconds:g} s: {what}\n{self._logs()}")
-            time.sleep(0.01)
-
-    def stop(self) -> None:
-        signal.signal(signal.SIGTERM, self._before)
-        for process in self._processes:
-            process.send_signal(signal.SIGTERM)
-        for process in self._processes:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        marks = (os.fsencode(self.directory), os.fsencode(self._run))
-        for entry in Path("/proc").iterdir():
-            # launchers and ranks outlive their daemons by design
-            if entry.name.isdigit() and int(entry.name) != os.getpid() and _names_one_of(entry, marks):
-                try:
-                    os.kill(int(entry.name), signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-        shutil.rmtree(self._run, ignore_errors=True)
-        shutil.rmtree(self.directory, ignore_errors=True)
-
-    def _spawn(self, *arguments: str) -> None:
-        with (self.directory / f"program-{len(self._processes)}.log").open("wb") as log:
-            self._processes.append(
-                subprocess.Popen(
-                    [*GANGER, *arguments],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                    env=self._environment,
-                )
-            )
-
-    def _are_ready(self) -> bool:
-        nodes = json.loads(self.ganger("nodes", "--json"))["nodes"]
-        return sum(str(node["state"]).removeprefix("STATE_") == "READY" for node in nodes) == 2
-
-    def _logs(self) -> str:
-        return "\n".join(
-            f"-- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in sorted(self.directory.glob("*.log"))
-        )
 
 
 def _raw_stream(size: int) -> float:
@@ -379,11 +265,3 @@ def _first_of_another(steps: list[tuple[int, int, int]], pid: int) -> tuple[int,
 
 def _as_sample(move: Move) -> dict[str, float]:
     return asdict(move)
-
-
-def _names_one_of(process: Path, marks: tuple[bytes, ...]) -> bool:
-    try:
-        text = (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
-    except OSError:
-        return False
-    return any(mark in text for mark in marks)

@@ -38,6 +38,8 @@ def check_resize(state: State, job: Job, gpus: int) -> Gang | Refused:
         return _refused(job, f"{gpus} GPUs do not divide its global batch ({capabilities.resize_divides} samples)")
     if gpus == gang.devices:
         return _refused(job, f"it has {gpus} GPUs")
+    if gang.epoch in state.set_of:
+        return _refused(job, "it takes turns with others on its GPUs")
     if any(claim.shared_mask for claim in gang.claims):
         return _refused(job, "it shares its GPUs with another job")
     if gang.phase is GangPhase.PARKED and gang.rested_level is not SuspendLevel.OFFLOAD:

@@ -1,0 +1,151 @@
+"""A small cluster of its own for a benchmark: real programs, virtual GPUs, files in directories that go with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+START_SECONDS = 90.0
+GANGER = (sys.executable, "-m", "ganger.cli.main")
+
+
+class ClusterError(Exception):
+    """What was to be measured did not happen; the text says where it stood."""
+
+
+class BenchCluster:
+    """A master and daemons of virtual GPUs on this machine, as programs; nothing of them is left afterwards. `master`,
+    `daemon`: further options of theirs."""
+
+    def __init__(
+        self,
+        *,
+        nodes: int,
+        gpus: int,
+        cores: int,
+        memory: str = "8G",
+        master: Sequence[str] = (),
+        daemon: Sequence[str] = (),
+    ) -> None:
+        self._nodes = [f"n{number}" for number in range(1, nodes + 1)]
+        self._devices = ("--virtual-gpus", str(gpus), "--virtual-cores", str(cores), "--virtual-memory", memory)
+        self._master_options, self._daemon_options = tuple(master), tuple(daemon)
+        self.directory = Path(tempfile.mkdtemp(prefix="ganger-bench-"))
+        shared = "/dev/shm"
+        self._run = Path(tempfile.mkdtemp(prefix="ganger-bench-", dir=shared if os.access(shared, os.W_OK) else None))
+        self.master = self.directory / "master"
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._environment = {**os.environ, "GANGER_MASTER": str(self.master), "PYTHONUNBUFFERED": "1"}
+
+    def __enter__(self) -> BenchCluster:
+        # who ends the benchmark ends what it started
+        self._before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        try:
+            (self.directory / "storage").mkdir()
+            self._spawn(
+                "master",
+                *("--state-dir", str(self.master), "--storage", str(self.directory / "storage")),
+                *self._master_options,
+            )
+            self.until((self.master / "endpoint.json").exists, START_SECONDS, "the master serves")
+            for name in self._nodes:
+                self._spawn(
+                    "daemon",
+                    *("--node", name, "--master", str(self.master)),
+                    *("--state-dir", str(self.directory / name), "--run-dir", str(self._run / name)),
+                    *self._devices,
+                    *self._daemon_options,
+                    *("--cgroup-root", f"ganger-bench-{os.getpid()}-{name}"),
+                )
+            self.until(self._are_ready, START_SECONDS, "every node is ready")
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self.stop()
+
+    def ganger(self, *arguments: str) -> str:
+        """What the command prints. Raises ClusterError with what it complained of."""
+        done = subprocess.run(
+            [*GANGER, *arguments], env=self._environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        if done.returncode:
+            raise ClusterError(f"ganger {arguments[0]}: {done.stderr.strip() or done.stdout.strip()}")
+        return done.stdout
+
+    def pages(self) -> dict[str, Path]:
+        """The control pages there are, by "JOB/EPOCH"."""
+        return {
+            "/".join(path.relative_to(self._run).parts[1:-1]): path for path in sorted(self._run.rglob("rank-0.page"))
+        }
+
+    def until(self, holds: Callable[[], bool], seconds: float, what: str) -> None:
+        deadline = time.monotonic() + seconds
+        while not holds():
+            for process in self._processes:
+                if process.poll() is not None:
+                    raise ClusterError(f"a program of the cluster ended:\n{self._logs()}")
+            if time.monotonic() > deadline:
+                raise ClusterError(f"not within {seconds:g} s: {what}\n{self._logs()}")
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+        for process in self._processes:
+            process.send_signal(signal.SIGTERM)
+        for process in self._processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        marks = (os.fsencode(self.directory), os.fsencode(self._run))
+        for entry in Path("/proc").iterdir():
+            # launchers and ranks outlive their daemons by design
+            if entry.name.isdigit() and int(entry.name) != os.getpid() and _names_one_of(entry, marks):
+                try:
+                    os.kill(int(entry.name), signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+        shutil.rmtree(self._run, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _spawn(self, *arguments: str) -> None:
+        with (self.directory / f"program-{len(self._processes)}.log").open("wb") as log:
+            self._processes.append(
+                subprocess.Popen(
+                    [*GANGER, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    env=self._environment,
+                )
+            )
+
+    def _are_ready(self) -> bool:
+        nodes = json.loads(self.ganger("nodes", "--json"))["nodes"]
+        return sum(str(node["state"]).removeprefix("STATE_") == "READY" for node in nodes) == len(self._nodes)
+
+    def _logs(self) -> str:
+        return "\n".join(
+            f"-- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in sorted(self.directory.glob("*.log"))
+        )
+
+
+def _names_one_of(process: Path, marks: tuple[bytes, ...]) -> bool:
+    try:
+        text = (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
+    except OSError:
+        return False
+    return any(mark in text for mark in marks)
