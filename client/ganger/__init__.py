@@ -10,12 +10,13 @@ from importlib import import_module
 _HOMES = {
     # in a training script
     "attach": "ganger.training",
+    "report": "ganger.injob.metrics",
     # towards a cluster
     "Client": "ganger.client",
     "Job": "ganger.job",
 }
 
-__all__ = ["Client", "Job", "attach"]
+__all__ = ["Client", "Job", "attach", "report"]
 
 
 def __getattr__(name: str) -> object:

@@ -17,14 +17,28 @@ from typing import Any, TypeVar, cast
 import grpc
 
 from ganger.job import FINISHED, Job, suspend_level
-from ganger.v1 import job_pb2, job_service_pb2, node_pb2
+from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2
 from ganger.v1.job_service_pb2_grpc import JobServiceStub
 from ganger.v1.node_pb2_grpc import NodeServiceStub
 from ganger.wire import times
 from ganger.wire.channels import MAX_MESSAGE_BYTES, open_channel
 from ganger.wire.endpoints import Endpoint, EndpointError, find_endpoint
-from ganger.wire.errors import ApiError, DeadlineExceeded, MessageTooLarge, NotReady, Unreachable, from_rpc_error
-from ganger.wire.names import job_name_from_text, node_name_from_text
+from ganger.wire.errors import (
+    ApiError,
+    DeadlineExceeded,
+    JobNotFound,
+    MessageTooLarge,
+    NotReady,
+    Unreachable,
+    from_rpc_error,
+)
+from ganger.wire.names import (
+    array_name,
+    job_name_from_text,
+    node_name_from_text,
+    parse_array_name,
+    parse_member,
+)
 
 Answer = TypeVar("Answer")
 
@@ -96,18 +110,59 @@ class Client:
             message = self._call(self._jobs.CreateJob, request)
             return Job(self, message, scheduler_log=scheduler.serve(message.name, message.uid))
 
+    def submit_array(
+        self, request: job_service_pb2.CreateArrayRequest, *, request_id: str | None = None
+    ) -> array_pb2.Array:
+        """Submits the members of a job array, all or none: see `ganger.arrays.make_array`."""
+        import uuid
+
+        asked = job_service_pb2.CreateArrayRequest()
+        asked.CopyFrom(request)
+        asked.request_id = request_id or request.request_id or str(uuid.uuid4())
+        if asked.ByteSize() > MAX_MESSAGE_BYTES:
+            raise MessageTooLarge(
+                f"the submission is {asked.ByteSize()} bytes, a message holds {MAX_MESSAGE_BYTES}:"
+                " put large parameters into files"
+            )
+        return self._call(self._jobs.CreateArray, asked)
+
+    def get_array(self, array: str | int) -> array_pb2.Array:
+        """7, "7" or "arrays/7". Raises ArrayNotFound."""
+        return self._call(self._jobs.GetArray, job_service_pb2.GetArrayRequest(name=_array(array)))
+
+    def list_arrays(self, user: str = "", *, live: bool = False) -> list[array_pb2.Array]:
+        """Newest first; `live`: only those of which a member has not ended."""
+        request = job_service_pb2.ListArraysRequest(live=live, user=user)
+        return list(self._call(self._jobs.ListArrays, request).arrays)
+
+    def cancel_array(self, array: str | int, reason: str = "") -> array_pb2.Array:
+        request = job_service_pb2.CancelArrayRequest(name=_array(array), reason=reason)
+        return self._call(self._jobs.CancelArray, request)
+
     def job(self, job: str | int) -> Job:
-        """A handle on an existing job: 7, "7" or "jobs/7". Raises JobNotFound."""
+        """A handle on an existing job: 7, "7", "jobs/7", or "7_3" for a member of an array. Raises JobNotFound."""
         return Job(self, self.get_job(job))
 
     def get_job(self, job: str | int) -> job_pb2.Job:
-        return self._call(self._jobs.GetJob, job_service_pb2.GetJobRequest(name=_job(job)))
+        return self._call(self._jobs.GetJob, job_service_pb2.GetJobRequest(name=self._name(job)))
 
     def list_jobs(
-        self, states: Iterable[job_pb2.Job.State.ValueType] = (), user: str = "", limit: int | None = None
+        self,
+        states: Iterable[job_pb2.Job.State.ValueType] = (),
+        user: str = "",
+        limit: int | None = None,
+        *,
+        array: str | int = "",
+        fold_arrays: bool = False,
     ) -> Iterator[job_pb2.Job]:
-        """Newest first; pages are fetched as they are needed."""
-        request = job_service_pb2.ListJobsRequest(page_size=min(limit or 1_000, 1_000), states=states, user=user)
+        """Newest first, pages as they are needed. `array`: its members only; `fold_arrays`: no members of any."""
+        request = job_service_pb2.ListJobsRequest(
+            page_size=min(limit or 1_000, 1_000),
+            states=states,
+            user=user,
+            array=_array(array) if array else "",
+            fold_arrays=fold_arrays,
+        )
         given = 0
         while True:
             page = self._call(self._jobs.ListJobs, request)
@@ -122,7 +177,7 @@ class Client:
 
     def watch_job(self, job: str | int) -> Iterator[job_pb2.Job]:
         """The job now and at each change, until it has finished."""
-        name, latest = _job(job), 0
+        name, latest = self._name(job), 0
 
         def open_stream() -> Iterator[job_pb2.Job]:
             request = job_service_pb2.WatchJobRequest(name=name, after_revision=latest)
@@ -138,21 +193,23 @@ class Client:
                 return
 
     def cancel_job(self, job: str | int, reason: str = "") -> job_pb2.Job:
-        request = job_service_pb2.CancelJobRequest(name=_job(job), reason=reason)
+        request = job_service_pb2.CancelJobRequest(name=self._name(job), reason=reason)
         return self._call(self._jobs.CancelJob, request)
 
     def suspend_job(self, job: str | int, level: str | None = None) -> job_pb2.Job:
         """`level`: "pause", "offload", "checkpoint"; None leaves the choice to the master. Answers when the order is
         durable."""
-        request = job_service_pb2.SuspendJobRequest(name=_job(job), level=suspend_level(level))
+        request = job_service_pb2.SuspendJobRequest(name=self._name(job), level=suspend_level(level))
         return self._call(self._jobs.SuspendJob, request)
 
     def resume_job(self, job: str | int) -> job_pb2.Job:
-        return self._call(self._jobs.ResumeJob, job_service_pb2.ResumeJobRequest(name=_job(job)))
+        return self._call(self._jobs.ResumeJob, job_service_pb2.ResumeJobRequest(name=self._name(job)))
 
     def move_job(self, job: str | int, nodes: Iterable[str] = ()) -> job_pb2.Job:
         """To `nodes`, or to others than the present ones. Answers when the move is durable, not when it is done."""
-        request = job_service_pb2.MoveJobRequest(name=_job(job), nodes=[node_name_from_text(node) for node in nodes])
+        request = job_service_pb2.MoveJobRequest(
+            name=self._name(job), nodes=[node_name_from_text(node) for node in nodes]
+        )
         return self._call(self._jobs.MoveJob, request)
 
     def resize_job(self, job: str | int, gpus: int) -> job_pb2.Job:
@@ -161,22 +218,22 @@ class Client:
 
     def retune_job(self, job: str | int, cores_per_task: float) -> job_pb2.Job:
         """Changes the cores of each task, live. Thread counts follow, so results may differ in their last bits."""
-        request = job_service_pb2.RetuneJobRequest(name=_job(job), millicores=round(cores_per_task * 1_000))
+        request = job_service_pb2.RetuneJobRequest(name=self._name(job), millicores=round(cores_per_task * 1_000))
         return self._call(self._jobs.RetuneJob, request)
 
     def repin_job(self, job: str | int) -> job_pb2.Job:
         """Moves the job to other cores of the same number, live. Changes no bit of its results."""
-        return self._call(self._jobs.RetuneJob, job_service_pb2.RetuneJobRequest(name=_job(job), repin=True))
+        return self._call(self._jobs.RetuneJob, job_service_pb2.RetuneJobRequest(name=self._name(job), repin=True))
 
     def explain_job(self, job: str | int) -> job_service_pb2.Explanation:
-        return self._call(self._jobs.ExplainJob, job_service_pb2.ExplainJobRequest(name=_job(job)))
+        return self._call(self._jobs.ExplainJob, job_service_pb2.ExplainJobRequest(name=self._name(job)))
 
     def read_log(
         self, job: str | int, rank: int = 0, offset: int = 0, *, follow: bool = False
     ) -> Iterator[job_service_pb2.LogChunk]:
         """One rank's log from a byte offset (negative: from the end), across suspends, moves and restarts. With
         `follow`, until the job has ended."""
-        name, position = _job(job), offset
+        name, position = self._name(job), offset
 
         def open_stream() -> Iterator[job_service_pb2.LogChunk]:
             request = job_service_pb2.ReadLogRequest(name=name, rank=rank, offset=position, follow=follow)
@@ -207,6 +264,17 @@ class Client:
             if not page.events or page.next_sequence <= after:
                 return
             after = page.next_sequence
+
+    def _name(self, job: str | int) -> str:
+        """ "jobs/11" of 11, "jobs/11", or of "7_3": member 3 of array 7, for which the master is asked."""
+        member = parse_member(text := str(job))
+        if member is None:
+            return job_name_from_text(text)
+        array, index = member
+        for message in self.list_jobs(array=array):
+            if message.array.member.index == index:
+                return message.name
+        raise JobNotFound(f"array {array} has no member {index}: `ganger show {array}` lists them")
 
     # nodes
 
@@ -316,8 +384,8 @@ class Client:
         return error
 
 
-def _job(job: str | int) -> str:
-    return job_name_from_text(str(job))
+def _array(array: str | int) -> str:
+    return array_name(parse_array_name(text if "/" in (text := str(array)) else f"arrays/{text}"))
 
 
 __all__ = ["Client", "EndpointError"]

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
     from ganger.client import Client
 
-FINISHED = frozenset({job_pb2.Job.STATE_SUCCEEDED, job_pb2.Job.STATE_FAILED, job_pb2.Job.STATE_CANCELLED})
+FINISHED = frozenset(
+    {job_pb2.Job.STATE_SUCCEEDED, job_pb2.Job.STATE_FAILED, job_pb2.Job.STATE_CANCELLED, job_pb2.Job.STATE_STOPPED}
+)
 LEVELS = ("pause", "offload", "checkpoint")
 
 
@@ -27,10 +29,12 @@ class JobState(StrEnum):
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
     CANCELLED = "CANCELLED"
+    # By the stop rule of its array: what it had reached stands.
+    STOPPED = "STOPPED"
 
     @property
     def is_finished(self) -> bool:
-        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.STOPPED)
 
 
 class JobFailedError(Exception):
@@ -100,7 +104,7 @@ class Job:
             time.sleep(min(pause, remaining))
             pause = min(pause * 1.5, 1.0)
             state = self.state
-        if check and state is not JobState.SUCCEEDED:
+        if check and state not in (JobState.SUCCEEDED, JobState.STOPPED):
             raise JobFailedError(self.message)
         return state
 

@@ -14,6 +14,7 @@ from ganger.agent.v1 import agent_pb2
 from ganger.v1 import job_pb2
 
 from ganger_daemon.gangs import GangSet
+from ganger_daemon.workers.observation import add_metrics
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,8 @@ def batch(session: str, gangs: GangSet) -> agent_pb2.ProgressReport:
     now = time.time()
     for gang in gangs.all():
         found, concern = gang.progress(), gang.concern()
-        if found is None and not concern:
+        metrics = gang.metrics()
+        if found is None and not concern and not metrics:
             continue
         progress = job_pb2.Progress(loss=math.nan, concern=concern)
         progress.time.FromNanoseconds(int(now * 1e9))
@@ -56,5 +58,6 @@ def batch(session: str, gangs: GangSet) -> agent_pb2.ProgressReport:
             progress.step, progress.samples, progress.loss = look.step, look.samples, look.loss
             if look.step:
                 progress.step_time.FromNanoseconds(int((time.time() - look.step_age_seconds) * 1e9))
+        add_metrics(progress, metrics)
         report.gangs.add(job=gang.desired.job, epoch=gang.desired.epoch, progress=progress)
     return report

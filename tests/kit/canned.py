@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, node_pb2, node_pb2_grpc
+from ganger.v1 import array_pb2, job_pb2, job_service_pb2, job_service_pb2_grpc, node_pb2, node_pb2_grpc
 from ganger.wire import endpoints
 from ganger.wire.errors import JobNotFound, NotSupported, OffsetBeyondEnd
 from ganger.wire.servers import bind, make_server
@@ -24,6 +24,7 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.jobs: dict[str, job_pb2.Job] = {}
+        self.arrays: dict[str, array_pb2.Array] = {}
         self.logs: dict[int, bytes] = {}
         self.nodes = node_pb2.ListNodesResponse()
         self.events: list[job_pb2.Event] = []
@@ -70,7 +71,8 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
 
     def _job(self, name: str) -> job_pb2.Job:
         if name not in self.jobs:
-            raise JobNotFound(f"there is no {name}")
+            array = name.replace("jobs/", "arrays/")
+            raise JobNotFound(f"there is no {name}", **({"array": array} if array in self.arrays else {}))
         return self.jobs[name]
 
     async def CreateJob(self, request: Any, context: Any) -> job_pb2.Job:
@@ -79,6 +81,22 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         self.jobs[name] = job_pb2.Job(name=name, state=job_pb2.Job.STATE_PENDING, spec=request.spec, revision=1)
         return self.jobs[name]
 
+    async def CreateArray(self, request: Any, context: Any) -> array_pb2.Array:
+        self._taken(request)
+        return array_pb2.Array(name="arrays/1", size=len(request.members))
+
+    async def GetArray(self, request: Any, context: Any) -> array_pb2.Array:
+        self._taken(request)
+        return self.arrays[request.name]
+
+    async def ListArrays(self, request: Any, context: Any) -> job_service_pb2.ListArraysResponse:
+        self._taken(request)
+        return job_service_pb2.ListArraysResponse(arrays=self.arrays.values())
+
+    async def CancelArray(self, request: Any, context: Any) -> array_pb2.Array:
+        self._taken(request)
+        return self.arrays[request.name]
+
     async def GetJob(self, request: Any, context: Any) -> job_pb2.Job:
         self._taken(request)
         return self._job(request.name)
@@ -86,6 +104,10 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
     async def ListJobs(self, request: Any, context: Any) -> job_service_pb2.ListJobsResponse:
         self._taken(request)
         chosen = [job for job in self.jobs.values() if not request.states or job.state in request.states]
+        if request.array:
+            chosen = [job for job in chosen if job.array.array == request.array]
+        if request.fold_arrays:
+            chosen = [job for job in chosen if not job.HasField("array")]
         first = int(request.page_token or 0)
         # Pages of two, whatever was asked for: a server may give less.
         more = str(first + 2) if first + 2 < len(chosen) else ""

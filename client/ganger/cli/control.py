@@ -6,15 +6,16 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import click
 
 from ganger.cli.failures import CommandError, Exit
-from ganger.cli.options import JobType, NodeType, json_option, number, open_client
+from ganger.cli.options import JobOrArrayType, JobType, NodeType, array_of, json_option, number, open_client
 
 if TYPE_CHECKING:
     from ganger.client import Client
+    from ganger.v1.array_pb2 import Array
     from ganger.v1.job_pb2 import Job
 
 wait_option = click.option("--wait/--no-wait", "is_waiting", default=True, help="Wait until it is done [wait].")
@@ -146,19 +147,20 @@ def repin(job: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("jobs", type=JobType(), nargs=-1, required=True)
+@click.argument("jobs", type=JobOrArrayType(), nargs=-1, required=True)
 @click.option("--reason", default="", help="For the history.")
 @json_option
 def cancel(jobs: tuple[str, ...], reason: str, as_json: bool) -> int:
-    """End jobs for good."""
+    """End jobs for good; of an array every member that has not ended."""
     from ganger.console.plain import print_json
     from ganger.wire.errors import ApiError
 
-    worst, cancelled = Exit.OK, []
+    worst = Exit.OK
+    cancelled: list[Job | Array] = []
     with open_client() as client:
         for job in jobs:
             try:
-                cancelled.append(client.cancel_job(job, reason))
+                cancelled.append(_cancel(client, job, reason))
             except ApiError as error:
                 # One that has ended already must not keep the others alive.
                 from ganger.cli.failures import report
@@ -170,16 +172,38 @@ def cancel(jobs: tuple[str, ...], reason: str, as_json: bool) -> int:
         print_json(cancelled)
     else:
         for message in cancelled:
-            _tell(message, False)
+            if message.DESCRIPTOR.name == "Array":
+                _tell_array(cast("Array", message))
+            else:
+                _tell(cast("Job", message), False)
     return worst
 
 
+def _cancel(client: Client, name: str, reason: str) -> Job | Array:
+    from ganger.wire.errors import JobNotFound
+
+    if name.startswith("arrays/"):
+        return client.cancel_array(name, reason)
+    try:
+        return client.cancel_job(name, reason)
+    except JobNotFound as error:
+        return client.cancel_array(array_of(name, error), reason)
+
+
+def _tell_array(array: Array) -> None:
+    from ganger.cli.array_lines import states
+
+    print(f"array {number(array.name)}: {states(array)}", flush=True)
+
+
 @click.command()
-@click.argument("jobs", type=JobType(), nargs=-1, required=True)
+@click.argument("jobs", type=JobOrArrayType(), nargs=-1, required=True)
 @click.option("--timeout", metavar="TIME", help="Give up after so long.")
 @json_option
 def wait(jobs: tuple[str, ...], timeout: str | None, as_json: bool) -> int:
-    """Wait until jobs have ended; exit code 1 if one did not succeed."""
+    """Wait until jobs, or all members of arrays, have ended.
+
+    Exit code 1 if one neither succeeded nor was stopped by the rule of its array."""
     from ganger.cli.job_lines import sentence
     from ganger.console.plain import print_json
     from ganger.job import Job as Handle
@@ -189,11 +213,11 @@ def wait(jobs: tuple[str, ...], timeout: str | None, as_json: bool) -> int:
     messages: list[Job] = []
     is_good = True
     with open_client() as client:
-        for job in jobs:
+        for job in [member for name in jobs for member in _members(client, name)]:
             handle = Handle(client, client.get_job(job))
             try:
                 remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-                is_good &= handle.wait(remaining, check=False) is JobState.SUCCEEDED
+                is_good &= handle.wait(remaining, check=False) in (JobState.SUCCEEDED, JobState.STOPPED)
             except TimeoutError as error:
                 raise CommandError(f"{sentence(handle.message)}, not over, after {timeout}") from error
             messages.append(handle.message)
@@ -203,6 +227,19 @@ def wait(jobs: tuple[str, ...], timeout: str | None, as_json: bool) -> int:
         for message in messages:
             _tell(message, False)
     return Exit.OK if is_good else Exit.JOB_FAILED
+
+
+def _members(client: Client, name: str) -> list[str]:
+    """The jobs that a name means: itself, or the members of an array."""
+    from ganger.wire.errors import JobNotFound
+
+    array = name
+    if not name.startswith("arrays/"):
+        try:
+            return [client.get_job(name).name]
+        except JobNotFound as error:
+            array = array_of(name, error)
+    return [member.name for member in client.list_jobs(array=array)][::-1]
 
 
 def _until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout: str, goal: str) -> Job:

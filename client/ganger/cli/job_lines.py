@@ -31,12 +31,21 @@ def state_text(job: job_pb2.Job) -> str:
 
 def sentence(job: job_pb2.Job) -> str:
     """ "job 7 is running", "job 7 has failed: EXIT: rank 0 exited with code 3"."""
-    subject = f"job {job.name.rpartition('/')[2]}"
+    subject = f"job {called(job)}"
     if job.state == job_pb2.Job.STATE_SUCCEEDED:
         return f"{subject} has succeeded"
     if job.state == job_pb2.Job.STATE_FAILED:
         return f"{subject} has failed: {note(job)}"
+    if job.state == job_pb2.Job.STATE_STOPPED:
+        return f"{subject} was stopped by the rule of its array: {job.end_reason}"
     return f"{subject} is {state_text(job)}"
+
+
+def called(job: job_pb2.Job) -> str:
+    """ "7", or "7_3" for the member of index 3 of array 7."""
+    if job.HasField("array"):
+        return f"{job.array.array.rpartition('/')[2]}_{job.array.member.index}"
+    return job.name.rpartition("/")[2]
 
 
 def level_text(level: job_pb2.SuspendLevel.ValueType) -> str:
@@ -171,7 +180,8 @@ def note(job: job_pb2.Job) -> str:
     if job.state == job_pb2.Job.STATE_FAILED:
         return " ".join(f"{job.failure.reason}: {job.failure.message}".split())
     if job.state in FINISHED:
-        return ""
+        # What its user ordered its user knows.
+        return job.end_reason if job.state == job_pb2.Job.STATE_STOPPED else ""
     if job.state == job_pb2.Job.STATE_PENDING:
         if job.blockers:
             return " ".join(f"({job.blockers[0].reason}) {job.blockers[0].message}".split())

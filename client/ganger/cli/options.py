@@ -9,6 +9,7 @@ from click.shell_completion import CompletionItem
 
 if TYPE_CHECKING:
     from ganger.client import Client
+    from ganger.wire.errors import ApiError
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -21,14 +22,15 @@ def open_client() -> Client:
 
 
 class JobType(click.ParamType):  # type: ignore[type-arg]  # generic only in new clicks
-    """ "7" or "jobs/7"; completes from the queue."""
+    """ "7", "jobs/7", or "7_3", which the master is to find; completes from the queue."""
 
     name = "job"
 
     def convert(self, value: object, parameter: click.Parameter | None, context: click.Context | None) -> str:
-        from ganger.wire.names import job_name_from_text
+        from ganger.wire.names import job_name_from_text, parse_member
 
-        return job_name_from_text(str(value))
+        text = str(value)
+        return text if parse_member(text) is not None else job_name_from_text(text)
 
     def shell_complete(self, context: click.Context, parameter: click.Parameter, text: str) -> list[CompletionItem]:
         try:
@@ -41,6 +43,26 @@ class JobType(click.ParamType):  # type: ignore[type-arg]  # generic only in new
         # A completion that fails must not write over what is being typed.
         except Exception:
             return []
+
+
+class JobOrArrayType(JobType):
+    """The same, or "arrays/7": a number may be that of an array too."""
+
+    def convert(self, value: object, parameter: click.Parameter | None, context: click.Context | None) -> str:
+        from ganger.wire.names import array_name, parse_array_name
+
+        text = str(value)
+        if text.startswith("arrays/"):
+            return array_name(parse_array_name(text))
+        return super().convert(value, parameter, context)
+
+
+def array_of(name: str, error: ApiError) -> str:
+    """The array of this number, where there is no such job because it is one; else the error stands."""
+    array = error.metadata.get("array", "")
+    if not array or array != f"arrays/{number(name)}":
+        raise error
+    return array
 
 
 class NodeType(click.ParamType):  # type: ignore[type-arg]  # as above

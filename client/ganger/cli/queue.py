@@ -7,7 +7,7 @@ import click
 from ganger.cli.options import json_option, number, open_client
 
 _HEADINGS = ("JOB", "NAME", "USER", "STATE", "GPUS", "TIME", "PLACE", "PROGRESS", "NODES/REASON")
-_STATES = ("pending", "holding", "suspended", "succeeded", "failed", "cancelled")
+_STATES = ("pending", "holding", "suspended", "succeeded", "failed", "cancelled", "stopped")
 
 
 @click.command()
@@ -15,10 +15,11 @@ _STATES = ("pending", "holding", "suspended", "succeeded", "failed", "cancelled"
 @click.option("--state", "-s", "states", multiple=True, type=click.Choice(_STATES, case_sensitive=False))
 @click.option("--user", "-u", default="", help="Only this user's.")
 @click.option("--limit", "-n", type=click.IntRange(1), default=1_000, show_default=True, help="At most so many.")
+@click.option("--members", "-r", is_flag=True, help="The members of arrays one by one, not folded into a line.")
 @json_option
-def queue(everything: bool, states: tuple[str, ...], user: str, limit: int, as_json: bool) -> None:
-    """List jobs; without options those that have not ended."""
-    from ganger.cli import job_lines
+def queue(everything: bool, states: tuple[str, ...], user: str, limit: int, members: bool, as_json: bool) -> None:
+    """List jobs; without options those that have not ended. A job array is one line."""
+    from ganger.cli import array_lines, job_lines
     from ganger.console.plain import print_json
     from ganger.console.tables import print_table
     from ganger.v1.job_pb2 import Job
@@ -27,13 +28,16 @@ def queue(everything: bool, states: tuple[str, ...], user: str, limit: int, as_j
     if not wanted and not everything:
         wanted = [Job.STATE_PENDING, Job.STATE_HOLDING, Job.STATE_SUSPENDED]
     with open_client() as client:
-        jobs = sorted(client.list_jobs(wanted, user, limit), key=job_lines.order)
+        jobs = sorted(client.list_jobs(wanted, user, limit, fold_arrays=not members), key=job_lines.order)
+        # A state that is asked for is a job's: an array may have members in several.
+        arrays = [] if members or states else client.list_arrays(user, live=not everything)[:limit]
+    arrays.sort(key=lambda array: int(number(array.name)))
     if as_json:
-        print_json(jobs)
+        print_json([*jobs, *arrays])
         return
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
-            number(job.name),
+            job_lines.called(job),
             job_lines.label(job),
             job.user,
             job_lines.state_text(job),
@@ -45,4 +49,5 @@ def queue(everything: bool, states: tuple[str, ...], user: str, limit: int, as_j
         )
         for job in jobs
     ]
+    rows += [array_lines.row(array) for array in arrays]
     print_table(_HEADINGS, rows, "no jobs" if everything or states else "no jobs that live; --all shows the others")

@@ -6,28 +6,52 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ganger.cli.options import JobType, json_option, number, open_client
+from ganger.cli.options import JobOrArrayType, array_of, json_option, number, open_client
 
 if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
 
+    from ganger.client import Client
     from ganger.v1.job_pb2 import Job
 
 
 @click.command()
-@click.argument("job", type=JobType())
+@click.argument("job", type=JobOrArrayType())
 @json_option
 def show(job: str, as_json: bool) -> None:
-    """Show all that is known of a job."""
+    """Show all that is known of a job, or of an array and its members."""
     from ganger.console.plain import print_json
     from ganger.console.tables import print_pairs
+    from ganger.wire.errors import JobNotFound
 
     with open_client() as client:
-        message = client.get_job(job)
+        if job.startswith("arrays/"):
+            _show_array(client, job, as_json)
+            return
+        try:
+            message = client.get_job(job)
+        except JobNotFound as error:
+            _show_array(client, array_of(job, error), as_json)
+            return
     if as_json:
         print_json(message)
     else:
         print_pairs(pairs(message))
+
+
+def _show_array(client: Client, name: str, as_json: bool) -> None:
+    from ganger.cli import array_lines
+    from ganger.console.plain import plain, print_json
+    from ganger.console.tables import print_pairs, print_table
+
+    array = client.get_array(name)
+    members = list(client.list_jobs(array=name))
+    if as_json:
+        print_json({**plain(array), "members": [plain(member) for member in reversed(members)]})
+        return
+    print_pairs(array_lines.facts(array))
+    print()
+    print_table(*array_lines.table(members))
 
 
 def pairs(job: Job) -> list[tuple[str, str]]:
@@ -48,9 +72,11 @@ def pairs(job: Job) -> list[tuple[str, str]]:
     return [
         ("job", f"{number(job.name)}  {job.uid}"),
         ("name", spec.display_name),
+        ("array", _member(job)),
         ("user", job.user),
         ("state", job_lines.state_text(job) + (f", place {job.queue_rank} in the queue" if job.queue_rank else "")),
         ("failure", _failure(job)),
+        ("because", job.end_reason),
         ("trouble", job.trouble),
         ("concern", job.progress.concern),
         ("waits for", "\n".join(f"{each.reason}: {each.message}" for each in job.blockers)),
@@ -67,6 +93,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("pids", " ".join(str(pid) for pid in gang.pids)),
         ("stopped at", f"step {gang.stop_step}" if gang.stop_step else ""),
         ("progress", job_lines.progress_text(job.progress)),
+        ("reported", _reported(job)),
         ("waits for data", f"{job.progress.data_wait_share:.0%}" if job.progress.data_wait_share else ""),
         ("can suspend", "\n".join([", ".join(can), *missing]).strip()),
         ("checkpoint", _checkpoint(job)),
@@ -82,6 +109,25 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("gpu memory", format_memory(spec.gpu_memory_bytes) if spec.gpu_memory_bytes else ""),
         ("labels", " ".join(f"{name}={text}" for name, text in sorted(spec.labels.items()))),
     ]
+
+
+def _member(job: Job) -> str:
+    from ganger.cli.array_lines import pairs
+    from ganger.cli.job_lines import called
+
+    if not job.HasField("array"):
+        return ""
+    given = pairs(job.array.member.parameters)
+    return f"{called(job)}, one of {job.array.size}" + (f": {given}" if given else "")
+
+
+def _reported(job: Job) -> str:
+    from ganger.cli.array_lines import value_text
+
+    told = [f"{one.name} {value_text(one.value)} (step {one.step})" for one in job.progress.metrics]
+    if job.array.rungs:
+        told.append(f"at its rungs: {' '.join(map(value_text, job.array.rungs))}")
+    return "\n".join(told)
 
 
 def _failure(job: Job) -> str:

@@ -48,6 +48,14 @@ _LEVELS = "nvlink, switch, socket, node, rack, fabric, cluster"
 @click.option("--agent", metavar="automatic|none", help="none: inject nothing into the script.")
 @click.option("--env", "-e", "variables", multiple=True, metavar="NAME[=VALUE]", help="Set or pass on a variable.")
 @click.option("--label", "-l", "labels", multiple=True, metavar="NAME=VALUE", help="A label to find it by.")
+@click.option(
+    "--array",
+    "arrays",
+    multiple=True,
+    metavar="NAME=A,B,...|0-9|%N",
+    help="One job for each value, for each combination if repeated; {NAME} in the command is replaced. %N: N at once.",
+)
+@click.option("--stop", metavar="RULE,KEY=VALUE,...", help="Stops the worse members: halving, asha, median, threshold.")
 @click.option("--directory", "-C", metavar="PATH", help="Working directory. Default: this one.")
 @click.option("--request-id", metavar="UUID", help="Repeat it to submit at most once.")
 @click.option("--follow", "-f", is_flag=True, help="Print its log until it ends; ctrl-C leaves it running.")
@@ -58,6 +66,8 @@ def submit(
     file: Path | None,
     variables: tuple[str, ...],
     labels: tuple[str, ...],
+    arrays: tuple[str, ...],
+    stop: str | None,
     not_preemptible: bool,
     no_move: bool,
     request_id: str | None,
@@ -88,6 +98,14 @@ def submit(
         description["environment"] = _with_pairs(description.get("environment"), _variables(variables))
     if labels:
         description["labels"] = _with_pairs(description.get("labels"), _labels(labels))
+    if arrays or stop is not None:
+        from ganger.arrays import from_flags
+
+        description["array"] = from_flags(arrays, stop, description.get("array"))
+    if description.get("array") is not None:
+        if follow:
+            raise click.UsageError("--follow goes with one job: `ganger logs -f 7_0` follows a member")
+        return _submit_array(description, origins, request_id, dry_run, as_json)
     spec = make_spec(description, origins=origins)
     if dry_run:
         print_json(spec)
@@ -109,6 +127,27 @@ def submit(
             return follow_job(client, job.name)
     if not as_json and sys.stdout.isatty():
         print(f"  ganger logs -f {number(job.name)}    ganger why {number(job.name)}", file=sys.stderr)
+    return 0
+
+
+def _submit_array(
+    description: dict[str, Any], origins: dict[str, str], request_id: str | None, dry_run: bool, as_json: bool
+) -> int:
+    from ganger.arrays import make_array
+    from ganger.console.plain import print_json
+
+    request = make_array(description, origins=origins)
+    if dry_run:
+        print_json(request)
+        return 0
+    with open_client() as client:
+        array = client.submit_array(request, request_id=request_id)
+    if as_json:
+        print_json(array)
+        return 0
+    print(f"submitted array {number(array.name)} of {array.size} jobs", flush=True)
+    if sys.stdout.isatty():
+        print(f"  ganger show {number(array.name)}    ganger queue", file=sys.stderr)
     return 0
 
 

@@ -140,7 +140,7 @@ def _job_row(job: object) -> tuple[str, ...]:
     assert isinstance(job, Job)
     progress = job.progress
     return (
-        number(job.name),
+        job_lines.called(job),
         job_lines.label(job),
         job_lines.state_text(job),
         job_lines.gpus_text(job),

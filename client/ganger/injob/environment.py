@@ -31,7 +31,10 @@ def rank_environment(
     ``inject`` is a directory of `ganger.injob.inject`; ``restore`` the path of a restore file or empty. ``threads`` 0
     leaves the number to the program. ``master_port`` 0 (a job without a rendezvous store) sets no rendezvous.
     """
-    environment = {key: value for key, value in base.items() if not key.startswith("GANGER_")}
+    # What the master tells a member of an array is the job's; all else of that name is set here.
+    environment = {
+        key: value for key, value in base.items() if not key.startswith("GANGER_") or key.startswith("GANGER_ARRAY")
+    }
     environment.update(_THREADING)
     environment.update(
         GANGER_PAGE=page,

@@ -21,6 +21,8 @@ from ganger.injob.words import (
     EXIT_NO_STATE,
     EXIT_YIELDED,
     MAGIC,
+    METRIC_LINES,
+    METRICS_FIRST,
     PAGE_BYTES,
     VERSION,
     Capability,
@@ -444,6 +446,10 @@ class Page:
             lock_pid=cut[Word.LOCK],
             resize_divides=min(raw[Word.RESIZE_DIVIDES], _COUNT_LIMIT),
         )
+
+    def metric_words(self) -> Sequence[int]:
+        """The lines of `metrics`, as they stood together."""
+        return self._steady(METRICS_FIRST, METRIC_LINES * _LINE)
 
     def _steady(self, first: int, count: int) -> Sequence[int]:
         """Words of several records, as they stood together: read until two looks agree."""

@@ -79,6 +79,13 @@ class Word:
     RESIZE_DIVIDES = 52  # J: numbers of ranks it may go on with divide this; 0 any (see Capability.RESIZE)
 
 
+# Lines 8 to 15: what the job reports by name. J: how often it did (written last, 0 while the line changes), the step,
+# the value as float64 bits, nothing, and the name in 32 bytes.
+METRICS_FIRST = 64
+METRIC_LINES = 8
+METRIC_NAME_BYTES = 32
+
+
 class Flag:
     FENCED = 1  # this epoch is over: exit with EXIT_FENCED at the next boundary
 

@@ -40,6 +40,7 @@ class Reason(Enum):
     RESERVED = "RESERVED", Kind.BLOCKER, "the pieces are reserved for a large gang"
     RANKED = "RANKED", Kind.BLOCKER, "the planner lets others have the devices first"
     QUOTA = "QUOTA", Kind.BLOCKER, "the user's share is used up"
+    ARRAY_LIMIT = "ARRAY_LIMIT", Kind.BLOCKER, "so many members of its array as may run at once do or wait to"
     STORAGE_NOT_SHARED = "STORAGE_NOT_SHARED", Kind.BLOCKER, "the checkpoint lies on storage the node does not see"
     CANNOT_SWITCH_USER = "CANNOT_SWITCH_USER", Kind.BLOCKER, "the daemon cannot become the job's user"
 

@@ -13,6 +13,7 @@ from typing import Any, Callable
 
 import torch
 
+from ganger.injob import metrics
 from ganger.injob.control import Control
 from ganger.injob.page import Capability, Phase, Word
 from ganger.training import agent
@@ -187,6 +188,15 @@ class TrainingJob:
         Here a job may be paused, parked, saved or ended (exit code 75). Gradients are dead here: they may be dropped.
         """
         self._steps += 1
+
+    def report(self, **values: Any) -> None:
+        """Tell how well it does, by name: `job.report(accuracy=0.93, epoch=4)`. Shown by `ganger show`; what the stop
+        rule of a job array goes by. Only rank 0 is listened to, about once a second; at most eight names.
+
+        Raises ValueError for a name that is none, TypeError for what is no number."""
+        numbers = metrics.checked(values)
+        if self._control is not None:
+            metrics.write(self._control.page, numbers)
 
     def register(self, name: str, item: Any) -> Any:
         """Make `item` part of the state: a tensor, a torch.Generator, or anything with state_dict/load_state_dict.

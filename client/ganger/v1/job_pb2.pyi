@@ -5,6 +5,7 @@ The job: what a user submits, and what became of it."""
 
 import builtins
 import collections.abc
+import ganger.v1.array_pb2
 import ganger.v1.resources_pb2
 import google.protobuf.descriptor
 import google.protobuf.duration_pb2
@@ -67,6 +68,8 @@ class Job(google.protobuf.message.Message):
         STATE_SUCCEEDED: Job._State.ValueType  # 4
         STATE_FAILED: Job._State.ValueType  # 5
         STATE_CANCELLED: Job._State.ValueType  # 6
+        STATE_STOPPED: Job._State.ValueType  # 7
+        """Ended by the stop rule of its array: what it had reached stands."""
 
     class State(_State, metaclass=_StateEnumTypeWrapper): ...
     STATE_UNSPECIFIED: Job.State.ValueType  # 0
@@ -79,6 +82,8 @@ class Job(google.protobuf.message.Message):
     STATE_SUCCEEDED: Job.State.ValueType  # 4
     STATE_FAILED: Job.State.ValueType  # 5
     STATE_CANCELLED: Job.State.ValueType  # 6
+    STATE_STOPPED: Job.State.ValueType  # 7
+    """Ended by the stop rule of its array: what it had reached stands."""
 
     NAME_FIELD_NUMBER: builtins.int
     UID_FIELD_NUMBER: builtins.int
@@ -101,6 +106,8 @@ class Job(google.protobuf.message.Message):
     CAPABILITIES_FIELD_NUMBER: builtins.int
     TROUBLE_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
+    ARRAY_FIELD_NUMBER: builtins.int
+    END_REASON_FIELD_NUMBER: builtins.int
     name: builtins.str
     """"jobs/{n}". Output only."""
     uid: builtins.str
@@ -124,6 +131,8 @@ class Job(google.protobuf.message.Message):
     """What went wrong last without ending it: a suspend that was given up, a checkpoint that could not be read. Stands
     until the next suspend, move or complete checkpoint. "REASON: text". Output only.
     """
+    end_reason: builtins.str
+    """Why it ended, of one that was cancelled or stopped. Output only."""
     @property
     def spec(self) -> Global___JobSpec: ...
     @property
@@ -162,6 +171,10 @@ class Job(google.protobuf.message.Message):
     def run(self) -> google.protobuf.duration_pb2.Duration:
         """How long it ran in all, up to its end or its last pause. Output only."""
 
+    @property
+    def array(self) -> ganger.v1.array_pb2.ArrayMembership:
+        """Of a member of an array. Output only."""
+
     def __init__(
         self,
         *,
@@ -186,10 +199,12 @@ class Job(google.protobuf.message.Message):
         capabilities: Global___Capabilities | None = ...,
         trouble: builtins.str = ...,
         run: google.protobuf.duration_pb2.Duration | None = ...,
+        array: ganger.v1.array_pb2.ArrayMembership | None = ...,
+        end_reason: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "gang", b"gang", "progress", b"progress", "run", b"run", "spec", b"spec", "start_time", b"start_time"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "gang", b"gang", "progress", b"progress", "run", b"run", "spec", b"spec", "start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blockers", b"blockers", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "failures", b"failures", "gang", b"gang", "name", b"name", "preemptions", b"preemptions", "progress", b"progress", "queue_rank", b"queue_rank", "revision", b"revision", "run", b"run", "spec", b"spec", "start_time", b"start_time", "state", b"state", "suspended_level", b"suspended_level", "trouble", b"trouble", "uid", b"uid", "user", b"user"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "blockers", b"blockers", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_reason", b"end_reason", "end_time", b"end_time", "failure", b"failure", "failures", b"failures", "gang", b"gang", "name", b"name", "preemptions", b"preemptions", "progress", b"progress", "queue_rank", b"queue_rank", "revision", b"revision", "run", b"run", "spec", b"spec", "start_time", b"start_time", "state", b"state", "suspended_level", b"suspended_level", "trouble", b"trouble", "uid", b"uid", "user", b"user"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job
@@ -535,6 +550,7 @@ class Progress(google.protobuf.message.Message):
     CONCERN_FIELD_NUMBER: builtins.int
     STEP_TIME_FIELD_NUMBER: builtins.int
     DEVICE_USE_FIELD_NUMBER: builtins.int
+    METRICS_FIELD_NUMBER: builtins.int
     step: builtins.int
     samples: builtins.int
     steps_per_second: builtins.float
@@ -558,6 +574,10 @@ class Progress(google.protobuf.message.Message):
     def step_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When the last step was done, by the clock of a node of the job."""
 
+    @property
+    def metrics(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Metric]:
+        """What the job last reported by `report(NAME=...)`, by name."""
+
     def __init__(
         self,
         *,
@@ -570,16 +590,40 @@ class Progress(google.protobuf.message.Message):
         concern: builtins.str = ...,
         step_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         device_use: builtins.float | None = ...,
+        metrics: collections.abc.Iterable[Global___Metric] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_use", b"_device_use", "device_use", b"device_use", "step_time", b"step_time", "time", b"time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_use", b"_device_use", "concern", b"concern", "data_wait_share", b"data_wait_share", "device_use", b"device_use", "loss", b"loss", "samples", b"samples", "step", b"step", "step_time", b"step_time", "steps_per_second", b"steps_per_second", "time", b"time"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_use", b"_device_use", "concern", b"concern", "data_wait_share", b"data_wait_share", "device_use", b"device_use", "loss", b"loss", "metrics", b"metrics", "samples", b"samples", "step", b"step", "step_time", b"step_time", "steps_per_second", b"steps_per_second", "time", b"time"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_use: typing_extensions.TypeAlias = typing.Literal["device_use"]
     _WhichOneofArgType__device_use: typing_extensions.TypeAlias = typing.Literal["_device_use", b"_device_use"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType__device_use) -> _WhichOneofReturnType__device_use | None: ...
 
 Global___Progress: typing_extensions.TypeAlias = Progress
+
+@typing.final
+class Metric(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    value: builtins.float
+    step: builtins.int
+    """Boundaries passed when it was reported."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        value: builtins.float = ...,
+        step: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name", "step", b"step", "value", b"value"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Metric: typing_extensions.TypeAlias = Metric
 
 @typing.final
 class Capabilities(google.protobuf.message.Message):
@@ -668,7 +712,7 @@ class Event(google.protobuf.message.Message):
     FIGURES_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     subject: builtins.str
-    """"jobs/{job}" or "nodes/{node}"."""
+    """"jobs/{job}", "arrays/{array}" or "nodes/{node}"."""
     kind: builtins.str
     """lower_snake: job_submitted, gang_approved, gang_parked, ..."""
     cause: builtins.str

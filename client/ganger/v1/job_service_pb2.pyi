@@ -9,6 +9,7 @@ method) and INTERNAL/INTERNAL (our bug; the id is in metadata).
 
 import builtins
 import collections.abc
+import ganger.v1.array_pb2
 import ganger.v1.job_pb2
 import ganger.v1.resources_pb2
 import ganger.v1.scheduling_pb2
@@ -49,6 +50,116 @@ class CreateJobRequest(google.protobuf.message.Message):
 Global___CreateJobRequest: typing_extensions.TypeAlias = CreateJobRequest
 
 @typing.final
+class CreateArrayRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: builtins.int
+    MEMBERS_FIELD_NUMBER: builtins.int
+    AT_ONCE_FIELD_NUMBER: builtins.int
+    RULE_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    at_once: builtins.int
+    request_id: builtins.str
+    """As in CreateJobRequest."""
+    @property
+    def spec(self) -> ganger.v1.job_pb2.JobSpec:
+        """Of every member, but for {NAME} in the words of the command."""
+
+    @property
+    def members(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.array_pb2.ArrayMember]:
+        """1 to 1,000, of different indices."""
+
+    @property
+    def rule(self) -> ganger.v1.array_pb2.StopRule: ...
+    def __init__(
+        self,
+        *,
+        spec: ganger.v1.job_pb2.JobSpec | None = ...,
+        members: collections.abc.Iterable[ganger.v1.array_pb2.ArrayMember] | None = ...,
+        at_once: builtins.int = ...,
+        rule: ganger.v1.array_pb2.StopRule | None = ...,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["rule", b"rule", "spec", b"spec"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["at_once", b"at_once", "members", b"members", "request_id", b"request_id", "rule", b"rule", "spec", b"spec"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___CreateArrayRequest: typing_extensions.TypeAlias = CreateArrayRequest
+
+@typing.final
+class GetArrayRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___GetArrayRequest: typing_extensions.TypeAlias = GetArrayRequest
+
+@typing.final
+class ListArraysRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LIVE_FIELD_NUMBER: builtins.int
+    USER_FIELD_NUMBER: builtins.int
+    live: builtins.bool
+    """Only those of which a member has not ended."""
+    user: builtins.str
+    def __init__(
+        self,
+        *,
+        live: builtins.bool = ...,
+        user: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["live", b"live", "user", b"user"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ListArraysRequest: typing_extensions.TypeAlias = ListArraysRequest
+
+@typing.final
+class ListArraysResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ARRAYS_FIELD_NUMBER: builtins.int
+    @property
+    def arrays(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.array_pb2.Array]: ...
+    def __init__(
+        self,
+        *,
+        arrays: collections.abc.Iterable[ganger.v1.array_pb2.Array] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arrays", b"arrays"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ListArraysResponse: typing_extensions.TypeAlias = ListArraysResponse
+
+@typing.final
+class CancelArrayRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    reason: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name", "reason", b"reason"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___CancelArrayRequest: typing_extensions.TypeAlias = CancelArrayRequest
+
+@typing.final
 class GetJobRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -72,10 +183,16 @@ class ListJobsRequest(google.protobuf.message.Message):
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     STATES_FIELD_NUMBER: builtins.int
     USER_FIELD_NUMBER: builtins.int
+    ARRAY_FIELD_NUMBER: builtins.int
+    FOLD_ARRAYS_FIELD_NUMBER: builtins.int
     page_size: builtins.int
     """At most 1,000; zero means 100."""
     page_token: builtins.str
     user: builtins.str
+    array: builtins.str
+    """Members of this array only."""
+    fold_arrays: builtins.bool
+    """No members of arrays."""
     @property
     def states(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[ganger.v1.job_pb2.Job.State.ValueType]: ...
     def __init__(
@@ -85,8 +202,10 @@ class ListJobsRequest(google.protobuf.message.Message):
         page_token: builtins.str = ...,
         states: collections.abc.Iterable[ganger.v1.job_pb2.Job.State.ValueType] | None = ...,
         user: builtins.str = ...,
+        array: builtins.str = ...,
+        fold_arrays: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["page_size", b"page_size", "page_token", b"page_token", "states", b"states", "user", b"user"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "fold_arrays", b"fold_arrays", "page_size", b"page_size", "page_token", b"page_token", "states", b"states", "user", b"user"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ListJobsRequest: typing_extensions.TypeAlias = ListJobsRequest
@@ -414,7 +533,7 @@ class ListEventsRequest(google.protobuf.message.Message):
     AFTER_SEQUENCE_FIELD_NUMBER: builtins.int
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     subject: builtins.str
-    """"jobs/{job}", "nodes/{node}" or empty for all."""
+    """"jobs/{job}", "arrays/{array}", "nodes/{node}" or empty for all."""
     after_sequence: builtins.int
     page_size: builtins.int
     def __init__(

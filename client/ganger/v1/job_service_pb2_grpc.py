@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from ganger.v1 import array_pb2 as ganger_dot_v1_dot_array__pb2
 from ganger.v1 import job_pb2 as ganger_dot_v1_dot_job__pb2
 from ganger.v1 import job_service_pb2 as ganger_dot_v1_dot_job__service__pb2
 
@@ -99,6 +100,26 @@ class JobServiceStub(object):
                 '/ganger.v1.JobService/ListEvents',
                 request_serializer=ganger_dot_v1_dot_job__service__pb2.ListEventsRequest.SerializeToString,
                 response_deserializer=ganger_dot_v1_dot_job__service__pb2.ListEventsResponse.FromString,
+                _registered_method=True)
+        self.CreateArray = channel.unary_unary(
+                '/ganger.v1.JobService/CreateArray',
+                request_serializer=ganger_dot_v1_dot_job__service__pb2.CreateArrayRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_array__pb2.Array.FromString,
+                _registered_method=True)
+        self.GetArray = channel.unary_unary(
+                '/ganger.v1.JobService/GetArray',
+                request_serializer=ganger_dot_v1_dot_job__service__pb2.GetArrayRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_array__pb2.Array.FromString,
+                _registered_method=True)
+        self.ListArrays = channel.unary_unary(
+                '/ganger.v1.JobService/ListArrays',
+                request_serializer=ganger_dot_v1_dot_job__service__pb2.ListArraysRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_job__service__pb2.ListArraysResponse.FromString,
+                _registered_method=True)
+        self.CancelArray = channel.unary_unary(
+                '/ganger.v1.JobService/CancelArray',
+                request_serializer=ganger_dot_v1_dot_job__service__pb2.CancelArrayRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_array__pb2.Array.FromString,
                 _registered_method=True)
 
 
@@ -212,6 +233,34 @@ class JobServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateArray(self, request, context):
+        """Accepts one job for each member, all or none; when it answers, they are durable. As CreateJob otherwise.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetArray(self, request, context):
+        """Errors: NOT_FOUND/ARRAY_NOT_FOUND, INVALID_ARGUMENT/NAME_INVALID.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListArrays(self, request, context):
+        """Newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelArray(self, request, context):
+        """Ends every member that has not ended. Idempotent. Errors: NOT_FOUND/ARRAY_NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -279,6 +328,26 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.ListEvents,
                     request_deserializer=ganger_dot_v1_dot_job__service__pb2.ListEventsRequest.FromString,
                     response_serializer=ganger_dot_v1_dot_job__service__pb2.ListEventsResponse.SerializeToString,
+            ),
+            'CreateArray': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateArray,
+                    request_deserializer=ganger_dot_v1_dot_job__service__pb2.CreateArrayRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_array__pb2.Array.SerializeToString,
+            ),
+            'GetArray': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetArray,
+                    request_deserializer=ganger_dot_v1_dot_job__service__pb2.GetArrayRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_array__pb2.Array.SerializeToString,
+            ),
+            'ListArrays': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListArrays,
+                    request_deserializer=ganger_dot_v1_dot_job__service__pb2.ListArraysRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_job__service__pb2.ListArraysResponse.SerializeToString,
+            ),
+            'CancelArray': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelArray,
+                    request_deserializer=ganger_dot_v1_dot_job__service__pb2.CancelArrayRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_array__pb2.Array.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -632,6 +701,114 @@ class JobService(object):
             '/ganger.v1.JobService/ListEvents',
             ganger_dot_v1_dot_job__service__pb2.ListEventsRequest.SerializeToString,
             ganger_dot_v1_dot_job__service__pb2.ListEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateArray(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ganger.v1.JobService/CreateArray',
+            ganger_dot_v1_dot_job__service__pb2.CreateArrayRequest.SerializeToString,
+            ganger_dot_v1_dot_array__pb2.Array.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetArray(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ganger.v1.JobService/GetArray',
+            ganger_dot_v1_dot_job__service__pb2.GetArrayRequest.SerializeToString,
+            ganger_dot_v1_dot_array__pb2.Array.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListArrays(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ganger.v1.JobService/ListArrays',
+            ganger_dot_v1_dot_job__service__pb2.ListArraysRequest.SerializeToString,
+            ganger_dot_v1_dot_job__service__pb2.ListArraysResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelArray(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ganger.v1.JobService/CancelArray',
+            ganger_dot_v1_dot_job__service__pb2.CancelArrayRequest.SerializeToString,
+            ganger_dot_v1_dot_array__pb2.Array.FromString,
             options,
             channel_credentials,
             insecure,

@@ -9,6 +9,7 @@ method) and INTERNAL/INTERNAL (our bug; the id is in metadata).
 
 import abc
 import collections.abc
+import ganger.v1.array_pb2
 import ganger.v1.job_pb2
 import ganger.v1.job_service_pb2
 import grpc
@@ -80,6 +81,14 @@ class JobServiceStub:
     """Why a job waits or rests, and when it may start, or "unknown, because ...". Errors: NOT_FOUND/JOB_NOT_FOUND."""
     ListEvents: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.ListEventsRequest, ganger.v1.job_service_pb2.ListEventsResponse]
     """History, oldest first. Errors: OUT_OF_RANGE/EVENTS_COMPACTED (list again from zero)."""
+    CreateArray: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.CreateArrayRequest, ganger.v1.array_pb2.Array]
+    """Accepts one job for each member, all or none; when it answers, they are durable. As CreateJob otherwise."""
+    GetArray: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.GetArrayRequest, ganger.v1.array_pb2.Array]
+    """Errors: NOT_FOUND/ARRAY_NOT_FOUND, INVALID_ARGUMENT/NAME_INVALID."""
+    ListArrays: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.ListArraysRequest, ganger.v1.job_service_pb2.ListArraysResponse]
+    """Newest first."""
+    CancelArray: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.CancelArrayRequest, ganger.v1.array_pb2.Array]
+    """Ends every member that has not ended. Idempotent. Errors: NOT_FOUND/ARRAY_NOT_FOUND."""
 
 @typing.type_check_only
 class JobServiceAsyncStub(JobServiceStub):
@@ -134,6 +143,14 @@ class JobServiceAsyncStub(JobServiceStub):
     """Why a job waits or rests, and when it may start, or "unknown, because ...". Errors: NOT_FOUND/JOB_NOT_FOUND."""
     ListEvents: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.ListEventsRequest, ganger.v1.job_service_pb2.ListEventsResponse]  # type: ignore[assignment]
     """History, oldest first. Errors: OUT_OF_RANGE/EVENTS_COMPACTED (list again from zero)."""
+    CreateArray: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.CreateArrayRequest, ganger.v1.array_pb2.Array]  # type: ignore[assignment]
+    """Accepts one job for each member, all or none; when it answers, they are durable. As CreateJob otherwise."""
+    GetArray: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.GetArrayRequest, ganger.v1.array_pb2.Array]  # type: ignore[assignment]
+    """Errors: NOT_FOUND/ARRAY_NOT_FOUND, INVALID_ARGUMENT/NAME_INVALID."""
+    ListArrays: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.ListArraysRequest, ganger.v1.job_service_pb2.ListArraysResponse]  # type: ignore[assignment]
+    """Newest first."""
+    CancelArray: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.CancelArrayRequest, ganger.v1.array_pb2.Array]  # type: ignore[assignment]
+    """Ends every member that has not ended. Idempotent. Errors: NOT_FOUND/ARRAY_NOT_FOUND."""
 
 class JobServiceServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -263,5 +280,37 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[ganger.v1.job_service_pb2.ListEventsResponse, collections.abc.Awaitable[ganger.v1.job_service_pb2.ListEventsResponse]]:
         """History, oldest first. Errors: OUT_OF_RANGE/EVENTS_COMPACTED (list again from zero)."""
+
+    @abc.abstractmethod
+    def CreateArray(
+        self,
+        request: ganger.v1.job_service_pb2.CreateArrayRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.v1.array_pb2.Array, collections.abc.Awaitable[ganger.v1.array_pb2.Array]]:
+        """Accepts one job for each member, all or none; when it answers, they are durable. As CreateJob otherwise."""
+
+    @abc.abstractmethod
+    def GetArray(
+        self,
+        request: ganger.v1.job_service_pb2.GetArrayRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.v1.array_pb2.Array, collections.abc.Awaitable[ganger.v1.array_pb2.Array]]:
+        """Errors: NOT_FOUND/ARRAY_NOT_FOUND, INVALID_ARGUMENT/NAME_INVALID."""
+
+    @abc.abstractmethod
+    def ListArrays(
+        self,
+        request: ganger.v1.job_service_pb2.ListArraysRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.v1.job_service_pb2.ListArraysResponse, collections.abc.Awaitable[ganger.v1.job_service_pb2.ListArraysResponse]]:
+        """Newest first."""
+
+    @abc.abstractmethod
+    def CancelArray(
+        self,
+        request: ganger.v1.job_service_pb2.CancelArrayRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.v1.array_pb2.Array, collections.abc.Awaitable[ganger.v1.array_pb2.Array]]:
+        """Ends every member that has not ended. Idempotent. Errors: NOT_FOUND/ARRAY_NOT_FOUND."""
 
 def add_JobServiceServicer_to_server(servicer: JobServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -89,6 +89,10 @@ class JobNotFound(ApiError):
     code, reason = grpc.StatusCode.NOT_FOUND, "JOB_NOT_FOUND"
 
 
+class ArrayNotFound(ApiError):
+    code, reason = grpc.StatusCode.NOT_FOUND, "ARRAY_NOT_FOUND"
+
+
 class NodeNotFound(ApiError):
     code, reason = grpc.StatusCode.NOT_FOUND, "NODE_NOT_FOUND"
 

@@ -1,4 +1,4 @@
-"""Resource names: "jobs/{n}", "nodes/{node}" and "nodeSets/{n}", parsed, formatted and checked in one place."""
+"""Resource names: "jobs/{n}", "arrays/{n}", "nodes/{node}" and "nodeSets/{n}", parsed, formatted and checked here."""
 
 from __future__ import annotations
 
@@ -19,9 +19,33 @@ def job_name(number: int) -> str:
 def parse_job_name(name: str) -> int:
     """The number in "jobs/7". Raises NameInvalid."""
     prefix, _, number = name.partition("/")
-    if prefix != "jobs" or not (number.isdecimal() and number.isascii() and number[0] != "0" and len(number) <= 18):
+    if prefix != "jobs" or not _is_number(number):
         raise NameInvalid(f'{name[:80]!r} is not a job name: give "jobs/NUMBER", for example jobs/7', name=name)
     return int(number)
+
+
+def array_name(number: int) -> str:
+    """The name of array `number`: "arrays/7"."""
+    return f"arrays/{number}"
+
+
+def parse_array_name(name: str) -> int:
+    """The number in "arrays/7". Raises NameInvalid."""
+    prefix, _, number = name.partition("/")
+    if prefix != "arrays" or not _is_number(number):
+        raise NameInvalid(f'{name[:80]!r} is not an array name: give "arrays/NUMBER", for example arrays/7', name=name)
+    return int(number)
+
+
+def parse_member(text: str) -> tuple[int, int] | None:
+    """What a person types for member 3 of array 7, "7_3": (7, 3); None for anything else."""
+    array, _, index = text.partition("_")
+    is_index = index.isdecimal() and index.isascii() and len(index) <= 10
+    return (int(array), int(index)) if _is_number(array) and is_index else None
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and text.isascii() and text[0] != "0" and len(text) <= 18
 
 
 def job_name_from_text(text: str) -> str:

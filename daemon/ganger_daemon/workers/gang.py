@@ -14,6 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from ganger.agent.v1 import agent_pb2
+from ganger.injob import metrics
+from ganger.injob.metrics import Metric
 from ganger.injob.page import PageError, now_ns
 
 from ganger_daemon.control.jobsocket import JobSocket
@@ -499,6 +501,12 @@ class LocalGang:
     def used(self, data_wait_share: float) -> float | None:
         """Share of what its devices can do that it used since the last call; None where nobody can tell."""
         return self._using.measure(data_wait_share)
+
+    def metrics(self) -> tuple[Metric, ...]:
+        """What the job has reported by name; of a job only its first rank is listened to."""
+        if not self._launched or 0 not in self.part.ranks or not self.pages.readable:
+            return ()
+        return metrics.read(self.pages[0])
 
     def concern(self) -> str:
         """Why it does not get on, though it is meant to."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
 from ganger.agent.v1 import agent_pb2
+from ganger.injob.metrics import Metric
 from ganger.injob.page import Capability, Progress, now_ns
 from ganger.v1 import job_pb2
 from google.protobuf import timestamp_pb2
@@ -81,6 +82,11 @@ def observe(gang: LocalGang) -> agent_pb2.ObservedGang:
     return message
 
 
+def add_metrics(progress: job_pb2.Progress, metrics: Iterable[Metric]) -> None:
+    for metric in metrics:
+        progress.metrics.add(name=metric.name, value=metric.value, step=metric.step)
+
+
 def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> None:
     found = [gang.pages.progress(rank) for rank in gang.part.ranks]
     message.threads = gang.pinning.threads()
@@ -96,6 +102,7 @@ def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> Non
         message.progress.step, message.progress.samples = slowest.step, slowest.samples
         message.progress.loss = slowest.loss
         message.progress.data_wait_share = _waited(slowest)
+        add_metrics(message.progress, gang.metrics())
     if gang.judgement.phase in (Phase.PARKED, Phase.STOPPING):
         message.arena_bytes = min(sum(progress.arena_size for progress in found), _BYTES_LIMIT)
     if gang.judgement.phase is Phase.PARKED and all(progress.step_time_ns for progress in found):

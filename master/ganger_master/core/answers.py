@@ -32,6 +32,7 @@ CODES: Final[Mapping[str, str]] = {
     "REQUEST_REUSED": "ALREADY_EXISTS",
     "QUEUE_FULL": "RESOURCE_EXHAUSTED",
     "JOB_NOT_FOUND": "NOT_FOUND",
+    "ARRAY_NOT_FOUND": "NOT_FOUND",
     "NODE_NOT_FOUND": "NOT_FOUND",
     "SESSION_SUPERSEDED": "ABORTED",
     "REVISION_CONFLICT": "ABORTED",
@@ -54,6 +55,12 @@ class Refused(Struct, frozen=True, gc=False):
 
 class JobAnswer(Struct, frozen=True, gc=False):
     """The job as it is after the command: `state.jobs[number]`."""
+
+    number: int
+
+
+class ArrayAnswer(Struct, frozen=True, gc=False):
+    """The array whose members are the jobs of the next numbers."""
 
     number: int
 
@@ -99,4 +106,6 @@ class Done(Struct, frozen=True, gc=False):
     """It is done; there is nothing to say."""
 
 
-Answer: TypeAlias = Refused | JobAnswer | NodeAnswer | Approved | Rejected | PlanAnswer | SessionAnswer | Done
+Answer: TypeAlias = (
+    Refused | JobAnswer | ArrayAnswer | NodeAnswer | Approved | Rejected | PlanAnswer | SessionAnswer | Done
+)

@@ -7,7 +7,18 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from ganger_master.core import attempts, events, finished, node_sets, observation, orders, queue, sharing, worlds
+from ganger_master.core import (
+    arrays,
+    attempts,
+    events,
+    finished,
+    node_sets,
+    observation,
+    orders,
+    queue,
+    sharing,
+    worlds,
+)
 from ganger_master.core.events import Event
 from ganger_master.core.model import Failure, Job, JobState, Node
 from ganger_master.core.settle import settle
@@ -30,9 +41,27 @@ def _job_submitted(state: State, event: events.JobSubmitted) -> None:
         request_id=event.request_id,
         pending_since=event.time,
     )
-    state.counters.next_job = max(state.counters.next_job, event.number + 1)
+    _put_submitted(state, job, event.cause)
+
+
+def _put_submitted(state: State, job: Job, cause: str) -> None:
+    state.counters.next_job = max(state.counters.next_job, job.number + 1)
     state.put_job(job)
-    state.history(event.time, job.name, "job_submitted", event.cause, gpus=job.spec.gpus, tasks=job.spec.tasks)
+    state.history(job.create_time, job.name, "job_submitted", cause, gpus=job.spec.gpus, tasks=job.spec.tasks)
+
+
+def _array_submitted(state: State, event: events.ArraySubmitted) -> None:
+    for job in arrays.members_submitted(event):
+        _put_submitted(state, job, event.cause)
+    arrays.note_submitted(state, event)
+
+
+def _array_cancelled(state: State, event: events.ArrayCancelled) -> None:
+    arrays.end_all(state, event)
+
+
+def _rung_reached(state: State, event: events.RungReached) -> None:
+    arrays.climb(state, event.number, event.value, event.at, event.time)
 
 
 def _job_cancelled(state: State, event: events.JobCancelled) -> None:
@@ -195,6 +224,9 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
 
 _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
     events.JobSubmitted: _job_submitted,
+    events.ArraySubmitted: _array_submitted,
+    events.ArrayCancelled: _array_cancelled,
+    events.RungReached: _rung_reached,
     events.JobCancelled: _job_cancelled,
     events.JobSuspended: _job_suspended,
     events.JobResumed: _job_resumed,

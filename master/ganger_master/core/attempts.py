@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ganger_master.core import finished, orders
+from ganger_master.core import finished, memberships, orders
 from ganger_master.core.lifecycle import Act, Seen, act_of, bad_outcome, is_refused, seen_of
 from ganger_master.core.model import (
     Checkpoint,
@@ -496,6 +496,8 @@ def _finish(state: State, job: Job, now: float, cause: str) -> None:
     state.put_job(replace(job, end_time=now, epoch=0, capabilities=job.capabilities))
     figures = {"failure": job.failure.reason} if job.failure else {}
     state.history(now, job.name, f"job_{job.state.value.lower()}", cause, job.reason, **figures)
+    if job.spec.array is not None:
+        memberships.note_ended(state, job, job.spec.array, now, cause)
     finished.forget(state, now)
 
 

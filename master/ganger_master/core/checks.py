@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from ganger_master.core.answers import Refused
 from ganger_master.core.arenas import has_arenas
 from ganger_master.core.attempts import can_hand_over
 from ganger_master.core.capacity import find_place, judge_change
+from ganger_master.core.memberships import members_of
 from ganger_master.core.model import Claim, Gang, GangPhase, Intent, Job, JobState, SuspendLevel
 from ganger_master.core.state import State
 
 
 def find_job(state: State, number: int) -> Job | Refused:
     job = state.jobs.get(number)
-    return no_job(number, state.counters.next_job) if job is None else job
+    return no_job(number, state.counters.next_job, state.jobs) if job is None else job
 
 
-def no_job(number: int, next_job: int) -> Refused:
-    """A job that is not there: it never was, or it is kept no longer."""
+def no_job(number: int, next_job: int, jobs: Mapping[int, Job]) -> Refused:
+    """A job that is not there: it never was, it is kept no longer, or it is an array."""
     text = f"there is no jobs/{number}: `ganger queue --all` lists what there is"
+    members = members_of(jobs, number)
+    if members:
+        shown = next(f"{number}_{job.spec.array.index}" for job in members if job.spec.array is not None)
+        text = f"{number} is an array of jobs: name a member, for example {shown}; `ganger show {number}` lists them"
+        return Refused("JOB_NOT_FOUND", text, {"array": f"arrays/{number}"})
     if 0 < number < next_job:
         text = f"jobs/{number} has ended and is no longer kept: `ganger history {number}` says what became of it"
     return Refused("JOB_NOT_FOUND", text, {"job": f"jobs/{number}"})

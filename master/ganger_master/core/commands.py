@@ -8,6 +8,7 @@ from typing import Final, TypeAlias
 from ganger.resources.reasons import Refusal
 from msgspec import Struct, field
 
+from ganger_master.core.membership import StopRule
 from ganger_master.core.model import (
     Capabilities,
     Checkpoint,
@@ -29,6 +30,33 @@ class SubmitJob(Struct, frozen=True, gc=False):
     uid: str
     user: str = ""
     request_id: str = ""
+
+
+class SubmitArray(Struct, frozen=True, gc=False):
+    """One job of `spec` for each member: (index, parameters), with as many `uids`. See `Membership`."""
+
+    spec: JobSpec
+    members: tuple[tuple[int, Mapping[str, str]], ...]
+    uids: tuple[str, ...]
+    at_once: int = 0
+    rule: StopRule | None = None
+    user: str = ""
+    request_id: str = ""
+
+
+class CancelArray(Struct, frozen=True, gc=False):
+    number: int
+    reason: str = ""
+    user: str = ""
+
+
+class RecordMetric(Struct, frozen=True, gc=False):
+    """A member has come to a rung of its array's rule: `at` of the resource, with this value of the metric."""
+
+    number: int
+    epoch: int
+    value: float | None
+    at: float
 
 
 class CancelJob(Struct, frozen=True, gc=False):
@@ -268,6 +296,9 @@ Command: TypeAlias = (
     | CancelJob
     | SuspendJob
     | ResumeJob
+    | SubmitArray
+    | CancelArray
+    | RecordMetric
     | MoveJob
     | RetuneJob
     | ResizeJob

@@ -10,7 +10,7 @@ from ganger.resources.values import ConfigurationSet
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core import commands, events
+from ganger_master.core import arrays, commands, events
 from ganger_master.core.answers import Answer, Done, JobAnswer, NodeAnswer, Refused, SessionAnswer
 from ganger_master.core.arenas import per_device
 from ganger_master.core.capacity import judge_change, level_of
@@ -40,6 +40,12 @@ def decide(state: State, command: Command, now: float) -> Decision:
             return Decision(*release_gang(state, command, now))
         case commands.ProposePlan():
             return Decision(*propose_plan(state, command, now))
+        case commands.SubmitArray():
+            return Decision(*arrays.submit(state, command, now))
+        case commands.CancelArray():
+            return Decision(*arrays.cancel(state, command, now))
+        case commands.RecordMetric():
+            return Decision(*arrays.record(state, command, now))
     return _DECIDERS[type(command)](state, command, now)
 
 

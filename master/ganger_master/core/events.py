@@ -27,6 +27,35 @@ class JobSubmitted(Struct, frozen=True, gc=False):
     spec: JobSpec
 
 
+class ArraySubmitted(Struct, frozen=True, gc=False):
+    """The members are the jobs of the numbers that follow; the first bears the request id."""
+
+    time: float
+    cause: str
+    number: int
+    uids: tuple[str, ...]
+    user: str
+    request_id: str
+    specs: tuple[JobSpec, ...]
+
+
+class ArrayCancelled(Struct, frozen=True, gc=False):
+    time: float
+    cause: str
+    number: int
+    reason: str
+
+
+class RungReached(Struct, frozen=True, gc=False):
+    """A member's value at all rungs up to this amount of the resource that it had not come to before."""
+
+    time: float
+    cause: str
+    number: int
+    value: float | None
+    at: float
+
+
 class JobCancelled(Struct, frozen=True, gc=False):
     time: float
     cause: str
@@ -205,6 +234,9 @@ class TimePassed(Struct, frozen=True, gc=False):
 
 Event: TypeAlias = (
     JobSubmitted
+    | ArraySubmitted
+    | ArrayCancelled
+    | RungReached
     | JobCancelled
     | JobSuspended
     | JobResumed

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from ganger_master.approval import explain as approval
 from ganger_master.core import capacity
+from ganger_master.core.membership import Membership
 from ganger_master.core.model import Job, JobState, Node
 from ganger_master.core.residues import holders_on
 from ganger_master.core.state import State
@@ -35,6 +36,8 @@ def explain(state: State, number: int, now: float) -> Explanation:
 
 
 def _explain(state: State, job: Job, now: float) -> Explanation:
+    if job.held and not job.state.is_final:
+        return Explanation(told_blockers(state, job), assumption=_at_rest(state, job))
     if not state.is_waiting(job):
         trouble = f"; {job.trouble}" if job.trouble and not job.state.is_final else ""
         return Explanation((), assumption=_at_rest(state, job) + trouble)
@@ -55,10 +58,17 @@ def _explain(state: State, job: Job, now: float) -> Explanation:
 
 def told_blockers(state: State, job: Job) -> tuple[Refusal, ...]:
     """Why a job waits, as it was last told: by its scheduler, or by the planner's ranking where that places."""
+    if job.held and job.state is JobState.PENDING and job.spec.array is not None:
+        return (_held_back(job.spec.array),)
     told = state.blockers_of(job.number)
     if told or state.policy.places is Places.JOBS or not state.is_waiting(job):
         return told
     return (_ranked(state, job),)
+
+
+def _held_back(array: Membership) -> Refusal:
+    detail = f"at most {array.at_once} of the members of {array.array} run or wait at once"
+    return Refusal(Reason.ARRAY_LIMIT, detail=detail)
 
 
 def _ranked(state: State, job: Job) -> Refusal:
@@ -180,6 +190,6 @@ def _at_rest(state: State, job: Job) -> str:
             gang = state.gangs.get(job.epoch)
             return f"it has its gang, which is {gang.phase.value}" if gang else "it has its gang"
         case JobState.PENDING:
-            return "its gang is being made ready"
+            return "unknown, because it waits for another member to end" if job.held else "its gang is being made ready"
         case _:
             return f"it has ended: {job.state.value}"

@@ -5,8 +5,10 @@ A submission that is repeated must be recognised for a while: of a job that goes
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 
+from ganger_master.core.memberships import members_of
 from ganger_master.core.model import Request
 from ganger_master.core.state import State
 
@@ -15,13 +17,26 @@ def forget(state: State, now: float) -> None:
     """Keeps the jobs that ended last; one that holds something on a lost node stays until that is gone."""
     excess = len(state.finished) - state.settings.finished_jobs_limit
     if excess > 0:
-        for number in list(islice((number for number in state.finished if number not in state.gangs_of), excess)):
+        for number in list(islice(_may_go(state), excess)):
             _forget_job(state, number, now)
     while state.former:
         oldest = next(iter(state.former.values()))
         if _must_be_known(state, oldest.time, now) and len(state.former) <= state.settings.former_requests_limit:
             return
         state.forget_request(oldest.request_id)
+
+
+def _may_go(state: State) -> Iterator[int]:
+    """Those that hold nothing any more; of an array, whose members are compared, once all have ended."""
+    lives: dict[int, bool] = {}
+    for number in state.finished:
+        array = state.jobs[number].spec.array
+        if number in state.gangs_of:
+            continue
+        if array is not None and array.array not in lives:
+            lives[array.array] = any(not job.state.is_final for job in members_of(state.jobs, array.array))
+        if array is None or not lives[array.array]:
+            yield number
 
 
 def _forget_job(state: State, number: int, now: float) -> None:

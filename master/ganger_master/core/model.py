@@ -14,6 +14,7 @@ from ganger.resources.values import Claim, ConfigurationSet, GangShape, Level, L
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ganger_master.core.membership import Membership
 from ganger_master.core.purpose import NO_PURPOSE, Purpose
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Level",
     "Locality",
     "Matrix",
+    "Metric",
     "Node",
     "NodeRow",
     "NodeSet",
@@ -53,7 +55,9 @@ __all__ = [
 
 
 class JobState(StrEnum):
-    """PENDING waits for a gang, HOLDING has one, SUSPENDED was asked for by a user; the others are final."""
+    """PENDING waits for a gang, HOLDING has one, SUSPENDED was asked for by a user; the others are final.
+
+    STOPPED: by the rule of its array."""
 
     PENDING = "PENDING"
     HOLDING = "HOLDING"
@@ -61,13 +65,14 @@ class JobState(StrEnum):
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
     CANCELLED = "CANCELLED"
+    STOPPED = "STOPPED"
 
     @property
     def is_final(self) -> bool:
         return self in _FINAL
 
 
-_FINAL: Final = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+_FINAL: Final = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.STOPPED)
 
 
 class GangPhase(StrEnum):
@@ -181,6 +186,8 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
     deadline: float = 0.0
     # Whether it may be moved for others, or to be closer together.
     movable: bool = True
+    # Set by the master.
+    array: Membership | None = None
 
     @property
     def gpus(self) -> int:
@@ -242,6 +249,14 @@ class Checkpoint(Struct, frozen=True, gc=False, omit_defaults=True):
     create_time: float = 0.0
 
 
+class Metric(Struct, frozen=True, gc=False):
+    """What a job reported under a name; None is no number. `step`: boundaries passed by then."""
+
+    name: str
+    value: float | None
+    step: int = 0
+
+
 class Progress(Struct, frozen=True, gc=False, omit_defaults=True):
     """How far an attempt had got when it ended. Without a `loss` the job reported none that is a number."""
 
@@ -252,6 +267,7 @@ class Progress(Struct, frozen=True, gc=False, omit_defaults=True):
     time: float = 0.0
     # Of the attempt, from its first step to its last.
     data_wait_share: float = 0.0
+    metrics: tuple[Metric, ...] = ()
 
 
 class Failure(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -316,6 +332,10 @@ class Job(Struct, frozen=True, gc=False, omit_defaults=True):
     reason: str = ""
     # What went wrong last without ending it, until the next suspend, move or checkpoint.
     trouble: str = ""
+    # A member of an array that waits until another has ended: nobody looks for a place for it.
+    held: bool = False
+    # What it had reported at the rungs of its array's stop rule; None is no number.
+    rungs: tuple[float | None, ...] = ()
 
     @property
     def name(self) -> str:

@@ -12,6 +12,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from ganger_master.core import arrays
 from ganger_master.core.commands import Observe, ObservedGang
 from ganger_master.core.model import (
     Capabilities,
@@ -179,6 +180,8 @@ def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: fl
         fresh = replace(fresh, progress=replace(observed.progress, time=now))
     if fresh != job:
         state.put_job(fresh)
+        if fresh.spec.array is not None and fresh.progress is not None and fresh.progress is not job.progress:
+            arrays.learn(state, fresh, fresh.progress, now)
     state.dirty.arenas[job.number] = None
 
 

@@ -7,7 +7,7 @@ one request (`decide`).
 
 from __future__ import annotations
 
-from ganger_master.core import arenas, attempts, desired, draining, node_sets, queue
+from ganger_master.core import arenas, arrays, attempts, desired, draining, node_sets, queue
 from ganger_master.core.effects import Effects
 from ganger_master.core.state import State
 
@@ -28,6 +28,8 @@ def settle(state: State, now: float, cause: str) -> None:
             _refresh_rows(state)
         if state.dirty.arenas:
             arenas.follow(state)
+        if state.dirty.arrays:
+            arrays.follow(state, now)
         if state.draining:
             draining.follow(state, now)
         if not state.dirty.jobs and not state.dirty.rows and not state.dirty.sets:

@@ -86,12 +86,14 @@ class Kept(Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Dirty:
-    """What was touched: `jobs`, `rows`, `arenas` and `sets` by the present event, the others by those of the batch."""
+    """What was touched: `jobs`, `rows`, `arenas`, `sets`, `arrays` by the present event, the others by the batch's."""
 
     jobs: dict[int, None] = field(default_factory=dict)
     rows: dict[str, None] = field(default_factory=dict)
     arenas: dict[int, None] = field(default_factory=dict)
     sets: dict[int, None] = field(default_factory=dict)
+    # Numbers of arrays of which a member may have ended.
+    arrays: dict[int, None] = field(default_factory=dict)
     # By node: new gangs and which of their pieces is there, if nothing else has changed there, else empty.
     wants: dict[str, list[tuple[Gang, int]]] = field(default_factory=dict)
     news: dict[int, None] = field(default_factory=dict)
@@ -198,6 +200,8 @@ class State:
         if self.settings.quota_devices:
             self._charge(job.number)
         self._put(("job", str(job.number)), job)
+        if job.spec.array is not None:
+            self.dirty.arrays[job.spec.array.array] = None
         self.dirty.jobs[job.number] = None
         self.dirty.news[job.number] = None
 
@@ -379,7 +383,7 @@ class State:
 
     @staticmethod
     def is_waiting(job: Job) -> bool:
-        return job.state is _PENDING and job.ending is None and job.next_epoch == 0
+        return job.state is _PENDING and job.ending is None and job.next_epoch == 0 and not job.held
 
     def gangs_of_job(self, number: int) -> list[Gang]:
         """All gangs of a job that still have something somewhere, oldest first."""

@@ -28,16 +28,21 @@ _SECONDS_LIMIT = 36_525 * 86_400.0
 # Of the year 9999, by Unix's clock.
 _LAST_SECOND = 253_402_300_799.0
 _CENTURY = "at most a century"
-_SEVERAL = 20
+SEVERAL = 20
 
 
 def check_submission(state: State, spec: JobSpec) -> Refused | None:
     """None if the job may be accepted."""
     violations = violations_of(spec)
     if violations:
-        text = "; ".join(f"{path}: {what}" for path, what in violations[:_SEVERAL])
+        text = "; ".join(f"{path}: {what}" for path, what in violations[:SEVERAL])
         return Refused("SPEC_INVALID", text, violations=violations)
-    if len(state.waiting) >= state.settings.jobs_waiting_limit:
+    return check_room(state, spec)
+
+
+def check_room(state: State, spec: JobSpec, jobs: int = 1) -> Refused | None:
+    """Whether so many jobs of this kind may wait, and could ever run."""
+    if len(state.waiting) + jobs > state.settings.jobs_waiting_limit:
         return Refused("QUEUE_FULL", f"{len(state.waiting)} jobs wait already; cancel some or try later")
     refusal = impossible(state.view, spec.shape())
     if refusal is not None:

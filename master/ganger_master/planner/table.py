@@ -68,6 +68,9 @@ class LiveTable:
                 self._since_history += 1
                 self._drop(number, row)
             return
+        if job.held:
+            # Nobody looks for a place for it: it waits for another job, not for devices.
+            return
         if row is None:
             row = self._take_row(number)
             spec = job.spec

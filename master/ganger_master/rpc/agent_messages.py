@@ -83,6 +83,7 @@ def desired_rows_to_wire(rows: DesiredRows) -> agent_pb2.DesiredRows:
 
 
 def observed_gang_from_wire(message: agent_pb2.ObservedGang) -> commands.ObservedGang:
+    has_said = message.progress.step or message.progress.metrics
     return commands.ObservedGang(
         job=names.parse_job_name(message.job) if message.job else 0,
         uid=message.job_uid,
@@ -109,9 +110,9 @@ def observed_gang_from_wire(message: agent_pb2.ObservedGang) -> commands.Observe
         cores=tuple(message.cores),
         device_mask=message.claim_device_mask,
         residue_bytes=tuple(message.residue_bytes),
-        progress=job_messages.progress_from_wire(message.epoch, message.progress) if message.progress.step else None,
         last_step_time=times.unix_seconds(message.last_step_time) if message.HasField("last_step_time") else 0.0,
         first_step_time=times.unix_seconds(message.first_step_time) if message.HasField("first_step_time") else 0.0,
+        progress=job_messages.progress_from_wire(message.epoch, message.progress) if has_said else None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
@@ -12,9 +13,14 @@ from ganger.wire import errors, names, times
 
 from ganger_master.core import commands
 from ganger_master.core.answers import Done, SessionAnswer
+from ganger_master.core.arrays import has_climbed, rule_of
+from ganger_master.core.membership import StopRule
+from ganger_master.core.memberships import report_of
+from ganger_master.core.model import Job
 from ganger_master.core.wanted import DesiredSet
 from ganger_master.rpc import agent_messages
 from ganger_master.rpc.answers import expect
+from ganger_master.rpc.membership_messages import metrics_from_wire
 from ganger_master.runtime.progress import ProgressBoard, Sample
 from ganger_master.runtime.writer import Writer
 
@@ -145,8 +151,18 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             concern=progress.concern[:_LONGEST_CONCERN],
             step_time=times.unix_seconds(progress.step_time) if progress.HasField("step_time") else 0.0,
             device_use=min(1.0, max(0.0, progress.device_use)) if progress.HasField("device_use") else None,
+            metrics=metrics_from_wire(progress),
         )
         self._progress.report(job.number, sample, node)
+        if (rule := rule_of(job)) is not None:
+            self._judge(job, rule, sample)
+
+    def _judge(self, job: Job, rule: StopRule, sample: Sample) -> None:
+        """Tells the core of a member of an array that has come to a rung; what was said before is no news there."""
+        loss = sample.loss if math.isfinite(sample.loss) else None
+        report = report_of(rule, sample.step, loss, sample.metrics)
+        if report is not None and has_climbed(rule, job, report[1]):
+            self._writer.tell(commands.RecordMetric(job.number, sample.epoch, *report))
 
 
 def _response(desired: DesiredSet, request: agent_pb2.ReconcileRequest) -> agent_pb2.ReconcileResponse:

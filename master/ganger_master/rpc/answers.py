@@ -6,15 +6,17 @@ import os
 import pwd
 from typing import TypeVar
 
-from ganger.v1 import job_pb2, node_pb2, scheduling_pb2
+from ganger.v1 import array_pb2, job_pb2, node_pb2, scheduling_pb2
 from ganger.wire import convert, errors, names, times
 
 from ganger_master.core import sharing
 from ganger_master.core.answers import Approved, ChangeAnswer, Refused, Rejected
+from ganger_master.core.arrays import no_array
 from ganger_master.core.checks import no_job
 from ganger_master.core.explain import as_it_is, told_blockers
+from ganger_master.core.memberships import members_of
 from ganger_master.core.model import Job, Node, NodeState
-from ganger_master.rpc import job_messages
+from ganger_master.rpc import array_messages, job_messages
 from ganger_master.runtime.progress import ProgressBoard
 from ganger_master.runtime.writer import Writer
 
@@ -62,7 +64,7 @@ class Shown:
         return job
 
     def not_found(self, number: int) -> errors.ApiError:
-        return error_of(no_job(number, self._writer.committed.counters.next_job))
+        return error_of(no_job(number, self._writer.committed.counters.next_job, self._writer.committed.jobs))
 
     def node_named(self, node: str) -> Node:
         found = self._writer.committed.nodes.get(node)
@@ -89,6 +91,18 @@ class Shown:
             beside=() if gang is None else sharing.beside(state, gang),
             with_environment=with_environment,
         )
+
+    def members(self, array: int) -> list[Job]:
+        """Raises ArrayNotFound."""
+        members = members_of(self._writer.committed.jobs, array)
+        if not members:
+            raise error_of(no_array(array))
+        return members
+
+    def array(self, number: int) -> array_pb2.Array:
+        """Raises ArrayNotFound."""
+        members = self.members(number)
+        return array_messages.array_to_wire(members, [self._progress.of(job.number) for job in members])
 
     def node(self, name: str) -> node_pb2.Node:
         """Raises NodeNotFound."""

@@ -24,6 +24,7 @@ from ganger_master.core.model import (
     Progress,
     SuspendLevel,
 )
+from ganger_master.rpc.membership_messages import membership_to_wire, metrics_from_wire, metrics_to_wire
 from ganger_master.runtime.progress import Sample
 
 STATES: Final[Mapping[JobState, job_pb2.Job.State.ValueType]] = {
@@ -158,6 +159,10 @@ def job_to_wire(
         message.checkpoint.CopyFrom(checkpoint_to_wire(job.checkpoint))
     if job.capabilities.known:
         message.capabilities.CopyFrom(capabilities_to_wire(job.capabilities))
+    if job.spec.array is not None:
+        message.array.CopyFrom(membership_to_wire(job, job.spec.array))
+    if job.state in (JobState.CANCELLED, JobState.STOPPED):
+        message.end_reason = job.reason
     kept = job.progress
     if kept is not None and (sample is None or (kept.epoch, kept.step) >= (sample.epoch, sample.step)):
         message.progress.CopyFrom(_kept_progress_to_wire(kept))
@@ -251,7 +256,8 @@ def progress_from_wire(epoch: int, message: job_pb2.Progress) -> Progress:
     """That of an ended attempt. Its time is when the master first heard of it."""
     loss = message.loss if math.isfinite(message.loss) else None
     waited = min(1.0, max(0.0, message.data_wait_share))
-    return Progress(epoch, message.step, message.samples, loss, data_wait_share=waited)
+    metrics = metrics_from_wire(message)
+    return Progress(epoch, message.step, message.samples, loss, data_wait_share=waited, metrics=metrics)
 
 
 def _kept_progress_to_wire(progress: Progress) -> job_pb2.Progress:
@@ -261,6 +267,7 @@ def _kept_progress_to_wire(progress: Progress) -> job_pb2.Progress:
         loss=math.nan if progress.loss is None else progress.loss,
         data_wait_share=progress.data_wait_share,
         time=times.timestamp(progress.time),
+        metrics=metrics_to_wire(progress.metrics),
     )
 
 
@@ -275,4 +282,5 @@ def progress_to_wire(sample: Sample) -> job_pb2.Progress:
         concern=sample.concern,
         step_time=times.timestamp(sample.step_time) if sample.step_time else None,
         device_use=sample.device_use,
+        metrics=metrics_to_wire(sample.metrics),
     )

@@ -10,15 +10,17 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 import msgspec
-from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc
+from ganger.v1 import array_pb2, job_pb2, job_service_pb2, job_service_pb2_grpc
 from ganger.wire import convert, errors, names, times
 
 from ganger_master.core import commands
-from ganger_master.core.answers import JobAnswer
+from ganger_master.core.answers import ArrayAnswer, JobAnswer
 from ganger_master.core.explain import explain
 from ganger_master.core.making_room import kept_for, making_room_for
+from ganger_master.core.membership import MEMBERS_LIMIT
+from ganger_master.core.model import Job
 from ganger_master.policies.order.edf import EDF
-from ganger_master.rpc import job_messages
+from ganger_master.rpc import array_messages, job_messages
 from ganger_master.rpc.answers import Shown, expect
 from ganger_master.rpc.deadline_advice import deadline_advice
 from ganger_master.rpc.log_proxy import LogProxy
@@ -48,6 +50,37 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         spec = job_messages.spec_from_wire(request.spec)
         return await self._change(commands.SubmitJob(spec, str(uuid.uuid4()), self._user, request.request_id))
 
+    async def CreateArray(self, request: job_service_pb2.CreateArrayRequest, context: Any) -> array_pb2.Array:
+        if len(request.request_id) > REQUEST_ID_MOST:
+            raise errors.SpecInvalid(f"request_id: at most {REQUEST_ID_MOST} characters, better a UUID")
+        # More are refused, by the core with everything else that is wrong.
+        uids = [str(uuid.uuid4()) for _ in range(min(len(request.members), MEMBERS_LIMIT))]
+        command = array_messages.submission_from_wire(request, uids, self._user)
+        return self._shown.array(expect(await self._writer.submit(command), ArrayAnswer).number)
+
+    async def GetArray(self, request: job_service_pb2.GetArrayRequest, context: Any) -> array_pb2.Array:
+        return self._shown.array(names.parse_array_name(request.name))
+
+    async def ListArrays(
+        self, request: job_service_pb2.ListArraysRequest, context: Any
+    ) -> job_service_pb2.ListArraysResponse:
+        jobs = self._writer.committed.jobs.values()
+        numbers = {
+            job.spec.array.array
+            for job in jobs
+            if job.spec.array is not None
+            and not (request.live and job.state.is_final)
+            and not (request.user and job.user != request.user)
+        }
+        return job_service_pb2.ListArraysResponse(
+            arrays=[self._shown.array(number) for number in sorted(numbers, reverse=True)]
+        )
+
+    async def CancelArray(self, request: job_service_pb2.CancelArrayRequest, context: Any) -> array_pb2.Array:
+        number = names.parse_array_name(request.name)
+        command = commands.CancelArray(number, request.reason[:REASON_MOST], self._user)
+        return self._shown.array(expect(await self._writer.submit(command), ArrayAnswer).number)
+
     async def GetJob(self, request: job_service_pb2.GetJobRequest, context: Any) -> job_pb2.Job:
         return self._shown.job(names.parse_job_name(request.name), with_environment=True)
 
@@ -61,8 +94,13 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         response_bytes = 0
         jobs = self._writer.committed.jobs
         last = 0
+        array = names.parse_array_name(request.array) if request.array else 0
+        if array:
+            self._shown.members(array)
         for number in sorted((number for number in jobs if not before or number < before), reverse=True):
             job = jobs[number]
+            if not _is_in(job, array, request.fold_arrays):
+                continue
             if (states and job.state not in states) or (request.user and job.user != request.user):
                 continue
             if len(response.jobs) == size or response_bytes > _PAGE_BYTES:
@@ -184,6 +222,13 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def _change(self, command: commands.Command) -> job_pb2.Job:
         answer = expect(await self._writer.submit(command), JobAnswer)
         return self._shown.job(answer.number)
+
+
+def _is_in(job: Job, array: int, is_folded: bool) -> bool:
+    membership = job.spec.array
+    if membership is None:
+        return not array
+    return membership.array == array if array else not is_folded
 
 
 def _page_token(number: int) -> str:

@@ -106,7 +106,8 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                 if numbers is None or not sent:
                     sent, shown = 0, set()
                     numbers = list(committed.jobs)
-                there = [(job, committed.gangs.get(job.epoch)) for n in numbers if (job := committed.jobs.get(n))]
+                known = [job for n in numbers if (job := committed.jobs.get(n)) and not job.held]
+                there = [(job, committed.gangs.get(job.epoch)) for job in known]
                 forgotten = [number for number in numbers if number not in committed.jobs]
                 rows = committed.rows_after(sent) if sent else list(committed.rows.values())
                 removed = shown.difference(committed.rows)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from ganger_master.core.model import Metric
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -23,6 +25,8 @@ class Sample:
     step_time: float = 0.0
     # Share of its devices that it used; None: nobody can tell.
     device_use: float | None = None
+    # What the job reported by name; only the daemon of its first rank says so.
+    metrics: tuple[Metric, ...] = ()
 
 
 # What a daemon found holds until it says otherwise, or says nothing for so long.
@@ -39,9 +43,13 @@ class ProgressBoard:
 
     def report(self, job: int, sample: Sample, node: str = "") -> None:
         """`node`: whose daemon says so; it speaks for its own ranks."""
-        known = self._samples.get(job)
-        if known is None or (sample.epoch, sample.step, sample.time) >= (known.epoch, known.step, known.time):
-            known = sample
+        before = self._samples.get(job)
+        known = sample
+        if before is not None:
+            if (sample.epoch, sample.step, sample.time) < (before.epoch, before.step, before.time):
+                known = before
+            # Until the attempt that now runs has reported anything, what the one before did.
+            known = replace(known, metrics=sample.metrics or before.metrics)
         self._samples[job] = replace(known, concern=self._concern(job, sample, node))
 
     def _concern(self, job: int, sample: Sample, node: str) -> str:

@@ -1,0 +1,301 @@
+"""Job arrays: accepted as one, so many at once, and the rule that stops the worse ones.
+
+A member is a job like any other. What the array adds: members beyond the limit are held until others end, and what
+members report at the rungs of its rule decides who is stopped (`policies.stopping`). All of it is in the members, so
+there is nothing of an array to be lost but them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from msgspec.structs import replace
+
+from ganger_master.core import answers, attempts, commands, events
+from ganger_master.core.answers import Refused
+from ganger_master.core.checks import find_job
+from ganger_master.core.events import Event
+from ganger_master.core.membership import MEMBERS_LIMIT, RUNGS_LIMIT, Membership, RuleKind, StopRule
+from ganger_master.core.memberships import members_of, report_of
+from ganger_master.core.model import Job, JobSpec, JobState, Progress
+from ganger_master.core.state import State
+from ganger_master.core.submission import SEVERAL, check_room, violations_of
+from ganger_master.policies.stopping import Contender, Stop, judge
+
+_INDEX_LIMIT: Final = (1 << 31) - 1
+_PARAMETERS_LIMIT: Final = 50
+_VALUE_LIMIT: Final = 4_096
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
+_PLACE: Final = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+# What is wrong with a member is wrong with most of them.
+_TOLD: Final = 3
+
+
+def submit(state: State, command: commands.SubmitArray, now: float) -> tuple[tuple[Event, ...], answers.Answer]:
+    """All members or none. The same request again is the same array."""
+    known = state.requests.get(command.request_id) if command.request_id else None
+    if known is not None and now - state.jobs[known].create_time <= state.settings.request_kept_seconds:
+        return (), _repeated(state, command, state.jobs[known])
+    former = state.former.get(command.request_id)
+    if former is not None and now - former.time <= state.settings.request_kept_seconds:
+        text = f"request id {command.request_id} was accepted as jobs/{former.number}, which is no longer kept"
+        return (), Refused("REQUEST_REUSED", text, {"job": f"jobs/{former.number}"})
+    refused = _check(state, command)
+    if refused is not None:
+        return (), refused
+    number = state.counters.next_job
+    event = events.ArraySubmitted(
+        now, f"user:{command.user}", number, command.uids, command.user, command.request_id, _specs(command, number)
+    )
+    return (event,), answers.ArrayAnswer(number)
+
+
+def cancel(state: State, command: commands.CancelArray, now: float) -> tuple[tuple[Event, ...], answers.Answer]:
+    """Every member that has not ended; one that ends already in another way ends cancelled."""
+    members = members_of(state.jobs, command.number)
+    if not members:
+        return (), no_array(command.number)
+    if not any(_is_live(job) for job in members):
+        return (), answers.ArrayAnswer(command.number)
+    event = events.ArrayCancelled(now, f"user:{command.user}", command.number, command.reason)
+    return (event,), answers.ArrayAnswer(command.number)
+
+
+def record(state: State, command: commands.RecordMetric, now: float) -> tuple[tuple[Event, ...], answers.Answer]:
+    """Of a member that runs, and has come to a rung it had not come to before; anything else is no news."""
+    job = find_job(state, command.number)
+    if isinstance(job, Refused):
+        return (), job
+    rule = rule_of(job)
+    if rule is None or not _is_live(job) or job.epoch != command.epoch or not has_climbed(rule, job, command.at):
+        return (), answers.Done()
+    event = events.RungReached(now, f"epoch:{command.epoch}", job.number, command.value, command.at)
+    return (event,), answers.Done()
+
+
+def no_array(number: int) -> Refused:
+    text = f"there is no array {number}: `ganger queue --all` lists what there is"
+    return Refused("ARRAY_NOT_FOUND", text, {"array": f"arrays/{number}"})
+
+
+def rule_of(job: Job) -> StopRule | None:
+    return None if job.spec.array is None else job.spec.array.rule
+
+
+def has_climbed(rule: StopRule, job: Job, at: float) -> bool:
+    """Whether it has come to the next rung."""
+    return len(job.rungs) < RUNGS_LIMIT and at >= rule.rung(len(job.rungs))
+
+
+# -- what happens ------------------------------------------------------------------------------------------------------
+
+
+def members_submitted(event: events.ArraySubmitted) -> Iterator[Job]:
+    for place, (uid, spec) in enumerate(zip(event.uids, event.specs, strict=True)):
+        assert spec.array is not None
+        is_held = 0 < spec.array.at_once <= place
+        yield Job(
+            number=event.number + 1 + place,
+            uid=uid,
+            user=event.user,
+            spec=spec,
+            create_time=event.time,
+            request_id="" if place else event.request_id,
+            pending_since=0.0 if is_held else event.time,
+            held=is_held,
+        )
+
+
+def note_submitted(state: State, event: events.ArraySubmitted) -> None:
+    array = event.specs[0].array
+    assert array is not None
+    rule = "" if array.rule is None else f"{array.rule.kind.value.lower()} by {array.rule.metric}"
+    state.history(
+        event.time, f"arrays/{event.number}", "array_submitted", event.cause,
+        members=array.size, gpus_each=event.specs[0].gpus, at_once=array.at_once or array.size, rule=rule or "none",
+    )  # fmt: skip
+
+
+def end_all(state: State, event: events.ArrayCancelled) -> None:
+    state.history(event.time, f"arrays/{event.number}", "cancel_ordered", event.cause, event.reason)
+    for job in members_of(state.jobs, event.number):
+        if _is_live(job):
+            attempts.end(state, job.number, JobState.CANCELLED, event.time, event.reason or "its array was cancelled")
+
+
+def follow(state: State, now: float) -> None:
+    """Lets held members go on where others have ended."""
+    while state.dirty.arrays:
+        number = next(iter(state.dirty.arrays))
+        del state.dirty.arrays[number]
+        members = members_of(state.jobs, number)
+        array = members[0].spec.array if members else None
+        if array is None or not array.at_once:
+            continue
+        room = array.at_once - sum(not job.held and not job.state.is_final for job in members)
+        waiting = [job for job in members if job.held and job.state is JobState.PENDING and job.ending is None]
+        for job in waiting[: max(0, room)]:
+            state.put_job(replace(job, held=False, pending_since=now, revision=job.revision + 1))
+        # What was put is as it is to be.
+        state.dirty.arrays.pop(number, None)
+
+
+def learn(state: State, job: Job, progress: Progress, now: float) -> None:
+    """What a part that has ended said last counts too: its end may have come before the next report."""
+    rule = rule_of(job)
+    report = None if rule is None else report_of(rule, progress.step, progress.loss, progress.metrics)
+    if rule is not None and report is not None and has_climbed(rule, job, report[1]):
+        climb(state, job.number, report[0], report[1], now, has_ended=True)
+
+
+def climb(state: State, number: int, value: float | None, at: float, now: float, has_ended: bool = False) -> None:
+    """Notes the value at every rung up to there, and stops whom the rule then says."""
+    job = state.jobs[number]
+    rule, array = rule_of(job), job.spec.array
+    assert rule is not None
+    assert array is not None
+    rungs = list(job.rungs)
+    while len(rungs) < RUNGS_LIMIT and at >= rule.rung(len(rungs)):
+        rungs.append(value)
+    state.put_job(replace(job, rungs=tuple(rungs)))
+    members = {_index(one): one for one in members_of(state.jobs, array.array)}
+    contenders = [
+        Contender(
+            index,
+            one.rungs,
+            _is_live(one) and not (has_ended and one.number == number),
+            one.state in (JobState.FAILED, JobState.CANCELLED),
+        )
+        for index, one in members.items()
+    ]
+    for stop in judge(rule, contenders, array.index):
+        _stop(state, members[stop.index].number, rule, stop, now)
+
+
+def _stop(state: State, number: int, rule: StopRule, stop: Stop, now: float) -> None:
+    job = state.jobs[number]
+    array = job.spec.array
+    assert array is not None
+    value = "no number" if stop.value is None else f"{stop.value:.6g}"
+    at = f"{rule.resource} {rule.rung(stop.rung):g}"
+    why = f"{rule.kind.value.lower()}: {rule.metric} {value} at {at}: {stop.why}"
+    state.put_job(replace(job, rungs=job.rungs[: stop.rung + 1]))
+    cause = f"arrays/{array.array}"
+    figures = {"metric": rule.metric, "value": value, "rung": stop.rung, "at": f"{rule.rung(stop.rung):g}"}
+    state.history(now, job.name, "stop_ordered", cause, why, **figures)
+    attempts.end(state, number, JobState.STOPPED, now, why)
+
+
+def _is_live(job: Job) -> bool:
+    return not job.state.is_final and not (job.ending is not None and job.ending.is_final)
+
+
+def _index(job: Job) -> int:
+    assert job.spec.array is not None
+    return job.spec.array.index
+
+
+# -- may it be accepted? -----------------------------------------------------------------------------------------------
+
+
+def _repeated(state: State, command: commands.SubmitArray, first: Job) -> answers.Answer:
+    array = first.spec.array
+    if array is not None:
+        specs = _specs(command, array.array)
+        kept = members_of(state.jobs, array.array)
+        same = len(specs) == array.size and first.user == command.user
+        if same and all(job.spec == specs[job.number - array.array - 1] for job in kept):
+            return answers.ArrayAnswer(array.array)
+    text = f"request id {command.request_id} was used for {first.name} with another description; use a new one"
+    return Refused("REQUEST_REUSED", text, {"job": first.name})
+
+
+def _specs(command: commands.SubmitArray, number: int) -> tuple[JobSpec, ...]:
+    size = len(command.members)
+    return tuple(
+        member_spec(
+            command.spec,
+            Membership(number, place, index, size, dict(sorted(given.items())), command.at_once, command.rule),
+        )
+        for place, (index, given) in enumerate(command.members)
+    )
+
+
+def member_spec(spec: JobSpec, array: Membership) -> JobSpec:
+    """What one member runs: {NAME} and {index} replaced in the words of the command, all of it in the environment."""
+    given = {"index": str(array.index), **array.parameters}
+
+    def filled(found: re.Match[str]) -> str:
+        # Other braces are the program's own.
+        return given.get(found.group(1), found.group())
+
+    variables = {
+        "GANGER_ARRAY": str(array.array),
+        "GANGER_ARRAY_INDEX": str(array.index),
+        "GANGER_ARRAY_SIZE": str(array.size),
+        "GANGER_ARRAY_PARAMETERS": json.dumps(array.parameters),
+        **{f"GANGER_ARRAY_{name}": text for name, text in array.parameters.items()},
+    }
+    command = tuple([_PLACE.sub(filled, word) for word in spec.command])
+    return replace(spec, command=command, environment={**spec.environment, **variables}, array=array)
+
+
+def _check(state: State, command: commands.SubmitArray) -> Refused | None:
+    violations = [*_wrong_members(command.members), *_wrong_rule(command.rule)]
+    if not 0 <= command.at_once <= MEMBERS_LIMIT:
+        violations.append(("at_once", f"from 0, for all, to {MEMBERS_LIMIT}"))
+    if command.spec.deadline and command.at_once:
+        violations.append(("spec.deadline", "members that are held back cannot have one"))
+    if not violations:
+        found = (one for spec in _specs(command, 0) for one in violations_of(spec))
+        violations = list(dict.fromkeys(found))[:SEVERAL]
+    if violations:
+        text = "; ".join(f"{path}: {what}" for path, what in violations)
+        return Refused("SPEC_INVALID", text, violations=tuple(violations))
+    return check_room(state, command.spec, len(command.members))
+
+
+def _wrong_members(members: Sequence[tuple[int, Mapping[str, str]]]) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    if not 1 <= len(members) <= MEMBERS_LIMIT:
+        return [("members", f"from 1 to {MEMBERS_LIMIT}")]
+    if len({index for index, _ in members}) != len(members):
+        found.append(("members", "their indices must differ"))
+    for place, (index, given) in enumerate(members):
+        path = f"members[{place}]"
+        if not 0 <= index <= _INDEX_LIMIT:
+            found.append((f"{path}.index", f"from 0 to {_INDEX_LIMIT}"))
+        if len(given) > _PARAMETERS_LIMIT:
+            found.append((f"{path}.parameters", f"at most {_PARAMETERS_LIMIT}"))
+        for name, text in given.items():
+            if not _NAME.fullmatch(name) or name in _RESERVED:
+                found.append((f"{path}.parameters", f"{name[:40]!r} cannot be the name of a parameter"))
+            elif len(text) > _VALUE_LIMIT or "\0" in text:
+                found.append((f"{path}.parameters.{name}", f"at most {_VALUE_LIMIT} characters, no NUL"))
+        if len(found) >= _TOLD:
+            break
+    return found
+
+
+_RESERVED: Final = frozenset({"index", "INDEX", "SIZE", "PARAMETERS"})
+
+
+def _wrong_rule(rule: StopRule | None) -> list[tuple[str, str]]:
+    if rule is None:
+        return []
+    found: list[tuple[str, str]] = []
+    for field, name in (("metric", rule.metric), ("resource", rule.resource)):
+        if not _NAME.fullmatch(name):
+            found.append((f"rule.{field}", "a name of at most 32 letters, digits and underscores"))
+    if not 0 < rule.first <= 1e15:
+        found.append(("rule.first", "more than zero"))
+    if rule.kind in (RuleKind.HALVING, RuleKind.ASHA) and not 1 < rule.factor <= 1_000:
+        found.append(("rule.factor", "more than 1, at most 1000"))
+    if not 0 <= rule.every <= 1e15:
+        found.append(("rule.every", "more than zero"))
+    if abs(rule.bound) > 1e300 or rule.bound != rule.bound:
+        found.append(("rule.bound", "must be a number"))
+    return found

@@ -1,0 +1,94 @@
+"""Job arrays: the core's values and `ganger.v1` messages, both ways."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from ganger.v1 import array_pb2, job_service_pb2
+from ganger.wire import times
+
+from ganger_master.core import commands
+from ganger_master.core.membership import StopRule
+from ganger_master.core.memberships import report_of
+from ganger_master.core.model import Job
+from ganger_master.policies.stopping import best
+from ganger_master.rpc import job_messages
+from ganger_master.rpc.membership_messages import rule_from_wire, rule_to_wire
+from ganger_master.runtime.progress import Sample
+
+
+def submission_from_wire(
+    request: job_service_pb2.CreateArrayRequest, uids: Sequence[str], user: str
+) -> commands.SubmitArray:
+    """Not yet judged, but for a rule of no known kind. Raises SpecInvalid."""
+    return commands.SubmitArray(
+        job_messages.spec_from_wire(request.spec),
+        tuple((member.index, dict(member.parameters)) for member in request.members),
+        tuple(uids),
+        request.at_once,
+        rule_from_wire(request.rule) if request.HasField("rule") else None,
+        user,
+        request.request_id,
+    )
+
+
+def array_to_wire(members: Sequence[Job], samples: Sequence[Sample | None]) -> array_pb2.Array:
+    """Of the members that are kept, one at least, with what was last measured of each."""
+    first, array = members[0], members[0].spec.array
+    assert array is not None
+    states = Counter("held" if job.held and not job.state.is_final else job.state.value.lower() for job in members)
+    if len(members) < array.size:
+        states["forgotten"] = array.size - len(members)
+    message = array_pb2.Array(
+        name=f"arrays/{array.array}",
+        display_name=first.spec.display_name,
+        user=first.user,
+        size=array.size,
+        at_once=array.at_once,
+        rule=None if array.rule is None else rule_to_wire(array.rule),
+        create_time=times.timestamp(first.create_time),
+        end_time=times.timestamp(max(job.end_time for job in members)) if _have_ended(members) else None,
+        states=states,
+        gpus=first.spec.gpus,
+    )
+    if array.rule is not None:
+        _add_best(message, array.rule, members, samples)
+    return message
+
+
+def _have_ended(members: Sequence[Job]) -> bool:
+    return all(job.state.is_final for job in members)
+
+
+def _add_best(
+    message: array_pb2.Array, rule: StopRule, members: Sequence[Job], samples: Sequence[Sample | None]
+) -> None:
+    values = []
+    for place, (job, sample) in enumerate(zip(members, samples, strict=True)):
+        newest = _newest(rule, job, sample)
+        if newest is not None:
+            values.append((place, newest))
+    found = best(rule, values)
+    if found is not None:
+        place, message.best_value = found
+        array = members[place].spec.array
+        assert array is not None
+        message.best.index = array.index
+        message.best.parameters.update(array.parameters)
+
+
+def _newest(rule: StopRule, job: Job, sample: Sample | None) -> float | None:
+    kept = job.progress
+    if sample is not None and (kept is None or (sample.epoch, sample.step) > (kept.epoch, kept.step)):
+        found = report_of(rule, sample.step, _finite(sample.loss), sample.metrics)
+    elif kept is not None:
+        found = report_of(rule, kept.step, kept.loss, kept.metrics)
+    else:
+        found = None
+    return None if found is None else found[0]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,242 @@
+"""Job arrays: accepted whole, so many at once, stopped by rule with what they had reached, durable in their members."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from core.drive import Drive, job_of
+from ganger_master.core.answers import ArrayAnswer, Done, Refused
+from ganger_master.core.commands import (
+    CancelArray,
+    CancelJob,
+    RecordMetric,
+    ResumeJob,
+    SubmitArray,
+    SubmitJob,
+    SuspendJob,
+)
+from ganger_master.core.explain import explain
+from ganger_master.core.membership import RuleKind, StopRule
+from ganger_master.core.model import JobSpec, JobState, Metric, ObservedPhase, Outcome, OutcomeKind, Progress
+from ganger_master.core.settings import Settings
+from ganger_master.core.state import State
+from msgspec.structs import replace
+
+RULE = StopRule(RuleKind.HALVING, "accuracy", maximise=True, first=10)
+SPEC = replace(job_of(1), command=("train", "--lr={lr}", "{index}", "{other}", '{"a": 1}'))
+
+
+def command(
+    *lrs: str, at_once: int = 0, rule: StopRule | None = None, request_id: str = "", spec: JobSpec = SPEC
+) -> SubmitArray:
+    members: list[tuple[int, Mapping[str, str]]] = [(index, {"lr": lr}) for index, lr in enumerate(lrs)]
+    uids = tuple(f"uid-{index}" for index in range(len(lrs)))
+    return SubmitArray(spec, tuple(members), uids, at_once, rule, "ann", request_id)
+
+
+def submitted(drive: Drive, *lrs: str, at_once: int = 0, rule: StopRule | None = None) -> list[int]:
+    """The numbers of its members."""
+    answer = drive.step(command(*lrs, at_once=at_once, rule=rule))
+    assert isinstance(answer, ArrayAnswer), answer
+    return [answer.number + 1 + place for place in range(len(lrs))]
+
+
+def waiting(drive: Drive, numbers: list[int]) -> list[int]:
+    return [number for number in numbers if drive.state.is_waiting(drive.job(number))]
+
+
+def come(drive: Drive, number: int, accuracy: float | None, at: float) -> None:
+    drive.step(RecordMetric(number, drive.job(number).epoch, accuracy, at))
+
+
+def running(drive: Drive, numbers: list[int]) -> None:
+    for number in numbers:
+        drive.start(number)
+        drive.runs(number)
+
+
+def leave(drive: Drive, number: int) -> None:
+    """What is to be stopped has gone from its node."""
+    drive.seen(number, drive.state.gangs_of[number][-1], ObservedPhase.ENDED)
+
+
+def told(drive: Drive, subject: str) -> list[str]:
+    return [entry.kind for entry in drive.told if entry.subject == subject]
+
+
+def test_members_are_the_jobs_behind_the_arrays_number_each_with_its_parameters() -> None:
+    drive = Drive()
+    assert submitted(drive, "0.1", "0.01") == [2, 3]
+    first, second = drive.job(2), drive.job(3)
+    assert first.spec.command == ("train", "--lr=0.1", "0", "{other}", '{"a": 1}')
+    assert second.spec.command[1] == "--lr=0.01"
+    environment = second.spec.environment
+    assert environment["GANGER_ARRAY"] == "1"
+    assert environment["GANGER_ARRAY_INDEX"] == "1"
+    assert environment["GANGER_ARRAY_SIZE"] == "2"
+    assert environment["GANGER_ARRAY_lr"] == "0.01"
+    assert json.loads(environment["GANGER_ARRAY_PARAMETERS"]) == {"lr": "0.01"}
+    assert drive.submit(job_of(1)) == 4
+
+
+def test_an_array_is_accepted_once_and_another_one_under_its_id_never() -> None:
+    drive = Drive()
+    one = command("0.1", "0.2", request_id="id-1")
+    assert drive.step(one) == drive.step(one) == ArrayAnswer(1)
+    other = drive.step(command("0.1", "0.3", request_id="id-1"))
+    alone = drive.step(SubmitJob(SPEC, "uid", "ann", "id-1"))
+    assert [answer.reason for answer in (other, alone) if isinstance(answer, Refused)] == ["REQUEST_REUSED"] * 2
+    assert sorted(drive.state.jobs) == [2, 3]
+
+
+def test_all_that_is_wrong_is_said_and_nothing_of_it_is_accepted() -> None:
+    drive = Drive()
+    bad = replace(
+        command("0.1", rule=StopRule(RuleKind.ASHA, "no metric", factor=1.0)),
+        at_once=-1,
+        members=((1, {"0": "x"}), (1, {"lr": "x" * 5_000})),
+    )
+    answer = drive.step(bad)
+    assert isinstance(answer, Refused)
+    paths = ["members", "members[0].parameters", "members[1].parameters.lr"]
+    paths += ["rule.metric", "rule.first", "rule.factor", "at_once"]
+    assert [path for path, _ in answer.violations] == paths
+    empty = drive.step(command())
+    assert isinstance(empty, Refused)
+    assert drive.state.jobs == {}
+
+
+def test_no_more_than_the_limit_run_or_wait_and_one_that_ends_lets_the_next_go() -> None:
+    drive = Drive()
+    numbers = submitted(drive, "a", "b", "c", "d", at_once=2)
+    assert waiting(drive, numbers) == numbers[:2]
+    running(drive, numbers[:2])
+    drive.step(CancelJob(numbers[1]))
+    assert waiting(drive, numbers) == []
+    leave(drive, numbers[1])
+    assert waiting(drive, numbers) == [numbers[2]]
+    # One that is held can be ended too, and is passed over.
+    drive.step(CancelJob(numbers[3]))
+    assert drive.job(numbers[3]).state is JobState.CANCELLED
+
+
+def test_why_says_of_a_held_member_what_it_waits_for() -> None:
+    drive = Drive()
+    numbers = submitted(drive, "a", "b", at_once=1)
+    found = explain(drive.state, numbers[1], drive.now)
+    assert [blocker.reason.value for blocker in found.blockers] == ["ARRAY_LIMIT"]
+    assert found.assumption == "unknown, because it waits for another member to end"
+    assert drive.state.queue_rank(numbers[1]) == 0
+
+
+def test_a_held_member_that_was_suspended_is_let_go_only_when_it_is_resumed() -> None:
+    drive = Drive()
+    numbers = submitted(drive, "a", "b", "c", at_once=1)
+    drive.step(SuspendJob(numbers[1]))
+    drive.step(CancelJob(numbers[0]))
+    assert waiting(drive, numbers) == [numbers[2]]
+    drive.step(CancelJob(numbers[2]))
+    drive.step(ResumeJob(numbers[1]))
+    assert waiting(drive, numbers) == [numbers[1]]
+
+
+def test_members_that_do_worse_are_stopped_and_end_as_such_with_what_they_had_reached() -> None:
+    drive = Drive()
+    numbers = submitted(drive, "a", "b", "c", "d", rule=RULE)
+    running(drive, numbers)
+    for number, accuracy in zip(numbers, (0.9, 0.1, 0.5, 0.2), strict=True):
+        come(drive, number, accuracy, at=10.0)
+    for number in (numbers[1], numbers[3]):
+        leave(drive, number)
+    states = [drive.job(number).state for number in numbers]
+    assert states == [JobState.HOLDING, JobState.STOPPED, JobState.HOLDING, JobState.STOPPED]
+    loser = drive.job(numbers[1])
+    assert loser.rungs == (0.1,)
+    assert loser.failure is None
+    assert loser.reason == "halving: accuracy 0.1 at step 10: 2 others did better, and 2 go on"
+    assert told(drive, loser.name)[-2:] == ["stop_ordered", "job_stopped"]
+    stop = next(entry for entry in drive.told if entry.kind == "stop_ordered")
+    assert stop.cause == "arrays/1"
+    assert stop.figures == {"metric": "accuracy", "value": "0.1", "rung": "0", "at": "10"}
+
+
+def test_a_report_counts_at_every_rung_it_has_passed_and_once() -> None:
+    drive = Drive()
+    numbers = submitted(drive, "a", "b", rule=RULE)
+    running(drive, numbers[:1])
+    come(drive, numbers[0], 0.5, at=9.0)
+    assert drive.job(numbers[0]).rungs == ()
+    come(drive, numbers[0], 0.5, at=39.0)
+    come(drive, numbers[0], 0.7, at=39.5)
+    assert drive.job(numbers[0]).rungs == (0.5, 0.5)
+    # What an attempt says that is over is no news.
+    assert drive.step(RecordMetric(numbers[0], 99, 0.9, 80.0)) == Done()
+    assert drive.job(numbers[0]).rungs == (0.5, 0.5)
+
+
+def test_what_a_member_said_last_counts_although_it_has_ended() -> None:
+    drive = Drive()
+    numbers = submitted(drive, "a", "b", rule=RULE)
+    running(drive, numbers)
+    come(drive, numbers[0], 0.1, at=10.0)
+    gang = drive.state.gangs[drive.job(numbers[1]).epoch]
+    metrics = (Metric("accuracy", 0.9, 25),)
+    done = replace(
+        drive.report(gang, ObservedPhase.ENDED),
+        outcome=Outcome(OutcomeKind.DONE),
+        progress=Progress(gang.epoch, 25, metrics=metrics),
+    )
+    drive.observe("n1", done, *drive.others("n1", gang.epoch))
+    assert drive.job(numbers[1]).state is JobState.SUCCEEDED
+    assert drive.job(numbers[1]).rungs == (0.9, 0.9)
+    assert drive.job(numbers[0]).ending is JobState.STOPPED
+
+
+def test_an_array_is_cancelled_whole_and_tells_when_it_has_ended() -> None:
+    drive = Drive()
+    numbers = submitted(drive, "a", "b", "c", at_once=1)
+    running(drive, numbers[:1])
+    assert drive.step(CancelArray(1, "enough", "ann")) == ArrayAnswer(1)
+    leave(drive, numbers[0])
+    assert all(drive.job(number).state is JobState.CANCELLED for number in numbers)
+    assert told(drive, "arrays/1") == ["array_submitted", "cancel_ordered", *["member_ended"] * 3, "array_ended"]
+    assert drive.told[-1].figures == {"cancelled": "3"}
+    assert drive.step(CancelArray(1)) == ArrayAnswer(1)
+    missing = drive.step(CancelArray(77))
+    assert isinstance(missing, Refused)
+    assert missing.reason == "ARRAY_NOT_FOUND"
+
+
+def test_the_number_of_an_array_is_no_job_and_says_so() -> None:
+    drive = Drive()
+    submitted(drive, "a", "b")
+    answer = drive.step(CancelJob(1))
+    assert isinstance(answer, Refused)
+    assert answer.message == "1 is an array of jobs: name a member, for example 1_0; `ganger show 1` lists them"
+    assert answer.metadata == {"array": "arrays/1"}
+
+
+def test_members_that_ended_are_kept_while_others_run_to_be_compared_with() -> None:
+    drive = Drive(settings=Settings(finished_jobs_limit=1))
+    numbers = submitted(drive, "a", "b", "c")
+    for number in numbers[:2]:
+        drive.step(CancelJob(number))
+    assert sorted(drive.state.jobs) == numbers
+    drive.step(CancelJob(numbers[2]))
+    assert sorted(drive.state.jobs) == numbers[2:]
+
+
+def test_a_master_that_starts_again_knows_members_limits_and_rungs() -> None:
+    drive = Drive()
+    numbers = submitted(drive, "a", "b", "c", at_once=2, rule=RULE)
+    running(drive, numbers[:2])
+    come(drive, numbers[0], 0.5, at=10.0)
+    elements = drive.state.take_changes().puts.values()
+    drive.state = State.restore(drive.state.settings, elements, drive.now)
+    drive.sessions.clear()
+    drive.join("n1")
+    assert drive.job(numbers[0]).rungs == (0.5,)
+    assert waiting(drive, numbers) == []
+    drive.step(CancelArray(1))
+    assert drive.job(numbers[2]).state is JobState.CANCELLED
