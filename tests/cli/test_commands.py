@@ -14,7 +14,7 @@ from ganger.cli.main import run
 from ganger.cli.top import picture
 from ganger.client import Client
 from ganger.console.tables import aligned, fitted
-from ganger.v1 import job_pb2, node_pb2, resources_pb2
+from ganger.v1 import array_pb2, job_pb2, node_pb2, resources_pb2
 from ganger.wire import errors, times
 from kit.canned import CannedMaster
 
@@ -462,3 +462,94 @@ def test_without_a_terminal_top_prints_once(call: Call, master: CannedMaster, ca
 def test_version_speaks_of_both_sides(call: Call, capsys: Output) -> None:
     assert call("version", "--json") == 0
     assert json.loads(capsys.readouterr().out)["master"] == "9.9"
+
+
+def members(master: CannedMaster) -> None:
+    """Array 1 of two members, of which one was stopped."""
+    array = array_pb2.Array(name="arrays/1", display_name="search", user="ann", size=2, gpus=2, at_once=1)
+    array.states.update(holding=1, stopped=1)
+    array.rule.CopyFrom(
+        array_pb2.StopRule(kind=2, metric="accuracy", maximise=True, resource="epoch", first=3, factor=2)
+    )
+    array.best.CopyFrom(array_pb2.ArrayMember(index=0, parameters={"lr": "0.1"}))
+    array.best_value = 0.875
+    master.arrays["arrays/1"] = array
+    running = running_job(master)
+    del master.jobs["jobs/1"]
+    for number, lr in ((2, "0.1"), (3, "9")):
+        job = job_pb2.Job()
+        job.CopyFrom(running)
+        job.name = f"jobs/{number}"
+        job.array.CopyFrom(array_pb2.ArrayMembership(array="arrays/1", size=2, rungs=[0.5]))
+        job.array.member.CopyFrom(array_pb2.ArrayMember(index=number - 2, parameters={"lr": lr}))
+        job.progress.metrics.add(name="accuracy", value=0.875, step=100)
+        master.jobs[job.name] = job
+    loser = master.jobs["jobs/3"]
+    loser.ClearField("gang")
+    loser.state, loser.end_reason = job_pb2.Job.STATE_STOPPED, "halving: accuracy 0.5 at epoch 3: 1 did better"
+
+
+def test_an_array_is_one_line_of_the_queue_and_a_table_of_its_own(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    members(master)
+    assert call("queue") == 0
+    (line,) = capsys.readouterr().out.splitlines()[1:]
+    assert line.split()[:5] == ["1[2]", "search", "ann", "array", "2"]
+    assert line.endswith("best accuracy 0.875 of 1_0 lr=0.1  1 holding, 1 stopped")
+    assert call("queue", "--members", "--all") == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["1_0", "1_1"]
+    for name in ("1", "arrays/1"):
+        assert call("show", name) == 0
+        told = capsys.readouterr().out
+        assert (
+            "asha by accuracy, more is better, from epoch 3 on, then at 2 times as many, where 1 of 2 goes on" in told
+        )
+        assert told.splitlines()[-2].split()[:3] == ["1_0", "2", "running"]
+        assert told.splitlines()[-1].endswith("0.875     halving: accuracy 0.5 at epoch 3: 1 did better")
+    assert call("show", "1", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [member["name"] for member in shown["members"]] == ["jobs/2", "jobs/3"]
+
+
+def test_a_member_is_named_by_its_array_and_index(call: Call, master: CannedMaster, capsys: Output) -> None:
+    members(master)
+    assert call("show", "1_1") == 0
+    told = capsys.readouterr().out
+    assert "1_1, one of 2: lr=9" in told
+    assert "at its rungs: 0.5" in told
+    assert call("cancel", "1_0") == 0
+    assert capsys.readouterr().out == "job 1_0 is cancelled\n"
+    assert master.jobs["jobs/2"].state == job_pb2.Job.STATE_CANCELLED
+    assert call("cancel", "1_7", "1") == 3
+    captured = capsys.readouterr()
+    assert "array 1 has no member 7" in captured.err
+    assert captured.out == "array 1: 1 holding, 1 stopped\n"
+
+
+def test_waiting_for_an_array_is_good_when_a_rule_stopped_members(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    members(master)
+    master.jobs["jobs/2"].state = job_pb2.Job.STATE_SUCCEEDED
+    assert call("wait", "1") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "job 1_0 has succeeded",
+        "job 1_1 was stopped by the rule of its array: halving: accuracy 0.5 at epoch 3: 1 did better",
+    ]
+    master.jobs["jobs/2"].state = job_pb2.Job.STATE_FAILED
+    assert call("wait", "1") == 1
+
+
+def test_submit_makes_an_array_of_flags_and_follows_none(call: Call, master: CannedMaster, capsys: Output) -> None:
+    stop = "halving,metric=accuracy,goal=max,first=10"
+    arguments = ("--array", "lr=0.1,0.2%1", "--stop", stop, "--", "train", "{lr}")
+    assert call("submit", *arguments) == 0
+    assert capsys.readouterr().out == "submitted array 1 of 2 jobs\n"
+    request = master.requests[0]
+    assert (request.at_once, request.rule.first, list(request.spec.command)) == (1, 10, ["train", "{lr}"])
+    assert call("submit", "--dry-run", *arguments) == 0
+    assert json.loads(capsys.readouterr().out)["members"][1] == {"index": 1, "parameters": {"lr": "0.2"}}
+    assert call("submit", "--follow", *arguments) == 2
+    assert call("submit", "--stop", stop, "--", "x") == 2
+    assert call("submit", "--array", "0-1%0", "--", "x") == 2

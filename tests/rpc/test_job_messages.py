@@ -9,6 +9,7 @@ import pytest
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import Claim, Level, Locality, Role, TaskShape
 from ganger.v1 import job_pb2
+from ganger_master.core.membership import Membership, RuleKind, StopRule
 from ganger_master.core.model import (
     Agent,
     Capabilities,
@@ -20,6 +21,7 @@ from ganger_master.core.model import (
     Job,
     JobSpec,
     JobState,
+    Metric,
     Piece,
     Progress,
     SuspendLevel,
@@ -68,7 +70,7 @@ JOB = Job(
     7,
     "uid",
     "somebody",
-    SPEC,
+    replace(SPEC, array=Membership(6, 0, 3, 4, {"lr": "0.1"}, 2, StopRule(RuleKind.ASHA, first=5))),
     1.0,
     state=JobState.SUSPENDED,
     revision=3,
@@ -82,6 +84,8 @@ JOB = Job(
     suspended_level=SuspendLevel.OFFLOAD,
     failure=Failure("EXIT", "rank 1 exited with code 3", 3, 1, 4),
     trouble="STORAGE_FULL: no room",
+    held=True,
+    rungs=(0.5, None),
 )
 
 
@@ -96,12 +100,14 @@ def test_no_field_of_a_job_is_left_out() -> None:
         GANG,
         blockers=(Refusal(Reason.GPUS, {"needed": 2}),),
         queue_rank=4,
-        sample=Sample(5, 40, 160, 9.5, 0.5, 0.1, 3.0, "rank 1 hangs", 2.5, 0.75),
+        sample=Sample(5, 40, 160, 9.5, 0.5, 0.1, 3.0, "rank 1 hangs", 2.5, 0.75, (Metric("accuracy", 0.9, 39),)),
         beside=(8,),
         with_environment=True,
     )
     assert isinstance(message, job_pb2.Job)
-    parts = (message, message.spec, message.gang, message.checkpoint, message.progress, message.failure)
+    # Only of one that was cancelled or stopped.
+    message.end_reason = "enough"
+    parts = (message, message.array, message.spec, message.gang, message.checkpoint, message.progress, message.failure)
     assert [missing(part) for part in parts] == [set()] * len(parts)
     assert message.trouble == JOB.trouble
     assert list(message.gang.cores) == ["0-1", "2-3"]

@@ -95,7 +95,7 @@ def table(members: Sequence[job_pb2.Job]) -> tuple[tuple[str, ...], list[tuple[s
     metrics = sorted({metric.name for job in members for metric in job.progress.metrics})
     headings = ("MEMBER", "JOB", "STATE", "TIME", *parameters, "PROGRESS", *metrics, "NODES/REASON")
     rows = []
-    for job in sorted(members, key=lambda job: int(number(job.name))):
+    for job in members:
         told = {metric.name: value_text(metric.value) for metric in job.progress.metrics}
         rows.append(
             (

@@ -239,7 +239,7 @@ def _members(client: Client, name: str) -> list[str]:
             return [client.get_job(name).name]
         except JobNotFound as error:
             array = array_of(name, error)
-    return [member.name for member in client.list_jobs(array=array)][::-1]
+    return sorted((member.name for member in client.list_jobs(array=array)), key=lambda name: int(number(name)))
 
 
 def _until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout: str, goal: str) -> Job:

@@ -45,9 +45,9 @@ def _show_array(client: Client, name: str, as_json: bool) -> None:
     from ganger.console.tables import print_pairs, print_table
 
     array = client.get_array(name)
-    members = list(client.list_jobs(array=name))
+    members = sorted(client.list_jobs(array=name), key=lambda member: int(number(member.name)))
     if as_json:
-        print_json({**plain(array), "members": [plain(member) for member in reversed(members)]})
+        print_json({**plain(array), "members": [plain(member) for member in members]})
         return
     print_pairs(array_lines.facts(array))
     print()
