@@ -214,7 +214,7 @@ class Client:
 
     def resize_job(self, job: str | int, gpus: int) -> job_pb2.Job:
         """An elastic job goes on with so many GPUs. Answers when the change is durable, not when it is done."""
-        return self._call(self._jobs.ResizeJob, job_service_pb2.ResizeJobRequest(name=_job(job), gpus=gpus))
+        return self._call(self._jobs.ResizeJob, job_service_pb2.ResizeJobRequest(name=self._name(job), gpus=gpus))
 
     def retune_job(self, job: str | int, cores_per_task: float) -> job_pb2.Job:
         """Changes the cores of each task, live. Thread counts follow, so results may differ in their last bits."""
