@@ -546,6 +546,10 @@ class Purpose(google.protobuf.message.Message):
         """Fewer nodes that are neither full nor idle."""
         GOAL_RETURN: Purpose._Goal.ValueType  # 6
         """Who was parked for another goes on."""
+        GOAL_GROW: Purpose._Goal.ValueType  # 7
+        """Onto GPUs that nobody wants."""
+        GOAL_GIVE_BACK: Purpose._Goal.ValueType  # 8
+        """GPUs for who wants them, or that were worth too little."""
 
     class Goal(_Goal, metaclass=_GoalEnumTypeWrapper): ...
     GOAL_UNSPECIFIED: Purpose.Goal.ValueType  # 0
@@ -561,6 +565,10 @@ class Purpose(google.protobuf.message.Message):
     """Fewer nodes that are neither full nor idle."""
     GOAL_RETURN: Purpose.Goal.ValueType  # 6
     """Who was parked for another goes on."""
+    GOAL_GROW: Purpose.Goal.ValueType  # 7
+    """Onto GPUs that nobody wants."""
+    GOAL_GIVE_BACK: Purpose.Goal.ValueType  # 8
+    """GPUs for who wants them, or that were worth too little."""
 
     GOAL_FIELD_NUMBER: builtins.int
     JOB_FIELD_NUMBER: builtins.int

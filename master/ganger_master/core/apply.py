@@ -100,7 +100,9 @@ def _move_begun(state: State, event: events.MoveBegun) -> None:
 
 
 def _resize_begun(state: State, event: events.ResizeBegun) -> None:
-    worlds.begin_resize(state, event.number, event.claims, event.level, event.time, event.cause, event.reason)
+    worlds.begin_resize(
+        state, event.number, event.claims, event.level, event.time, event.cause, event.reason, event.purpose
+    )
 
 
 def _cores_changed(state: State, event: events.CoresChanged) -> None:

@@ -126,6 +126,7 @@ class ResizeBegun(Struct, frozen=True, gc=False):
     claims: tuple[Claim, ...]
     level: Level
     reason: str = ""
+    purpose: Purpose = NO_PURPOSE
 
 
 class CoresChanged(Struct, frozen=True, gc=False):

@@ -296,7 +296,7 @@ def _judge_resize(
     if refusals:
         return refusals[0]
     level = level_of(state, change.claims)
-    return (events.ResizeBegun(now, proposer, job.number, change.claims, level, change.reason),)
+    return (events.ResizeBegun(now, proposer, job.number, change.claims, level, change.reason, change.purpose),)
 
 
 def _judge_cores(

@@ -22,6 +22,10 @@ class Goal(StrEnum):
     DEFRAGMENT = "DEFRAGMENT"
     # Who was parked for another goes on.
     RETURN = "RETURN"
+    # Onto GPUs that nobody wants.
+    GROW = "GROW"
+    # GPUs for who wants them, or that were worth too little.
+    GIVE_BACK = "GIVE_BACK"
 
 
 class Purpose(Struct, frozen=True, gc=False, omit_defaults=True):

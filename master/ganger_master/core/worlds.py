@@ -16,23 +16,32 @@ from msgspec.structs import replace
 
 from ganger_master.core import orders
 from ganger_master.core.model import Claim, Gang, GangPhase, GangRole, Intent, Job, Level, Piece, Restore, SuspendLevel
+from ganger_master.core.purpose import NO_PURPOSE, Purpose
 from ganger_master.core.sizes import devices_of
 from ganger_master.core.state import State
 
 
 def begin_resize(
-    state: State, number: int, claims: Sequence[Claim], level: Level, now: float, cause: str, reason: str = ""
+    state: State,
+    number: int,
+    claims: Sequence[Claim],
+    level: Level,
+    now: float,
+    cause: str,
+    reason: str = "",
+    purpose: Purpose = NO_PURPOSE,
 ) -> int:
     """The new world is prepared; the old one goes on, or is told to rest."""
     job = replace(state.jobs[number], revision=state.jobs[number].revision + 1, trouble="")
     source = state.gangs[job.epoch]
     epoch = begin_with(state, job, source, claims, level, now)
+    state.put_gang(replace(state.gangs[epoch], purpose=purpose))
     if source.phase is not GangPhase.PARKED:
         if _gives_back(source, claims) or state.gangs[epoch].restore.alone:
             source = orders.park(source, SuspendLevel.OFFLOAD, now, by_plan=True)
         state.put_gang(replace(source, phase=GangPhase.RESIZING))
     figures = {"devices": source.devices, "becomes": devices_of(claims)}
-    state.history(now, job.name, "resize_begun", cause, reason, epoch=epoch, **figures)
+    state.history(now, job.name, "resize_begun", cause, reason, epoch=epoch, **figures, **purpose.figures)
     return epoch
 
 

@@ -53,7 +53,7 @@ def plan_from_wire(message: scheduling_pb2.Plan) -> commands.ProposePlan:
 
 
 def change_to_wire(change: commands.Change, reason: str = "") -> scheduling_pb2.Change:
-    """A start, a move, a suspend, a resume, other cores or rows."""
+    """A start, a move, a resize, a suspend, a resume, other cores or rows."""
     message = scheduling_pb2.Change(
         job=names.job_name(change.number),
         revision=change.revision,
@@ -67,6 +67,8 @@ def change_to_wire(change: commands.Change, reason: str = "") -> scheduling_pb2.
             message.move.claims.extend(convert.claims_to_wire(change.claims))
         case "CORES":
             message.cores.claims.extend(convert.claims_to_wire(change.claims))
+        case "RESIZE":
+            message.resize.claims.extend(convert.claims_to_wire(change.claims))
         case "RESUME":
             message.resume.SetInParent()
         case "ROW":
