@@ -389,16 +389,44 @@ def test_history_is_read_page_by_page(call: Call, master: CannedMaster, capsys: 
         )
         for number in range(1, 6)
     ]
-    assert call("history", "1") == 0
+    assert call("events", "1") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[3] for line in lines] == [f"kind_{number}" for number in range(1, 6)]
     assert call("events", "7") == 3
     # What is kept no longer has a history still, and a node is named as elsewhere.
     master.events += [job_pb2.Event(sequence=6, subject=subject, kind="gone") for subject in ("jobs/7", "nodes/n9")]
     for subject in ("7", "n9"):
-        capsys.readouterr()
-        assert call("history", subject) == 0
-        assert "gone" in capsys.readouterr().out
+        for command in ("events", "history"):
+            capsys.readouterr()
+            assert call(command, subject) == 0
+            assert "gone" in capsys.readouterr().out
+
+
+def test_history_tells_a_story_and_its_sums(call: Call, master: CannedMaster, capsys: Output) -> None:
+    running_job(master)
+    kinds = ("job_submitted", "gang_approved", "gang_running", "job_succeeded")
+    master.events = [
+        job_pb2.Event(sequence=n, subject="jobs/1", kind=kind, time=times.timestamp(1_000 + n), cause="user:ann")
+        for n, kind in enumerate(kinds, 1)
+    ]
+    assert call("history", "1") == 0
+    *lines, sums = capsys.readouterr().out.splitlines()
+    assert [line[25:] for line in lines] == [
+        "submitted by user:ann: 1 tasks without GPUs",
+        "got its gang on ? by user:ann",
+        "stepped after 1.00 s",
+        "succeeded",
+    ]
+    assert sums == "in all: waited 1.00 s; starting 1.00 s; ran 1.00 s"
+    assert call("history", "1", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [chapter["kind"] for chapter in told["chapters"]] == list(kinds)
+    assert told["totals"]["ran_s"] == 1.0
+    members(master)
+    master.events = [job_pb2.Event(sequence=9, subject="arrays/1", kind="array_ended", figures={"stopped": "2"})]
+    assert call("history", "1") == 0
+    assert "ended: 2 stopped" in capsys.readouterr().out
+    assert call("history", "8") == 3
 
 
 @pytest.mark.parametrize(

@@ -309,7 +309,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_said(cluster
     run.wait_step(stops[1] + 1)
     steps = [line.step for line in run.lines(0)]
     assert steps[stops[1] :][:2] == [stops[0] + 1, stops[0] + 2], "it went back to the good one, not to the beginning"
-    assert f"checkpoint {newer.parent} cannot be restored: rank-0.shard" in shell("history", run.id)
+    assert f"checkpoint {newer.parent} cannot be restored: rank-0.shard" in shell("events", run.id)
     # with no good one left it must not start anew, and what is there is left to whoever can repair it
     damage(older)
     os.kill(run.lines(0)[-1].pid, 9)
@@ -357,7 +357,7 @@ def test_a_job_whose_checkpoint_finds_no_room_runs_on_and_says_why(cluster: Clus
         assert re.search(r"is (starting|running): STORAGE_FULL: rank 0: .*No space left on device; .* bytes free", said)
         assert "STORAGE_FULL" in shell("show", run.id)
         assert "STORAGE_FULL" in shell("why", run.id)
-        assert "suspend_refused" in shell("history", run.id)
+        assert "suspend_refused" in shell("events", run.id)
         run.wait_step(run.last_step() + 2)
         filler.unlink()
         shell("suspend", run.id, "--level", "checkpoint")

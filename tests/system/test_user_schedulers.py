@@ -39,7 +39,7 @@ def log_of(submitted: CompletedProcess[str]) -> Path:
 
 
 def nodes_used(cluster: Cluster, job: str) -> str:
-    return next(line for line in cluster.run("history", job).stdout.splitlines() if "gang_approved" in line)
+    return next(line for line in cluster.run("events", job).stdout.splitlines() if "gang_approved" in line)
 
 
 def processes(name: str) -> list[int]:

@@ -1,65 +1,173 @@
-"""`ganger history` (also `ganger events`): what happened to a job, a node, or the cluster."""
+"""`ganger history`: the story of a job or an array, with causes and figures; `ganger events`: the events themselves."""
 
 from __future__ import annotations
 
 import sys
 import time
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ganger.cli.options import json_option, open_client
+from ganger.cli.options import array_of, json_option, open_client
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from ganger.client import Client
+    from ganger.story import Chapter
+    from ganger.v1.job_pb2 import Event
 
 _FOLLOW_SECONDS = 1.0
+follow_option = click.option("--follow", "-f", is_flag=True, help="Go on as things happen.")
 
 
 @click.command()
 @click.argument("subject", default="")
-@click.option("--follow", "-f", is_flag=True, help="Go on as things happen.")
+@follow_option
 @click.option("--after", type=click.IntRange(0, 2**63 - 1), default=0, help="Only events after this number.")
 @click.option("--limit", "-n", type=click.IntRange(1), help="At most so many, oldest first.")
 @json_option
-def history(subject: str, follow: bool, after: int, limit: int | None, as_json: bool) -> None:
-    """List what happened to SUBJECT: a job (7, jobs/7) or a node (n1, nodes/n1). Without it, everything."""
-    from ganger.console.plain import print_json, print_json_line
-    from ganger.wire.names import job_name_from_text, node_name_from_text
-
-    if subject:
-        is_job = subject.isdecimal() or subject.startswith("jobs/")
-        subject = job_name_from_text(subject) if is_job else node_name_from_text(subject)
+def events(subject: str, follow: bool, after: int, limit: int | None, as_json: bool) -> None:
+    """List what happened to SUBJECT, event by event: a job (7, 7_3), an array (arrays/7) or a node (n1). Without it,
+    everything."""
     with open_client() as client:
-        # What is gone has a history still; what has none may never have been.
-        if subject and next(iter(client.list_events(subject, 0, 1)), None) is None:
-            if subject.startswith("jobs/"):
-                client.get_job(subject)
-            else:
-                client.get_node(subject)
-        if as_json and not follow:
-            print_json(list(client.list_events(subject, after, limit)))
+        _print_events(client, _subject(client, subject) if subject else "", follow, after, limit, as_json)
+
+
+@click.command()
+@click.argument("subject", default="")
+@follow_option
+@json_option
+def history(subject: str, follow: bool, as_json: bool) -> None:
+    """Tell what happened to SUBJECT and why: a job (7, 7_3) or an array (7), from its submission to its end.
+
+    Of a node, and without SUBJECT of everything, it lists the events: see `ganger events`.
+    """
+    from ganger.console.plain import print_json
+    from ganger.story import summary, tell
+
+    with open_client() as client:
+        name = _subject(client, subject) if subject else ""
+        if not name.startswith(("jobs/", "arrays/")):
+            _print_events(client, name, follow, 0, None, as_json)
             return
+        happenings, seen, told = [], 0, 0
         while True:
-            for event in client.list_events(subject, after, limit):
-                after = event.sequence
-                if as_json:
-                    print_json_line(event)
-                else:
-                    print(line(event), flush=True)
-            if not follow:
+            for event in client.list_events(name, seen):
+                seen = event.sequence
+                happenings.append(_happening(event))
+            chapters, totals = tell(happenings)
+            if as_json and not follow:
+                print_json(_json(name, chapters, totals))
                 return
+            for chapter in chapters[told:]:
+                print(_chapter_line(chapter), flush=True)
+            told = len(chapters)
+            if not follow or (chapters and chapters[-1].kind in _LAST):
+                break
             time.sleep(_FOLLOW_SECONDS)
+    if line := summary(totals):
+        print(f"in all: {line}")
 
 
-def line(event: object) -> str:
+_LAST = frozenset({"job_succeeded", "job_failed", "job_cancelled", "job_stopped", "array_ended"})
+
+
+def _subject(client: Client, subject: str) -> str:
+    """Its name, of what there is or was: what is gone has a history still; what has none may never have been."""
+    from ganger.wire.errors import JobNotFound
+    from ganger.wire.names import array_name, job_name_from_text, node_name_from_text, parse_array_name, parse_member
+
+    if parse_member(subject) is not None:
+        return client.get_job(subject).name
+    if subject.startswith("arrays/"):
+        name = array_name(parse_array_name(subject))
+    elif subject.isdecimal() or subject.startswith("jobs/"):
+        name = job_name_from_text(subject)
+    else:
+        name = node_name_from_text(subject)
+    if next(iter(client.list_events(name, 0, 1)), None) is not None:
+        return name
+    if name.startswith("nodes/"):
+        client.get_node(name)
+    elif name.startswith("arrays/"):
+        client.get_array(name)
+    else:
+        # The number may be that of an array, and its members may be kept no longer.
+        array = name.replace("jobs/", "arrays/")
+        if next(iter(client.list_events(array, 0, 1)), None) is not None:
+            return array
+        try:
+            client.get_job(name)
+        except JobNotFound as error:
+            return array_of(name, error)
+    return name
+
+
+def _print_events(client: Client, subject: str, follow: bool, after: int, limit: int | None, as_json: bool) -> None:
+    from ganger.console.plain import print_json, print_json_line
+
+    if as_json and not follow:
+        print_json(list(client.list_events(subject, after, limit)))
+        return
+    while True:
+        for event in client.list_events(subject, after, limit):
+            after = event.sequence
+            if as_json:
+                print_json_line(event)
+            else:
+                print(line(event), flush=True)
+        if not follow:
+            return
+        time.sleep(_FOLLOW_SECONDS)
+
+
+def line(event: Event) -> str:
     """ "2026-11-21 13:11:49.120  jobs/7  gang_parked  at offload, step=120, by user:ann"."""
-    from ganger.v1.job_pb2 import Event
     from ganger.wire import times
 
-    assert isinstance(event, Event)
-    then = times.local_datetime(event.time)
-    # A line of a terminal is short, and today is known there.
-    is_today = sys.stdout.isatty() and then.date() == then.now(then.tzinfo).date()
-    when = then.strftime("%H:%M:%S.%f" if is_today else "%Y-%m-%d %H:%M:%S.%f")[:-3]
     figures = " ".join(f"{name}={value}" for name, value in sorted(event.figures.items()))
     # Of "scheduler:" without a name the colon goes: it is the default one.
     cause = f"by {event.cause.rstrip(':')}" if event.cause else ""
     text = ", ".join(part for part in (event.message, figures, cause) if part)
-    return f"{when}  {event.subject:<8}  {event.kind:<15}  {text}".rstrip()
+    return f"{_when(times.local_datetime(event.time))}  {event.subject:<8}  {event.kind:<15}  {text}".rstrip()
+
+
+def _chapter_line(chapter: Chapter) -> str:
+    from ganger.wire import times
+
+    return f"{_when(times.local_datetime(times.timestamp(chapter.time)))}  {chapter.text}"
+
+
+def _when(then: datetime) -> str:
+    # A line of a terminal is short, and today is known there.
+    is_today = sys.stdout.isatty() and then.date() == then.now(then.tzinfo).date()
+    return then.strftime("%H:%M:%S.%f" if is_today else "%Y-%m-%d %H:%M:%S.%f")[:-3]
+
+
+def _happening(event: Event) -> Any:
+    from ganger.story import Happening
+    from ganger.wire import times
+
+    return Happening(times.unix_seconds(event.time), event.kind, event.cause, event.message, dict(event.figures))
+
+
+def _json(name: str, chapters: list[Chapter], totals: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from ganger.wire import times
+
+    told = [
+        {
+            "time": times.local_datetime(times.timestamp(chapter.time)).isoformat(),
+            "kind": chapter.kind,
+            "text": chapter.text,
+            "figures": dict(chapter.figures),
+        }
+        for chapter in chapters
+    ]
+    return {
+        "subject": name,
+        "chapters": told,
+        "totals": {key: round(value, 4) for key, value in asdict(totals).items()},
+    }

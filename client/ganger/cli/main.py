@@ -39,8 +39,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "uncordon": ("ganger.cli.nodes", "uncordon", "Undo drain and cordon."),
     "lost": ("ganger.cli.nodes", "lost", "Vouch that a node is down."),
     "top": ("ganger.cli.top", "top", "Watch nodes and jobs, live."),
-    "history": ("ganger.cli.history", "history", "List what happened."),
-    "events": ("ganger.cli.history", "history", "List what happened (as history)."),
+    "history": ("ganger.cli.history", "history", "Tell what happened to a job, and why."),
+    "events": ("ganger.cli.history", "events", "List what happened, event by event."),
     "record": ("ganger.cli.record", "record", "Write down every decision of the master for some time."),
     "completion": ("ganger.cli.completion", "completion", "Print the completion script of a shell."),
     "version": ("ganger.cli.version", "version", "Print versions of client and master."),
@@ -80,7 +80,7 @@ class _Commands(click.Group):
             raise _NobodyReads from error
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return [*(name for name in COMMANDS if name != "events"), *sorted(set(_added()) - set(COMMANDS))]
+        return [*COMMANDS, *sorted(set(_added()) - set(COMMANDS))]
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name in COMMANDS:

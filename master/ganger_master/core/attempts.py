@@ -35,6 +35,8 @@ from ganger_master.core.worlds import begin_with, can_go_back, share_pieces
 
 # More consequences than gangs and orders one job can have mean a rule that feeds itself.
 _ROUNDS_LIMIT = 64
+# Of those who made room.
+_NAMED = 10
 
 
 def review(state: State, number: int, now: float, cause: str) -> None:
@@ -48,6 +50,7 @@ def review(state: State, number: int, now: float, cause: str) -> None:
 def start(state: State, number: int, claims: Sequence[Claim], level: Level, now: float, cause: str) -> int:
     """A PENDING job got a gang: in place from its parked pieces, by a move from them, or afresh. Its epoch."""
     job = state.jobs[number]
+    waited, why = _waited(state, job, claims, now)
     parked = state.gangs.get(job.epoch)
     epoch = job.epoch if parked is not None else state.take_epoch()
     job = replace(job, state=JobState.HOLDING, revision=job.revision + 1, pending_since=0.0, epoch=epoch)
@@ -67,7 +70,8 @@ def start(state: State, number: int, claims: Sequence[Claim], level: Level, now:
     else:
         state.put_job(job)
         epoch = _begin_move(state, job, parked, claims, level, now)
-    state.history(now, job.name, "gang_approved", cause, epoch=epoch, nodes=" ".join([c.node for c in claims]))
+    nodes = " ".join([c.node for c in claims])
+    state.history(now, job.name, "gang_approved", cause, why, epoch=epoch, nodes=nodes, **waited)
     return epoch
 
 
@@ -193,7 +197,7 @@ def _review_once(state: State, number: int, now: float, cause: str) -> bool:
     acts = [act_of(gang) for gang in gangs]
     for gang, act in zip(gangs, acts, strict=True):
         if act is Act.FORGET and all(piece.held is None for piece in gang.pieces):
-            _forget(state, job, gang)
+            _forget(state, job, gang, now)
             return True
     if job.ending is not None:
         if all(gang.is_gone or gang.role is GangRole.SOURCE for gang in gangs):
@@ -361,6 +365,8 @@ def _rest(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool:
         end(state, job.number, JobState.SUSPENDED if by_user else JobState.PENDING, now, "rests on storage")
     else:
         state.put_gang(orders.rested(gang, now))
+        if level is SuspendLevel.OFFLOAD:
+            _note_left(state, gang, now)
         if job.state is JobState.SUSPENDED:
             state.put_job(replace(job, suspended_level=level, revision=job.revision + 1))
     state.history(now, job.name, "gang_parked", cause, epoch=gang.epoch, level=level.name, step=step)
@@ -528,7 +534,27 @@ def _begin_move(
     return epoch
 
 
-def _forget(state: State, job: Job, gang: Gang) -> None:
+def _waited(state: State, job: Job, claims: Sequence[Claim], now: float) -> tuple[dict[str, str], str]:
+    """How long it waited, who left its nodes meanwhile, and why it was last refused: for its history."""
+    if not job.pending_since:
+        return {}, ""
+    figures = {"waited_s": f"{now - job.pending_since:.3f}"}
+    refusals = state.blockers_of(job.number)
+    left = [state.left_by[claim.node] for claim in claims if claim.node in state.left_by]
+    after = sorted({number for number, time in left if time >= job.pending_since and number != job.number})
+    if after:
+        figures["after"] = " ".join([f"jobs/{number}" for number in after[:_NAMED]])
+    return figures, refusals[0].message if refusals else ""
+
+
+def _note_left(state: State, gang: Gang, now: float) -> None:
+    for piece in gang.pieces:
+        if piece.claim.device_mask:
+            state.left_by[piece.claim.node] = (gang.job, now)
+
+
+def _forget(state: State, job: Job, gang: Gang, now: float) -> None:
+    _note_left(state, gang, now)
     state.forget_gang(gang.epoch)
     if job.epoch == gang.epoch:
         state.put_job(replace(job, epoch=0))

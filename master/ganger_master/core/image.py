@@ -58,6 +58,7 @@ class Image(Struct, frozen=True, gc=False):
     desired: Mapping[str, int] = field(default_factory=dict)
     told: tuple[Told, ...] = ()
     last_answer: Mapping[str, float] = field(default_factory=dict)
+    left_by: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     # What was last said of gangs that have not changed since, with the node that said it.
     last_said: tuple[tuple[str, ObservedGang], ...] = ()
     next_lost_check: float | None = None
@@ -93,6 +94,7 @@ _SAME = (
 _MAPPINGS = (
     "requests",
     "last_answer",
+    "left_by",
     "refusals",
     "conflicts",
     "passed",

@@ -147,6 +147,8 @@ class State:
         self.projected: dict[str, dict[int, Projected]] = {}
         # Volatile.
         self.last_answer: dict[str, float] = {}
+        # By node: who last gave devices back there, and when; for who waited for them.
+        self.left_by: dict[str, tuple[int, float]] = {}
         # By node and epoch: what was last said of a gang, and gang and job as that left them.
         self.last_said: dict[tuple[str, int], tuple[ObservedGang, Gang, Job]] = {}
         # By set and node: what was last said of its rows.
@@ -311,7 +313,7 @@ class State:
         self._note_view()
         self.kept = None
         del self.nodes[name]
-        for known in (self.draining, self.choosy, self.desired, self.projected, self.last_answer):
+        for known in (self.draining, self.choosy, self.desired, self.projected, self.last_answer, self.left_by):
             known.pop(name, None)
         for touched in (self.dirty.rows, self.dirty.wants, self.dirty.shown):
             touched.pop(name, None)
