@@ -52,6 +52,5 @@ def test_synergy_is_las_tuned_by_synergy() -> None:
     assert policy_named("synergy+best-fit").placement.name == "best-fit"
 
 
-def test_a_live_master_does_not_share_gpus_yet() -> None:
-    with pytest.raises(ValueError, match="simulator only"):
-        live_policy_named("gandiva")
+def test_a_live_master_shares_gpus_by_its_planner() -> None:
+    assert live_policy_named("gandiva").places is Places.PLANNER

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 # Two ranks of one job may share a core set with others: spinning threads would burn what the others need (measured: up
 # to five times slower), passive ones give the core back.
 _THREADING = {"OMP_WAIT_POLICY": "passive"}
+_OF_JOBS = ("GANGER_ARRAY", "GANGER_DEVICES")
 
 
 def rank_environment(
@@ -31,9 +32,10 @@ def rank_environment(
     ``inject`` is a directory of `ganger.injob.inject`; ``restore`` the path of a restore file or empty. ``threads`` 0
     leaves the number to the program. ``master_port`` 0 (a job without a rendezvous store) sets no rendezvous.
     """
-    # What the master tells a member of an array is the job's; all else of that name is set here.
+    # What the master tells a member of an array, and a daemon who has virtual devices, is the job's; all else of that
+    # name is set here.
     environment = {
-        key: value for key, value in base.items() if not key.startswith("GANGER_") or key.startswith("GANGER_ARRAY")
+        key: value for key, value in base.items() if not key.startswith("GANGER_") or key.startswith(_OF_JOBS)
     }
     environment.update(_THREADING)
     environment.update(

@@ -550,6 +550,8 @@ class Purpose(google.protobuf.message.Message):
         """Onto GPUs that nobody wants."""
         GOAL_GIVE_BACK: Purpose._Goal.ValueType  # 8
         """GPUs for who wants them, or that were worth too little."""
+        GOAL_PACK: Purpose._Goal.ValueType  # 9
+        """On devices together with others, which is tried and measured."""
 
     class Goal(_Goal, metaclass=_GoalEnumTypeWrapper): ...
     GOAL_UNSPECIFIED: Purpose.Goal.ValueType  # 0
@@ -569,16 +571,21 @@ class Purpose(google.protobuf.message.Message):
     """Onto GPUs that nobody wants."""
     GOAL_GIVE_BACK: Purpose.Goal.ValueType  # 8
     """GPUs for who wants them, or that were worth too little."""
+    GOAL_PACK: Purpose.Goal.ValueType  # 9
+    """On devices together with others, which is tried and measured."""
 
     GOAL_FIELD_NUMBER: builtins.int
     JOB_FIELD_NUMBER: builtins.int
     SAVED_GPU_SECONDS_FIELD_NUMBER: builtins.int
     PAUSE_FIELD_NUMBER: builtins.int
+    DETAIL_FIELD_NUMBER: builtins.int
     goal: Global___Purpose.Goal.ValueType
     job: builtins.str
     """"jobs/{job}" that gets the room, if it is for another."""
     saved_gpu_seconds: builtins.float
     """GPU-seconds that are expected to be saved, beyond what the change costs."""
+    detail: builtins.str
+    """For people: the figures it rests on; at most 500 characters."""
     @property
     def pause(self) -> google.protobuf.duration_pb2.Duration:
         """How long the job is expected to stand still."""
@@ -590,10 +597,11 @@ class Purpose(google.protobuf.message.Message):
         job: builtins.str = ...,
         saved_gpu_seconds: builtins.float = ...,
         pause: google.protobuf.duration_pb2.Duration | None = ...,
+        detail: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["pause", b"pause"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["goal", b"goal", "job", b"job", "pause", b"pause", "saved_gpu_seconds", b"saved_gpu_seconds"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["detail", b"detail", "goal", b"goal", "job", b"job", "pause", b"pause", "saved_gpu_seconds", b"saved_gpu_seconds"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Purpose: typing_extensions.TypeAlias = Purpose
@@ -624,12 +632,17 @@ class Finding(google.protobuf.message.Message):
     VERDICT_FIELD_NUMBER: builtins.int
     GAIN_FIELD_NUMBER: builtins.int
     GAIN_DEVIATION_FIELD_NUMBER: builtins.int
+    DETAIL_FIELD_NUMBER: builtins.int
     job: builtins.str
     goal: Global___Purpose.Goal.ValueType
     verdict: Global___Finding.Verdict.ValueType
     gain: builtins.float
-    """Rate after the change by the rate before, and what it may be off by (one standard deviation)."""
+    """Rate after the change by the rate before, and what it may be off by (one standard deviation); of a pack the sum over
+    all in it, each by its rate alone.
+    """
     gain_deviation: builtins.float
+    detail: builtins.str
+    """For people: what was measured of whom; at most 500 characters."""
     def __init__(
         self,
         *,
@@ -638,8 +651,9 @@ class Finding(google.protobuf.message.Message):
         verdict: Global___Finding.Verdict.ValueType = ...,
         gain: builtins.float = ...,
         gain_deviation: builtins.float = ...,
+        detail: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["gain", b"gain", "gain_deviation", b"gain_deviation", "goal", b"goal", "job", b"job", "verdict", b"verdict"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["detail", b"detail", "gain", b"gain", "gain_deviation", b"gain_deviation", "goal", b"goal", "job", b"job", "verdict", b"verdict"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Finding: typing_extensions.TypeAlias = Finding

@@ -197,6 +197,8 @@ def _places_promised(state: State, event: events.PlacesPromised) -> None:
 def _change_judged(state: State, event: events.ChangeJudged) -> None:
     found = event.finding
     figures = {"goal": found.goal.value, "gain": f"{found.gain:.3f}", "gain_deviation": f"{found.deviation:.3f}"}
+    if found.detail:
+        figures["detail"] = found.detail
     kind = "change_kept" if found.kept else "change_undone"
     state.history(event.time, f"jobs/{found.number}", kind, event.cause, **figures)
 

@@ -26,16 +26,19 @@ class Goal(StrEnum):
     GROW = "GROW"
     # GPUs for who wants them, or that were worth too little.
     GIVE_BACK = "GIVE_BACK"
+    # On devices together with others, which is tried and measured.
+    PACK = "PACK"
 
 
 class Purpose(Struct, frozen=True, gc=False, omit_defaults=True):
     """`job`: the number of the one that gets the room, zero if it is for none. `saved`: GPU-seconds, beyond what the
-    change costs. `pause_seconds`: how long the job is expected to stand still."""
+    change costs. `pause_seconds`: how long the job is expected to stand still. `detail`: the figures it rests on."""
 
     goal: Goal = Goal.NONE
     job: int = 0
     saved: float = 0.0
     pause_seconds: float = 0.0
+    detail: str = ""
 
     @property
     def figures(self) -> dict[str, str]:
@@ -44,6 +47,8 @@ class Purpose(Struct, frozen=True, gc=False, omit_defaults=True):
             return {}
         helped = {"for": f"jobs/{self.job}"} if self.job else {}
         expected = {"saved_gpu_seconds": f"{self.saved:.1f}", "expected_pause_ms": f"{1000 * self.pause_seconds:.0f}"}
+        if self.detail:
+            return {"goal": self.goal.value, **helped, "detail": self.detail}
         return {"goal": self.goal.value, **helped, **expected}
 
 
@@ -51,10 +56,12 @@ NO_PURPOSE: Final = Purpose()
 
 
 class Finding(Struct, frozen=True, gc=False):
-    """What was measured after a change. `gain`: the rate after it by the rate before, and its standard deviation."""
+    """What was measured after a change. `gain`: the rate after it by the rate before, and its standard deviation; of a
+    pack the sum over all in it. `detail`: what was measured of whom."""
 
     number: int
     goal: Goal
     kept: bool
     gain: float
     deviation: float = 0.0
+    detail: str = ""

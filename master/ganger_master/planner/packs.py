@@ -2,13 +2,14 @@
 
 Only while more is wanted than there is, and only of gangs that were measured alone. A guest moves to its host's devices
 and both are given half of the cores; once their rates together tell, the pack is kept or undone
-(`introspect.packing`), and it is watched as long as it lasts. Who has to go is parked, and takes turns again. What the
-pass remembers is a value; lost, packs that were being tried stay until somebody in them ends.
+(`introspect.packing`), and it is watched as long as it lasts. Who has to go is parked, and takes turns again. What was
+measured is said with every change, for the history of the jobs. What the pass remembers is a value; lost, packs that
+were being tried stay until somebody in them ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
@@ -18,8 +19,10 @@ from ganger.resources.values import Claim
 from ganger.resources.view import View
 from msgspec import structs
 
+from ganger_master.core.arenas import has_arenas
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangPhase, Job, SuspendLevel
+from ganger_master.core.purpose import Finding, Goal, Purpose
 from ganger_master.models.interference import UNKNOWN_DEVICE, Contention, Pressure, learn
 from ganger_master.planner.slices import shares_all
 from ganger_master.planner.table import LiveTable
@@ -35,10 +38,14 @@ from ganger_master.policies.introspect.packing import (
     verdict,
 )
 from ganger_master.policies.introspect.slicing import Seat
-from ganger_master.policies.introspect.trial import FIRST_WINDOWS, Rates, Verdict
+from ganger_master.policies.introspect.trial import FIRST_WINDOWS, Rates, Verdict, normalised
 
 # Of all devices, one in so many is in a trial at once at most.
 _DEVICES_PER_TRIAL: Final = 8
+# A trial in which nobody gets on well enough to be measured is over.
+_LONGEST_TRIAL_S: Final = 3600.0
+# A pack that was kept goes by its latest windows: interference that has come is not to be outvoted by what was before.
+_WATCHED_WINDOWS: Final = 16
 
 
 class Seen(Protocol):
@@ -76,6 +83,10 @@ class Pack:
         """Hosts first."""
         return tuple([one.number for one in self.proposal.residents])
 
+    @property
+    def guest(self) -> int:
+        return self.proposal.guest.residents[0].number
+
 
 @dataclass(frozen=True, slots=True)
 class Packs:
@@ -98,24 +109,30 @@ class Packs:
 
 def plan_packs(
     packs: Packs, table: LiveTable, view: View, now: float, seen: Seen, gpus: int, is_crowded: bool
-) -> tuple[tuple[Change, ...], Packs]:
-    """The changes to propose now, and what to remember if they are proposed. `is_crowded`: somebody waits for room."""
+) -> tuple[tuple[Change, ...], Packs, tuple[Finding, ...]]:
+    """The changes to propose now, what to remember if they are proposed, and what was found. `is_crowded`: somebody
+    waits for room."""
     running = {job.number: (job, gang) for job, gang in table.running}
     changes: list[Change] = []
     left: list[Pack] = []
+    findings: list[Finding] = []
     for pack in packs.packs:
-        packs, stays = _judged(packs, pack, running, now, seen)
+        packs, stays, found = _judged(packs, pack, running, now, seen)
+        findings.extend(found)
         if stays is not None:
             left.append(stays)
         elif _is_together(pack, running):
-            guest, _ = running[pack.proposal.guest.residents[0].number]
-            changes.append(Change(guest.number, guest.revision, "SUSPEND", level=SuspendLevel.OFFLOAD))
+            guest, gang = running[pack.guest]
+            has_arena = guest.capabilities.offload and has_arenas(gang)
+            level = SuspendLevel.OFFLOAD if has_arena else SuspendLevel.CHECKPOINT
+            purpose = Purpose(Goal.UNPACK, detail=found[0].detail if found else "it could not be measured")
+            changes.append(Change(guest.number, guest.revision, "SUSPEND", level=level, purpose=purpose))
     packs = replace(packs, packs=tuple(left))
     busy = {number for pack in left for number in pack.numbers} | {change.number for change in changes}
     changes.extend(_whole_again(running, busy, view, seen))
     most = max(1, gpus // _DEVICES_PER_TRIAL) - sum(not pack.is_kept for pack in left)
     if not is_crowded or most <= 0:
-        return tuple(changes), packs
+        return tuple(changes), packs, tuple(findings)
     busy |= {change.number for change in changes}
     berths = [
         berth
@@ -127,7 +144,20 @@ def plan_packs(
         if begun:
             changes.extend(begun)
             packs = replace(packs, packs=(*packs.packs, Pack(proposal, now)), tried=packs.tried + 1)
-    return tuple(changes), packs
+    return tuple(changes), packs, tuple(findings)
+
+
+def with_refusals(before: Packs, planned: Packs, refused: Set[int]) -> Packs:
+    """What to remember if changes of these jobs were refused: who was not let in was not tried, and who was not parked
+    is in its pack as before."""
+    if not refused:
+        return planned
+    known = {pack.numbers for pack in before.packs}
+    there = {pack.numbers for pack in planned.packs}
+    begun = [p for p in planned.packs if p.numbers not in known and not refused.isdisjoint(p.numbers)]
+    undone = [p for p in before.packs if p.numbers not in there and p.guest in refused]
+    left = tuple([pack for pack in planned.packs if pack not in begun])
+    return replace(planned, packs=(*left, *undone), tried=planned.tried - len(begun))
 
 
 def _whole_again(
@@ -153,40 +183,54 @@ def _whole_again(
 
 def _judged(
     packs: Packs, pack: Pack, running: Mapping[int, tuple[Job, Gang]], now: float, seen: Seen
-) -> tuple[Packs, Pack | None]:
-    """The pack if it stays, and what was learned."""
+) -> tuple[Packs, Pack | None, list[Finding]]:
+    """The pack if it stays, what was learned, and what is to be told of it."""
     proposal, numbers = pack.proposal, pack.numbers
     if any(not seen.alone(number) for number in numbers):
         # Somebody has ended.
-        return packs, None
+        return packs, None, []
     are_together = all(seen.beside(number) == frozenset(numbers) - {number} for number in numbers)
     if not are_together:
-        guest = running.get(proposal.guest.residents[0].number)
+        guest = running.get(pack.guest)
         if pack.is_kept:
             apart = all(number in running and _is_settled(*running[number]) for number in numbers)
             left = any(not shares_all(running[number][1].claims) for number in numbers if number in running)
-            return packs, None if apart or left else pack
+            return packs, None if apart or left else pack, []
         if guest is not None and guest[0].next_epoch:
-            return packs, pack
+            return packs, pack, []
         # It was refused, or somebody was stopped meanwhile.
-        return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None
+        return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None, []
     rates = {number: Rates(seen.alone(number), seen.present(number)) for number in numbers}
     if pack.is_kept:
-        if still_pays(proposal.residents, rates):
-            return packs, pack
-        return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None
+        latest = {number: Rates(one.before, one.after[-_WATCHED_WINDOWS:]) for number, one in rates.items()}
+        if still_pays(proposal.residents, latest):
+            return packs, pack, []
+        packs = replace(packs, failed=packs.failed.noted(proposal.pair, now))
+        return packs, None, _told(numbers, latest, is_kept=False)
     if min(len(one.after) for one in rates.values()) < FIRST_WINDOWS:
-        return packs, pack
+        if now < pack.since_s + _LONGEST_TRIAL_S:
+            return packs, pack, []
+        return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None, []
     found = verdict(proposal, rates).verdict
     if found is Verdict.MEASURE:
-        return packs, pack
+        return packs, pack, []
     known = packs.contention.get(proposal.host.device_type, UNKNOWN_DEVICE)
     learned = {**packs.contention, proposal.host.device_type: learn(known, [lesson(proposal, rates)])}
     packs = replace(packs, contention=learned)
+    told = _told(numbers, rates, is_kept=found is Verdict.KEEP)
     if found is Verdict.KEEP:
         packs = replace(packs, failed=packs.failed.forgotten(proposal.pair), kept=packs.kept + 1)
-        return packs, replace(pack, is_kept=True)
-    return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None
+        return packs, replace(pack, is_kept=True), told
+    return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None, told
+
+
+def _told(numbers: Sequence[int], rates: Mapping[int, Rates], is_kept: bool) -> list[Finding]:
+    """For the history of everybody in the pack."""
+    gain = normalised(rates.values())
+    each = ", ".join([f"jobs/{number} at {normalised([rates[number]]).value:.2f}" for number in numbers])
+    windows = min(len(one.after) for one in rates.values())
+    detail = f"{each} of the rate alone, by {windows} windows; in turns they would make 1.00 together"
+    return [Finding(number, Goal.PACK, is_kept, gain.value, gain.deviation, detail) for number in numbers]
 
 
 def _is_together(pack: Pack, running: Mapping[int, tuple[Job, Gang]]) -> bool:
@@ -239,7 +283,12 @@ def _move_in(proposal: Proposal, running: Mapping[int, tuple[Job, Gang]], view: 
         arena = needed.arena_bytes if needed.arena_bytes <= left else 0
         mask = claim.device_mask
         taken.append(Claim(claim.node, mask, halves, memory, arena, tasks, shared_mask=mask))
+    expected = proposal.forecast
+    between = f"{expected.low:.2f} to {expected.high:.2f}"
+    detail = f"with {host.name}: {expected.gain:.2f} expected ({between}), 1.00 in turns"
+    purpose = Purpose(Goal.PACK, detail=detail)
+    gives = f"half of its cores for {guest.name}, who comes to its GPUs"
     return (
-        Change(host.number, host.revision, "CORES", tuple(kept), together=guest.number),
-        Change(guest.number, guest.revision, "MOVE", tuple(taken), together=guest.number),
+        Change(host.number, host.revision, "CORES", tuple(kept), together=guest.number, reason=gives),
+        Change(guest.number, guest.revision, "MOVE", tuple(taken), together=guest.number, purpose=purpose),
     )

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import TypeAlias
+from collections.abc import Set
+from dataclasses import dataclass, field, replace
+from typing import Final
 
-from ganger_master.core.commands import Change
-from ganger_master.planner.packs import Packs, Seen, plan_packs
+from ganger_master.core.purpose import Finding
+from ganger_master.planner.packs import Packs, Seen, plan_packs, with_refusals
+from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.slices import Turns, plan_slices
 from ganger_master.planner.table import LiveTable
+from ganger_master.planner.target import Pass
 from ganger_master.policies.place import Placement
 from ganger_master.policies.room import Room
 
-Remembered: TypeAlias = tuple[Turns, Packs]
-NOTHING: Remembered = (Turns(), Packs())
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What is remembered."""
+
+    turns: Turns = field(default_factory=Turns)
+    packs: Packs = field(default_factory=Packs)
+
+    def without(self, before: Shared, refused: Set[int]) -> Shared:
+        """If changes of these jobs were refused; `before`: what was remembered before they were planned."""
+        return replace(self, packs=with_refusals(before.packs, self.packs, refused))
+
+
+NOTHING: Final = Shared()
 
 
 def plan_shared(
@@ -22,24 +37,32 @@ def plan_shared(
     table: LiveTable,
     now: float,
     room: Room,
-    remembered: Remembered,
+    remembered: Shared,
     seen: Seen,
     gpus: int,
     quantum_s: float,
-) -> tuple[tuple[Change, ...], Remembered, float]:
-    """The changes to propose now, what to remember if they are proposed, and when to ask again though nothing happens;
-    infinite: not before. `gpus`: of the cluster."""
-    turns, packs = remembered
+    kept_out: KeptOut = NOBODY,
+) -> tuple[Pass, Shared, tuple[Finding, ...]]:
+    """The changes to propose now, what to remember if they are proposed, and what was found. `gpus`: of the cluster.
+    `kept_out`: what was found not to be possible for some."""
+    turns, packs = remembered.turns, remembered.packs
     is_due = now >= turns.since_s + quantum_s
-    changes: tuple[Change, ...] = ()
+    tried = Pass()
+    findings: tuple[Finding, ...] = ()
     if is_due:
         is_crowded = table.has_waiting or bool(turns.sharers)
-        changes, packs = plan_packs(packs, table, room.view, now, seen, gpus, is_crowded)
-    busy = packs.on_trial | {change.number for change in changes}
-    found, turns = plan_slices(placement, table, now, room, turns, quantum_s, busy=busy, units=packs.together)
+        changes, packs, findings = plan_packs(packs, table, room.view, now, seen, gpus, is_crowded)
+        tried = Pass(changes)
+    busy = packs.on_trial | {change.number for change in tried.changes}
+    found, turns = plan_slices(placement, table, now, room, turns, quantum_s, kept_out, busy, packs.together)
     next_s = found.next_change_s
     if packs.packs:
         # They are watched as long as they last.
         turns = replace(turns, since_s=now) if is_due else turns
         next_s = min(next_s, turns.since_s + quantum_s)
-    return (*changes, *found.changes), (turns, packs), max(next_s, now + 1.0) if next_s < math.inf else next_s
+    next_s = max(next_s, now + 1.0) if next_s < math.inf else next_s
+    return (
+        replace(found, changes=(*tried.changes, *found.changes), next_change_s=next_s),
+        Shared(turns, packs),
+        findings,
+    )

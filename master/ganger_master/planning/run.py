@@ -23,14 +23,19 @@ from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger.wire.errors import ApiError, from_rpc_error
 
 from ganger_master.core.commands import Change
+from ganger_master.core.purpose import Finding
 from ganger_master.planner import trials
 from ganger_master.planner.measured import Measured
 from ganger_master.planner.pace import Pace
 from ganger_master.planner.passes import plan_by
 from ganger_master.planner.refused import Refused
+from ganger_master.planner.shared import NOTHING as NOTHING_SHARED
+from ganger_master.planner.shared import plan_shared
+from ganger_master.planner.together import Together
 from ganger_master.planning.live import Live
 from ganger_master.policies import Places, Policy, live_policy_named
-from ganger_master.rpc.plan_messages import change_to_wire
+from ganger_master.policies.introspect.slicing import QUANTUM_S
+from ganger_master.rpc.plan_messages import change_to_wire, finding_to_wire
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +79,8 @@ class Planner:
         self._trial_pace = trial_pace
         # Kept when the connection is not: it takes time to measure.
         self._measured = Measured(trial_pace)
+        self._together = Together(trial_pace)
+        self._shared = NOTHING_SHARED
         self._start_over()
 
     def _start_over(self) -> None:
@@ -108,35 +115,43 @@ class Planner:
             )
 
     async def _watch(self, scheduling: Any) -> None:
-        live, measured, is_first = self._live, self._measured, True
+        live, measured, together, is_first = self._live, self._measured, self._together, True
         async for delta in scheduling.WatchCluster(scheduling_pb2.WatchClusterRequest()):
             for number in live.apply(delta):
                 self._refused.forget(number)
                 found = live.table.get(number)
                 if found is None:
                     measured.forget(number)
+                    together.forget(number, live.now)
                 else:
                     measured.put(*found, live.signature(number), live.now)
+                    together.put(*found, live.signature(number), live.now)
             if not delta.continues:
                 if is_first:
                     measured.keep(lambda number: live.table.get(number) is not None)
+                    together.keep(lambda number: live.table.get(number) is not None, live.now)
                     is_first = False
                 self._news.set()
 
     async def _measure_for_ever(self, scheduling: Any) -> None:
         await self._news.wait()
-        tuning = self._policy().tuning
-        if tuning is None or not tuning.by_profiles:
+        policy = self._policy()
+        tunes = policy.tuning is not None and policy.tuning.by_profiles
+        if not (tunes or policy.shares):
             await asyncio.Future()
         interval = times.duration(min(_PROGRESS_SECONDS, self._trial_pace.window_s))
-        live, measured = self._live, self._measured
+        live, measured, together = self._live, self._measured, self._together
         async for batch in scheduling.WatchProgress(scheduling_pb2.WatchProgressRequest(interval=interval)):
             now = live.now
             for name, progress in batch.progress.items():
                 # Who has not done a step yet may be heard of for other reasons.
                 if progress.HasField("step_time"):
-                    step_s = times.unix_seconds(progress.step_time)
-                    measured.hear(names.parse_job_name(name), progress.step, step_s, now)
+                    number, step_s = names.parse_job_name(name), times.unix_seconds(progress.step_time)
+                    measured.hear(number, progress.step, step_s, now)
+                    use = progress.device_use if progress.HasField("device_use") else None
+                    together.hear(number, progress.step, step_s, use, now)
+            if not tunes:
+                continue
             ran = {job.number: job.run_seconds + max(0.0, now - job.running_since) for job, _ in live.table.running}
             if measured.look(live.room.view, ran, now):
                 self._news.set()
@@ -166,18 +181,33 @@ class Planner:
         live, now = self._live, self._live.now
         may_stop = pace.may_stop(now)
         began = time.perf_counter()
-        found = plan_by(
-            policy,
-            policy.aging_order,
-            live.table,
-            now,
-            live.capacity,
-            live.room,
-            may_stop,
-            kept_out=self._refused.at(now),
-            known=self._measured.known,
-            trials=self._measured.trials,
-        )
+        findings: tuple[Finding, ...] = ()
+        before = self._shared
+        if policy.shares:
+            found, self._shared, findings = plan_shared(
+                policy.placement,
+                live.table,
+                now,
+                live.room,
+                before,
+                self._together,
+                live.capacity.gpus,
+                min(QUANTUM_S, pace.every_s),
+                self._refused.at(now),
+            )
+        else:
+            found = plan_by(
+                policy,
+                policy.aging_order,
+                live.table,
+                now,
+                live.capacity,
+                live.room,
+                may_stop,
+                kept_out=self._refused.at(now),
+                known=self._measured.known,
+                trials=self._measured.trials,
+            )
         took_s = time.perf_counter() - began
         # Where nobody may pass, nobody else would be served without them.
         unplaced = frozenset[int]() if policy.order.is_strict else found.unplaced
@@ -185,16 +215,18 @@ class Planner:
         started = {change.number for change in found.changes if change.kind == "START"}
         line = tuple([number for number in found.line.tolist() if number not in started][:_LINE_MOST])
         revisions: dict[int, int] = {}
-        stopped = refused = False
-        for message, changes in self._messages(policy, found.changes, line):
+        refused: set[int] = set()
+        stopped = False
+        for message, changes in self._messages(policy, found.changes, line, findings):
             verdict = await scheduling.ProposePlan(message)
             for change, said in zip(changes, verdict.verdicts, strict=True):
                 if said.approved:
                     revisions[change.number] = said.revision
                     stopped = stopped or change.kind == "SUSPEND"
                 else:
-                    refused = True
+                    refused.add(change.number)
                     self._note(change, convert.refusals_from_wire(said.refusals))
+        self._shared = self._shared.without(before, refused)
         if revisions:
             # The next plan goes by what this one has changed.
             async with asyncio.timeout(_REACH_SECONDS):
@@ -202,20 +234,24 @@ class Planner:
         again_s = live.now if unplaced else self._refused.next_s
         if line != self._line:
             again_s = min(again_s, self._line_told_s + _LINE_SECONDS)
-        return pace.after(live.now, took_s, found, stopped=stopped, refused=refused, again_s=again_s)
+        return pace.after(live.now, took_s, found, stopped=stopped, refused=bool(refused), again_s=again_s)
 
     def _messages(
-        self, policy: Policy, changes: Sequence[Change], line: tuple[int, ...]
+        self, policy: Policy, changes: Sequence[Change], line: tuple[int, ...], findings: Sequence[Finding] = ()
     ) -> Iterator[tuple[scheduling_pb2.Plan, Sequence[Change]]]:
         """What to propose, in this order; the order of those who wait with the last of it, or alone if that has
         changed and was not told just now."""
         now = self._live.now
         tells = line != self._line and (len(line) <= _SHORT_LINE or now >= self._line_told_s + _LINE_SECONDS)
         starts = range(0, len(changes), _CHANGES_AT_ONCE)
-        parts = [changes[start : start + _CHANGES_AT_ONCE] for start in starts] or ([()] if tells else [])
+        parts = [changes[start : start + _CHANGES_AT_ONCE] for start in starts]
+        if not parts and (tells or findings):
+            parts = [()]
         for number, part in enumerate(parts, 1):
             changes_to_wire = [change_to_wire(change, self._figures(change)) for change in part]
             message = scheduling_pb2.Plan(changes=changes_to_wire, reason=f"policy {policy.name}")
+            if number == 1:
+                message.findings.extend(map(finding_to_wire, findings))
             if tells and number == len(parts):
                 message.line.policy = policy.name
                 message.line.jobs.extend(map(names.job_name, line))
@@ -224,7 +260,7 @@ class Planner:
 
     def _figures(self, change: Change) -> str:
         """What is known of what cores do to its job, where it is about these."""
-        return self._measured.figures(change.number) if change.kind == "CORES" else ""
+        return change.reason or (self._measured.figures(change.number) if change.kind == "CORES" else "")
 
     def _note(self, change: Change, refusals: Sequence[Refusal]) -> None:
         self._refused.note(change, refusals, self._live.now)

@@ -86,8 +86,6 @@ def live_policy_named(name: str) -> Policy:
     """One that a live cluster can go by: KeyError for an unknown name, ValueError for one that asks an oracle, or for
     what nobody measures there yet."""
     policy = policy_named(name)
-    if policy.shares:
-        raise ValueError(f"policy {name!r} is for the simulator only: no live planner rotates slices yet")
     if policy.resizes:
         raise ValueError(
             f"policy {name!r} goes by losses of the jobs and by their speeds with other numbers of GPUs, and nobody "
@@ -102,7 +100,7 @@ def live_policy_named(name: str) -> Policy:
 
 
 def _is_live(policy: Policy) -> bool:
-    return not (policy.resizes or policy.shares or policy.order.knows_durations)
+    return not (policy.resizes or policy.order.knows_durations)
 
 
 def policy_named(name: str) -> Policy:

@@ -19,6 +19,8 @@ _RESERVATIONS_MOST: Final = 1_000
 _ROWS_MOST: Final = 1_000
 # Of what a plan, or a change, is said to be for.
 REASON_MOST: Final = 1_000
+# Of what people are told of a change.
+_DETAIL_MOST: Final = 500
 # Of a policy's name, which is shown to people.
 _POLICY_MOST: Final = 100
 _GOALS: Final = {goal: scheduling_pb2.Purpose.Goal.Value(f"GOAL_{goal.value or 'UNSPECIFIED'}") for goal in Goal}
@@ -92,6 +94,7 @@ def purpose_to_wire(purpose: Purpose, into: scheduling_pb2.Purpose) -> None:
         into.job = names.job_name(purpose.job)
     into.saved_gpu_seconds = purpose.saved
     into.pause.CopyFrom(times.duration(purpose.pause_seconds))
+    into.detail = purpose.detail
 
 
 def on_the_way_to_wire(one: OnTheWay) -> job_service_pb2.OnTheWay:
@@ -117,6 +120,7 @@ def finding_to_wire(finding: Finding) -> scheduling_pb2.Finding:
         verdict=kept,
         gain=finding.gain,
         gain_deviation=finding.deviation,
+        detail=finding.detail,
     )
 
 
@@ -149,6 +153,7 @@ def _purpose_from_wire(message: scheduling_pb2.Purpose) -> Purpose:
         names.parse_job_name(message.job) if message.job else 0,
         _finite(message.saved_gpu_seconds),
         max(0.0, times.seconds(message.pause)),
+        message.detail[:_DETAIL_MOST],
     )
 
 
@@ -159,6 +164,7 @@ def _finding_from_wire(message: scheduling_pb2.Finding) -> Finding:
         message.verdict == scheduling_pb2.Finding.VERDICT_KEPT,
         _finite(message.gain),
         _finite(message.gain_deviation),
+        message.detail[:_DETAIL_MOST],
     )
 
 

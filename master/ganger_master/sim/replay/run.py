@@ -15,6 +15,7 @@ from ganger_master.core import commands, machine
 from ganger_master.core.answers import PlanAnswer, Refused
 from ganger_master.core.commands import Command
 from ganger_master.core.model import Gang
+from ganger_master.core.purpose import Finding
 from ganger_master.core.settings import Settings
 from ganger_master.core.sharing import CAPABILITY
 from ganger_master.core.state import State
@@ -364,7 +365,8 @@ class _Replay:
         self._is_news = False
         assert self.windows is not None
         self.windows.now = now
-        changes, self.shared, self._switches_at = plan_shared(
+        before = self.shared
+        found, self.shared, findings = plan_shared(
             self.policy.placement,
             self.table,
             now,
@@ -374,16 +376,26 @@ class _Replay:
             self.capacity.gpus,
             self.quantum_s,
         )
+        self._switches_at = found.next_change_s
         if self._switches_at < np.inf:
             self._come_back(self._switches_at)
-        return self._propose(changes)
+        answer = self._answer(found.changes, findings)
+        if answer is None:
+            return False
+        refused = frozenset(verdict.number for verdict in answer.verdicts if not verdict.approved)
+        self.shared = self.shared.without(before, refused)
+        return len(refused) < len(answer.verdicts)
 
     def _propose(self, changes: tuple[commands.Change, ...]) -> bool:
-        if not changes:
-            return False
-        answer = self.send(commands.ProposePlan(changes))
+        answer = self._answer(changes)
+        return answer is not None and any(verdict.approved for verdict in answer.verdicts)
+
+    def _answer(self, changes: tuple[commands.Change, ...], findings: tuple[Finding, ...] = ()) -> PlanAnswer | None:
+        if not changes and not findings:
+            return None
+        answer = self.send(commands.ProposePlan(changes, findings=findings))
         assert isinstance(answer, PlanAnswer)
-        return any(verdict.approved for verdict in answer.verdicts)
+        return answer
 
     def _pass(self, now: float, may_stop: bool) -> Pass:
         tuning = self.policy.tuning

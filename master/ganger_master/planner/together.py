@@ -1,0 +1,203 @@
+"""What running jobs show of themselves alone and beside others on their devices: rates, window by window, how busy they
+keep a device, and who is where.
+
+Whoever plans feeds it every job that changed and every report of progress. All of it may be lost at any time: it is
+measured again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Final, TypeAlias
+
+from ganger.resources.topology import bits
+
+from ganger_master.core.model import Gang, Intent, Job, JobState
+from ganger_master.planner.trials import Pace
+from ganger_master.planner.windows import Look, Windows
+
+_DEFAULT: Final = Pace()
+_NO_WINDOWS: Final = Windows()
+# Of when it ran alone, the last ones.
+_MOST_ALONE: Final = 16
+# Reports of how busy its devices are; the last ones.
+_MOST_USES: Final = 60
+
+_Place: TypeAlias = frozenset[tuple[str, int]]
+_NOWHERE: Final[_Place] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """How it does with its devices to itself: with so many cores, in this incarnation."""
+
+    epoch: int = 0
+    millicores: int = 0
+    rates: tuple[float, ...] = ()
+    uses: tuple[float, ...] = ()
+
+    def after(self, epoch: int, millicores: int, rates: tuple[float, ...]) -> _Alone:
+        """With one window more: the last of `rates`, which are of the present stretch."""
+        if (epoch, millicores) == (self.epoch, self.millicores):
+            return replace(self, rates=(*self.rates, rates[-1])[-_MOST_ALONE:])
+        # Of one nobody knows how it scatters, so that of another incarnation is better.
+        return self if len(rates) < 2 else replace(self, epoch=epoch, millicores=millicores, rates=rates)
+
+    @property
+    def use(self) -> float:
+        """Of whom nobody can tell it keeps its devices busy."""
+        return fmean(self.uses) if self.uses else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One job. `place`: its devices while it runs."""
+
+    create_time: float
+    signature: int
+    epoch: int = 0
+    millicores: int = 0
+    place: _Place = _NOWHERE
+    beside: frozenset[int] = frozenset()
+    # The incarnation that ran last, and when it has warmed up.
+    warm: tuple[int, float] = (0, 0.0)
+    # From when on reports count: it, and who is beside it, have got used to running so.
+    since_s: float = float("inf")
+    windows: Windows = _NO_WINDOWS
+    alone: _Alone = _Alone()
+
+
+class Together:
+    """By job number. Now is by the master's clock, which all times of jobs are of."""
+
+    def __init__(self, pace: Pace = _DEFAULT) -> None:
+        self._pace = pace
+        self._jobs: dict[int, _Seen] = {}
+        self._on: dict[tuple[str, int], set[int]] = {}
+
+    # -- what it is told -----------------------------------------------------------------------------------------------
+
+    def put(self, job: Job, gang: Gang | None, signature: int, now: float) -> None:
+        """A job as it is now."""
+        number = job.number
+        if job.state.is_final:
+            self.forget(number, now)
+            return
+        seen = self._jobs.get(number)
+        if seen is None or seen.create_time != job.create_time:
+            self.forget(number, now)
+            seen = self._jobs[number] = _Seen(job.create_time, signature)
+        place = _place_of(job, gang)
+        millicores = sum(sum(claim.millicores) for claim in gang.claims) if gang is not None and place else 0
+        if (place, job.epoch, millicores) == (seen.place, seen.epoch, seen.millicores):
+            return
+        begins_s = max(now, job.running_since)
+        warm = seen.warm
+        if place and job.epoch != warm[0]:
+            # Who was parked in memory and goes on need not warm up again.
+            warm = job.epoch, begins_s + self._pace.warm_s
+        neighbours = self._moved(number, seen.place, place)
+        self._jobs[number] = replace(
+            seen,
+            epoch=job.epoch,
+            millicores=millicores,
+            place=place,
+            warm=warm,
+            since_s=max(begins_s + self._pace.settle_s, warm[1]) if place else float("inf"),
+            windows=_NO_WINDOWS,
+        )
+        for other in {number, *neighbours}:
+            self._look_around(other, now)
+
+    def forget(self, number: int, now: float) -> None:
+        """It has ended."""
+        seen = self._jobs.pop(number, None)
+        if seen is not None:
+            for other in self._moved(number, seen.place, _NOWHERE):
+                self._look_around(other, now)
+
+    def keep(self, is_live: Callable[[int], bool], now: float) -> None:
+        """Forgets all others: nobody said how they ended."""
+        for number in [number for number in self._jobs if not is_live(number)]:
+            self.forget(number, now)
+
+    def hear(self, number: int, step: int, time_s: float, use: float | None, now: float) -> bool:
+        """A report of progress, which says of when it is: clocks of nodes may differ. `use`: share of what its devices
+        can do. Whether a window is full by it."""
+        seen = self._jobs.get(number)
+        if seen is None or now < seen.since_s:
+            return False
+        if use is not None and self._is_alone(seen):
+            alone = replace(seen.alone, uses=(*seen.alone.uses, use)[-_MOST_USES:])
+            seen = self._jobs[number] = replace(seen, alone=alone)
+        windows = seen.windows.after(Look(time_s, step), self._pace.window_s, self._pace.window_steps)
+        if windows is seen.windows:
+            return False
+        is_full = windows.rates is not seen.windows.rates
+        seen = replace(seen, windows=windows)
+        if is_full and self._is_alone(seen):
+            seen = replace(seen, alone=seen.alone.after(seen.epoch, seen.millicores, windows.rates))
+        self._jobs[number] = seen
+        return is_full
+
+    # -- what was seen -------------------------------------------------------------------------------------------------
+
+    def alone(self, number: int) -> tuple[float, ...]:
+        seen = self._jobs.get(number)
+        return () if seen is None else seen.alone.rates
+
+    def present(self, number: int) -> tuple[float, ...]:
+        seen = self._jobs.get(number)
+        return () if seen is None else seen.windows.rates
+
+    def beside(self, number: int) -> frozenset[int]:
+        seen = self._jobs.get(number)
+        return frozenset() if seen is None else seen.beside
+
+    def utilisation(self, number: int) -> float:
+        seen = self._jobs.get(number)
+        return 1.0 if seen is None else seen.alone.use
+
+    def signature(self, number: int) -> str:
+        seen = self._jobs.get(number)
+        return "" if seen is None else f"{seen.signature:016x}"
+
+    # -- one job -------------------------------------------------------------------------------------------------------
+
+    def _is_alone(self, seen: _Seen) -> bool:
+        """With all that it ever had alone in this incarnation: who has given cores to a guest that is still to come
+        runs by itself, but not as alone."""
+        return not seen.beside and (seen.epoch != seen.alone.epoch or seen.millicores >= seen.alone.millicores)
+
+    def _moved(self, number: int, old: _Place, new: _Place) -> frozenset[int]:
+        """Who is, or was, on devices with it."""
+        found: set[int] = set()
+        for device in old - new:
+            self._on[device].discard(number)
+            found |= self._on[device]
+            if not self._on[device]:
+                del self._on[device]
+        for device in new:
+            there = self._on.setdefault(device, set())
+            found |= there
+            there.add(number)
+        return frozenset(found - {number})
+
+    def _look_around(self, number: int, now: float) -> None:
+        seen = self._jobs[number]
+        beside = frozenset(other for device in seen.place for other in self._on[device]) - {number}
+        if beside == seen.beside:
+            return
+        # Nobody is measured beside one who is only warming up.
+        settled = max([self._jobs[other].since_s for other in beside], default=now)
+        since_s = max(seen.since_s, settled, now + self._pace.settle_s)
+        self._jobs[number] = replace(seen, beside=beside, since_s=since_s, windows=_NO_WINDOWS)
+
+
+def _place_of(job: Job, gang: Gang | None) -> _Place:
+    """Nothing of who does not run."""
+    if gang is None or job.state is not JobState.HOLDING or gang.intent is not Intent.RUN or not job.running_since:
+        return _NOWHERE
+    return frozenset((claim.node, device) for claim in gang.claims for device in bits(claim.device_mask))

@@ -1,0 +1,163 @@
+"""Passes that try packs, over a real state told by wire: what they propose, find out, tell, and remember."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pytest
+from core.test_packing import Packing, small
+from ganger.v1 import scheduling_pb2
+from ganger_master.core.model import Capabilities, GangPhase, ObservedPhase, SuspendLevel
+from ganger_master.core.purpose import Finding, Goal
+from ganger_master.planner import packs as packs_of
+from ganger_master.planner.packs import Packs, plan_packs, with_refusals
+from ganger_master.planner.table import LiveTable
+from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
+from msgspec.structs import replace
+
+STEADY = (9.9, 10.0, 10.1, 10.0) * 4
+SLOWER = tuple(0.9 * rate for rate in STEADY)
+HALF = tuple(0.5 * rate for rate in STEADY)
+
+
+@dataclass
+class Seen:
+    """Each job keeps its device a third busy."""
+
+    now: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    mates: Mapping[int, frozenset[int]] = field(default_factory=dict)
+
+    def alone(self, number: int) -> tuple[float, ...]:
+        return STEADY
+
+    def present(self, number: int) -> tuple[float, ...]:
+        return self.now.get(number, ())
+
+    def beside(self, number: int) -> frozenset[int]:
+        return self.mates.get(number, frozenset())
+
+    def utilisation(self, number: int) -> float:
+        return 0.3
+
+    def signature(self, number: int) -> str:
+        return f"model {number}"
+
+
+class Tried(Packing):
+    """Two jobs that run, and passes over what the planner is told of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = [self.run(small()), self.run(small())]
+        self.packs = Packs()
+        self.found: tuple[Finding, ...] = ()
+
+    def plan(self, seen: Seen, is_crowded: bool = True) -> list[tuple[str, int]]:
+        """What it proposes, all of which must be approved."""
+        table = LiveTable()
+        for job in self.state.jobs.values():
+            message = scheduling_pb2.LiveJob()
+            live_job_to_wire(job, self.state.gangs.get(job.epoch), message)
+            table.put(*live_job_from_wire(scheduling_pb2.LiveJob.FromString(message.SerializeToString())))
+        changes, self.packs, self.found = plan_packs(
+            self.packs, table, self.state.view.copy(), self.now, seen, 4, is_crowded
+        )
+        assert self.propose(*changes) == [None] * len(changes) if changes else True
+        return [(change.kind, change.number) for change in changes]
+
+    def move_in(self, number: int) -> None:
+        source, destination = self.job(number).epoch, self.job(number).next_epoch
+        self.seen(number, destination, ObservedPhase.PREPARED)
+        self.seen(number, source, ObservedPhase.PARKED, stop_step=7)
+        self.seen(number, destination, ObservedPhase.READY, stop_step=7)
+        self.runs(number)
+
+    def together(self, rates: tuple[float, ...]) -> Seen:
+        one, other = self.pair
+        return Seen(dict.fromkeys(self.pair, rates), {one: frozenset({other}), other: frozenset({one})})
+
+
+@pytest.fixture
+def tried() -> Tried:
+    drive = Tried()
+    kinds = drive.plan(Seen())
+    assert sorted(kind for kind, _ in kinds) == ["CORES", "MOVE"]
+    (guest,) = [number for kind, number in kinds if kind == "MOVE"]
+    assert drive.packs.on_trial == set(drive.pair)
+    drive.move_in(guest)
+    assert drive.packs.packs[0].guest == guest
+    return drive
+
+
+def told(drive: Tried, kind: str) -> list[dict[str, str]]:
+    return [dict(one.figures) for one in drive.told if one.kind == kind]
+
+
+def test_nothing_is_tried_while_everybody_has_a_device() -> None:
+    assert Tried().plan(Seen(), is_crowded=False) == []
+
+
+def test_a_pack_that_pays_is_kept_and_its_figures_are_told(tried: Tried) -> None:
+    assert tried.plan(tried.together(())) == []
+    assert tried.plan(tried.together(SLOWER)) == []
+    assert [one.number for one in tried.found] == [tried.packs.packs[0].numbers[0], tried.packs.packs[0].guest]
+    for one in tried.found:
+        assert (one.goal, one.kept) == (Goal.PACK, True)
+        assert one.gain == pytest.approx(1.8, abs=0.01)
+        assert 0.0 < one.deviation < 0.05
+        assert "at 0.90 of the rate alone, by 16 windows" in one.detail
+    assert tried.packs.kept == 1
+    (begun,) = told(tried, "move_begun")
+    assert begun["goal"] == "PACK"
+    assert begun["detail"].startswith("with jobs/")
+
+
+def test_a_pack_that_costs_too_much_is_undone_and_not_tried_again_at_once(tried: Tried) -> None:
+    guest = tried.packs.packs[0].guest
+    assert tried.plan(tried.together(HALF)) == [("SUSPEND", guest)]
+    assert tried.found[0].kept is False
+    assert tried.packs.packs == ()
+    (stopped,) = told(tried, "suspend_ordered")
+    assert (stopped["goal"], stopped["level"]) == ("UNPACK", "OFFLOAD")
+    assert "at 0.50 of the rate alone" in stopped["detail"]
+    gang = tried.state.gangs[tried.job(guest).epoch]
+    assert gang.park_level is SuspendLevel.OFFLOAD
+    assert gang.phase is GangPhase.STOPPING
+    again = Tried()
+    again.packs = tried.packs
+    assert again.plan(Seen()) == []
+
+
+def test_interference_that_comes_later_undoes_a_pack_whatever_was_before(tried: Tried) -> None:
+    guest = tried.packs.packs[0].guest
+    assert tried.plan(tried.together(SLOWER)) == []
+    assert tried.plan(tried.together(SLOWER * 3 + HALF[:8])) == []
+    assert tried.plan(tried.together(SLOWER * 3 + HALF)) == [("SUSPEND", guest)]
+    assert tried.found[0].kept is False
+
+
+def test_without_an_arena_the_guest_of_an_undone_pack_rests_on_storage(tried: Tried) -> None:
+    guest = tried.packs.packs[0].guest
+    able = Capabilities(pause=True, checkpoint=True, known=True)
+    tried.state.jobs[guest] = replace(tried.job(guest), capabilities=able)
+    assert tried.plan(tried.together(HALF)) == [("SUSPEND", guest)]
+    assert tried.state.gangs[tried.job(guest).epoch].park_level is SuspendLevel.CHECKPOINT
+
+
+def test_a_trial_in_which_nobody_gets_on_is_over_after_an_hour(tried: Tried) -> None:
+    guest = tried.packs.packs[0].guest
+    assert tried.plan(tried.together(())) == []
+    tried.now += packs_of._LONGEST_TRIAL_S
+    assert tried.plan(tried.together(())) == [("SUSPEND", guest)]
+    assert tried.found == ()
+
+
+def test_what_was_refused_was_not_tried_and_who_was_not_parked_is_in_its_pack(tried: Tried) -> None:
+    kept = tried.packs
+    (pack,) = kept.packs
+    assert with_refusals(Packs(), kept, frozenset({pack.guest})) == Packs(tried=kept.tried - 1)
+    assert with_refusals(Packs(), kept, frozenset({99})) == kept
+    undone = Packs(tried=kept.tried)
+    assert with_refusals(kept, undone, frozenset({pack.guest})).packs == (pack,)
+    assert with_refusals(kept, undone, frozenset()) == undone

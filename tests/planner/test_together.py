@@ -1,0 +1,151 @@
+"""What is seen of jobs that share devices: who is beside whom, and rates alone and together."""
+
+from __future__ import annotations
+
+from ganger_master.core.model import (
+    Claim,
+    Gang,
+    GangPhase,
+    GangRole,
+    Intent,
+    Job,
+    JobSpec,
+    JobState,
+    Level,
+    Piece,
+)
+from ganger_master.planner.together import Together
+from ganger_master.planner.trials import Pace
+from msgspec.structs import replace
+
+PACE = Pace(warm_s=30.0, settle_s=5.0, window_s=2.0, window_steps=5)
+
+
+class Seen(Together):
+    """Jobs that step at given rates, looked at every second."""
+
+    def __init__(self) -> None:
+        super().__init__(PACE)
+        self.now = 100.0
+        self.rates: dict[int, float] = {}
+        self.steps: dict[int, float] = {}
+
+    def runs(self, number: int, mask: int, epoch: int = 1, cores: int = 4_000, rate: float = 10.0) -> None:
+        self.say(number, mask, epoch, cores, Intent.RUN)
+        self.rates[number] = rate
+
+    def rests(self, number: int, mask: int, epoch: int = 1) -> None:
+        self.say(number, mask, epoch, 4_000, Intent.PARK)
+        self.rates[number] = 0.0
+
+    def say(self, number: int, mask: int, epoch: int, cores: int, intent: Intent) -> None:
+        claim = Claim("n1", mask, (cores,), 1)
+        gang = Gang(
+            epoch, number, GangRole.ACTIVE, GangPhase.RUNNING, (Piece(claim, claim),), Level.NODE, 1.0, intent=intent
+        )
+        job = Job(number, "", "", JobSpec(("x",), ()), 1.0, state=JobState.HOLDING, epoch=epoch, running_since=1.0)
+        self.put(job, gang, 7, self.now)
+
+    def ends(self, number: int) -> None:
+        job = Job(number, "", "", JobSpec(("x",), ()), 1.0, state=JobState.SUCCEEDED)
+        self.put(job, None, 7, self.now)
+        del self.rates[number]
+
+    def go_on(self, seconds: float, use: float | None = None) -> None:
+        for _ in range(int(seconds)):
+            self.now += 1.0
+            for number, rate in self.rates.items():
+                self.steps[number] = self.steps.get(number, 0.0) + rate
+                self.hear(number, int(self.steps[number]), self.now, use, self.now)
+
+
+def test_a_job_alone_is_measured_once_it_has_warmed_up() -> None:
+    seen = Seen()
+    seen.runs(1, 0b1)
+    seen.go_on(31.0, use=0.5)
+    assert seen.alone(1) == ()
+    assert seen.utilisation(1) == 0.5
+    # One window says nothing of how they scatter.
+    seen.go_on(1.0)
+    assert seen.alone(1) == ()
+    seen.go_on(2.0)
+    assert seen.alone(1) == seen.present(1) == (10.0, 10.0)
+    assert seen.beside(1) == frozenset()
+    seen.go_on(100.0)
+    assert len(seen.alone(1)) == 16
+
+
+def test_of_whom_nobody_knows_how_busy_it_is_its_device_is_taken_to_be() -> None:
+    seen = Seen()
+    seen.runs(1, 0b1)
+    seen.go_on(40.0)
+    assert seen.utilisation(1) == seen.utilisation(99) == 1.0
+
+
+def test_who_comes_to_its_device_is_beside_it_and_both_are_measured_once_the_newcomer_has_warmed_up() -> None:
+    seen = Seen()
+    seen.runs(1, 0b01)
+    seen.runs(2, 0b10, rate=20.0)
+    seen.go_on(40.0)
+    seen.runs(1, 0b01, cores=2_000, rate=8.0)
+    seen.go_on(20.0)
+    assert set(seen.alone(1)) == {10.0}, "with half of its cores it is not as alone"
+    seen.runs(2, 0b01, epoch=3, rate=15.0)
+    assert seen.beside(1) == {2}
+    assert seen.beside(2) == {1}
+    seen.go_on(30.0)
+    assert seen.present(1) == seen.present(2) == ()
+    seen.go_on(7.0)
+    assert set(seen.present(1)) == {8.0}
+    assert set(seen.present(2)) == {15.0}
+    assert set(seen.alone(2)) == {20.0}
+
+
+def test_who_is_left_alone_is_measured_alone_again() -> None:
+    seen = Seen()
+    seen.runs(1, 0b1)
+    seen.go_on(40.0)
+    seen.runs(2, 0b1, epoch=2)
+    seen.go_on(40.0)
+    for leaves in (lambda: seen.rests(2, 0b1, epoch=2), lambda: seen.ends(2)):
+        seen.runs(2, 0b1, epoch=2)
+        assert seen.beside(1) == {2}
+        leaves()
+        assert seen.beside(1) == frozenset()
+    seen.rates[1] = 12.0
+    seen.go_on(20.0)
+    assert set(seen.present(1)) == {12.0}
+    assert seen.alone(1)[-1] == 12.0
+
+
+def test_turns_add_up_and_who_goes_on_in_place_need_not_warm_up_again() -> None:
+    seen = Seen()
+    seen.runs(1, 0b1)
+    seen.go_on(34.0)
+    assert len(seen.alone(1)) == 2
+    for _ in range(3):
+        seen.rests(1, 0b1)
+        seen.go_on(10.0)
+        seen.runs(1, 0b1)
+        seen.go_on(7.0)
+    assert len(seen.alone(1)) == 2 + 3
+
+
+def test_gangs_on_several_devices_are_beside_all_who_are_on_one_of_them() -> None:
+    seen = Seen()
+    seen.runs(1, 0b0011)
+    seen.runs(2, 0b0110)
+    seen.runs(3, 0b0100)
+    assert [seen.beside(number) for number in (1, 2, 3)] == [{2}, {1, 3}, {2}]
+    seen.keep(lambda number: number != 2, seen.now)
+    assert [seen.beside(number) for number in (1, 2, 3)] == [frozenset()] * 3
+
+
+def test_another_job_of_the_same_number_is_another_one() -> None:
+    seen = Seen()
+    seen.runs(1, 0b1)
+    seen.go_on(40.0)
+    job = Job(1, "", "", JobSpec(("x",), ()), 50.0, state=JobState.PENDING)
+    seen.put(replace(job, create_time=60.0), None, 8, seen.now)
+    assert seen.alone(1) == ()
+    assert seen.signature(1) == "0000000000000008"

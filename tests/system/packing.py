@@ -1,0 +1,93 @@
+"""Jobs on one device together, as a plan puts them there: the tests are the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ganger.v1 import job_pb2, resources_pb2, scheduling_pb2, scheduling_pb2_grpc
+from ganger.wire.channels import open_channel
+from ganger.wire.endpoints import read_endpoint
+from kit.cluster import Cluster
+from kit.waiting import eventually
+from system.harness import Run
+
+MEBIBYTE = 1 << 20
+OPTIONS = ("--policy", "gandiva", "--no-planner")
+# What a job says that it uses of a device: that, and a tenth more, is reserved for its arena.
+NEEDS_MEBIBYTES = 64
+WANTS = ("--cpus-per-gpu", "1", "--memory", "512M", "--gpu-memory", f"{NEEDS_MEBIBYTES}M")
+
+
+@contextmanager
+def packing_cluster(directory: Path, nodes: int = 1) -> Iterator[Cluster]:
+    with Cluster(directory, nodes=nodes, virtual_gpus=2, topology="2", master_options=OPTIONS) as cluster:
+        yield cluster
+
+
+@dataclass
+class Plans:
+    """Proposes to the master of a cluster, whichever serves now."""
+
+    cluster: Cluster
+
+    def propose(self, *changes: scheduling_pb2.Change) -> list[scheduling_pb2.ChangeVerdict]:
+        with open_channel(read_endpoint(self.cluster.master_directory)) as channel:
+            stub: Any = scheduling_pb2_grpc.SchedulingServiceStub(channel)
+            return list(stub.ProposePlan(scheduling_pb2.Plan(changes=changes, reason="a test")).verdicts)
+
+    def until_approved(self, run: Run, **change: Any) -> None:
+        """Asks until it is: what is free, and what a job is, is known only once all nodes have told."""
+        said: list[str] = []
+
+        def is_approved() -> bool:
+            revision = int(run.show()["revision"])
+            (verdict,) = self.propose(scheduling_pb2.Change(job=run.name, revision=revision, **change))
+            said[:] = [refusal.message for refusal in verdict.refusals]
+            return verdict.approved
+
+        eventually(
+            is_approved,
+            what=f"{change} of {run.name} is approved",
+            within_seconds=60,
+            story=lambda: "; ".join(said),
+            every_seconds=0.1,
+        )
+
+    def start(self, run: Run, node: str, device: int, shared: bool) -> None:
+        self.until_approved(run, start=scheduling_pb2.StartChange(claims=[claim(node, device, shared)]))
+
+    def move(self, run: Run, node: str, device: int, shared: bool) -> None:
+        self.until_approved(run, move=scheduling_pb2.MoveChange(claims=[claim(node, device, shared)]))
+
+    def suspend(self, run: Run) -> None:
+        level = job_pb2.SUSPEND_LEVEL_OFFLOAD
+        self.until_approved(run, suspend=scheduling_pb2.SuspendChange(level=level))
+        eventually(lambda: run.show()["gang"]["phase"] == "PARKED", what="it rests", within_seconds=60, story=run.story)
+
+    def resume(self, run: Run) -> None:
+        self.until_approved(run, resume=scheduling_pb2.ResumeChange())
+
+
+def claim(node: str, device: int, shared: bool) -> resources_pb2.Claim:
+    mask = 1 << device
+    return resources_pb2.Claim(
+        node=f"nodes/{node}",
+        device_mask=mask,
+        millicores=[1000],
+        memory_bytes=512 * MEBIBYTE,
+        arena_bytes=NEEDS_MEBIBYTES * MEBIBYTE * 11 // 10,
+        tasks=[1],
+        shared_mask=mask if shared else 0,
+    )
+
+
+def beside(run: Run) -> list[str]:
+    return list((run.show().get("gang") or {}).get("beside", []))
+
+
+def goes_on(run: Run, steps: int = 3) -> None:
+    run.wait_step(run.last_step() + steps)
