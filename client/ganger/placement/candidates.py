@@ -10,7 +10,7 @@ packing.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Final, TypedDict, Unpack
 
 import numpy as np
@@ -19,9 +19,14 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ganger.placement.blockers import blockers
+from ganger.placement.census import Census
 from ganger.placement.claims import make_claim
 from ganger.placement.filling import evenly, fewest, greedily
+from ganger.placement.kept import kept
+from ganger.placement.preference import best_first, classes, single_keys
+from ganger.placement.ranking import Ranking
 from ganger.placement.scan import PLENTY, Scan
+from ganger.placement.scanned import Scanned
 from ganger.resources.fit import fit
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import Claim, GangShape, Level
@@ -29,18 +34,14 @@ from ganger.resources.view import Mode, View
 
 # Racks or fabrics tried at one level before the next wider level; each costs a walk over its nodes.
 _MOST_SPANS = 4
-_SLOT_BITS = 20
+_WIDE: Final = (Level.RACK, Level.FABRIC, Level.CLUSTER)
 
 
 class Placement(Struct, frozen=True, gc=False):
-    """`candidates` in order of preference; without any, `refusals` with the true blocker first.
-
-    `share_with`: the least loaded node whose devices a time slice could share (the last line of Algorithm 1), if any.
-    """
+    """`candidates` in order of preference; without any, `refusals` with the true blocker first."""
 
     candidates: tuple[tuple[Claim, ...], ...]
     refusals: tuple[Refusal, ...] = ()
-    share_with: str = ""
 
 
 class Search(TypedDict, total=False):
@@ -84,11 +85,12 @@ def candidates(view: View, shape: GangShape, **search: Unpack[Search]) -> Placem
     if found:
         return Placement(found)
     how: Search = {**_EVERYWHERE, **search}
-    scan, widest = Scan.of(view, shape, how["avoid"], how["only"]), widest_now(shape, how["waited"])
-    refusals = blockers(scan, widest)
+    avoid, only, widest = how["avoid"], how["only"], widest_now(shape, how["waited"])
+    census = None if avoid or only is not None else _census(view, shape, widest)
+    refusals = blockers(census or Scanned(Scan.of(view, shape, avoid, only), widest))
     if widest < shape.locality.widest:
         refusals = (_still_patient(shape, how["waited"], widest), *refusals)
-    return Placement((), refusals, _share_with(scan))
+    return Placement((), refusals)
 
 
 def places(view: View, shape: GangShape, **search: Unpack[Search]) -> tuple[tuple[Claim, ...], ...]:
@@ -104,7 +106,10 @@ def places(view: View, shape: GangShape, **search: Unpack[Search]) -> tuple[tupl
     if how["reserved_nodes"] and only is None:
         reserved = Scan.of(view, shape, avoid, how["reserved_nodes"])
         found += _places(reserved, mode, widest, limit - len(found), affinity=False)
-    for claims in _places(Scan.of(view, shape, avoid, only), mode, widest, limit, affinity):
+    everywhere = _kept_places(view, shape, mode, widest, limit, affinity, avoid) if only is None else None
+    if everywhere is None:
+        everywhere = _places(Scan.of(view, shape, avoid, only), mode, widest, limit, affinity)
+    for claims in everywhere:
         if len(found) >= limit:
             break
         if claims not in found:
@@ -120,58 +125,62 @@ def widest_now(shape: GangShape, waited: float) -> Level:
     return locality.widest
 
 
-def _places(scan: Scan, mode: Mode, widest: Level, limit: int, affinity: bool) -> list[tuple[Claim, ...]]:
+def _kept_places(
+    view: View, shape: GangShape, mode: Mode, widest: Level, limit: int, affinity: bool, avoid: Collection[str]
+) -> list[tuple[Claim, ...]] | None:
+    """What `_places` finds, where what was found for others like it is kept; None where it is not."""
     found: list[tuple[Claim, ...]] = []
+    if shape.nodes <= 1:
+        key = (Ranking, shape, mode, widest, affinity)
+        ranking = kept(view, key, lambda: Ranking(view, shape, mode, widest, affinity))
+        if ranking is None:
+            return None
+        slots = ranking.best([view.slots[name] for name in avoid if name in view.slots])
+        found += _on_one_node(view, shape, islice(slots, limit), mode, widest)
+        if found or shape.nodes == 1 or shape.tasks <= 1 or widest < Level.RACK:
+            return found
+        census = _census(view, shape, widest)
+        if census is not None and not any(census.has_room(level) for level in _WIDE if level <= widest):
+            return found
+    scan = Scan.of(view, shape, avoid)
+    return _over_nodes_within(scan, mode, widest, limit, affinity)
+
+
+def _census(view: View, shape: GangShape, widest: Level) -> Census | None:
+    """None where none is kept."""
+    if shape.nodes > 1:
+        return None
+    return kept(view, (Census, shape, widest), lambda: Census(view, shape, widest))
+
+
+def _places(scan: Scan, mode: Mode, widest: Level, limit: int, affinity: bool) -> list[tuple[Claim, ...]]:
     if limit <= 0:
-        return found
+        return []
     if scan.shape.nodes <= 1:
-        found += _on_one_node(scan, mode, widest, limit, affinity)
-    # Over several nodes only when no single one does: the closer gang always wins.
-    for level in (Level.RACK, Level.FABRIC, Level.CLUSTER):
-        if not found and level <= widest and scan.shape.nodes != 1 and scan.shape.tasks > 1:
-            found += _over_nodes(scan, mode, level, limit, affinity)
-    return found
+        slots = np.flatnonzero(scan.hosts(widest))
+        best = best_first(slots, single_keys(scan, slots, mode, affinity), limit)
+        found = list(_on_one_node(scan.view, scan.shape, best, mode, widest))
+        if found or scan.shape.nodes == 1:
+            return found
+    return _over_nodes_within(scan, mode, widest, limit, affinity)
 
 
-def _on_one_node(scan: Scan, mode: Mode, widest: Level, limit: int, affinity: bool) -> Iterator[tuple[Claim, ...]]:
-    slots = np.flatnonzero(scan.hosts(widest))
-    everything = tuple(role.tasks for role in scan.shape.roles)
-    for slot in _best_first(slots, _single_keys(scan, slots, mode, affinity), limit):
-        claim = make_claim(scan.view, slot, scan.shape, everything, mode, widest)
+def _on_one_node(
+    view: View, shape: GangShape, slots: Iterable[int], mode: Mode, widest: Level
+) -> Iterator[tuple[Claim, ...]]:
+    everything = tuple([role.tasks for role in shape.roles])
+    for slot in slots:
+        claim = make_claim(view, slot, shape, everything, mode, widest)
         if claim is not None:
             yield (claim,)
 
 
-def _single_keys(scan: Scan, slots: NDArray[np.intp], mode: Mode, affinity: bool) -> NDArray[np.int64]:
-    """Smaller is better: class of Algorithm 1, level, load."""
-    columns, gpus = scan.columns, scan.shape.gpus
-    jobs = np.minimum(columns.jobs[slots], 255)
-    if not gpus:
-        # Cores beside devices are left to gangs that use the devices.
-        devices = scan.device_counts[slots]
-        cores = np.minimum(columns.millicores[slots] // 1000, 4095)
-        load = (jobs << 12) + 4095 - cores if mode is Mode.SPREAD else cores
-        return (devices << 24) + load
-    left = scan.free_devices[slots] - gpus
-    load = (63 - left << 8) + jobs if mode is Mode.SPREAD else (left << 8) + jobs
-    levels = scan.closest(gpus)[slots].astype(np.int64)
-    return ((_classes(scan, slots, affinity) * 16 + levels) << 16) + load
-
-
-def _classes(scan: Scan, slots: NDArray[np.intp], affinity: bool) -> NDArray[np.int64]:
-    """Lines of Algorithm 1: 0 the same affinity, 1 no jobs yet, 2 any."""
-    if not affinity:
-        return np.zeros(slots.size, np.int64)
-    has = scan.columns.affinity[slots]
-    return np.where(has == scan.shape.gpus, 0, np.where(has == 0, 1, 2)).astype(np.int64)
-
-
-def _best_first(slots: NDArray[np.intp], keys: NDArray[np.int64], limit: int) -> list[int]:
-    """The slots with the smallest keys, ties in the order in which nodes came."""
-    whole = (keys << _SLOT_BITS) | slots
-    if whole.size > limit:
-        whole = np.partition(whole, limit - 1)[:limit]
-    return [int(key) & ((1 << _SLOT_BITS) - 1) for key in np.sort(whole)]
+def _over_nodes_within(scan: Scan, mode: Mode, widest: Level, limit: int, affinity: bool) -> list[tuple[Claim, ...]]:
+    """Over several nodes, for when no single one does: the closer gang always wins."""
+    if scan.shape.tasks <= 1:
+        return []
+    found = (_over_nodes(scan, mode, level, limit, affinity) for level in _WIDE if level <= widest)
+    return next(filter(None, found), [])
 
 
 def _over_nodes(scan: Scan, mode: Mode, level: Level, limit: int, affinity: bool) -> list[tuple[Claim, ...]]:
@@ -187,8 +196,8 @@ def _over_nodes(scan: Scan, mode: Mode, level: Level, limit: int, affinity: bool
     for span in _fitting_spans(scan, rooms, spans)[: _MOST_SPANS if level < Level.CLUSTER else 1]:
         slots = np.flatnonzero((spans == span) & (room > 0))
         # Servers of this affinity and idle ones first, as they keep the others' holes whole.
-        classes = _classes(scan, slots, affinity)
-        for chosen in (slots[classes < 2], slots) if affinity else (slots,):
+        lines = classes(scan, slots, affinity)
+        for chosen in (slots[lines < 2], slots) if affinity else (slots,):
             claims = _fill(scan, chosen, main, room, mode)
             if claims is not None:
                 found.append(claims)
@@ -260,14 +269,16 @@ def _still_patient(shape: GangShape, waited: float, widest: Level) -> Refusal:
     )
 
 
-def _share_with(scan: Scan) -> str:
-    """The least loaded node of this affinity that could take the gang if devices were shared."""
-    gpus = scan.shape.gpus
+def share_with(view: View, shape: GangShape, avoid: Collection[str] = (), only: Collection[str] | None = None) -> str:
+    """The least loaded node of this affinity that could take the gang if devices were shared (the last line of
+    Algorithm 1); "" if there is none."""
+    gpus = shape.gpus
     if not gpus:
         return ""
+    scan = Scan.of(view, shape, avoid, only)
     hosts = scan.hosts(Level.NODE, (Reason.GPUS, Reason.CORES, Reason.MEMORY, Reason.LOCALITY))
     slots = np.flatnonzero(hosts & (scan.columns.affinity[: scan.size] == gpus))
     if not slots.size:
         return ""
-    load = [sum(scan.view.device_rows[slot]) / max(1, scan.view.topologies[slot].devices) for slot in slots]
-    return scan.view.nodes[int(slots[int(np.argmin(load))])]
+    load = [sum(view.device_rows[slot]) / max(1, view.topologies[slot].devices) for slot in slots]
+    return view.nodes[int(slots[int(np.argmin(load))])]

@@ -1,0 +1,158 @@
+"""What is kept for kinds of gangs while nodes change: the same answers, to the last figure, as from nothing."""
+
+from __future__ import annotations
+
+import pytest
+from ganger.placement import candidates as module
+from ganger.placement.candidates import Search, candidates
+from ganger.placement.census import Census
+from ganger.placement.kept import kept
+from ganger.placement.ranking import Ranking
+from ganger.placement.scan import Scan
+from ganger.resources.reasons import Reason
+from ganger.resources.values import Claim, GangShape, Level
+from ganger.resources.view import Mode, View
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.clusters import cluster, gang, gangs, idle_row, parked, server
+from msgspec.structs import replace
+
+OTHER = server("4", cores=4, gib=16, device_type="other")
+
+
+class History:
+    """A cluster on which gangs come and go, and nodes change."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        view.put_configuration_set(OTHER)
+        self.held: list[tuple[Claim, ...]] = []
+
+    def change(self, what: str, at: int, shape: GangShape) -> None:
+        view = self.view
+        names = list(view.names())
+        name = names[at % len(names)] if names else ""
+        match what:
+            case "start":
+                for claims in candidates(view.copy(), shape).candidates[:1]:
+                    for claim in claims:
+                        view.take(claim, shape.gpus)
+                    self.held.append(claims)
+            case "end" if self.held:
+                for claim in self.held.pop(at % len(self.held)):
+                    view.give(claim)
+            case "join":
+                rack = f"r{at % 3}" if at % 3 else ""
+                view.put(idle_row(f"n{at}", OTHER if at % 2 else server(), rack, "f" if rack else ""))
+            case "leave" if name and not any(claim.node == name for claims in self.held for claim in claims):
+                view.remove(name)
+            case "cordon" if name:
+                view.set_available(name, not view.row(name).available)
+            case "park" if name and view.row(name).configuration_set == server().name:
+                view.put(replace(view.row(name), parked_bytes=parked(name, 3, at % 4, 3, 3).parked_bytes, version=0))
+            case "mode":
+                view.mode = Mode.PACK if view.mode is Mode.SPREAD else Mode.SPREAD
+
+
+CHANGES = st.tuples(
+    st.sampled_from(["start"] * 5 + ["end"] * 4 + ["join", "leave", "cordon", "park", "mode"]), st.integers(0, 20)
+)
+
+
+@settings(max_examples=60)
+@given(
+    shapes=st.lists(gangs(), min_size=1, max_size=3),
+    changes=st.lists(st.tuples(CHANGES, st.integers(0, 2)), max_size=25),
+    per_rack=st.sampled_from([0, 2]),
+    affinity=st.booleans(),
+    avoid=st.sampled_from([(), ("s1", "s2", "gone")]),
+)
+def test_what_is_kept_answers_as_a_scan_of_all_nodes_would(
+    shapes: list[GangShape],
+    changes: list[tuple[tuple[str, int], int]],
+    per_rack: int,
+    affinity: bool,
+    avoid: tuple[str, ...],
+) -> None:
+    history = History(cluster(4, per_rack=per_rack))
+    for (what, at), which in changes:
+        shape = shapes[which % len(shapes)]
+        history.change(what, at, shape)
+        for one in shapes:
+            for search in (Search(affinity=affinity), Search(avoid=avoid), Search(limit=1, mode=Mode.PACK)):
+                # A copy begins with nothing.
+                assert candidates(history.view, one, **search) == candidates(history.view.copy(), one, **search)
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        (gang(3, widest=Level.SOCKET), Reason.LOCALITY),
+        (gang(17), Reason.GPUS),
+        (gang(2, cores=9), Reason.CORES),
+        (gang(1, gib=65), Reason.MEMORY),
+        (gang(1, device_gib=5), Reason.DEVICE_MEMORY),
+        (gang(1, cores=9, device_gib=2), Reason.CORES),
+        (gang(1, device_type="h100"), Reason.DEVICE_TYPE),
+    ],
+)
+def test_what_stands_in_the_way_is_said_from_the_sums_kept(shape: GangShape, reason: Reason) -> None:
+    history = History(cluster(4))
+    said = []
+    for at in range(4):
+        placement = candidates(history.view, shape)
+        assert placement == candidates(history.view.copy(), shape)
+        said.append(placement.refusals[0].reason)
+        history.change("start", at, gang(1))
+        history.change("park", 3 - at, shape)
+    assert said == [reason] * 4
+    assert kept(history.view, (Census, shape, shape.locality.widest), lambda: pytest.fail("nothing was kept"))
+
+
+def test_no_node_is_scanned_again_for_who_asks_soon_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History(cluster(64))
+    shape = gang(2, widest=Level.NODE)
+    for at in range(3):
+        history.change("start", at, shape)
+        candidates(history.view, shape)
+    monkeypatch.setattr(module, "Scan", None)
+    monkeypatch.setattr(Scan, "of", lambda *_: pytest.fail("all nodes were scanned"))
+    assert candidates(history.view, shape).candidates
+
+
+def test_who_asks_after_many_changes_is_answered_by_a_scan() -> None:
+    history = History(cluster(4))
+    shape = gang(1)
+    made: list[Ranking] = []
+
+    def make() -> Ranking:
+        made.append(Ranking(history.view, shape, Mode.SPREAD, Level.CLUSTER, True))
+        return made[-1]
+
+    assert kept(history.view, "it", make) is None
+    assert kept(history.view, "it", make) is None, "nothing has changed since the scan"
+    history.change("start", 0, shape)
+    assert kept(history.view, "it", make) is made[0]
+    for _ in range(50):
+        history.change("cordon", 0, shape)
+    assert kept(history.view, "it", make) is None
+    history.change("cordon", 0, shape)
+    assert kept(history.view, "it", make) is made[1]
+    assert len(made) == 2
+
+
+def test_kinds_that_nobody_asked_for_the_longest_are_forgotten() -> None:
+    view = cluster(2000, server())
+    shapes = [gang(1, gib=1 + at % 60, cores=1 + at // 60) for at in range(200)]
+    for shape in shapes:
+        assert kept(view, shape, lambda: pytest.fail("nothing has changed")) is None
+    view.set_available("s0", False)
+    made = []
+
+    def make(shape: GangShape) -> Ranking:
+        made.append(shape)
+        return Ranking(view, shape, Mode.SPREAD, Level.NODE, True)
+
+    assert kept(view, shapes[0], lambda: make(shapes[0])) is None
+    assert kept(view, shapes[-1], lambda: make(shapes[-1])) is not None
+    assert made == [shapes[-1]]
