@@ -88,6 +88,29 @@ def test_in_a_strict_queue_several_are_asked_at_once_only_where_there_is_room_fo
     assert [turn.number for turn in drive.state.turns.values()] == [third]
 
 
+def test_in_a_strict_queue_nobody_is_asked_before_who_was_refused_has_asked_again() -> None:
+    drive = Drive(12)
+    for _ in range(12):
+        drive.start(drive.submit(job_of(3)))
+    small = drive.submit(job_of(1))
+    drive.start(small)
+    (gang,) = drive.state.gangs_of_job(small)
+    head = drive.submit(replace(job_of(4), locality=Locality(Level.NODE)))
+    behind = drive.submit(job_of(1))
+    assert sorted(turn.number for turn in drive.state.turns.values()) == [head, behind]
+    passes(drive, head)
+    refused = drive.request(behind, *drive.places(behind))
+    assert isinstance(refused, Rejected)
+    assert refused.refusals[0].reason is Reason.PROTECTED
+    drive.step(CancelJob(small))
+    drive.seen_without(gang.nodes[0], small)
+    assert [turn.number for turn in drive.state.turns.values()] == [head]
+    drive.submit(job_of(1))
+    assert [turn.number for turn in drive.state.turns.values()] == [head]
+    drive.step(CancelJob(head))
+    assert behind in {turn.number for turn in drive.state.turns.values()}
+
+
 def test_a_scheduler_that_answers_now_and_then_keeps_its_turns() -> None:
     drive = Drive(1)
     drive.start(drive.submit(job_of(1)))

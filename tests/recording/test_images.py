@@ -18,7 +18,7 @@ from recording.kit import busy, stormy
 
 # Attributes of a state that are not in its image: what follows from the rest, and what a batch has not handed over.
 DERIVED = {
-    *("policy", "configuration_sets", "gangs_of", "gangs_on", "live", "shares", "waiting", "turn_of"),
+    *("policy", "configuration_sets", "gangs_of", "gangs_on", "live", "shares", "waiting", "lacking", "turn_of"),
     *("set_of", "set_on"),
 }
 OF_A_BATCH = {"parties", "projected", "dirty", "outbox", "_puts", "_removes", "_counters_taken"}
@@ -39,6 +39,7 @@ def test_a_state_made_again_has_all_that_was_derived() -> None:
     for name in ("jobs", "gangs", "nodes", "gangs_of", "gangs_on", "live", "turn_of", "configuration_sets", "ranks"):
         assert getattr(after, name) == getattr(before, name), name
     assert list(after.waiting) == list(before.waiting)
+    assert list(after.lacking) == list(before.lacking)
     assert after.shares.held == before.shares.held
     assert {name: one.gangs for name, one in after.desired.items()} == {
         name: one.gangs for name, one in before.desired.items()

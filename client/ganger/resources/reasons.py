@@ -29,6 +29,9 @@ class Reason(Enum):
         reason._value_, reason.kind, reason.meaning = name, kind, meaning
         return reason
 
+    # Asked for all the time, and that of `Enum` is a call of Python's.
+    __hash__ = object.__hash__
+
     GPUS = "GPUS", Kind.BLOCKER, "not enough free devices"
     CORES = "CORES", Kind.BLOCKER, "not enough free cores beside the devices"
     MEMORY = "MEMORY", Kind.BLOCKER, "not enough free host memory"

@@ -5,7 +5,7 @@ Adds to them what only the state knows: quotas, shared storage, users a daemon c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ganger.placement.candidates import places
 from ganger.resources.fit import Company, demand, fit, gang_level
@@ -18,11 +18,6 @@ from ganger_master.approval.verdicts import Approved, Rejected, approve
 from ganger_master.core import orders, sharing
 from ganger_master.core.model import Claim, Job, Level, Node
 from ganger_master.core.state import Blocked, Kept, State
-
-# Blockers that only a change of the cluster's free pieces removes: their jobs are kept room for.
-WAITS_FOR_PIECES = frozenset(
-    {Reason.GPUS, Reason.CORES, Reason.MEMORY, Reason.DEVICE_MEMORY, Reason.LOCALITY, Reason.NODE_UNAVAILABLE}
-)
 
 
 def judge(
@@ -295,22 +290,11 @@ def _blocked(state: State) -> Blocked:
 def find_blocked(state: State) -> Blocked:
     """What `state.blocked` remembers, found anew."""
     blocked: list[Job] = []
-    if len(state.refusals) <= _FEW:
-        # The queue may be long.
-        jobs = [state.jobs[number] for number in state.refusals]
-        refused: Iterable[Job] = sorted(jobs, key=lambda job: (state.policy.key(job), job.number))
-    else:
-        refused = (state.jobs[number] for number in state.waiting if number in state.refusals)
-    for job in refused:
-        refusals = state.refusals[job.number]
-        if job.number in state.declined:
-            continue
-        if refusals and refusals[0].reason in WAITS_FOR_PIECES and state.is_waiting(job):
+    for number in state.lacking:
+        job = state.jobs[number]
+        if number not in state.declined and state.is_waiting(job):
             blocked.append(job)
             if len(blocked) >= state.settings.protected_jobs:
                 break
     earliest = min([begins_at(state.conflicts.get(job.number, 0), job.pending_since) for job in blocked], default=0.0)
     return Blocked(tuple([job.number for job in blocked]), earliest)
-
-
-_FEW = 8

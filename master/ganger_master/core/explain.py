@@ -12,7 +12,7 @@ from ganger_master.core import capacity
 from ganger_master.core.membership import Membership
 from ganger_master.core.model import Job, JobState, Node
 from ganger_master.core.residues import holders_on
-from ganger_master.core.state import State
+from ganger_master.core.state import WAITS_FOR_PIECES, State
 from ganger_master.policies import Places
 
 
@@ -48,7 +48,7 @@ def _explain(state: State, job: Job, now: float) -> Explanation:
             (*blockers, *told_blockers(state, job)), assumption=f"unknown, because {_ranked(state, job).message}"
         )
     holders = tuple(_holders(state, now))
-    if any(blocker.reason not in capacity.WAITS_FOR_PIECES | _BEHIND for blocker in blockers[:1]):
+    if any(blocker.reason not in WAITS_FOR_PIECES | _BEHIND for blocker in blockers[:1]):
         return Explanation(blockers, assumption=f"unknown, because {blockers[0].message}")
     estimate = approval.estimate(state.view, _shape(job), holders, now)
     if not estimate.before and any(blocker.reason is Reason.NODE_UNAVAILABLE for blocker in blockers[:1]):

@@ -180,6 +180,8 @@ def _index(state: State) -> None:
         if state.settings.quota_devices:
             holds = not job.state.is_final and job.epoch in state.gangs
             state.shares.charge(job.number, job.user, job.gpus if holds else 0)
+    for number in state.refusals:
+        state.note_lack(number)
 
 
 def _told(state: State) -> Iterator[Told]:

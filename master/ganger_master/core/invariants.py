@@ -13,7 +13,7 @@ from ganger_master.core.model import Claim, Gang, GangPhase, GangRole, Intent, J
 from ganger_master.core.node_sets import is_free_of_turns, members
 from ganger_master.core.residues import holders_on
 from ganger_master.core.rows import row_of
-from ganger_master.core.state import State
+from ganger_master.core.state import State, is_lack
 
 
 def violations(state: State) -> list[str]:
@@ -240,6 +240,9 @@ def _derived(state: State) -> Iterator[str]:
         yield f"{state.devices} devices are not those of the nodes that take gangs"
     if set(state.choosy) != {name for name, node in state.nodes.items() if node.is_choosy}:
         yield f"{sorted(state.choosy)} are not the nodes that may refuse a job"
+    lacking = [job for job in state.refusals if is_lack(state.refusals[job])]
+    if list(state.lacking) != sorted(lacking, key=lambda number: (state.policy.key(state.jobs[number]), number)):
+        yield f"{list(state.lacking)} are not those who were refused for lack of pieces, in order"
     remembered = state.blocked
     if remembered is not None and remembered != find_blocked(state):
         yield f"{remembered} is not who lacks pieces"

@@ -13,7 +13,7 @@ from ganger.resources.reasons import Kind, Reason
 from ganger.resources.values import GangShape
 from msgspec.structs import replace
 
-from ganger_master.core.capacity import WAITS_FOR_PIECES, first_blocked, has_place, lacks_memory, reservations_of
+from ganger_master.core.capacity import first_blocked, has_place, lacks_memory, reservations_of
 from ganger_master.core.commands import ClaimTurns
 from ganger_master.core.events import GangRefused
 from ganger_master.core.model import Job
@@ -49,6 +49,8 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
         if len(state.turns) >= most:
             break
         if number in state.turn_of:
+            if _keeps_all(state, number):
+                break
             continue
         job = state.jobs[number]
         if not _may_ask(state, number, now):
@@ -65,12 +67,14 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
             if state.policy.protects_all and _holds_up(state, number):
                 break
             continue
-        if not _has_room_beside(state, job):
+        if not _has_room_beside(state, job, asking):
             break
         if _lasts(state, number) and _asked_in_vain(state) >= most // 2:
             continue
         given.append(_give(state, job, rank, now))
         asking += job.gpus
+        if _keeps_all(state, number):
+            break
     if state.resuming and any(lacks_memory(state, job) for job in first_blocked(state)):
         # Also those who keep it, be there whoever before them.
         given.extend(
@@ -234,11 +238,17 @@ def _reserved_nodes(state: State, job: Job, now: float) -> tuple[str, ...]:
     return tuple(node for reservation in reservations_of(state, [job], now) for node in reservation.nodes)
 
 
-def _has_room_beside(state: State, job: Job) -> bool:
+def _has_room_beside(state: State, job: Job, asking: int) -> bool:
     """Where nobody may overtake, several ask at once only if there is ample room for all of them."""
     if not state.turns or not state.policy.protects_all:
         return True
-    return _AMPLE * (_asking(state) + job.gpus) <= state.free_devices
+    return _AMPLE * (asking + job.gpus) <= state.free_devices
+
+
+def _keeps_all(state: State, number: int) -> bool:
+    """Whether nobody behind it gets anything before it has asked: what it was last refused for stands until then. Who
+    rests may go on all the same where memory is short."""
+    return state.policy.protects_all and not state.resuming and _holds_up(state, number)
 
 
 # Free devices per device asked for; fragments of the rest make less than this a gamble.
@@ -248,10 +258,10 @@ _AMPLE = 2
 def _window(state: State) -> Iterator[tuple[int, int]]:
     """Ranks and numbers of the first who wait, and of all before them who lack what no other job holds: however many
     those are, they are in nobody's way."""
-    looked_at = 0
+    looked_at, refusals = 0, state.refusals
     for rank, number in enumerate(state.waiting, 1):
         yield rank, number
-        if not (number in state.refusals and _lasts(state, number)):
+        if number not in refusals or not _lasts(state, number):
             looked_at += 1
             if looked_at >= WINDOW:
                 return
@@ -267,8 +277,7 @@ def _lasts(state: State, number: int) -> bool:
 
 def _holds_up(state: State, number: int) -> bool:
     """Whether it is kept all there is in a strict queue, so that nobody behind it would get what they ask for."""
-    refusals = state.refusals.get(number, ())
-    return bool(refusals) and refusals[0].reason in WAITS_FOR_PIECES and number not in state.declined
+    return number in state.lacking and number not in state.declined
 
 
 def _asking(state: State) -> int:

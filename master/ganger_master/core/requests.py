@@ -10,11 +10,11 @@ from ganger.resources.reasons import Kind, Reason, Refusal
 from ganger_master.approval.verdicts import Approved
 from ganger_master.core import answers, commands, events, queue
 from ganger_master.core.answers import Answer, JobAnswer, Refused
-from ganger_master.core.capacity import WAITS_FOR_PIECES, forbidden_nodes, judge, rules
+from ganger_master.core.capacity import forbidden_nodes, judge, rules
 from ganger_master.core.checks import find_job, unfinished
 from ganger_master.core.events import Event
 from ganger_master.core.model import Job, JobState
-from ganger_master.core.state import State
+from ganger_master.core.state import WAITS_FOR_PIECES, State
 from ganger_master.policies import Places
 
 Result: TypeAlias = tuple[tuple[Event, ...], Answer]

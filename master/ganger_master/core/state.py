@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ganger.placement.load import choose_mode
-from ganger.resources.reasons import Refusal
+from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import ConfigurationSet, NodeRow
 from ganger.resources.view import View
 from msgspec import Struct
@@ -25,7 +25,7 @@ from ganger_master.core.model import Claim, Counters, Element, Gang, Job, JobSta
 from ganger_master.core.rows import row_of
 from ganger_master.core.settings import Settings
 from ganger_master.core.shares import Shares
-from ganger_master.core.waiting import Waiting
+from ganger_master.core.waiting import Lacking, Waiting
 from ganger_master.core.wanted import DesiredSet
 from ganger_master.policies import Places, policy_named
 
@@ -41,6 +41,10 @@ ELEMENT_TYPES: Final[Mapping[str, type[Element]]] = {
 _LOST_TICK_SECONDS: Final = 0.001
 # To look up a member of an enumeration takes Python 3.11 as long as a call, and this one is asked for all the time.
 _PENDING: Final = JobState.PENDING
+# Blockers that only a change of the cluster's free pieces removes: their jobs are kept room for.
+WAITS_FOR_PIECES: Final = frozenset(
+    {Reason.GPUS, Reason.CORES, Reason.MEMORY, Reason.DEVICE_MEMORY, Reason.LOCALITY, Reason.NODE_UNAVAILABLE}
+)
 _KINDS: Final = {element: kind for kind, element in ELEMENT_TYPES.items()}
 
 
@@ -156,6 +160,7 @@ class State:
         # No node can be lost before this time; None while none can be.
         self.next_lost_check: float | None = None
         self.refusals: dict[int, tuple[Refusal, ...]] = {}
+        self.lacking = Lacking()
         # What `capacity` found, until a refusal or a conflict comes or goes.
         self.blocked: Blocked | None = None
         self.conflicts: dict[int, int] = {}
@@ -460,8 +465,14 @@ class State:
 
     def note_refusals(self, number: int, refusals: tuple[Refusal, ...]) -> None:
         self.refusals[number] = refusals
+        self.note_lack(number)
         if self.blocked is not None and not self._is_behind(number, self.blocked):
             self.blocked = None
+
+    def note_lack(self, number: int) -> None:
+        """Follows `refusals`."""
+        place = (*self.policy.key(self.jobs[number]), number)
+        self.lacking.note(place, is_lack(self.refusals[number]))
 
     def _is_behind(self, number: int, blocked: Blocked) -> bool:
         """Whether so many are blocked ahead of the job that it is none of those who count."""
@@ -472,6 +483,7 @@ class State:
         return (key(self.jobs[numbers[-1]]), numbers[-1]) < (key(self.jobs[number]), number)
 
     def _forget_refusals(self, number: int) -> None:
+        self.lacking.forget(number)
         if self.refusals.pop(number, None) is not None and self.blocked is not None and number in self.blocked.numbers:
             self.blocked = None
 
@@ -649,6 +661,10 @@ class State:
             if self.gangs[epoch].restore.parked_epoch == gang.epoch:
                 nodes.extend(self.gangs[epoch].nodes)
         return nodes
+
+
+def is_lack(refusals: tuple[Refusal, ...]) -> bool:
+    return bool(refusals) and refusals[0].reason in WAITS_FOR_PIECES
 
 
 def _is_other_row(old: Node, node: Node) -> bool:

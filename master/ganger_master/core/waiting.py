@@ -64,3 +64,31 @@ class Waiting:
 
     def __len__(self) -> int:
         return self._count
+
+
+class Lacking:
+    """Those in the queue who were last refused for lack of pieces, in the same order."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, Place] = {}
+        self._order = Waiting()
+
+    def note(self, place: Place, lacks: bool) -> None:
+        """What was last said of the job at that place."""
+        number = place[-1]
+        if lacks and number not in self._places:
+            self._places[number] = place
+            self._order.add(place)
+        elif not lacks:
+            self.forget(number)
+
+    def forget(self, number: int) -> None:
+        place = self._places.pop(number, None)
+        if place is not None:
+            self._order.remove(place)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._places
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._order)
