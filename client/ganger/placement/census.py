@@ -30,7 +30,7 @@ _QUESTIONS: Final[dict[tuple[Reason, ...], int]] = {
 }
 _AT: Final = {**_QUESTIONS, OUT_OF_SERVICE: _QUESTIONS[()]}
 _UNLIMITED: Final = 1 << 62
-_MOST_REMEMBERED: Final = 4096
+_MOST_REMEMBERED: Final = 512
 # Where nodes are together: level, fabric and rack.
 _Span: TypeAlias = tuple[Level, str, str]
 _EVERYWHERE: Final[_Span] = (Level.CLUSTER, "", "")

@@ -46,7 +46,7 @@ def kept(view: View, key: Hashable, make: Callable[[], _Followed]) -> _Followed 
     nodes = len(view.nodes)
     one = shelf.pop(key, None)
     if one is None:
-        while len(shelf) * nodes >= _MOST_ROWS:
+        while len(shelf) >= min(_MOST, max(1, _MOST_ROWS // max(1, nodes))):
             # Who was not asked for the longest is at the front.
             del shelf[next(iter(shelf))]
         shelf[key] = _Kept(view.changes)
@@ -68,6 +68,7 @@ def kept(view: View, key: Hashable, make: Callable[[], _Followed]) -> _Followed 
 # Nodes whose changes are cheaper to follow one by one than a scan of all is: so many, and one of so many there are.
 _FEW: Final = 32
 _FEW_OF: Final = 64
-# Nodes times kinds of gangs of a view: some 20 MB.
+# Kinds of gangs of a view, and nodes times kinds: some 20 MB.
+_MOST: Final = 128
 _MOST_ROWS: Final = 1 << 18
 _SHELVES: Final[WeakKeyDictionary[View, dict[Hashable, _Kept]]] = WeakKeyDictionary()

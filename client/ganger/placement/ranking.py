@@ -17,7 +17,7 @@ from ganger.resources.values import GangShape, Level
 from ganger.resources.view import Mode, View
 
 _NOT_ONE: Final = -1
-_MOST_REMEMBERED: Final = 4096
+_MOST_REMEMBERED: Final = 512
 
 
 class Ranking:
