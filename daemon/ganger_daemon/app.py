@@ -264,6 +264,7 @@ class Daemon:
             **self.host.devices.capabilities,
             "user": own_user(),
             "switch_user": "no",
+            "rotation": "yes",
         }
         return agent_pb2.CreateSessionRequest(
             node=self.host.name,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from ganger.agent.v1 import agent_pb2
 from ganger.v1 import resources_pb2
 
-from ganger_daemon.core import gang as core
-from ganger_daemon.core.orders import Intent, Outcome, OutcomeKind, Phase, Wanted
+from ganger_daemon.core.orders import Intent, Level, Outcome, OutcomeKind, Phase, Wanted
 from ganger_daemon.core.reconcile import (
     Action,
     Forget,
@@ -25,6 +25,7 @@ from ganger_daemon.core.reconcile import (
 )
 from ganger_daemon.files import read_json, write_json
 from ganger_daemon.host import Host
+from ganger_daemon.rotation import Rotation
 from ganger_daemon.workers.desired import DesiredInvalidError, recall, wanted_of
 from ganger_daemon.workers.gang import LocalGang
 from ganger_daemon.workers.others import Peers
@@ -48,10 +49,13 @@ class GangSet:
         self._journal = host.paths.state / "finished.json"
         self._finished: dict[str, int] = {uid: int(epoch) for uid, epoch in read_json(self._journal).items()}
         self._wanted_before: set[GangId] = set()
+        self.rotation = Rotation(host, peers, self)
+        self._rotating: asyncio.Task[None] | None = None
         self.refused: dict[GangId, str] = {}
 
     def adopt(self) -> None:
         """Everything with a directory here. A directory nobody can read is left alone and said."""
+        self.rotation.recall()
         children = self._host.launchers.children()
         for paths in self._host.paths.existing():
             desired = recall(read_json(paths.wanted), read_json(paths.gang))
@@ -65,6 +69,7 @@ class GangSet:
                 log.warning("gang cannot be adopted", extra={"path": str(paths.job), "error": str(error)})
                 continue
             self._begin(gang)
+        self._rotating = asyncio.create_task(self.rotation.run(), name="rotation")
 
     async def judged(self) -> None:
         """Returns once something true can be said of every gang that was adopted. A session must not open before: a
@@ -80,8 +85,14 @@ class GangSet:
         """What an earlier session wanted says nothing about absence in this one."""
         self._wanted_before.clear()
 
-    async def apply(self, desired: Iterable[agent_pb2.DesiredGang], acknowledged: frozenset[int]) -> None:
+    async def apply(
+        self,
+        desired: Iterable[agent_pb2.DesiredGang],
+        acknowledged: frozenset[int],
+        rows: Iterable[agent_pb2.DesiredRows] = (),
+    ) -> None:
         """One desired set, complete. Idempotent."""
+        self.rotation.hear(rows)
         messages: dict[GangId, agent_pb2.DesiredGang] = {}
         wanted: list[Wanted] = []
         for message in desired:
@@ -90,6 +101,11 @@ class GangSet:
             except DesiredInvalidError as error:
                 log.error("desired gang not understood", extra={"job": message.job, "error": str(error)})
                 continue
+            here = self._gangs.get((one.job_uid, one.epoch))
+            if here is not None and self.rotation.rules(here, message):
+                # What follows from it follows when its turn comes, or is over.
+                here.hear_master(message)
+                one = replace(one, order=here.wanted.order)
             messages[one.job_uid, one.epoch] = message
             wanted.append(one)
         observed = Observed(
@@ -107,6 +123,7 @@ class GangSet:
             except Exception:
                 # whatever it is, it is one gang's: the others are not kept waiting for it
                 log.exception("desired gang not applied", extra={"action": str(action)})
+        self.rotation.follow()
 
     async def _act(self, action: Action, messages: Mapping[GangId, agent_pb2.DesiredGang]) -> None:
         match action:
@@ -141,6 +158,10 @@ class GangSet:
 
     async def close(self) -> None:
         """The daemon ends; every rank goes on."""
+        if self._rotating is not None:
+            self._rotating.cancel()
+            await asyncio.gather(self._rotating, return_exceptions=True)
+        await self.rotation.close()
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -148,7 +169,7 @@ class GangSet:
             await gang.close()
 
     def _make(self, desired: agent_pb2.DesiredGang) -> LocalGang:
-        gang = LocalGang(self._host, self._peers, desired, self._blocked_by)
+        gang = LocalGang(self._host, self._peers, desired, self._start_blocked_by, self.rotation.news)
         gang.launching.gang = gang
         return gang
 
@@ -165,6 +186,7 @@ class GangSet:
         key = gang.uid_and_epoch
         self._gangs[key] = gang
         self._tasks[key] = asyncio.create_task(gang.run(), name=f"gang {key[0]} {key[1]}")
+        self.rotation.news()
 
     def _report_gone(self, desired: agent_pb2.DesiredGang, wanted: Wanted) -> None:
         try:
@@ -193,14 +215,25 @@ class GangSet:
         self._host.changed()
         self.wake_all()
 
-    def _blocked_by(self, gang: LocalGang) -> str:
+    @staticmethod
+    def collide(one: LocalGang, other: LocalGang) -> bool:
+        """Whether they cannot run at once."""
+        return collide(one.desired.claim, other.desired.claim)
+
+    def _start_blocked_by(self, gang: LocalGang) -> str:
+        return self.rotation.waits(gang) or self.blocked_by(gang)
+
+    def blocked_by(self, gang: LocalGang) -> str:
         """Who still uses the devices this gang was given; empty when they are free.
 
         The daemon that owns a device starts nobody on it before it has itself seen the former one off, but for gangs
         that the master packs: both of them say so.
         """
         for key, other in sorted(self._gangs.items()):
-            if other is gang or not collide(gang.desired.claim, other.desired.claim) or not _holds_devices(other):
+            if other is gang or not collide(gang.desired.claim, other.desired.claim):
+                continue
+            least = Level.PAUSE if self.rotation.share_paused(gang, other) else Level.OFFLOAD
+            if not _holds_devices(other, least):
                 continue
             if key[0] == gang.desired.job_uid and not gang.desired.restore.parked.alone:
                 continue  # a move onto the same devices: the source gives them up at the boundary
@@ -213,11 +246,9 @@ def collide(one: resources_pb2.Claim, other: resources_pb2.Claim) -> bool:
     return bool(one.device_mask & other.device_mask & ~(one.shared_mask & other.shared_mask))
 
 
-def _holds_devices(gang: LocalGang) -> bool:
-    judgement: core.Judgement = gang.judgement
-    if judgement.phase is Phase.ENDED:
-        return False
-    if judgement.phase is Phase.PARKED:
-        return judgement.level < 2
-    # one that was never launched, and is older only by its place in the set, holds nothing yet
-    return gang.launched
+def _holds_devices(gang: LocalGang, least: Level) -> bool:
+    """Unless it rests at that level, or has ended. One that was never launched, and is older only by its place in the
+    set, holds nothing yet."""
+    if gang.may_be_on_devices:
+        return True
+    return gang.phase is Phase.PARKED and gang.judgement.level < least

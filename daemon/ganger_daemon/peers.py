@@ -16,7 +16,6 @@ from ganger.wire.errors import (
     DeadlineExceeded,
     EpochStale,
     GangNotFound,
-    NodeSetNotFound,
     OffsetBeyondEnd,
     RankNotFound,
 )
@@ -35,6 +34,7 @@ _POLL_SECONDS = 0.005
 _LOG_POLL_SECONDS = 0.1
 _RENDEZVOUS_SECONDS = 100.0
 _STREAM_SECONDS = 1800.0
+_SWITCH_SECONDS = 2.0
 
 
 class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
@@ -103,7 +103,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
     async def SwitchRow(  # noqa: N802
         self, request: peer_pb2.RowOrder, context: grpc.aio.ServicerContext[Any, Any]
     ) -> peer_pb2.RowState:
-        raise NodeSetNotFound(f"nodeSets/{request.node_set} has no part on this node")
+        return await self._gangs.rotation.heard(request)
 
     async def ReadLog(  # noqa: N802
         self, request: peer_pb2.ReadPeerLogRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -192,6 +192,14 @@ class PeerCalls:
             )
         )
         return bool(answer.published)
+
+    async def switch_row(self, address: str, order: peer_pb2.RowOrder) -> peer_pb2.RowState | None:
+        """Where a member stands after this order; None if it does not say."""
+        try:
+            state: peer_pb2.RowState = await self._stub(address).SwitchRow(order, timeout=_SWITCH_SECONDS)
+        except grpc.aio.AioRpcError:
+            return None
+        return state
 
     def link(self, address: str, heard: Callable[[Heard], None]) -> Link:
         return Link(self._stub(address), heard)

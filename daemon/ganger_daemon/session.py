@@ -56,10 +56,12 @@ class Conversation:
     observation: int = 0
     desired_version: int = 0
     said: list[agent_pb2.ObservedGang] | None = None
+    said_rows: list[agent_pb2.ObservedRows] = field(default_factory=list)
     said_faults: dict[int, str] = field(default_factory=dict)
     said_proved: bool = False
     # The newest desired set of this session; None before the first answer.
     desired: list[agent_pb2.DesiredGang] | None = None
+    rows: list[agent_pb2.DesiredRows] = field(default_factory=list)
 
 
 class Session:
@@ -165,18 +167,20 @@ class Session:
 
     def _request(self, conversation: Conversation) -> agent_pb2.ReconcileRequest:
         self._news.clear()
-        observed = self._gangs.observed()
+        observed, rows = self._gangs.observed(), self._gangs.rotation.observed()
         faults = dict(self._host.devices.faults())
         proved = self._host.storage.proved
         changed = (
             conversation.said is None
             or observed != conversation.said
+            or rows != conversation.said_rows
             or faults != conversation.said_faults
             or proved != conversation.said_proved
         )
         if changed:
             conversation.observation += 1
             conversation.said, conversation.said_faults, conversation.said_proved = observed, faults, proved
+            conversation.said_rows = rows
         return agent_pb2.ReconcileRequest(
             session=conversation.session,
             observation=conversation.observation,
@@ -186,6 +190,7 @@ class Session:
             device_faults=faults if changed else {},
             max_wait=duration(self._max_wait(conversation)),
             storage_proved=proved,
+            rows=rows if changed else [],
         )
 
     def _max_wait(self, conversation: Conversation) -> float:
@@ -219,9 +224,9 @@ class Session:
         self._host.lease_until_ns = lease_until(sent_at_ns, conversation.lost_after_seconds)
         acknowledged = frozenset(answer.acknowledged_epochs)
         if answer.changed:
-            conversation.desired = list(answer.gangs)
+            conversation.desired, conversation.rows = list(answer.gangs), list(answer.rows)
         if conversation.desired is not None and (answer.changed or acknowledged):
-            await self._gangs.apply(conversation.desired, acknowledged)
+            await self._gangs.apply(conversation.desired, acknowledged, conversation.rows)
             conversation.desired_version = answer.desired_version
         self._host.logs.storage = self._host.storage.path if self._host.storage.proved else None
         self._gangs.wake_all()

@@ -26,7 +26,7 @@ _LEVELS = {Level.PAUSE: page.Level.PAUSE, Level.OFFLOAD: page.Level.OFFLOAD, Lev
 
 def page_order(wanted: Wanted) -> PageOrder | None:
     """None for a STOP without a checkpoint: that one comes as a signal, not through the page."""
-    sequence = wanted.order.master_sequence
+    sequence = wanted.order.number
     match wanted.intent:
         case Intent.RUN:
             return PageOrder(sequence, page.Order.RUN)

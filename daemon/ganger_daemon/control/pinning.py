@@ -53,6 +53,11 @@ class Pinning:
                     await self._pin()
         self._millicores = millicores
 
+    def give_up(self) -> None:
+        """Who rests without its devices keeps no cores either: it gets some when it runs again."""
+        self._host.release_cores(self._group)
+        self._millicores = ()
+
     def threads(self) -> int:
         """Threads the slowest-told rank runs with."""
         applied = [self._pages.progress(rank).threads_applied for rank in self._part.ranks]

@@ -252,11 +252,9 @@ def reached_step(gang: Gang) -> int | None:
     steps = {
         rank.reached_step
         for rank in live
-        if rank.state in resting and rank.reached_sequence >= gang.wanted.order.master_sequence
+        if rank.state in resting and rank.reached_sequence >= gang.wanted.order.number
     }
-    everyone = all(
-        rank.state in resting and rank.reached_sequence >= gang.wanted.order.master_sequence for rank in live
-    )
+    everyone = all(rank.state in resting and rank.reached_sequence >= gang.wanted.order.number for rank in live)
     return steps.pop() if everyone and len(steps) == 1 else None
 
 
@@ -278,7 +276,7 @@ def refuses(gang: Gang, rank: Rank) -> bool:
     the way (a checkpoint begun earlier) counts no more once it has."""
     parks = gang.wanted.intent is Intent.PARK and gang.wanted.level > Level.PAUSE
     saves = gang.wanted.intent is Intent.STOP and gang.wanted.checkpoint_first
-    behind = rank.reached_sequence < gang.wanted.order.master_sequence
+    behind = rank.reached_sequence < gang.wanted.order.number
     return (parks or saves) and rank.exit is None and rank.state in _AT_REST and behind
 
 

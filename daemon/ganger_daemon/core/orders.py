@@ -15,6 +15,12 @@ class OrderKey:
     set_epoch: int = 0
     local_sequence: int = 0
 
+    @property
+    def number(self) -> int:
+        """The order's number in the control pages of its epoch: as the keys rise, so do their numbers. Room for four
+        million orders of a master, 4,095 leaders of a node set and 268 million switches of each."""
+        return self.master_sequence << 40 | self.set_epoch << 28 | self.local_sequence
+
 
 class Intent(IntEnum):
     RUN = 1

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from ganger.agent.v1 import agent_pb2
+
 from ganger_daemon.control.memory import MemoryWatch
 from ganger_daemon.control.pages import ControlPages, RunMark
 from ganger_daemon.files import read_json
 from ganger_daemon.host import Host
 
 from .belonging import Child, stranger_text
-from .desired import LocalPart
+from .desired import LocalPart, from_json, with_spec_of
 from .directories import GangPaths
 from .launching import Launching
 from .processes import ProcessId, is_alive
+from .turns import is_by_turn
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +34,21 @@ def recall_notes(host: Host, paths: GangPaths, launching: Launching, memory: Mem
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
         log.warning("notes cannot be read", extra={"path": str(paths.local), "error": str(error)})
     return mark
+
+
+def recall_told(paths: GangPaths, desired: agent_pb2.DesiredGang) -> agent_pb2.DesiredGang:
+    """What the master wanted of a gang, as noted where a switch of rows came after it; else its last order."""
+    if not is_by_turn(desired):
+        return desired
+    noted = read_json(paths.local).get("told", {})
+    told = from_json(noted) if isinstance(noted, dict) else None
+    if told is not None and told.order.master_sequence >= desired.order.master_sequence:
+        return with_spec_of(told, desired)
+    told = agent_pb2.DesiredGang()
+    told.CopyFrom(desired)
+    told.order.set_epoch = told.order.local_sequence = told.stop_sequence = 0
+    told.intent, told.level = agent_pb2.INTENT_RUN, 0  # type: ignore[assignment]  # no level
+    return told
 
 
 def find_ranks(

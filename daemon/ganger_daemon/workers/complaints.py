@@ -46,15 +46,15 @@ class Complaints:
 
     def under(self, order: OrderKey) -> str:
         """The first one under an order; empty if there is none."""
-        if self._refused[0] == order.master_sequence:
+        if self._refused[0] == order.number:
             return self._refused[1]
-        found = (complaint_of(self._paths, rank, order.master_sequence) for rank in self._part.ranks)
+        found = (complaint_of(self._paths, rank, order.number) for rank in self._part.ranks)
         return str(next((complaint for complaint in found if complaint is not None), ""))
 
     def refusal(self, facts: core.Gang, unpublished: str) -> str:
         """Why the level of the present order cannot be had; `unpublished`: why its checkpoint cannot be published. Once
         said it stands until there is another order."""
-        sequence = facts.wanted.order.master_sequence
+        sequence = facts.wanted.order.number
         if self._refused[0] == sequence:
             return self._refused[1]
         said = (complaint_of(self._paths, rank.rank, sequence) for rank in facts.ranks if core.refuses(facts, rank))

@@ -27,13 +27,13 @@ from ganger_daemon.control.rates import Look
 from ganger_daemon.control.relaying import Heard, Hub
 from ganger_daemon.control.using import Using
 from ganger_daemon.core import gang as core
-from ganger_daemon.core.orders import Intent, OrderKey, Outcome, OutcomeKind, Phase
+from ganger_daemon.core.orders import Intent, Level, OrderKey, Outcome, OutcomeKind, Phase
 from ganger_daemon.failpoints import hit
 from ganger_daemon.files import make_directory, write_hint
 from ganger_daemon.host import Host
 
 from . import outcomes
-from .adopting import find_ranks, recall_notes
+from .adopting import find_ranks, recall_notes, recall_told
 from .agreeing import Agreeing
 from .belonging import Child
 from .complaints import Complaints, summary_of
@@ -49,6 +49,7 @@ from .pace import Pace
 from .pressing import Pressing
 from .saving import Saving
 from .standing import Standing
+from .turns import is_by_turn
 from .watching import Watching
 
 log = logging.getLogger(__name__)
@@ -64,12 +65,19 @@ class LocalGang:
     """Made from a desired message, or from what a former daemon left (`adopt`). `run` is its loop."""
 
     def __init__(
-        self, host: Host, peers: Peers, desired: agent_pb2.DesiredGang, blocked_by: Callable[[LocalGang], str]
+        self,
+        host: Host,
+        peers: Peers,
+        desired: agent_pb2.DesiredGang,
+        blocked_by: Callable[[LocalGang], str],
+        phase_changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.host = host
         self.peers = peers
         self.desired = desired
+        self.told = desired  # by the master; `desired` is what that means in a gang's turn, or outside of it
         self.wanted = wanted_of(desired)
+        self._phase_changed = phase_changed
         self.part = local_part(desired, host.node)
         self.paths = host.paths.of(desired.job_uid, desired.epoch)
         self.pages = ControlPages(self.paths.run, desired.epoch, self.part.world, self.part.ranks)
@@ -90,6 +98,7 @@ class LocalGang:
         self._standing = Standing(host, self.paths.group)
         self.judgement = core.Judgement(Phase.STARTING)
         self.judged_under = self.wanted  # the order the judgement is of
+        self.judged_told = self.told
         self.stop_wanted = False  # nobody wants it: being stopped
         self.forgotten = False
         self._socket: JobSocket | None = None
@@ -97,6 +106,7 @@ class LocalGang:
         self._wake = asyncio.Event()
         self._launched = False
         self._launched_at = 0.0
+        self._obeyed_at = 0.0
         self._launch_failure: Outcome | None = None
         self._order_due = True
         self._unwritten: OrderKey | None = None  # the last order that could not be, as was said
@@ -127,6 +137,54 @@ class LocalGang:
         return self._launched
 
     @property
+    def may_be_on_devices(self) -> bool:
+        """Whether its processes run or may any moment: what was last seen of them is not enough to say they do not."""
+        if self.judgement.phase is Phase.ENDED:
+            return False
+        if not self._launched:
+            return self.launching.is_under_way
+        return self.wanted.intent in (Intent.RUN, Intent.PREPARE) or self.judgement.phase is not Phase.PARKED
+
+    @property
+    def has_stepped(self) -> bool:
+        """In this epoch, on this node."""
+        if not self._launched or not self.pages.readable:
+            return self._launched
+        return any(self.pages.progress(rank).step_time_ns for rank in self.part.ranks)
+
+    @property
+    def first_step_ns(self) -> int:
+        """When the last of its ranks here had done its first step since it last began to run; zero: not yet."""
+        if not self._launched or not self.pages.readable:
+            return 0
+        times = [self.pages.progress(rank).first_step_time_ns for rank in self.part.ranks]
+        return max(times) if all(times) else 0
+
+    @property
+    def last_step_ns(self) -> int:
+        """When the last of its ranks here did its last step so far; zero without pages."""
+        if not self._launched or not self.pages.readable:
+            return 0
+        return max(self.pages.progress(rank).step_time_ns for rank in self.part.ranks)
+
+    @property
+    def iteration_seconds(self) -> float:
+        return self._pace.iteration_seconds
+
+    @property
+    def cannot_rest(self) -> bool:
+        """It was to rest at a boundary, and will not at the level that is wanted."""
+        if self.wanted.intent is not Intent.PARK or self.judged_under is not self.wanted or not self._launched:
+            return False
+        if self.judgement.phase is Phase.PARKED:
+            return self.judgement.level < self.wanted.level
+        if self.judgement.phase is not Phase.STOPPING or not self._has_no_boundaries():
+            return False
+        # one that is only silent may still be importing
+        is_late = time.monotonic() - self._obeyed_at > self.host.order_patience_seconds
+        return is_late or any(rank.opaque for rank in self.facts().ranks) or has_no_agent(self.desired.spec)
+
+    @property
     def hub(self) -> Hub:
         return self._agreeing.hub
 
@@ -140,9 +198,15 @@ class LocalGang:
         self._reaped = True
         self._look_again()
 
+    def hear_master(self, told: agent_pb2.DesiredGang) -> None:
+        """What the master wants of it, where it does not follow at once what it is to do now."""
+        self.told = with_spec_of(told, self.told)
+
     def obey(self, desired: agent_pb2.DesiredGang) -> None:
         """A newer order. Returns at once; the loop carries it out."""
         merged = with_spec_of(desired, self.desired)
+        if not is_by_turn(desired):
+            self.told = merged
         wanted = wanted_of(merged)
         if wanted.order <= self.wanted.order and self._launched:
             return
@@ -164,6 +228,7 @@ class LocalGang:
             if not same_stop:
                 self.memory.begin(self.deaths.processes)
         self.desired, self.wanted = merged, wanted
+        self._obeyed_at = time.monotonic()
         self._order_due = True
         if self._launched:
             make_directory(self.paths.job)
@@ -212,6 +277,7 @@ class LocalGang:
     def adopt(self, children: Mapping[str, Child]) -> None:
         """Takes over what a former daemon left. `children`: what the launchers look after."""
         self._mark = recall_notes(self.host, self.paths, self.launching, self.memory)
+        self.told = recall_told(self.paths, self.desired)
         kept = outcomes.kept(self.paths)
         self.saving.recall(self.wanted.stop_sequence, kept.step if kept is not None else None)
         if kept is not None:
@@ -254,7 +320,10 @@ class LocalGang:
             if self._launched and not self._reaped:
                 await self._standing.follow(self.facts(), now)
         facts = self.facts()
-        self.judgement, self.judged_under = core.judge(facts, now), facts.wanted
+        before = self.judgement.phase
+        self.judgement, self.judged_under, self.judged_told = core.judge(facts, now), facts.wanted, self.told
+        if self.judgement.phase is not before:
+            self._phase_changed()
         for todo in self.judgement.todo:
             await self._do(todo, facts, now)
         if self._launched and not self._reaped and not (self._order_due and self._unwritten):
@@ -415,6 +484,8 @@ class LocalGang:
                 hit("partial-acks")
         if self.wanted.intent is Intent.RUN and self.judgement.phase is Phase.RUNNING:
             await self.pinning.follow(self.desired, self._pace.iteration_seconds)
+        if self.judgement.phase is Phase.PARKED and self.judgement.level >= Level.OFFLOAD:
+            self.pinning.give_up()
         await self.saving.tend(self.desired, self.wanted, self.judgement.phase, now, not self.deaths.exits)
         facts = self.facts()
         await self._standing.follow(facts, now)
@@ -475,7 +546,7 @@ class LocalGang:
             is_verifying=self.memory.waiting,
             is_death_awaited=self.deaths.awaited,
             is_preparing=self.wanted.intent is Intent.PREPARE,
-            is_young=time.monotonic() - self._launched_at < _YOUNG_SECONDS,
+            is_young=time.monotonic() - max(self._launched_at, self._obeyed_at) < _YOUNG_SECONDS,
             is_agreeing=self.pages.readable and bool(self._agreeing.in_flight(self.wanted, phase)),
         )
 
@@ -484,17 +555,23 @@ class LocalGang:
         said = self.pages.foreign or self._incoming.trouble or self._complaints.under(self.wanted.order)
         if said:
             return said
-        if self.judgement.phase is Phase.STOPPING and self.wanted.intent is Intent.PARK and not self._standing.frozen:
-            facts, now = self.facts(), time.monotonic()
-            if any(core.is_opaque(facts, rank, now) for rank in facts.ranks if rank.exit is None):
-                return f"this job has no boundaries: {self.wanted.level.name} cannot be had of it"
+        is_to_rest = self.judgement.phase is Phase.STOPPING and self.wanted.intent is Intent.PARK
+        if is_to_rest and not self._standing.frozen and self._has_no_boundaries():
+            return f"this job has no boundaries: {self.wanted.level.name} cannot be had of it"
         if self.wanted.intent in (Intent.PREPARE, Intent.HAND_OVER):
             return ""  # nothing else stands in the way of a move
         return self.memory.trouble or self.pinning.trouble or self.saving.keeper.trouble
 
+    def _has_no_boundaries(self) -> bool:
+        facts, now = self.facts(), time.monotonic()
+        return any(core.is_opaque(facts, rank, now) for rank in facts.ranks if rank.exit is None)
+
     def progress(self) -> tuple[Look, float, float] | None:
         """(newest look, steps per second, share of waiting) since the last call; None before the first boundary."""
         if not self._launched or self._reaped or not self.pages.readable:
+            return None
+        if is_by_turn(self.desired) and self.phase is not Phase.RUNNING:
+            self._pace.forget()
             return None
         return self._pace.measure()
 
@@ -519,6 +596,7 @@ class LocalGang:
             "grant": [list(share) for share in self.host.shares_of(self.paths.group)],
             "baselines": self.memory.baselines(),
             "mark": self._mark.journal(),
+            "told": to_json(self.told) if is_by_turn(self.desired) else {},
             **self.launching.journal(),
         }
         write_hint(self.paths.local, fields)
@@ -529,11 +607,12 @@ class LocalGang:
     def _look_again(self) -> None:
         """What is reported until the first tick."""
         self.judgement, self.judged_under = core.judge(self.facts(), time.monotonic()), self.wanted
+        self.judged_told = self.told
         self.observed = observe(self)
 
     def _publish_observation(self) -> None:
-        if self.judgement.phase is Phase.PARKED and self._handed_logs != self.wanted.order.master_sequence:
-            self._handed_logs = self.wanted.order.master_sequence
+        if self.judgement.phase is Phase.PARKED and self._handed_logs != self.wanted.order.number:
+            self._handed_logs = self.wanted.order.number
             self._mirror_logs()
         message = observe(self)
         new = message.SerializeToString(deterministic=True)

@@ -77,6 +77,7 @@ class Launching:
         self._arena_bytes = 0
         self._noted: dict[int, ProcessId] = {}  # by a former daemon
         self.gang: LocalGang | None = None
+        self.is_under_way = False
         self.rendezvous: tuple[str, int] | None = None  # known on the leader's node, before its file is there
 
     def recall(self, left: Mapping[str, Any]) -> None:
@@ -109,14 +110,18 @@ class Launching:
         check_command(desired.spec)
         if self._blocked_by(self.gang):
             return None
-        paths = self._paths
-        self._write_gang(desired)
-        # the disk may take its time while the ranks are prepared: it has to be done before anybody is told
-        durable = asyncio.ensure_future(asyncio.to_thread(sync_file, paths.gang))
+        # from here on nobody else is to come to its devices
+        self.is_under_way = True
         try:
-            return await self._launch(desired, wanted, pages)
+            self._write_gang(desired)
+            # the disk may take its time while the ranks are prepared: it has to be done before anybody is told
+            durable = asyncio.ensure_future(asyncio.to_thread(sync_file, self._paths.gang))
+            try:
+                return await self._launch(desired, wanted, pages)
+            finally:
+                await durable
         finally:
-            await durable
+            self.is_under_way = False
 
     async def _launch(
         self, desired: agent_pb2.DesiredGang, wanted: Wanted, pages: ControlPages

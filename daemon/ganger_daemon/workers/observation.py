@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -34,25 +35,34 @@ _BYTES_LIMIT = (1 << 62) - 1
 def observe(gang: LocalGang) -> agent_pb2.ObservedGang:
     """The present state of a gang as one message; equal messages mean that nothing changed."""
     # an order that came after the judgement is not yet answered by it
-    desired, judgement, order = gang.desired, gang.judgement, gang.judged_under
+    desired, judgement, order, told = gang.desired, gang.judgement, gang.judged_under, gang.judged_told
+    phase, level, stop_sequence, stop_step = judgement.phase, judgement.level, order.stop_sequence, judgement.stop_step
+    takes_turns = bool(order.order.set_epoch) and told.intent == agent_pb2.INTENT_RUN
+    if takes_turns:
+        # whose turn it is the master need not know: who takes turns runs
+        if phase is not Phase.ENDED:
+            phase, level = Phase.RUNNING if gang.has_stepped else Phase.STARTING, Level.NONE
+        stop_sequence = stop_step = 0
+    elif order.order.set_epoch:
+        stop_sequence = told.stop_sequence
     message = agent_pb2.ObservedGang(
         job=desired.job,
         job_uid=desired.job_uid,
         epoch=desired.epoch,
-        order=order_key_to_wire(order.order),
-        phase=agent_pb2.ObservedGang.Phase.ValueType(judgement.phase),
-        level=job_pb2.SuspendLevel.ValueType(judgement.level),
-        stop_sequence=order.stop_sequence,
-        stop_step=judgement.stop_step,
+        order=order_key_to_wire(replace(order.order, master_sequence=told.order.master_sequence)),
+        phase=agent_pb2.ObservedGang.Phase.ValueType(phase),
+        level=job_pb2.SuspendLevel.ValueType(level),
+        stop_sequence=stop_sequence,
+        stop_step=stop_step,
         trouble=gang.trouble(),
         claim_device_mask=desired.claim.device_mask,
         repin_done=gang.pinning.repin_done,
-        cores=gang.host.core_texts(gang.paths.group, len(gang.part.ranks)),
+        cores=() if takes_turns else gang.host.core_texts(gang.paths.group, len(gang.part.ranks)),
     )
     for rank, process in sorted(gang.deaths.processes.items()):
         if gang.deaths.is_live(rank):
             message.ranks.add(rank=rank, pid=process.pid, start_ticks=process.start_ticks)
-    if judgement.phase is Phase.PARKED and judgement.level is Level.OFFLOAD:
+    if phase is Phase.PARKED and level is Level.OFFLOAD:
         message.residue_bytes.extend(gang.memory.residue)
     outcome = judgement.outcome
     if outcome is not None:
@@ -77,6 +87,8 @@ def observe(gang: LocalGang) -> agent_pb2.ObservedGang:
         )
     if gang.pages.readable:
         _add_what_pages_say(message, gang)
+        if not takes_turns:
+            _add_where_it_stands(message, gang)
     elif gang.pages.foreign:
         _add_what_an_opaque_job_can(message.capabilities, gang, "its control page is of another version of Ganger")
     return message
@@ -103,12 +115,6 @@ def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> Non
         message.progress.loss = slowest.loss
         message.progress.data_wait_share = _waited(slowest)
         add_metrics(message.progress, gang.metrics())
-    if gang.judgement.phase in (Phase.PARKED, Phase.STOPPING):
-        message.arena_bytes = min(sum(progress.arena_size for progress in found), _BYTES_LIMIT)
-    if gang.judgement.phase is Phase.PARKED and all(progress.step_time_ns for progress in found):
-        message.last_step_time.FromNanoseconds(_booted_ns() + max(progress.step_time_ns for progress in found))
-    if gang.judgement.phase is Phase.RUNNING and all(progress.first_step_time_ns for progress in found):
-        message.first_step_time.FromNanoseconds(_booted_ns() + max(progress.first_step_time_ns for progress in found))
     now = time.monotonic()
     facts = gang.facts()
     live = [rank for rank in facts.ranks if rank.exit is None]
@@ -124,6 +130,17 @@ def _booted_ns() -> int:
     """When the clock of the pages was zero, by that of the node. Looked at once, so that what is told of a step stays
     the same."""
     return time.time_ns() - now_ns()
+
+
+def _add_where_it_stands(message: agent_pb2.ObservedGang, gang: LocalGang) -> None:
+    """What every turn would change."""
+    found = [gang.pages.progress(rank) for rank in gang.part.ranks]
+    if gang.judgement.phase in (Phase.PARKED, Phase.STOPPING):
+        message.arena_bytes = min(sum(progress.arena_size for progress in found), _BYTES_LIMIT)
+    if gang.judgement.phase is Phase.PARKED and all(progress.step_time_ns for progress in found):
+        message.last_step_time.FromNanoseconds(_booted_ns() + max(progress.step_time_ns for progress in found))
+    if gang.judgement.phase is Phase.RUNNING and all(progress.first_step_time_ns for progress in found):
+        message.first_step_time.FromNanoseconds(_booted_ns() + max(progress.first_step_time_ns for progress in found))
 
 
 def _waited(progress: Progress) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from ganger.agent.v1 import peer_pb2
+
 from ganger_daemon.checkpoints.publish import Shard
 from ganger_daemon.control.relaying import Heard, Link
 
@@ -18,6 +20,10 @@ class Peers(Protocol):
         self, address: str, job_uid: str, epoch: int, agreement: int, step: int, shards: tuple[Shard, ...]
     ) -> bool:
         """Tells the leader of durable shards; whether the whole checkpoint is published by now."""
+        ...
+
+    async def switch_row(self, address: str, order: peer_pb2.RowOrder) -> peer_pb2.RowState | None:
+        """Where a member of a node set stands after this order; None if it does not say."""
         ...
 
     def link(self, address: str, heard: Callable[[Heard], None]) -> Link:

@@ -16,6 +16,10 @@ class Pace:
         self._look: Look | None = None
         self.iteration_seconds = 0.0  # as last measured
 
+    def forget(self) -> None:
+        """It rests between its turns: that is no part of how fast it goes."""
+        self._look = None
+
     def measure(self) -> tuple[Look, float, float] | None:
         """(newest look, steps per second, share of waiting) since the last call; None before the first boundary."""
         found = [self._pages.progress(rank) for rank in self._ranks]

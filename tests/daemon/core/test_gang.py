@@ -22,8 +22,13 @@ STOP = Wanted("u", OrderKey(1, 5), Intent.STOP)
 RUNNING = Rank(0, state=RankState.RUNNING, hello=True, first_step=True)
 
 
+def number(sequence: int) -> int:
+    """Of the master's order of that sequence, as pages have it."""
+    return OrderKey(1, sequence).number
+
+
 def resting(rank: int, state: RankState, step: int, sequence: int = 5) -> Rank:
-    return Rank(rank, state=state, hello=True, reached_sequence=sequence, reached_step=step)
+    return Rank(rank, state=state, hello=True, reached_sequence=number(sequence), reached_step=step)
 
 
 def ended(rank: int, code: int = 0, signal: int = 0, known: bool = True, at: float = 0.0) -> Rank:
@@ -150,10 +155,10 @@ def test_a_gang_that_is_to_end_ends_though_its_last_checkpoint_finds_no_room() -
 
 def test_an_error_counts_against_an_order_only_while_the_rank_rests_without_having_carried_it_out() -> None:
     facts = Gang(SAVE, launched=True)
-    assert core.refuses(facts, Rank(0, state=RankState.PAUSED, reached_sequence=4))
-    assert not core.refuses(facts, Rank(0, state=RankState.SAVING, reached_sequence=4))
-    assert not core.refuses(facts, Rank(0, state=RankState.PAUSED, reached_sequence=5))
-    assert not core.refuses(Gang(RUN, launched=True), Rank(0, state=RankState.PAUSED, reached_sequence=4))
+    assert core.refuses(facts, Rank(0, state=RankState.PAUSED, reached_sequence=number(4)))
+    assert not core.refuses(facts, Rank(0, state=RankState.SAVING, reached_sequence=number(4)))
+    assert not core.refuses(facts, Rank(0, state=RankState.PAUSED, reached_sequence=number(5)))
+    assert not core.refuses(Gang(RUN, launched=True), Rank(0, state=RankState.PAUSED, reached_sequence=number(4)))
 
 
 def test_a_job_that_begins_from_a_saved_state_is_not_taken_for_opaque_because_it_is_slow_to_start() -> None:
@@ -168,7 +173,7 @@ RANKS = st.lists(
         rank=st.integers(0, 3),
         state=st.integers(0, 12),
         phase=st.integers(0, 7),
-        reached_sequence=st.integers(0, 9),
+        reached_sequence=st.integers(0, 9).map(number),
         reached_step=st.integers(0, 3),
         first_step=st.booleans(),
         hello=st.booleans(),
@@ -189,7 +194,7 @@ def test_parked_is_never_claimed_unless_all_ranks_agree(
     if found.phase is Phase.PARKED:
         live = [rank for rank in ranks if rank.exit is None]
         assert len({rank.reached_step for rank in live}) <= 1
-        assert all(rank.reached_sequence >= 5 for rank in live)
+        assert all(rank.reached_sequence >= number(5) for rank in live)
         if found.level is Level.CHECKPOINT:
             assert not live
             assert published is not None

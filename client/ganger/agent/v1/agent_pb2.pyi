@@ -361,7 +361,7 @@ class ObservedRows(google.protobuf.message.Message):
     row: builtins.int
     """Of the active matrix, from 0."""
     switch_seconds: builtins.float
-    """From the order to the first step of the next row, as a switch without starts took it last; zero until measured."""
+    """For how long devices did no step at a switch, of the last ones without starts the median; zero until measured."""
     @property
     def unable_epochs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Gangs that cannot stop at the level of the matrix, and so take no turns."""

@@ -1,0 +1,209 @@
+"""Which row of a node set runs, and when the next one does: what its leader orders, and what a member makes of it.
+
+Every order is complete: the matrix's version, the row, and for each gang that rests the switch that ended its turn. A
+member obeys the highest (set epoch, sequence) it has heard, so orders may be lost, late or repeated. The leader orders
+nothing before it has heard of every member, and nothing more before every member has obeyed. A row starts on a device
+when the daemon that owns it has seen the others off it: that is not decided here, and needs no leader.
+
+Row follows row in their order, but who is new comes next, so that its first steps do not wait for everybody else's
+turn; never twice in a row out of turn, so that nobody starves however many come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+SWITCHES_PER_QUANTUM = 50.0
+# A row whose gangs do not step by then has its quantum all the same: their programs may take long to start.
+START_SECONDS = 60.0
+NO_ROW = -1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Switch:
+    """Rank of a leader's order."""
+
+    set_epoch: int = 0
+    sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One version of a node set's matrix. `rows`: epochs; `members`: names of nodes, the leader's first."""
+
+    version: int
+    rows: tuple[tuple[int, ...], ...]
+    quantum_seconds: float
+    level: int
+    members: tuple[str, ...]
+    set_epoch: int
+
+    @property
+    def leader(self) -> str:
+        return self.members[0]
+
+    @property
+    def epochs(self) -> frozenset[int]:
+        return frozenset(epoch for row in self.rows for epoch in row)
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The last order obeyed: `row` of `version` runs; `stops`: of all others, the switch that ended their turn. A
+    leader also notes `in_turn`, the row that ran last in its turn, and whether the present one is out of turn."""
+
+    switch: Switch = Switch()
+    version: int = 0
+    row: int = NO_ROW
+    stops: Mapping[int, Switch] = field(default_factory=dict)
+    in_turn: int = NO_ROW
+    out_of_turn: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What a member says: the order it obeys, the newest version it knows, whether all of the row's gangs there step,
+    and which gangs with a part there want turns, and which step."""
+
+    position: Position
+    known: int
+    started: bool = False
+    alive: frozenset[int] = frozenset()
+    running: frozenset[int] = frozenset()
+    switch_seconds: float = 0.0
+
+
+def runs(position: Position, matrix: Rows | None, epoch: int) -> bool:
+    """Whether it is the gang's turn."""
+    if matrix is None or not 0 <= position.row < len(matrix.rows):
+        return False
+    return epoch in matrix.rows[position.row]
+
+
+def obey(position: Position, order: Position, matrices: Mapping[int, Rows], least_set_epoch: int) -> Position:
+    """After an order was heard; as before if it is an old one, a former leader's, or of a matrix not known here."""
+    if order.switch <= position.switch or order.switch.set_epoch < least_set_epoch or order.version not in matrices:
+        return position
+    return replace(order, in_turn=order.row, out_of_turn=False)
+
+
+def quantum_seconds(matrix: Rows, switch_seconds: float) -> float:
+    """As wanted, and never less than fifty times what a switch takes."""
+    return max(matrix.quantum_seconds, SWITCHES_PER_QUANTUM * switch_seconds)
+
+
+def lead(
+    position: Position,
+    matrices: Mapping[int, Rows],
+    members: Mapping[str, Member | None],
+    ordered_seconds: float,
+    started_seconds: float | None,
+) -> Position | None:
+    """The next order; None while there is nothing to order. `members`: what each of the newest matrix's said last, None
+    for who does not answer. `ordered_seconds`: since the last order, `started_seconds`: since its row stepped
+    everywhere."""
+    newest = matrices[max(matrices)]
+    heard = [members.get(name) for name in newest.members]
+    said = [member for member in heard if member is not None]
+    if len(said) < len(heard):
+        return None
+    # A former leader's last order may not have reached everybody: whoever heard it has it.
+    latest = max([position, *[member.position for member in said]], key=lambda one: one.switch)
+    if latest.switch.set_epoch < newest.set_epoch:
+        return _take_over(latest, newest, matrices, said)
+    if any(member.position.switch < position.switch for member in said):
+        return None if ordered_seconds < START_SECONDS else _past_unknown(position, matrices, said)
+    matrix = matrices.get(position.version)
+    if matrix is None:
+        return _past_unknown(position, matrices, said)
+    alive = frozenset[int]().union(*[member.alive for member in said])
+    own = alive.intersection(matrix.rows[position.row]) if 0 <= position.row < len(matrix.rows) else frozenset()
+    switch_seconds = max([member.switch_seconds for member in said], default=0.0)
+    if own:
+        if started_seconds is None and ordered_seconds < START_SECONDS:
+            return None
+        elapsed = ordered_seconds if started_seconds is None else started_seconds
+        if elapsed < quantum_seconds(matrix, switch_seconds):
+            return None
+    return _next(position, matrix, matrices, said, alive)
+
+
+def _next(
+    position: Position, matrix: Rows, matrices: Mapping[int, Rows], said: Sequence[Member], alive: frozenset[int]
+) -> Position | None:
+    version = _newest_known(matrices, said, position.version)
+    fresh = matrices[version]
+    in_turn = position.in_turn if version == position.version else _same_row(fresh, matrix, position.in_turn)
+    new = (alive & fresh.epochs) - matrix.epochs
+    row, out_of_turn = None, False
+    if new and not position.out_of_turn:
+        row, out_of_turn = next((i for i, own in enumerate(fresh.rows) if new.intersection(own)), None), True
+    if row is None:
+        row, out_of_turn = _following(fresh, in_turn, alive), False
+    if row is None:
+        row = min(max(0, in_turn), len(fresh.rows) - 1)
+    before = alive.intersection(matrix.rows[position.row]) if 0 <= position.row < len(matrix.rows) else frozenset()
+    if version == position.version and alive.intersection(fresh.rows[row]) == before:
+        # Nobody else wants a turn, or the next row is the same gangs': nothing is to be switched.
+        same = replace(position, row=row, in_turn=row, out_of_turn=False)
+        return None if same == position else same
+    return _ordered(
+        position, Switch(position.switch.set_epoch, position.switch.sequence + 1), fresh, row, in_turn, out_of_turn
+    )
+
+
+def _ordered(position: Position, switch: Switch, matrix: Rows, row: int, in_turn: int, out_of_turn: bool) -> Position:
+    """The order: who rests already keeps its stop, whose turn ends gets this one's."""
+    turn = frozenset(matrix.rows[row])
+    stops = {epoch: position.stops.get(epoch, switch) for epoch in sorted(matrix.epochs | position.stops.keys())}
+    stops = {epoch: stop for epoch, stop in stops.items() if epoch not in turn and epoch in matrix.epochs}
+    return Position(switch, matrix.version, row, stops, in_turn if out_of_turn else row, out_of_turn)
+
+
+def _take_over(latest: Position, newest: Rows, matrices: Mapping[int, Rows], said: Sequence[Member]) -> Position | None:
+    """A new leader's first order: where the set stands, said again; of a set that never had one, the row that runs."""
+    switch = Switch(newest.set_epoch, 1)
+    if latest.row != NO_ROW and latest.version in matrices:
+        return replace(latest, switch=switch, in_turn=latest.row, out_of_turn=False)
+    version = _newest_known(matrices, said, 0)
+    if not all(member.known >= version for member in said) or version not in matrices:
+        return None
+    matrix = matrices[version]
+    running = frozenset[int]().union(*[member.running for member in said])
+    alive = frozenset[int]().union(*[member.alive for member in said])
+    most = max([len(running.intersection(row)) for row in matrix.rows])
+    row = next(i for i, own in enumerate(matrix.rows) if len(running.intersection(own)) == most)
+    if not alive.intersection(matrix.rows[row]):
+        row = next((i for i, own in enumerate(matrix.rows) if alive.intersection(own)), row)
+    return _ordered(replace(latest, stops={}), switch, matrix, row, row, False)
+
+
+def _past_unknown(position: Position, matrices: Mapping[int, Rows], said: Sequence[Member]) -> Position | None:
+    """Somebody does not know the matrix that is active (what it knew was lost): on with the newest, which all know."""
+    version = _newest_known(matrices, said, 0)
+    if version <= position.version:
+        return None
+    matrix = matrices[version]
+    switch = Switch(position.switch.set_epoch, position.switch.sequence + 1)
+    row = min(max(0, position.row), len(matrix.rows) - 1)
+    return _ordered(position, switch, matrix, row, row, False)
+
+
+def _newest_known(matrices: Mapping[int, Rows], said: Sequence[Member], least: int) -> int:
+    known = min([member.known for member in said])
+    return max([version for version in matrices if version <= known], default=least)
+
+
+def _following(matrix: Rows, row: int, alive: frozenset[int]) -> int | None:
+    count = len(matrix.rows)
+    order = [(row + step) % count for step in range(1, count + 1)]
+    return next((index for index in order if alive.intersection(matrix.rows[index])), None)
+
+
+def _same_row(fresh: Rows, former: Rows, row: int) -> int:
+    """The row of the new matrix that has most of a former one's gangs."""
+    own = set(former.rows[row]) if 0 <= row < len(former.rows) else set()
+    shared = [len(own.intersection(gangs)) for gangs in fresh.rows]
+    # Of a row that is no more the one before: what follows it in the new matrix follows it still.
+    return shared.index(max(shared)) if max(shared) else min(row, len(fresh.rows)) - 1

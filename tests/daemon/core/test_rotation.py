@@ -1,0 +1,326 @@
+"""Rows of a node set: who runs when, whatever is lost or late, whoever leads, and however the matrix changes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+from ganger_daemon.core.orders import OrderKey
+from ganger_daemon.core.rotation import NO_ROW, START_SECONDS, Member, Position, Rows, Switch, lead, obey, runs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+QUANTUM = 10.0
+
+
+def matrix(*rows: tuple[int, ...], version: int = 1, members: tuple[str, ...] = ("n1",), set_epoch: int = 1) -> Rows:
+    return Rows(version, rows, QUANTUM, 2, members, set_epoch)
+
+
+def alone(position: Position, rows: dict[int, Rows], alive: set[int], elapsed: float = QUANTUM) -> Position | None:
+    """What the only member of a set orders once its row has run for so long."""
+    newest = rows[max(rows)]
+    own = rows.get(position.version)
+    running = frozenset(alive).intersection(own.rows[position.row]) if own is not None else frozenset(alive)
+    member = Member(position, newest.version, True, frozenset(alive), running)
+    return lead(position, rows, {"n1": member}, elapsed, elapsed)
+
+
+def row_by_row(rows: dict[int, Rows], alive: set[int], count: int) -> list[frozenset[int]]:
+    position, seen = Position(), []
+    for _ in range(count):
+        position = alone(position, rows, alive) or position
+        own = rows[position.version].rows[position.row]
+        seen.append(frozenset(own) & alive)
+    return seen
+
+
+def test_rows_follow_each_other_and_begin_again() -> None:
+    seen = row_by_row({1: matrix((1,), (2,), (3,))}, {1, 2, 3}, 7)
+    assert seen == [{1}, {2}, {3}, {1}, {2}, {3}, {1}]
+
+
+def test_a_gang_in_more_rows_has_the_larger_share() -> None:
+    seen = row_by_row({1: matrix((1,), (2,), (1,), (3,))}, {1, 2, 3}, 400)
+    assert [sum(gang in row for row in seen) for gang in (1, 2, 3)] == [200, 100, 100]
+
+
+def test_a_gang_of_two_rows_on_end_is_not_stopped_between_them() -> None:
+    rows = {1: matrix((1, 2), (2, 3))}
+    first = alone(Position(), rows, {1, 2, 3})
+    assert first is not None
+    second = alone(first, rows, {1, 2, 3})
+    assert second is not None
+    assert set(second.stops) == {1}
+    assert runs(second, rows[1], 2)
+
+
+def test_a_row_of_which_nobody_is_left_is_over_at_once() -> None:
+    rows = {1: matrix((1,), (2,), (3,))}
+    first = alone(Position(), rows, {1, 2, 3})
+    assert first is not None
+    after = alone(first, rows, {3}, elapsed=0.0)
+    assert after is not None
+    assert after.row == 2
+
+
+def test_whoever_is_alone_is_not_stopped() -> None:
+    rows = {1: matrix((1,), (2,))}
+    first = alone(Position(), rows, {1})
+    assert first is not None
+    assert alone(first, rows, {1}) is None
+
+
+def test_a_quantum_is_never_less_than_fifty_switches() -> None:
+    rows = {1: matrix((1,), (2,))}
+    first = alone(Position(), rows, {1, 2})
+    assert first is not None
+    slow = Member(first, 1, True, frozenset({1, 2}), frozenset({1}), switch_seconds=1.0)
+    assert lead(first, rows, {"n1": slow}, 49.0, 49.0) is None
+    assert lead(first, rows, {"n1": slow}, 50.0, 50.0) is not None
+
+
+def test_the_quantum_of_who_has_yet_to_start_begins_with_its_first_step_or_is_over_after_a_while() -> None:
+    rows = {1: matrix((1,), (2,))}
+    first = alone(Position(), rows, {1, 2})
+    assert first is not None
+    starting = Member(first, 1, False, frozenset({1, 2}))
+    assert lead(first, rows, {"n1": starting}, 2 * QUANTUM, None) is None
+    assert lead(first, rows, {"n1": starting}, START_SECONDS, None) is not None
+
+
+def test_who_is_new_comes_next_and_then_the_rows_go_on_where_they_were() -> None:
+    rows = {1: matrix((1,), (2,), (3,))}
+    position = alone(Position(), rows, {1, 2, 3})
+    assert position is not None
+    rows[2] = matrix((1,), (2,), (3,), (4,), version=2)
+    seen = []
+    for _ in range(5):
+        position = alone(position, rows, {1, 2, 3, 4})
+        assert position is not None
+        seen.append(position.row)
+    assert seen == [3, 1, 2, 3, 0]
+
+
+def test_however_many_come_the_others_have_every_second_turn() -> None:
+    rows = {1: matrix((1,), (2,))}
+    position = alone(Position(), rows, {1, 2})
+    assert position is not None
+    ran = []
+    for version in range(2, 10):
+        rows = {
+            version - 1: rows[version - 1],
+            version: matrix(*((n,) for n in range(1, version + 2)), version=version),
+        }
+        position = alone(position, rows, set(range(1, version + 2)))
+        assert position is not None
+        ran.append(rows[version].rows[position.row][0])
+    assert ran[::2] == [3, 5, 7, 9]
+    assert ran[1::2] == [2, 3, 4, 5]
+
+
+def test_an_old_order_and_one_of_a_former_leader_change_nothing() -> None:
+    rows = {1: matrix((1,), (2,))}
+    here = Position(Switch(2, 5), 1, 0, {2: Switch(2, 5)}, 0)
+    assert obey(here, replace(here, switch=Switch(2, 4), row=1), rows, 2) is here
+    assert obey(here, replace(here, switch=Switch(1, 9), row=1), rows, 2) is here
+    assert obey(here, replace(here, switch=Switch(2, 6), version=7), rows, 2) is here
+    assert obey(here, replace(here, switch=Switch(2, 6), row=1), rows, 2).row == 1
+
+
+def test_a_leader_that_does_not_hear_of_everybody_orders_nothing() -> None:
+    rows = {1: matrix((1,), (2,), members=("n1", "n2"))}
+    said = Member(Position(), 1, True, frozenset({1, 2}), frozenset({1}))
+    assert lead(Position(), rows, {"n1": said, "n2": None}, 1e9, 1e9) is None
+    assert lead(Position(), rows, {"n1": said}, 1e9, 1e9) is None
+    assert lead(Position(), rows, {"n1": said, "n2": said}, 0.0, 0.0) is not None
+
+
+def test_a_new_leader_says_again_where_the_set_stands_though_it_had_missed_the_last_order() -> None:
+    rows = {1: matrix((1,), (2,), members=("n2", "n1"), set_epoch=2)}
+    missed = Position(Switch(1, 3), 1, 0, {2: Switch(1, 2)}, 0)
+    heard = Position(Switch(1, 4), 1, 1, {1: Switch(1, 4)}, 1)
+    alive = frozenset({1, 2})
+    said = {"n2": Member(missed, 1, True, alive), "n1": Member(heard, 1, True, alive)}
+    order = lead(missed, rows, said, 0.0, 0.0)
+    assert order is not None
+    assert (order.switch, order.row, order.stops) == (Switch(2, 1), 1, {1: Switch(1, 4)})
+
+
+def test_keys_of_orders_rise_with_their_numbers() -> None:
+    keys = [OrderKey(1, m, s, n) for m in (1, 2, 900) for s in (0, 1, 4095) for n in (0, 1, (1 << 28) - 1)]
+    numbers = [key.number for key in keys]
+    assert numbers == sorted(set(numbers))
+    assert max(numbers) < 1 << 61
+
+
+# -- several daemons ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Part:
+    """A gang on one node: `device` there, whether it runs, and by which switch it was stopped."""
+
+    device: int
+    runs: bool = False
+    stop: Switch | None = None
+
+
+@dataclass
+class Daemon:
+    name: str
+    parts: dict[int, Part]
+    position: Position = field(default_factory=Position)
+    rows: dict[int, Rows] = field(default_factory=dict)
+    since: float = 0.0
+    is_up: bool = True
+
+    def follow(self) -> None:
+        """As the shell does: who is to rest stops at once; who is to run waits until its device is free."""
+        active = self.rows.get(self.position.version)
+        for epoch, part in self.parts.items():
+            stop = self.position.stops.get(epoch)
+            if stop is not None and part.runs:
+                part.runs, part.stop = False, stop
+        for epoch, part in sorted(self.parts.items()):
+            others = [p for e, p in self.parts.items() if e != epoch and p.device == part.device]
+            if runs(self.position, active, epoch) and not any(other.runs for other in others):
+                part.runs, part.stop = True, None
+
+    @property
+    def said(self) -> Member:
+        active = self.rows.get(self.position.version)
+        turn = [part for epoch, part in self.parts.items() if runs(self.position, active, epoch)]
+        running = frozenset(epoch for epoch, part in self.parts.items() if part.runs)
+        known = frozenset().union(*[rows.epochs for rows in self.rows.values()])
+        started = all(part.runs for part in turn)
+        return Member(self.position, max(self.rows), started, known & self.parts.keys(), running)
+
+
+class World:
+    """Daemons whose messages are lost, late and repeated, and a master that changes leaders and matrices."""
+
+    def __init__(self, seed: int, nodes: int, gangs: int) -> None:
+        self.dice = random.Random(seed)
+        names = [f"n{number}" for number in range(nodes)]
+        self.now = 0.0
+        self.version, self.set_epoch, self.leader = 0, 1, 0
+        places: dict[int, dict[str, int]] = {}
+        for epoch in range(1, gangs + 1):
+            own = self.dice.sample(names, self.dice.randint(1, nodes))
+            places[epoch] = {name: self.dice.randint(0, 1) for name in own}
+        self.daemons = {
+            name: Daemon(name, {e: Part(place[name]) for e, place in places.items() if name in place}) for name in names
+        }
+        self.places = places
+        self.orders: list[tuple[float, str, Position]] = []
+        self.heard: dict[str, dict[str, Member | None]] = {name: {} for name in names}
+        self.present = set(list(places)[: max(2, gangs - 2)])
+        self.ran: set[int] = set()
+        self.is_calm = False
+        self.change()
+
+    def change(self) -> None:
+        """The master's next matrix: rows filled one after the other."""
+        self.version += 1
+        rows: list[list[int]] = []
+        for epoch in sorted(self.present):
+            fitting = next((row for row in rows if not any(self._collide(epoch, other) for other in row)), None)
+            if fitting is None:
+                rows.append([epoch])
+            else:
+                fitting.append(epoch)
+        names = list(self.daemons)
+        members = (*names[self.leader :], *names[: self.leader])
+        made = Rows(self.version, tuple(map(tuple, rows)), QUANTUM, 2, members, self.set_epoch)
+        for daemon in self.daemons.values():
+            daemon.rows[made.version] = made
+
+    def _collide(self, one: int, other: int) -> bool:
+        mine, theirs = self.places[one], self.places[other]
+        return any(theirs.get(name) == device for name, device in mine.items())
+
+    def step(self) -> None:
+        self.now += 1.0
+        dice = self.dice
+        if not self.is_calm:
+            if dice.random() < 0.02:
+                self.present.add(dice.choice(list(self.places)))
+                self.change()
+            if dice.random() < 0.02:
+                self.leader, self.set_epoch = dice.randrange(len(self.daemons)), self.set_epoch + 1
+                self.change()
+            for daemon in self.daemons.values():
+                daemon.is_up = dice.random() > (0.1 if daemon.is_up else 0.5)
+        else:
+            for daemon in self.daemons.values():
+                daemon.is_up = True
+        due = [one for one in self.orders if one[0] <= self.now]
+        self.orders = [one for one in self.orders if one[0] > self.now]
+        for _, name, order in due:
+            daemon = self.daemons[name]
+            if daemon.is_up:
+                newest = daemon.rows[max(daemon.rows)]
+                fresh = obey(daemon.position, order, daemon.rows, newest.set_epoch)
+                if fresh is not daemon.position:
+                    daemon.position, daemon.since = fresh, self.now
+        for daemon in self.daemons.values():
+            if daemon.is_up:
+                daemon.follow()
+                self._lead(daemon)
+                daemon.follow()
+        self.check()
+
+    def _lead(self, daemon: Daemon) -> None:
+        newest = daemon.rows[max(daemon.rows)]
+        if newest.leader != daemon.name:
+            return
+        said = self.heard[daemon.name]
+        for name, other in self.daemons.items():
+            lost = not self.is_calm and self.dice.random() < 0.3
+            if name == daemon.name:
+                said[name] = daemon.said
+            elif not other.is_up:
+                said[name] = None
+            elif not lost:
+                said[name] = other.said
+        is_begun = all(one is not None and one.started for one in said.values())
+        elapsed = self.now - daemon.since
+        position = lead(daemon.position, daemon.rows, said, elapsed, elapsed if is_begun else None)
+        if position is not None:
+            daemon.since = self.now
+            daemon.position = position
+        for name in self.daemons:
+            for _ in range(1 if self.is_calm else self.dice.randint(0, 2)):
+                late = 0.0 if self.is_calm else self.dice.choice((0.0, 1.0, 5.0, 40.0))
+                if daemon.position.row != NO_ROW and daemon.position.switch.set_epoch == newest.set_epoch:
+                    self.orders.append((self.now + late, name, daemon.position))
+
+    def check(self) -> None:
+        for daemon in self.daemons.values():
+            devices = [part.device for part in daemon.parts.values() if part.runs]
+            assert len(devices) == len(set(devices)), f"two rows on one device of {daemon.name}"
+        for epoch in self.places:
+            parts = [daemon.parts[epoch] for daemon in self.daemons.values() if epoch in daemon.parts]
+            stops = {part.stop for part in parts if not part.runs and part.stop is not None}
+            assert len(stops) <= 1, f"gang {epoch} is stopped by {stops}: its ranks would agree on two boundaries"
+            if all(part.runs for part in parts):
+                self.ran.add(epoch)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1 << 30), st.integers(1, 3), st.integers(2, 6))
+def test_daemons_never_run_two_rows_on_a_device_and_agree_on_stops_and_nobody_starves(
+    seed: int, nodes: int, gangs: int
+) -> None:
+    world = World(seed, nodes, gangs)
+    for _ in range(150):
+        world.step()
+    world.is_calm = True
+    for _ in range(60):
+        world.step()
+    world.ran.clear()
+    rows = max(len(daemon.rows[max(daemon.rows)].rows) for daemon in world.daemons.values())
+    for _ in range(int((rows + 1) * (QUANTUM + 5)) + 120):
+        world.step()
+    assert world.ran >= world.present, f"{world.present - world.ran} starve"
