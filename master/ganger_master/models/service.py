@@ -37,6 +37,8 @@ _STARTS_S: Final = np.concatenate(((0.0,), EDGES_S[1:-1]))
 _MEANS_S: Final = (EDGES_S[1:] - EDGES_S[:-1]) / np.log(EDGES_S[1:] / EDGES_S[:-1])
 # Of who comes to a bucket, the share that ends in it, if each bucket from it on is as likely.
 _EVEN: Final = 1.0 / np.arange(BUCKETS, 0, -1)
+# Who has run for less than this is in the bucket still; nobody leaves the last one.
+_ALMOST_NEXT_S: Final = np.concatenate((EDGES_S[1:-1] * (1 - 1e-9), (np.inf,)))
 # So many jobs outweigh what all jobs lean on, and the neighbours what they do.
 _ALL_LEAN, _LEAN = 2.0, 0.5
 # The next neighbour but one counts for so much of the next one, and so on, up to so many places away.
@@ -101,7 +103,7 @@ class ServiceMemory:
 
     def end(self, slot: int, ran_s: float) -> None:
         """The job in that slot ended by itself after running so long."""
-        self._goes_on(slot, bucket_of_one(ran_s))
+        self._goes_on(slot, bucket_of(ran_s))
         # Running times never fall, but what was told of them may have been ahead by what the last stop took.
         bucket = int(self._bucket[slot])
         kind, place = self._kind_of[slot], self._place[slot]
@@ -127,7 +129,7 @@ class ServiceMemory:
 
     def index(self, slots: Integers, ran_s: Floats) -> Floats:
         """Gittins's index of the jobs in these slots, which have run so long, in 1 / seconds."""
-        self._are_at(slots, bucket_of(ran_s))
+        self._are_at(slots, ran_s)
         if self._news > self._news_at_refresh * (1 + self._stale):
             self._news_at_refresh = self._news
             self._is_fresh[:] = False
@@ -143,12 +145,15 @@ class ServiceMemory:
         any job has ended."""
         if not self._all_ended.any():
             return np.full(len(slots), np.nan)
-        self._are_at(slots, bucket_of(ran_s))
+        self._are_at(slots, ran_s)
         return median_left(self._hazards(slots), ran_s)
 
-    def _are_at(self, slots: Integers, buckets: Integers) -> None:
-        for position in np.flatnonzero(buckets > self._bucket[slots]).tolist():
-            self._goes_on(int(slots[position]), int(buckets[position]))
+    def _are_at(self, slots: Integers, ran_s: Floats) -> None:
+        # Logarithms and edges may differ in the last digit.
+        for position in np.flatnonzero(ran_s >= _ALMOST_NEXT_S[self._bucket[slots]]).tolist():
+            slot, bucket = int(slots[position]), bucket_of(float(ran_s[position]))
+            if bucket > self._bucket[slot]:
+                self._goes_on(slot, bucket)
 
     def _hazards(self, slots: Integers) -> Floats:
         """(slots, BUCKETS): of who comes to a bucket the share that ends in it."""
@@ -196,16 +201,8 @@ def _neighbours(kind: _Kind, place: int) -> tuple[Sequence[int], Floats]:
     return [slot for slot, _ in near], weights
 
 
-def bucket_of(ran_s: Floats) -> Integers:
-    """The bucket in which each running time lies."""
-    with np.errstate(divide="ignore"):
-        place = np.floor((np.log2(ran_s) - _FIRST_LOG2) * _PER_DOUBLING)
-    buckets: Integers = np.clip(place, 0, BUCKETS - 1).astype(np.int64)
-    return buckets
-
-
-def bucket_of_one(ran_s: float) -> int:
-    """As `bucket_of`, in a tenth of the time."""
+def bucket_of(ran_s: float) -> int:
+    """The bucket in which a running time lies."""
     if ran_s < EDGES_S[0]:
         return 0
     return min(int((np.log2(ran_s) - _FIRST_LOG2) * _PER_DOUBLING), BUCKETS - 1)

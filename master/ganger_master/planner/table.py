@@ -14,6 +14,7 @@ from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, Sus
 from ganger_master.models.service import ServiceMemory
 from ganger_master.policies.facts import Facts, Flags, Floats, Integers
 from ganger_master.policies.history import NO_HISTORY, History
+from ganger_master.policies.order import Order
 
 _FIRST_ROOM = 64
 # Ended jobs that a history is made from, and by what share it may be behind.
@@ -118,9 +119,21 @@ class LiveTable:
     @property
     def history(self) -> History:
         """What the jobs that ended last took; made anew once there are a twentieth more."""
+        self._renew_history()
+        return self._history
+
+    def _renew_history(self) -> None:
         if self._since_history > _STALE * len(self._history.services):
             self._history, self._since_history = History.of(self._services), 0
-        return self._history
+
+    def look(self, now: float, order: Order) -> None:
+        """Learns what such an order would, asked now."""
+        if order.with_history is not None:
+            self._renew_history()
+        if order.learns and self.memory is not None:
+            rows = np.flatnonzero(self._live)
+            ran, running_since = self._numbers[5:7].take(rows, axis=1)
+            self.memory.index(rows, ran + _stretch_s(running_since, now))
 
     def facts(
         self,
@@ -132,12 +145,12 @@ class LiveTable:
         """Rows of all live jobs, and what may be known of them. `learned`: with indices; `expects`: with the remaining
         time that is to be expected; `remaining_s`: with what an oracle says of the jobs of these numbers."""
         rows = np.flatnonzero(self._live)
-        number, gpus, priority, user = self._integers[:, rows]
+        number, gpus, priority, user = self._integers.take(rows, axis=1)
         arrival, cores, memory, weight, deadline, ran, running_since, pending_since, started, waited_before = (
-            self._numbers[:, rows]
+            self._numbers.take(rows, axis=1)
         )
         is_preemptible, is_running = self._flags[:2, rows]
-        stretch = np.where(running_since > 0, now - running_since, 0.0)
+        stretch = _stretch_s(running_since, now)
         index = expected = remaining = self._unknown[: len(rows)]
         if learned:
             assert self.memory is not None, "nobody was to ask for indices"
@@ -198,6 +211,11 @@ class LiveTable:
         """Whether anybody could be started."""
         return bool(self._waiting)
 
+    @property
+    def least_waiting_gpus(self) -> int:
+        """Of the smallest gang that could be started; there must be one."""
+        return int(self._integers[1, self._flags[2]].min())
+
     def waiting_jobs(self, most: int) -> list[Job]:
         """Who could be started, by priority and number; nobody if there are more than that."""
         if len(self._waiting) > most:
@@ -247,6 +265,11 @@ def _unknown(count: int) -> Floats:
     nothing = np.full(count, np.nan)
     nothing.flags.writeable = False
     return nothing
+
+
+def _stretch_s(running_since: Floats, now: float) -> Floats:
+    stretch: Floats = np.where(running_since > 0, now - running_since, 0.0)
+    return stretch
 
 
 def _gives_back(gang: Gang) -> bool:

@@ -130,10 +130,11 @@ def plan(
     if not table.has_waiting:
         return NOTHING_TO_DO
     few = table.waiting_jobs(_FEW) if kept_out is NOBODY else []
-    if few:
+    room.refresh()
+    if few and sum([job.gpus for job in few]) <= room.free_devices:
         # Where there is room for all who wait, it makes no difference who goes first.
         fitting = _Fitting(placement, room, table, now, kept_out, terms)
-        if not fitting.start(few):
+        if fitting.starts_all(few):
             return Pass(fitting.changes, line=np.array([job.number for job in few], np.int64))
         fitting.undo()
     choice = choose(order, table, now, capacity, remaining_s, kept_out)
@@ -157,6 +158,7 @@ def carried_out(
     with another size; they count as neither running nor chosen. `placing`: the chosen ones who wait, first one first,
     if not in the order of the line."""
     rows, line, waiting, is_chosen = choice.rows, choice.line, choice.waiting, choice.is_chosen
+    room.refresh()
     fitting = _Fitting(placement, room, table, now, kept_out, terms)
     fitting.stop(resized)
     going = [*_gangs(table, rows, np.flatnonzero(table.is_going(rows))), *resized]
@@ -279,7 +281,6 @@ class _Fitting:
         self._done: list[tuple[Claims, list[int] | None]] = []
         # Nodes where pieces are somebody's who leaves, or are kept for somebody.
         self._busy: set[str] = set()
-        room.refresh()
 
     @property
     def changes(self) -> tuple[Change, ...]:
@@ -289,6 +290,15 @@ class _Fitting:
 
     def stop(self, gangs: Iterable[tuple[Job, Gang]]) -> None:
         self._stops += [Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT) for job, _ in gangs]
+
+    def starts_all(self, jobs: Iterable[Job]) -> bool:
+        """Whether all of them find room; if so, they start."""
+        for job in jobs:
+            claims = self._hold(job, _NOWHERE, set())
+            if claims is None:
+                return False
+            self._starts.append(Change(job.number, job.revision, "START", claims))
+        return True
 
     def start(
         self, jobs: Iterable[Job], beside_others: bool = False, going: Sequence[tuple[Job, Gang]] = ()

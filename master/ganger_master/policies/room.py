@@ -126,6 +126,11 @@ class Room:
         return sorted(self._by_affinity)
 
     @property
+    def free_devices(self) -> int:
+        """Of all its nodes."""
+        return self._free_devices
+
+    @property
     def most_free(self) -> int:
         """Devices of the largest node."""
         return len(self._by_free) - 1
@@ -213,6 +218,7 @@ class Room:
         self._by_affinity: dict[int, dict[Family, None]] = {}
         self._alike: list[Alike | None] = [None] * size
         self._numbers = np.zeros(size, np.int32)
+        self._free_devices = 0
         self._allowed = self._which_allowed(size)
         self._find_spans()
         members: dict[Alike, list[int]] = {}
@@ -228,6 +234,7 @@ class Room:
         for alike, slots in members.items():
             self._flip(alike, together(slots, size))
             self._numbers[slots] = alike.number
+            self._free_devices += alike.family.free * len(slots)
 
     def _which_allowed(self, size: int) -> frozenset[int] | None:
         if self._only is None:
@@ -298,8 +305,10 @@ class Room:
             return
         if before is not None:
             self._flip(before, 1 << slot)
+            self._free_devices -= before.family.free
         if alike is not None:
             self._flip(alike, 1 << slot)
+            self._free_devices += alike.family.free
         self._alike[slot] = alike
         self._numbers[slot] = 0 if alike is None else alike.number
         self._journal.append(slot)

@@ -47,6 +47,8 @@ class Aging:
 
     def keys(self, facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
         overdue = self.overdue(facts, capacity.gpus)
+        if not overdue.any():
+            return self.order.keys(facts, now, capacity)
         # To the millisecond: waits that began together are ties, however the sums were rounded.
         waiting_since = np.round(now - _since_began(facts), 3)
         # Who has its turn, then who should have, then everybody else.
@@ -55,6 +57,8 @@ class Aging:
 
     def overdue(self, facts: Facts, gpus: int) -> Flags:
         """Of who waits too long, or has not had its turn for a wait that was, those who go first now."""
+        if self._nobody_is_due(facts):
+            return np.zeros(len(facts), bool)
         overdue = self._is_due(facts)
         if self.order.overdue_share < 1 and overdue.any():
             # By priority, then by when the waits began, whether they are over or not.
@@ -74,12 +78,23 @@ class Aging:
 
     def next_change(self, facts: Facts, now: float) -> float:
         """When the first wait becomes too long, the first turn ends, or the order below changes."""
+        if self._nobody_is_due(facts):
+            # Most are neither overdue nor wait.
+            waits = np.flatnonzero(~facts.is_running)
+            limit_s = np.maximum(self.after_s, self.factor * (facts.attained_s - facts.stretch_s)[waits])
+            soonest = float((limit_s - facts.waited_s[waits]).min(initial=np.inf))
+            return min(now + soonest, next_change_s(self.order, facts, now))
         waited_s, limit_s = self._waits(facts)
         overdue = self._is_due(facts)
         until_overdue = (limit_s - waited_s)[~facts.is_running & ~overdue]
         until_end = (self.share * waited_s - facts.stretch_s)[facts.is_running & overdue]
         soonest = min(float(until_overdue.min(initial=np.inf)), float(until_end.min(initial=np.inf)))
         return min(now + soonest, next_change_s(self.order, facts, now))
+
+    def _nobody_is_due(self, facts: Facts) -> bool:
+        """By the least wait that is too long."""
+        longest_s = max(facts.waited_s.max(initial=0.0), facts.waited_before_s.max(initial=0.0))
+        return bool(longest_s + SLACK_S < self.after_s)
 
     def _waits(self, facts: Facts) -> tuple[Floats, Floats]:
         """Seconds of the present wait, or the one before the present stretch, and what is too long for it."""

@@ -130,7 +130,7 @@ def hosts(room: Room, ask: Ask, widest: Level) -> list[Family]:
 
 def over_nodes(room: Room, ask: Ask, widest: Level, spread: Spread) -> Claims | None:
     """The gang over several nodes, of one rack if one has room and the gang's closeness matters."""
-    if ask.shape.nodes == 1 or ask.tasks <= 1:
+    if ask.shape.nodes == 1 or ask.tasks <= 1 or ask.gpus > room.free_devices:
         return None
     for level in _LEVELS:
         if level > widest or (level < widest and not spread.closest_first):

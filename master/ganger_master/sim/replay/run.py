@@ -118,6 +118,9 @@ class _Replay:
         if options.round_s is not None:
             # A round begins with an empty cluster.
             self.order = replace(self.order, preempts=True)
+        # What gangs have is not changed while they run.
+        policy_of = self.policy
+        self._is_plain = policy_of.tuning is None and policy_of.tetris is None and not policy_of.resizes
         self.jobs = jobs
         self.options = options
         self.progress = progress
@@ -347,6 +350,8 @@ class _Replay:
         if not may_stop and not (self._is_news and self._may_start()):
             return False
         self._is_news = False
+        if not may_stop and self._is_vain():
+            return False
         now = self.clock.now
         # Who finds room need not wait for a plan that stops others.
         found = self._pass(now, may_stop)
@@ -354,6 +359,18 @@ class _Replay:
         if found.next_change_s < np.inf and self.options.round_s is None:
             self._come_back(max(found.next_change_s, self._last_plan + self.options.plan_every_s))
         return self._propose(found.changes)
+
+    def _is_vain(self) -> bool:
+        """Whether a plan that may stop nobody would start nobody either, and need not say when the next one is due."""
+        comes_back = self._back_at == self._last_plan + self.options.plan_every_s > self.clock.now
+        if not comes_back or not self._is_plain or not self.table.has_waiting:
+            return False
+        self.room.refresh()
+        if self.table.least_waiting_gpus <= self.room.free_devices:
+            return False
+        # What is known of jobs depends on when one looks.
+        self.table.look(self.clock.now, self.order)
+        return True
 
     def _share(self) -> bool:
         """The same where jobs share GPUs: on news, and at the end of every quantum."""
