@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from unittest.mock import patch
 
 import pytest
+from ganger_master.policies.facts import Facts
 from ganger_master.policies.order import Order, next_change_s, ranked
-from ganger_master.policies.order.aging import with_aging
+from ganger_master.policies.order.aging import Aging, with_aging
 from ganger_master.policies.order.registry import ORDERS
 from ganger_master.policies.order.tiresias import tiresias
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.facts import capacity_of, facts_of
+from kit.facts import capacity_of, facts_of, live_jobs
 from kit.served import Asked, Life, serve
 
 GPUS = 4
@@ -115,6 +117,18 @@ def test_overdue_jobs_go_first_in_first_out_and_turns_come_before_them() -> None
     assert ranked(order, facts, 100.0, capacity_of(4)).tolist() == [3, 2, 1, 0, 4]
     # Job 3 has had its turn after one second more.
     assert next_change_s(order, facts, 100.0) == 101.0
+
+
+@settings(max_examples=60)
+@given(facts=live_jobs(), after_s=st.sampled_from([1.0, 40.0, 400.0, 4_000.0]))
+def test_where_nobody_can_be_overdue_nothing_differs(facts: Facts, after_s: float) -> None:
+    order = with_aging(ORDERS["las"], after_s, FACTOR, SHARE)
+    assert order.overdue is not None
+    quick = order.overdue(facts, 4), ranked(order, facts, 1000.0, capacity_of(4)), next_change_s(order, facts, 1000.0)
+    with patch.object(Aging, "_nobody_is_due", lambda self, facts: False):
+        overdue, line = order.overdue(facts, 4), ranked(order, facts, 1000.0, capacity_of(4))
+        changes_s = next_change_s(order, facts, 1000.0)
+    assert (quick[0].tolist(), quick[1].tolist(), quick[2]) == (overdue.tolist(), line.tolist(), changes_s)
 
 
 def test_who_has_run_long_is_overdue_later() -> None:

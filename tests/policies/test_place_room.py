@@ -148,7 +148,10 @@ def test_room_follows_a_view_that_others_change(view: View, gangs: list[GangShap
 
 
 def assert_index_is_that_of_a_new_room(room: Room) -> None:
-    assert found_in(room) == found_in(Room(room.view))
+    made_anew = Room(room.view)
+    assert found_in(room) == found_in(made_anew)
+    in_all = sum(family.free * sum(alike.slots.bit_count() for alike in family.members) for family in room.families(0))
+    assert room.free_devices == made_anew.free_devices == in_all
 
 
 def found_in(room: Room) -> dict[tuple[object, ...], tuple[int, int]]:
