@@ -207,6 +207,29 @@ class LiveTable:
         return [(job, gang) for job, gang in pairs if job is not None and gang is not None]
 
     @property
+    def parked(self) -> list[tuple[Job, Gang]]:
+        """Who rests because a plan said so, by number."""
+        rows = np.flatnonzero(self._live & ~self._flags[1:].any(0))
+        pairs = [(self.jobs[row], self.gangs[row]) for row in rows[np.argsort(self._integers[0, rows])].tolist()]
+        return [
+            (job, gang)
+            for job, gang in pairs
+            if job is not None
+            and gang is not None
+            and job.state is JobState.HOLDING
+            and gang.intent is Intent.PARK
+            and gang.phase is GangPhase.PARKED
+            and not job.next_epoch
+        ]
+
+    @property
+    def most_urgent_waiting(self) -> int | None:
+        """The highest priority of those that could be started; None without any."""
+        if not self._waiting:
+            return None
+        return int(self._integers[2, self._flags[2]].max())
+
+    @property
     def has_waiting(self) -> bool:
         """Whether anybody could be started."""
         return bool(self._waiting)

@@ -45,6 +45,8 @@ class Policy:
     resizes: bool = False
     # Jobs share GPUs, in turns and at once: a pass of its own (`planner.slices`).
     shares: bool = False
+    # Running jobs are moved, for others and for themselves: a pass around the others (`planner.moves`).
+    moves: bool = False
 
     @property
     def aging_order(self) -> Order:
@@ -77,6 +79,8 @@ _TETRIS = {
     _TETRIS_ORACLE: Knobs(),
 }
 _OPTIMUS, _GANDIVA = "optimus", "gandiva"
+# What makes a policy move running jobs.
+_MOVES = "defrag"
 # Compositions that have a name of their own. Synergy's under the one of its orders that needs no oracle.
 _COMPOSED = {"synergy": "las+synergy-tune"}
 NAMES = tuple(sorted({*ORDERS, *_ALIASES, *_TETRIS, *_COMPOSED, _OPTIMUS, _GANDIVA}))
@@ -104,9 +108,15 @@ def _is_live(policy: Policy) -> bool:
 
 
 def policy_named(name: str) -> Policy:
-    """An order's name, a placement's, a tuning's, with a plus between; the last two may be left out, or come in either
-    order. KeyError, naming the known ones, for others."""
-    order_name, *parts = name.split("+")
+    """An order's name, a placement's, a tuning's and "defrag", with a plus between; all but the first may be left out,
+    or come in any order. KeyError, naming the known ones, for others."""
+    whole = name.split("+")
+    if _MOVES in whole[1:]:
+        base = policy_named("+".join([part for part in whole if part != _MOVES]))
+        # Who would be stopped to start elsewhere is moved there.
+        order = replace(base.order, regroups=False)
+        return replace(base, name=name, order=order, places=Places.PLANNER, moves=True)
+    order_name, *parts = whole
     if order_name in _COMPOSED:
         # What it is called is what it was asked for by.
         return replace(policy_named("+".join([_COMPOSED[order_name], *parts])), name=name)
@@ -129,11 +139,11 @@ def policy_named(name: str) -> Policy:
         if parts:
             raise KeyError(f"{order_name} places by itself: it takes no placement and no tuning")
         order = replace(FIFO_BACKFILL, name=order_name)
-        return Policy(name, order, placement_named(order_name), Places.PLANNER, shares=True)
+        return Policy(name, order, placement_named(order_name), Places.PLANNER, shares=True, moves=True)
     order = order_named(_ALIASES.get(order_name, order_name))
     unknown = [part for part in parts if part not in PLACEMENTS and part not in TUNINGS]
     if unknown:
-        known = f"{', '.join(PLACEMENTS)}, and {', '.join(TUNINGS)}"
+        known = f"{', '.join(PLACEMENTS)}, {', '.join(TUNINGS)}, and {_MOVES}"
         raise KeyError(f"there is no placement or tuning {unknown[0]!r}; there are {known}")
     placements = [part for part in parts if part in PLACEMENTS]
     tunings = [part for part in parts if part in TUNINGS]

@@ -48,6 +48,9 @@ class _Followed:
     # Where it rests, or what of a move it has told.
     phase: ObservedPhase = ObservedPhase.NONE
     stop_step: int = 0
+    # Of its last step before it came to rest, and of its first one since it trains.
+    last_step: float = 0.0
+    first_step: float = 0.0
 
 
 class Nodes:
@@ -132,6 +135,7 @@ class Nodes:
 
     def _trains(self, followed: _Followed) -> None:
         followed.is_training = True
+        followed.first_step = self._clock.now
         self._report(followed, ObservedPhase.RUNNING)
         followed.finishes = self._begins(followed.job.number, followed.gang, followed.held_since)
         self._at(followed.finishes, followed, self._finished)
@@ -181,6 +185,7 @@ class Nodes:
         followed.is_told_to_stop = followed.is_training = False
         followed.finishes, followed.phase = math.inf, ObservedPhase.PARKED
         followed.stop_step = followed.gang.stop_sequence
+        followed.last_step = self._clock.now
         self._leaves(followed)
         self._rest_deeper(followed)
 
@@ -262,6 +267,8 @@ class Nodes:
                 peak_device_bytes=self._peak_bytes(job.number) if phase is ObservedPhase.RUNNING else 0,
                 capabilities=_OFFERED,
                 device_mask=piece.claim.device_mask,
+                last_step_time=followed.last_step if phase is ObservedPhase.PARKED else 0.0,
+                first_step_time=followed.first_step if phase is ObservedPhase.RUNNING else 0.0,
             )
 
     def report(self) -> bool:

@@ -19,8 +19,10 @@ from ganger_master.core.purpose import Finding
 from ganger_master.core.settings import Settings
 from ganger_master.core.sharing import CAPABILITY
 from ganger_master.core.state import State
+from ganger_master.planner.moves import Inner, Moving, Terms, plan_moves
 from ganger_master.planner.packed import plan_packed
 from ganger_master.planner.passes import plan_by
+from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.shared import NOTHING as NOTHING_REMEMBERED
 from ganger_master.planner.shared import plan_shared
 from ganger_master.planner.table import LiveTable
@@ -159,12 +161,17 @@ class _Replay:
         self.scaling = Scaling(jobs, options.seed) if is_elastic else None
         # None: nobody shares GPUs.
         self.footprints = Footprints(jobs, servers, options.seed) if self.policy.shares else None
+        # What daemons measure of memory is what says who can rest in that of its host.
+        self.memory = Footprints(jobs, servers, options.seed) if self.policy.moves else self.footprints
         self.windows = None if self.footprints is None else Windows(self.footprints, options.seed)
         self.shared = NOTHING_REMEMBERED
         # Who trains on a device, by node and number of the device, and where they do, by position.
         self._on: dict[tuple[str, int], set[int]] = {}
         self._where: dict[int, Gang] = {}
         self._switches_at = -np.inf
+        # What is under way of moves, and when that is looked at though nothing happens.
+        self.moving = Moving()
+        self._moves_at = np.inf
         self.turns = Turns(self.state, self.send)
         self.events = 0
         self._happened = False
@@ -264,7 +271,7 @@ class _Replay:
             self.nodes.retimed(other + 1)
 
     def _peak_bytes(self, number: int) -> int:
-        return 0 if self.footprints is None else self.footprints.memory_bytes(number - 1)
+        return 0 if self.memory is None else self.memory.memory_bytes(number - 1)
 
     def _changes(self, number: int, gang: Gang) -> float | None:
         job = number - 1
@@ -347,14 +354,14 @@ class _Replay:
         if self.policy.shares:
             return self._share()
         may_stop = self._may_stop()
-        if not may_stop and not (self._is_news and self._may_start()):
+        now = self.clock.now
+        if not may_stop and now < self._moves_at and not (self._is_news and self._may_start()):
             return False
         self._is_news = False
-        if not may_stop and self._is_vain():
+        if not may_stop and not self.policy.moves and self._is_vain():
             return False
-        now = self.clock.now
         # Who finds room need not wait for a plan that stops others.
-        found = self._pass(now, may_stop)
+        found = self._pass(now, may_stop) if not self.policy.moves else self._moved(now, may_stop)
         self._is_waited_for = found.waits
         if found.next_change_s < np.inf and self.options.round_s is None:
             self._come_back(max(found.next_change_s, self._last_plan + self.options.plan_every_s))
@@ -396,12 +403,30 @@ class _Replay:
         self._switches_at = found.next_change_s
         if self._switches_at < np.inf:
             self._come_back(self._switches_at)
+        if not found.changes and not findings:
+            terms = Terms(self.policy.placement, holes=False)
+            return self._propose(self._with_moves(lambda kept_out, may_stop: Pass(), terms).changes)
         answer = self._answer(found.changes, findings)
         if answer is None:
             return False
         refused = frozenset(verdict.number for verdict in answer.verdicts if not verdict.approved)
         self.shared = self.shared.without(before, refused)
         return len(refused) < len(answer.verdicts)
+
+    def _moved(self, now: float, may_stop: bool) -> Pass:
+        """The pass, where jobs are moved too."""
+        terms = Terms(self.policy.placement, draining=tuple(self.state.draining), is_strict=self.order.is_strict)
+        return self._with_moves(lambda kept_out, may: self._pass(now, may, kept_out), terms, may_stop)
+
+    def _with_moves(self, inner: Inner, terms: Terms, may_stop: bool = False) -> Pass:
+        found, self.moving, again_s = plan_moves(
+            inner, terms, self.table, self.clock.now, self.room, self.moving, NOBODY, may_stop
+        )
+        if again_s != self._moves_at:
+            self._moves_at = again_s
+            if again_s < np.inf:
+                self.clock.at(max(again_s, self.clock.now), _nothing)
+        return found
 
     def _propose(self, changes: tuple[commands.Change, ...]) -> bool:
         answer = self._answer(changes)
@@ -410,11 +435,12 @@ class _Replay:
     def _answer(self, changes: tuple[commands.Change, ...], findings: tuple[Finding, ...] = ()) -> PlanAnswer | None:
         if not changes and not findings:
             return None
-        answer = self.send(commands.ProposePlan(changes, findings=findings))
+        promises = self.moving.promises if self.policy.moves else None
+        answer = self.send(commands.ProposePlan(changes, promises=promises, findings=findings))
         assert isinstance(answer, PlanAnswer)
         return answer
 
-    def _pass(self, now: float, may_stop: bool) -> Pass:
+    def _pass(self, now: float, may_stop: bool, kept_out: KeptOut = NOBODY) -> Pass:
         tuning = self.policy.tuning
         is_packed = tuning is not None and tuning.place is not None and not self.policy.is_placement_named
         if tuning is not None and is_packed and self.options.round_s is not None and may_stop:
@@ -442,6 +468,7 @@ class _Replay:
             self.room,
             may_stop,
             remaining_s=self._oracle,
+            kept_out=kept_out,
             known=self.known,
             believed=nothing_believed if self.measured is None else self.measured.believed,
             resize_s=self._resize_s,
