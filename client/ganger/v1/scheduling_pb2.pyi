@@ -962,6 +962,7 @@ class ClusterDelta(google.protobuf.message.Message):
     TIME_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
     PLAN_EVERY_FIELD_NUMBER: builtins.int
+    DRAINING_FIELD_NUMBER: builtins.int
     continues: builtins.bool
     """More of the same moment follows: what is told so far does not add up yet."""
     policy: builtins.str
@@ -984,6 +985,10 @@ class ClusterDelta(google.protobuf.message.Message):
 
     @property
     def plan_every(self) -> google.protobuf.duration_pb2.Duration: ...
+    @property
+    def draining(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """"nodes/{node}" that are to be emptied."""
+
     def __init__(
         self,
         *,
@@ -994,10 +999,11 @@ class ClusterDelta(google.protobuf.message.Message):
         time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         policy: builtins.str = ...,
         plan_every: google.protobuf.duration_pb2.Duration | None = ...,
+        draining: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["plan_every", b"plan_every", "time", b"time", "view", b"view"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["continues", b"continues", "forgotten", b"forgotten", "jobs", b"jobs", "plan_every", b"plan_every", "policy", b"policy", "time", b"time", "view", b"view"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["continues", b"continues", "draining", b"draining", "forgotten", b"forgotten", "jobs", b"jobs", "plan_every", b"plan_every", "policy", b"policy", "time", b"time", "view", b"view"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ClusterDelta: typing_extensions.TypeAlias = ClusterDelta

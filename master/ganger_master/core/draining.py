@@ -26,6 +26,8 @@ def _empty(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
     if job.epoch != gang.epoch or job.next_epoch or job.ending is not None or not job.capabilities.known:
         return
     if gang.intent is Intent.PARK:
+        if state.policy.moves and gang.parked_by_plan:
+            return
         _to_storage(state, job, gang, now, cause)
         return
     if gang.intent is not Intent.RUN or gang.phase is not GangPhase.RUNNING:
@@ -36,6 +38,9 @@ def _empty(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
         if found is not None:
             claims, level = found
             attempts.begin_move(state, job.number, claims, level, now, cause, Purpose(Goal.DRAIN))
+            return
+        if state.policy.moves:
+            # Others may make room for it elsewhere: the planner's to say.
             return
     _to_storage(state, job, gang, now, cause)
 

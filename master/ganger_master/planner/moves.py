@@ -321,17 +321,25 @@ class _Pass:
     # -- off a node, and back ------------------------------------------------------------------------------------------
 
     def _drain(self, node: str) -> None:
-        """Who can leave does, also where others have to make room. Those of whom nothing helps are the master's."""
+        """Who can leave does, also where others have to make room; who cannot is parked on storage."""
         busy = self._busy
         gangs = [one for number, (_, _, one) in self._gangs.items() if number not in busy]
         others = Movables(
             self._room.view, [one for n, (job, _, one) in self._gangs.items() if n not in busy and job.spec.movable]
         )
-        proposals, _ = drained(self._room, node, gangs, others, self._terms.placement)
+        proposals, stuck = drained(self._room, node, gangs, others, self._terms.placement)
         for proposal in proposals:
             if self._under_way + len(proposal.moves) > MOST_AT_ONCE or self._busy & {m.number for m in proposal.moves}:
                 break
             self._begin(Goal.DRAIN, Hole((), proposal.moves), 0, 0.0)
+        if not self._errands and not any(job.next_epoch for job, _ in self._table.running):
+            # Nobody is on the way who could leave room.
+            for number in stuck:
+                job = self._gangs[number][0]
+                if job.capabilities.checkpoint:
+                    level = SuspendLevel.CHECKPOINT
+                    purpose = Purpose(Goal.DRAIN)
+                    self._changes.append(Change(number, job.revision, "SUSPEND", level=level, purpose=purpose))
 
     def _parked(self) -> list[tuple[Job, Gang]]:
         """Who rests in host memory because a plan said so, and is on no errand, first one first."""

@@ -26,6 +26,8 @@ class Live:
         self.told = False
         self.policy = ""
         self.plan_every_s = 0.0
+        # Names of nodes that are to be emptied.
+        self.draining: tuple[str, ...] = ()
         self._clock = clock
         # Of the master's clock before ours.
         self._ahead_s = 0.0
@@ -68,6 +70,7 @@ class Live:
         changed.extend(self._forget(names.parse_job_name(name)) for name in first.forgotten)
         self._ahead_s = times.unix_seconds(first.time) - self._clock()
         self.policy, self.plan_every_s = first.policy, times.seconds(first.plan_every)
+        self.draining = tuple([names.parse_node_name(node) for node in first.draining])
         self.told = True
         self._changed.set()
         return tuple(changed)

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from typing import Any, Final
 
 import grpc
@@ -22,20 +23,23 @@ from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger.wire.errors import ApiError, from_rpc_error
 
-from ganger_master.core.commands import Change
+from ganger_master.core.commands import Change, Promise
+from ganger_master.core.model import SuspendLevel
 from ganger_master.core.purpose import Finding
 from ganger_master.planner import trials
 from ganger_master.planner.measured import Measured
+from ganger_master.planner.moves import Moving, Terms, plan_moves
 from ganger_master.planner.pace import Pace
 from ganger_master.planner.passes import plan_by
-from ganger_master.planner.refused import Refused
+from ganger_master.planner.refused import NOBODY, KeptOut, Refused
 from ganger_master.planner.shared import NOTHING as NOTHING_SHARED
 from ganger_master.planner.shared import plan_shared
+from ganger_master.planner.target import Pass
 from ganger_master.planner.together import Together
 from ganger_master.planning.live import Live
 from ganger_master.policies import Places, Policy, live_policy_named
 from ganger_master.policies.introspect.slicing import QUANTUM_S
-from ganger_master.rpc.plan_messages import change_to_wire, finding_to_wire
+from ganger_master.rpc.plan_messages import change_to_wire, finding_to_wire, promise_to_wire
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +85,7 @@ class Planner:
         self._measured = Measured(trial_pace)
         self._together = Together(trial_pace)
         self._shared = NOTHING_SHARED
+        self._moving = Moving()
         self._start_over()
 
     def _start_over(self) -> None:
@@ -90,6 +95,8 @@ class Planner:
         # Numbers last told, and when.
         self._line: tuple[int, ...] | None = None
         self._line_told_s = 0.0
+        # The places that the master was last told to keep.
+        self._promised: tuple[Promise, ...] | None = None
 
     async def run(self) -> None:
         """Until cancelled. NoPlannerError if there is nothing to plan here."""
@@ -181,33 +188,12 @@ class Planner:
         live, now = self._live, self._live.now
         may_stop = pace.may_stop(now)
         began = time.perf_counter()
-        findings: tuple[Finding, ...] = ()
         before = self._shared
         if policy.shares:
-            found, self._shared, findings = plan_shared(
-                policy.placement,
-                live.table,
-                now,
-                live.room,
-                before,
-                self._together,
-                live.capacity.gpus,
-                min(QUANTUM_S, pace.every_s),
-                self._refused.at(now),
-            )
+            found, findings, moves_at_s = self._found_shared(policy, now, pace)
         else:
-            found = plan_by(
-                policy,
-                policy.aging_order,
-                live.table,
-                now,
-                live.capacity,
-                live.room,
-                may_stop,
-                kept_out=self._refused.at(now),
-                known=self._measured.known,
-                trials=self._measured.trials,
-            )
+            found, moves_at_s = self._found(policy, now, may_stop)
+            findings = ()
         took_s = time.perf_counter() - began
         # Where nobody may pass, nobody else would be served without them.
         unplaced = frozenset[int]() if policy.order.is_strict else found.unplaced
@@ -222,7 +208,8 @@ class Planner:
             for change, said in zip(changes, verdict.verdicts, strict=True):
                 if said.approved:
                     revisions[change.number] = said.revision
-                    stopped = stopped or change.kind == "SUSPEND"
+                    # Who rests in host memory loses no more than a moment.
+                    stopped = stopped or change.level is SuspendLevel.CHECKPOINT
                 else:
                     refused.add(change.number)
                     self._note(change, convert.refusals_from_wire(said.refusals))
@@ -232,9 +219,59 @@ class Planner:
             async with asyncio.timeout(_REACH_SECONDS):
                 await live.reach(revisions)
         again_s = live.now if unplaced else self._refused.next_s
+        again_s = min(again_s, moves_at_s)
         if line != self._line:
             again_s = min(again_s, self._line_told_s + _LINE_SECONDS)
         return pace.after(live.now, took_s, found, stopped=stopped, refused=bool(refused), again_s=again_s)
+
+    def _found(self, policy: Policy, now: float, may_stop: bool) -> tuple[Pass, float]:
+        """What to propose, and when to look after moves again though nothing happens."""
+        live = self._live
+
+        def chosen(kept_out: KeptOut, may_stop: bool) -> Pass:
+            return plan_by(
+                policy,
+                policy.aging_order,
+                live.table,
+                now,
+                live.capacity,
+                live.room,
+                may_stop,
+                kept_out=kept_out,
+                known=self._measured.known,
+                trials=self._measured.trials,
+            )
+
+        kept_out = self._refused.at(now)
+        if not policy.moves:
+            return chosen(kept_out, may_stop), inf
+        terms = Terms(policy.placement, live.draining, is_strict=policy.order.is_strict)
+        found, self._moving, again_s = plan_moves(
+            chosen, terms, live.table, now, live.room, self._moving, kept_out, may_stop
+        )
+        return found, again_s
+
+    def _found_shared(self, policy: Policy, now: float, pace: Pace) -> tuple[Pass, tuple[Finding, ...], float]:
+        """The same where jobs share GPUs, and what was found of changes before; nobody is moved in the same plan."""
+        live = self._live
+        found, self._shared, findings = plan_shared(
+            policy.placement,
+            live.table,
+            now,
+            live.room,
+            self._shared,
+            self._together,
+            live.capacity.gpus,
+            min(QUANTUM_S, pace.every_s),
+            self._refused.at(now),
+        )
+        if found.changes or findings or not policy.moves:
+            return found, findings, inf
+        terms = Terms(policy.placement, live.draining, holes=False)
+        moved, self._moving, again_s = plan_moves(
+            lambda kept_out, may_stop: found, terms, live.table, now, live.room, self._moving, NOBODY, False
+        )
+        return moved, (), again_s
 
     def _messages(
         self, policy: Policy, changes: Sequence[Change], line: tuple[int, ...], findings: Sequence[Finding] = ()
@@ -243,15 +280,21 @@ class Planner:
         changed and was not told just now."""
         now = self._live.now
         tells = line != self._line and (len(line) <= _SHORT_LINE or now >= self._line_told_s + _LINE_SECONDS)
+        promises = self._moving.promises
+        keeps = policy.moves and promises != self._promised
         starts = range(0, len(changes), _CHANGES_AT_ONCE)
         parts = [changes[start : start + _CHANGES_AT_ONCE] for start in starts]
-        if not parts and (tells or findings):
+        if not parts and (tells or keeps or findings):
             parts = [()]
         for number, part in enumerate(parts, 1):
             changes_to_wire = [change_to_wire(change, self._figures(change)) for change in part]
             message = scheduling_pb2.Plan(changes=changes_to_wire, reason=f"policy {policy.name}")
             if number == 1:
                 message.findings.extend(map(finding_to_wire, findings))
+            if keeps and number == 1:
+                message.reservations.SetInParent()
+                message.reservations.reservations.extend(map(promise_to_wire, promises))
+                self._promised = promises
             if tells and number == len(parts):
                 message.line.policy = policy.name
                 message.line.jobs.extend(map(names.job_name, line))

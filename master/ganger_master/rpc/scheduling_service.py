@@ -118,6 +118,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                     time=times.timestamp(self._clock()),
                     policy=self._writer.state.settings.policy,
                     plan_every=times.duration(self._writer.state.settings.plan_every_seconds),
+                    draining=[names.node_name(node) for node in self._writer.state.draining],
                 )
                 sent = committed.view_version
                 delta.view.nodes.extend(await _messages(rows))
