@@ -121,4 +121,4 @@ def test_every_job_ends_and_nothing_is_promised_twice(
         assert outcomes.finished.all()
         ends.append(outcomes.end_s)
         assert all(not one.legs or one.waiting not in replay.state.live for one in replay.moving.errands)
-    assert np.array_equal(*ends)
+    assert np.array_equal(ends[0], ends[1])

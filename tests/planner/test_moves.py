@@ -1,0 +1,278 @@
+"""The pass that moves running jobs, on a real state that is told by wire: for whom, when it is worth it, and what
+becomes of it when something else happens meanwhile. (4 s)"""
+
+from __future__ import annotations
+
+import pytest
+from core.drive import GIB, job_of
+from ganger.resources.values import Level, Locality
+from ganger_master.core.answers import PlanAnswer
+from ganger_master.core.commands import CancelJob, DrainNode, ProposePlan, SuspendJob
+from ganger_master.core.making_room import kept_for, making_room_for
+from ganger_master.core.model import JobSpec, ObservedPhase, SuspendLevel
+from ganger_master.planner.errands import LONGEST_S
+from ganger_master.planner.moves import Moving, Terms, plan_moves
+from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.table import LiveTable
+from ganger_master.planner.target import Pass, plan
+from ganger_master.planner.totals import capacity_of
+from ganger_master.policies.room import Room
+from msgspec.structs import replace
+from planner.test_passes import Planned
+
+TOGETHER = Locality(Level.NODE)
+
+
+def together(gpus: int, **more: object) -> JobSpec:
+    return replace(job_of(gpus, memory=GIB), locality=TOGETHER, **more)
+
+
+class Moved(Planned):
+    """A state that a planner looks after which moves jobs."""
+
+    def __init__(self, nodes: int = 2, policy: str = "fifo-backfill+first-fit+defrag") -> None:
+        super().__init__(nodes, policy)
+        self.moving = Moving()
+        self.again_s = float("inf")
+
+    def found(self, kept_out: KeptOut = NOBODY, may_stop: bool = False) -> Pass:
+        table = LiveTable()
+        for job in self.state.jobs.values():
+            table.put(*self.as_told(job))
+        view = self.state.view.copy()
+        rows = [replace(row, version=0) for row in view.rows()]
+        capacity, room = capacity_of(view, table), Room(view)
+        policy = self.policy
+
+        def inner(kept_out: KeptOut, may_stop: bool) -> Pass:
+            return plan(policy.order, policy.placement, table, self.now, capacity, room, may_stop, kept_out=kept_out)
+
+        terms = Terms(policy.placement, tuple(self.state.draining), is_strict=policy.order.is_strict)
+        found, self.moving, self.again_s = plan_moves(
+            inner, terms, table, self.now, room, self.moving, kept_out, may_stop
+        )
+        assert rows == [replace(row, version=0) for row in view.rows()], "the view is left as it was"
+        return found
+
+    def proposed(self, kept_out: KeptOut = NOBODY) -> list[tuple[str, int]]:
+        found = self.found(kept_out)
+        answer = self.step(ProposePlan(found.changes, promises=self.moving.promises))
+        assert isinstance(answer, PlanAnswer)
+        assert all(verdict.approved for verdict in answer.verdicts), answer
+        return [(change.kind, change.number) for change in found.changes]
+
+    def moves(self, number: int) -> None:
+        """A move that was begun comes to its end."""
+        source, destination = self.job(number).epoch, self.job(number).next_epoch
+        if self.state.gangs[source].phase != "PARKED":
+            self.seen(number, destination, ObservedPhase.PREPARED)
+            self.seen(number, source, ObservedPhase.PARKED, 40)
+        self.seen(number, destination, ObservedPhase.READY, self.state.gangs[source].stop_step or 40)
+        self.seen(number, destination, ObservedPhase.RUNNING)
+        for node in self.state.gangs[source].nodes:
+            rest = [gang for gang in self.on(node) if gang.epoch != source]
+            reports = [self.reported(gang, node) or self.report(gang, ObservedPhase.STARTING) for gang in rest]
+            self.observe(node, *reports)
+
+    def node_of(self, number: int) -> str:
+        (claim,) = self.state.gangs[self.job(number).epoch].claims
+        return claim.node
+
+    def ends(self, number: int) -> None:
+        node = self.node_of(number)
+        self.step(CancelJob(number))
+        self.seen_without(node, number)
+
+
+def fragmented(**more: object) -> tuple[Moved, list[int]]:
+    """Two nodes of four devices with a job of one device on each, and with `more` in the spec."""
+    drive = Moved()
+    jobs = [drive.running(together(1, **more)), drive.running(together(3)), drive.running(together(1, **more))]
+    drive.running(together(3))
+    drive.ends(2)
+    drive.ends(4)
+    small = [jobs[0], jobs[2]]
+    assert [drive.node_of(number) for number in small] == ["n1", "n2"]
+    return drive, small
+
+
+def test_a_hole_is_made_once_the_gang_has_waited_as_long_as_it_costs_and_is_kept_for_it() -> None:
+    drive, small = fragmented()
+    large = drive.submit(together(4))
+    assert drive.found().changes == ()
+    # So much of four devices for the pause of one; and it is told when to look again.
+    pause = 4 * (drive.again_s - drive.job(large).pending_since)
+    assert 0.3 <= pause <= 1.5
+    drive.now = drive.again_s
+    ((kind, moved),) = drive.proposed()
+    assert (kind, moved in small) == ("MOVE", True)
+    node = drive.node_of(moved)
+    assert [one.number for one in making_room_for(drive.state, large)] == [moved]
+    assert kept_for(drive.state, large) == (node,)
+    drive.seen(moved, drive.job(moved).next_epoch, ObservedPhase.PREPARED)
+    # Who comes now may have what is left, but not the hole.
+    other = drive.submit(together(3))
+    assert drive.proposed() == []
+    least = drive.submit(together(1))
+    assert drive.proposed() == [("START", least)]
+    assert drive.node_of(least) != node
+    drive.runs(least)
+    drive.moves(moved)
+    assert drive.proposed() == [("START", large)]
+    assert drive.node_of(large) == node
+    assert drive.proposed() == []
+    assert drive.moving.errands == ()
+    assert drive.job(other).state == "PENDING"
+
+
+@pytest.mark.parametrize("kept", [{"movable": False}, {"preemptible": False}, {"priority": 1}])
+def test_who_may_not_be_moved_stays(kept: dict[str, object]) -> None:
+    drive, _ = fragmented(**kept)
+    drive.submit(together(4))
+    drive.now += 1_000.0
+    assert drive.proposed() == []
+
+
+def test_a_move_that_was_dear_before_is_made_for_who_waits_longer() -> None:
+    drive, small = fragmented()
+    for number in small:
+        drive.state.put_job(replace(drive.job(number), move_pause_seconds=80.0))
+    large = drive.submit(together(4))
+    drive.now += 15.0
+    assert drive.proposed() == []
+    assert drive.again_s == pytest.approx(drive.job(large).pending_since + 20.0)
+    drive.now += 6.0
+    assert [kind for kind, _ in drive.proposed()] == ["MOVE"]
+
+
+def test_when_the_gang_is_gone_nobody_else_moves_for_it() -> None:
+    drive, _ = fragmented()
+    large = drive.submit(together(4))
+    drive.now += 10.0
+    ((_, moved),) = drive.proposed()
+    drive.step(CancelJob(large))
+    drive.moves(moved)
+    assert drive.proposed() == []
+    assert (drive.moving.errands, drive.state.promised) == ((), {})
+
+
+def test_an_errand_whose_place_is_taken_is_given_up_and_another_found() -> None:
+    drive, small = fragmented()
+    large = drive.submit(together(4))
+    drive.now += 10.0
+    ((_, moved),) = drive.proposed()
+    other = next(number for number in small if number != moved)
+    # Its user moves nobody, but stops the job that was to be left alone: it is gone from its node.
+    drive.ends(other)
+    drive.moves(moved)
+    assert ("START", large) in drive.proposed()
+
+
+def test_who_goes_astray_ends_the_errand_for_all() -> None:
+    drive, _ = fragmented()
+    drive.submit(together(4))
+    drive.now += 10.0
+    ((_, moved),) = drive.proposed()
+    drive.now += LONGEST_S
+    drive.found()
+    assert drive.moving.errands == ()
+    assert drive.job(moved).next_epoch, "what was begun goes on"
+
+
+def full(priority: int = 0) -> tuple[Moved, list[int]]:
+    """Two full nodes of four, on each one job of less priority than the others."""
+    drive = Moved()
+    numbers = [
+        drive.running(together(1, priority=priority - 1 if number % 4 == 0 else priority)) for number in range(8)
+    ]
+    for number in numbers:
+        # Memory for their state was reserved once their daemons told of it.
+        assert drive.state.gangs[drive.job(number).epoch].claims[0].arena_bytes
+    return drive, numbers
+
+
+def test_on_a_full_cluster_the_gang_swaps_with_who_it_outranks_through_host_memory() -> None:
+    drive, numbers = full()
+    low = [numbers[0], numbers[4]]
+    large = drive.submit(together(2))
+    assert sorted(drive.proposed()) == [("SUSPEND", number) for number in low]
+    assert {drive.state.gangs[drive.job(number).epoch].park_level for number in low} == {SuspendLevel.OFFLOAD}
+    assert sorted(one.number for one in making_room_for(drive.state, large)) == low
+    for number in low:
+        drive.rests(number)
+    ((kind, moved),) = drive.proposed()
+    assert (kind, moved not in low) == ("MOVE", True)
+    drive.moves(moved)
+    assert drive.proposed() == [("START", large)]
+    # Who rests loses nothing, and goes on where there is room: one where it was, one elsewhere.
+    assert drive.proposed() == []
+    drive.runs(large)
+    ended = next(n for n in numbers if n not in (*low, moved) and drive.node_of(n) == drive.node_of(large))
+    drive.ends(ended)
+    ((kind, back),) = drive.proposed()
+    assert (kind, back in low) == ("MOVE", True)
+
+
+def test_nobody_rests_for_a_gang_of_no_higher_priority() -> None:
+    drive, _ = full()
+    drive.submit(together(2, priority=-1))
+    drive.now += 1_000.0
+    assert drive.proposed() == []
+
+
+def test_who_rests_goes_on_in_its_place_once_that_is_free() -> None:
+    drive, _ = full()
+    large = drive.submit(together(1))
+    ((_, rests),) = drive.proposed()
+    drive.rests(rests)
+    assert drive.proposed() == [("START", large)]
+    drive.runs(large)
+    drive.ends(large)
+    assert drive.proposed() == [("RESUME", rests)]
+
+
+def test_a_user_who_suspends_a_job_on_its_way_keeps_it() -> None:
+    drive, _ = fragmented()
+    drive.submit(together(4))
+    drive.now += 10.0
+    ((_, moved),) = drive.proposed()
+    drive.moves(moved)
+    drive.step(SuspendJob(moved, SuspendLevel.OFFLOAD))
+    drive.rests(moved)
+    assert all(number != moved for _, number in drive.proposed())
+
+
+def test_a_node_is_drained_by_moves_also_where_others_have_to_make_room() -> None:
+    """The gang of two finds no room beside gangs of one, unless one of these goes to the third node."""
+    drive = Moved(nodes=3)
+    pair = drive.running(together(2))
+    rest = drive.running(together(2))
+    others = [drive.running(together(1)) for _ in range(7)]
+    third = [number for number in others if drive.node_of(number) == "n3"]
+    assert len(third) == 3
+    drive.ends(next(number for number in others if drive.node_of(number) == "n2"))
+    assert drive.state.free_devices == 2
+    drive.step(DrainNode("n1", "new disk"))
+    changes = drive.proposed()
+    assert [kind for kind, _ in changes] == ["MOVE"]
+    assert changes[0][1] in others
+    drive.moves(changes[0][1])
+    # Where there is room now the master moves them by itself.
+    (drained,) = [number for number in (pair, rest) if drive.job(number).next_epoch]
+    assert drive.proposed() == []
+    drive.moves(drained)
+    # For the other there is no room at all, whoever moves: it rests on storage.
+    left = next(number for number in (pair, rest) if number != drained)
+    assert drive.proposed() == [("SUSPEND", left)]
+    assert drive.state.gangs[drive.job(left).epoch].park_level is SuspendLevel.CHECKPOINT
+
+
+def test_of_two_planners_the_second_finds_what_the_first_began() -> None:
+    drive, _ = fragmented()
+    large = drive.submit(together(4))
+    drive.now += 10.0
+    ((_, moved),) = drive.proposed()
+    drive.moving = Moving()
+    assert drive.proposed() == []
+    drive.moves(moved)
+    assert drive.proposed() == [("START", large)]

@@ -1,0 +1,79 @@
+"""Swaps on full clusters: nobody is stopped without need, and as few move as in the best of all sequences. (4 s)"""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+from ganger.resources.values import Level
+from ganger_master.policies.introspect.hole import Hole, Movable
+from ganger_master.policies.introspect.swap import swap_for
+from ganger_master.policies.room import Room
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.clusters import gang
+from policies.introspect.test_hole import filled, rows
+
+# Far dearer than a move, as resting is.
+STOP = 100.0
+
+
+def search(nodes: list[list[bool]], needed: int) -> Hole | None:
+    """Jobs of one device by node; who may be stopped is True."""
+    view, gangs = filled([[1] * len(some) for some in nodes])
+    may_stop = [one for some in nodes for one in some]
+    gangs = [
+        Movable(one.number, one.shape, one.claims, 1.0, STOP if stops else math.inf)
+        for one, stops in zip(gangs, may_stop, strict=True)
+    ]
+    before = rows(view)
+    found = swap_for(Room(view), gangs, gang(needed, widest=Level.NODE))
+    assert rows(view) == before
+    return found
+
+
+def fewest(nodes: list[list[bool]], needed: int, devices: int = 4) -> tuple[int, int] | None:
+    """Stops, then moves, by trying all sequences."""
+    start = tuple((some.count(False), some.count(True)) for some in nodes)
+    line: list[tuple[int, int, tuple[tuple[int, int], ...]]] = [(0, 0, start)]
+    seen = set()
+    while line:
+        stops, moves, state = heapq.heappop(line)
+        if state in seen:
+            continue
+        seen.add(state)
+        free = [devices - fixed - loose for fixed, loose in state]
+        if max(free) >= needed:
+            return stops, moves
+        for at, (fixed, loose) in enumerate(state):
+            if loose:
+                heapq.heappush(line, (stops + 1, moves, (*state[:at], (fixed, loose - 1), *state[at + 1 :])))
+            for to, room in enumerate(free):
+                if fixed and room and to != at:
+                    then = list(state)
+                    then[at], then[to] = (fixed - 1, loose), (then[to][0] + 1, then[to][1])
+                    heapq.heappush(line, (stops, moves + 1, tuple(then)))
+    return None
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.lists(st.lists(st.booleans(), min_size=2, max_size=4), min_size=2, max_size=4), st.sampled_from([2, 3, 4]))
+def test_no_more_are_stopped_and_moved_than_in_the_best_of_all_sequences(nodes: list[list[bool]], needed: int) -> None:
+    found, best = search(nodes, needed), fewest(nodes, needed)
+    if best is None or best[0] == 0:
+        # A hole that costs nobody a rest is not its to find.
+        return
+    assert found is not None
+    stopped = [move for move in found.moves if not move.claims]
+    assert (len(stopped), len(found.moves) - len(stopped)) == best
+
+
+def test_sixteen_on_four_nodes_with_one_that_may_rest_on_each() -> None:
+    found = search([[True, False, False, False]] * 4, 4)
+    assert found is not None
+    assert [move.number for move in found.moves if not move.claims] == [0, 10, 20, 30]
+    assert len(found.moves) == 7
+
+
+def test_nobody_rests_where_that_helps_nobody() -> None:
+    assert search([[False] * 4, [True, False, False, False]], 2) is None
