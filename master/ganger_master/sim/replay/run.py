@@ -358,7 +358,7 @@ class _Replay:
         if not may_stop and now < self._moves_at and not (self._is_news and self._may_start()):
             return False
         self._is_news = False
-        if not may_stop and not self.policy.moves and self._is_vain():
+        if not (may_stop or self.policy.moves) and self._is_vain():
             return False
         # Who finds room need not wait for a plan that stops others.
         found = self._pass(now, may_stop) if not self.policy.moves else self._moved(now, may_stop)
