@@ -194,9 +194,26 @@ def _move_done(teller: _Teller, event: Happening) -> str:
     return f"moved: it stood still for {pause:.0f} ms{f', {expected} expected' if expected else ''}, and lost no step"
 
 
+def _resize_begun(teller: _Teller, event: Happening) -> str:
+    teller.moving_since = event.time
+    figures = event.figures
+    # What it is for says more than its goal's name alone.
+    helped = f" for {figures['for']}" if "for" in figures else ""
+    why = f": {event.message}" if event.message else ""
+    return f"goes from {figures.get('devices', '?')} GPUs to {figures.get('becomes', '?')}{_by(event)}{helped}{why}"
+
+
+def _resize_done(teller: _Teller, event: Happening) -> str:
+    pause = float(event.figures.get("pause_ms", "0") or 0)
+    teller.totals.moves += 1
+    teller.totals.move_pauses_ms += pause
+    return f"resized: it stood still for {pause:.0f} ms, and lost no step"
+
+
 def _given_up(teller: _Teller, event: Happening) -> str:
     teller.moving_since = 0.0
-    return f"the move was called off, nothing is lost: {event.message}"
+    what = "change of size" if event.kind == "resize_aborted" else "move"
+    return f"the {what} was called off, nothing is lost: {event.message}"
 
 
 def _kept(teller: _Teller, event: Happening) -> str:
@@ -288,6 +305,10 @@ _SAYINGS: dict[str, Callable[[_Teller, Happening], str]] = {
     "move_committed": _move_committed,
     "move_done": _move_done,
     "move_aborted": _given_up,
+    "resize_begun": _resize_begun,
+    "resize_committed": _move_committed,
+    "resize_done": _resize_done,
+    "resize_aborted": _given_up,
     "change_kept": _kept,
     "change_undone": _kept,
     "cores_changed": _cores,

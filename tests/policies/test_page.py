@@ -46,6 +46,21 @@ def test_a_live_cluster_does_not_go_by_what_nobody_measures_there() -> None:
         policy_named("optimus+best-fit")
 
 
+def test_any_policy_but_optimus_may_grow_elastic_jobs() -> None:
+    policy = policy_named("fifo+elastic")
+    assert (policy.name, policy.grows, policy.places, policy.order.name) == (
+        "fifo+elastic",
+        True,
+        Places.PLANNER,
+        "fifo",
+    )
+    assert policy_named("gandiva").grows
+    assert not policy_named("las+best-fit").grows
+    assert live_policy_named("las+elastic+role").grows
+    with pytest.raises(KeyError, match="decides on the size of elastic jobs itself"):
+        policy_named("optimus+elastic")
+
+
 def test_synergy_is_las_tuned_by_synergy() -> None:
     one, other = policy_named("synergy"), policy_named("las+synergy-tune")
     assert (one.order, one.tuning, one.placement) == (other.order, other.tuning, other.placement)

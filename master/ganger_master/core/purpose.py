@@ -47,6 +47,9 @@ class Purpose(Struct, frozen=True, gc=False, omit_defaults=True):
             return {}
         helped = {"for": f"jobs/{self.job}"} if self.job else {}
         expected = {"saved_gpu_seconds": f"{self.saved:.1f}", "expected_pause_ms": f"{1000 * self.pause_seconds:.0f}"}
+        if self.goal in (Goal.GROW, Goal.GIVE_BACK):
+            # What that is worth is measured afterwards.
+            return {"goal": self.goal.value, **helped}
         if self.detail:
             return {"goal": self.goal.value, **helped, "detail": self.detail}
         return {"goal": self.goal.value, **helped, **expected}

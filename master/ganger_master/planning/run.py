@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import grpc
 import grpc.aio
+import numpy as np
 from ganger.resources.reasons import Refusal
 from ganger.scheduling.running import first_end
 from ganger.v1 import scheduling_pb2, scheduling_pb2_grpc
@@ -27,6 +28,7 @@ from ganger_master.core.commands import Change, Promise
 from ganger_master.core.model import SuspendLevel
 from ganger_master.core.purpose import Finding
 from ganger_master.planner import trials
+from ganger_master.planner.elastic import Growing, Sizes, plan_sizes, with_sizes
 from ganger_master.planner.measured import Measured
 from ganger_master.planner.moves import Moving, Terms, plan_moves
 from ganger_master.planner.pace import Pace
@@ -34,10 +36,12 @@ from ganger_master.planner.passes import plan_by
 from ganger_master.planner.refused import NOBODY, KeptOut, Refused
 from ganger_master.planner.shared import NOTHING as NOTHING_SHARED
 from ganger_master.planner.shared import plan_shared
+from ganger_master.planner.speeds import Speeds
 from ganger_master.planner.target import Pass
 from ganger_master.planner.together import Together
 from ganger_master.planning.live import Live
 from ganger_master.policies import Places, Policy, live_policy_named
+from ganger_master.policies.introspect.elastic import IDLE_S
 from ganger_master.policies.introspect.slicing import QUANTUM_S
 from ganger_master.rpc.plan_messages import change_to_wire, finding_to_wire, promise_to_wire
 
@@ -86,6 +90,7 @@ class Planner:
         self._together = Together(trial_pace)
         self._shared = NOTHING_SHARED
         self._moving = Moving()
+        self._speeds, self._growing = Speeds(trial_pace), Growing()
         self._start_over()
 
     def _start_over(self) -> None:
@@ -130,13 +135,16 @@ class Planner:
                 if found is None:
                     measured.forget(number)
                     together.forget(number, live.now)
+                    self._speeds.forget(number)
                 else:
                     measured.put(*found, live.signature(number), live.now)
                     together.put(*found, live.signature(number), live.now)
+                    self._speeds.put(*found, live.now)
             if not delta.continues:
                 if is_first:
                     measured.keep(lambda number: live.table.get(number) is not None)
                     together.keep(lambda number: live.table.get(number) is not None, live.now)
+                    self._speeds.keep(lambda number: live.table.get(number) is not None)
                     is_first = False
                 self._news.set()
 
@@ -144,7 +152,7 @@ class Planner:
         await self._news.wait()
         policy = self._policy()
         tunes = policy.tuning is not None and policy.tuning.by_profiles
-        if not (tunes or policy.shares):
+        if not (tunes or policy.shares or policy.grows):
             await asyncio.Future()
         interval = times.duration(min(_PROGRESS_SECONDS, self._trial_pace.window_s))
         live, measured, together = self._live, self._measured, self._together
@@ -157,6 +165,8 @@ class Planner:
                     measured.hear(number, progress.step, step_s, now)
                     use = progress.device_use if progress.HasField("device_use") else None
                     together.hear(number, progress.step, step_s, use, now)
+                    if self._speeds.hear(number, progress.step, step_s, now):
+                        self._news.set()
             if not tunes:
                 continue
             ran = {job.number: job.run_seconds + max(0.0, now - job.running_since) for job, _ in live.table.running}
@@ -189,11 +199,20 @@ class Planner:
         may_stop = pace.may_stop(now)
         began = time.perf_counter()
         before = self._shared
-        if policy.shares:
+        sizes, growing = Sizes(), self._growing
+        if policy.grows:
+            sizes, growing = plan_sizes(
+                policy.placement, live.table, now, live.room, self._speeds, growing, min(IDLE_S, pace.every_s)
+            )
+        findings: tuple[Finding, ...] = ()
+        if policy.shares and sizes.is_giving:
+            # Who waits is about to have devices of its own.
+            found, moves_at_s = Pass(line=np.array(self._line or (), np.int64)), inf
+        elif policy.shares:
             found, findings, moves_at_s = self._found_shared(policy, now, pace)
         else:
-            found, moves_at_s = self._found(policy, now, may_stop)
-            findings = ()
+            found, moves_at_s = self._found(policy, now, may_stop and not sizes.is_giving)
+        found, findings = with_sizes(found, sizes), (*findings, *sizes.findings)
         took_s = time.perf_counter() - began
         # Where nobody may pass, nobody else would be served without them.
         unplaced = frozenset[int]() if policy.order.is_strict else found.unplaced
@@ -214,6 +233,7 @@ class Planner:
                     refused.add(change.number)
                     self._note(change, convert.refusals_from_wire(said.refusals))
         self._shared = self._shared.without(before, refused)
+        self._growing = growing.without(refused & {change.number for change in sizes.changes}, now)
         if revisions:
             # The next plan goes by what this one has changed.
             async with asyncio.timeout(_REACH_SECONDS):

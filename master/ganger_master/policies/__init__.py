@@ -47,6 +47,8 @@ class Policy:
     shares: bool = False
     # Running jobs are moved, for others and for themselves: a pass around the others (`planner.moves`).
     moves: bool = False
+    # Elastic jobs grow onto idle GPUs and give them back: a pass before the others (`planner.elastic`).
+    grows: bool = False
 
     @property
     def aging_order(self) -> Order:
@@ -81,6 +83,8 @@ _TETRIS = {
 _OPTIMUS, _GANDIVA = "optimus", "gandiva"
 # What makes a policy move running jobs.
 _MOVES = "defrag"
+# What makes a policy grow elastic jobs onto idle GPUs.
+_GROWS = "elastic"
 # Compositions that have a name of their own. Synergy's under the one of its orders that needs no oracle.
 _COMPOSED = {"synergy": "las+synergy-tune"}
 NAMES = tuple(sorted({*ORDERS, *_ALIASES, *_TETRIS, *_COMPOSED, _OPTIMUS, _GANDIVA}))
@@ -108,14 +112,19 @@ def _is_live(policy: Policy) -> bool:
 
 
 def policy_named(name: str) -> Policy:
-    """An order's name, a placement's, a tuning's and "defrag", with a plus between; all but the first may be left out,
-    or come in any order. KeyError, naming the known ones, for others."""
+    """An order's name, a placement's, a tuning's, "defrag" and "elastic", with a plus between; all but the first may be
+    left out, or come in any order. KeyError, naming the known ones, for others."""
     whole = name.split("+")
     if _MOVES in whole[1:]:
         base = policy_named("+".join([part for part in whole if part != _MOVES]))
         # Who would be stopped to start elsewhere is moved there.
         order = replace(base.order, regroups=False)
         return replace(base, name=name, order=order, places=Places.PLANNER, moves=True)
+    if _GROWS in whole[1:]:
+        base = policy_named("+".join([part for part in whole if part != _GROWS]))
+        if base.resizes:
+            raise KeyError(f"{base.name} decides on the size of elastic jobs itself: it takes no {_GROWS}")
+        return replace(base, name=name, places=Places.PLANNER, grows=True)
     order_name, *parts = whole
     if order_name in _COMPOSED:
         # What it is called is what it was asked for by.
@@ -139,11 +148,11 @@ def policy_named(name: str) -> Policy:
         if parts:
             raise KeyError(f"{order_name} places by itself: it takes no placement and no tuning")
         order = replace(FIFO_BACKFILL, name=order_name)
-        return Policy(name, order, placement_named(order_name), Places.PLANNER, shares=True, moves=True)
+        return Policy(name, order, placement_named(order_name), Places.PLANNER, shares=True, moves=True, grows=True)
     order = order_named(_ALIASES.get(order_name, order_name))
     unknown = [part for part in parts if part not in PLACEMENTS and part not in TUNINGS]
     if unknown:
-        known = f"{', '.join(PLACEMENTS)}, {', '.join(TUNINGS)}, and {_MOVES}"
+        known = f"{', '.join(PLACEMENTS)}, {', '.join(TUNINGS)}, {_MOVES} and {_GROWS}"
         raise KeyError(f"there is no placement or tuning {unknown[0]!r}; there are {known}")
     placements = [part for part in parts if part in PLACEMENTS]
     tunings = [part for part in parts if part in TUNINGS]

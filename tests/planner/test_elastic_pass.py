@@ -1,0 +1,203 @@
+"""Passes over a real state, told by wire: jobs grow onto idle GPUs, are kept there or not, and give back at once."""
+
+from __future__ import annotations
+
+import math
+
+from core.drive import job_of
+from core.worlds import World, elastic
+from ganger.v1 import scheduling_pb2
+from ganger_master.core.answers import PlanAnswer
+from ganger_master.core.commands import Change, ProposePlan
+from ganger_master.core.model import ObservedPhase
+from ganger_master.core.purpose import Goal
+from ganger_master.planner.elastic import Growing, Sizes, plan_sizes, with_sizes
+from ganger_master.planner.speeds import Speeds
+from ganger_master.planner.table import LiveTable
+from ganger_master.planner.target import Pass
+from ganger_master.planner.trials import Pace
+from ganger_master.policies.place.best_fit import BEST_FIT
+from ganger_master.policies.room import Room
+from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
+
+IDLE_S = 60.0
+WINDOW_S = 10.0
+
+
+class Planned(World):
+    """A state whose elastic jobs a planner looks after. `rates`: steps per second by number of GPUs."""
+
+    def __init__(self, nodes: int = 1, rates: dict[int, float] | None = None) -> None:
+        super().__init__(nodes)
+        self.rates = rates or {1: 10.0, 2: 19.0, 3: 27.0, 4: 34.0}
+        self.speeds = Speeds(Pace(settle_s=5.0, window_s=WINDOW_S, window_steps=2))
+        self.growing = Growing()
+        self.done: dict[int, float] = {}
+        self.room = Room(self.state.view.copy())
+
+    def table(self) -> LiveTable:
+        table = LiveTable()
+        for job in self.state.jobs.values():
+            message = scheduling_pb2.LiveJob()
+            live_job_to_wire(job, self.state.gangs.get(job.epoch), message)
+            told, gang = live_job_from_wire(scheduling_pb2.LiveJob.FromString(message.SerializeToString()))
+            table.put(told, gang)
+            self.speeds.put(told, gang, self.now)
+        return table
+
+    def trains(self, seconds: float) -> None:
+        """All who run do steps, and report them."""
+        self.table()
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 1.0
+            for number, job in self.state.jobs.items():
+                if job.running_since and job.spec.is_elastic:
+                    devices = self.state.gangs[job.epoch].devices
+                    # No two windows are quite alike.
+                    wobble = 1.0 + 0.002 * math.sin(self.now * 7.0 + number)
+                    self.done[number] = self.done.get(number, 0.0) + self.rates[devices] * wobble
+                    self.speeds.hear(number, int(1000 * self.done[number]), self.now, self.now)
+
+    def plan(self) -> Sizes:
+        """Proposed, and approved."""
+        room = self.room
+        # The live planner's view is one that is changed by what it hears.
+        for row in self.state.view.rows():
+            room.view.put(row)
+        before = [row.free_mask for row in room.view.rows()]
+        found, growing = plan_sizes(BEST_FIT, self.table(), self.now, room, self.speeds, self.growing, IDLE_S)
+        assert [row.free_mask for row in room.view.rows()] == before, "the room is left as it was"
+        if found.changes:
+            answer = self.step(ProposePlan(found.changes))
+            assert isinstance(answer, PlanAnswer)
+            assert all(verdict.approved for verdict in answer.verdicts), answer
+        self.growing = growing
+        return found
+
+    def goes_on(self, number: int) -> None:
+        """Its daemons have brought it into its next world."""
+        job = self.job(number)
+        source, destination = job.epoch, job.next_epoch
+        self.seen(number, destination, ObservedPhase.PREPARED)
+        self.seen(number, source, ObservedPhase.PARKED, 40)
+        self.seen(number, destination, ObservedPhase.READY, 40)
+        self.runs(number)
+        self.gone(number, source)
+
+    def grows(self, number: int) -> int:
+        """It is given idle GPUs and goes on with them; how many it has then."""
+        found = self.plan()
+        if not found.changes:
+            self.trains(IDLE_S + 100.0)
+            found = self.plan()
+        (change,) = found.changes
+        assert (change.number, change.kind, change.purpose.goal) == (number, "RESIZE", Goal.GROW)
+        self.goes_on(number)
+        self.trains(100.0)
+        return self.job(number).gpus
+
+
+def as_far_as_it_goes() -> tuple[Planned, int]:
+    drive = Planned()
+    number = drive.running(elastic(1, 1, 4))
+    assert [drive.grows(number) for _ in range(3)] == [2, 3, 4]
+    drive.plan()
+    return drive, number
+
+
+def test_a_job_grows_onto_idle_gpus_one_at_a_time_as_long_as_it_gains() -> None:
+    drive = Planned()
+    number = drive.running(elastic(1, 1, 4))
+    drive.trains(100.0)
+    assert drive.plan().changes == (), "the GPUs have not been seen idle for long enough"
+    drive.trains(IDLE_S / 2)
+    assert drive.plan().changes == ()
+    drive.trains(IDLE_S)
+    (change,) = drive.plan().changes
+    assert "to be measured with 2" in change.reason
+    drive.goes_on(number)
+    assert drive.plan() == Sizes(next_s=math.inf), "it is measured first"
+    drive.trains(100.0)
+    found = drive.plan()
+    assert [(one.number, one.goal, one.kept) for one in found.findings] == [(number, Goal.GROW, True)]
+    assert 1.85 < found.findings[0].gain < 1.95
+    # There are GPUs that have been idle all the while.
+    assert [change.kind for change in found.changes] == ["RESIZE"]
+
+
+def test_what_did_not_gain_enough_is_undone_and_not_tried_again() -> None:
+    drive = Planned(rates={1: 10.0, 2: 12.0, 3: 13.0, 4: 14.0})
+    number = drive.running(elastic(1, 1, 4))
+    assert drive.grows(number) == 2
+    found = drive.plan()
+    assert [(one.kept, round(one.gain, 1)) for one in found.findings] == [(False, 1.2)]
+    (change,) = found.changes
+    assert (change.purpose.goal, sum(claim.tasks[0] for claim in change.claims)) == (Goal.GIVE_BACK, 1)
+    assert "1.20 times as fast with 2 GPUs, 1 will do" in change.reason
+    drive.goes_on(number)
+    for _ in range(5):
+        drive.trains(IDLE_S)
+        assert drive.plan().changes == ()
+
+
+def test_whoever_waits_gets_gpus_at_once_and_no_more_is_given_than_it_needs() -> None:
+    drive, number = as_far_as_it_goes()
+    waits = drive.submit(job_of(2))
+    found = drive.plan()
+    (change,) = found.changes
+    assert (change.number, change.purpose.goal, change.purpose.job) == (number, Goal.GIVE_BACK, waits)
+    assert sum(claim.tasks[0] for claim in change.claims) == 2
+    assert found.is_giving
+    again = drive.plan()
+    assert (again.changes, again.is_giving) == ((), True), "what is on its way is enough"
+    drive.goes_on(number)
+    drive.start(waits)
+    drive.runs(waits)
+    assert drive.plan() == Sizes(next_s=math.inf)
+    assert drive.state.view.free[0] == 0
+
+
+def test_while_many_wait_everybody_has_as_few_as_it_may() -> None:
+    drive, number = as_far_as_it_goes()
+    for _ in range(20):
+        drive.submit(job_of(4))
+    (change,) = drive.plan().changes
+    assert (change.number, sum(claim.tasks[0] for claim in change.claims)) == (number, 1)
+
+
+def test_for_a_gang_that_would_not_fit_all_the_same_nobody_gives_anything() -> None:
+    drive, _ = as_far_as_it_goes()
+    drive.submit(job_of(4))
+    assert drive.plan().changes == ()
+
+
+def test_a_growth_that_is_refused_is_not_asked_for_again_at_once() -> None:
+    drive = Planned()
+    number = drive.running(elastic(1, 1, 4))
+    drive.plan()
+    drive.trains(IDLE_S + 100.0)
+    room = Room(drive.state.view.copy())
+    found, growing = plan_sizes(BEST_FIT, drive.table(), drive.now, room, drive.speeds, drive.growing, IDLE_S)
+    assert [change.number for change in found.changes] == [number]
+    drive.growing = growing.without([number], drive.now)
+    assert drive.plan().changes == ()
+
+
+def test_a_growth_that_came_to_nothing_is_not_tried_again_at_once() -> None:
+    drive = Planned()
+    number = drive.running(elastic(1, 1, 4))
+    drive.plan()
+    drive.trains(IDLE_S + 100.0)
+    assert drive.plan().changes
+    drive.fails(number, drive.job(number).next_epoch)
+    drive.runs(number)
+    drive.trains(IDLE_S)
+    assert drive.plan().changes == ()
+
+
+def test_whose_size_changes_is_left_alone_by_the_pass_that_follows() -> None:
+    sizes = Sizes((Change(1, 1, "RESIZE"),), next_s=5.0)
+    found = with_sizes(Pass((Change(1, 1, "SUSPEND"), Change(2, 1, "START"))), sizes)
+    assert [(change.number, change.kind) for change in found.changes] == [(1, "RESIZE"), (2, "START")]
+    assert found.next_change_s == 5.0
