@@ -1,0 +1,209 @@
+"""A live run equals its simulation: real jobs queue, are suspended and go on, on a real cluster; the simulator gets
+the same submissions, with the rates and costs of that very run, and every job must take as long, within a tenth.
+
+The jobs are gangs of real processes that train, save and restore, and sleep through their mini-batches, so that they go
+as fast on a busy machine. The report is `build/bench/twin.json`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ganger_daemon.bench_cluster import GANGER, BenchCluster, ClusterError
+from ganger_daemon.bench_report import SAMPLES, Report
+from ganger_daemon.twin import Costs, Ran, Told, compared, costs_of, step_seconds, trace_of
+
+_NODES, _GPUS = 2, 4
+_POLICY = "edf"
+_PLAN_EVERY = "1s"
+_STEP_SECONDS = 0.1
+_PRINT_EVERY = 10
+_ERROR_LIMIT = 0.10
+_LONGEST_SECONDS = 600.0
+
+# Every rank trains: its state is saved and restored, its boundary agreed on with the others'.
+_SCRIPT = """
+import sys, time
+import ganger, torch
+steps, seconds, every = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+network = torch.nn.Linear(16, 1)
+optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+job = ganger.attach(model=network, optimizer=optimizer)
+loader = job.dataloader(torch.ones(steps * job.world, 16), global_batch=job.world)
+due = None
+for epoch in job.epochs(1):
+    for batch in loader:
+        # From due time to due time: what a batch takes does not depend on how long the machine took to wake it.
+        now = time.monotonic()
+        due = now + seconds if due is None or now > due + seconds else due + seconds
+        loss = network(batch).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        time.sleep(max(0.0, due - time.monotonic()))
+        if job.rank == 0 and (job.step_count % every == 0 or job.step_count + 1 == steps):
+            print("step", job.step_count + 1, time.time(), flush=True)
+        job.step(loss)
+"""
+
+
+class Planned(NamedTuple):
+    """A job of the scenario; seconds. One without a deadline makes room for those that have one."""
+
+    name: str
+    gpus: int
+    at: float
+    length: float
+    deadline: float | None = None
+
+
+# Two fill the cluster; a small one with a deadline takes the place of the younger; another runs beside it; one with a
+# deadline that needs everything stops all others; one waits for its turn.
+SCENARIO = (
+    Planned("first", 4, 0, 45),
+    Planned("second", 4, 3, 60),
+    Planned("urgent", 2, 13, 25, 90),
+    Planned("small", 1, 18, 30),
+    Planned("whole", 8, 30, 20, 150),
+    Planned("last", 4, 50, 20),
+)
+_QUICK = 0.3
+
+
+def main(quick: bool = False, directory: Path = SAMPLES) -> dict[str, object]:
+    report = Report("twin", directory)
+    scale = _QUICK if quick else 1.0
+    planned = [one._replace(at=one.at * scale, length=one.length * scale) for one in SCENARIO]
+    options = ("--policy", _POLICY, "--plan-every", _PLAN_EVERY)
+    directory.mkdir(parents=True, exist_ok=True)
+    with BenchCluster(nodes=_NODES, gpus=_GPUS, cores=_GPUS, master=options) as cluster:
+        jobs, costs = _live(cluster, planned, report)
+        # What all of it rests on.
+        (directory / "twin-events.json").write_text(cluster.ganger("events", "--json"))
+    trace = directory / "twin.csv"
+    trace.write_text(trace_of(jobs, costs))
+    rows = compared(jobs, _simulated(trace, costs, directory))
+    worst = max(abs(float(str(row["error"]))) for row in rows)
+    report.at_most("worst_jct_error", worst, _ERROR_LIMIT)
+    differing = sum(row["live_suspensions"] != row["simulated_suspensions"] for row in rows)
+    report.figure("jobs_suspended_otherwise", differing)
+    for name, value in asdict(costs).items():
+        report.figure(name, value)
+    report.figure("jobs", len(rows))
+    report.samples(rows)
+    result = report.result()
+    # The rows too: a file of its own, to be looked at.
+    told = {**result, "policy": _POLICY, "plan_every": _PLAN_EVERY, "costs": asdict(costs), "jobs": rows}
+    (directory / "twin.json").write_text(json.dumps(told, indent=2) + "\n")
+    return result
+
+
+def _live(cluster: BenchCluster, planned: Sequence[Planned], report: Report) -> tuple[list[Ran], Costs]:
+    script = cluster.directory / "train.py"
+    script.write_text(_SCRIPT)
+    # The launchers of both nodes import torch once, and not while anything is measured.
+    warm = _submit(cluster, script, Planned("warm", _NODES * _GPUS, 0, 1.0), 5)
+    cluster.ganger("wait", warm, "--timeout", "50s")
+    began = time.monotonic()
+    ids: dict[str, str] = {}
+    for one in planned:
+        time.sleep(max(0.0, began + one.at - time.monotonic()))
+        report.say(f"{one.name}: {one.gpus} GPUs for {one.length:g} s")
+        ids[one.name] = _submit(cluster, script, one, _steps(one))
+    _wait(cluster, list(ids.values()), began)
+    events = _events(cluster)
+    times = {one.name: _printed(cluster.ganger("logs", ids[one.name])) for one in planned}
+    last = {f"jobs/{ids[name]}": found[-1][1] for name, found in times.items()}
+    known = [event for event in events if event.job in last]
+    first = min(event.time for event in known)
+    return [_ran(one, f"jobs/{ids[one.name]}", known, times[one.name], first) for one in planned], costs_of(known, last)
+
+
+def _submit(cluster: BenchCluster, script: Path, one: Planned, steps: int) -> str:
+    # As the simulator has it: a task for each GPU, all on one node where they fit.
+    close = ("--locality", "node") if one.gpus <= _GPUS else ()
+    deadline = () if one.deadline is None else ("--deadline", f"{one.deadline:g}s")
+    size = ("--name", one.name, "--gpus", str(one.gpus), "--cpus-per-gpu", "0.5", "--memory", "256M")
+    command = (sys.executable, str(script), str(steps), str(_STEP_SECONDS), str(_PRINT_EVERY))
+    answer = cluster.ganger("submit", *size, *close, *deadline, "--", *command)
+    return answer.split()[-1]
+
+
+def _steps(one: Planned) -> int:
+    return max(2 * _PRINT_EVERY, round(one.length / _STEP_SECONDS))
+
+
+def _wait(cluster: BenchCluster, ids: Sequence[str], began: float) -> None:
+    while True:
+        live = [job for job in json.loads(cluster.ganger("queue", "--json")) if job["name"].partition("/")[2] in ids]
+        if not live:
+            return
+        if time.monotonic() > began + _LONGEST_SECONDS:
+            raise ClusterError(f"{len(live)} jobs have not ended after {_LONGEST_SECONDS:g} s")
+        time.sleep(1.0)
+
+
+def _events(cluster: BenchCluster) -> list[Told]:
+    return [
+        Told(
+            datetime.fromisoformat(event["time"]).timestamp(),
+            event["subject"],
+            event["kind"],
+            event["message"],
+            event["figures"].get("level", ""),
+        )
+        for event in json.loads(cluster.ganger("events", "--json"))
+        if event["subject"].startswith("jobs/")
+    ]
+
+
+def _printed(log: str) -> list[tuple[int, float]]:
+    """(step, time) as a job printed them; a step that was repeated counts where it was made first."""
+    found: dict[int, float] = {}
+    for line in log.splitlines():
+        words = line.split()
+        if len(words) == 3 and words[0] == "step":
+            found.setdefault(int(words[1]), float(words[2]))
+    return sorted(found.items())
+
+
+def _ran(one: Planned, job: str, events: Sequence[Told], times: list[tuple[int, float]], first: float) -> Ran:
+    own = {event.kind: event.time for event in events if event.job == job}
+    if "job_succeeded" not in own:
+        raise ClusterError(f"{one.name} did not succeed: {sorted(own)}")
+    submitted = own["job_submitted"]
+    return Ran(
+        one.name,
+        one.gpus,
+        _steps(one),
+        step_seconds(times),
+        submitted - first,
+        one.deadline,
+        own["job_succeeded"] - submitted,
+        sum(event.kind == "job_pending" for event in events if event.job == job),
+    )
+
+
+def _simulated(trace: Path, costs: Costs, directory: Path, nodes: int = _NODES) -> dict[str, tuple[float, int]]:
+    out = directory / "twin"
+    given = {"start": costs.start_s, "suspend": costs.suspend_s, "resume": costs.resume_s}
+    options: list[str] = ["--nodes", str(nodes), "--gpus-per-node", str(_GPUS), "--cores-per-node", str(_GPUS)]
+    options += ["--policy", _POLICY, "--plan-every", _PLAN_EVERY, "--csv", str(out)]
+    for name, seconds in given.items():
+        options += ["--cost", f"{name}={seconds:.3f}s"]
+    done = subprocess.run([*GANGER, "simulate", str(trace), *options], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ClusterError(f"ganger simulate: {done.stderr.strip()}")
+    with (out / "jobs.csv").open() as file:
+        rows: list[dict[str, Any]] = list(csv.DictReader(file))
+    return {row["job_id"]: (float(row["jct_s"]), int(row["preemptions"])) for row in rows}

@@ -1,0 +1,69 @@
+"""A live run and its simulation: what is measured of the run, and that the simulator is told all of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ganger_daemon.bench_twin import _simulated, main
+from ganger_daemon.twin import Costs, Ran, Told, TwinError, compared, costs_of, step_seconds, trace_of
+
+EVENTS = [
+    Told(10.0, "jobs/1", "gang_approved"),
+    Told(11.0, "jobs/1", "gang_running"),
+    Told(20.0, "jobs/2", "gang_approved"),
+    Told(22.0, "jobs/2", "gang_running"),
+    Told(30.0, "jobs/1", "suspend_ordered", level="CHECKPOINT"),
+    Told(30.4, "jobs/1", "gang_parked", level="CHECKPOINT"),
+    Told(30.5, "jobs/1", "job_pending"),
+    Told(40.0, "jobs/1", "gang_approved"),
+    Told(42.0, "jobs/1", "gang_running"),
+    Told(50.0, "jobs/1", "job_succeeded"),
+    Told(60.0, "jobs/2", "job_succeeded"),
+]
+COSTS = Costs(start_s=1.5, suspend_s=0.5, resume_s=0.5, end_s=0.25, starts=2, suspends=1, resumes=1)
+FIRST = Ran("first", 4, 101, 0.1, 0.0, None, 25.0, 1)
+URGENT = Ran("urgent", 4, 51, 0.1, 4.0, 60.0, 7.6, 0)
+
+
+def test_costs_are_what_the_events_of_the_run_say() -> None:
+    assert costs_of(EVENTS, {"jobs/1": 49.8, "jobs/2": 59.7}) == COSTS
+
+
+def test_a_run_in_which_nobody_was_suspended_tells_no_costs() -> None:
+    with pytest.raises(TwinError, match="2 starts, 0 suspensions, 0 resumes"):
+        costs_of(EVENTS[:4], {})
+
+
+def test_the_time_of_a_step_is_a_median_that_a_pause_does_not_change() -> None:
+    assert step_seconds([(10, 1.0), (20, 2.0), (30, 60.0), (40, 61.0)]) == pytest.approx(0.1)
+    with pytest.raises(TwinError):
+        step_seconds([(10, 1.0)])
+
+
+def test_the_trace_has_what_a_simulation_needs_and_no_time_that_the_run_took() -> None:
+    assert trace_of([FIRST, URGENT], COSTS) == (
+        "job_id,submit_time_s,gpus,duration_s,deadline_s\nfirst,0.000,4,10.250,\nurgent,4.000,4,5.250,64.000\n"
+    )
+
+
+def test_the_simulator_suspends_who_was_suspended_and_every_job_takes_as_long(tmp_path: Path) -> None:
+    # On one node of four: first runs from 1.5 on, is stopped at 4 and free at 4.5; urgent steps from 6 to 11.25; then
+    # first goes on after 1.5 + 0.5, and has 10.25 - 2.5 left, or half a second less: the simulator has a job train
+    # until it is gone.
+    trace = tmp_path / "twin.csv"
+    trace.write_text(trace_of([FIRST, URGENT], COSTS))
+    found = _simulated(trace, COSTS, tmp_path, nodes=1)
+    assert found["urgent"] == pytest.approx((7.25, 0), abs=0.01)
+    assert found["first"] == pytest.approx((20.75, 1), abs=0.26)
+    rows = compared([FIRST, URGENT], found)
+    assert [row["error"] for row in rows] == pytest.approx([-0.17, -0.046], abs=0.011)
+
+
+@pytest.mark.chaos
+def test_a_real_run_goes_through(tmp_path: Path) -> None:
+    result = main(quick=True, directory=tmp_path)
+    told = json.loads((tmp_path / "twin.json").read_text())
+    assert told["costs"]["suspends"] >= 1
+    assert len(told["jobs"]) == result["figures"]["jobs"] == 6  # type: ignore[index]
