@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ganger.cli import job_lines
 from ganger.cli.main import run
-from ganger.cli.top import picture
+from ganger.cli.top import Changes, picture
 from ganger.client import Client
 from ganger.console.tables import aligned, fitted
 from ganger.v1 import array_pb2, job_pb2, node_pb2, resources_pb2
@@ -581,3 +581,44 @@ def test_submit_makes_an_array_of_flags_and_follows_none(call: Call, master: Can
     assert call("submit", "--follow", *arguments) == 2
     assert call("submit", "--stop", stop, "--", "x") == 2
     assert call("submit", "--array", "0-1%0", "--", "x") == 2
+
+
+def test_top_draws_rows_of_turns_and_the_last_changes(call: Call, master: CannedMaster, capsys: Output) -> None:
+    running_job(master).gang.beside.append("jobs/9")
+    node_set = master.nodes.node_sets.add(name="nodeSets/1", nodes=["nodes/n1", "nodes/n2"], leader="nodes/n1")
+    node_set.quantum.FromSeconds(60)
+    node_set.level = job_pb2.SUSPEND_LEVEL_OFFLOAD
+    node_set.rows.add(jobs=["jobs/1", "jobs/9"])
+    node_set.rows.add(jobs=["jobs/4"])
+    told = (("gang_running", {}), ("move_begun", {"goal": "HOLE", "epoch": "3"}), ("change_kept", {"gain": "1.42"}))
+    master.events = [
+        job_pb2.Event(
+            sequence=n, subject="jobs/1", kind=kind, figures=figures, cause="planner", time=times.timestamp(n)
+        )
+        for n, (kind, figures) in enumerate(told, 1)
+    ]
+    master.cluster = node_pb2.Cluster(jobs_holding=1, event_sequence=3)
+    assert call("top", "--once") == 0
+    _, _, turns, jobs, changes = capsys.readouterr().out.split("\n\n")
+    assert jobs.endswith("n1[0-1,3], beside 9")
+    assert [line.split() for line in turns.splitlines()[1:]] == [
+        ["n1", "n2", "1", "1", "of", "2", "1m", "offload", "1", "9"],
+        ["2", "1", "of", "2", "1m", "offload", "4"],
+    ]
+    assert [line.split(None, 2)[2] for line in changes.splitlines()[1:]] == [
+        "moves   goal=HOLE, by planner",
+        "kept    gain=1.42, by planner",
+    ]
+
+
+def test_top_reads_the_changes_that_came_since_it_looked_last(master: CannedMaster) -> None:
+    changes = Changes()
+    with Client(str(master.directory)) as client:
+        for number in range(1, 10):
+            event = job_pb2.Event(sequence=number, subject=f"jobs/{number}", kind="move_done")
+            master.events.append(event)
+            shown = changes.read(client, number)
+        assert [row[1] for row in shown] == ["4", "5", "6", "7", "8", "9"]
+        asked = len(master.requests)
+        assert changes.read(client, 9) == shown
+        assert len(master.requests) == asked

@@ -127,6 +127,12 @@ def place(job: job_pb2.Job) -> str:
     return f"{here} → {there}" if there else here
 
 
+def beside(job: job_pb2.Job) -> str:
+    """ ", beside 4 9": who has devices of it at the same time."""
+    names = " ".join(name.rpartition("/")[2] for name in job.gang.beside)
+    return f", beside {names}" if names else ""
+
+
 def has_given_back(job: job_pb2.Job) -> bool:
     """Whether others may have the devices and cores on which it was."""
     return job.gang.phase == job_pb2.Gang.PHASE_PARKED and job.gang.parked_level > job_pb2.SUSPEND_LEVEL_PAUSE
@@ -188,7 +194,7 @@ def note(job: job_pb2.Job) -> str:
         # Who is far behind has not been asked yet; `ganger why` asks.
         return f"({job.queue_rank - 1} ahead)" if job.queue_rank > 1 else ""
     concern = f" ({job.progress.concern})" if job.progress.concern else ""
-    return place(job) + concern
+    return place(job) + beside(job) + concern
 
 
 def mover(one: job_service_pb2.OnTheWay) -> str:

@@ -28,7 +28,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "suspend": ("ganger.cli.control", "suspend", "Stop a job between two mini-batches, keeping its state."),
     "resume": ("ganger.cli.control", "resume", "Let a suspended job go on."),
     "move": ("ganger.cli.control", "move", "Move a running job to other nodes without losing a step."),
-    "resize": ("ganger.cli.control", "resize", "Give a running elastic job another number of GPUs."),
+    "resize": ("ganger.cli.control", "resize", "Let a running elastic job go on with another number of GPUs."),
     "retune": ("ganger.cli.control", "retune", "Give a running job other numbers of cores."),
     "repin": ("ganger.cli.control", "repin", "Move a running job to other cores of the same number."),
     "cancel": ("ganger.cli.control", "cancel", "End jobs for good."),

@@ -21,22 +21,65 @@ from ganger.console.numbers import Within
 
 if TYPE_CHECKING:
     from ganger.client import Client
+    from ganger.v1.node_pb2 import ListNodesResponse
 
 _JOB_HEADINGS = ("JOB", "NAME", "STATE", "GPUS", "TIME", "STEP", "STEPS/S", "LOSS", "DATA WAIT", "NODES")
 _NODE_HEADINGS = ("NODE", "STATE", "GPUS HELD", "CORES HELD", "MEMORY HELD")
+_ROW_HEADINGS = ("NODES", "ROW", "SHARE", "QUANTUM", "LEAVES AT", "JOBS")
+_CHANGE_HEADINGS = ("TIME", "JOB", "CHANGE", "WHAT IT GAINED OR IS TO GAIN")
 _MAX_JOBS = 1_000
+# Looked through for changes when the watch begins, and of those shown.
+_EVENTS_BACK = 2_000
+_CHANGES_SHOWN = 6
 # What is printed at once, where there is no screen to fill.
 _ONCE_LINES = 100
 
 
 class Picture(NamedTuple):
-    """A moment: one line of figures, rows of nodes and of jobs, and how many of each had no room."""
+    """A moment: one line of figures, rows of nodes and of jobs, and how many of each had no room; the rows of those who
+    take turns, and the last changes of running jobs."""
 
     headline: str
     nodes: list[tuple[str, ...]]
     jobs: list[tuple[str, ...]]
     nodes_left_out: int
     jobs_left_out: int
+    turns: list[tuple[str, ...]] = []  # noqa: RUF012 - never changed
+    changes: list[tuple[str, ...]] = []  # noqa: RUF012 - as above
+
+    def tables(self) -> list[tuple[tuple[str, ...], list[tuple[str, ...]], int]]:
+        """Headings, rows, and how many are left out; of what there is nothing of no table."""
+        every = [
+            (_NODE_HEADINGS, self.nodes, self.nodes_left_out),
+            (_ROW_HEADINGS, self.turns, 0),
+            (_JOB_HEADINGS, self.jobs, self.jobs_left_out),
+            (_CHANGE_HEADINGS, self.changes, 0),
+        ]
+        return [table for table in every if table[1] or table[0] in (_NODE_HEADINGS, _JOB_HEADINGS)]
+
+
+class Changes:
+    """The last moves, packings, resizings and the like of the cluster, from its events as they come."""
+
+    def __init__(self) -> None:
+        self._after = -1
+        self._shown: list[tuple[str, ...]] = []
+
+    def read(self, client: Client, newest: int) -> list[tuple[str, ...]]:
+        from ganger.cli.change_lines import row
+        from ganger.wire.errors import EventsCompacted
+
+        if self._after < 0:
+            self._after = max(0, newest - _EVENTS_BACK)
+        while self._after < newest:
+            try:
+                events = list(client.list_events("", self._after, _EVENTS_BACK))
+            except EventsCompacted:
+                # So old that nobody keeps it.
+                events = []
+            self._after = events[-1].sequence if events else newest
+            self._shown = [*self._shown, *(told for event in events if (told := row(event)))][-_CHANGES_SHOWN:]
+        return self._shown
 
 
 @click.command()
@@ -49,7 +92,7 @@ def top(interval: float, once: bool) -> None:
             from ganger.console.tables import aligned
 
             now = picture(client, _ONCE_LINES)
-            print(now.headline, aligned(_NODE_HEADINGS, now.nodes), aligned(_JOB_HEADINGS, now.jobs), sep="\n\n")
+            print(now.headline, *(aligned(headings, rows) for headings, rows, _ in now.tables()), sep="\n\n")
             return
         with contextlib.suppress(KeyboardInterrupt), _keys() as wait_for_key:
             _draw(client, lambda: wait_for_key(interval) == "q")
@@ -66,18 +109,15 @@ def _draw(client: Client, is_over: Callable[[], bool]) -> None:
     def left_out(number: int) -> Text:
         return Text(f"and {number} more" if number else "", style="dim")
 
+    changes = Changes()
     with Live(screen=True, auto_refresh=False) as live:
         while True:
             width, height = shutil.get_terminal_size()
             try:
-                now = picture(client, height)
-                parts: list[Any] = [
-                    Text(now.headline, style="bold", no_wrap=True, overflow="ellipsis"),
-                    rich_table(_NODE_HEADINGS, now.nodes, width),
-                    left_out(now.nodes_left_out),
-                    rich_table(_JOB_HEADINGS, now.jobs, width),
-                    left_out(now.jobs_left_out),
-                ]
+                now = picture(client, height, changes)
+                parts: list[Any] = [Text(now.headline, style="bold", no_wrap=True, overflow="ellipsis")]
+                for headings, rows, more in now.tables():
+                    parts += [rich_table(headings, rows, width), left_out(more)]
                 live.update(Group(*parts), refresh=True)
             except (Unreachable, NotReady, DeadlineExceeded) as error:
                 # Jobs go on without a master, and so does the watch.
@@ -108,16 +148,21 @@ def _keys() -> Iterator[Callable[[float], str]]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def picture(client: Client, lines: int) -> Picture:
-    """This moment in so many lines: nodes take a third at most; jobs with a gang come first, then who waits longest."""
+def picture(client: Client, lines: int, changes: Changes | None = None) -> Picture:
+    """This moment in so many lines: nodes, and rows of turns, take a quarter at most each; jobs with a gang come first,
+    then who waits longest."""
     from ganger.cli import job_lines
     from ganger.v1.job_pb2 import Job
 
     cluster = client.get_cluster()
-    nodes = _node_rows(client)
-    nodes_shown = nodes[: max(1, lines // 3)]
-    # The headline, two lines of headings, two that say what was left out.
-    room = max(1, lines - len(nodes_shown) - 5)
+    answer = client.list_nodes()
+    nodes = _node_rows(answer)
+    turns = _turn_rows(answer)[: max(1, lines // 4)]
+    changed = (changes or Changes()).read(client, cluster.event_sequence)
+    nodes_shown = nodes[: max(1, lines // (4 if turns else 3))]
+    # The headline, and of each table its headings and the line that says what was left out.
+    others = sum(len(table) + 2 for table in (turns, changed) if table)
+    room = max(1, lines - len(nodes_shown) - 5 - others)
     jobs: list[Job] = []
     for states in ((Job.STATE_HOLDING,), (Job.STATE_SUSPENDED,), (Job.STATE_PENDING,)):
         if len(jobs) < room:
@@ -130,7 +175,8 @@ def picture(client: Client, lines: int) -> Picture:
     )
     shown = jobs[:room]
     left_out = max(0, every - len(shown))
-    return Picture(headline, nodes_shown, [_job_row(job) for job in shown], len(nodes) - len(nodes_shown), left_out)
+    jobs_shown = [_job_row(job) for job in shown]
+    return Picture(headline, nodes_shown, jobs_shown, len(nodes) - len(nodes_shown), left_out, turns, changed)
 
 
 def _job_row(job: object) -> tuple[str, ...]:
@@ -153,11 +199,33 @@ def _job_row(job: object) -> tuple[str, ...]:
     )
 
 
-def _node_rows(client: Client) -> list[tuple[str, ...]]:
+def _turn_rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
+    """The slot matrix of each node set, a line a row: of how many rows, how long, and who runs in it."""
+    from ganger.cli import job_lines
+    from ganger.units import format_duration
+    from ganger.wire import times
+
+    rows: list[tuple[str, ...]] = []
+    for node_set in answer.node_sets:
+        nodes = " ".join(number(node) for node in node_set.nodes)
+        for place, row in enumerate(node_set.rows):
+            rows.append(
+                (
+                    nodes if place == 0 else "",
+                    f"{place + 1}{' (new)' if node_set.changes else ''}",
+                    f"1 of {len(node_set.rows)}",
+                    format_duration(times.seconds(node_set.quantum)),
+                    job_lines.level_text(node_set.level),
+                    " ".join(number(job) for job in row.jobs),
+                )
+            )
+    return rows
+
+
+def _node_rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
     from ganger.cli.nodes import state_text
     from ganger.units import format_cores, format_memory
 
-    answer = client.list_nodes()
     kinds = {kind.name: kind for kind in answer.configuration_sets}
     rows: list[tuple[str, ...]] = []
     for node in sorted(answer.nodes, key=lambda node: node.name):

@@ -5,6 +5,7 @@ Nodes as operators see them, and calls that operators make."""
 
 import builtins
 import collections.abc
+import ganger.v1.job_pb2
 import ganger.v1.resources_pb2
 import google.protobuf.descriptor
 import google.protobuf.duration_pb2
@@ -237,20 +238,96 @@ class ListNodesResponse(google.protobuf.message.Message):
 
     NODES_FIELD_NUMBER: builtins.int
     CONFIGURATION_SETS_FIELD_NUMBER: builtins.int
+    NODE_SETS_FIELD_NUMBER: builtins.int
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Node]: ...
     @property
     def configuration_sets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.resources_pb2.ConfigurationSet]: ...
+    @property
+    def node_sets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NodeSet]:
+        """Where gangs take turns."""
+
     def __init__(
         self,
         *,
         nodes: collections.abc.Iterable[Global___Node] | None = ...,
         configuration_sets: collections.abc.Iterable[ganger.v1.resources_pb2.ConfigurationSet] | None = ...,
+        node_sets: collections.abc.Iterable[Global___NodeSet] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["configuration_sets", b"configuration_sets", "nodes", b"nodes"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["configuration_sets", b"configuration_sets", "node_sets", b"node_sets", "nodes", b"nodes"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ListNodesResponse: typing_extensions.TypeAlias = ListNodesResponse
+
+@typing.final
+class NodeSet(google.protobuf.message.Message):
+    """Nodes on which gangs take turns. No node is in two sets."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class Row(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        JOBS_FIELD_NUMBER: builtins.int
+        @property
+        def jobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+        def __init__(
+            self,
+            *,
+            jobs: collections.abc.Iterable[builtins.str] | None = ...,
+        ) -> None: ...
+        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["jobs", b"jobs"]
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+    NAME_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    LEADER_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    QUANTUM_FIELD_NUMBER: builtins.int
+    LEVEL_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    CHANGES_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """"nodeSets/{n}"."""
+    leader: builtins.str
+    """Whose daemon leads the rotation."""
+    version: builtins.int
+    """Of the newest matrix; it raises with every change."""
+    level: ganger.v1.job_pb2.SuspendLevel.ValueType
+    """What who leaves a row gives up."""
+    changes: builtins.bool
+    """The newest matrix is on its way: until every node has it the one before stands."""
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """"nodes/{node}"."""
+
+    @property
+    def quantum(self) -> google.protobuf.duration_pb2.Duration:
+        """How long each row runs."""
+
+    @property
+    def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NodeSet.Row]:
+        """Jobs that run at once, row by row: "jobs/{job}". One in more rows has the larger share."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        nodes: collections.abc.Iterable[builtins.str] | None = ...,
+        leader: builtins.str = ...,
+        version: builtins.int = ...,
+        quantum: google.protobuf.duration_pb2.Duration | None = ...,
+        level: ganger.v1.job_pb2.SuspendLevel.ValueType = ...,
+        rows: collections.abc.Iterable[Global___NodeSet.Row] | None = ...,
+        changes: builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["quantum", b"quantum"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changes", b"changes", "leader", b"leader", "level", b"level", "name", b"name", "nodes", b"nodes", "quantum", b"quantum", "rows", b"rows", "version", b"version"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___NodeSet: typing_extensions.TypeAlias = NodeSet
 
 @typing.final
 class GetNodeRequest(google.protobuf.message.Message):
@@ -390,6 +467,7 @@ class Cluster(google.protobuf.message.Message):
     VERDICTS_APPROVED_FIELD_NUMBER: builtins.int
     VERDICTS_REJECTED_FIELD_NUMBER: builtins.int
     STORAGE_FIELD_NUMBER: builtins.int
+    EVENT_SEQUENCE_FIELD_NUMBER: builtins.int
     version: builtins.str
     view_version: builtins.int
     policy: builtins.str
@@ -401,6 +479,8 @@ class Cluster(google.protobuf.message.Message):
     verdicts_approved: builtins.int
     verdicts_rejected: builtins.int
     storage: builtins.str
+    event_sequence: builtins.int
+    """Of the newest event; see ListEvents."""
     @property
     def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
     def __init__(
@@ -418,10 +498,11 @@ class Cluster(google.protobuf.message.Message):
         verdicts_approved: builtins.int = ...,
         verdicts_rejected: builtins.int = ...,
         storage: builtins.str = ...,
+        event_sequence: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["devices", b"devices", "devices_held", b"devices_held", "jobs_holding", b"jobs_holding", "jobs_pending", b"jobs_pending", "jobs_suspended", b"jobs_suspended", "policy", b"policy", "start_time", b"start_time", "storage", b"storage", "verdicts_approved", b"verdicts_approved", "verdicts_rejected", b"verdicts_rejected", "version", b"version", "view_version", b"view_version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["devices", b"devices", "devices_held", b"devices_held", "event_sequence", b"event_sequence", "jobs_holding", b"jobs_holding", "jobs_pending", b"jobs_pending", "jobs_suspended", b"jobs_suspended", "policy", b"policy", "start_time", b"start_time", "storage", b"storage", "verdicts_approved", b"verdicts_approved", "verdicts_rejected", b"verdicts_rejected", "version", b"version", "view_version", b"view_version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Cluster: typing_extensions.TypeAlias = Cluster

@@ -14,6 +14,7 @@ from ganger_master.core import commands
 from ganger_master.core.answers import Done, NodeAnswer
 from ganger_master.core.model import JobState
 from ganger_master.rpc.answers import Shown, expect
+from ganger_master.rpc.node_set_messages import node_set_to_wire
 from ganger_master.rpc.plan_messages import REASON_MOST
 from ganger_master.runtime import recorder
 from ganger_master.runtime.writer import Writer
@@ -46,6 +47,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
                 convert.configuration_set_to_wire(committed.configuration_sets[name])
                 for name in sorted(committed.configuration_sets)
             ],
+            node_sets=[node_set_to_wire(one, committed.gangs) for _, one in sorted(committed.sets.items())],
         )
 
     async def GetNode(self, request: node_pb2.GetNodeRequest, context: Any) -> node_pb2.Node:
@@ -99,6 +101,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
             verdicts_approved=state.counters.approved,
             verdicts_rejected=state.counters.rejected,
             storage=state.settings.storage,
+            event_sequence=committed.counters.next_event - 1,
         )
 
     async def RecordDecisions(self, request: node_pb2.RecordDecisionsRequest, context: Any) -> node_pb2.Recording:

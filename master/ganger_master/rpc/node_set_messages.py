@@ -1,0 +1,27 @@
+"""Node sets, on which gangs take turns, as `ganger.v1` messages: rows of jobs, since users know no epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ganger.v1 import node_pb2
+from ganger.wire import names, times
+
+from ganger_master.core.model import Gang, NodeSet
+from ganger_master.rpc.job_messages import level_to_wire
+
+
+def node_set_to_wire(node_set: NodeSet, gangs: Mapping[int, Gang]) -> node_pb2.NodeSet:
+    """The newest matrix. A gang that has gone meanwhile is left out, a row that has nobody any more too."""
+    matrix = node_set.newest
+    rows = [[names.job_name(gangs[epoch].job) for epoch in row if epoch in gangs] for row in matrix.rows]
+    return node_pb2.NodeSet(
+        name=names.node_set_name(node_set.number),
+        nodes=[names.node_name(node) for node in node_set.nodes],
+        leader=names.node_name(node_set.leader),
+        version=matrix.version,
+        quantum=times.duration(matrix.quantum_seconds),
+        level=level_to_wire(matrix.level),
+        rows=[node_pb2.NodeSet.Row(jobs=row) for row in rows if row],
+        changes=node_set.coming is not None,
+    )
