@@ -6,7 +6,7 @@ import pytest
 from core.drive import GIB, SERVER, Drive, job_of
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import Claim
-from ganger_master.core.answers import PlanAnswer, Refused, SessionAnswer
+from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused, SessionAnswer
 from ganger_master.core.commands import (
     CancelJob,
     Change,
@@ -17,6 +17,7 @@ from ganger_master.core.commands import (
     ObservedRows,
     OpenSession,
     ProposePlan,
+    RetuneJob,
     SuspendJob,
 )
 from ganger_master.core.desired import desired_of
@@ -348,9 +349,11 @@ def test_a_daemon_that_switches_no_rows_is_asked_for_none() -> None:
     assert refusal.reason is Reason.NOT_SUPPORTED
 
 
-def test_who_takes_turns_is_neither_moved_nor_paused(drive: Turns) -> None:
+def test_who_takes_turns_is_neither_moved_nor_paused_nor_given_other_cores(drive: Turns) -> None:
     host, _ = drive.share()
     assert isinstance(drive.step(MoveJob(host)), Refused)
+    assert isinstance(drive.step(RetuneJob(host, 1_000)), Refused)
+    assert drive.step(RetuneJob(host, repin=True)) == JobAnswer(host)
     paused = drive.step(SuspendJob(host, SuspendLevel.PAUSE))
     assert isinstance(paused, Refused)
     assert paused.reason == "LEVEL_UNAVAILABLE"

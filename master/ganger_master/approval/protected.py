@@ -37,11 +37,12 @@ NOTHING = Protected()
 
 
 def protect(view: View, reservations: Iterable[Reservation], everything: tuple[str, int] | None = None) -> Protected:
-    """The protected set of these reservations; nodes that left the view protect nothing."""
+    """The protected set of these reservations. Nodes that left the view protect nothing, nor does a claim of other
+    sockets than its node has: a plan may keep whatever it likes."""
     nodes: dict[str, tuple[Kept, ...]] = {}
     for reservation in sorted(reservations, key=lambda one: (one.rank, one.job)):
         for claim in reservation.claims:
-            if claim.node in view:
+            if claim.node in view and len(claim.millicores) == len(view.topology(claim.node).sockets):
                 kept = Kept(
                     reservation.job,
                     reservation.rank,

@@ -120,8 +120,10 @@ def suspend(
     elif gang.phase is GangPhase.PARKED and gang.park_level >= level:
         state.put_job(replace(job, suspend_wanted=gang.park_level, suspended_level=gang.park_level))
     else:
-        state.put_gang(replace(orders.park(gang, level, now, by_plan), purpose=purpose))
-        state.put_job(job)
+        # Who waits where it rests waits again once it rests deeper, or cannot: it rests for no plan.
+        waits = job.state is JobState.PENDING
+        state.put_gang(replace(orders.park(gang, level, now, by_plan and not waits), purpose=purpose))
+        state.put_job(replace(job, state=JobState.HOLDING) if waits else job)
     state.history(now, job.name, "suspend_ordered", cause, level=level.name, **purpose.figures)
 
 
@@ -386,7 +388,11 @@ def _stay(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
     back = gang.rested_level or (SuspendLevel.PAUSE if _is_superseded(state, gang) else SuspendLevel.NONE)
     gang = replace(gang, refused_at=now)
     job = replace(job, revision=job.revision + 1, trouble=trouble)
-    if back is not SuspendLevel.NONE:
+    if back is not SuspendLevel.NONE and job.state is JobState.HOLDING and not gang.parked_by_plan:
+        # It waited where it rests.
+        state.put_gang(orders.rested(orders.park(gang, back, now, by_plan=False), now))
+        state.put_job(replace(job, state=JobState.PENDING, pending_since=now))
+    elif back is not SuspendLevel.NONE:
         state.put_gang(orders.park(gang, back, now, gang.parked_by_plan))
         state.put_job(replace(job, suspend_wanted=back) if job.state is JobState.SUSPENDED else job)
     else:

@@ -82,14 +82,15 @@ def judge_change(
     """Why these claims cannot be, for a move or other cores; empty if they can. `agreed_only`: on devices of others
     only where these share them already. `shape`: that of another size which the job accepts."""
     refusals = node_rules(state, job, claims) or sharing.rules(state, job, claims)
-    if not refusals and state.promised:
-        refusals = trespass(state.view, _promised(state, job), claims, job=job.name)
     if refusals:
         return refusals
     if shape is None:
         shape = job.shape if arena is None else job.shape_with(arena)
     company = sharing.company_of(state, job, claims, agreed_only)
-    return fit(state.view, shape, claims, holding=tuple(holding), retune=retune, company=company)
+    refusals = fit(state.view, shape, claims, holding=tuple(holding), retune=retune, company=company)
+    if not refusals and state.promised:
+        refusals = trespass(state.view, _promised(state, job), claims, job=job.name)
+    return refusals
 
 
 def asked_memory(state: State, job: Job, claim: Claim) -> int:

@@ -130,6 +130,10 @@ def _retune(state: State, command: commands.RetuneJob, now: float) -> Decision:
         return Decision((), busy(job, "it is being moved or ends"))
     if gang is None or gang.intent is not Intent.RUN or job.state is not JobState.HOLDING:
         return Decision((), not_running(job, gang))
+    if any(piece.gone for piece in gang.pieces):
+        return Decision((), busy(job, "a part of it has ended"))
+    if gang.epoch in state.set_of and not command.repin:
+        return Decision((), busy(job, "it takes turns with others on its devices, and so do its cores"))
     claims = gang.claims
     if not command.repin:
         claims = tuple(_with_cores(state, claim, command.millicores * sum(claim.tasks)) for claim in gang.claims)

@@ -21,7 +21,7 @@ from ganger_master.core.capacity import asked_memory, judge, judge_change, level
 from ganger_master.core.checks import check_move, check_suspend, unfinished
 from ganger_master.core.events import Event
 from ganger_master.core.model import Claim, GangPhase, Intent, Job, JobState, SuspendLevel
-from ganger_master.core.resizing import check_resize, judge_resize
+from ganger_master.core.resizing import check_resize, judge_resize, shares_nothing
 from ganger_master.core.sizes import devices_of, shape_for
 from ganger_master.core.state import State
 from ganger_master.core.taking_turns import judge_rows
@@ -137,6 +137,8 @@ class _Trial:
         self._unseen: list[Event] = []
         # Where gangs take turns otherwise than they did.
         self._rows_on: set[str] = set()
+        # Of those who are between two worlds then.
+        self._resized: list[Claim] = []
 
     @property
     def state(self) -> State:
@@ -166,6 +168,8 @@ class _Trial:
         match event:
             case events.GangApproved(number=number, claims=claims):
                 self._use_share(self._state.jobs[number], devices_of(claims))
+            case events.ResizeBegun(number=number, claims=claims):
+                self._resized.extend([*self._state.gangs[self._state.jobs[number].epoch].claims, *claims])
             case events.RowsChanged(starts=starts, takes=takes):
                 self._rows_on.update([claim.node for claim in takes])
                 for number, (claims, _) in starts.items():
@@ -188,6 +192,10 @@ class _Trial:
                 if claim.node in self._rows_on:
                     detail = "another change of this plan has gangs take turns there"
                     return Refusal(Reason.STALE_REVISION, job=f"jobs/{change.number}", node=claim.node, detail=detail)
+        for claim in change.claims:
+            if any(claim.node == one.node and claim.shared_mask & one.device_mask for one in self._resized):
+                detail = "another change of this plan resizes who is there"
+                return Refusal(Reason.STALE_REVISION, job=f"jobs/{change.number}", node=claim.node, detail=detail)
         joined = [claim for _, taken in self._given_and_taken for claim in taken if claim.shared_mask]
         if not joined:
             return None
@@ -269,6 +277,9 @@ def _judge_start(
     shape = shape_for(job, change.claims, rests_for_any_size(state, job))
     if isinstance(shape, Refusal):
         return shape
+    parked = state.gangs.get(job.epoch)
+    if parked is not None and parked.devices != shape.gpus and any(claim.shared_mask for claim in change.claims):
+        return shares_nothing(job)
     # What it asks of cores and memory is a wish where a plan tunes them.
     verdict = judge(state, job, (change.claims,), 0, now, retune=True, shape=shape)
     if isinstance(verdict, Approved):
@@ -307,6 +318,8 @@ def _judge_cores(
         return Refusal(Reason.WRONG_STATE, job=job.name)
     if gang.epoch in state.set_of:
         return Refusal(Reason.WRONG_STATE, job=job.name, detail="it takes turns, and so do its cores")
+    if any(piece.gone for piece in gang.pieces):
+        return Refusal(Reason.WRONG_STATE, job=job.name, detail="a part of it has ended")
     held = [(c.node, c.device_mask, c.arena_bytes, c.tasks, c.shared_mask) for c in gang.claims]
     if [(c.node, c.device_mask, c.arena_bytes, c.tasks, c.shared_mask) for c in change.claims] != held:
         detail = "only cores and memory may differ from what is held"

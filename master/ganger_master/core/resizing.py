@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ganger.placement.resized import resized
-from ganger.resources.reasons import Refusal
+from ganger.resources.reasons import Reason, Refusal
 
 from ganger_master.core.answers import Refused
 from ganger_master.core.arenas import has_arenas
@@ -54,6 +54,8 @@ def check_resize(state: State, job: Job, gpus: int) -> Gang | Refused:
 def judge_resize(state: State, job: Job, gang: Gang, claims: Sequence[Claim]) -> tuple[Refusal, ...]:
     """Why a gang cannot have these claims instead of its own; empty if it can."""
     gpus = devices_of(claims)
+    if any(claim.shared_mask for claim in claims):
+        return (shares_nothing(job),)
     refusals = rules(state, job, gpus)
     if refusals:
         return refusals
@@ -70,6 +72,11 @@ def place_resized(state: State, job: Job, gang: Gang, gpus: int) -> tuple[Claim,
         return _refused(job, f"there is no room for {gpus} GPUs (`ganger nodes` shows what is free)")
     refusals = judge_resize(state, job, gang, claims)
     return _refused(job, refusals[0].message) if refusals else claims
+
+
+def shares_nothing(job: Job) -> Refusal:
+    """Two worlds of one job have pieces in common, and with others none."""
+    return Refusal(Reason.NOT_SUPPORTED, job=job.name, detail="a world of another size shares no devices with others")
 
 
 def _refused(job: Job, why: str) -> Refused:

@@ -75,6 +75,12 @@ def share_pieces(state: State, job: Job, gangs: Sequence[Gang]) -> bool:
     return changed
 
 
+def has_two_worlds(state: State, number: int) -> bool:
+    """Whether a job is between two worlds, be it that the old one is only still leaving: what both have in common the
+    one of them holds, and who comes to it there would not be known to the other."""
+    return any(one.resizes and one.restore.parked_epoch in state.gangs for one in state.gangs_of_job(number))
+
+
 def can_go_back(gang: Gang) -> bool:
     """Whether an old world that was told to rest, or to hand over, can simply go on: it has given nothing up yet."""
     return gang.intent in (Intent.RUN, Intent.HAND_OVER) or gang.phase is not GangPhase.PARKED

@@ -1,0 +1,149 @@
+"""Packs, moves and other sizes that meet: what storms of plans found (tests/sim/test_sharing_storms.py). (1 s)"""
+
+from __future__ import annotations
+
+import pytest
+from core.drive import GIB, job_of
+from core.test_packing import Packing
+from core.test_refused_suspends import FULL
+from core.test_resizing import World, elastic
+from ganger.placement.resized import resized
+from ganger.resources.reasons import Reason, Refusal
+from ganger_master.core.answers import Refused
+from ganger_master.core.commands import (
+    DrainNode,
+    Promise,
+    ProposePlan,
+    ResizeJob,
+    ResumeJob,
+    RetuneJob,
+    SuspendJob,
+)
+from ganger_master.core.model import Claim, GangPhase, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
+from msgspec.structs import replace
+
+
+class Mixed(World, Packing):
+    """Elastic jobs on nodes whose devices may be shared."""
+
+    def claims(self, number: int, gpus: int, shares: bool = False) -> tuple[Claim, ...]:
+        """Those of another size."""
+        job = self.job(number)
+        shape = job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus)
+        found = resized(self.state.view, shape, self.state.gangs[job.epoch].claims)
+        assert found is not None
+        return tuple(replace(claim, shared_mask=claim.device_mask if shares else 0) for claim in found)
+
+
+def reason_of(refusal: Refusal | None) -> Reason | None:
+    return None if refusal is None else refusal.reason
+
+
+@pytest.mark.parametrize("gpus", [1, 3])
+def test_a_world_of_another_size_shares_no_devices_whether_the_old_one_runs_or_rests(gpus: int) -> None:
+    drive = Mixed()
+    number = drive.running(elastic(2, 1, 4))
+    claims = drive.claims(number, gpus, shares=True)
+    assert reason_of(drive.propose(drive.change(number, "RESIZE", claims))[0]) is Reason.NOT_SUPPORTED
+    drive.step(SuspendJob(number, SuspendLevel.OFFLOAD))
+    drive.seen(number, drive.job(number).epoch, ObservedPhase.PARKED, 40)
+    drive.step(ResumeJob(number))
+    assert reason_of(drive.propose(drive.change(number, "START", claims))[0]) is Reason.NOT_SUPPORTED
+    alone = drive.claims(number, gpus)
+    assert drive.propose(drive.change(number, "START", alone)) == [None]
+
+
+def test_nobody_joins_a_job_between_two_worlds_until_the_old_one_has_left() -> None:
+    drive = Mixed()
+    number, guest = drive.running(elastic(1, 1, 4)), drive.submit(elastic(1, 1, 1))
+    source = drive.job(number).epoch
+    drive.step(ResizeJob(number, 2))
+    destination = drive.job(number).next_epoch
+    assert reason_of(drive.pack(guest, number)) is Reason.GPUS
+    drive.seen(number, destination, ObservedPhase.PREPARED)
+    drive.seen(number, source, ObservedPhase.PARKED, 40)
+    drive.seen(number, destination, ObservedPhase.READY, 40)
+    assert drive.job(number).epoch == destination
+    both = elastic(2, 2, 2)
+    guest = drive.submit(both)
+    assert reason_of(drive.pack(guest, number)) is Reason.GPUS
+    drive.runs(number)
+    drive.gone(number, source)
+    assert drive.pack(guest, number) is None
+
+
+def test_nobody_joins_a_job_that_the_same_plan_resizes() -> None:
+    drive = Mixed()
+    number, guest = drive.running(elastic(1, 1, 4)), drive.submit(elastic(1, 1, 1))
+    resize = drive.change(number, "RESIZE", drive.claims(number, 2))
+    join = drive.change(guest, "START", drive.beside(guest, number))
+    first, second = drive.propose(resize, join)
+    assert (first, reason_of(second)) == (None, Reason.STALE_REVISION)
+
+
+def test_what_has_lost_a_part_has_no_other_cores_and_the_part_s_devices_are_free() -> None:
+    drive = Mixed(2)
+    number = drive.running(job_of(6, GIB))
+    gang = drive.state.gangs[drive.job(number).epoch]
+    node = gang.nodes[1]
+    done = replace(drive.report(gang, ObservedPhase.ENDED), outcome=Outcome(OutcomeKind.DONE))
+    drive.observe(node, *drive.others(node, gang.epoch), done)
+    free = drive.state.rows[node].free_mask
+    fewer = tuple(replace(claim, millicores=(1_000, 1_000)) for claim in gang.claims)
+    assert reason_of(drive.propose(drive.change(number, "CORES", fewer))[0]) is Reason.WRONG_STATE
+    answer = drive.step(RetuneJob(number, 1_000))
+    assert isinstance(answer, Refused)
+    assert "a part of it has ended" in answer.message
+    assert drive.state.rows[node].free_mask == free == 0b1111
+
+
+def offloaded_and_waiting(drive: Mixed) -> tuple[int, int]:
+    """A job that rests in host memory and waits to go on, and its epoch."""
+    number = drive.running(job_of(2))
+    epoch = drive.job(number).epoch
+    drive.step(SuspendJob(number, SuspendLevel.OFFLOAD))
+    drive.seen(number, epoch, ObservedPhase.PARKED, 7)
+    drive.step(ResumeJob(number))
+    assert drive.job(number).state is JobState.PENDING
+    return number, epoch
+
+
+def test_a_drain_saves_who_waits_to_go_on_from_its_host_memory_and_it_waits_again() -> None:
+    drive = Mixed()
+    number, epoch = offloaded_and_waiting(drive)
+    drive.step(DrainNode("n1", "a new fan"))
+    assert drive.state.gangs[epoch].park_level is SuspendLevel.CHECKPOINT
+    assert drive.job(number).state is JobState.HOLDING
+    yielded = replace(drive.report(drive.state.gangs[epoch], ObservedPhase.ENDED), outcome=Outcome(OutcomeKind.YIELDED))
+    drive.observe("n1", yielded)
+    drive.observe("n1")
+    assert (drive.job(number).state, drive.job(number).epoch) == (JobState.PENDING, 0)
+
+
+def test_who_waits_in_host_memory_and_cannot_be_saved_waits_on() -> None:
+    drive = Mixed()
+    number, epoch = offloaded_and_waiting(drive)
+    drive.step(DrainNode("n1", "a new fan"))
+    gang = drive.state.gangs[epoch]
+    report = drive.report(gang, ObservedPhase.PARKED, 7)
+    drive.observe("n1", replace(report, level=SuspendLevel.OFFLOAD, trouble=FULL))
+    job, gang = drive.job(number), drive.state.gangs[epoch]
+    assert (job.state, job.trouble) == (JobState.PENDING, FULL)
+    assert (gang.phase, gang.rested_level) == (GangPhase.PARKED, SuspendLevel.OFFLOAD)
+    assert drive.state.is_waiting(job)
+
+
+@pytest.mark.parametrize("kept_cores", [(1_000,), (1_000, 0)])
+@pytest.mark.parametrize("cores", [(1_000,), (1_000, 0, 0), (4_000, 0)])
+def test_claims_of_other_sockets_than_their_node_s_are_refused_and_none_of_them_is_kept(
+    kept_cores: tuple[int, ...], cores: tuple[int, ...]
+) -> None:
+    drive = Mixed(2)
+    number, other = drive.running(job_of(2)), drive.submit(job_of(4))
+    kept = [Claim(node, 0b11, kept_cores, GIB, 0, (2,)) for node in ("n2", "nowhere")]
+    drive.step(ProposePlan((), promises=(Promise(other, tuple(kept)),)))
+    (claim,) = drive.state.gangs[drive.job(number).epoch].claims
+    refusal = drive.propose(drive.change(number, "MOVE", (replace(claim, node="n2", millicores=cores),)))[0]
+    keeps, is_possible = len(kept_cores) == 2, len(cores) == 2
+    wanted = (Reason.RESERVED if keeps else None) if is_possible else Reason.CLAIM_MISMATCH
+    assert reason_of(refusal) is wanted
