@@ -104,7 +104,7 @@ def test_a_device_is_used_only_while_what_its_user_needs_is_left_beside_what_oth
     oracle.offloaded("most", 1, device, 10)
     oracle.occupied("unknown", 2, device)
     oracle.left("unknown", 2, device)
-    with pytest.raises(RuleBrokenError, match="needs 100 of the 100 bytes"):
+    with pytest.raises(RuleBrokenError, match="need 100 of the 100 bytes"):
         oracle.occupied("whole", 3, device)
     oracle.left("whole", 3, device)
     # What it keeps itself is its own when it goes on, and gone when it has ended.

@@ -5,7 +5,7 @@ They know nothing of faults and share no code with the core: steps, devices and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -41,8 +41,8 @@ class Oracle:
     def __init__(self) -> None:
         self.trainings: dict[str, Training] = {}
         self.accepted: dict[int, str] = {}
-        # Who steps on a device: (node, device) -> (uid, epoch).
-        self.users: dict[tuple[str, int], tuple[str, int]] = {}
+        # Who may step on a device: (node, device) -> (uid, epoch) -> whether it knows that others may, too.
+        self.users: dict[tuple[str, int], dict[tuple[str, int], bool]] = {}
         # Memory of each device of a node, and what processes that have offloaded keep: device -> attempt -> bytes.
         self.memory: dict[str, int] = {}
         self.kept: dict[tuple[str, int], dict[tuple[str, int], int]] = {}
@@ -92,24 +92,25 @@ class Oracle:
             raise RuleBrokenError(f"{uid} epoch {epoch} does step {step} after step {training.step}")
         training.step = step
         for device in devices:
-            user = self.users.get(device)
-            if user is not None and user != (uid, epoch):
-                raise RuleBrokenError(f"{device} is used by {user} while {uid} epoch {epoch} steps on it")
+            self._check_users(device, uid, epoch)
+            newer = [other for other in self.users.get(device, {}) if other[0] == uid and other[1] > epoch]
+            if newer:
+                raise RuleBrokenError(f"{device} is given to {newer} while {uid} epoch {epoch} steps on it")
 
-    def occupied(self, uid: str, epoch: int, devices: Sequence[tuple[str, int]]) -> None:
-        """Processes got these devices, and may use them from now on."""
+    def occupied(
+        self, uid: str, epoch: int, devices: Sequence[tuple[str, int]], shared: Collection[tuple[str, int]] = ()
+    ) -> None:
+        """Processes got these devices, and may use them from now on; of some they know that others may, too. Said
+        again when that changes."""
         for device in devices:
-            user = self.users.get(device)
-            if user is not None and user != (uid, epoch) and user[0] != uid:
-                raise RuleBrokenError(f"{device} is given to {uid} epoch {epoch} while {user} is on it")
-            self.users[device] = (uid, epoch)
+            self.users.setdefault(device, {})[uid, epoch] = device in shared
             self.kept.get(device, {}).pop((uid, epoch), None)
+            self._check_users(device, uid, epoch)
             self._check_memory(device)
 
     def left(self, uid: str, epoch: int, devices: Sequence[tuple[str, int]]) -> None:
         for device in devices:
-            if self.users.get(device) == (uid, epoch):
-                del self.users[device]
+            self.users.get(device, {}).pop((uid, epoch), None)
             self.kept.get(device, {}).pop((uid, epoch), None)
 
     def offloaded(self, uid: str, epoch: int, devices: Sequence[tuple[str, int]], residue: int) -> None:
@@ -119,11 +120,20 @@ class Oracle:
             self.kept.setdefault(device, {})[uid, epoch] = residue
             self._check_memory(device)
 
+    def _check_users(self, device: tuple[str, int], uid: str, epoch: int) -> None:
+        """Nobody else is there but who shares it as this one does, or an attempt of the same job."""
+        users = self.users.get(device, {})
+        for other, shares in users.items():
+            if other[0] != uid and not (shares and users.get((uid, epoch))):
+                raise RuleBrokenError(f"{device} is given to {uid} epoch {epoch} while {other} is on it")
+
     def _check_memory(self, device: tuple[str, int]) -> None:
-        user, kept = self.users.get(device), sum(self.kept.get(device, {}).values())
-        needed, whole = self.trainings[user[0]].device_bytes if user else 0, self.memory.get(device[0], 0)
+        users, kept = self.users.get(device, {}), sum(self.kept.get(device, {}).values())
+        # Attempts of one job: the one gives up its memory as the other takes it.
+        needs = {uid: self.trainings[uid].device_bytes for uid, _ in users}
+        needed, whole = sum(needs.values()), self.memory.get(device[0], 0)
         if needed and needed + kept > whole > 0:
-            raise RuleBrokenError(f"{user} needs {needed} of the {whole} bytes of {device}, others keep {kept}")
+            raise RuleBrokenError(f"{sorted(needs)} need {needed} of the {whole} bytes of {device}, others keep {kept}")
 
     def moved(self, uid: str, epoch: int, stopped_at: set[int], has: set[int]) -> None:
         """A move was committed: the steps at which the source's ranks stand, and of which the destination's have the

@@ -10,7 +10,19 @@ from ganger.resources.values import ConfigurationSet
 from ganger.scheduling import JobScheduler
 
 from ganger_master.core.answers import Answer, JobAnswer
-from ganger_master.core.commands import CancelJob, Command, MoveJob, RemoveNode, ResumeJob, SubmitJob, SuspendJob
+from ganger_master.core.commands import (
+    CancelJob,
+    Command,
+    CordonNode,
+    DrainNode,
+    MoveJob,
+    RemoveNode,
+    ResizeJob,
+    ResumeJob,
+    SubmitJob,
+    SuspendJob,
+    UncordonNode,
+)
 from ganger_master.core.effects import History
 from ganger_master.core.model import JobSpec, JobState, OutcomeKind, SuspendLevel
 from ganger_master.core.settings import Settings
@@ -23,6 +35,7 @@ from ganger_master.sim.hosts import SimHost
 from ganger_master.sim.master import SimMaster
 from ganger_master.sim.nodes import SimDaemon
 from ganger_master.sim.ranks import Physics, spec_steps
+from ganger_master.sim.wild import go_elsewhere, let_go, wild_plan
 
 _RETRY_SECONDS = 5.0
 
@@ -160,6 +173,12 @@ class Cluster:
         """Users who suspend, resume, move and cancel whatever they have, without asking what it does."""
         self._again(mean_seconds, self._meddle, lambda: self.meddling)
 
+    def unleash_planner(self, mean_seconds: float) -> None:
+        """One that proposes whatever can be proposed, and what cannot; and operators who empty nodes."""
+        dice = self.engine.random
+        self._again(mean_seconds, lambda: self.send(wild_plan(self.state, dice)), lambda: self.meddling)
+        self._again(10.0 * mean_seconds, self._empty_a_node, lambda: self.meddling)
+
     meddling = True
 
     def _again(self, mean_seconds: float, act: Callable[[], None], holds: Callable[[], bool] | None = None) -> None:
@@ -214,7 +233,10 @@ class Cluster:
         number = self.engine.random.choice(known)
         what = self.engine.random.random()
         level = self.engine.random.choice(list(SuspendLevel))
-        if what < 0.35:
+        spec = self.state.jobs[number].spec if number in self.state.jobs else None
+        if spec is not None and spec.is_elastic and what < 0.5:
+            self.send(ResizeJob(number, self.engine.random.randint(spec.gpus_min, spec.gpus_max + 1)))
+        elif what < 0.35:
             self.send(SuspendJob(number, level))
         elif what < 0.65:
             self.send(ResumeJob(number))
@@ -223,6 +245,12 @@ class Cluster:
         else:
             self.send(CancelJob(number))
 
+    def _empty_a_node(self) -> None:
+        name = self._pick(self.daemons).name
+        drains = self.engine.chance(0.5)
+        self.send(DrainNode(name, "a new fan") if drains else CordonNode(name, "a new fan"))
+        self.engine.after(self.engine.between(5.0, 60.0), lambda: self.send(UncordonNode(name)))
+
     # -- what the master says ------------------------------------------------------------------------------------------
 
     def _on_news(self, node: str, desired: DesiredSet) -> None:
@@ -230,7 +258,7 @@ class Cluster:
             self.daemons[node].on_news(desired)
 
     def _on_history(self, row: History) -> None:
-        if row.kind == "move_committed":
+        if row.kind in ("move_committed", "resize_committed"):
             source, epoch = int(row.figures["source"]), int(row.figures["epoch"])
             stopped_at = {ranks.stop_step for (of, _), ranks in self.physics.ranks.items() if of == source}
             has = {ranks.restored_step for (of, _), ranks in self.physics.ranks.items() if of == epoch}
@@ -276,6 +304,11 @@ def require_progress(cluster: Cluster, within: float) -> None:
         for number in list(cluster.state.jobs) if cluster.master.is_up else ():
             if cluster.state.jobs[number].state is JobState.SUSPENDED:
                 cluster.send(ResumeJob(number))
+        for name, node in cluster.state.nodes.items() if cluster.master.is_up else ():
+            if node.cordoned:
+                cluster.send(UncordonNode(name))
+        cluster.send(let_go(cluster.state))
+        cluster.engine.after(5.0, lambda: cluster.send(go_elsewhere(cluster.state)))
         if not everything_ended(cluster):
             cluster.engine.after(10.0, resume_all)
 

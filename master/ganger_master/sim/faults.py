@@ -33,6 +33,8 @@ class Faults:
     # A destination's image is that of an earlier stop; or it is ready before it can say of which step.
     spoiled_image: float = 0.0
     late_step: float = 0.0
+    # Storage has no room for a checkpoint that a stop asks for: it rests where it stands.
+    full_storage: float = 0.0
     # An operator takes silent nodes for gone.
     removal_seconds: float = 0.0
     # The master's clock may be off by up to this much after a restart.
@@ -62,6 +64,7 @@ def storm(seed_engine: Engine) -> Faults:
         "wiped": seed_engine.between(0.0, 0.5),
         "spoiled_image": seed_engine.between(0.0, 0.3),
         "late_step": seed_engine.between(0.0, 0.3),
+        "full_storage": seed_engine.between(0.0, 0.5),
         "clock_jump_seconds": seed_engine.between(0.0, 3600.0),
         "removal_seconds": seed_engine.between(1.0, 10.0),
     }

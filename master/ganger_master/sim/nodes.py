@@ -6,6 +6,7 @@ Its ranks outlive it (`ranks.Physics`); what it keeps itself (session, versions,
 from __future__ import annotations
 
 from ganger.resources.values import ConfigurationSet
+from msgspec.structs import replace
 
 from ganger_master.core.answers import Answer, Refused, SessionAnswer
 from ganger_master.core.commands import Answer as AnswerCommand
@@ -19,7 +20,8 @@ from ganger_master.sim.ranks import Doing, Physics, Ranks
 
 _HEARTBEAT_SECONDS = 2.0
 _BUSY_SECONDS = 8.0
-_PEAK_BYTES = 1 << 30
+# Samples that an elastic job takes at once, whatever the number of its ranks.
+_GLOBAL_BATCH = 24
 _ALL_LEVELS = Capabilities(pause=True, offload=True, checkpoint=True, known=True)
 
 
@@ -222,7 +224,7 @@ class SimDaemon:
         if ranks.checkpoint is not None:
             step, path = ranks.checkpoint
             checkpoint = Checkpoint(step, gang.epoch, path)
-        attached = ranks.doing is not Doing.FORKING
+        attached = ranks.doing not in (Doing.WAITING, Doing.FORKING)
         measures = self.measures and ranks.level is SuspendLevel.OFFLOAD
         residue = self.physics.residue_of(gang.uid) if measures else 0
         return ObservedGang(
@@ -234,18 +236,25 @@ class SimDaemon:
             level=ranks.level,
             stop_sequence=ranks.stop_sequence,
             stop_step=ranks.stop_step,
+            trouble=ranks.trouble,
             outcome=Outcome(ranks.outcome, ranks.exit_code, message=ranks.message),
             checkpoint=checkpoint,
-            peak_device_bytes=_PEAK_BYTES if gang.stepped else 0,
-            capabilities=self.offers if attached else Capabilities(),
+            peak_device_bytes=self.physics.peak_of(gang.uid) if gang.stepped else 0,
+            capabilities=self._offered(ranks) if attached else Capabilities(),
             device_mask=ranks.order.claim.device_mask,
             residue_bytes=(residue,) * self.configuration_set.devices if measures else (),
         )
 
+    def _offered(self, ranks: Ranks) -> Capabilities:
+        spec = ranks.order.spec
+        if spec is None or not spec.is_elastic:
+            return self.offers
+        return replace(self.offers, resize=True, resize_divides=_GLOBAL_BATCH)
+
 
 def _phase(ranks: Ranks, stepped: bool) -> ObservedPhase:
     match ranks.doing:
-        case Doing.FORKING:
+        case Doing.WAITING | Doing.FORKING:
             return ObservedPhase.STARTING
         case Doing.PREPARED:
             return ObservedPhase.PREPARED if ranks.order.intent is Intent.PREPARE else ObservedPhase.STARTING

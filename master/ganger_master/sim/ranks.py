@@ -9,14 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from ganger.resources.topology import bits
+
 from ganger_master.core.model import Intent, JobSpec, OutcomeKind, SuspendLevel
 from ganger_master.core.wanted import DesiredGang
 from ganger_master.sim.checkers import Oracle
 from ganger_master.sim.engine import Engine
 from ganger_master.sim.faults import NONE
 
+# What ranks use of a device if their job does not say.
+_PEAK_BYTES = 1 << 30
+
 
 class Doing(Enum):
+    # For devices that others are on.
+    WAITING = "waiting"
     FORKING = "forking"
     PREPARED = "prepared"
     READY = "ready"
@@ -31,7 +38,7 @@ class Ranks:
 
     node: str
     order: DesiredGang
-    doing: Doing = Doing.FORKING
+    doing: Doing = Doing.WAITING
     level: SuspendLevel = SuspendLevel.NONE
     stop_sequence: int = 0
     stop_step: int = 0
@@ -39,13 +46,29 @@ class Ranks:
     restored_step: int = 0
     outcome: OutcomeKind = OutcomeKind.NONE
     message: str = ""
+    # Why it rests short of what it was ordered.
+    trouble: str = ""
     exit_code: int = 0
     checkpoint: tuple[int, str] | None = None
 
     @property
     def devices(self) -> list[tuple[str, int]]:
-        mask = self.order.claim.device_mask
-        return [(self.node, device) for device in range(mask.bit_length()) if mask >> device & 1]
+        return self._named(self.order.claim.device_mask)
+
+    @property
+    def shared(self) -> list[tuple[str, int]]:
+        """Those of its devices of which it was told that others may be there, too."""
+        return self._named(self.order.claim.shared_mask)
+
+    def _named(self, mask: int) -> list[tuple[str, int]]:
+        return [(self.node, device) for device in bits(mask)]
+
+    @property
+    def is_on_devices(self) -> bool:
+        """Its processes may have something there."""
+        if self.doing is Doing.PARKED:
+            return self.level < SuspendLevel.OFFLOAD
+        return self.doing not in (Doing.WAITING, Doing.ENDED)
 
     @property
     def is_alive(self) -> bool:
@@ -92,11 +115,19 @@ class Physics:
             return
         if order.master_sequence < ranks.order.master_sequence:
             return
+        if order.master_sequence > ranks.order.master_sequence:
+            ranks.trouble = ""
         ranks.order = order
+        if ranks.doing is Doing.RUNNING or (ranks.doing is Doing.PARKED and ranks.is_on_devices):
+            self._occupy(ranks)
         self._follow(ranks)
 
     def residue_of(self, uid: str) -> int:
         return min(self.residue_bytes, self.oracle.trainings[uid].device_bytes or self.residue_bytes)
+
+    def peak_of(self, uid: str) -> int:
+        """Bytes of each device that its ranks were seen to use."""
+        return self.oracle.trainings[uid].device_bytes or _PEAK_BYTES
 
     def forget(self, node: str, epoch: int) -> None:
         self.ranks.pop((epoch, node), None)
@@ -115,7 +146,33 @@ class Physics:
     def _fork(self, node: str, order: DesiredGang) -> None:
         self._know(order)
         ranks = self.ranks[order.epoch, node] = Ranks(node, order)
+        self._launch(ranks)
+
+    def _launch(self, ranks: Ranks) -> None:
+        """Nobody starts on a device before its daemon has seen the former one off."""
+        if ranks.doing is not Doing.WAITING or self.ranks.get((ranks.order.epoch, ranks.node)) is not ranks:
+            return
+        if self._is_blocked(ranks):
+            self.engine.after(0.5, lambda: self._launch(ranks))
+            return
+        ranks.doing = Doing.FORKING
         self.engine.after(self.engine.between(0.1, self.fork_seconds), lambda: self._forked(ranks))
+
+    def _is_blocked(self, ranks: Ranks) -> bool:
+        """Whether somebody is on its devices, who does not share them as it does. What it moves away from, or grows out
+        of, gives them up at the boundary."""
+        own, restore = ranks.order.claim, ranks.order.restore
+        for (_, node), other in self.ranks.items():
+            if node != ranks.node or other is ranks or not other.is_on_devices:
+                continue
+            there = other.order.claim
+            collide = own.device_mask & there.device_mask & ~(own.shared_mask & there.shared_mask)
+            if collide and (other.order.uid != ranks.order.uid or restore.alone):
+                return True
+        return False
+
+    def _occupy(self, ranks: Ranks) -> None:
+        self.oracle.occupied(ranks.order.uid, ranks.order.epoch, ranks.devices, ranks.shared)
 
     def _report_gone(self, node: str, order: DesiredGang) -> None:
         """Wanted, but nothing of it is here and it must not start: that is said as an outcome."""
@@ -193,12 +250,12 @@ class Physics:
             ranks.doing = Doing.RUNNING
             ranks.level = SuspendLevel.NONE
             ranks.stop_sequence = 0
-            self.oracle.occupied(order.uid, order.epoch, ranks.devices)
+            self._occupy(ranks)
             self._go(order.epoch)
         elif order.intent in (Intent.PARK, Intent.HAND_OVER):
             if ranks.doing is Doing.READY and not self.gangs[order.epoch].stepping:
                 ranks.doing = Doing.RUNNING
-                self.oracle.occupied(order.uid, order.epoch, ranks.devices)
+                self._occupy(ranks)
             if ranks.doing is Doing.PARKED:
                 self._settle_at_level(ranks)
             else:
@@ -269,6 +326,10 @@ class Physics:
             for one in members
         ):
             present = [one for one in members if one is not None]
+            if any(one.trouble for one in present) or self.engine.chance(self.faults.full_storage):
+                for one in present:
+                    one.trouble = "STORAGE_FULL: no space left on device"
+                return
             self._write_checkpoint(gang, present)
             for one in present:
                 self._end(one, OutcomeKind.YIELDED, "")

@@ -1,0 +1,66 @@
+"""Gangs that share devices, move, grow and shrink by wild plans while everything breaks. `run(SEED)` replays a seed."""
+
+from __future__ import annotations
+
+import pytest
+from ganger.resources.topology import parse_topology
+from ganger.resources.values import Role, TaskShape
+from ganger_master.core.model import JobSpec
+from ganger_master.core.settings import Settings
+from ganger_master.sim import faults
+from ganger_master.sim.cluster import Cluster, require_progress
+from ganger_master.sim.engine import Engine
+
+_GIB = 1 << 30
+SERVER = parse_topology("2x2", name="v4", millicores=16_000, memory_bytes=64 * _GIB, device_memory_bytes=4 * _GIB)
+
+
+def run(seed: int, jobs: int, seconds: float, rotation: str = "no") -> Cluster:
+    """A storm drawn from the seed, plans of all kinds, users who meddle; then everything heals and every job must
+    end."""
+    storm = faults.storm(Engine(seed))
+    cluster = Cluster(seed, [], Settings(lost_after_seconds=60.0, residue_bytes=_GIB // 2), storm)
+    for name in ("n1", "n2", "n3"):
+        cluster.add_node(name, SERVER, {"packing": "yes", "rotation": rotation})
+    dice = cluster.engine.random
+    cluster.physics.residue_bytes = 300 << 20
+    cluster.daemons["n3"].measures = False
+    cluster.run_for(5.0)
+    cluster.unleash()
+    cluster.unleash_users(20.0)
+    cluster.unleash_planner(2.0)
+    for _ in range(jobs):
+        gpus = dice.choice([1, 1, 2, 2, 3, 4, 6])
+        elastic = (dice.randint(1, gpus), gpus + dice.randint(0, 4)) if dice.random() < 0.4 else (0, 0)
+        cluster.submit(
+            JobSpec(
+                ("train", str(dice.randint(20, 100))),
+                (Role("worker", gpus, TaskShape(1, 1_000, 2 * _GIB)),),
+                priority=dice.choice([0, 0, 0, 5]),
+                gpu_memory_bytes=dice.choice([0, _GIB // 2, _GIB, 2 * _GIB]),
+                gpus_min=elastic[0],
+                gpus_max=elastic[1],
+                preemptible=dice.random() < 0.9,
+                movable=dice.random() < 0.9,
+            )
+        )
+        cluster.run_for(dice.uniform(0.0, 10.0))
+    cluster.run_for(seconds)
+    cluster.check()
+    require_progress(cluster, 4_000.0)
+    return cluster
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_short_storm_of_plans_breaks_no_rule_and_every_job_ends(seed: int) -> None:
+    run(seed, jobs=8, seconds=100.0)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("block", range(40))
+def test_long_storms_of_plans_break_no_rule_and_every_job_ends(block: int) -> None:
+    for seed in range(1_000 + 10 * block, 1_010 + 10 * block):
+        try:
+            run(seed, jobs=14, seconds=500.0)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
