@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 from ganger.v1 import job_pb2, resources_pb2, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire.channels import open_channel
-from ganger.wire.endpoints import read_endpoint
+from ganger.wire.endpoints import EndpointError, read_endpoint
 from kit.cluster import Cluster
 from kit.waiting import eventually
 from system.harness import Run
@@ -44,8 +46,15 @@ class Plans:
         said: list[str] = []
 
         def is_approved() -> bool:
-            revision = int(run.show()["revision"])
-            (verdict,) = self.propose(scheduling_pb2.Change(job=run.name, revision=revision, **change))
+            shown = run.shell.try_("show", run.id, "--json")
+            if shown.code:
+                return False
+            asked = scheduling_pb2.Change(job=run.name, revision=int(json.loads(shown.out)["revision"]), **change)
+            try:
+                (verdict,) = self.propose(asked)
+            except (EndpointError, grpc.RpcError) as error:
+                said[:] = [str(error)]
+                return False
             said[:] = [refusal.message for refusal in verdict.refusals]
             return verdict.approved
 
@@ -63,9 +72,12 @@ class Plans:
     def move(self, run: Run, node: str, device: int, shared: bool) -> None:
         self.until_approved(run, move=scheduling_pb2.MoveChange(claims=[claim(node, device, shared)]))
 
-    def suspend(self, run: Run) -> None:
+    def park(self, run: Run) -> None:
         level = job_pb2.SUSPEND_LEVEL_OFFLOAD
         self.until_approved(run, suspend=scheduling_pb2.SuspendChange(level=level))
+
+    def suspend(self, run: Run) -> None:
+        self.park(run)
         eventually(lambda: run.show()["gang"]["phase"] == "PARKED", what="it rests", within_seconds=60, story=run.story)
 
     def resume(self, run: Run) -> None:
@@ -91,3 +103,14 @@ def beside(run: Run) -> list[str]:
 
 def goes_on(run: Run, steps: int = 3) -> None:
     run.wait_step(run.last_step() + steps)
+
+
+def is_settled(run: Run) -> bool:
+    shown = run.shell.try_("show", run.id, "--json")
+    gang = (json.loads(shown.out).get("gang") or {}) if shown.code == 0 else {}
+    return gang.get("phase") == "RUNNING" and not gang.get("move_claims")
+
+
+def is_at(run: Run, node: str, device: int) -> bool:
+    (held,) = run.show()["gang"]["claims"]
+    return held["node"] == f"nodes/{node}" and int(held["device_mask"]) == 1 << device

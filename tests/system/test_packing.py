@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +11,10 @@ import pytest
 from kit.cluster import Cluster
 from kit.waiting import eventually
 from system.harness import Run
-from system.packing import WANTS, Plans, beside, goes_on, packing_cluster
+from system.killing import start_the_dead
+from system.packing import WANTS, Plans, beside, goes_on, is_at, is_settled, packing_cluster
+
+DEEDS = 8
 
 pytestmark = [pytest.mark.system, pytest.mark.torch]
 
@@ -62,3 +67,47 @@ def test_two_jobs_share_a_device_and_both_end_right_though_their_daemon_is_kille
     guest.wait_state("SUCCEEDED")
     for run in (host, guest, newcomer):
         run.check(stranger)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", range(6))
+def test_a_kill_at_any_instant_of_joining_resting_and_leaving_harms_neither(tmp_path: Path, seed: int) -> None:
+    dice = random.Random(seed)
+    with packing_cluster(tmp_path, nodes=2) as cluster:
+        plans = Plans(cluster)
+        reference = Run.submit(cluster, "reference", *WANTS)
+        plans.start(reference, "n1", 1, shared=False)
+        reference.hurry()
+        reference.wait_state("SUCCEEDED")
+        host, guest = (Run.submit(cluster, label, *WANTS, steps=4096) for label in ("host", "guest"))
+        plans.start(host, "n0", 0, shared=False)
+        plans.start(guest, "n1", 0, shared=False)
+        goes_on(host)
+        goes_on(guest)
+        is_in = False
+        for _ in range(DEEDS):
+            deed = dice.choice(["rest", "leave"] if is_in else ["join"])
+            if deed == "rest":
+                plans.park(guest)
+            else:
+                node, device = dice.choice([("n0", 1), ("n1", 0), ("n1", 1)]) if is_in else ("n0", 0)
+                plans.move(guest, node, device, shared=not is_in)
+                is_in = not is_in
+            threading.Event().wait(dice.uniform(0.0, 1.5))  # the instant is what is random here
+            dice.choice([cluster.master, *cluster.daemons.values()]).kill()
+            start_the_dead(cluster)
+            cluster.wait_ready()
+            if deed == "rest":
+                plans.resume(guest)
+            eventually(lambda: is_settled(guest), what="the deed is done", within_seconds=90, story=guest.story)
+            if not is_at(guest, "n0", 0) if is_in else is_at(guest, "n0", 0):
+                # The move was given up for the kill, and the guest is where it was.
+                is_in = not is_in
+            goes_on(host)
+            goes_on(guest)
+            assert beside(host) == ([guest.name] if is_in else []), guest.story()
+        for run in (host, guest):
+            lines = [line for line in run.lines(0) if line.step <= reference.steps]
+            assert [(line.step, line.loss) for line in lines] == [(line.step, line.loss) for line in reference.lines(0)]
+            steps = [line.step for line in run.lines(0)]
+            assert steps == list(range(1, len(steps) + 1)), "no step is lost or done twice"
