@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ganger.injob.page import Page, State, Word
-from ganger.v1 import job_pb2, resources_pb2, scheduling_pb2, scheduling_pb2_grpc
+from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, resources_pb2, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire.channels import open_channel
 from ganger.wire.endpoints import read_endpoint
 
@@ -285,12 +285,10 @@ def _verdicts(cluster: BenchCluster, jobs: Sequence[str]) -> list[tuple[str, dic
 
 def _events(cluster: BenchCluster, jobs: Sequence[str], kind: str) -> list[dict[str, str]]:
     """Figures of what happened, job after job."""
-    found = []
-    for job in jobs:
-        told = json.loads(cluster.ganger("history", job, "--json"))
-        events = told["events"] if isinstance(told, dict) else told
-        found += [dict(event.get("figures", {})) for event in events if event["kind"] == kind]
-    return found
+    with open_channel(read_endpoint(cluster.master)) as channel:
+        stub: Any = job_service_pb2_grpc.JobServiceStub(channel)
+        told = [stub.ListEvents(job_service_pb2.ListEventsRequest(subject=job)).events for job in jobs]
+    return [dict(event.figures) for events in told for event in events if event.kind == kind]
 
 
 # -- both --------------------------------------------------------------------------------------------------------------

@@ -27,9 +27,10 @@ class Seen:
 
     now: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     mates: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    knows: bool = True
 
     def alone(self, number: int) -> tuple[float, ...]:
-        return STEADY
+        return STEADY if self.knows else ()
 
     def present(self, number: int) -> tuple[float, ...]:
         return self.now.get(number, ())
@@ -151,6 +152,15 @@ def test_a_trial_in_which_nobody_gets_on_is_over_after_an_hour(tried: Tried) -> 
     tried.now += packs_of._LONGEST_TRIAL_S
     assert tried.plan(tried.together(())) == [("SUSPEND", guest)]
     assert tried.found == ()
+
+
+def test_a_planner_that_was_started_anew_parts_those_of_whom_nobody_knows_how_they_did_alone(tried: Tried) -> None:
+    guest = tried.packs.packs[0].guest
+    tried.packs = Packs()
+    seen = tried.together(SLOWER)
+    assert tried.plan(Seen(seen.now, seen.mates, knows=False)) == [("SUSPEND", guest)]
+    (stopped,) = told(tried, "suspend_ordered")
+    assert stopped["detail"].startswith("nobody knows any more")
 
 
 def test_what_was_refused_was_not_tried_and_who_was_not_parked_is_in_its_pack(tried: Tried) -> None:

@@ -4,7 +4,7 @@ Only while more is wanted than there is, and only of gangs that were measured al
 and both are given half of the cores; once their rates together tell, the pack is kept or undone
 (`introspect.packing`), and it is watched as long as it lasts. Who has to go is parked, and takes turns again. What was
 measured is said with every change, for the history of the jobs. What the pass remembers is a value; lost, packs that
-were being tried stay until somebody in them ends.
+there are come apart, for nobody could tell any more whether they pay.
 """
 
 from __future__ import annotations
@@ -122,13 +122,12 @@ def plan_packs(
         if stays is not None:
             left.append(stays)
         elif _is_together(pack, running):
-            guest, gang = running[pack.guest]
-            has_arena = guest.capabilities.offload and has_arenas(gang)
-            level = SuspendLevel.OFFLOAD if has_arena else SuspendLevel.CHECKPOINT
-            purpose = Purpose(Goal.UNPACK, detail=found[0].detail if found else "it could not be measured")
-            changes.append(Change(guest.number, guest.revision, "SUSPEND", level=level, purpose=purpose))
+            detail = found[0].detail if found else "what it gains could not be measured"
+            changes.append(_parking(*running[pack.guest], detail))
     packs = replace(packs, packs=tuple(left))
     busy = {number for pack in left for number in pack.numbers} | {change.number for change in changes}
+    changes.extend(_strangers(running, busy, seen))
+    busy |= {change.number for change in changes}
     changes.extend(_whole_again(running, busy, view, seen))
     most = max(1, gpus // _DEVICES_PER_TRIAL) - sum(not pack.is_kept for pack in left)
     if not is_crowded or most <= 0:
@@ -158,6 +157,24 @@ def with_refusals(before: Packs, planned: Packs, refused: Set[int]) -> Packs:
     undone = [p for p in before.packs if p.numbers not in there and p.guest in refused]
     left = tuple([pack for pack in planned.packs if pack not in begun])
     return replace(planned, packs=(*left, *undone), tried=planned.tried - len(begun))
+
+
+def _parking(job: Job, gang: Gang, detail: str) -> Change:
+    has_arena = job.capabilities.offload and has_arenas(gang)
+    level = SuspendLevel.OFFLOAD if has_arena else SuspendLevel.CHECKPOINT
+    return Change(job.number, job.revision, "SUSPEND", level=level, purpose=Purpose(Goal.UNPACK, detail=detail))
+
+
+def _strangers(running: Mapping[int, tuple[Job, Gang]], busy: Collection[int], seen: Seen) -> Iterator[Change]:
+    """Who shares devices, and nobody knows how it did alone: whoever came last has to go."""
+    for number, (job, gang) in running.items():
+        mates = seen.beside(number)
+        if not mates or number in busy or not mates.isdisjoint(busy) or not _is_settled(job, gang):
+            continue
+        epochs = [running[mate][1].epoch for mate in mates if mate in running]
+        is_known = all(seen.alone(one) for one in (number, *mates))
+        if not is_known and gang.epoch > max(epochs, default=0):
+            yield _parking(job, gang, "nobody knows any more how fast those who share it were alone")
 
 
 def _whole_again(
