@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ import grpc
 from ganger.v1 import job_pb2, resources_pb2, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire.channels import open_channel
 from ganger.wire.endpoints import EndpointError, read_endpoint
+from ganger_daemon.cgroups.contract import is_done
+from ganger_daemon.cgroups.probe import choose_cgroups
 from kit.cluster import Cluster
 from kit.waiting import eventually
 from system.harness import Run
@@ -114,3 +117,18 @@ def is_settled(run: Run) -> bool:
 def is_at(run: Run, node: str, device: int) -> bool:
     (held,) = run.show()["gang"]["claims"]
     return held["node"] == f"nodes/{node}" and int(held["device_mask"]) == 1 << device
+
+
+def check_beginning(run: Run, reference: Run) -> None:
+    """Of one that goes on: every step once and in order, and those of the reference as there."""
+    lines = run.lines(0)
+    assert [line.step for line in lines] == list(range(1, len(lines) + 1)), "no step is lost or done twice"
+    expected = {line.step: line.loss for line in reference.lines(0)}
+    assert {line.step: line.loss for line in lines if line.step in expected} == expected
+
+
+def has_quotas() -> bool:
+    """Whether virtual devices can be bound to cores here."""
+    cgroups = choose_cgroups(f"ganger-test-{os.getpid()}-quota", quotas=True)
+    cgroups.tidy()
+    return is_done(cgroups, "cpu_quota")

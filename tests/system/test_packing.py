@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,18 @@ from kit.cluster import Cluster
 from kit.waiting import eventually
 from system.harness import Run
 from system.killing import start_the_dead
-from system.packing import WANTS, Plans, beside, goes_on, is_at, is_settled, packing_cluster
+from system.packing import (
+    WANTS,
+    Plans,
+    beside,
+    check_beginning,
+    goes_on,
+    has_quotas,
+    is_at,
+    is_settled,
+    packing_cluster,
+)
+from system.test_planner import planners
 
 DEEDS = 8
 
@@ -107,7 +120,46 @@ def test_a_kill_at_any_instant_of_joining_resting_and_leaving_harms_neither(tmp_
             goes_on(guest)
             assert beside(host) == ([guest.name] if is_in else []), guest.story()
         for run in (host, guest):
-            lines = [line for line in run.lines(0) if line.step <= reference.steps]
-            assert [(line.step, line.loss) for line in lines] == [(line.step, line.loss) for line in reference.lines(0)]
-            steps = [line.step for line in run.lines(0)]
-            assert steps == list(range(1, len(steps) + 1)), "no step is lost or done twice"
+            check_beginning(run, reference)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", range(2))
+def test_kills_while_the_planner_packs_and_parts_leave_every_job_its_result(tmp_path: Path, seed: int) -> None:
+    dice = random.Random(seed)
+    if not has_quotas():
+        pytest.skip("who waits is told from who computes by the CPU time of a device, and there is no quota here")
+    with Cluster(
+        tmp_path,
+        nodes=1,
+        virtual_gpus=2,
+        topology="2",
+        master_options=("--policy", "gandiva", "--plan-every", "10s"),
+        daemon_options=("--virtual-gpu-cores", "0.3"),
+    ) as cluster:
+        reference = Run.submit(cluster, "reference", *WANTS)
+        reference.hurry()
+        reference.wait_state("SUCCEEDED")
+        # They step ten times a second and do nothing meanwhile: a pair that pays.
+        runs = [Run.submit(cluster, f"job-{number}", *WANTS, steps=4096) for number in range(3)]
+        eventually(
+            lambda: any(beside(run) for run in runs),
+            what="two of them are tried together",
+            within_seconds=180,
+            story=runs[0].story,
+            every_seconds=0.5,
+        )
+        for _ in range(DEEDS):
+            victims = [*planners(cluster), cluster.master, *cluster.daemons.values()]
+            victim = dice.choice(victims)
+            if isinstance(victim, int):
+                os.kill(victim, signal.SIGKILL)
+            else:
+                victim.kill()
+            start_the_dead(cluster)
+            cluster.wait_ready()
+            threading.Event().wait(dice.uniform(1.0, 12.0))
+        done = [run.last_step() for run in runs]
+        for run, steps in zip(runs, done, strict=True):
+            run.wait_step(steps + 3, within_seconds=120)
+            check_beginning(run, reference)

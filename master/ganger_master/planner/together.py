@@ -31,19 +31,22 @@ _NOWHERE: Final[_Place] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class _Alone:
-    """How it does with its devices to itself: with so many cores, in this incarnation."""
+    """How it does with its devices to itself: with so many cores, in this incarnation. `first`: the first window of
+    another one, of whom nobody knows yet how it scatters."""
 
     epoch: int = 0
     millicores: int = 0
     rates: tuple[float, ...] = ()
     uses: tuple[float, ...] = ()
+    first: tuple[int, int, float] | None = None
 
-    def after(self, epoch: int, millicores: int, rates: tuple[float, ...]) -> _Alone:
-        """With one window more: the last of `rates`, which are of the present stretch."""
+    def after(self, epoch: int, millicores: int, rate: float) -> _Alone:
+        """With one window more."""
         if (epoch, millicores) == (self.epoch, self.millicores):
-            return replace(self, rates=(*self.rates, rates[-1])[-_MOST_ALONE:])
-        # Of one nobody knows how it scatters, so that of another incarnation is better.
-        return self if len(rates) < 2 else replace(self, epoch=epoch, millicores=millicores, rates=rates)
+            return replace(self, rates=(*self.rates, rate)[-_MOST_ALONE:])
+        if self.first is None or self.first[:2] != (epoch, millicores):
+            return replace(self, first=(epoch, millicores, rate))
+        return _Alone(epoch, millicores, (self.first[2], rate), self.uses)
 
     @property
     def use(self) -> float:
@@ -123,24 +126,23 @@ class Together:
         for number in [number for number in self._jobs if not is_live(number)]:
             self.forget(number, now)
 
-    def hear(self, number: int, step: int, time_s: float, use: float | None, now: float) -> bool:
+    def hear(self, number: int, step: int, time_s: float, use: float | None, now: float) -> None:
         """A report of progress, which says of when it is: clocks of nodes may differ. `use`: share of what its devices
-        can do. Whether a window is full by it."""
+        can do."""
         seen = self._jobs.get(number)
         if seen is None or now < seen.since_s:
-            return False
+            return
         if use is not None and self._is_alone(seen):
             alone = replace(seen.alone, uses=(*seen.alone.uses, use)[-_MOST_USES:])
             seen = self._jobs[number] = replace(seen, alone=alone)
         windows = seen.windows.after(Look(time_s, step), self._pace.window_s, self._pace.window_steps)
         if windows is seen.windows:
-            return False
+            return
         is_full = windows.rates is not seen.windows.rates
         seen = replace(seen, windows=windows)
         if is_full and self._is_alone(seen):
-            seen = replace(seen, alone=seen.alone.after(seen.epoch, seen.millicores, windows.rates))
+            seen = replace(seen, alone=seen.alone.after(seen.epoch, seen.millicores, windows.rates[-1]))
         self._jobs[number] = seen
-        return is_full
 
     # -- what was seen -------------------------------------------------------------------------------------------------
 
