@@ -116,6 +116,21 @@ def test_what_the_master_refuses_keeps_nobody_else_waiting_and_is_asked_for_agai
     on_a_master(tmp_path, story)
 
 
+def test_where_jobs_share_gpus_it_starts_whom_there_is_room_for_too_and_goes_on_anew(tmp_path: Path) -> None:
+    async def story(served: Served, node: Speaker) -> None:
+        state = served.master.writer.state
+        async with planning(served):
+            for _ in range(5):
+                await served.submit(spec_of(1))
+            await until(lambda: [state_of(served, number) for number in range(1, 6)].count("HOLDING") == 4)
+            await until(lambda: list(state.ranks.values()) == [1])
+        await Speaker(served, "n2").join()
+        async with planning(served):
+            await until(lambda: state_of(served, 5) == "HOLDING")
+
+    on_a_master(tmp_path, story, "gandiva")
+
+
 def cores_of(served: Served) -> list[int]:
     gangs = served.master.writer.committed.gangs
     return [sum(claim.millicores) for _, gang in sorted(gangs.items()) for claim in gang.claims]
