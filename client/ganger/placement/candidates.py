@@ -10,7 +10,7 @@ packing.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Final, TypedDict, Unpack
 
 import numpy as np
@@ -135,8 +135,8 @@ def _kept_places(
         ranking = kept(view, key, lambda: Ranking(view, shape, mode, widest, affinity))
         if ranking is None:
             return None
-        slots = ranking.best([view.slots[name] for name in avoid if name in view.slots])
-        found += _on_one_node(view, shape, islice(slots, limit), mode, widest)
+        best = ranking.best(limit, [view.slots[name] for name in avoid if name in view.slots])
+        found += [(claim,) for claim in best]
         if found or shape.nodes == 1 or shape.tasks <= 1 or widest < Level.RACK:
             return found
         census = _census(view, shape, widest)

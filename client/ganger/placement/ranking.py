@@ -6,14 +6,18 @@ What a scan of all nodes finds with `single_keys` and `best_first`, one node at 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
+from itertools import islice
 from typing import Final
 
+from msgspec.structs import replace
+
+from ganger.placement.claims import make_claim
 from ganger.placement.preference import SLOT_BITS, single_key, single_keys
 from ganger.placement.scan import Scan
 from ganger.resources.fit import Demand, demand
 from ganger.resources.topology import Topology
-from ganger.resources.values import GangShape, Level
+from ganger.resources.values import Claim, GangShape, Level
 from ganger.resources.view import Mode, View
 
 _NOT_ONE: Final = -1
@@ -32,8 +36,9 @@ class Ranking:
         self._gpus = shape.gpus
         self._tasks = tuple([role.tasks for role in shape.roles])
         self._needs: dict[Topology, Demand] = {}
-        # By state of a node: what comes of it. Many nodes are alike.
+        # By state of a node: its key, and the claim on it. Many nodes are alike.
         self._remembered: dict[tuple[object, ...], int] = {}
+        self._claims: dict[tuple[object, ...], Claim | None] = {}
         scan = Scan.of(view, shape)
         slots = scan.hosts(widest).nonzero()[0]
         placed = (single_keys(scan, slots, mode, affinity) << SLOT_BITS) | slots
@@ -59,31 +64,52 @@ class Ranking:
                     insort(order, place)
                 places[slot] = place
 
-    def best(self, avoid: Collection[int] = ()) -> Iterator[int]:
-        """Slots, the best first, but for those to avoid."""
+    def best(self, limit: int, avoid: Collection[int] = ()) -> list[Claim]:
+        """The whole gang on each of the best `limit` nodes, the best first, but for those to avoid."""
         mask = (1 << SLOT_BITS) - 1
-        slots = (place & mask for place in self._order)
-        return (slot for slot in slots if slot not in avoid) if avoid else slots
+        places: Iterable[int] = self._order
+        if avoid:
+            places = (place for place in self._order if place & mask not in avoid)
+        claims = [self._claim(place & mask) for place in islice(places, limit)]
+        return [claim for claim in claims if claim is not None]
 
     def _key(self, slot: int) -> int:
         view = self._view
         if not view.available[slot]:
             return _NOT_ONE
-        state = (
-            view.topologies[slot],
-            view.free[slot],
-            view.millicores[slot],
-            view.memory[slot],
-            view.socket_jobs[slot],
-            view.affinity[slot],
-            view.parked.get(slot),
-        )
+        state = self._state(slot)
         key = self._remembered.get(state)
         if key is None:
             if len(self._remembered) >= _MOST_REMEMBERED:
                 self._remembered.clear()
             key = self._remembered[state] = self._judge(slot)
         return key
+
+    def _claim(self, slot: int) -> Claim | None:
+        state = self._state(slot)
+        name = self._view.nodes[slot]
+        if state in self._claims:
+            claim = self._claims[state]
+            return claim if claim is None or claim.node == name else replace(claim, node=name)
+        if len(self._claims) >= _MOST_REMEMBERED:
+            self._claims.clear()
+        claim = make_claim(self._view, slot, self._shape, self._tasks, self._mode, self._widest)
+        self._claims[state] = claim
+        return claim
+
+    def _state(self, slot: int) -> tuple[object, ...]:
+        """All that a node's key and its claim depend on, but for its name."""
+        view = self._view
+        return (
+            view.topologies[slot],
+            view.free[slot],
+            view.millicores[slot],
+            view.memory[slot],
+            view.socket_jobs[slot],
+            view.group_jobs[slot],
+            view.affinity[slot],
+            view.parked.get(slot),
+        )
 
     def _judge(self, slot: int) -> int:
         view, shape, gpus = self._view, self._shape, self._gpus

@@ -40,7 +40,7 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
     """Gives turns while there are any to give; their numbers."""
     given: list[int] = []
     most = state.settings.turns_at_once
-    if len(state.turns) >= most or state.policy.places is Places.PLANNER:
+    if len(state.turns) >= most or not state.waiting or state.policy.places is Places.PLANNER:
         return ()
     # What was refused on this view for lack of pieces, and the devices that are being asked for.
     vain: set[GangShape] = set()
@@ -288,7 +288,7 @@ def _asking(state: State) -> int:
 def _is_too_large(state: State, job: Job, asking: int) -> bool:
     """Whether it lacks devices wherever they may be, beside those that others ask for at the moment. Schedulers of
     their own are asked all the same: that they answer shows that they are there."""
-    return not scheduler_of(state, job) and job.gpus > state.free_devices - asking
+    return job.gpus > state.free_devices - asking and not scheduler_of(state, job)
 
 
 def _asked_in_vain(state: State) -> int:
