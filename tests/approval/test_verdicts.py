@@ -19,6 +19,7 @@ from ganger_master.approval.verdicts import Approved, Rejected, approve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import cluster, gang, gangs, idle_row, server
+from kit.histories import CHANGES, History
 from msgspec.structs import replace
 
 
@@ -317,3 +318,19 @@ def test_arena_may_be_left_out_but_not_made_up() -> None:
     assert claim.arena_bytes
     assert isinstance(approve(view, shape, [[replace(claim, arena_bytes=0)]]), Approved)
     assert isinstance(approve(view, shape, [[replace(claim, arena_bytes=7)]]), Rejected)
+
+
+@settings(max_examples=60)
+@given(changes=st.lists(CHANGES, max_size=25), shapes=st.lists(gangs(), min_size=2, max_size=2))
+def test_a_vacant_view_of_which_all_was_given_back_is_as_one_made_anew(
+    changes: list[tuple[str, int]], shapes: list[GangShape]
+) -> None:
+    history = History(cluster(4, per_rack=2))
+    view = history.view
+    wanting = [Wanting(f"jobs/{rank}", rank, shape) for rank, shape in enumerate(shapes, 1)]
+    for what, at in changes:
+        history.change(what, at, shapes[0])
+        # A copy begins with nothing.
+        assert reserve(view, wanting) == reserve(view.copy(), wanting)
+        rows = [replace(row, version=0) for row in view.vacant().rows()]
+        assert rows == [replace(row, version=0) for row in view.emptied().rows()]

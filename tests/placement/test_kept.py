@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from gc import collect
+from weakref import ref
+
 import pytest
 from ganger.placement import candidates as module
 from ganger.placement.candidates import Search, candidates
@@ -10,53 +13,12 @@ from ganger.placement.kept import kept
 from ganger.placement.ranking import Ranking
 from ganger.placement.scan import Scan
 from ganger.resources.reasons import Reason
-from ganger.resources.values import Claim, GangShape, Level
-from ganger.resources.view import Mode, View
+from ganger.resources.values import GangShape, Level
+from ganger.resources.view import Mode
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.clusters import cluster, gang, gangs, idle_row, parked, server
-from msgspec.structs import replace
-
-OTHER = server("4", cores=4, gib=16, device_type="other")
-
-
-class History:
-    """A cluster on which gangs come and go, and nodes change."""
-
-    def __init__(self, view: View) -> None:
-        self.view = view
-        view.put_configuration_set(OTHER)
-        self.held: list[tuple[Claim, ...]] = []
-
-    def change(self, what: str, at: int, shape: GangShape) -> None:
-        view = self.view
-        names = list(view.names())
-        name = names[at % len(names)] if names else ""
-        match what:
-            case "start":
-                for claims in candidates(view.copy(), shape).candidates[:1]:
-                    for claim in claims:
-                        view.take(claim, shape.gpus)
-                    self.held.append(claims)
-            case "end" if self.held:
-                for claim in self.held.pop(at % len(self.held)):
-                    view.give(claim)
-            case "join":
-                rack = f"r{at % 3}" if at % 3 else ""
-                view.put(idle_row(f"n{at}", OTHER if at % 2 else server(), rack, "f" if rack else ""))
-            case "leave" if name and not any(claim.node == name for claims in self.held for claim in claims):
-                view.remove(name)
-            case "cordon" if name:
-                view.set_available(name, not view.row(name).available)
-            case "park" if name and view.row(name).configuration_set == server().name:
-                view.put(replace(view.row(name), parked_bytes=parked(name, 3, at % 4, 3, 3).parked_bytes, version=0))
-            case "mode":
-                view.mode = Mode.PACK if view.mode is Mode.SPREAD else Mode.SPREAD
-
-
-CHANGES = st.tuples(
-    st.sampled_from(["start"] * 5 + ["end"] * 4 + ["join", "leave", "cordon", "park", "mode"]), st.integers(0, 20)
-)
+from kit.clusters import cluster, gang, gangs, server
+from kit.histories import CHANGES, History
 
 
 @settings(max_examples=60)
@@ -156,3 +118,17 @@ def test_kinds_that_nobody_asked_for_the_longest_are_forgotten() -> None:
     assert kept(view, shapes[0], lambda: make(shapes[0])) is None
     assert kept(view, shapes[-1], lambda: make(shapes[-1])) is not None
     assert made == [shapes[-1]]
+
+
+def test_what_is_kept_goes_with_its_view() -> None:
+    view = cluster(4)
+    shape = gang(2, widest=Level.NODE)
+    candidates(view, shape)
+    view.set_available("s0", False)
+    candidates(view, shape)
+    assert [type(one.what) for one in view.kept.values()] == [Ranking]
+    assert not view.copy().kept
+    gone = ref(view)
+    del view
+    collect()
+    assert gone() is None

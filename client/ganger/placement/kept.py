@@ -1,17 +1,16 @@
 """What was worked out of every node for one kind of gang, kept while few nodes change: most gangs ask what others of
 their kind have just asked, and between the two a handful of nodes came free or were taken.
 
-Kept beside a view, never with it: a copy begins with nothing. What is not asked again soon is worked out from nothing,
-by scans of all nodes at once, and so is what a gang asks for the first time.
+Kept with a view for as long as that lives; a copy begins with nothing. What is not asked again soon is worked out from
+nothing, by scans of all nodes at once, and so is what a gang asks for the first time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable
-from typing import Any, Final, Protocol, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Final, Protocol, TypeVar
 
-from ganger.resources.view import View
+from ganger.resources.view import Kept, View
 
 
 class Following(Protocol):
@@ -24,32 +23,18 @@ class Following(Protocol):
 _Followed = TypeVar("_Followed", bound=Following)
 
 
-class _Kept:
-    """`at`: the view's changes so far when it was last asked for. `what`: None until it is asked for again after a
-    change."""
-
-    __slots__ = ("at", "what")
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-        self.what: Any = None
-
-
 def kept(view: View, key: Hashable, make: Callable[[], _Followed]) -> _Followed | None:
     """What `make` made of the view for this key, up to date; None if it is not worth it, and a scan is to do.
 
     `key` names all that the answer depends on beside the nodes.
     """
-    shelf = _SHELVES.get(view)
-    if shelf is None:
-        shelf = _SHELVES[view] = {}
-    nodes = len(view.nodes)
+    shelf, nodes = view.kept, len(view.nodes)
     one = shelf.pop(key, None)
     if one is None:
         while len(shelf) >= min(_MOST, max(1, _MOST_ROWS // max(1, nodes))):
             # Who was not asked for the longest is at the front.
             del shelf[next(iter(shelf))]
-        shelf[key] = _Kept(view.changes)
+        shelf[key] = Kept(view.changes)
         return None
     shelf[key] = one
     changed = view.changed_since(one.at)
@@ -71,4 +56,3 @@ _FEW_OF: Final = 64
 # Kinds of gangs of a view, and nodes times kinds: some 20 MB.
 _MOST: Final = 128
 _MOST_ROWS: Final = 1 << 18
-_SHELVES: Final[WeakKeyDictionary[View, dict[Hashable, _Kept]]] = WeakKeyDictionary()

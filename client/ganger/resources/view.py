@@ -6,11 +6,12 @@ scan asks for them. Whoever owns a view may change it; a what-if works on `copy(
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from operator import add, sub
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,15 @@ class Columns:
     sets: NDArray[np.int32]
     racks: NDArray[np.int32]
     fabrics: NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class Kept:
+    """What somebody worked out of a view. `at`: the changes there had been when it was last asked for; `what`: None
+    until it is asked for again after a change."""
+
+    at: int
+    what: Any = None
 
 
 class View:
@@ -80,6 +90,10 @@ class View:
         self._forgotten = 0
         # What `idle` made; gone when a node comes, leaves or becomes another.
         self._idle: View | None = None
+        # What `vacant` made; gone too when a node or a device goes out of service, or comes back.
+        self._bare: View | None = None
+        # By whatever names it; a copy begins with nothing (`placement.kept`).
+        self.kept: dict[Hashable, Kept] = {}
         for configuration_set in sets:
             self.put_configuration_set(configuration_set)
 
@@ -104,7 +118,7 @@ class View:
             return False
         place = (topology, row.rack, row.fabric)
         if slot is None or (self.topologies[slot], self.racks[slot], self.fabrics[slot]) != place:
-            self._idle = None
+            self._idle = self._bare = None
             # Numbered as they come: ties between racks go by number, and who looks when must make no difference.
             self._place(row.fabric, row.rack)
             self._place(row.fabric, "")
@@ -114,6 +128,9 @@ class View:
             makes_room = True
         else:
             makes_room = self._makes_room(slot, row) or self.topologies[slot] is not topology
+        serves = topology.all_mask if in_service is None else in_service
+        if (self.available[slot], self._in_service[slot]) != (row.available, serves):
+            self._bare = None
         self.nodes[slot] = row.node
         self.free[slot] = row.free_mask
         self.millicores[slot] = tuple(row.free_millicores)
@@ -127,7 +144,7 @@ class View:
         self.device_rows[slot] = _padded(row.device_rows, topology.devices)
         self.affinity[slot] = row.affinity
         self._keep_parked(slot, row.parked_bytes and _padded(row.parked_bytes, topology.devices))
-        self._in_service[slot] = topology.all_mask if in_service is None else in_service
+        self._in_service[slot] = serves
         self._versions[slot] = row.version or self.version + 1
         self.version = max(self.version, self._versions[slot])
         if makes_room:
@@ -140,7 +157,7 @@ class View:
         slot = self.slots.pop(name, None)
         if slot is None:
             return
-        self._idle = None
+        self._idle = self._bare = None
         self.nodes[slot] = ""
         self.available[slot] = False
         self.free[slot] = 0
@@ -206,6 +223,7 @@ class View:
     def set_available(self, name: str, available: bool) -> None:
         slot = self.slots[name]
         if self.available[slot] != available:
+            self._bare = None
             self.available[slot] = available
             self._touch(slot)
             if available:
@@ -257,6 +275,12 @@ class View:
         if self._idle is None:
             self._idle = self.emptied(everywhere_available=True)
         return self._idle
+
+    def vacant(self) -> View:
+        """The cluster with nothing held, made once while its nodes serve as they do. Whoever takes of it gives back."""
+        if self._bare is None:
+            self._bare = self.emptied()
+        return self._bare
 
     def emptied(self, everywhere_available: bool = False) -> View:
         """The same nodes in the same slots with nothing held; `everywhere_available` counts cordoned and lost ones."""

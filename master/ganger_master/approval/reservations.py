@@ -54,13 +54,16 @@ def reserve(view: View, wanting: Sequence[Wanting], limit: int = 8) -> tuple[Res
     found: list[Reservation] = []
     if not wanting:
         return ()
-    idle = view.emptied()
+    idle = view.vacant()
     for one in sorted(wanting, key=lambda wanted: (wanted.rank, wanted.job))[:limit]:
         claims = _place(view, idle, replace(one.shape, arena_bytes_per_device=0))
         if claims is not None:
             for claim in claims:
                 idle.take(claim, one.shape.gpus)
             found.append(Reservation(one.job, one.rank, claims))
+    for reservation in found:
+        for claim in reservation.claims:
+            idle.give(claim)
     return tuple(found)
 
 

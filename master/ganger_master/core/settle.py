@@ -65,12 +65,14 @@ def next_wake(state: State, now: float) -> float | None:
         limit = job.spec.time_limit_seconds
         if limit is not None and job.running_since:
             times.append(job.running_since + limit - job.run_seconds)
-    for number in state.moving:
-        times.append(state.gangs[state.jobs[number].next_epoch].since + state.settings.move_deadline_seconds)
+    times.extend(
+        state.gangs[state.jobs[number].next_epoch].since + state.settings.move_deadline_seconds
+        for number in state.moving
+    )
     if state.promised:
         times.append(state.promised_at + state.settings.move_deadline_seconds)
     times.append(state.next_lost_check)
-    return min([time for time in times if time is not None], default=None)
+    return min((time for time in times if time is not None), default=None)
 
 
 def _review_jobs(state: State, now: float, cause: str) -> None:
