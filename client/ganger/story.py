@@ -227,6 +227,21 @@ def _cores(teller: _Teller, event: Happening) -> str:
     return f"{what}{_by(event)}{f': {event.message}' if event.message else ''}"
 
 
+def _takes_turns(teller: _Teller, event: Happening) -> str:
+    figures = event.figures
+    rows, quantum = figures.get("rows", "?").split(), figures.get("quantum_seconds", "?")
+    share = f"{len(rows)} of {figures.get('of_rows', '?')} turns of {quantum} s"
+    return f"takes turns on its GPUs with others, {share} in nodeSets/{figures.get('node_set', '?')}{_by(event)}"
+
+
+def _turns_ended(teller: _Teller, event: Happening) -> str:
+    return "has its GPUs to itself again, without turns"
+
+
+def _turn_refused(teller: _Teller, event: Happening) -> str:
+    return f"waits for GPUs of its own: {event.message}"
+
+
 def _checkpoint(teller: _Teller, event: Happening) -> str:
     teller.totals.checkpoints += 1
     teller.unsaved_since = event.time
@@ -312,6 +327,9 @@ _SAYINGS: dict[str, Callable[[_Teller, Happening], str]] = {
     "change_kept": _kept,
     "change_undone": _kept,
     "cores_changed": _cores,
+    "rows_changed": _takes_turns,
+    "turns_ended": _turns_ended,
+    "turn_refused": _turn_refused,
     "checkpoint_complete": _checkpoint,
     "attempt_failed": _attempt_failed,
     "job_pending": _pending,

@@ -94,6 +94,7 @@ class Master:
             lost_after_seconds=config.lost_after_seconds,
             policy=config.policy,
             plan_every_seconds=config.plan_every_seconds,
+            quantum_seconds=config.quantum_seconds,
             storage=str(config.storage_path),
             storage_token=storage_token(config.storage_path),
             checkpoint_interval_seconds=config.checkpoint_interval_seconds,

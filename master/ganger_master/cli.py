@@ -15,6 +15,7 @@ import click
 @click.option("--storage", type=click.Path(path_type=Path), help="Directory all nodes see; default: in --state-dir.")
 @click.option("--lost-after", metavar="TIME", help="10m, 1h, ... or never: when a silent node's jobs start elsewhere.")
 @click.option("--policy", metavar="NAME", help="Who goes first, and where; default: fifo.")
+@click.option("--quantum", metavar="TIME", help="How long a turn lasts where jobs share GPUs; 1m, never: none do.")
 @click.option("--plan-every", metavar="TIME", help="Between plans that stop who runs, where a planner places; 5m.")
 @click.option("--checkpoint-interval", metavar="TIME", help="Between checkpoints of jobs that set none; default 30m.")
 @click.option("--quotas", metavar="USER=GPUS,...", help="GPUs that a user may hold at once; *=GPUS: everybody else.")

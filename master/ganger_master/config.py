@@ -22,6 +22,7 @@ _SECONDS: Final = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 
 
 # Whoever is stopped at every plan does nothing else.
 _LEAST_PLAN_EVERY_SECONDS: Final = 1.0
+_LEAST_QUANTUM_SECONDS: Final = 0.5
 
 
 class ConfigError(ValueError):
@@ -44,6 +45,8 @@ class Config:
     policy: str = "fifo"
     # Where the policy's planner places jobs: the least time between two plans that stop who runs.
     plan_every_seconds: float = 300.0
+    # Where jobs take turns on GPUs (policy gandiva): for how long each; None: they do not.
+    quantum_seconds: float | None = 60.0
     # Default interval between checkpoints to storage; zero never.
     checkpoint_interval_seconds: float = 1800.0
     # Sessions of two machines with one name are refused while the first answered this recently.
@@ -137,6 +140,11 @@ def _parse_one(name: str, value: object) -> object:
         if not seconds or seconds < _LEAST_PLAN_EVERY_SECONDS:
             raise ValueError(f"plan_every: {value!r} is too short, at least {_LEAST_PLAN_EVERY_SECONDS:g} s")
         return seconds
+    if name == "quantum_seconds":
+        seconds = _duration_of(name, value)
+        if seconds is not None and seconds < _LEAST_QUANTUM_SECONDS:
+            raise ValueError(f"quantum: {value!r} is too short, at least {_LEAST_QUANTUM_SECONDS:g} s, or never")
+        return seconds
     if name.endswith("_seconds"):
         return _duration_of(name, value)
     if name == "finished_jobs_limit":
@@ -181,7 +189,7 @@ def _duration_of(name: str, value: object) -> float | None:
         seconds = parse_duration(str(value))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    if seconds is None and name != "lost_after_seconds":
+    if seconds is None and name not in ("lost_after_seconds", "quantum_seconds"):
         raise ValueError(f"{name}: never is not possible here")
     return seconds
 

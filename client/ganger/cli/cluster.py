@@ -44,6 +44,7 @@ class Settings:
     policy: str = ""
     lost_after: str = ""
     plan_every: str = ""
+    quantum: str = ""
     virtual_gpu_cores: str = ""
 
 
@@ -75,6 +76,7 @@ def programs(settings: Settings, run_directory: Path) -> tuple[Program, ...]:
         ("--policy", settings.policy),
         ("--lost-after", settings.lost_after),
         ("--plan-every", settings.plan_every),
+        ("--quantum", settings.quantum),
     )
     master = [*ganger, "master", "--state-dir", str(directory)]
     for flag, value in optional:

@@ -36,6 +36,9 @@ _WATCH_SECONDS = 0.5
 @click.option("--listen", metavar="ADDRESS", help="Address of the master: 127.0.0.1:PORT or unix:PATH.")
 @click.option("--policy", metavar="NAME", help="Who goes first; default fifo.")
 @click.option("--plan-every", metavar="TIME", help="Between plans that stop who runs, where the policy makes plans.")
+@click.option(
+    "--quantum", metavar="TIME", help="How long a turn lasts where jobs share GPUs (gandiva); never: none do."
+)
 @click.option("--lost-after", metavar="TIME", help="When a silent node counts as lost; or never.")
 @click.option("--detach", "-d", is_flag=True, help="Return once it is ready; `ganger down` stops it.")
 @click.option("--cancel-jobs", is_flag=True, help="Cancel all jobs when it is stopped; else they go on.")
@@ -51,6 +54,7 @@ def up(
     listen: str | None,
     policy: str | None,
     plan_every: str | None,
+    quantum: str | None,
     lost_after: str | None,
     detach: bool,
     cancel_jobs: bool,
@@ -84,6 +88,7 @@ def up(
         policy or "",
         lost_after or "",
         plan_every or "",
+        quantum or "",
         virtual_gpu_cores or "",
     )
     with _alone(directory):

@@ -963,6 +963,7 @@ class ClusterDelta(google.protobuf.message.Message):
     POLICY_FIELD_NUMBER: builtins.int
     PLAN_EVERY_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    QUANTUM_FIELD_NUMBER: builtins.int
     continues: builtins.bool
     """More of the same moment follows: what is told so far does not add up yet."""
     policy: builtins.str
@@ -989,6 +990,10 @@ class ClusterDelta(google.protobuf.message.Message):
     def draining(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """"nodes/{node}" that are to be emptied."""
 
+    @property
+    def quantum(self) -> google.protobuf.duration_pb2.Duration:
+        """For how long a row runs where gangs take turns; unset: none are to."""
+
     def __init__(
         self,
         *,
@@ -1000,10 +1005,11 @@ class ClusterDelta(google.protobuf.message.Message):
         policy: builtins.str = ...,
         plan_every: google.protobuf.duration_pb2.Duration | None = ...,
         draining: collections.abc.Iterable[builtins.str] | None = ...,
+        quantum: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["plan_every", b"plan_every", "time", b"time", "view", b"view"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["plan_every", b"plan_every", "quantum", b"quantum", "time", b"time", "view", b"view"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["continues", b"continues", "draining", b"draining", "forgotten", b"forgotten", "jobs", b"jobs", "plan_every", b"plan_every", "policy", b"policy", "time", b"time", "view", b"view"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["continues", b"continues", "draining", b"draining", "forgotten", b"forgotten", "jobs", b"jobs", "plan_every", b"plan_every", "policy", b"policy", "quantum", b"quantum", "time", b"time", "view", b"view"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ClusterDelta: typing_extensions.TypeAlias = ClusterDelta
@@ -1116,12 +1122,15 @@ class LiveGang(google.protobuf.message.Message):
     PHASE_TIME_FIELD_NUMBER: builtins.int
     CLAIMS_FIELD_NUMBER: builtins.int
     HELD_FIELD_NUMBER: builtins.int
+    NODE_SET_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     phase: ganger.v1.job_pb2.Gang.Phase.ValueType
     parked_level: ganger.v1.job_pb2.SuspendLevel.ValueType
     """Level at which it is parked or being parked; unspecified while it is to run."""
     stops: builtins.bool
     """It was told to end."""
+    node_set: builtins.int
+    """Where it takes turns; zero if it does not."""
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
     @property
@@ -1145,10 +1154,11 @@ class LiveGang(google.protobuf.message.Message):
         phase_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         claims: collections.abc.Iterable[ganger.v1.resources_pb2.Claim] | None = ...,
         held: collections.abc.Iterable[ganger.v1.resources_pb2.Claim] | None = ...,
+        node_set: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["create_time", b"create_time", "phase_time", b"phase_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["claims", b"claims", "create_time", b"create_time", "epoch", b"epoch", "held", b"held", "parked_level", b"parked_level", "phase", b"phase", "phase_time", b"phase_time", "stops", b"stops"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["claims", b"claims", "create_time", b"create_time", "epoch", b"epoch", "held", b"held", "node_set", b"node_set", "parked_level", b"parked_level", "phase", b"phase", "phase_time", b"phase_time", "stops", b"stops"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___LiveGang: typing_extensions.TypeAlias = LiveGang

@@ -322,6 +322,9 @@ class LocalGang:
         facts = self.facts()
         before = self.judgement.phase
         self.judgement, self.judged_under, self.judged_told = core.judge(facts, now), facts.wanted, self.told
+        if self.judgement.phase is Phase.PARKED and (self.judgement.level >= Level.OFFLOAD or is_by_turn(self.desired)):
+            # before anybody who comes to its devices looks for cores
+            self.pinning.give_up()
         if self.judgement.phase is not before:
             self._phase_changed()
         for todo in self.judgement.todo:
@@ -484,8 +487,6 @@ class LocalGang:
                 hit("partial-acks")
         if self.wanted.intent is Intent.RUN and self.judgement.phase is Phase.RUNNING:
             await self.pinning.follow(self.desired, self._pace.iteration_seconds)
-        if self.judgement.phase is Phase.PARKED and self.judgement.level >= Level.OFFLOAD:
-            self.pinning.give_up()
         await self.saving.tend(self.desired, self.wanted, self.judgement.phase, now, not self.deaths.exits)
         facts = self.facts()
         await self._standing.follow(facts, now)

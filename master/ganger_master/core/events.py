@@ -150,6 +150,8 @@ class RowsChanged(Struct, frozen=True, gc=False):
     quantum_seconds: float
     level: SuspendLevel
     starts: Mapping[int, tuple[tuple[Claim, ...], Level]]
+    # Who rested there by a plan, and goes on in its row.
+    resumes: tuple[int, ...] = ()
     # What the set holds beyond what its gangs held before.
     takes: tuple[Claim, ...] = ()
     reason: str = ""

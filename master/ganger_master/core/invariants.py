@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ganger_master.core.capacity import find_blocked
 from ganger_master.core.model import Claim, Gang, GangPhase, GangRole, Intent, Job, JobState, SuspendLevel
-from ganger_master.core.node_sets import is_free_of_turns, members
+from ganger_master.core.node_sets import is_free_of_turns, members, takes_turns
 from ganger_master.core.residues import holders_on
 from ganger_master.core.rows import row_of
 from ganger_master.core.state import State, is_lack
@@ -120,6 +120,9 @@ def _gangs(state: State) -> Iterator[str]:
             yield f"epoch {epoch} stops at a later order than its newest"
         if (gang.intent is Intent.STOP) != (gang.role is GangRole.LEAVING):
             yield f"epoch {epoch} is {gang.role} with intent {gang.intent}"
+        takes = epoch in state.set_of and takes_turns(gang)
+        if gang.node_set != (state.set_of[epoch] if takes else 0):
+            yield f"epoch {epoch} takes turns in nodeSets/{gang.node_set}, which is not where it is named"
     for number in sorted(state.gangs_of):
         running = [gang.epoch for gang in state.gangs_of_job(number) if gang.intent is Intent.RUN]
         if len(running) > 1:

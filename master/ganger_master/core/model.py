@@ -462,6 +462,8 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
     rested_level: SuspendLevel = SuspendLevel.NONE
     # When a part last said that the level wanted cannot be had; zero if never.
     refused_at: float = 0.0
+    # Where it takes turns on its devices; zero if it does not.
+    node_set: int = 0
     # What its move to where it is, or its rest there, is for.
     purpose: Purpose = NO_PURPOSE
     # It follows a world of another size, that of the epoch it restores from, and has pieces in common with it.

@@ -48,6 +48,12 @@ def change(state: State, event: RowsChanged) -> None:
         queue.note_approved(state, number)
         attempts.start(state, number, claims, level, now, cause)
         state.counters.approved += 1
+    for number in event.resumes:
+        gang = state.gangs[state.jobs[number].epoch]
+        # Nobody is beside it who shares its devices at once.
+        pieces = tuple([replace(piece, claim=replace(piece.claim, shared_mask=0)) for piece in gang.pieces])
+        state.put_gang(replace(gang, pieces=pieces))
+        attempts.resume(state, number, now, cause)
     epochs = tuple([tuple([state.jobs[number].epoch for number in row]) for row in event.rows])
     nodes = _nodes_of(state, {epoch for row in epochs for epoch in row})
     before = state.sets.get(event.number)
@@ -60,7 +66,7 @@ def change(state: State, event: RowsChanged) -> None:
         number = before.number
         matrix = Matrix(before.active.version + 1, epochs, event.quantum_seconds, event.level)
         state.put_set(replace(before, nodes=tuple(sorted({*before.nodes, *nodes})), coming=matrix))
-    for job in sorted({job for row in event.rows for job in row} - event.starts.keys()):
+    for job in sorted({job for row in event.rows for job in row} - event.starts.keys() - {*event.resumes}):
         state.put_job(replace(state.jobs[job], revision=state.jobs[job].revision + 1))
     figures = {"node_set": number, "version": matrix.version, "quantum_seconds": f"{matrix.quantum_seconds:g}"}
     for job in sorted({job for row in event.rows for job in row}):
@@ -117,6 +123,8 @@ def _review(state: State, number: int, now: float, cause: str) -> None:
     if coming is not None and all(_is_active(state, number, node, coming.version) for node in node_set.nodes):
         node_set = replace(node_set, active=coming, coming=None)
     live = members(state, node_set)
+    for epoch in {epoch for row in node_set.rows for epoch in row}.difference(live) & state.gangs.keys():
+        state.put_gang(replace(state.gangs[epoch], node_set=0))
     if _needs_no_turns(state, node_set, live):
         _dissolve(state, node_set, live, now, cause)
         return
@@ -191,7 +199,7 @@ def _dissolve(state: State, node_set: NodeSet, live: Sequence[int], now: float, 
     for epoch in live:
         gang = state.gangs[epoch]
         pieces = tuple([replace(piece, held=piece.claim) if _on_devices(piece) else piece for piece in gang.pieces])
-        state.put_gang(orders.begin_anew(replace(gang, pieces=pieces)))
+        state.put_gang(orders.begin_anew(replace(gang, pieces=pieces, node_set=0)))
         job = state.jobs[gang.job]
         state.put_job(replace(job, revision=job.revision + 1))
         state.history(now, job.name, "turns_ended", cause, node_set=node_set.number)
@@ -209,7 +217,7 @@ def _charge(state: State, node_set: NodeSet, live: Collection[int]) -> None:
                 cores = by_node[piece.claim.node][gang.epoch]
                 piece = replace(piece, held=replace(piece.claim, millicores=cores))
             pieces.append(piece)
-        state.put_gang(replace(gang, pieces=tuple(pieces)))
+        state.put_gang(replace(gang, pieces=tuple(pieces), node_set=node_set.number))
 
 
 def _needs_on(gangs: Iterable[Gang], node: str) -> dict[int, Cores]:

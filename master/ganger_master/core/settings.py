@@ -16,6 +16,8 @@ class Settings:
     policy: str = "fifo"
     # Between two plans of the planner that stop who runs.
     plan_every_seconds: float = 300.0
+    # For how long a row runs where gangs take turns; None: none are to.
+    quantum_seconds: float | None = 60.0
     storage: str = ""
     storage_token: str = ""
     checkpoint_interval_seconds: float = 1800.0

@@ -43,10 +43,18 @@ class _RefusedError(Exception):
 class _Member:
     """One who is to take turns: `claims` are where it is or is to start, `gang` is what it holds, if it does."""
 
-    __slots__ = ("change", "claims", "gang", "job", "level")
+    __slots__ = ("change", "claims", "gang", "job", "level", "rests")
 
-    def __init__(self, change: Change, job: Job, gang: Gang | None, claims: Claims, level: Level) -> None:
+    def __init__(
+        self, change: Change, job: Job, gang: Gang | None, claims: Claims, level: Level, rests: bool = False
+    ) -> None:
         self.change, self.job, self.gang, self.claims, self.level = change, job, gang, claims, level
+        self.rests = rests
+
+    @property
+    def comes(self) -> bool:
+        """Whether it has no devices yet."""
+        return self.gang is None or self.rests
 
 
 def judge_rows(
@@ -82,18 +90,25 @@ def _judge(state: State, changes: Sequence[Change], proposer: str, now: float) -
     _check_priorities(members, rows)
     starting = [member for member in members.values() if member.gang is None]
     held = _held(state, before, members)
-    for member in starting:
-        _check_start(state, member, held)
+    for member in members.values():
+        if member.comes:
+            _check_start(state, member, held)
     for row in rows:
         _check_row(state, [members[number] for number in row], held)
     _check_host_memory(state, starting)
     for member in members.values():
         _check_level(state, member, first.level, members)
     starts = {member.job.number: (member.claims, capacity.level_of(state, member.claims)) for member in starting}
+    resumes = tuple(sorted([number for number, member in members.items() if member.rests]))
     takes = _takes(state, held, members, rows)
     return events.RowsChanged(
-        now, proposer, first.node_set, rows, first.quantum_seconds, first.level, starts, takes, first.reason
+        now, proposer, first.node_set, rows, first.quantum_seconds, first.level, starts, resumes, takes, first.reason
     )
+
+
+def _rests_by_plan(gang: Gang) -> bool:
+    offloaded = gang.rested_level is SuspendLevel.OFFLOAD and gang.park_level is SuspendLevel.OFFLOAD
+    return gang.phase is GangPhase.PARKED and gang.intent is Intent.PARK and gang.parked_by_plan and offloaded
 
 
 def _rows(changes: Sequence[Change]) -> tuple[tuple[int, ...], ...]:
@@ -140,6 +155,9 @@ def _member(state: State, change: Change, before: NodeSet | None) -> _Member:
             _refuse(job.number, Reason.NOT_SUPPORTED, detail="who shares devices at once takes no turns")
         return _Member(change, job, None, change.claims, Level.CLUSTER)
     gang = state.gangs.get(job.epoch)
+    if gang is not None and _rests_by_plan(gang) and not job.next_epoch and job.ending is None:
+        claims = tuple([replace(claim, shared_mask=0) for claim in gang.claims])
+        return _Member(change, job, gang, claims, gang.level, rests=True)
     is_active = gang is not None and gang.role is GangRole.ACTIVE
     settled = is_active and gang is not None and gang.phase in (GangPhase.STARTING, GangPhase.RUNNING)
     if gang is None or not settled or gang.intent is not Intent.RUN or job.next_epoch or job.ending is not None:
@@ -217,10 +235,25 @@ def _check_start(state: State, member: _Member, held: Mapping[str, Claim]) -> No
         claims = member.claims
         arena = {claim.arena_bytes // claim.device_mask.bit_count() for claim in claims if claim.device_mask}
         wanted = replace(shape, arena_bytes_per_device=arena.pop()) if len(arena) == 1 else shape
-        holding = tuple([held[claim.node] for claim in claims if claim.node in held])
+        holding = _free_for(member, held)
         refusals = fit(state.view, wanted, claims, holding=holding, retune=True)
     if refusals:
         raise _RefusedError(job.number, refusals[0])
+
+
+def _free_for(member: _Member, held: Mapping[str, Claim]) -> Claims:
+    """What the others hold there together, and what it keeps itself."""
+    kept = {}
+    if member.gang is not None:
+        kept = {piece.held.node: piece.held for piece in member.gang.pieces if piece.held is not None}
+    found = []
+    for claim in member.claims:
+        own, theirs = kept.get(claim.node), held.get(claim.node)
+        if own is not None and theirs is not None:
+            found.append(replace(own, device_mask=theirs.device_mask, millicores=theirs.millicores))
+        elif own is not None or theirs is not None:
+            found.append(own or theirs or claim)
+    return tuple(found)
 
 
 def _check_row(state: State, row: Sequence[_Member], held: Mapping[str, Claim]) -> None:

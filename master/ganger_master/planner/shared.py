@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ganger_master.core.purpose import Finding
+from ganger_master.planner.matrices import plan_matrices
 from ganger_master.planner.packs import Packs, Seen, plan_packs, with_refusals
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.slices import Turns, plan_slices
@@ -42,19 +43,27 @@ def plan_shared(
     gpus: int,
     quantum_s: float,
     kept_out: KeptOut = NOBODY,
+    matrices: bool = False,
+    turn_s: float | None = None,
 ) -> tuple[Pass, Shared, tuple[Finding, ...]]:
     """The changes to propose now, what to remember if they are proposed, and what was found. `gpus`: of the cluster.
-    `kept_out`: what was found not to be possible for some."""
+    `kept_out`: what was found not to be possible for some. `matrices`: the nodes switch rows by themselves, every
+    `turn_s` seconds (None: they do not), and all there is to propose is who takes turns."""
     turns, packs = remembered.turns, remembered.packs
     is_due = now >= turns.since_s + quantum_s
     tried = Pass()
     findings: tuple[Finding, ...] = ()
     if is_due:
-        is_crowded = table.has_waiting or bool(turns.sharers)
+        is_crowded = table.has_waiting or bool(turns.sharers) or _take_turns(table)
         changes, packs, findings = plan_packs(packs, table, room.view, now, seen, gpus, is_crowded)
         tried = Pass(changes)
     busy = packs.on_trial | {change.number for change in tried.changes}
-    found, turns = plan_slices(placement, table, now, room, turns, quantum_s, kept_out, busy, packs.together)
+    if matrices:
+        together = {number for unit in packs.together for number in unit}
+        found = plan_matrices(placement, table, now, room, turn_s, kept_out, busy | together)
+        turns = replace(turns, since_s=now) if is_due else turns
+    else:
+        found, turns = plan_slices(placement, table, now, room, turns, quantum_s, kept_out, busy, packs.together)
     next_s = found.next_change_s
     if packs.packs:
         # They are watched as long as they last.
@@ -66,3 +75,7 @@ def plan_shared(
         Shared(turns, packs),
         findings,
     )
+
+
+def _take_turns(table: LiveTable) -> bool:
+    return any(gang is not None and gang.node_set for gang in table.gangs)

@@ -199,7 +199,9 @@ class Together:
 
 
 def _place_of(job: Job, gang: Gang | None) -> _Place:
-    """Nothing of who does not run."""
+    """Nothing of who does not run, or only in turns: what it shows then is not what it does beside others."""
+    if gang is not None and gang.node_set:
+        return _NOWHERE
     if gang is None or job.state is not JobState.HOLDING or gang.intent is not Intent.RUN or not job.running_since:
         return _NOWHERE
     return frozenset((claim.node, device) for claim in gang.claims for device in bits(claim.device_mask))

@@ -28,6 +28,8 @@ class Live:
         self.plan_every_s = 0.0
         # Names of nodes that are to be emptied.
         self.draining: tuple[str, ...] = ()
+        # None: nobody takes turns.
+        self.quantum_s: float | None = None
         self._clock = clock
         # Of the master's clock before ours.
         self._ahead_s = 0.0
@@ -71,6 +73,7 @@ class Live:
         self._ahead_s = times.unix_seconds(first.time) - self._clock()
         self.policy, self.plan_every_s = first.policy, times.seconds(first.plan_every)
         self.draining = tuple([names.parse_node_name(node) for node in first.draining])
+        self.quantum_s = times.seconds(first.quantum) if first.HasField("quantum") else None
         self.told = True
         self._changed.set()
         return tuple(changed)

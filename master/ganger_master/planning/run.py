@@ -284,6 +284,8 @@ class Planner:
             live.capacity.gpus,
             min(QUANTUM_S, pace.every_s),
             self._refused.at(now),
+            matrices=True,
+            turn_s=live.quantum_s,
         )
         if found.changes or findings or not policy.moves:
             return found, findings, inf

@@ -107,6 +107,7 @@ def _gang_to_wire(gang: Gang, into: scheduling_pb2.LiveGang) -> None:
     _put_time(into.create_time, gang.create_time)
     if gang.since:
         _put_time(into.phase_time, gang.since)
+    into.node_set = gang.node_set
     into.claims.extend(convert.claims_to_wire(gang.claims))
     into.held.extend(convert.claims_to_wire(piece.held for piece in gang.pieces if piece.held is not None))
 
@@ -127,6 +128,7 @@ def _gang_from_wire(number: int, message: scheduling_pb2.LiveGang) -> Gang:
         intent=Intent.STOP if message.stops else Intent.PARK if parked else Intent.RUN,
         park_level=parked,
         since=_time(message.phase_time) if message.HasField("phase_time") else 0.0,
+        node_set=message.node_set,
     )
 
 

@@ -112,6 +112,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                 rows = committed.rows_after(sent) if sent else list(committed.rows.values())
                 removed = shown.difference(committed.rows)
                 shown = set(committed.rows) if removed else shown.union(row.node for row in rows)
+                quantum = self._writer.state.settings.quantum_seconds
                 delta = scheduling_pb2.ClusterDelta(
                     view=self._view_delta(committed.view_version, sent, removed),
                     forgotten=[names.job_name(number) for number in forgotten],
@@ -119,6 +120,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                     policy=self._writer.state.settings.policy,
                     plan_every=times.duration(self._writer.state.settings.plan_every_seconds),
                     draining=[names.node_name(node) for node in self._writer.state.draining],
+                    quantum=None if quantum is None else times.duration(quantum),
                 )
                 sent = committed.view_version
                 delta.view.nodes.extend(await _messages(rows))

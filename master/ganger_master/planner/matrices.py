@@ -1,0 +1,439 @@
+"""Turns for a live cluster: whoever finds room starts, and who finds none joins others on their devices.
+
+A matrix is proposed when somebody joins; from then on the nodes switch its rows by themselves (docs/design/006). Who
+joins takes the devices with the fewest gangs, of those whose gangs can take turns with it; its first turn is the next.
+Rows are filled in the order in which gangs came, then with everybody who still fits, so that no device idles while a
+gang that is on it could run. A gang that takes turns although there is room elsewhere is parked, and goes on there.
+Nothing is remembered: the master tells who takes turns where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+from ganger.placement.claims import split_cores
+from ganger.resources.fit import MEMORY_SHARE, demand, share_of_memory
+from ganger.resources.topology import bits
+from ganger.resources.values import Claim
+from ganger.resources.view import View
+from msgspec import structs
+
+from ganger_master.core.arenas import has_arenas
+from ganger_master.core.commands import Change
+from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.slices import MOST_ROWS, Claims, seat_of, thin
+from ganger_master.planner.table import LiveTable
+from ganger_master.planner.target import Pass
+from ganger_master.policies.introspect.slicing import Seat
+from ganger_master.policies.place import Placement, Want
+from ganger_master.policies.room import Room
+
+# Of those who wait, as many are looked at in one pass; of those who join, as many at once.
+_WAITING_MOST: Final = 2_000
+_JOINERS_MOST: Final = 64
+_ANYWHERE: Final = Want()
+
+_Device: TypeAlias = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sharer:
+    """One who takes turns, or is to: `claims` are where it is; `starts`: it waits, or rests, and is to begin there."""
+
+    job: Job
+    gang: Gang | None
+    claims: Claims
+
+    @property
+    def number(self) -> int:
+        return self.job.number
+
+    @property
+    def starts(self) -> bool:
+        return self.gang is None
+
+    @property
+    def devices(self) -> frozenset[_Device]:
+        return frozenset((claim.node, device) for claim in self.claims for device in bits(claim.device_mask))
+
+
+def plan_matrices(
+    placement: Placement,
+    table: LiveTable,
+    now: float,
+    room: Room,
+    quantum_s: float | None,
+    kept_out: KeptOut = NOBODY,
+    busy: Collection[int] = (),
+) -> Pass:
+    """The changes to propose now. `room` is left as it is. `quantum_s` None: nobody takes turns. `busy`: numbers of
+    those who are not to be disturbed."""
+    room.refresh()
+    filling = _Filling(placement, room)
+    waiting = [job for job in table.waiting_jobs(_WAITING_MOST) if job.number not in kept_out.not_started]
+    parked, running = _rested(table), [pair for pair in table.running if pair[0].number not in busy]
+    try:
+        stranded = filling.bring_back(parked)
+        crowded = filling.start(waiting)
+        joining = _Joining(room.view, running, kept_out, filling.least_memory)
+        if quantum_s is not None:
+            joining.come_back(stranded)
+            joining.join(crowded)
+            if not (crowded or parked):
+                filling.part(joining.sharers)
+        changes = (*filling.changes, *(joining.changes(quantum_s) if quantum_s is not None else ()))
+    finally:
+        filling.undo()
+    line = np.array([job.number for job in waiting], np.int64)
+    return Pass(tuple(changes), waits=bool(crowded or stranded), line=line)
+
+
+def rows_of(sharers: Sequence[Sharer], cores: Mapping[str, Sequence[int]]) -> list[list[Sharer]]:
+    """Who runs at once, row by row: nobody twice on a device, nor more cores of a node than there are for a row."""
+    rows: list[list[Sharer]] = []
+    for one in sharers:
+        fitting = next((row for row in rows if _fits(one, row, cores)), None)
+        if fitting is None:
+            rows.append([one])
+        else:
+            fitting.append(one)
+    for index, row in enumerate(rows):
+        # Whoever came just before goes on, if it can, before it has to wait for its next turn.
+        others = [one for step in range(1, len(rows)) for one in rows[index - step]]
+        for one in others:
+            if one not in row and _fits(one, row, cores):
+                row.append(one)
+    return rows
+
+
+def _fits(one: Sharer, row: Sequence[Sharer], cores: Mapping[str, Sequence[int]]) -> bool:
+    if any(one.devices & other.devices for other in row):
+        return False
+    for claim in one.claims:
+        there = [claim.millicores] + [own.millicores for other in row for own in other.claims if own.node == claim.node]
+        if any(sum(wanted) > have for wanted, have in zip(zip(*there, strict=True), cores[claim.node], strict=True)):
+            return False
+    return True
+
+
+def may_take_turns(job: Job, gang: Gang | None) -> bool:
+    """Whether it would be let in (`core.taking_turns`), as far as can be told from here."""
+    spec, offered = job.spec, job.capabilities
+    if not spec.preemptible or spec.time_limit_seconds is not None or len(spec.roles) != 1:
+        return False
+    if gang is None:
+        return not (job.epoch or (offered.known and not offered.offload))
+    settled = gang.intent is Intent.RUN and gang.phase in (GangPhase.STARTING, GangPhase.RUNNING)
+    shares = any(claim.shared_mask for claim in gang.claims)
+    able = offered.offload or not offered.known
+    return settled and able and not shares and not job.next_epoch and job.ending is None and has_arenas(gang)
+
+
+def _rested(table: LiveTable) -> list[tuple[Job, Gang]]:
+    """Whom a plan has parked in host memory."""
+    found = []
+    for job, gang in zip(table.jobs, table.gangs, strict=True):
+        if job is None or gang is None or job.state is not JobState.HOLDING or job.next_epoch or job.ending is not None:
+            continue
+        if gang.phase is GangPhase.PARKED and gang.park_level is SuspendLevel.OFFLOAD:
+            found.append((job, gang))
+    return sorted(found, key=lambda pair: pair[0].number)
+
+
+class _Filling:
+    """Who finds room, with the places taken in a room, and all of it undone."""
+
+    def __init__(self, placement: Placement, room: Room) -> None:
+        self._placement, self._room = placement, room
+        self.changes: list[Change] = []
+        self._taken: list[Claims] = []
+        shares = [share_of_memory(made, 1) for made in room.view.sets.values() if made.devices]
+        # A whole share would leave none for others.
+        self.least_memory = min(shares, default=0) // MOST_ROWS
+
+    def undo(self) -> None:
+        for claims in reversed(self._taken):
+            self._room.give(claims)
+        self._taken.clear()
+
+    def start(self, jobs: Iterable[Job]) -> list[Job]:
+        """Starts who finds room; the others."""
+        crowded, vain = [], set()
+        for job in jobs:
+            shape = thin(job.shape, self.least_memory)
+            claims = None if shape in vain else self._placement.place(self._room, shape, _ANYWHERE)
+            if claims is None:
+                vain.add(shape)
+                crowded.append(job)
+            else:
+                self._change(job, "START", claims)
+        return crowded
+
+    def bring_back(self, parked: Iterable[tuple[Job, Gang]]) -> list[tuple[Job, Gang]]:
+        """Who rests goes on where it was, or elsewhere, where there is room; the others."""
+        stranded = []
+        view = self._room.view
+        for job, gang in parked:
+            own = tuple([structs.replace(c, arena_bytes=0, memory_bytes=0, shared_mask=0) for c in gang.claims])
+            if all(_is_free(view, claim) for claim in own):
+                self._change(job, "RESUME", (), own)
+                continue
+            claims = self._placement.place(self._room, thin(job.shape, self.least_memory), _ANYWHERE)
+            if claims is None:
+                stranded.append((job, gang))
+            else:
+                self._change(job, "MOVE", claims)
+        return stranded
+
+    def part(self, sharers: Mapping[int, Sharer]) -> None:
+        """One who takes turns although there is room for it: it is parked, and then goes on there."""
+        for one in sharers.values():
+            if one.gang is None or not one.gang.node_set or one.gang.phase is not GangPhase.RUNNING:
+                continue
+            claims = self._placement.place(self._room, thin(one.job.shape, self.least_memory), _ANYWHERE)
+            if claims is not None:
+                self.changes.append(
+                    Change(
+                        one.number, one.job.revision, "SUSPEND", level=SuspendLevel.OFFLOAD, reason="devices are free"
+                    )
+                )
+                return
+
+    def _change(self, job: Job, kind: str, claims: Claims, taken: Claims = ()) -> None:
+        self.changes.append(Change(job.number, job.revision, kind, claims))
+        self._room.take(taken or claims)
+        self._taken.append(taken or claims)
+
+
+class _Joining:
+    """Who takes turns, and who is to join them; places are found one after the other."""
+
+    def __init__(self, view: View, running: Iterable[tuple[Job, Gang]], kept_out: KeptOut, least_memory: int) -> None:
+        self._view = view
+        self._least_memory = least_memory
+        self.sharers: dict[int, Sharer] = {}
+        self._on: dict[_Device, set[int]] = {}
+        # Devices of somebody who takes no turns.
+        self._closed: set[_Device] = set()
+        self._memory: dict[str, int] = {}
+        self._joined: dict[int, Sharer] = {}
+        barred = {*kept_out.not_started, *kept_out.not_stopped}
+        for job, gang in running:
+            one = Sharer(job, gang, gang.claims)
+            if gang.node_set or (may_take_turns(job, gang) and job.number not in barred):
+                self._put(one)
+            else:
+                self._closed.update(one.devices)
+        self._seen = set(self._on)
+        self._kept_out = kept_out
+
+    def come_back(self, stranded: Iterable[tuple[Job, Gang]]) -> None:
+        """Who rests, and finds no room, takes turns where it was."""
+        for job, gang in stranded:
+            if job.number in self._kept_out.not_started:
+                continue
+            claims = tuple([structs.replace(claim, shared_mask=0) for claim in gang.claims])
+            one = Sharer(job, gang, claims)
+            if self._may_join(one) and all(self._fits_cores(claim) for claim in claims):
+                self._join(one)
+
+    def join(self, crowded: Sequence[Job]) -> None:
+        for job in crowded[:_WAITING_MOST]:
+            if len(self._joined) >= _JOINERS_MOST:
+                return
+            if not may_take_turns(job, None):
+                continue
+            found = [
+                (key, one)
+                for seat in self._seats(job)
+                if (key := self._key(seat)) is not None
+                and (one := self._at(job, seat)) is not None
+                and self._may_join(one)
+            ]
+            if found:
+                self._join(min(found, key=lambda pair: pair[0])[1])
+
+    def changes(self, quantum_s: float) -> list[Change]:
+        """One group for each set that somebody joins."""
+        changes: list[Change] = []
+        for together, members in enumerate(self._sets(), 1):
+            numbers = {one.gang.node_set for one in members if one.gang is not None and one.gang.node_set}
+            if len(numbers) > 1:
+                continue
+            rows = rows_of(members, self._cores_of(members))
+            level = SuspendLevel.PAUSE if self._all_stay(members) else SuspendLevel.OFFLOAD
+            for one in members:
+                own = tuple([index for index, row in enumerate(rows) if one in row])
+                changes.append(
+                    Change(
+                        one.number,
+                        one.job.revision,
+                        "ROW",
+                        one.claims if one.starts else (),
+                        level=level,
+                        together=together,
+                        node_set=max(numbers, default=0),
+                        rows=own,
+                        quantum_seconds=quantum_s,
+                    )
+                )
+        return changes
+
+    # -- places --------------------------------------------------------------------------------------------------------
+
+    def _seats(self, job: Job) -> list[Seat]:
+        """Where gangs of its size are, and on each node the devices with the fewest gangs."""
+        found = {seat_of(one.claims) for one in self.sharers.values() if one.job.gpus == job.gpus}
+        for name in sorted({name for name, _ in self._on}):
+            slot = self._view.slots.get(name)
+            if slot is None or not self._view.available[slot]:
+                continue
+            topology = self._view.topologies[slot]
+            open_ones = [d for d in range(topology.devices) if self._is_open((name, d), job)]
+            open_ones.sort(key=lambda device: (len(self._on.get((name, device), ())), device))
+            if len(open_ones) >= job.gpus > 0:
+                found.add(((name, sum(1 << device for device in open_ones[: job.gpus])),))
+        return sorted(found)
+
+    def _is_open(self, device: _Device, job: Job) -> bool:
+        if device in self._closed:
+            return False
+        there = [self.sharers[number] for number in self._on.get(device, ())]
+        if not there:
+            slot = self._view.slots[device[0]]
+            return bool(self._view.free[slot] >> device[1] & 1)
+        return len(there) < MOST_ROWS and all(one.job.spec.priority == job.spec.priority for one in there)
+
+    def _key(self, seat: Seat) -> tuple[int, int, Seat] | None:
+        counts = [len(self._on.get((name, device), ())) for name, mask in seat for device in bits(mask)]
+        return (max(counts), sum(counts), seat) if counts else None
+
+    def _at(self, job: Job, seat: Seat) -> Sharer | None:
+        """A gang of one role on just these devices; None where cores or memory are missing, or that is not for it."""
+        task = job.shape.roles[0].shape
+        claims = []
+        for name, mask in seat:
+            slot = self._view.slots.get(name)
+            if slot is None or not self._view.available[slot] or not task.gpus or mask.bit_count() % task.gpus:
+                return None
+            topology = self._view.topologies[slot]
+            made = topology.configuration_set
+            if job.spec.device_type not in ("", made.device_type):
+                return None
+            # Of whom nothing is known it could be all that a device has.
+            arena = job.arena_bytes_per_device or made.device_memory_bytes
+            shape = structs.replace(thin(job.shape, self._least_memory), arena_bytes_per_device=arena)
+            tasks = (mask.bit_count() // task.gpus,)
+            needed = demand(made, shape, tasks)
+            cores = split_cores(topology, self._free_cores(name), mask, needed.millicores)
+            left = self._memory.get(name, self._view.memory[slot])
+            if cores is None or needed.memory_bytes + needed.arena_bytes > left:
+                return None
+            claims.append(Claim(name, mask, cores, needed.memory_bytes, needed.arena_bytes, tasks))
+        if sum(claim.device_mask.bit_count() for claim in claims) != job.gpus:
+            return None
+        closed = self._kept_out.nodes.get(job.number, frozenset())
+        return None if any(claim.node in closed for claim in claims) else Sharer(job, None, tuple(claims))
+
+    def _free_cores(self, name: str) -> tuple[int, ...]:
+        """What a row may have of a node: what is free, and what those hold who take turns there or will."""
+        free = list(self._view.millicores[self._view.slots[name]])
+        for one in self.sharers.values():
+            if one.gang is None or one.number in self._joined:
+                continue
+            for piece in one.gang.pieces:
+                if piece.claim.node == name and piece.held is not None:
+                    free = [have + more for have, more in zip(free, piece.held.millicores, strict=True)]
+        return tuple(free)
+
+    def _fits_cores(self, claim: Claim) -> bool:
+        slot = self._view.slots.get(claim.node)
+        if slot is None or not self._view.available[slot]:
+            return False
+        return all(want <= have for want, have in zip(claim.millicores, self._free_cores(claim.node), strict=True))
+
+    def _may_join(self, one: Sharer) -> bool:
+        return all(self._is_open(device, one.job) for device in one.devices)
+
+    def _join(self, one: Sharer) -> None:
+        self._joined[one.number] = one
+        self._put(one)
+        if one.starts:
+            for claim in one.claims:
+                left = self._memory.get(claim.node, self._view.memory[self._view.slots[claim.node]])
+                self._memory[claim.node] = left - claim.memory_bytes - claim.arena_bytes
+
+    def _put(self, one: Sharer) -> None:
+        self.sharers[one.number] = one
+        for device in one.devices:
+            self._on.setdefault(device, set()).add(one.number)
+
+    # -- sets ----------------------------------------------------------------------------------------------------------
+
+    def _sets(self) -> list[list[Sharer]]:
+        """Who takes turns together: those who join, all on their devices, and all who do so on the same nodes."""
+        left = dict(self._joined)
+        found = []
+        while left:
+            members = {next(iter(left))}
+            nodes: set[str] = set()
+            while True:
+                nodes.update(claim.node for number in members for claim in self.sharers[number].claims)
+                grown = set(members)
+                for number in members:
+                    for device in self.sharers[number].devices:
+                        grown.update(self._on[device])
+                grown.update(
+                    number
+                    for number, one in self.sharers.items()
+                    if (number in self._joined or (one.gang is not None and one.gang.node_set))
+                    and any(claim.node in nodes for claim in one.claims)
+                )
+                if grown == members:
+                    break
+                members = grown
+            for number in members:
+                left.pop(number, None)
+            # Who came first has the first row.
+            found.append(
+                sorted((self.sharers[n] for n in members), key=lambda one: (one.number in self._joined, one.number))
+            )
+        return found
+
+    def _cores_of(self, members: Sequence[Sharer]) -> dict[str, tuple[int, ...]]:
+        names = {claim.node for one in members for claim in one.claims}
+        found = {name: list(self._view.millicores[self._view.slots[name]]) for name in names}
+        for one in members:
+            if one.number in self._joined or one.gang is None:
+                continue
+            for piece in one.gang.pieces:
+                if piece.held is not None and piece.held.device_mask:
+                    have = found[piece.claim.node]
+                    found[piece.claim.node] = [a + b for a, b in zip(have, piece.held.millicores, strict=True)]
+        return {name: tuple(cores) for name, cores in found.items()}
+
+    def _all_stay(self, members: Sequence[Sharer]) -> bool:
+        """Whether all who take turns on a device have room there together, by what was measured or named."""
+        needs: dict[_Device, int] = {}
+        for one in members:
+            size = one.job.shape.device_memory_bytes
+            if not size or not (one.job.capabilities.pause or not one.job.capabilities.known):
+                return False
+            for device in one.devices:
+                needs[device] = needs.get(device, 0) + size
+        for (name, _), needed in needs.items():
+            whole = self._view.topology(name).configuration_set.device_memory_bytes
+            if needed > MEMORY_SHARE * whole:
+                return False
+        return True
+
+
+def _is_free(view: View, claim: Claim) -> bool:
+    slot = view.slots.get(claim.node)
+    if slot is None or not view.available[slot] or claim.device_mask & ~view.free[slot]:
+        return False
+    return all(want <= have for want, have in zip(claim.millicores, view.millicores[slot], strict=True))

@@ -1,0 +1,207 @@
+"""Who is proposed to take turns with whom, over a real state, told by wire: all that is proposed is approved."""
+
+from __future__ import annotations
+
+from core.drive import GIB, SERVER, Drive, job_of
+from ganger.resources.values import Claim
+from ganger.v1 import scheduling_pb2
+from ganger_master.core.answers import PlanAnswer, SessionAnswer
+from ganger_master.core.commands import CancelJob, Change, Observe, ObservedGang, ObservedRows, OpenSession, ProposePlan
+from ganger_master.core.desired import desired_of
+from ganger_master.core.model import JobSpec, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.settings import Settings
+from ganger_master.planner.matrices import Sharer, plan_matrices, rows_of
+from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.table import LiveTable
+from ganger_master.policies import policy_named
+from ganger_master.policies.room import Room
+from ganger_master.rpc import plan_messages
+from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+POLICY = policy_named("gandiva")
+
+
+class Sharing(Drive):
+    """Nodes whose daemons switch rows, and make each new matrix the active one at once."""
+
+    def __init__(self, nodes: int = 1) -> None:
+        super().__init__(nodes, Settings(policy="gandiva"))
+
+    def join(self, node: str) -> None:
+        answer = self.step(OpenSession(node, f"machine-{node}", SERVER, capabilities={"rotation": "yes"}))
+        assert isinstance(answer, SessionAnswer)
+        self.sessions[node] = answer.session
+        self.observe(node, version=0)
+
+    def observe(self, node: str, *gangs: ObservedGang, version: int | None = None) -> object:  # type: ignore[override]
+        self.observations += 1
+        desired = desired_of(self.state, node)
+        applied = desired.version if version is None else version
+        rows = tuple([ObservedRows(rows.node_set, rows.matrix.version, rows.matrix.version) for rows in desired.rows])
+        command = Observe(node, self.sessions[node], self.observations, applied, gangs, storage_proved=True, rows=rows)
+        return self.step(command)
+
+    def others(self, node: str, epoch: int) -> list[ObservedGang]:
+        found = [gang for gang in self.on(node) if gang.epoch != epoch]
+        return [self.reported(gang, node) or self.report(gang, ObservedPhase.STARTING) for gang in found]
+
+    def plan(self, quantum_s: float | None = 60.0, kept_out: KeptOut = NOBODY) -> tuple[Change, ...]:
+        table = LiveTable()
+        for job in self.state.jobs.values():
+            message = scheduling_pb2.LiveJob()
+            live_job_to_wire(job, self.state.gangs.get(job.epoch), message)
+            table.put(*live_job_from_wire(message))
+        view = self.state.view.copy()
+        rows = [replace(row, version=0) for row in view.rows()]
+        found = plan_matrices(POLICY.placement, table, self.now, Room(view), quantum_s, kept_out)
+        assert rows == [replace(row, version=0) for row in view.rows()], "the view is left as it was"
+        return found.changes
+
+    def go_on(self) -> list[str]:
+        """Proposes what a pass finds, and lets what starts run."""
+        changes = self.plan()
+        told = scheduling_pb2.Plan(changes=[plan_messages.change_to_wire(change) for change in changes])
+        answer = self.step(ProposePlan(plan_messages.plan_from_wire(told).changes))
+        assert isinstance(answer, PlanAnswer)
+        assert all(verdict.approved for verdict in answer.verdicts), answer
+        for change in changes:
+            if change.kind in ("START", "ROW", "RESUME"):
+                self.runs(change.number)
+        return sorted(change.kind for change in changes)
+
+    def submitted(self, *specs: JobSpec) -> list[int]:
+        return [self.submit(spec) for spec in specs]
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """Of the only node set, by job."""
+        (node_set,) = self.state.sets.values()
+        return [[self.state.gangs[epoch].job for epoch in row] for row in node_set.newest.rows]
+
+
+def test_who_finds_no_room_takes_turns_with_who_has_it() -> None:
+    drive = Sharing()
+    first, second = drive.submitted(job_of(4), job_of(4))
+    assert drive.go_on() == ["START"]
+    assert drive.go_on() == ["ROW", "ROW"]
+    assert drive.rows == [[first], [second]]
+    assert drive.plan() == ()
+
+
+def test_without_a_quantum_nobody_takes_turns() -> None:
+    drive = Sharing()
+    drive.submitted(job_of(4), job_of(4))
+    assert drive.go_on() == ["START"]
+    assert drive.plan(quantum_s=None) == ()
+
+
+def test_six_on_four_take_turns_and_no_device_idles_in_any_row() -> None:
+    drive = Sharing()
+    numbers = drive.submitted(*[job_of(1, GIB)] * 6)
+    drive.go_on()
+    drive.go_on()
+    assert {number for row in drive.rows for number in row} >= {numbers[4], numbers[5]}
+    masks = {number: drive.state.gangs[drive.job(number).epoch].claims[0].device_mask for number in numbers}
+    shared = masks[numbers[4]] | masks[numbers[5]]
+    assert shared.bit_count() == 2, "the two that came last are on devices of two others"
+    for row in drive.rows:
+        assert sum(masks[number] for number in row) == shared
+    assert drive.state.rows["n1"].free_mask == 0
+
+
+def test_the_next_one_to_come_goes_where_the_fewest_are() -> None:
+    drive = Sharing()
+    drive.submitted(*[job_of(2, GIB)] * 5)
+    for _ in range(5):
+        drive.go_on()
+    assert sorted(drive.state.rows["n1"].device_rows) == [2, 2, 3, 3]
+
+
+def test_who_takes_turns_goes_to_devices_that_become_free() -> None:
+    drive = Sharing()
+    one, other, third = drive.submitted(*[job_of(2, GIB)] * 3)
+    drive.go_on()
+    drive.go_on()
+    on = drive.state.gangs[drive.job(third).epoch].claims[0].device_mask
+    alone = next(n for n in (one, other) if drive.state.gangs[drive.job(n).epoch].claims[0].device_mask != on)
+    drive.step(CancelJob(alone))
+    drive.seen_without("n1", alone)
+    (change,) = drive.plan()
+    assert (change.kind, change.level) == ("SUSPEND", SuspendLevel.OFFLOAD)
+    drive.go_on()
+    number = change.number
+    drive.seen(number, drive.job(number).epoch, ObservedPhase.PARKED, 5)
+    assert drive.state.sets == {}
+    (move,) = drive.plan()
+    assert (move.kind, move.number) == ("MOVE", number)
+
+
+def test_who_was_parked_and_finds_no_room_goes_on_in_turns_where_it_was() -> None:
+    drive = Sharing()
+    one, other = drive.submitted(*[job_of(4, GIB)] * 2)
+    drive.go_on()
+    revision = drive.job(one).revision
+    drive.step(ProposePlan((Change(one, revision, "SUSPEND", level=SuspendLevel.OFFLOAD),)))
+    drive.seen(one, drive.job(one).epoch, ObservedPhase.PARKED, 5)
+    (place, *_) = drive.places(other)
+    drive.step(ProposePlan((Change(other, drive.job(other).revision, "START", place),)))
+    drive.runs(other)
+    assert drive.go_on() == ["ROW", "ROW"]
+    assert drive.rows == [[other], [one]]
+    assert drive.job(one).state is JobState.HOLDING
+
+
+def test_nobody_is_asked_who_cannot_stop_or_has_another_priority() -> None:
+    for spec in (
+        replace(job_of(4), preemptible=False),
+        replace(job_of(4), priority=1),
+        replace(job_of(4), time_limit_seconds=60.0),
+    ):
+        drive = Sharing()
+        drive.submitted(job_of(4), spec)
+        number = drive.submit(job_of(4)) if spec.priority else 0
+        drive.go_on()
+        if not spec.priority:
+            assert drive.plan() == ()
+        else:
+            assert {change.number for change in drive.plan()}.isdisjoint({2} - {number})
+
+
+def test_what_was_refused_is_not_asked_again_at_once() -> None:
+    drive = Sharing()
+    _, second = drive.submitted(job_of(4), job_of(4))
+    drive.go_on()
+    assert drive.plan(kept_out=KeptOut(not_started=frozenset({second}))) == ()
+
+
+def test_gangs_over_several_nodes_take_turns_with_each_other() -> None:
+    drive = Sharing(2)
+    first, second = drive.submitted(job_of(8, GIB), job_of(8, GIB))
+    drive.go_on()
+    assert drive.go_on() == ["ROW", "ROW"]
+    (node_set,) = drive.state.sets.values()
+    assert node_set.nodes == ("n1", "n2")
+    assert drive.rows == [[first], [second]]
+
+
+@given(st.lists(st.tuples(st.integers(1, 15), st.integers(1, 4)), min_size=1, max_size=6))
+def test_rows_give_everybody_a_turn_and_no_device_or_core_twice(wanted: list[tuple[int, int]]) -> None:
+    drive = Drive()
+    jobs = [drive.job(drive.submit(job_of(1))) for _ in wanted]
+    sharers = []
+    for job, (mask, cores) in zip(jobs, wanted, strict=True):
+        claims = (Claim("n1", mask, (cores * 1000, 0), GIB, 0, (mask.bit_count(),)),)
+        sharers.append(Sharer(job, None, claims))
+    rows = rows_of(sharers, {"n1": (6_000, 0)})
+    assert {one.number for row in rows for one in row} == {one.number for one in sharers}
+    for row in rows:
+        assert len({one.number for one in row}) == len(row)
+        assert sum(one.claims[0].device_mask.bit_count() for one in row) == len(set().union(*[o.devices for o in row]))
+        assert sum(one.claims[0].millicores[0] for one in row) <= 6_000
+    for row in rows:
+        idle = [one for one in sharers if one not in row and not any(one.devices & other.devices for other in row)]
+        cores = sum(one.claims[0].millicores[0] for one in row)
+        assert all(cores + one.claims[0].millicores[0] > 6_000 for one in idle), "it could have run, too"
