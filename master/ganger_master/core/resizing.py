@@ -21,6 +21,8 @@ def check_resize(state: State, job: Job, gpus: int) -> Gang | Refused:
     gang = state.gangs.get(job.epoch)
     if job.next_epoch or job.ending is not None:
         return busy(job, "it is being moved or ends")
+    if gang is not None and gang.epoch in state.set_of:
+        return busy(job, "it takes turns with others on its devices, and keeps its size until it has some of its own")
     rests = gang is not None and gang.phase is GangPhase.PARKED and gang.parked_by_plan
     if job.state is not JobState.HOLDING or gang is None or not (gang.phase is GangPhase.RUNNING or rests):
         return not_running(job, gang)
