@@ -11,6 +11,7 @@ from ganger_master.core.settings import Settings
 from ganger_master.sim import faults
 from ganger_master.sim.cluster import Cluster, require_progress
 from ganger_master.sim.engine import Engine
+from msgspec.structs import replace
 
 _GIB = 1 << 30
 SERVER = parse_topology("2x2", name="v4", millicores=16_000, memory_bytes=64 * _GIB, device_memory_bytes=2 * _GIB)
@@ -43,6 +44,52 @@ def run(seed: int, jobs: int, seconds: float) -> Cluster:
     cluster.check()
     require_progress(cluster, 4_000.0)
     return cluster
+
+
+def run_elastic(seed: int, jobs: int, seconds: float) -> Cluster:
+    """The same with jobs that users give other numbers of devices as they run, on devices with room for two worlds of
+    some of them and not of others."""
+    cluster = Cluster(
+        seed,
+        [(name, SERVER) for name in ("n1", "n2", "n3")],
+        Settings(lost_after_seconds=60.0),
+        faults.storm(Engine(seed)),
+    )
+    dice = cluster.engine.random
+    cluster.physics.residue_bytes = 100 << 20
+    for daemon in cluster.daemons.values():
+        daemon.offers = replace(daemon.offers, resize=True, resize_divides=24)
+    cluster.run_for(5.0)
+    cluster.unleash()
+    cluster.unleash_users(40.0)
+    cluster.unleash_resizes(6.0)
+    for _ in range(jobs):
+        least, most = dice.choice([(1, 4), (2, 8), (1, 12), (3, 6)])
+        role = Role("worker", least, TaskShape(1, 2_000, 4 * _GIB))
+        memory = dice.choice([0, _GIB // 4, _GIB])
+        command = ("train", str(dice.randint(40, 120)))
+        cluster.submit(JobSpec(command, (role,), gpu_memory_bytes=memory, gpus_min=least, gpus_max=most))
+        cluster.run_for(dice.uniform(0.0, 20.0))
+    cluster.run_for(seconds)
+    cluster.check()
+    require_progress(cluster, 4_000.0)
+    return cluster
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_short_storm_over_jobs_that_change_their_size_breaks_no_rule_and_every_job_ends(seed: int) -> None:
+    cluster = run_elastic(seed, jobs=5, seconds=150.0)
+    assert any(row.kind == "resize_begun" for row in cluster.master.history)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("block", range(20))
+def test_long_storms_over_jobs_that_change_their_size_break_no_rule_and_every_job_ends(block: int) -> None:
+    for seed in range(5_000 + 10 * block, 5_010 + 10 * block):
+        try:
+            run_elastic(seed, jobs=8, seconds=600.0)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
 
 
 @pytest.mark.parametrize("seed", range(60))

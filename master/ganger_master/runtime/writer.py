@@ -50,7 +50,7 @@ _CRASHES_SECONDS: Final = 60.0
 _WORTH_SAYING: Final = frozenset(
     {"node_ready", "node_lost", "node_removed", "node_draining", "node_cordoned", "job_failed"}
 )
-_MOVE_COMMITTED: Final = "move_committed"
+_MOVE_COMMITTED: Final = frozenset({"move_committed", "resize_committed"})
 # What a recording may take to be written to its end when the master stops.
 _RECORDING_SECONDS: Final = 10.0
 
@@ -83,7 +83,7 @@ class _Sealed:
 
     @property
     def commits_a_move(self) -> bool:
-        return any(entry.kind == _MOVE_COMMITTED for entry in self.effects.history)
+        return any(entry.kind in _MOVE_COMMITTED for entry in self.effects.history)
 
 
 class Writer:

@@ -179,6 +179,10 @@ class Cluster:
         self._again(mean_seconds, lambda: self.send(wild_plan(self.state, dice)), lambda: self.meddling)
         self._again(10.0 * mean_seconds, self._empty_a_node, lambda: self.meddling)
 
+    def unleash_resizes(self, mean_seconds: float) -> None:
+        """Users who give their elastic jobs other numbers of devices, whatever they do."""
+        self._again(mean_seconds, self._resize, lambda: self.meddling)
+
     meddling = True
 
     def _again(self, mean_seconds: float, act: Callable[[], None], holds: Callable[[], bool] | None = None) -> None:
@@ -250,6 +254,11 @@ class Cluster:
         drains = self.engine.chance(0.5)
         self.send(DrainNode(name, "a new fan") if drains else CordonNode(name, "a new fan"))
         self.engine.after(self.engine.between(5.0, 60.0), lambda: self.send(UncordonNode(name)))
+
+    def _resize(self) -> None:
+        known = [one.number for one in self.submissions if one.number and one.spec.is_elastic]
+        if known:
+            self.send(ResizeJob(self.engine.random.choice(known), self.engine.random.randint(1, 8)))
 
     # -- what the master says ------------------------------------------------------------------------------------------
 
