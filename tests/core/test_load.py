@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from core.drive import Drive, job_of
+from core.drive import SERVER, Drive, job_of
 from ganger.resources.view import Mode
-from ganger_master.core.commands import CancelJob, CordonNode
+from ganger_master.core.answers import SessionAnswer
+from ganger_master.core.commands import CancelJob, CordonNode, DeclareLost, OpenSession
+from ganger_master.core.model import ObservedPhase
+from ganger_master.core.state import State
 
 
 def test_a_load_that_rises_and_falls_again_flips_the_mode_exactly_twice() -> None:
@@ -26,6 +29,63 @@ def test_a_load_that_rises_and_falls_again_flips_the_mode_exactly_twice() -> Non
     flips = [after for before, after in pairwise(modes) if before is not after]
     assert flips == [Mode.PACK, Mode.SPREAD]
     assert modes[0] is Mode.SPREAD
+    told = [event for event in drive.told if event.kind == "mode_changed"]
+    assert [(event.subject, event.cause, event.figures) for event in told] == [
+        ("cluster", "load", {"mode": "PACK", "held": "14", "of": "20"}),
+        ("cluster", "load", {"mode": "SPREAD", "held": "7", "of": "20"}),
+    ]
+
+
+def test_a_master_that_restarts_keeps_the_mode_until_all_nodes_have_said_what_they_have() -> None:
+    drive = Drive(2)
+    for _ in range(6):
+        drive.start(drive.submit(job_of(1)))
+    number = 6
+    node = drive.state.gangs[drive.job(number).epoch].nodes[0]
+    drive.step(CancelJob(number))
+    drive.seen_without(node, number)
+    # 5 of 8: neither heavy nor light.
+    assert drive.state.view.mode is Mode.PACK
+    drive.state = restarted(drive)
+    assert drive.state.view.mode is Mode.PACK
+    drive.told.clear()
+    for node in ("n1", "n2"):
+        answer = drive.step(OpenSession(node, f"machine-{node}", SERVER))
+        assert isinstance(answer, SessionAnswer)
+        drive.sessions[node] = answer.session
+        assert drive.state.view.mode is Mode.PACK
+    for node in ("n1", "n2"):
+        running = [drive.report(gang, ObservedPhase.RUNNING) for gang in drive.on(node)]
+        drive.observe(node, *running, version=0)
+        assert drive.state.view.mode is Mode.PACK
+    assert not [event for event in drive.told if event.kind == "mode_changed"]
+
+
+def test_a_node_that_is_lost_after_a_restart_is_waited_for_no_longer() -> None:
+    drive = Drive(2)
+    for _ in range(6):
+        drive.start(drive.submit(job_of(1)))
+    drive.state = restarted(drive)
+    drive.step(OpenSession("n1", "machine-n1", SERVER))
+    drive.sessions["n1"] = drive.state.nodes["n1"].session
+    drive.observe("n1", version=0)
+    for number in list(drive.state.live):
+        drive.step(CancelJob(number))
+    drive.observe("n1")
+    assert drive.state.view.mode is Mode.PACK
+    drive.now += 60.0
+    drive.step(DeclareLost("n2"))
+    assert drive.state.view.mode is Mode.SPREAD
+
+
+def restarted(drive: Drive) -> State:
+    """What a master knows that was started again."""
+    state = drive.state
+    elements = [
+        *state.configuration_sets.values(), *state.nodes.values(), *state.jobs.values(), *state.gangs.values(),
+        state.counters,
+    ]  # fmt: skip
+    return State.restore(state.settings, elements, drive.now)
 
 
 def test_load_is_counted_over_nodes_that_take_gangs() -> None:

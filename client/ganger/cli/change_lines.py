@@ -22,13 +22,14 @@ _WORDS = {
     "change_kept": "kept",
     "change_undone": "undone",
     "stop_ordered": "stopped by rule",
+    "mode_changed": "by load",
 }
 
 
 def row(event: Event) -> tuple[str, ...] | None:
-    """When, whom, what, and the figures of it; None for what is no change of a running job."""
+    """When, whom, what, and the figures of it; None for what is no change of running jobs."""
     word = _WORDS.get(event.kind)
-    if word is None or not event.subject.startswith("jobs/"):
+    if word is None or not event.subject.startswith(("jobs/", "cluster")):
         return None
     when = times.local_datetime(event.time).strftime("%H:%M:%S")
     cause = event.cause.rstrip(":")

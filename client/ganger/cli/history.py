@@ -28,8 +28,8 @@ follow_option = click.option("--follow", "-f", is_flag=True, help="Go on as thin
 @click.option("--limit", "-n", type=click.IntRange(1), help="At most so many, oldest first.")
 @json_option
 def events(subject: str, follow: bool, after: int, limit: int | None, as_json: bool) -> None:
-    """List what happened to SUBJECT, event by event: a job (7, 7_3), an array (arrays/7) or a node (n1). Without it,
-    everything."""
+    """List what happened to SUBJECT, event by event: a job (7, 7_3), an array (arrays/7), a node (n1) or the cluster
+    as a whole (cluster). Without it, everything."""
     with open_client() as client:
         _print_events(client, _subject(client, subject) if subject else "", follow, after, limit, as_json)
 
@@ -78,6 +78,8 @@ def _subject(client: Client, subject: str) -> str:
     from ganger.wire.errors import JobNotFound
     from ganger.wire.names import array_name, job_name_from_text, node_name_from_text, parse_array_name, parse_member
 
+    if subject == "cluster":
+        return subject
     if parse_member(subject) is not None:
         return client.get_job(subject).name
     if subject.startswith("arrays/"):

@@ -21,7 +21,7 @@ from ganger.console.numbers import Within
 
 if TYPE_CHECKING:
     from ganger.client import Client
-    from ganger.v1.node_pb2 import ListNodesResponse
+    from ganger.v1.node_pb2 import Cluster, ListNodesResponse
 
 _JOB_HEADINGS = ("JOB", "NAME", "STATE", "GPUS", "TIME", "STEP", "STEPS/S", "LOSS", "DATA WAIT", "NODES")
 _NODE_HEADINGS = ("NODE", "STATE", "GPUS HELD", "CORES HELD", "MEMORY HELD")
@@ -170,13 +170,21 @@ def picture(client: Client, lines: int, changes: Changes | None = None) -> Pictu
     every = cluster.jobs_holding + cluster.jobs_pending + cluster.jobs_suspended
     headline = (
         f"{cluster.devices_held} of {cluster.devices} GPUs held   {cluster.jobs_holding} holding"
-        f"  {cluster.jobs_pending} pending  {cluster.jobs_suspended} suspended   policy {cluster.policy}"
+        f"  {cluster.jobs_pending} pending  {cluster.jobs_suspended} suspended   policy {cluster.policy}{_mode(cluster)}"
         f"   {time.strftime('%H:%M:%S')}"
     )
     shown = jobs[:room]
     left_out = max(0, every - len(shown))
     jobs_shown = [_job_row(job) for job in shown]
     return Picture(headline, nodes_shown, jobs_shown, len(nodes) - len(nodes_shown), left_out, turns, changed)
+
+
+def _mode(cluster: Cluster) -> str:
+    """Under light load gangs are spread apart, under heavy load packed."""
+    from ganger.v1.node_pb2 import Cluster
+
+    words = {Cluster.MODE_SPREAD: "   gangs spread apart", Cluster.MODE_PACK: "   gangs packed"}
+    return words.get(cluster.mode, "")
 
 
 def _job_row(job: object) -> tuple[str, ...]:

@@ -455,6 +455,21 @@ Global___GetClusterRequest: typing_extensions.TypeAlias = GetClusterRequest
 class Cluster(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    class _Mode:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _ModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[Cluster._Mode.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        MODE_UNSPECIFIED: Cluster._Mode.ValueType  # 0
+        MODE_SPREAD: Cluster._Mode.ValueType  # 1
+        MODE_PACK: Cluster._Mode.ValueType  # 2
+
+    class Mode(_Mode, metaclass=_ModeEnumTypeWrapper): ...
+    MODE_UNSPECIFIED: Cluster.Mode.ValueType  # 0
+    MODE_SPREAD: Cluster.Mode.ValueType  # 1
+    MODE_PACK: Cluster.Mode.ValueType  # 2
+
     VERSION_FIELD_NUMBER: builtins.int
     VIEW_VERSION_FIELD_NUMBER: builtins.int
     START_TIME_FIELD_NUMBER: builtins.int
@@ -468,6 +483,7 @@ class Cluster(google.protobuf.message.Message):
     VERDICTS_REJECTED_FIELD_NUMBER: builtins.int
     STORAGE_FIELD_NUMBER: builtins.int
     EVENT_SEQUENCE_FIELD_NUMBER: builtins.int
+    MODE_FIELD_NUMBER: builtins.int
     version: builtins.str
     view_version: builtins.int
     policy: builtins.str
@@ -481,6 +497,10 @@ class Cluster(google.protobuf.message.Message):
     storage: builtins.str
     event_sequence: builtins.int
     """Of the newest event; see ListEvents."""
+    mode: Global___Cluster.Mode.ValueType
+    """Whether gangs are spread apart, as under light load, or packed to keep holes for large ones. Its changes are events
+    of the subject "cluster".
+    """
     @property
     def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
     def __init__(
@@ -499,10 +519,11 @@ class Cluster(google.protobuf.message.Message):
         verdicts_rejected: builtins.int = ...,
         storage: builtins.str = ...,
         event_sequence: builtins.int = ...,
+        mode: Global___Cluster.Mode.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["devices", b"devices", "devices_held", b"devices_held", "event_sequence", b"event_sequence", "jobs_holding", b"jobs_holding", "jobs_pending", b"jobs_pending", "jobs_suspended", b"jobs_suspended", "policy", b"policy", "start_time", b"start_time", "storage", b"storage", "verdicts_approved", b"verdicts_approved", "verdicts_rejected", b"verdicts_rejected", "version", b"version", "view_version", b"view_version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["devices", b"devices", "devices_held", b"devices_held", "event_sequence", b"event_sequence", "jobs_holding", b"jobs_holding", "jobs_pending", b"jobs_pending", "jobs_suspended", b"jobs_suspended", "mode", b"mode", "policy", b"policy", "start_time", b"start_time", "storage", b"storage", "verdicts_approved", b"verdicts_approved", "verdicts_rejected", b"verdicts_rejected", "version", b"version", "view_version", b"view_version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Cluster: typing_extensions.TypeAlias = Cluster

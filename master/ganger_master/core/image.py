@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ganger_master.core.commands import ObservedGang, ObservedRows
 from ganger_master.core.desired import Party, Projected, project
-from ganger_master.core.model import Counters, Gang, Job, Node, NodeSet, Request
+from ganger_master.core.model import Claim, Counters, Gang, Job, Node, NodeSet, Request
 from ganger_master.core.settings import Settings
 from ganger_master.core.state import Blocked, Dirty, Kept, State, Turn
 from ganger_master.core.wanted import Member
@@ -54,6 +54,7 @@ class Image(Struct, frozen=True, gc=False):
     moving: tuple[int, ...] = ()
     draining: tuple[str, ...] = ()
     choosy: tuple[str, ...] = ()
+    unheard: tuple[str, ...] = ()
     # Versions of what nodes are to want, by node, and what they were told otherwise than it would be put now.
     desired: Mapping[str, int] = field(default_factory=dict)
     told: tuple[Told, ...] = ()
@@ -75,6 +76,8 @@ class Image(Struct, frozen=True, gc=False):
     claimed_by: Mapping[int, str] = field(default_factory=dict)
     ranks: Mapping[int, int] = field(default_factory=dict)
     ranked_by: str = ""
+    promised: Mapping[int, tuple[Claim, ...]] = field(default_factory=dict)
+    promised_at: float = 0.0
     wake_at: float | None = None
 
 
@@ -89,6 +92,7 @@ _SAME = (
     "kept",
     "next_turn",
     "ranked_by",
+    "promised_at",
     "wake_at",
 )
 _MAPPINGS = (
@@ -103,8 +107,9 @@ _MAPPINGS = (
     "returned",
     "claimed_by",
     "ranks",
+    "promised",
 )
-_SETS = ("finished", "resuming", "running_limited", "moving", "draining", "choosy")
+_SETS = ("finished", "resuming", "running_limited", "moving", "draining", "choosy", "unheard")
 _VALUES = ("nodes", "jobs", "gangs", "sets", "former", "turns")
 
 

@@ -246,6 +246,8 @@ def _derived(state: State) -> Iterator[str]:
     lacking = [job for job in state.refusals if is_lack(state.refusals[job])]
     if list(state.lacking) != sorted(lacking, key=lambda number: (state.policy.key(state.jobs[number]), number)):
         yield f"{list(state.lacking)} are not those who were refused for lack of pieces, in order"
+    if set(state.unheard) != {name for name, node in state.nodes.items() if not node.heard and not node.lost}:
+        yield f"{sorted(state.unheard)} are not the nodes that have not said what they have"
     remembered = state.blocked
     if remembered is not None and remembered != find_blocked(state):
         yield f"{remembered} is not who lacks pieces"

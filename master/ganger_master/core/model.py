@@ -620,6 +620,8 @@ class Counters(Struct):
     desired_version: int = 0
     approved: int = 0
     rejected: int = 0
+    # Gangs are packed, not spread apart: what the load made of it last.
+    packs: bool = False
     storage_token: str = ""
 
 

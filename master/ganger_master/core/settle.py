@@ -7,6 +7,8 @@ one request (`decide`).
 
 from __future__ import annotations
 
+from ganger.resources.view import Mode
+
 from ganger_master.core import arenas, arrays, attempts, desired, draining, node_sets, queue
 from ganger_master.core.effects import Effects
 from ganger_master.core.state import State
@@ -39,6 +41,7 @@ def settle(state: State, now: float, cause: str) -> None:
 
 def finish(state: State, now: float) -> Effects:
     """Brings what leaves the master up to date and returns what the shell owes for the events so far."""
+    _tell_mode(state, now)
     nodes = tuple(desired.refresh(state))
     turns = queue.hand_out(state, now)
     wake = next_wake(state, now)
@@ -73,6 +76,17 @@ def next_wake(state: State, now: float) -> float | None:
         times.append(state.promised_at + state.settings.move_deadline_seconds)
     times.append(state.next_lost_check)
     return min((time for time in times if time is not None), default=None)
+
+
+def _tell_mode(state: State, now: float) -> None:
+    """Gangs are packed from now on, or spread apart: for operators, and for after a restart."""
+    packs = state.view.mode is Mode.PACK
+    if packs == state.counters.packs:
+        return
+    state.counters.packs = packs
+    held = state.devices - state.free_devices
+    text = "gangs are packed, to keep holes for large ones" if packs else "gangs are spread apart"
+    state.history(now, "cluster", "mode_changed", "load", text, mode=state.view.mode.name, held=held, of=state.devices)
 
 
 def _review_jobs(state: State, now: float, cause: str) -> None:

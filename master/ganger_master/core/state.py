@@ -14,7 +14,7 @@ from typing import Final
 from ganger.placement.load import choose_mode
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import ConfigurationSet, NodeRow
-from ganger.resources.view import View
+from ganger.resources.view import Mode, View
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -145,6 +145,8 @@ class State:
         self.set_on: dict[str, int] = {}
         # Nodes that may be closed to some jobs.
         self.choosy: dict[str, None] = {}
+        # Nodes that are not lost, and have not said yet what they have.
+        self.unheard: dict[str, None] = {}
         self.desired: dict[str, DesiredSet] = {}
         # What `desired` is made of, by epoch, and by node and epoch.
         self.parties: dict[int, Party] = {}
@@ -291,6 +293,13 @@ class State:
             self.draining[node.name] = None
         else:
             self.draining.pop(node.name, None)
+        if not node.heard and not node.lost:
+            self.unheard[node.name] = None
+        elif node.name in self.unheard:
+            del self.unheard[node.name]
+            if node.lost:
+                # Of one that is heard the row follows, and the load with it.
+                self._note_view()
         if node.is_choosy:
             self.choosy[node.name] = None
         else:
@@ -313,6 +322,7 @@ class State:
         node = self.nodes[name]
         # Whatever it counted for, it does no longer.
         self.nodes[name] = replace(node, lost=True)
+        self.unheard.pop(name, None)
         self.refresh_row(name)
         self.view.remove(name)
         self._note_view()
@@ -432,6 +442,7 @@ class State:
             assert isinstance(counters, Counters)
             state.counters = replace(counters)
             state.view.version = counters.view_version
+            state.view.mode = Mode.PACK if counters.packs else Mode.SPREAD
         for node in by_kind["node"]:
             assert isinstance(node, Node)
             state.put_node(replace(node, session="", heard=False))
@@ -554,7 +565,9 @@ class State:
         self._note_view()
 
     def _note_view(self) -> None:
-        self.view.mode = choose_mode(self.view.mode, self.devices - self.free_devices, self.devices)
+        # After a restart the load is not known before every node has been heard: until then the mode stands.
+        if not self.unheard:
+            self.view.mode = choose_mode(self.view.mode, self.devices - self.free_devices, self.devices)
         self.counters.view_version = self.view.version
 
     def note_answer(self, node: str, now: float) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from ganger.resources.view import Mode
 from ganger.v1 import node_pb2, node_pb2_grpc
 from ganger.wire import convert, errors, names, times
 
@@ -18,6 +19,11 @@ from ganger_master.rpc.node_set_messages import node_set_to_wire
 from ganger_master.rpc.plan_messages import REASON_MOST
 from ganger_master.runtime import recorder
 from ganger_master.runtime.writer import Writer
+
+_MODES: Final = {
+    Mode.SPREAD: node_pb2.Cluster.MODE_SPREAD,
+    Mode.PACK: node_pb2.Cluster.MODE_PACK,
+}
 
 
 class NodeService(node_pb2_grpc.NodeServiceServicer):
@@ -102,6 +108,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
             verdicts_rejected=state.counters.rejected,
             storage=state.settings.storage,
             event_sequence=committed.counters.next_event - 1,
+            mode=_MODES[committed.mode],
         )
 
     async def RecordDecisions(self, request: node_pb2.RecordDecisionsRequest, context: Any) -> node_pb2.Recording:
