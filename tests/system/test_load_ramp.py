@@ -33,7 +33,7 @@ def test_a_ramp_of_load_flips_the_mode_exactly_twice_and_says_why(cluster: Clust
 
         def load_comes_to(gangs: int) -> None:
             while len(running) < gangs:
-                words = ("--gpus", str(GPUS), "--gpus-per-task", str(GPUS), "--cpus-per-task", "0.5", "--memory", "100M")
+                words = ("--gpus", str(GPUS), "--gpus-per-task", str(GPUS), "--cpus-per-task", "0.5", "--memory", "9M")
                 running.append(shell.submit(*words, "--", "sleep", "3600"))
             while len(running) > gangs:
                 shell("cancel", running.pop())

@@ -170,8 +170,8 @@ def picture(client: Client, lines: int, changes: Changes | None = None) -> Pictu
     every = cluster.jobs_holding + cluster.jobs_pending + cluster.jobs_suspended
     headline = (
         f"{cluster.devices_held} of {cluster.devices} GPUs held   {cluster.jobs_holding} holding"
-        f"  {cluster.jobs_pending} pending  {cluster.jobs_suspended} suspended   policy {cluster.policy}{_mode(cluster)}"
-        f"   {time.strftime('%H:%M:%S')}"
+        f"  {cluster.jobs_pending} pending  {cluster.jobs_suspended} suspended   policy {cluster.policy}"
+        f"{_mode(cluster)}   {time.strftime('%H:%M:%S')}"
     )
     shown = jobs[:room]
     left_out = max(0, every - len(shown))
