@@ -59,7 +59,9 @@ def from_flags(words: Sequence[str], stop: str | None, present: Any) -> dict[str
         if limited is not None:
             word, result["at_once"] = limited[1], int(limited[2])
         name, equals, values = word.partition("=")
-        if equals:
+        if equals and "" in values.split(","):
+            violations.append(Violation("--array", f"{word!r}: a value is missing; empty ones go into a job file"))
+        elif equals:
             result.setdefault("grid", {})
             result["grid"] = {**result["grid"], name: values.split(",")}
         elif word:
@@ -195,6 +197,8 @@ def _rule(value: Any) -> StopRule:
             numbers[key] = math.nan
         if not math.isfinite(numbers[key]) or isinstance(value[key], bool):
             wrong.append(Violation(f"array.stop.{key}", f"must be a number, not {value[key]!r}"))
+    if numbers.get("first", 1.0) <= 0:
+        wrong.append(Violation("array.stop.first", "must be more than zero"))
     if "first" not in numbers:
         wrong.append(Violation("array.stop.first", "missing: say at which step, or other resource, to compare first"))
     if rule == "threshold" and "bound" not in numbers:

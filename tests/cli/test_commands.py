@@ -622,3 +622,23 @@ def test_top_reads_the_changes_that_came_since_it_looked_last(master: CannedMast
         asked = len(master.requests)
         assert changes.read(client, 9) == shown
         assert len(master.requests) == asked
+
+
+def test_an_order_to_a_job_that_starts_waits_until_it_can_be_carried_out(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    job = running_job(master)
+    job.gang.phase = job_pb2.Gang.PHASE_STARTING
+    looks = 0
+
+    def start() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            job.gang.phase = job_pb2.Gang.PHASE_RUNNING
+
+    master.looked_at = start
+    assert call("suspend", "1", "--level", "pause") == 0
+    kinds = [type(request).__name__ for request in master.requests]
+    assert kinds[: kinds.index("SuspendJobRequest")] == ["GetJobRequest"] * 3
+    assert "suspended(pause)" in capsys.readouterr().out

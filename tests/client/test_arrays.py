@@ -101,13 +101,17 @@ def test_every_mistake_is_named_at_once() -> None:
         ({"indices": "0-1", "stop": {"rule": "threshold", "first": 1}}, "array.stop.bound"),
         ({"indices": "0-1", "stop": {"rule": "asha", "first": 1, "metric": "a b"}}, "array.stop.metric"),
         ({"indices": "0-1", "stop": {"rule": "asha", "first": float("nan")}}, "array.stop.first"),
+        ({"indices": "0-1", "stop": {"rule": "asha", "first": 0}}, "array.stop.first"),
     ],
 )
 def test_what_makes_no_array_is_said(array: Any, path: str) -> None:
     assert list(wrong(array)) == [path]
 
 
-@pytest.mark.parametrize(("words", "stop"), [([""], None), ([], "halving,first"), ([], "halving,colour=red")])
+@pytest.mark.parametrize(
+    ("words", "stop"),
+    [([""], None), (["lr="], None), (["lr=1,,2"], None), ([], "halving,first"), ([], "halving,colour=red")],
+)
 def test_flags_that_mean_nothing_are_said(words: list[str], stop: str | None) -> None:
     with pytest.raises(SpecInvalid):
         from_flags(words, stop, None)

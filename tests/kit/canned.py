@@ -34,6 +34,8 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         self.failing: Exception | None = None
         # What a retune does to the jobs.
         self.changing: Callable[[], None] = lambda: None
+        # Called whenever a job is looked at.
+        self.looked_at: Callable[[], None] = lambda: None
         self.chunk_bytes = 10
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -99,6 +101,7 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
 
     async def GetJob(self, request: Any, context: Any) -> job_pb2.Job:
         self._taken(request)
+        self.looked_at()
         return self._job(request.name)
 
     async def ListJobs(self, request: Any, context: Any) -> job_service_pb2.ListJobsResponse:

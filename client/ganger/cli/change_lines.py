@@ -9,7 +9,6 @@ from ganger.wire import times
 
 _WORDS = {
     "move_begun": "moves",
-    "move_committed": "moves",
     "move_done": "moved",
     "move_aborted": "move called off",
     "resize_begun": "resizes",

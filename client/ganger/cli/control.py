@@ -46,6 +46,9 @@ def suspend(job: str, level: str | None, is_waiting: bool, timeout: str, as_json
         return stopped and (not now.HasField("gang") or now.gang.phase != Gang.PHASE_STOPPING)
 
     with open_client() as client:
+        if is_waiting:
+            # Before it has said what it can, no suspend would be accepted.
+            _let_start(client, job, timeout, lambda now: now.HasField("capabilities"))
         message = client.suspend_job(job, level)
         if is_waiting:
             message = _until(client, message, is_settled, timeout, "at rest")
@@ -84,6 +87,8 @@ def move(job: str, nodes: tuple[str, ...], is_waiting: bool, timeout: str, as_js
     from ganger.v1.job_pb2 import Gang, Job
 
     with open_client() as client:
+        if is_waiting:
+            _let_start(client, job, timeout, lambda now: False)
         before = client.get_job(job)
         message = client.move_job(job, nodes)
         if is_waiting:
@@ -260,6 +265,18 @@ def _until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout
         with contextlib.suppress(Unreachable, NotReady, DeadlineExceeded):
             message = client.get_job(message.name)
     return message
+
+
+def _let_start(client: Client, job: str, timeout: str, is_ready: Callable[[Job], bool]) -> None:
+    """Waits while a job has its gang and has not stepped, unless it is ready before; the order says what cannot be."""
+    from ganger.v1.job_pb2 import Gang, Job
+
+    deadline = time.monotonic() + _seconds(timeout)
+    while time.monotonic() < deadline:
+        now = client.get_job(job)
+        if now.state != Job.STATE_HOLDING or now.gang.phase != Gang.PHASE_STARTING or is_ready(now):
+            return
+        time.sleep(_POLL_SECONDS)
 
 
 def _check_suspended(now: Job, level: str | None) -> None:

@@ -253,8 +253,7 @@ def _check(state: State, command: commands.SubmitArray) -> Refused | None:
         found = (one for spec in _specs(command, 0) for one in violations_of(spec))
         violations = list(dict.fromkeys(found))[:SEVERAL]
     if violations:
-        text = "; ".join(f"{path}: {what}" for path, what in violations)
-        return Refused("SPEC_INVALID", text, violations=tuple(violations))
+        return Refused("SPEC_INVALID", "the array cannot be accepted", violations=tuple(violations))
     return check_room(state, command.spec, len(command.members))
 
 
