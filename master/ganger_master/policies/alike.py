@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, overload
 
 import numpy as np
 from ganger.resources.topology import Topology
+from numpy.typing import NDArray
 
 # Bit i: the node in slot i of the view.
 Slots: TypeAlias = int
@@ -102,6 +103,51 @@ class Alike:
         if self.lowest_known < 0:
             self.lowest_known = (self.slots & -self.slots).bit_length() - 1
         return self.lowest_known
+
+
+class Entries(Sequence[Alike]):
+    """What nodes of a room can be like, the first of them number 1; some have no nodes now. Columns are by number, with
+    nobody at 0, and not to be written to."""
+
+    def __init__(self) -> None:
+        self._entries: list[Alike] = []
+        # Free devices, free millicores, free memory.
+        self._amounts = np.zeros((3, _FEW), np.int64)
+        self._is_present = np.zeros(_FEW, np.bool_)
+
+    def add(self, family: Family, millicores: int, memory: int, jobs: int) -> Alike:
+        number = len(self._entries) + 1
+        if number == len(self._is_present):
+            self._amounts = np.concatenate((self._amounts, np.zeros_like(self._amounts)), axis=1)
+            self._is_present = np.concatenate((self._is_present, np.zeros_like(self._is_present)))
+        self._amounts[:, number] = family.free, millicores, memory
+        alike = Alike(number, family, millicores, memory, jobs)
+        self._entries.append(alike)
+        return alike
+
+    def flip(self, alike: Alike, slots: Slots) -> None:
+        """Nodes of an entry come, or go."""
+        alike.family.flip(alike, slots)
+        self._is_present[alike.number] = bool(alike.slots)
+
+    @property
+    def is_present(self) -> NDArray[np.bool_]:
+        """Which have nodes."""
+        return self._is_present[: len(self._entries) + 1]
+
+    def amounts(self, first: int) -> NDArray[np.int64]:
+        """Free devices, millicores and bytes of memory of those from that number on."""
+        return self._amounts[:, first : len(self._entries) + 1]
+
+    @overload
+    def __getitem__(self, at: int) -> Alike: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Alike]: ...
+    def __getitem__(self, at: int | slice) -> Alike | list[Alike]:
+        return self._entries[at]
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
 def together(slots: Sequence[int], size: int) -> Slots:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +15,7 @@ from ganger.resources.values import GangShape, Level, Role, TaskShape
 from ganger.resources.view import View
 from numpy.typing import NDArray
 
-from ganger_master.policies.alike import Alike, Family
+from ganger_master.policies.alike import Alike, Entries, Family
 from ganger_master.policies.fragmentation import Demand, demand_of_shapes
 
 K = TypeVar("K")
@@ -51,14 +51,15 @@ class TaskRoom:
         # By number of the entry of the index.
         self._known = np.zeros(1, np.int64)
 
-    def by_number(self, entries: Sequence[Alike]) -> NDArray[np.int64]:
-        """Of all entries, which count up from 1; 0 for none. Not to be written to."""
+    def by_number(self, entries: Entries) -> NDArray[np.int64]:
+        """Of all entries; 0 for none. Not to be written to."""
         if len(self._known) <= len(entries):
-            more = self._of_all(entries[len(self._known) - 1 :])
-            self._known = np.concatenate((self._known, more))
+            self._known = np.concatenate((self._known, self._of_all(entries, len(self._known))))
         return self._known
 
-    def _of_all(self, some: Sequence[Alike]) -> NDArray[np.int64]:
+    def _of_all(self, entries: Entries, first: int) -> NDArray[np.int64]:
+        """From that number on."""
+        some = entries[first - 1 :]
         topologies = {alike.family.topology for alike in some}
         if self.kind.device_memory_bytes or len(topologies) > 1 or not self.kind.task.gpus:
             return np.array([self.of[alike] for alike in some], np.int64)
@@ -66,11 +67,12 @@ class TaskRoom:
         if self.kind.device_type not in ("", topology.configuration_set.device_type):
             return np.zeros(len(some), np.int64)
         one = self.needs(topology)
-        room = np.array([alike.family.free for alike in some], np.int64) // one.gpus
+        free, millicores, memory = entries.amounts(first)
+        room: NDArray[np.int64] = free // one.gpus
         if one.millicores:
-            room = np.minimum(room, np.array([alike.millicores for alike in some], np.int64) // one.millicores)
+            room = np.minimum(room, millicores // one.millicores)
         if one.memory_bytes:
-            room = np.minimum(room, np.array([alike.memory for alike in some], np.int64) // one.memory_bytes)
+            room = np.minimum(room, memory // one.memory_bytes)
         return room
 
     def needs(self, topology: Topology) -> Needs:

@@ -19,7 +19,7 @@ from ganger.resources.values import Claim, GangShape, Level
 from ganger.resources.view import View
 from numpy.typing import NDArray
 
-from ganger_master.policies.alike import Alike, Family, Slots, together
+from ganger_master.policies.alike import Alike, Entries, Family, Slots, together
 from ganger_master.policies.ask import Ask, TaskKind, TaskRoom
 from ganger_master.policies.tally import Tally
 
@@ -140,8 +140,8 @@ class Room:
         return self._alike[slot]
 
     @property
-    def entries(self) -> Sequence[Alike]:
-        """Of the index, those without nodes too, by number: the first is number 1."""
+    def entries(self) -> Entries:
+        """Of the index, those without nodes too."""
         return self._entries
 
     def entries_in(self, level: Level, number: int) -> NDArray[np.int32]:
@@ -207,7 +207,7 @@ class Room:
         self._by_state: dict[_State, Alike] = {}
         self._by_key: dict[tuple[Family, int, int, int], Alike] = {}
         self._family_of: dict[tuple[Topology, int, int, tuple[int, ...]], Family] = {}
-        self._entries: list[Alike] = []
+        self._entries = Entries()
         # Slots whose entry changed, for the tallies to follow.
         self._journal: list[int] = []
         self._versions = list(view.versions)
@@ -273,8 +273,7 @@ class Room:
         key = (family, sum(millicores), memory, sum(socket_jobs))
         alike = self._by_key.get(key)
         if alike is None:
-            alike = self._by_key[key] = Alike(len(self._entries) + 1, *key)
-            self._entries.append(alike)
+            alike = self._by_key[key] = self._entries.add(*key)
         self._by_state[state] = alike
         return alike
 
@@ -317,7 +316,7 @@ class Room:
         """Nodes of an entry come, or go."""
         family = alike.family
         was_there = bool(family.members)
-        family.flip(alike, slots)
+        self._entries.flip(alike, slots)
         if not was_there:
             self._by_free[family.free][family] = None
             self._by_affinity.setdefault(family.affinity, {})[family] = None

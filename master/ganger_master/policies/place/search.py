@@ -246,17 +246,13 @@ def _by_room_of_few(room: Room, ask: Ask, level: Level, number: int) -> Iterator
 
 
 def _by_room(room: Room, ask: Ask) -> Iterator[tuple[int, list[Alike]]]:
-    """Entry by entry; nodes with fewer free devices than the tasks need are not looked at before it comes to them."""
-    room_of, gpus, free = ask.rooms[0].of, ask.least_free, room.most_free
-    waiting: dict[int, list[Alike]] = {}
-    for most in range(free // gpus, 0, -1):
-        while free >= most * gpus:
-            for family in room.families_with(free):
-                for alike in family.members:
-                    waiting.setdefault(room_of[alike], []).append(alike)
-            free -= 1
-        if most in waiting:
-            yield most, waiting.pop(most)
+    """Entry by entry."""
+    every = room.entries
+    rooms = np.where(every.is_present, ask.rooms[0].by_number(every), 0)
+    while most := int(rooms.max(initial=0)):
+        is_most = rooms == most
+        yield most, [every[number - 1] for number in np.flatnonzero(is_most).tolist()]
+        rooms[is_most] = 0
 
 
 def _present(room: Room, ask: Ask, level: Level, number: int) -> Iterable[Alike]:
