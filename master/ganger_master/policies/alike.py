@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, TypeAlias, overload
+from typing import Final, TypeAlias
 
 import numpy as np
 from ganger.resources.topology import Topology
@@ -105,24 +105,25 @@ class Alike:
         return self.lowest_known
 
 
-class Entries(Sequence[Alike]):
-    """What nodes of a room can be like, the first of them number 1; some have no nodes now. Columns are by number, with
-    nobody at 0, and not to be written to."""
+class Entries:
+    """What nodes of a room can be like; some have no nodes now. Columns are by number, with nobody at 0, and not to be
+    written to."""
 
     def __init__(self) -> None:
-        self._entries: list[Alike] = []
+        # The first is number 1.
+        self.alikes: list[Alike] = []
         # Free devices, free millicores, free memory.
         self._amounts = np.zeros((3, _FEW), np.int64)
         self._is_present = np.zeros(_FEW, np.bool_)
 
     def add(self, family: Family, millicores: int, memory: int, jobs: int) -> Alike:
-        number = len(self._entries) + 1
+        number = len(self.alikes) + 1
         if number == len(self._is_present):
             self._amounts = np.concatenate((self._amounts, np.zeros_like(self._amounts)), axis=1)
             self._is_present = np.concatenate((self._is_present, np.zeros_like(self._is_present)))
         self._amounts[:, number] = family.free, millicores, memory
         alike = Alike(number, family, millicores, memory, jobs)
-        self._entries.append(alike)
+        self.alikes.append(alike)
         return alike
 
     def flip(self, alike: Alike, slots: Slots) -> None:
@@ -133,21 +134,11 @@ class Entries(Sequence[Alike]):
     @property
     def is_present(self) -> NDArray[np.bool_]:
         """Which have nodes."""
-        return self._is_present[: len(self._entries) + 1]
+        return self._is_present[: len(self.alikes) + 1]
 
     def amounts(self, first: int) -> NDArray[np.int64]:
         """Free devices, millicores and bytes of memory of those from that number on."""
-        return self._amounts[:, first : len(self._entries) + 1]
-
-    @overload
-    def __getitem__(self, at: int) -> Alike: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Alike]: ...
-    def __getitem__(self, at: int | slice) -> Alike | list[Alike]:
-        return self._entries[at]
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        return self._amounts[:, first : len(self.alikes) + 1]
 
 
 def together(slots: Sequence[int], size: int) -> Slots:

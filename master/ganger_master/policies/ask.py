@@ -53,13 +53,13 @@ class TaskRoom:
 
     def by_number(self, entries: Entries) -> NDArray[np.int64]:
         """Of all entries; 0 for none. Not to be written to."""
-        if len(self._known) <= len(entries):
+        if len(self._known) <= len(entries.alikes):
             self._known = np.concatenate((self._known, self._of_all(entries, len(self._known))))
         return self._known
 
     def _of_all(self, entries: Entries, first: int) -> NDArray[np.int64]:
         """From that number on."""
-        some = entries[first - 1 :]
+        some = entries.alikes[first - 1 :]
         topologies = {alike.family.topology for alike in some}
         if self.kind.device_memory_bytes or len(topologies) > 1 or not self.kind.task.gpus:
             return np.array([self.of[alike] for alike in some], np.int64)

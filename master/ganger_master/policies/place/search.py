@@ -247,8 +247,8 @@ def _by_room_of_few(room: Room, ask: Ask, level: Level, number: int) -> Iterator
 
 def _by_room(room: Room, ask: Ask) -> Iterator[tuple[int, list[Alike]]]:
     """Entry by entry."""
-    every = room.entries
-    rooms = np.where(every.is_present, ask.rooms[0].by_number(every), 0)
+    every = room.entries.alikes
+    rooms = np.where(room.entries.is_present, ask.rooms[0].by_number(room.entries), 0)
     while most := int(rooms.max(initial=0)):
         is_most = rooms == most
         yield most, [every[number - 1] for number in np.flatnonzero(is_most).tolist()]
@@ -265,7 +265,7 @@ def _present(room: Room, ask: Ask, level: Level, number: int) -> Iterable[Alike]
 def _named(room: Room, entries: NDArray[np.int32]) -> list[Alike]:
     """Each entry once."""
     different = set(entries.tolist()) if len(entries) <= _FEW else np.flatnonzero(np.bincount(entries)).tolist()
-    every = room.entries
+    every = room.entries.alikes
     return [every[number - 1] for number in different]
 
 
