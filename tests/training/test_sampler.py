@@ -183,6 +183,8 @@ def test_outside_ganger_every_call_is_plain(monkeypatch: pytest.MonkeyPatch) -> 
     assert (job.managed, job.rank, job.world) == (False, 0, 1)
     loader = job.dataloader(list(range(10)), global_batch=2)
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    by_world = job.dataloader(list(range(10)), global_batch=lambda world: 5 * world)
+    assert [batch.tolist() for batch in by_world] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert list(job.epochs(3)) == [0, 1, 2]
     with job.no_suspend():
         job.step(1.0)
