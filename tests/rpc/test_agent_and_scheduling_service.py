@@ -281,3 +281,45 @@ def test_log_of_a_rank_that_is_not_there_is_refused(tmp_path: Path) -> None:
             assert [chunk async for chunk in nothing] == []
 
     asyncio.run(story())
+
+
+def test_the_turn_of_an_elastic_job_that_rests_asks_for_as_many_tasks_as_rest(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path) as served:
+            node = Speaker(served, "n1")
+            await node.join()
+            host = served.scheduling.WatchTurns(scheduling_pb2.WatchTurnsRequest(scheduler="host"))
+            await served.submit(spec_of(1, gpus_min=1, gpus_max=4, gpu_memory_bytes=10 << 20))
+            turn = await a_turn(served, host)
+            assert [role.tasks for role in turn.spec.roles] == [1]
+            place = claim("n1", 0b111)
+            place.arena_bytes = 3 * (11 << 20)
+            start = scheduling_pb2.StartChange(claims=[place])
+            change = scheduling_pb2.Change(job="jobs/1", revision=turn.revision, start=start)
+            verdict = await served.scheduling.ProposePlan(scheduling_pb2.Plan(changes=[change]))
+            assert verdict.verdicts[0].approved, verdict
+            can = job_pb2.Capabilities(pause=True, offload=True, resize=True)
+
+            async def observed(phase: agent_pb2.ObservedGang.Phase.ValueType, **more: object) -> None:
+                desired = await node.reconcile()
+                gangs = [
+                    agent_pb2.ObservedGang(
+                        job=gang.job, job_uid=gang.job_uid, epoch=gang.epoch, order=gang.order, phase=phase,
+                        capabilities=can, **{"stop_sequence": gang.stop_sequence, **more},  # type: ignore[arg-type]
+                    )
+                    for gang in desired.gangs
+                ]  # fmt: skip
+                await node.reconcile(gangs)
+
+            await observed(agent_pb2.ObservedGang.PHASE_RUNNING)
+            offload = job_pb2.SUSPEND_LEVEL_OFFLOAD
+            await served.jobs.SuspendJob(job_service_pb2.SuspendJobRequest(name="jobs/1", level=offload))
+            await observed(agent_pb2.ObservedGang.PHASE_PARKED, level=offload, stop_step=5)
+            await served.jobs.ResumeJob(job_service_pb2.ResumeJobRequest(name="jobs/1"))
+            turn = await a_turn(served, host)
+            while not turn.parked:
+                turn = await a_turn(served, host)
+            assert [role.tasks for role in turn.spec.roles] == [3]
+            host.cancel()
+
+    asyncio.run(story())

@@ -178,6 +178,7 @@ def test_a_bad_trace_is_refused_with_its_lines(said: Said, tmp_path: Path, text:
         (["example", "--nodes", "0", "--gpus-per-node", "1"], "--nodes: 0 is not a whole number"),
         (["example", *ONE_NODE, "--cluster", "c.yaml"], "--cluster describes all servers: leave out --nodes"),
         (["example", "--cluster", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+        (["example", *ONE_NODE, "-p", "las+elastic"], "in a live cluster only, as yet: write las, not las+elastic"),
         (["example", *ONE_NODE, "--load", "nan"], "'nan' is not a number above zero"),
         (["example", *ONE_NODE, "--load", "1", "--load-phases", "1h:1"], "exclude each other"),
         (["example", *ONE_NODE, "--load-phases", "0:1"], "no time above zero"),

@@ -23,7 +23,7 @@ from system.killing import clear_up, release, start_the_dead
 pytestmark = [pytest.mark.system, pytest.mark.torch, pytest.mark.chaos]
 
 SCRIPT = Path(__file__).parent / "jobs" / "elastic.py"
-EPOCHS, STEPS_OF_EPOCH, SAMPLES = 60, 8, 96
+EPOCHS, STEPS_OF_EPOCH, SAMPLES = 200, 8, 96
 # Failpoint and who passes it, in the order in which a change comes to them.
 PLACES = (
     ("after-prepare", "n1"),
@@ -85,7 +85,7 @@ class Training:
             free = sum(int(node["row"].get("free_mask", 0)).bit_count() for node in json.loads(nodes.out)["nodes"])
             return free == 2 * len(self.cluster.daemons) - devices
 
-        eventually(is_quiet, what=f"the job goes on after {what}", within_seconds=90, story=self.story)
+        eventually(is_quiet, what=f"the job goes on after {what}", within_seconds=120, story=self.story)
 
     def story(self) -> str:
         return f"{self.shell.try_('history', self.id).out}\n{self.cluster.story()}"

@@ -10,6 +10,7 @@ from ganger.resources.values import NodeRow
 from ganger.resources.view import Mode
 from ganger.v1 import job_pb2, node_pb2, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire import convert, errors, names, times
+from msgspec.structs import replace
 
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, Done, JobAnswer, PlanAnswer, Refused
@@ -259,7 +260,8 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             revision=turn.revision,
             lease=times.duration(turn.expires - now),
             rank=turn.rank,
-            spec=job_messages.spec_to_wire(job.spec, with_environment=False),
+            # As many tasks as it asks for now: of an elastic job that rests, as many as rest.
+            spec=job_messages.spec_to_wire(replace(job.spec, roles=job.shape.roles), with_environment=False),
             waited=times.duration(max(0.0, now - (job.pending_since or now))),
             parked=[] if parked is None else convert.claims_to_wire(parked.parked_claims),
             reserved_nodes=[names.node_name(node) for node in turn.reserved_nodes],

@@ -308,6 +308,11 @@ def _check_policies(names: Sequence[str], is_ideal: bool) -> None:
             policy = policy_named(name)
         except KeyError as error:
             raise click.UsageError(str(error.args[0])) from error
+        if policy.grows and not policy.shares:
+            without = name.replace("+elastic", "")
+            raise click.UsageError(
+                f"jobs grow onto idle GPUs in a live cluster only, as yet: write {without}, not {name}"
+            )
         if is_ideal and ("+" in name or policy.tuning is not None):
             order = name.partition("+")[0] if "+" in name else policy.order.name
             raise click.UsageError(f"with --ideal any free GPUs serve and nothing is tuned: write {order}, not {name}")

@@ -42,7 +42,7 @@ def main() -> None:
                 loss.backward()
                 optimizer.step()
                 if options.slow_until and not os.path.exists(options.slow_until):
-                    time.sleep(0.05)
+                    time.sleep(0.1)
                 line = {"step": job.step_count + 1, "epoch": epoch, "rank": rank, "world": world, "loss": loss.item()}
                 record.write(json.dumps({**line, "samples": chosen.tolist()}) + "\n")
                 job.step(loss)
