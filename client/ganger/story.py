@@ -78,8 +78,9 @@ class _Teller:
         self.running_since = self.parked_since = self.starting_since = self.waiting_since = self.stopping_since = 0.0
 
 
-def tell(events: Iterable[Happening]) -> tuple[list[Chapter], Totals]:
-    """The story of a job or an array, of its events in their order; checkpoints in a row are one sentence."""
+def tell(events: Iterable[Happening], now: float = 0.0) -> tuple[list[Chapter], Totals]:
+    """The story of a job or an array, of its events in their order; checkpoints in a row are one sentence. `now`: until
+    when the sums count what has not ended; without it until the last event that changed anything."""
     teller = _Teller()
     chapters: list[Chapter] = []
     for event in events:
@@ -89,6 +90,8 @@ def tell(events: Iterable[Happening]) -> tuple[list[Chapter], Totals]:
             chapters.pop()
         if text:
             chapters.append(Chapter(event.time, event.kind, text, event.figures))
+    if chapters and now > chapters[-1].time:
+        teller.leave(now)
     return chapters, teller.totals
 
 

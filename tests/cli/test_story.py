@@ -77,6 +77,12 @@ def test_the_sums_are_those_of_the_chapters() -> None:
     )
 
 
+def test_of_a_job_that_lives_the_sums_count_until_now() -> None:
+    _, totals = tell(STORY[:3], now=1_040.0)
+    assert (totals.waited_s, totals.starting_s, totals.ran_s) == (30.0, 1.5, 8.5)
+    assert tell(STORY, now=9_999.0) == tell(STORY)
+
+
 def test_a_kind_that_nobody_here_knows_is_told_as_it_stands() -> None:
     (chapter,), _ = tell([happened(1.0, "gang_packed", "planner", "with jobs/4", gain="1.3")])
     assert chapter.text == "gang packed by planner: with jobs/4; gain=1.3"

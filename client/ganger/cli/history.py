@@ -56,7 +56,7 @@ def history(subject: str, follow: bool, as_json: bool) -> None:
             for event in client.list_events(name, seen):
                 seen = event.sequence
                 happenings.append(_happening(event))
-            chapters, totals = tell(happenings)
+            chapters, totals = tell(happenings, time.time())
             if as_json and not follow:
                 print_json(_json(name, chapters, totals))
                 return
