@@ -21,6 +21,7 @@ from ganger_master.core.membership import RuleKind, StopRule
 from ganger_master.core.model import JobSpec, JobState, Metric, ObservedPhase, Outcome, OutcomeKind, Progress
 from ganger_master.core.settings import Settings
 from ganger_master.core.state import State
+from ganger_master.core.substitution import resolved
 from msgspec.structs import replace
 
 RULE = StopRule(RuleKind.HALVING, "accuracy", maximise=True, first=10)
@@ -68,10 +69,10 @@ def told(drive: Drive, subject: str) -> list[str]:
 def test_members_are_the_jobs_behind_the_arrays_number_each_with_its_parameters() -> None:
     drive = Drive()
     assert submitted(drive, "0.1", "0.01") == [2, 3]
-    first, second = drive.job(2), drive.job(3)
-    assert first.spec.command == ("train", "--lr=0.1", "0", "{other}", '{"a": 1}')
-    assert second.spec.command[1] == "--lr=0.01"
-    environment = second.spec.environment
+    first, second = resolved(drive.job(2).spec), resolved(drive.job(3).spec)
+    assert first.command == ("train", "--lr=0.1", "0", "{other}", '{"a": 1}')
+    assert second.command[1] == "--lr=0.01"
+    environment = second.environment
     assert environment["GANGER_ARRAY"] == "1"
     assert environment["GANGER_ARRAY_INDEX"] == "1"
     assert environment["GANGER_ARRAY_SIZE"] == "2"

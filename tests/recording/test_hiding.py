@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from core.drive import Drive, job_of
 from ganger.resources.values import Role, TaskShape
-from ganger_master.core.commands import OpenSession, SubmitJob
+from ganger_master.core.commands import OpenSession, SubmitArray, SubmitJob
+from ganger_master.core.image import image_of
 from ganger_master.core.model import ConfigurationSet, JobSpec
 from ganger_master.core.submission import violations_of
 from ganger_master.recording.hiding import Hiding
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 ROLES = (Role("worker", 1, TaskShape(1)),)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -66,3 +69,16 @@ def test_tokens_are_hidden_even_from_who_asks_for_environments() -> None:
     assert hiding.command(submitted) == submitted
     empty = OpenSession("n1", "m", ConfigurationSet("c"))
     assert hiding.command(empty) == empty
+
+
+def test_an_array_made_of_what_was_recorded_is_the_one_that_was_hidden() -> None:
+    spec = replace(job_of(1), command=("train", "--key=s3cret", "{lr}"), environment={"TOKEN": "s3cret"})
+    members = ((0, {"lr": "s3cret"}), (1, {"lr": "0.5"}))
+    submitted = SubmitArray(spec, members, ("uid-0", "uid-1"), 1, None, "ann", "id-1")
+    hiding, true, again = Hiding(b"key"), Drive(), Drive()
+    true.step(submitted)
+    again.step(hiding.command(submitted))
+    hidden = hiding.image(image_of(true.state)).jobs
+    assert hidden == image_of(again.state).jobs
+    assert "s3cret" not in repr(hidden)
+    assert Hiding(b"key", with_environment=True).command(submitted) == submitted

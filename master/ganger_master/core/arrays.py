@@ -7,7 +7,6 @@ there is nothing of an array to be lost but them.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
@@ -23,13 +22,13 @@ from ganger_master.core.memberships import members_of, report_of
 from ganger_master.core.model import Job, JobSpec, JobState, Progress
 from ganger_master.core.state import State
 from ganger_master.core.submission import SEVERAL, check_room, violations_of
+from ganger_master.core.substitution import resolved
 from ganger_master.policies.stopping import Contender, Stop, judge
 
 _INDEX_LIMIT: Final = (1 << 31) - 1
 _PARAMETERS_LIMIT: Final = 50
 _VALUE_LIMIT: Final = 4_096
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
-_PLACE: Final = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 # What is wrong with a member is wrong with most of them.
 _TOLD: Final = 3
 
@@ -214,33 +213,14 @@ def _repeated(state: State, command: commands.SubmitArray, first: Job) -> answer
 
 
 def _specs(command: commands.SubmitArray, number: int) -> tuple[JobSpec, ...]:
-    size = len(command.members)
+    size, rule = len(command.members), command.rule
     return tuple(
-        member_spec(
+        replace(
             command.spec,
-            Membership(number, place, index, size, dict(sorted(given.items())), command.at_once, command.rule),
+            array=Membership(number, place, index, size, dict(sorted(given.items())), command.at_once, rule),
         )
         for place, (index, given) in enumerate(command.members)
     )
-
-
-def member_spec(spec: JobSpec, array: Membership) -> JobSpec:
-    """What one member runs: {NAME} and {index} replaced in the words of the command, all of it in the environment."""
-    given = {"index": str(array.index), **array.parameters}
-
-    def filled(found: re.Match[str]) -> str:
-        # Other braces are the program's own.
-        return given.get(found.group(1), found.group())
-
-    variables = {
-        "GANGER_ARRAY": str(array.array),
-        "GANGER_ARRAY_INDEX": str(array.index),
-        "GANGER_ARRAY_SIZE": str(array.size),
-        "GANGER_ARRAY_PARAMETERS": json.dumps(array.parameters),
-        **{f"GANGER_ARRAY_{name}": text for name, text in array.parameters.items()},
-    }
-    command = tuple([_PLACE.sub(filled, word) for word in spec.command])
-    return replace(spec, command=command, environment={**spec.environment, **variables}, array=array)
 
 
 def _check(state: State, command: commands.SubmitArray) -> Refused | None:
@@ -250,7 +230,7 @@ def _check(state: State, command: commands.SubmitArray) -> Refused | None:
     if command.spec.deadline and command.at_once:
         violations.append(("spec.deadline", "members that are held back cannot have one"))
     if not violations:
-        found = (one for spec in _specs(command, 0) for one in violations_of(spec))
+        found = (one for spec in _specs(command, 0) for one in violations_of(resolved(spec)))
         violations = list(dict.fromkeys(found))[:SEVERAL]
     if violations:
         return Refused("SPEC_INVALID", "the array cannot be accepted", violations=tuple(violations))

@@ -7,7 +7,7 @@ same) is as it was. They are made with a key that is nowhere kept: nobody can tr
 from __future__ import annotations
 
 from base64 import urlsafe_b64encode
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace as replace_fields
 from hashlib import blake2b
 from itertools import cycle, islice
@@ -15,7 +15,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ganger_master.core.commands import Command, OpenSession, SubmitJob
+from ganger_master.core.commands import Command, OpenSession, SubmitArray, SubmitJob
 from ganger_master.core.image import Image
 from ganger_master.core.model import JobSpec
 
@@ -34,6 +34,9 @@ class Hiding:
         match command:
             case SubmitJob():
                 return replace(command, spec=self.spec(command.spec))
+            case SubmitArray() if not self._with_environment:
+                members = tuple([(index, self._parameters(given)) for index, given in command.members])
+                return replace(command, spec=self.spec(command.spec), members=members)
             case OpenSession():
                 return replace(command, storage_token=self._token(command.storage_token))
             case _:
@@ -48,6 +51,9 @@ class Hiding:
         )
 
     def spec(self, spec: JobSpec) -> JobSpec:
+        if spec.array is not None and not self._with_environment:
+            array = replace(spec.array, parameters=self._parameters(spec.array.parameters))
+            spec = replace(spec, array=array)
         if self._with_environment or not (spec.environment or len(spec.command) > 1):
             return spec
         # Made of the whole description, so that no two that differ in one short word look the same.
@@ -56,6 +62,10 @@ class Hiding:
         # Two are the same in whatever order they name variables, and keep theirs.
         hidden = {name: _hidden(word, signs) for name, word in sorted(spec.environment.items())}
         return replace(spec, command=command, environment={name: hidden[name] for name in spec.environment})
+
+    def _parameters(self, given: Mapping[str, str]) -> dict[str, str]:
+        """Of a member of an array; they are its arguments."""
+        return {name: _hidden(text, self._signs(text)) for name, text in given.items()}
 
     def _token(self, token: str) -> str:
         return _hidden(token, self._signs(token))

@@ -24,6 +24,7 @@ from ganger_master.core.model import (
     Progress,
     SuspendLevel,
 )
+from ganger_master.core.substitution import resolved
 from ganger_master.rpc.membership_messages import membership_to_wire, metrics_from_wire, metrics_to_wire
 from ganger_master.runtime.progress import Sample
 
@@ -86,6 +87,8 @@ def spec_to_wire(spec: JobSpec, *, with_environment: bool, into: job_pb2.JobSpec
     """`into`: an empty message that is to hold it. What is at its default is not set: on the wire that is the same, and
     to set a field takes time."""
     message = job_pb2.JobSpec() if into is None else into
+    if spec.array is not None:
+        spec = resolved(spec)
     message.command.extend(spec.command)
     for role in spec.roles:
         convert.role_to_wire(role, message.roles.add())
