@@ -10,6 +10,9 @@ from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import CancelJob, DrainNode, ProposePlan, SuspendJob
 from ganger_master.core.making_room import kept_for, making_room_for
 from ganger_master.core.model import JobSpec, ObservedPhase, SuspendLevel
+from ganger_master.core.purpose import Finding, Goal
+from ganger_master.models.locality import LocalityPoint
+from ganger_master.planner.brought import Brought
 from ganger_master.planner.errands import LONGEST_S
 from ganger_master.planner.moves import Moving, Terms, plan_moves
 from ganger_master.planner.refused import NOBODY, KeptOut
@@ -27,6 +30,22 @@ def together(gpus: int, **more: object) -> JobSpec:
     return replace(job_of(gpus, memory=GIB), locality=TOGETHER, **more)
 
 
+class Rates:
+    """Steps a second of every window of a job, by number."""
+
+    def __init__(self) -> None:
+        self.rates: dict[int, float] = {}
+        self.windows = 8
+
+    def present(self, number: int) -> tuple[float, ...]:
+        rate = self.rates.get(number, 0.0)
+        # They scatter a little.
+        return tuple([rate * (1.0 + 0.01 * (at % 3 - 1)) for at in range(self.windows)]) if rate else ()
+
+    def signature(self, number: int) -> str:
+        return "alike"
+
+
 class Moved(Planned):
     """A state that a planner looks after which moves jobs."""
 
@@ -34,6 +53,8 @@ class Moved(Planned):
         super().__init__(nodes, policy)
         self.moving = Moving()
         self.again_s = float("inf")
+        self.findings: tuple[Finding, ...] = ()
+        self.rates = Rates()
 
     def found(self, kept_out: KeptOut = NOBODY, may_stop: bool = False) -> Pass:
         table = LiveTable()
@@ -47,8 +68,8 @@ class Moved(Planned):
         def inner(kept_out: KeptOut, may_stop: bool) -> Pass:
             return plan(policy.order, policy.placement, table, self.now, capacity, room, may_stop, kept_out=kept_out)
 
-        terms = Terms(policy.placement, tuple(self.state.draining), is_strict=policy.order.is_strict)
-        found, self.moving, self.again_s = plan_moves(
+        terms = Terms(policy.placement, tuple(self.state.draining), is_strict=policy.order.is_strict, rated=self.rates)
+        found, self.moving, self.findings, self.again_s = plan_moves(
             inner, terms, table, self.now, room, self.moving, kept_out, may_stop
         )
         assert rows == [replace(row, version=0) for row in view.rows()], "the view is left as it was"
@@ -56,7 +77,7 @@ class Moved(Planned):
 
     def proposed(self, kept_out: KeptOut = NOBODY) -> list[tuple[str, int]]:
         found = self.found(kept_out)
-        answer = self.step(ProposePlan(found.changes, promises=self.moving.promises))
+        answer = self.step(ProposePlan(found.changes, promises=self.moving.promises, findings=self.findings))
         assert isinstance(answer, PlanAnswer)
         assert all(verdict.approved for verdict in answer.verdicts), answer
         return [(change.kind, change.number) for change in found.changes]
@@ -276,3 +297,65 @@ def test_of_two_planners_the_second_finds_what_the_first_began() -> None:
     assert drive.proposed() == []
     drive.moves(moved)
     assert drive.proposed() == [("START", large)]
+
+
+def apart() -> tuple[Moved, int]:
+    """A pair lies on two nodes, each of which has room for both by now; others like it were slower so."""
+    drive = Moved()
+    three = [drive.running(together(3)) for _ in range(2)]
+    pair = drive.running(replace(job_of(2, memory=GIB), locality=Locality(Level.CLUSTER)), seconds=1_000.0)
+    assert len(drive.state.gangs[drive.job(pair).epoch].claims) == 2
+    for number in three:
+        drive.ends(number)
+    drive.runs(pair)
+    drive.rates.rates[pair] = 10.0
+    seen = (LocalityPoint(2, 2, 0.6, Level.CLUSTER), LocalityPoint(2, 1, 0.95, Level.SOCKET))
+    drive.moving = Moving(brought=Brought(points={"alike": seen}))
+    return drive, pair
+
+
+def move_closer(drive: Moved, pair: int) -> None:
+    assert drive.proposed() == [("MOVE", pair)]
+    nodes = drive.state.gangs[drive.job(pair).epoch].nodes
+    source, destination = drive.job(pair).epoch, drive.job(pair).next_epoch
+    drive.seen(pair, destination, ObservedPhase.PREPARED)
+    drive.seen(pair, source, ObservedPhase.PARKED, 40)
+    drive.seen(pair, destination, ObservedPhase.READY, 40)
+    drive.seen(pair, destination, ObservedPhase.RUNNING)
+    for node in nodes:
+        drive.observe(node, *[drive.reported(gang, node) for gang in drive.on(node) if gang.epoch != source])
+
+
+def test_a_pair_that_lies_apart_is_moved_closer_and_stays_if_it_is_faster() -> None:
+    drive, pair = apart()
+    move_closer(drive, pair)
+    assert len(drive.state.gangs[drive.job(pair).epoch].claims) == 1
+    drive.rates.rates[pair] = 14.0
+    drive.now += 60.0
+    assert drive.proposed() == []
+    (finding,) = drive.findings
+    assert (finding.number, finding.goal, finding.kept) == (pair, Goal.LOCALITY, True)
+    assert finding.gain == pytest.approx(1.4, rel=0.02)
+    (told,) = [one for one in drive.told if one.kind == "change_kept"]
+    assert told.figures["goal"] == "LOCALITY"
+    # What was learned of it is known of all like it: two points say so now.
+    assert 0.6 < drive.moving.brought.locality("alike").relative_speed(2, 2, Level.CLUSTER) < 0.75
+
+
+def test_a_pair_that_is_no_faster_together_is_not_tried_again_nor_are_others_like_it() -> None:
+    drive, pair = apart()
+    move_closer(drive, pair)
+    drive.now += 60.0
+    drive.rates.windows = 64
+    assert drive.proposed() == []
+    (finding,) = drive.findings
+    assert (finding.kept, finding.gain) == (False, pytest.approx(1.0, rel=0.01))
+    node = drive.node_of(pair)
+    assert drive.moving.brought.failed.holds((pair, frozenset([node])), drive.now)
+    assert drive.moving.brought.locality("alike").relative_speed(2, 2, Level.CLUSTER) > 0.75
+
+
+def test_a_pair_of_which_too_little_is_left_stays_apart() -> None:
+    drive, pair = apart()
+    drive.state.put_job(replace(drive.job(pair), move_pause_seconds=500.0))
+    assert drive.proposed() == []

@@ -59,7 +59,8 @@ def test_a_gang_of_four_starts_after_as_many_moves_as_it_takes_and_nobody_is_sto
 
 
 def test_nobody_moves_for_a_gang_for_which_there_is_not_enough() -> None:
-    jobs = filled([100.0 if number % 4 == 3 and number > 3 else LONG_S for number in range(16)])
+    # Those of the first node end at once.
+    jobs = filled([LONG_S - n if n < 4 else 100.0 if n % 4 == 3 else 2 * LONG_S for n in range(16)])
     assert not run(jobs, "fifo-backfill+first-fit+defrag").migrations.any()
 
 

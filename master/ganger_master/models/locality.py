@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from ganger.resources.values import Level
-from scipy.optimize import nnls
 
 from ganger_master.models.accuracy import NOT_FITTED, FitError, fit_error, is_usable
 
@@ -79,6 +78,9 @@ def fit_locality(points: Iterable[LocalityPoint], prior: LocalityModel = UNKNOWN
     Points of one GPU, or with a speed that is not finite and above zero, say nothing and are left out; speeds above 1
     are noise and count as they are. Fewer points than coefficients: the rest follows the prior.
     """
+    # Loading it takes longer than a short simulation, which may fit nothing.
+    from scipy.optimize import nnls
+
     usable = [p for p in points if is_usable(p.relative_speed) and p.gpus > 1 and p.nodes >= 1]
     if not usable:
         return prior

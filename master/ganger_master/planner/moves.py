@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -24,15 +25,24 @@ from ganger_master.core.arenas import has_arenas
 from ganger_master.core.attempts import can_hand_over
 from ganger_master.core.commands import Change, Promise
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
-from ganger_master.core.purpose import Goal, Purpose
+from ganger_master.core.purpose import Finding, Goal, Purpose
+from ganger_master.planner.brought import Brought, Nobody, Rated
 from ganger_master.planner.errands import Errand, Leg, Stage, carry_on, is_free, is_waiting, keep, stage_of
-from ganger_master.planner.move_costs import Measured, measured_moves, pause_s
+from ganger_master.planner.move_costs import MoveCosts, move_costs
 from ganger_master.planner.refused import KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
-from ganger_master.policies.introspect.failed import Failed
 from ganger_master.policies.introspect.hole import Hole, Movable, Movables, hole_for, in_order
-from ganger_master.policies.introspect.migration import Why, capped, defragmented, drained, movable
+from ganger_master.policies.introspect.migration import (
+    Proposal,
+    Spread,
+    Why,
+    capped,
+    closer,
+    defragmented,
+    drained,
+    movable,
+)
 from ganger_master.policies.introspect.swap import swap_for
 from ganger_master.policies.introspect.whatif import Claims, WhatIf
 from ganger_master.policies.order import SLACK_S
@@ -45,9 +55,12 @@ _MOST_HOLES: Final = 4
 _SOON_S: Final = 60.0
 # Who rests for another is of the lowest priority that will do.
 _LOWEST: Final = -1000
-# A hole that was not worth it, or not there, is looked for again when the gang has waited so much longer.
-_LOOK_AGAIN: Final = 1.25
-_LEAST_LOOK_S: Final = 1.0
+# A hole that was not there is looked for again when more is free, or when the gang has waited so much longer.
+_LOOK_AGAIN: Final = 2.0
+_LEAST_LOOK_S: Final = 5.0
+# Who lies badly is looked for, and what moves have brought is looked at, so often.
+_CLOSER_S: Final = 30.0
+_TRIAL_S: Final = 10.0
 # Moves under way at once, for each of which hosts and networks work; and those begun in an hour that neither a gang nor
 # an operator waits for, at least: else one for each GPU that runs somebody.
 MOST_AT_ONCE: Final = 16
@@ -59,9 +72,11 @@ Inner = Callable[[KeptOut, bool], Pass]
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """When a gang's hole is looked for again. `is_found`: there is one, which will be worth it soon."""
+    """When a gang's hole is looked for again: then, or when more devices are `free`. `is_found`: there is one, which
+    will be worth it soon."""
 
     again_s: float
+    free: int
     is_found: bool = False
 
 
@@ -73,8 +88,9 @@ class Moving:
     looked: Mapping[int, Looked] = field(default_factory=dict)
     # When each job was last sent away, for a while.
     moved_at: Mapping[int, float] = field(default_factory=dict)
-    # By job and nodes: where a move did not help.
-    failed: Failed[tuple[int, frozenset[str]]] = field(default_factory=Failed)
+    brought: Brought = field(default_factory=Brought)
+    # When who lies badly was looked for last.
+    closer_s: float = -math.inf
 
     @property
     def promises(self) -> tuple[Promise, ...]:
@@ -92,6 +108,7 @@ class Terms:
     holes: bool = True
     is_strict: bool = False
     per_hour: float | None = None
+    rated: Rated = field(default_factory=Nobody)
 
 
 def plan_moves(
@@ -103,10 +120,10 @@ def plan_moves(
     moving: Moving,
     kept_out: KeptOut,
     may_stop: bool,
-) -> tuple[Pass, Moving, float]:
-    """The changes to propose now, those of `inner` among them; what to remember if they are proposed; and when to ask
-    again though nothing happens. `inner` is asked with the room as it is without what moves need, and for whom it is to
-    find no place. The room is left as it was."""
+) -> tuple[Pass, Moving, tuple[Finding, ...], float]:
+    """The changes to propose now, those of `inner` among them; what to remember if they are proposed; what was found of
+    moves before; and when to ask again though nothing happens. `inner` is asked with the room as it is without what
+    moves need, and for whom it is to find no place. The room is left as it was."""
     room.refresh()
     trying = WhatIf(room)
     planner = _Pass(terms, table, now, trying, moving)
@@ -123,17 +140,16 @@ class _Pass:
         self._now = now
         self._trying = trying
         self._room = trying.room
-        self._failed = moving.failed
+        self._brought = moving.brought
+        self._closer_s = moving.closer_s
         self._looked = dict(moving.looked)
         self._moved_at = {number: at for number, at in moving.moved_at.items() if now < at + _HOUR_S}
         self._old = moving.errands
         self._again_s = math.inf
         # Whose hole will be worth it soon: nobody is stopped for them meanwhile.
         self._soon: set[int] = set()
-        self._measured: Measured | None = None
-        self._movables: dict[int, tuple[Job, Gang, Movable]] | None = None
 
-    def run(self, inner: Inner, kept_out: KeptOut, may_stop: bool) -> tuple[Pass, Moving, float]:
+    def run(self, inner: Inner, kept_out: KeptOut, may_stop: bool) -> tuple[Pass, Moving, tuple[Finding, ...], float]:
         carried = carry_on(self._old, self._table, self._trying, self._now)
         for errand in carried.given_up:
             self._look_later(errand.waiting)
@@ -143,6 +159,7 @@ class _Pass:
         self._bring_back([one for one in parked if urgent is None or one[0].spec.priority >= urgent])
         for node in self._terms.draining:
             self._drain(node)
+        self._brought, self._findings = self._brought.looked(self._table, self._room.view, self._terms.rated, self._now)
         found = inner(self._kept_out(kept_out), False)
         mark, known = self._trying.mark, len(self._errands)
         self._take_starts(found)
@@ -154,23 +171,29 @@ class _Pass:
             found = inner(self._kept_out(kept_out), True)
             self._take_starts(found)
         self._bring_back([one for one in parked if urgent is not None and one[0].spec.priority < urgent])
+        if not self._errands and not found.changes:
+            self._closer()
         if not self._table.has_waiting and not self._errands and self._room.view.mode is Mode.PACK:
             self._defragment()
+        for trial in self._brought.trials.values():
+            # With twice the windows more is known, not before.
+            self._again_s = min(self._again_s, self._now + max(_TRIAL_S, (self._now - trial.began_s) / 2))
         return self._result(found)
 
-    def _result(self, found: Pass) -> tuple[Pass, Moving, float]:
+    def _result(self, found: Pass) -> tuple[Pass, Moving, tuple[Finding, ...], float]:
         for change in self._changes:
             if change.kind == "MOVE":
                 self._moved_at[change.number] = self._now
+                self._measure(change)
         live = {number: looked for number, looked in self._looked.items() if is_waiting(self._table, number)}
-        moving = Moving(tuple(self._errands), live, self._moved_at, self._failed)
+        moving = Moving(tuple(self._errands), live, self._moved_at, self._brought, self._closer_s)
         own = {change.number for change in self._changes}
         others = tuple([change for change in found.changes if change.number not in own])
         starts = np.array(
             [c.number for c in self._changes if c.kind == "START" and c.number not in found.line], np.int64
         )
         line = np.concatenate((starts, found.line)) if len(starts) else found.line
-        return replace(found, changes=(*self._changes, *others), line=line), moving, self._again_s
+        return replace(found, changes=(*self._changes, *others), line=line), moving, self._findings, self._again_s
 
     def _kept_out(self, kept_out: KeptOut) -> KeptOut:
         """Who is on an errand, or is sent on one, is nobody else's to start or to stop."""
@@ -184,24 +207,30 @@ class _Pass:
     # -- who may go ----------------------------------------------------------------------------------------------------
 
     def _pause_s(self, job: Job, gang: Gang) -> float:
-        if self._measured is None:
-            self._measured = measured_moves(self._table.running)
-        return pause_s(job, gang, self._measured)
+        return self._costs.pause_s(job, gang)
+
+    @cached_property
+    def _running(self) -> list[tuple[Job, Gang]]:
+        return self._table.running
 
     @property
+    def _free(self) -> int:
+        """Devices that nobody has, and that are kept for nobody."""
+        return int(np.bitwise_count(self._room.view.columns().free).sum())
+
+    @cached_property
+    def _costs(self) -> MoveCosts:
+        return move_costs(self._running)
+
+    @cached_property
     def _gangs(self) -> dict[int, tuple[Job, Gang, Movable]]:
         """Those that can be moved at all, by number."""
-        if self._movables is None:
-            self._movables = {
-                job.number: (
-                    job,
-                    gang,
-                    movable(self._room.view, job.number, job.shape, _held(gang), self._pause_s(job, gang)),
-                )
-                for job, gang in self._table.running
-                if _can_move(job, gang)
-            }
-        return self._movables
+        found = {}
+        for job, gang in self._running:
+            if _can_move(job, gang):
+                one = movable(self._room.view, job.number, job.shape, _held(gang), self._pause_s(job, gang))
+                found[job.number] = job, gang, one
+        return found
 
     @property
     def _busy(self) -> frozenset[int]:
@@ -231,9 +260,10 @@ class _Pass:
             shape = job.shape
             if shape in vain or looks == _MOST_HOLES:
                 continue
-            if self._now < self._looked.get(number, _NEVER).again_s:
-                self._again_s = min(self._again_s, self._looked[number].again_s)
-                if self._looked[number].is_found:
+            looked = self._looked.get(number, _NEVER)
+            if self._now < looked.again_s and self._free <= looked.free:
+                self._again_s = min(self._again_s, looked.again_s)
+                if looked.is_found:
                     self._soon.add(number)
             else:
                 looks += 1
@@ -251,10 +281,9 @@ class _Pass:
         shape = replace_of(
             job.shape, locality=replace_of(job.shape.locality, widest=widest_now(job.shape, waited), wish=None)
         )
-        free = int(np.bitwise_count(self._room.view.columns().free).sum())
         stay = self._busy
         hole = None
-        if free >= shape.gpus:
+        if self._free >= shape.gpus:
             gangs = [one for other, _, one in self._gangs.values() if _may_go(other, job)]
             movables = Movables(self._room.view, gangs)
             hole = hole_for(self._room, movables, shape, placement=self._terms.placement, stay=stay)
@@ -272,7 +301,7 @@ class _Pass:
             is_soon = worth_s <= waited + _SOON_S
             if is_soon:
                 self._soon.add(job.number)
-            self._looked[job.number] = Looked(job.pending_since + worth_s, is_soon)
+            self._looked[job.number] = Looked(job.pending_since + worth_s, self._free, is_soon)
             self._again_s = min(self._again_s, job.pending_since + worth_s)
             return
         if self._under_way + len(hole.moves) > MOST_AT_ONCE:
@@ -282,7 +311,7 @@ class _Pass:
         self._begin(Goal.HOLE, hole, job.number, max(0.0, saved))
 
     def _outranks(self, job: Job) -> bool:
-        return any(other.spec.priority < job.spec.priority for other, _, _ in self._gangs.values())
+        return any(other.spec.priority < job.spec.priority for other, _ in self._running)
 
     def _stoppable(self, job: Job) -> list[Movable]:
         """Who may move for a job, those of lower priority also by resting in host memory, where they keep theirs."""
@@ -302,12 +331,15 @@ class _Pass:
         if got is not None:
             waited = max(_LEAST_LOOK_S, self._now - got[0].pending_since)
             again_s = self._now + (_LOOK_AGAIN - 1.0) * waited
-            self._looked[number] = Looked(max(again_s, self._now + _LEAST_LOOK_S))
+            self._looked[number] = Looked(max(again_s, self._now + _LEAST_LOOK_S), self._free)
             self._again_s = min(self._again_s, self._looked[number].again_s)
 
     def _begin(self, goal: Goal, hole: Hole, waiting: int, saved: float) -> None:
         """An errand, and its first changes."""
         ordered, parked = in_order(hole.moves)
+        if not all(has_arenas(self._gangs[move.number][1]) for move in parked):
+            # Whoever has no memory reserved cannot rest on its way.
+            return
         legs = []
         for move in ordered:
             job, gang, _ = self._gangs[move.number]
@@ -367,17 +399,48 @@ class _Pass:
 
     # -- order ---------------------------------------------------------------------------------------------------------
 
+    def _closer(self) -> None:
+        """Gangs over several nodes that lie further apart than is good for them, as far as is known of their kind, into
+        what is free."""
+        if self._now < self._closer_s + _CLOSER_S:
+            return
+        gangs = [pair for pair in self._gangs.values() if pair[0].spec.movable and len(pair[1].claims) > 1]
+        if not gangs:
+            return
+        self._closer_s = self._now
+        kinds = {job.number: self._terms.rated.signature(job.number) for job, _, _ in gangs}
+        models = {kind: self._brought.locality(kind) for kind in sorted(set(kinds.values()))}
+        spreads = [Spread(one, models[kinds[job.number]], self._ran_s(job)) for job, _, one in gangs]
+        failed, placement = self._brought.failed, self._terms.placement
+        self._propose(closer(self._room, spreads, now=self._now, failed=failed, placement=placement))
+
+    def _ran_s(self, job: Job) -> float:
+        """As long as it is expected to run yet."""
+        return job.run_seconds + (max(0.0, self._now - job.running_since) if job.running_since else 0.0)
+
     def _defragment(self) -> None:
         gangs = [one for job, _, one in self._gangs.values() if job.spec.movable]
+        if self._left > 0:
+            failed = self._brought.failed
+            self._propose(defragmented(self._room, gangs, most_moves=self._left, now=self._now, failed=failed))
+
+    @property
+    def _left(self) -> int:
+        """Moves that nobody waits for and may still begin."""
         most = self._terms.per_hour
         if most is None:
-            most = max(_LEAST_AN_HOUR, sum(one.shape.gpus for one in gangs))
-        left = min(MOST_AT_ONCE, int(most - len(self._moved_at)))
-        if left <= 0:
-            return
-        proposals = defragmented(self._room, gangs, most_moves=left, now=self._now, failed=self._failed)
-        for proposal in capped(proposals, self._now, self._moved_at, (), left):
+            most = max(_LEAST_AN_HOUR, sum(one.shape.gpus for _, _, one in self._gangs.values()))
+        return min(MOST_AT_ONCE, int(most - len(self._moved_at)))
+
+    def _propose(self, proposals: Iterable[Proposal]) -> None:
+        for proposal in capped(proposals, self._now, self._moved_at, (), max(0, self._left)):
             self._begin(_GOALS[proposal.why], Hole((), proposal.moves), 0, proposal.saves)
+
+    def _measure(self, change: Change) -> None:
+        got = self._table.get(change.number)
+        if got is not None and got[1] is not None:
+            goal, rated = change.purpose.goal, self._terms.rated
+            self._brought = self._brought.begun(change.number, goal, got[1], change.claims, rated, self._now)
 
     # -- the room ------------------------------------------------------------------------------------------------------
 
@@ -395,7 +458,7 @@ class _Pass:
             keep(self._trying, errand.hole)
 
 
-_NEVER: Final = Looked(-math.inf)
+_NEVER: Final = Looked(-math.inf, 0)
 _GOALS: Final = {
     Why.LOCALITY: Goal.LOCALITY,
     Why.HOLE: Goal.HOLE,

@@ -152,7 +152,7 @@ class Planner:
         await self._news.wait()
         policy = self._policy()
         tunes = policy.tuning is not None and policy.tuning.by_profiles
-        if not (tunes or policy.shares or policy.grows):
+        if not (tunes or policy.shares or policy.grows or policy.moves):
             await asyncio.Future()
         interval = times.duration(min(_PROGRESS_SECONDS, self._trial_pace.window_s))
         live, measured, together = self._live, self._measured, self._together
@@ -211,7 +211,7 @@ class Planner:
         elif policy.shares:
             found, findings, moves_at_s = self._found_shared(policy, now, pace)
         else:
-            found, moves_at_s = self._found(policy, now, may_stop and not sizes.is_giving)
+            found, findings, moves_at_s = self._found(policy, now, may_stop and not sizes.is_giving)
         found, findings = with_sizes(found, sizes), (*findings, *sizes.findings)
         took_s = time.perf_counter() - began
         # Where nobody may pass, nobody else would be served without them.
@@ -244,8 +244,8 @@ class Planner:
             again_s = min(again_s, self._line_told_s + _LINE_SECONDS)
         return pace.after(live.now, took_s, found, stopped=stopped, refused=bool(refused), again_s=again_s)
 
-    def _found(self, policy: Policy, now: float, may_stop: bool) -> tuple[Pass, float]:
-        """What to propose, and when to look after moves again though nothing happens."""
+    def _found(self, policy: Policy, now: float, may_stop: bool) -> tuple[Pass, tuple[Finding, ...], float]:
+        """What to propose, what was found of moves before, and when to look after them though nothing happens."""
         live = self._live
 
         def chosen(kept_out: KeptOut, may_stop: bool) -> Pass:
@@ -264,12 +264,12 @@ class Planner:
 
         kept_out = self._refused.at(now)
         if not policy.moves:
-            return chosen(kept_out, may_stop), inf
-        terms = Terms(policy.placement, live.draining, is_strict=policy.order.is_strict)
-        found, self._moving, again_s = plan_moves(
+            return chosen(kept_out, may_stop), (), inf
+        terms = Terms(policy.placement, live.draining, is_strict=policy.order.is_strict, rated=self._together)
+        found, self._moving, findings, again_s = plan_moves(
             chosen, terms, live.table, now, live.room, self._moving, kept_out, may_stop
         )
-        return found, again_s
+        return found, findings, again_s
 
     def _found_shared(self, policy: Policy, now: float, pace: Pace) -> tuple[Pass, tuple[Finding, ...], float]:
         """The same where jobs share GPUs, and what was found of changes before; nobody is moved in the same plan."""
@@ -289,11 +289,11 @@ class Planner:
         )
         if found.changes or findings or not policy.moves:
             return found, findings, inf
-        terms = Terms(policy.placement, live.draining, holes=False)
-        moved, self._moving, again_s = plan_moves(
+        terms = Terms(policy.placement, live.draining, holes=False, rated=self._together)
+        moved, self._moving, findings, again_s = plan_moves(
             lambda kept_out, may_stop: found, terms, live.table, now, live.room, self._moving, NOBODY, False
         )
-        return moved, (), again_s
+        return moved, findings, again_s
 
     def _messages(
         self, policy: Policy, changes: Sequence[Change], line: tuple[int, ...], findings: Sequence[Finding] = ()

@@ -163,7 +163,7 @@ class _Replay:
         self.footprints = Footprints(jobs, servers, options.seed) if self.policy.shares else None
         # What daemons measure of memory is what says who can rest in that of its host.
         self.memory = Footprints(jobs, servers, options.seed) if self.policy.moves else self.footprints
-        self.windows = None if self.footprints is None else Windows(self.footprints, options.seed)
+        self.windows = None if self.memory is None else Windows(self.memory, options.seed)
         self.shared = NOTHING_REMEMBERED
         # Who trains on a device, by node and number of the device, and where they do, by position.
         self._on: dict[tuple[str, int], set[int]] = {}
@@ -361,11 +361,15 @@ class _Replay:
         if not (may_stop or self.policy.moves) and self._is_vain():
             return False
         # Who finds room need not wait for a plan that stops others.
-        found = self._pass(now, may_stop) if not self.policy.moves else self._moved(now, may_stop)
+        findings: tuple[Finding, ...] = ()
+        if self.policy.moves:
+            found, findings = self._moved(now, may_stop)
+        else:
+            found = self._pass(now, may_stop)
         self._is_waited_for = found.waits
         if found.next_change_s < np.inf and self.options.round_s is None:
             self._come_back(max(found.next_change_s, self._last_plan + self.options.plan_every_s))
-        return self._propose(found.changes)
+        return self._propose(found, findings)
 
     def _is_vain(self) -> bool:
         """Whether a plan that may stop nobody would start nobody either, and need not say when the next one is due."""
@@ -405,7 +409,7 @@ class _Replay:
             self._come_back(self._switches_at)
         if not found.changes and not findings:
             terms = Terms(self.policy.placement, holes=False)
-            return self._propose(self._with_moves(lambda kept_out, may_stop: Pass(), terms).changes)
+            return self._propose(*self._with_moves(lambda kept_out, may_stop: Pass(), terms))
         answer = self._answer(found.changes, findings)
         if answer is None:
             return False
@@ -413,23 +417,26 @@ class _Replay:
         self.shared = self.shared.without(before, refused)
         return len(refused) < len(answer.verdicts)
 
-    def _moved(self, now: float, may_stop: bool) -> Pass:
+    def _moved(self, now: float, may_stop: bool) -> tuple[Pass, tuple[Finding, ...]]:
         """The pass, where jobs are moved too."""
         terms = Terms(self.policy.placement, draining=tuple(self.state.draining), is_strict=self.order.is_strict)
         return self._with_moves(lambda kept_out, may: self._pass(now, may, kept_out), terms, may_stop)
 
-    def _with_moves(self, inner: Inner, terms: Terms, may_stop: bool = False) -> Pass:
-        found, self.moving, again_s = plan_moves(
+    def _with_moves(self, inner: Inner, terms: Terms, may_stop: bool = False) -> tuple[Pass, tuple[Finding, ...]]:
+        assert self.windows is not None
+        self.windows.now = self.clock.now
+        terms = replace(terms, rated=self.windows)
+        found, self.moving, findings, again_s = plan_moves(
             inner, terms, self.table, self.clock.now, self.room, self.moving, NOBODY, may_stop
         )
         if again_s != self._moves_at:
             self._moves_at = again_s
             if again_s < np.inf:
                 self.clock.at(max(again_s, self.clock.now), _nothing)
-        return found
+        return found, findings
 
-    def _propose(self, changes: tuple[commands.Change, ...]) -> bool:
-        answer = self._answer(changes)
+    def _propose(self, found: Pass, findings: tuple[Finding, ...] = ()) -> bool:
+        answer = self._answer(found.changes, findings)
         return answer is not None and any(verdict.approved for verdict in answer.verdicts)
 
     def _answer(self, changes: tuple[commands.Change, ...], findings: tuple[Finding, ...] = ()) -> PlanAnswer | None:

@@ -1,0 +1,155 @@
+"""What moves have brought: rates before and after them, whether each is kept, and what that says of distance.
+
+A move that was for the job's own sake is kept if it is faster, one for others' if it is not slower
+(`introspect.migration.verdict`). What did not help is remembered by job and nodes; and every move between places of
+different closeness is a measurement of how much closeness means to jobs of its kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol, TypeAlias
+
+from ganger.resources.fit import gang_level
+from ganger.resources.view import View
+
+from ganger_master.core.model import Gang, GangPhase, Intent, Job
+from ganger_master.core.orders import same_place
+from ganger_master.core.purpose import Finding, Goal
+from ganger_master.models.locality import UNKNOWN_JOB, LocalityModel, LocalityPoint, fit_locality
+from ganger_master.planner.table import LiveTable
+from ganger_master.policies.introspect.failed import Failed
+from ganger_master.policies.introspect.migration import Tried, Why, verdict
+from ganger_master.policies.introspect.trial import FIRST_WINDOWS, Rates, Verdict
+from ganger_master.policies.introspect.whatif import Claims
+
+# What is not settled by then is not to be seen.
+_LONGEST_S: Final = 3600.0
+# Windows before a move that count; measurements kept of jobs of one kind, and kinds.
+_MOST_BEFORE: Final = 16
+_MOST_POINTS: Final = 16
+_MOST_KINDS: Final = 1024
+_WHY: Final = {
+    Goal.LOCALITY: Why.LOCALITY,
+    Goal.HOLE: Why.HOLE,
+    Goal.UNPACK: Why.UNPACK,
+    Goal.DRAIN: Why.DRAIN,
+    Goal.DEFRAGMENT: Why.DEFRAGMENT,
+    Goal.RETURN: Why.HOLE,
+}
+
+Points: TypeAlias = tuple[LocalityPoint, ...]
+
+
+class Rated(Protocol):
+    """What is measured of jobs, by number."""
+
+    def present(self, number: int) -> tuple[float, ...]:
+        """Steps a second in windows since it runs as it does now, without the first of them."""
+        ...
+
+    def signature(self, number: int) -> str:
+        """What behaves like it."""
+        ...
+
+
+class Nobody:
+    """Of whom nothing is measured."""
+
+    def present(self, number: int) -> tuple[float, ...]:
+        return ()
+
+    def signature(self, number: int) -> str:
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    goal: Goal
+    before: tuple[float, ...]
+    source: Claims
+    claims: Claims
+    began_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What is remembered. `failed`: by job and nodes where a move did not help."""
+
+    trials: Mapping[int, Trial] = field(default_factory=dict)
+    failed: Failed[Tried] = field(default_factory=Failed)
+    points: Mapping[str, Points] = field(default_factory=dict)
+
+    def begun(self, number: int, goal: Goal, gang: Gang, claims: Claims, rated: Rated, now: float) -> Brought:
+        """With a move that begins now; of whom too little was measured before, nothing is to be told afterwards."""
+        before = rated.present(number)[-_MOST_BEFORE:]
+        if len(before) < 2 or not sum(before) > 0.0 or goal not in _WHY:
+            return self
+        return replace(self, trials={**self.trials, number: Trial(goal, before, gang.claims, claims, now)})
+
+    def looked(self, table: LiveTable, view: View, rated: Rated, now: float) -> tuple[Brought, tuple[Finding, ...]]:
+        """After a look at all that were moved; and what was found."""
+        if not self.trials:
+            return self, ()
+        trials, failed, points = dict(self.trials), self.failed, dict(self.points)
+        findings = []
+        for number, trial in self.trials.items():
+            found = table.get(number)
+            if found is None or now >= trial.began_s + _LONGEST_S:
+                del trials[number]
+                continue
+            where = _where(*found, trial)
+            if where is None:
+                continue
+            after = rated.present(number) if where else ()
+            if not where:
+                del trials[number]
+            if len(after) < FIRST_WINDOWS:
+                continue
+            judged = verdict(_WHY[trial.goal], Rates(trial.before, after))
+            if judged.verdict is Verdict.MEASURE:
+                continue
+            del trials[number]
+            is_kept = judged.verdict is Verdict.KEEP
+            findings.append(Finding(number, trial.goal, is_kept, judged.gain.value, judged.gain.deviation))
+            if not is_kept:
+                failed = failed.noted((number, frozenset(claim.node for claim in trial.claims)), now)
+            kind = rated.signature(number)
+            point = _point(view, trial, judged.gain.value, self.locality(kind))
+            if kind and point is not None:
+                points[kind] = (*points.pop(kind, ()), point)[-_MOST_POINTS:]
+                if len(points) > _MOST_KINDS:
+                    del points[next(iter(points))]
+        return Brought(trials, failed, points), tuple(findings)
+
+    def locality(self, kind: str) -> LocalityModel:
+        """Of jobs of this kind, as far as moves have shown it."""
+        points = self.points.get(kind)
+        return fit_locality(points) if points else UNKNOWN_JOB
+
+
+def _where(job: Job, gang: Gang | None, trial: Trial) -> bool | None:
+    """Whether it runs where it was moved to; None while it is on its way."""
+    if job.next_epoch or job.ending is not None or gang is None:
+        return None
+    if same_place(gang.claims, trial.claims):
+        return None if gang.intent is not Intent.RUN or gang.phase is not GangPhase.RUNNING else True
+    # It has not left yet, or has been sent elsewhere.
+    return None if same_place(gang.claims, trial.source) else False
+
+
+def _point(view: View, trial: Trial, gain: float, model: LocalityModel) -> LocalityPoint | None:
+    """How fast it was where it lay further apart, against the closest; None where that was the same, or where one of
+    both places is no more."""
+    if not gain > 0.0 or any(claim.node not in view for claim in (*trial.source, *trial.claims)):
+        return None
+    places = [[claim for claim in claims if claim.device_mask] for claims in (trial.source, trial.claims)]
+    (source, claims), levels = places, [gang_level(view, tuple(place)) for place in places]
+    gpus = sum(claim.device_mask.bit_count() for claim in claims)
+    if gpus < 2 or (len(source), levels[0]) == (len(claims), levels[1]):
+        return None
+    speeds = [model.relative_speed(gpus, len(place), level) for place, level in zip(places, levels, strict=True)]
+    if (len(source), levels[0]) > (len(claims), levels[1]):
+        return LocalityPoint(gpus, len(source), speeds[1] / gain, levels[0])
+    return LocalityPoint(gpus, len(claims), speeds[0] * gain, levels[1])
