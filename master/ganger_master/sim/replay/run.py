@@ -340,7 +340,9 @@ class _Replay:
             self.turns.take(effects.turns, now)
         if effects.wake_at is not None:
             self._wake = wake = effects.wake_at
-            self.clock.at(wake, lambda: self._tick(wake))
+            # For what is never to be, nothing is kept in mind.
+            if wake < _NEVER_S:
+                self.clock.at(wake, lambda: self._tick(wake))
 
     def _tick(self, wake: float) -> None:
         if self._wake == wake:

@@ -1,0 +1,44 @@
+"""What a replay holds grows with the jobs that are live, not with those that there have been."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sized
+
+import numpy as np
+import pytest
+from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.run import _Replay
+from ganger_master.sim.traces.servers import servers_from_flags
+from ganger_master.sim.traces.workload import workload
+
+# More than twice as many as ended jobs are kept.
+JOBS = 2_200
+MOST_HELD = 1_100
+
+
+def held(replay: _Replay) -> Iterator[tuple[str, int]]:
+    """Every container of the core and of the modelled nodes and schedulers, and how much is in it; queues have limits
+    of their own."""
+    state = replay.state
+    parts = (state, state.view, state.waiting, state.lacking, replay.nodes, replay.turns, replay.table, replay.clock)
+    for part in parts:
+        for name, value in vars(part).items():
+            if isinstance(value, Sized) and not isinstance(value, deque):
+                yield f"{type(part).__name__}.{name}", len(value)
+
+
+@pytest.mark.parametrize("policy", ["fifo-backfill", "ganger"])
+def test_nothing_is_held_for_jobs_that_are_long_gone(policy: str) -> None:
+    draw = np.random.default_rng(5)
+    jobs = workload(
+        [str(job) for job in range(JOBS)],
+        np.arange(JOBS) * 60.0,
+        draw.choice([1, 1, 2, 4, 8], JOBS),
+        draw.uniform(20.0, 800.0, JOBS),
+    )
+    replay = _Replay(jobs, servers_from_flags(nodes=4, gpus_per_node=8), policy, Options(), None)
+    replay.run()
+    found = dict(held(replay))
+    assert found["State.jobs"] >= 1_000, "those that ended last are kept"
+    assert {name: entries for name, entries in found.items() if entries > MOST_HELD} == {}
