@@ -256,7 +256,8 @@ def _page(cluster: BenchCluster, job: str) -> tuple[int, int, int] | None:
 def _by_planner(name: str, is_heavy: bool, report: Report) -> Tried:
     """Three jobs on two devices: two of them are tried together."""
     began = time.monotonic()
-    with _cluster(2, "--plan-every", f"{QUANTUM_SECONDS}s") as cluster:
+    # The one that waits makes the planner try packs: it is not to take turns instead.
+    with _cluster(2, "--plan-every", f"{QUANTUM_SECONDS}s", "--quantum", "never") as cluster:
         jobs = [_submit(cluster, is_heavy) for _ in range(3)]
         report.say(f"{name} pair: the planner measures, tries and judges (minutes)")
         cluster.until(lambda: bool(_verdicts(cluster, jobs)), VERDICT_SECONDS, "the planner has judged a pack")
