@@ -65,6 +65,28 @@ def test_jobs_take_turns_on_one_gpu_also_while_the_master_is_away(tmp_path: Path
 
 
 @pytest.mark.chaos
+def test_gangs_over_two_nodes_take_turns_led_by_one_of_them_also_while_the_master_is_away(tmp_path: Path) -> None:
+    cluster = Cluster(
+        tmp_path, nodes=2, virtual_gpus=1, topology="1", virtual_cores=2, virtual_memory="32G", master_options=OPTIONS
+    )
+    with cluster:
+        first = Run.submit(cluster, "first", *WANTS, world=2, steps=240)
+        first.wait_step(3, within_seconds=120)
+        second = Run.submit(cluster, "second", *WANTS, world=2, steps=240)
+        second.wait_step(1, within_seconds=120)
+        assert takes_turns(second), second.story()
+        goes_on(first, second)
+        cluster.master.kill()
+        goes_on(first, second)
+        # without its leader a set stays in its row, and goes on once it is back
+        cluster.daemons["n0"].kill()
+        cluster.daemons["n0"].start()
+        goes_on(first, second)
+        cluster.start_master()
+        finish(first, second)
+
+
+@pytest.mark.chaos
 def test_jobs_take_turns_though_their_daemon_dies_and_others_come_and_go(tmp_path: Path) -> None:
     with one_gpu(tmp_path) as cluster:
         first, second = in_turns(cluster, steps=800)
