@@ -23,12 +23,15 @@ from ganger_daemon.bench_report import Report, quantile
 
 GPUS = 4
 ROUNDS = 4
-EPOCHS = 60
 SAMPLES = 1152
 BATCH = 48
 STATE_MEGABYTES = 32
 # Between two changes of size, so that each is seen to train.
 STEPS_BETWEEN = 20
+# After the last change: so far ahead that every rank hears in time where to end.
+EPOCHS_AFTER = 20
+MOST_EPOCHS = 1_000_000
+END_SECONDS = 300.0
 RESIZE_SECONDS = 120.0
 POLL_SECONDS = 0.0005
 # Beside one boundary (two mini-batches of a gang at most) and the copy: reports, commits, looks at memory.
@@ -44,7 +47,7 @@ import ganger
 torch.set_num_threads(1)
 torch.manual_seed(1)
 distributed.init_process_group("gloo")
-record, hurry, epochs, samples, batch, megabytes = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+record, last, epochs, samples, batch, megabytes = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 rank, world = distributed.get_rank(), distributed.get_world_size()
 net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1)).double()
 net.register_buffer("ballast", torch.zeros(megabytes << 17, dtype=torch.float64))
@@ -58,13 +61,15 @@ loader = job.dataloader(data, global_batch=batch, shuffle=True)
 clock = lambda: time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 with open(f"{record}.{rank}", "a", buffering=1) as notes:
     for epoch in job.epochs(epochs):
+        if os.path.exists(last) and epoch > int(open(last).read()):
+            break
         for chosen, x, y in loader:
             begin = clock()
             loss = nn.functional.mse_loss(ranks(x), y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if not os.path.exists(hurry):
+            if not os.path.exists(last):
                 time.sleep(0.01)
             line = {"step": job.step_count + 1, "epoch": epoch, "rank": rank, "world": world, "loss": loss.item(),
                     "samples": chosen.tolist(), "begin": begin, "end": clock()}
@@ -103,21 +108,24 @@ class Resize:
 
 def main(rounds: int = ROUNDS, quick: bool = False) -> dict[str, object]:
     """Run it, so many times from one GPU to all and back; `quick`: once."""
-    rounds, epochs = (1, EPOCHS // 3) if quick else (rounds, EPOCHS)
+    rounds = 1 if quick else rounds
     report = Report("elastic")
     with BenchCluster(nodes=1, gpus=GPUS, cores=GPUS, memory="16G", daemon=("--topology", str(GPUS))) as cluster:
         (cluster.directory / "train.py").write_text(JOB)
-        report.say("a run that never changes its size")
-        alone = _run(cluster, "alone", "1", epochs, hurries=True)
-        job = _submit(cluster, "elastic", f"1:{GPUS}", epochs)
+        job = _submit(cluster, "elastic", f"1:{GPUS}")
         resizes = [
             one
             for number in range(rounds)
             for one in _there_and_back(cluster, job, report, f"round {number + 1} of {rounds}")
         ]
-        (cluster.directory / "elastic.hurry").touch()
-        cluster.ganger("wait", job, "--timeout", "5m")
+        epochs = _steps(cluster, "elastic")[-1].epoch + EPOCHS_AFTER
+        _end_after(cluster, "elastic", epochs - 1)
+        _wait(cluster, job)
         steps = _steps(cluster, "elastic")
+        report.say(f"a run of {epochs} epochs that never changes its size")
+        _end_after(cluster, "alone", epochs - 1)
+        _wait(cluster, _submit(cluster, "alone", "1"))
+        alone = _steps(cluster, "alone")
     report.samples({"resize": asdict(one)} for one in resizes)
     report.samples(asdict(step) for step in [*alone, *steps])
     _judge(report, alone, steps, resizes, epochs)
@@ -191,7 +199,7 @@ def _seconds_until_free(cluster: BenchCluster, job: str) -> float:
     """By the master's clock, from the order to the commit that gave the devices back."""
     times = {
         str(event["kind"]): datetime.fromisoformat(str(event["time"])).timestamp()
-        for event in json.loads(cluster.ganger("history", job, "--json"))
+        for event in json.loads(cluster.ganger("events", f"jobs/{job}", "--json"))
     }
     return times["gang_parked"] - times["resize_begun"]
 
@@ -232,20 +240,30 @@ class _Watch:
             page.close()
 
 
-def _run(cluster: BenchCluster, label: str, gpus: str, epochs: int, hurries: bool) -> list[Step]:
-    if hurries:
-        (cluster.directory / f"{label}.hurry").touch()
-    cluster.ganger("wait", _submit(cluster, label, gpus, epochs), "--timeout", "5m")
-    return _steps(cluster, label)
+def _end_after(cluster: BenchCluster, label: str, epoch: int) -> None:
+    """Tells a training, which hurries from then on, its last epoch."""
+    path = cluster.directory / f"{label}.last"
+    path.with_suffix(".new").write_text(str(epoch))
+    path.with_suffix(".new").rename(path)
 
 
-def _submit(cluster: BenchCluster, label: str, gpus: str, epochs: int) -> str:
-    numbers = (epochs, SAMPLES, BATCH, STATE_MEGABYTES)
+def _wait(cluster: BenchCluster, job: str) -> None:
+    def has_succeeded() -> bool:
+        state = str(json.loads(cluster.ganger("show", job, "--json"))["state"])
+        if state in ("FAILED", "CANCELLED"):
+            raise ClusterError(f"job {job} is {state}: {cluster.ganger('history', job)}")
+        return state == "SUCCEEDED"
+
+    cluster.until(has_succeeded, END_SECONDS, f"job {job} has succeeded")
+
+
+def _submit(cluster: BenchCluster, label: str, gpus: str) -> str:
+    numbers = (MOST_EPOCHS, SAMPLES, BATCH, STATE_MEGABYTES)
     submitted = cluster.ganger(
         "submit",
         *("--name", label, "--gpus", gpus, "--cpus-per-gpu", "1", "--memory", "1G", "--gpu-memory", "128M"),
         *("--checkpoint-every", "never", "--directory", str(cluster.directory), "--json", "--"),
-        *(sys.executable, "train.py", label, f"{label}.hurry", *map(str, numbers)),
+        *(sys.executable, "train.py", label, f"{label}.last", *map(str, numbers)),
     )
     return str(json.loads(submitted)["name"]).removeprefix("jobs/")
 
