@@ -28,7 +28,7 @@ def node_of(job: Run) -> str:
 def test_a_gang_of_two_gets_a_node_by_one_move_and_nobody_loses_a_step(cluster: Cluster) -> None:
     small = [Run.submit(cluster, f"small-{number}", "--memory", "1G") for number in range(4)]
     for job in small:
-        job.wait_step(3)
+        job.wait_step(3, within_seconds=180)
     # One of each node stays, and between them there is room for a pair.
     by_node: dict[str, list[Run]] = {}
     for job in small:
@@ -37,10 +37,10 @@ def test_a_gang_of_two_gets_a_node_by_one_move_and_nobody_loses_a_step(cluster: 
     ended, stays = zip(*by_node.values(), strict=True)
     for job in ended:
         job.hurry()
-        job.wait_state("SUCCEEDED")
+        job.wait_state("SUCCEEDED", within_seconds=180)
 
     pair = Run.submit(cluster, "pair", "--locality", "node", "--memory", "1G", world=2)
-    pair.wait_step(1)
+    pair.wait_step(1, within_seconds=180)
     assert len({node_of(job) for job in stays}) == 1
     (told,) = [event for event in pair.shell.json("history") if event["kind"] == "move_done"]
     assert told["subject"] in {job.name for job in stays}
@@ -49,6 +49,6 @@ def test_a_gang_of_two_gets_a_node_by_one_move_and_nobody_loses_a_step(cluster: 
     for job in (*stays, pair):
         job.hurry()
     for job in stays:
-        job.wait_state("SUCCEEDED")
+        job.wait_state("SUCCEEDED", within_seconds=180)
         job.check(ended[0])
-    eventually(lambda: pair.state == "SUCCEEDED", what="the pair ends", within_seconds=60, story=pair.story)
+    eventually(lambda: pair.state == "SUCCEEDED", what="the pair ends", within_seconds=180, story=pair.story)
