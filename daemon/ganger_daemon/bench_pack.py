@@ -300,7 +300,7 @@ def _cluster(gpus: int, *master: str) -> BenchCluster:
         nodes=1,
         gpus=gpus,
         cores=8,
-        master=("--policy", "gandiva", *master),
+        master=("--policy", "gandiva", "--quantum", "never", *master),
         daemon=("--virtual-gpu-cores", str(GPU_CORES)),
     )
 

@@ -177,6 +177,27 @@ def test_the_device_is_free_when_the_last_of_them_has_gone(drive: Packing, first
         assert drive.state.free_devices == free
 
 
+def test_who_is_left_has_its_device_to_itself_again_mark_and_all(drive: Packing) -> None:
+    host = drive.run(small(needs=GIB // 4))
+    guests = [drive.submit(small(needs=GIB // 4)) for _ in range(2)]
+    for guest in guests:
+        assert drive.pack(guest, host) is None
+        drive.runs(guest)
+
+    def mark() -> int:
+        (claim,) = drive.state.gangs[drive.job(host).epoch].claims
+        return claim.shared_mask
+
+    assert mark()
+    # Who rests may come back to it.
+    assert drive.propose(drive.change(guests[0], "SUSPEND", level=SuspendLevel.OFFLOAD)) == [None]
+    drive.seen(guests[0], drive.job(guests[0]).epoch, ObservedPhase.PARKED, stop_step=3)
+    for guest, is_shared in ((guests[1], True), (guests[0], False)):
+        drive.step(CancelJob(guest))
+        drive.seen_without("n1", guest)
+        assert bool(mark()) is is_shared
+
+
 def test_a_third_joins_while_memory_lasts(drive: Packing) -> None:
     host = drive.run(small(needs=GIB // 4))
     for _ in range(2):

@@ -134,14 +134,14 @@ def test_kills_while_the_planner_packs_and_parts_leave_every_job_its_result(tmp_
         nodes=1,
         virtual_gpus=2,
         topology="2",
-        master_options=("--policy", "gandiva", "--plan-every", "10s"),
+        master_options=("--policy", "gandiva", "--plan-every", "10s", "--quantum", "never"),
         daemon_options=("--virtual-gpu-cores", "0.3"),
     ) as cluster:
         reference = Run.submit(cluster, "reference", *WANTS)
         reference.hurry()
         reference.wait_state("SUCCEEDED")
         # They step ten times a second and do nothing meanwhile: a pair that pays.
-        runs = [Run.submit(cluster, f"job-{number}", *WANTS, steps=4096) for number in range(3)]
+        runs = [Run.submit(cluster, f"job-{number}", *WANTS, steps=2048) for number in range(3)]
         eventually(
             lambda: any(beside(run) for run in runs),
             what="two of them are tried together",
@@ -159,7 +159,9 @@ def test_kills_while_the_planner_packs_and_parts_leave_every_job_its_result(tmp_
             start_the_dead(cluster)
             cluster.wait_ready()
             threading.Event().wait(dice.uniform(1.0, 12.0))
-        done = [run.last_step() for run in runs]
-        for run, steps in zip(runs, done, strict=True):
-            run.wait_step(steps + 3, within_seconds=120)
+        for run in runs:
+            run.hurry()
+        for run in runs:
+            # Whoever was parted from its pack comes back once there is room.
+            run.wait_state("SUCCEEDED", within_seconds=180)
             check_beginning(run, reference)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ganger_master.core import finished, memberships, orders
+from ganger_master.core import finished, memberships, orders, sharing
 from ganger_master.core.lifecycle import Act, Seen, act_of, bad_outcome, is_refused, seen_of
 from ganger_master.core.model import (
     Checkpoint,
@@ -562,6 +562,7 @@ def _note_left(state: State, gang: Gang, now: float) -> None:
 def _forget(state: State, job: Job, gang: Gang, now: float) -> None:
     _note_left(state, gang, now)
     state.forget_gang(gang.epoch)
+    sharing.leave(state, gang)
     if job.epoch == gang.epoch:
         state.put_job(replace(job, epoch=0))
 

@@ -68,6 +68,11 @@ def change(state: State, event: RowsChanged) -> None:
         state.put_set(replace(before, nodes=tuple(sorted({*before.nodes, *nodes})), coming=matrix))
     for job in sorted({job for row in event.rows for job in row} - event.starts.keys() - {*event.resumes}):
         state.put_job(replace(state.jobs[job], revision=state.jobs[job].revision + 1))
+        # Whom it shared devices with at once is gone, or rests.
+        for node in (gang := state.gangs[state.jobs[job].epoch]).nodes:
+            gang = orders.marked(gang, node, 0)
+        if gang.pieces != state.gangs[gang.epoch].pieces:
+            state.put_gang(gang)
     figures = {"node_set": number, "version": matrix.version, "quantum_seconds": f"{matrix.quantum_seconds:g}"}
     for job in sorted({job for row in event.rows for job in row}):
         own = " ".join([str(index) for index, row in enumerate(event.rows) if job in row])

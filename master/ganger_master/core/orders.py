@@ -124,6 +124,21 @@ def let_in(gang: Gang, newcomer: Claim) -> Gang:
     return gang if pieces == gang.pieces else _order(replace(gang, pieces=pieces))
 
 
+def marked(gang: Gang, node: str, mask: int) -> Gang:
+    """Shares these of its devices on a node, and no others. Its daemon need not be told at once: who comes to a device
+    has no mark either, and so waits until it is free."""
+
+    def of(piece: Piece) -> Piece:
+        if piece.claim.node != node:
+            return piece
+        held = piece.held
+        if held is not None:
+            held = replace(held, shared_mask=held.shared_mask & mask)
+        return replace(piece, claim=replace(piece.claim, shared_mask=mask), held=held)
+
+    return replace(gang, pieces=tuple([of(piece) for piece in gang.pieces]))
+
+
 def _shared(piece: Piece, newcomer: Claim) -> Piece:
     claim = _marked(piece.claim, newcomer.device_mask)
     return replace(piece, claim=claim, held=None if piece.held is None else _marked(piece.held, newcomer.device_mask))

@@ -6,6 +6,8 @@ A device that several gangs hold is held as long as one of them does. A claim sa
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -71,6 +73,22 @@ def beside(state: State, gang: Gang) -> tuple[int, ...]:
         for other, _ in _others_on(state, piece.held, gang.epoch)
     }
     return tuple(sorted(found - {gang.job}))
+
+
+def leave(state: State, gang: Gang) -> None:
+    """A gang is gone from everywhere: whoever shared devices with it alone has them to itself again, mark and all. A
+    gang that rests keeps its mark, and those it was beside theirs: it may come back."""
+    for piece in gang.pieces:
+        if not piece.claim.shared_mask:
+            continue
+        node = piece.claim.node
+        there = [(state.gangs[epoch], place) for epoch, place in state.gangs_on.get(node, {}).items()]
+        for other, place in there:
+            own = other.pieces[place].claim
+            others = [one.pieces[at].claim.device_mask for one, at in there if one is not other]
+            left = own.shared_mask & functools.reduce(operator.or_, others, 0)
+            if left != own.shared_mask:
+                state.put_gang(orders.marked(other, node, left))
 
 
 def _company_on(state: State, job: Job, node: str, agreed_only: bool) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.topology import bits
 from msgspec.structs import replace
 
-from ganger_master.core import capacity, events, node_sets
+from ganger_master.core import capacity, events, node_sets, sharing
 from ganger_master.core.answers import Refused
 from ganger_master.core.checks import unfinished
 from ganger_master.core.commands import Change
@@ -164,7 +164,7 @@ def _member(state: State, change: Change, before: NodeSet | None) -> _Member:
         _refuse(job.number, Reason.WRONG_STATE, detail="only who runs or waits can begin to take turns")
     if change.claims and change.claims != gang.claims:
         _refuse(job.number, Reason.CLAIM_MISMATCH, detail="it holds a gang already")
-    if any(claim.shared_mask for claim in gang.claims):
+    if sharing.beside(state, gang):
         _refuse(job.number, Reason.NOT_SUPPORTED, detail="who shares devices at once takes no turns")
     of = state.set_of.get(gang.epoch)
     if of is not None and (before is None or of != before.number):

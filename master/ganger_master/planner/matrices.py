@@ -9,6 +9,7 @@ Nothing is remembered: the master tells who takes turns where.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -128,9 +129,8 @@ def may_take_turns(job: Job, gang: Gang | None) -> bool:
     if gang is None:
         return not (job.epoch or (offered.known and not offered.offload))
     settled = gang.intent is Intent.RUN and gang.phase in (GangPhase.STARTING, GangPhase.RUNNING)
-    shares = any(claim.shared_mask for claim in gang.claims)
     able = offered.offload or not offered.known
-    return settled and able and not shares and not job.next_epoch and job.ending is None and has_arenas(gang)
+    return settled and able and not job.next_epoch and job.ending is None and has_arenas(gang)
 
 
 def _rested(table: LiveTable) -> list[tuple[Job, Gang]]:
@@ -222,9 +222,14 @@ class _Joining:
         self._memory: dict[str, int] = {}
         self._joined: dict[int, Sharer] = {}
         barred = {*kept_out.not_started, *kept_out.not_stopped}
-        for job, gang in running:
-            one = Sharer(job, gang, gang.claims)
-            if gang.node_set or (may_take_turns(job, gang) and job.number not in barred):
+        there = [Sharer(job, gang, gang.claims) for job, gang in running]
+        crowds = Counter(device for one in there for device in one.devices)
+        for one in there:
+            job, gang = one.job, one.gang
+            assert gang is not None, "it runs"
+            # Who shares devices at once takes no turns; a mark of those who have left says nothing.
+            is_alone = all(crowds[device] == 1 for device in one.devices)
+            if gang.node_set or (is_alone and may_take_turns(job, gang) and job.number not in barred):
                 self._put(one)
             else:
                 self._closed.update(one.devices)
