@@ -64,7 +64,7 @@ class Plans:
         eventually(
             is_approved,
             what=f"{change} of {run.name} is approved",
-            within_seconds=60,
+            within_seconds=120,
             story=lambda: "; ".join(said),
             every_seconds=0.1,
         )
@@ -81,7 +81,9 @@ class Plans:
 
     def suspend(self, run: Run) -> None:
         self.park(run)
-        eventually(lambda: run.show()["gang"]["phase"] == "PARKED", what="it rests", within_seconds=60, story=run.story)
+        eventually(
+            lambda: run.show()["gang"]["phase"] == "PARKED", what="it rests", within_seconds=120, story=run.story
+        )
 
     def resume(self, run: Run) -> None:
         self.until_approved(run, resume=scheduling_pb2.ResumeChange())
@@ -105,7 +107,7 @@ def beside(run: Run) -> list[str]:
 
 
 def goes_on(run: Run, steps: int = 3) -> None:
-    run.wait_step(run.last_step() + steps)
+    run.wait_step(run.last_step() + steps, within_seconds=120)
 
 
 def is_settled(run: Run) -> bool:

@@ -44,7 +44,7 @@ def test_two_jobs_share_a_device_and_both_end_right_though_their_daemon_is_kille
     plans.start(host, "n0", 0, shared=False)
     plans.start(stranger, "n0", 1, shared=False)
     stranger.hurry()
-    host.wait_step(2)
+    host.wait_step(2, within_seconds=120)
     plans.start(guest, "n0", 0, shared=True)
     for run in (guest, host):
         goes_on(run)
@@ -66,18 +66,18 @@ def test_two_jobs_share_a_device_and_both_end_right_though_their_daemon_is_kille
     goes_on(guest)
     assert beside(host) == [guest.name]
 
-    stranger.wait_state("SUCCEEDED")
+    stranger.wait_state("SUCCEEDED", within_seconds=120)
     newcomer = Run.submit(cluster, "newcomer", *WANTS)
     plans.suspend(guest)
     host.hurry()
     plans.start(newcomer, "n0", 0, shared=False)
-    host.wait_state("SUCCEEDED")
+    host.wait_state("SUCCEEDED", within_seconds=120)
     newcomer.hurry()
-    newcomer.wait_state("SUCCEEDED")
+    newcomer.wait_state("SUCCEEDED", within_seconds=120)
     eventually(lambda: beside(guest) == [], what="nobody is there any more")
     plans.resume(guest)
     guest.hurry()
-    guest.wait_state("SUCCEEDED")
+    guest.wait_state("SUCCEEDED", within_seconds=120)
     for run in (host, guest, newcomer):
         run.check(stranger)
 
@@ -91,7 +91,7 @@ def test_a_kill_at_any_instant_of_joining_resting_and_leaving_harms_neither(tmp_
         reference = Run.submit(cluster, "reference", *WANTS)
         plans.start(reference, "n1", 1, shared=False)
         reference.hurry()
-        reference.wait_state("SUCCEEDED")
+        reference.wait_state("SUCCEEDED", within_seconds=120)
         host, guest = (Run.submit(cluster, label, *WANTS, steps=4096) for label in ("host", "guest"))
         plans.start(host, "n0", 0, shared=False)
         plans.start(guest, "n1", 0, shared=False)
@@ -139,7 +139,7 @@ def test_kills_while_the_planner_packs_and_parts_leave_every_job_its_result(tmp_
     ) as cluster:
         reference = Run.submit(cluster, "reference", *WANTS)
         reference.hurry()
-        reference.wait_state("SUCCEEDED")
+        reference.wait_state("SUCCEEDED", within_seconds=120)
         # They step ten times a second and do nothing meanwhile: a pair that pays.
         runs = [Run.submit(cluster, f"job-{number}", *WANTS, steps=2048) for number in range(3)]
         eventually(
