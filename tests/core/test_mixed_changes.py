@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from core.drive import GIB, job_of
+from core.drive import GIB, SERVER, job_of
 from core.test_packing import Packing
 from core.test_refused_suspends import FULL
 from core.test_resizing import World, elastic
+from core.test_taking_turns import Turns
 from ganger.placement.resized import resized
 from ganger.resources.reasons import Reason, Refusal
-from ganger_master.core.answers import Refused
+from ganger_master.core.answers import Refused, SessionAnswer
 from ganger_master.core.commands import (
+    Change,
     DrainNode,
+    OpenSession,
     Promise,
     ProposePlan,
     ResizeJob,
@@ -33,6 +36,17 @@ class Mixed(World, Packing):
         found = resized(self.state.view, shape, self.state.gangs[job.epoch].claims)
         assert found is not None
         return tuple(replace(claim, shared_mask=claim.device_mask if shares else 0) for claim in found)
+
+
+class PackingTurns(Turns):
+    """On nodes whose devices may also be shared at once."""
+
+    def join(self, node: str) -> None:
+        capabilities = {"rotation": "yes", "packing": "yes"}
+        answer = self.step(OpenSession(node, f"machine-{node}", SERVER, capabilities=capabilities))
+        assert isinstance(answer, SessionAnswer)
+        self.sessions[node] = answer.session
+        self.observe(node, version=0)
 
 
 def reason_of(refusal: Refusal | None) -> Reason | None:
@@ -79,6 +93,31 @@ def test_nobody_joins_a_job_that_the_same_plan_resizes() -> None:
     join = drive.change(guest, "START", drive.beside(guest, number))
     first, second = drive.propose(resize, join)
     assert (first, reason_of(second)) == (None, Reason.STALE_REVISION)
+
+
+def turning(drive: Turns) -> tuple[int, int]:
+    """Two who take turns on two devices."""
+    return drive.share(2)
+
+
+def test_nobody_joins_who_takes_turns_at_once() -> None:
+    drive = PackingTurns()
+    host, _ = turning(drive)
+    guest = drive.submit(job_of(2))
+    claims = tuple(replace(claim, shared_mask=claim.device_mask) for claim in drive.place(guest, host))
+    refusal = drive.propose(Change(guest, drive.job(guest).revision, "START", claims))[0]
+    assert reason_of(refusal) is Reason.GPUS
+
+
+def test_who_takes_turns_and_is_on_its_way_to_rest_may_go_on_in_the_plan_that_starts_another() -> None:
+    drive = PackingTurns()
+    host, guest = turning(drive)
+    other = drive.submit(job_of(1))
+    assert drive.propose(Change(host, drive.job(host).revision, "SUSPEND", level=SuspendLevel.OFFLOAD)) == [None]
+    resume = Change(host, drive.job(host).revision, "RESUME")
+    start = Change(other, drive.job(other).revision, "START", drive.places(other)[0])
+    assert drive.propose(resume, start) == [None, None]
+    assert {drive.job(number).state for number in (host, guest, other)} == {JobState.HOLDING}
 
 
 def test_what_has_lost_a_part_has_no_other_cores_and_the_part_s_devices_are_free() -> None:

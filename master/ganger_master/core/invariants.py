@@ -181,6 +181,8 @@ def _row_of_set(state: State, number: int, index: int, gangs: list[Gang], live: 
             for piece in state.gangs[epoch].pieces
             if piece.claim.node == node and piece.held is not None and piece.held.device_mask
         ]
+        if not needs:
+            continue
         wanted = [sum(cores) for cores in zip(*needs, strict=True)]
         there = [sum(cores) for cores in zip(*held, strict=True)]
         if any(want > have for want, have in zip(wanted, there, strict=True)):

@@ -239,6 +239,9 @@ def _exchange(state: State, event: Event) -> tuple[tuple[Claim, ...], tuple[Clai
             return state.gangs[state.jobs[number].epoch].claims, claims
         case events.JobResumed(number=number):
             gang = state.gangs[state.jobs[number].epoch]
+            if gang.rested_level is not SuspendLevel.OFFLOAD:
+                # It has given nothing up; what it holds may be its share of what several take turns on.
+                return (), ()
             return tuple(piece.held for piece in gang.pieces if piece.held is not None), gang.claims
         case events.RowsChanged(takes=takes):
             return (), takes

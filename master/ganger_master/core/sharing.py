@@ -46,7 +46,7 @@ def company_of(
 ) -> Mapping[str, tuple[int, ...]]:
     """Of the nodes where the claims share devices, as `fit` has it: bytes that those need who hold each device, by what
     they name and what was measured. Nobody joins who is not to be suspended, of whom nothing is known, who is being
-    resized, or its own job; nor, with `agreed_only`, who does not share the device already."""
+    resized, who takes turns there, or its own job; nor, with `agreed_only`, who does not share the device already."""
     found = {}
     for claim in claims:
         if claim.shared_mask and claim.node in state.nodes:
@@ -102,7 +102,7 @@ def _company_on(state: State, job: Job, node: str, agreed_only: bool) -> tuple[i
         other = state.jobs[gang.job]
         size = other.shape.device_memory_bytes
         is_open = gang.job != job.number and other.spec.preemptible and size > 0
-        is_open = is_open and not has_two_worlds(state, gang.job)
+        is_open = is_open and epoch not in state.set_of and not has_two_worlds(state, gang.job)
         for device in bits(held.device_mask):
             agrees = is_open and (not agreed_only or bool(held.shared_mask >> device & 1))
             needed[device].append(size if agrees else _NOBODY)

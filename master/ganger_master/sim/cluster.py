@@ -35,6 +35,7 @@ from ganger_master.sim.hosts import SimHost
 from ganger_master.sim.master import SimMaster
 from ganger_master.sim.nodes import SimDaemon
 from ganger_master.sim.ranks import Physics, spec_steps
+from ganger_master.sim.turning import Turns
 from ganger_master.sim.wild import go_elsewhere, let_go, wild_plan
 
 _RETRY_SECONDS = 5.0
@@ -82,9 +83,16 @@ class Cluster:
         return self.master.state
 
     def add_node(
-        self, name: str, configuration_set: ConfigurationSet, capabilities: dict[str, str] | None = None
+        self,
+        name: str,
+        configuration_set: ConfigurationSet,
+        capabilities: dict[str, str] | None = None,
+        make_turns: Callable[[SimDaemon], Turns] | None = None,
     ) -> SimDaemon:
-        daemon = SimDaemon(self.engine, self.network, self.master, self.physics, name, configuration_set, capabilities)
+        daemon = SimDaemon(
+            self.engine, self.network, self.master, self.physics, name, configuration_set, capabilities,
+            make_turns=make_turns,
+        )  # fmt: skip
         self.daemons[name] = daemon
         self.oracle.memory[name] = configuration_set.device_memory_bytes
         daemon.start()

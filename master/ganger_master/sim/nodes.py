@@ -5,6 +5,8 @@ Its ranks outlive it (`ranks.Physics`); what it keeps itself (session, versions,
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ganger.resources.values import ConfigurationSet
 from msgspec.structs import replace
 
@@ -17,9 +19,12 @@ from ganger_master.sim.engine import Engine
 from ganger_master.sim.faults import Network
 from ganger_master.sim.master import SimMaster
 from ganger_master.sim.ranks import Doing, Physics, Ranks
+from ganger_master.sim.turning import NoTurns, Turns
 
 _HEARTBEAT_SECONDS = 2.0
 _BUSY_SECONDS = 8.0
+# Between two looks at whose turn it is.
+_TURN_SECONDS = 0.25
 # Samples that an elastic job takes at once, whatever the number of its ranks.
 _GLOBAL_BATCH = 24
 _ALL_LEVELS = Capabilities(pause=True, offload=True, checkpoint=True, known=True)
@@ -36,6 +41,7 @@ class SimDaemon:
         configuration_set: ConfigurationSet,
         capabilities: dict[str, str] | None = None,
         rack: str = "r1",
+        make_turns: Callable[[SimDaemon], Turns] | None = None,
     ) -> None:
         self.engine = engine
         self.network = network
@@ -60,12 +66,15 @@ class SimDaemon:
         self.orders: dict[int, DesiredGang] = {}
         # Epochs this machine has a directory of; it survives the daemon and a reboot.
         self.last_contact = engine.now
+        self.turns: Turns = make_turns(self) if make_turns is not None else NoTurns()
+        physics.turns[name] = self.turns
 
     def start(self) -> None:
         self.is_up = True
         self.incarnation += 1
         self._open()
         self._beat(self.incarnation)
+        self._turn(self.incarnation)
 
     def crash(self) -> None:
         """The process dies; ranks go on."""
@@ -84,6 +93,8 @@ class SimDaemon:
                     # How it ended, and the checkpoint it left, was still to be told.
                     self.physics.oracle.died(ranks.order.uid)
                 self.physics.forget(self.name, ranks.order.epoch)
+        if wiped:
+            self.turns.forget()
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -128,6 +139,11 @@ class SimDaemon:
             self._open()
         self.engine.after(self.engine.between(0.5, 1.0) * _HEARTBEAT_SECONDS, lambda: self._beat(incarnation))
 
+    def _turn(self, incarnation: int) -> None:
+        if incarnation == self.incarnation and self.is_up:
+            self.turns.follow()
+            self.engine.after(_TURN_SECONDS, lambda: self._turn(incarnation))
+
     def report(self) -> None:
         """One Reconcile: the complete observed set up; the desired set comes back if nothing gets lost."""
         self.observation += 1
@@ -139,6 +155,7 @@ class SimDaemon:
             self.desired_version,
             self._observed(),
             storage_proved=self.storage_proved,
+            rows=self.turns.observed(),
         )
 
         def observed(answer: Answer) -> None:
@@ -183,9 +200,9 @@ class SimDaemon:
 
     def _obey_slowly(self, session: str, desired: DesiredSet) -> None:
         """Busy with the first gangs; says what it has meanwhile, with the version before."""
+        self.turns.hear(desired.rows)
         for gang in desired.gangs[: self.engine.random.randint(0, len(desired.gangs))]:
-            self.wanted.add(gang.epoch)
-            self.physics.obey(self.name, gang)
+            self._hear(gang)
         self.report()
 
         def rest() -> None:
@@ -194,8 +211,17 @@ class SimDaemon:
 
         self.engine.after(self.engine.between(0.1, _BUSY_SECONDS), rest)
 
+    def _hear(self, told: DesiredGang) -> None:
+        self.wanted.add(told.epoch)
+        ranks = self.physics.ranks.get((told.epoch, self.name))
+        if ranks is None or not self.turns.rules(ranks, told):
+            self.physics.obey(self.name, told)
+        elif told.master_sequence >= ranks.wanted.master_sequence:
+            ranks.told = told
+
     def _obey(self, desired: DesiredSet) -> None:
         before = self._observed()
+        self.turns.hear(desired.rows)
         self.desired_version = desired.version
         for epoch in desired.acknowledged_epochs:
             ranks = self.physics.ranks.get((epoch, self.name))
@@ -203,12 +229,12 @@ class SimDaemon:
                 self.physics.forget(self.name, epoch)
         named = {gang.epoch for gang in desired.gangs}
         for gang in desired.gangs:
-            self.wanted.add(gang.epoch)
-            self.physics.obey(self.name, gang)
+            self._hear(gang)
         for epoch in sorted(self.wanted - named):
             present = self.physics.ranks.get((epoch, self.name))
             if present is not None and present.is_alive:
                 self.physics.kill(self.name, epoch, OutcomeKind.STOPPED, "not wanted any more")
+        self.turns.follow()
         if self._observed() != before:
             self.report()
 
@@ -227,15 +253,24 @@ class SimDaemon:
         attached = ranks.doing not in (Doing.WAITING, Doing.FORKING)
         measures = self.measures and ranks.level is SuspendLevel.OFFLOAD
         residue = self.physics.residue_of(gang.uid) if measures else 0
+        phase, level, stop_sequence = _phase(ranks, gang.stepped and gang.step > 0), ranks.level, ranks.stop_sequence
+        stop_step = ranks.stop_step
+        if ranks.switch != (0, 0) and ranks.wanted.intent is Intent.RUN:
+            # Whose turn it is the master need not know: who takes turns runs.
+            if phase is not ObservedPhase.ENDED:
+                phase = ObservedPhase.RUNNING if gang.stepped else ObservedPhase.STARTING
+            level, stop_sequence, stop_step = SuspendLevel.NONE, 0, 0
+        elif ranks.switch != (0, 0):
+            stop_sequence = ranks.wanted.stop_sequence
         return ObservedGang(
             job=ranks.order.job,
             uid=ranks.order.uid,
             epoch=gang.epoch,
-            phase=_phase(ranks, gang.stepped and gang.step > 0),
-            master_sequence=ranks.order.master_sequence,
-            level=ranks.level,
-            stop_sequence=ranks.stop_sequence,
-            stop_step=ranks.stop_step,
+            phase=phase,
+            master_sequence=ranks.wanted.master_sequence,
+            level=level,
+            stop_sequence=stop_sequence,
+            stop_step=stop_step,
             trouble=ranks.trouble,
             outcome=Outcome(ranks.outcome, ranks.exit_code, message=ranks.message),
             checkpoint=checkpoint,

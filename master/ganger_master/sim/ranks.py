@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from ganger.resources.topology import bits
 
@@ -16,6 +17,9 @@ from ganger_master.core.wanted import DesiredGang
 from ganger_master.sim.checkers import Oracle
 from ganger_master.sim.engine import Engine
 from ganger_master.sim.faults import NONE
+
+if TYPE_CHECKING:
+    from ganger_master.sim.turning import Turns
 
 # What ranks use of a device if their job does not say.
 _PEAK_BYTES = 1 << 30
@@ -46,6 +50,11 @@ class Ranks:
     restored_step: int = 0
     outcome: OutcomeKind = OutcomeKind.NONE
     message: str = ""
+    # What the master wants, where it does not follow at once; and the switch (set epoch, sequence) obeyed under it.
+    told: DesiredGang | None = None
+    switch: tuple[int, int] = (0, 0)
+    # It has its devices, and may use them.
+    occupies: bool = False
     # Why it rests short of what it was ordered.
     trouble: str = ""
     exit_code: int = 0
@@ -62,6 +71,11 @@ class Ranks:
 
     def _named(self, mask: int) -> list[tuple[str, int]]:
         return [(self.node, device) for device in bits(mask)]
+
+    @property
+    def wanted(self) -> DesiredGang:
+        """By the master."""
+        return self.told or self.order
 
     @property
     def is_on_devices(self) -> bool:
@@ -100,6 +114,8 @@ class Physics:
         self.ranks: dict[tuple[int, str], Ranks] = {}
         self.gangs: dict[int, Gang] = {}
         self.checkpoints: dict[str, int] = {}
+        # By node.
+        self.turns: dict[str, Turns] = {}
         # Nodes whose ranks hold still: their lease ran out.
         self.frozen: set[str] = set()
         self.faults = NONE
@@ -113,12 +129,18 @@ class Physics:
             elif order.needs_spec:
                 self._fork(node, order)
             return
-        if order.master_sequence < ranks.order.master_sequence:
+        self.follow(ranks, order, (0, 0))
+
+    def follow(self, ranks: Ranks, order: DesiredGang, switch: tuple[int, int]) -> None:
+        """The order of the highest rank counts: a switch outranks the master's order under which it is made."""
+        if (order.master_sequence, switch) < (ranks.order.master_sequence, ranks.switch):
             return
         if order.master_sequence > ranks.order.master_sequence:
             ranks.trouble = ""
-        ranks.order = order
-        if ranks.doing is Doing.RUNNING or (ranks.doing is Doing.PARKED and ranks.is_on_devices):
+        ranks.order, ranks.switch = order, switch
+        if switch == (0, 0):
+            ranks.told = None
+        if ranks.occupies:
             self._occupy(ranks)
         self._follow(ranks)
 
@@ -152,18 +174,22 @@ class Physics:
         """Nobody starts on a device before its daemon has seen the former one off."""
         if ranks.doing is not Doing.WAITING or self.ranks.get((ranks.order.epoch, ranks.node)) is not ranks:
             return
-        if self._is_blocked(ranks):
+        turns = self.turns.get(ranks.node)
+        if (turns is not None and turns.waits(ranks)) or self.is_blocked(ranks):
             self.engine.after(0.5, lambda: self._launch(ranks))
             return
         ranks.doing = Doing.FORKING
         self.engine.after(self.engine.between(0.1, self.fork_seconds), lambda: self._forked(ranks))
 
-    def _is_blocked(self, ranks: Ranks) -> bool:
+    def is_blocked(self, ranks: Ranks) -> bool:
         """Whether somebody is on its devices, who does not share them as it does. What it moves away from, or grows out
         of, gives them up at the boundary."""
         own, restore = ranks.order.claim, ranks.order.restore
         for (_, node), other in self.ranks.items():
             if node != ranks.node or other is ranks or not other.is_on_devices:
+                continue
+            turns = self.turns.get(node)
+            if turns is not None and other.doing is Doing.PARKED and turns.share_paused(ranks, other):
                 continue
             there = other.order.claim
             collide = own.device_mask & there.device_mask & ~(own.shared_mask & there.shared_mask)
@@ -172,6 +198,7 @@ class Physics:
         return False
 
     def _occupy(self, ranks: Ranks) -> None:
+        ranks.occupies = True
         self.oracle.occupied(ranks.order.uid, ranks.order.epoch, ranks.devices, ranks.shared)
 
     def _report_gone(self, node: str, order: DesiredGang) -> None:
@@ -314,10 +341,16 @@ class Physics:
     def _settle_at_level(self, ranks: Ranks) -> None:
         order = ranks.order
         gang = self.gangs[order.epoch]
+        if ranks.switch != (0, 0) and order.intent is Intent.PARK and order.level is SuspendLevel.PAUSE:
+            # Its turn is over: it keeps all it has there, and does nothing with it.
+            ranks.occupies = False
+            self.oracle.offloaded(order.uid, order.epoch, ranks.devices, self.oracle.trainings[order.uid].device_bytes)
+            return
         if order.intent is not Intent.PARK or order.level <= ranks.level or not ranks.stop_sequence:
             return
         if order.level is SuspendLevel.OFFLOAD:
             ranks.level = SuspendLevel.OFFLOAD
+            ranks.occupies = False
             self.oracle.offloaded(order.uid, order.epoch, ranks.devices, self.residue_of(order.uid))
             return
         members = [self.ranks.get((order.epoch, node)) for node in gang.nodes]
@@ -343,6 +376,7 @@ class Physics:
     def _end(self, ranks: Ranks, outcome: OutcomeKind, message: str, exit_code: int = 0) -> None:
         order = ranks.order
         ranks.doing = Doing.ENDED
+        ranks.occupies = False
         ranks.outcome = outcome
         ranks.message = message
         ranks.exit_code = exit_code

@@ -149,7 +149,7 @@ def _other_cores(state: State, dice: Random, claim: Claim) -> Claim:
 def _rows(state: State, dice: Random) -> list[Change]:
     """A matrix of a set that there is, or of a new one: those who are there, some who join, somebody who waits."""
     of = dice.choice(sorted(state.sets)) if state.sets and dice.random() < 0.7 else 0
-    inside = [epoch for epoch, number in state.set_of.items() if number == of]
+    inside = [epoch for epoch, number in state.set_of.items() if number == of and epoch in state.gangs]
     outside = [number for number in sorted(state.live) if state.jobs[number].epoch not in state.set_of]
     joining = dice.sample(outside, min(dice.randint(0 if of else 1, 3), len(outside)))
     jobs = [state.jobs[number] for number in dict.fromkeys([*[state.gangs[e].job for e in inside], *joining])]

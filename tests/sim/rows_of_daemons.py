@@ -1,0 +1,249 @@
+"""The daemon's own core of the rotation on simulated nodes: leads, obeys, and lets ranks run or rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ganger_daemon.core import rotation as core
+from ganger_daemon.core.rotation import NO_ROW, Member, Position, Rows, Switch
+from ganger_daemon.workers.turns import agreement
+from ganger_master.core.commands import ObservedRows
+from ganger_master.core.model import Intent, SuspendLevel
+from ganger_master.core.wanted import DesiredGang, DesiredRows
+from ganger_master.sim.nodes import SimDaemon
+from ganger_master.sim.ranks import Doing, Ranks
+from msgspec.structs import replace as other
+
+_ASK_SECONDS = 0.5
+
+
+@dataclass
+class Standing:
+    """A node set as a node knows it; as `ganger_daemon.rotation` has it. What is noted survives the daemon."""
+
+    number: int
+    position: Position = field(default_factory=Position)
+    matrices: dict[int, Rows] = field(default_factory=dict)
+    ordered_at: float = 0.0
+    started_at: float | None = None
+    said: dict[str, Member | None] = field(default_factory=dict)
+    asked_at: float = 0.0
+
+    @property
+    def newest(self) -> Rows:
+        return self.matrices[max(self.matrices)]
+
+    @property
+    def active(self) -> Rows | None:
+        return self.matrices.get(self.position.version)
+
+    @property
+    def epochs(self) -> frozenset[int]:
+        return frozenset().union(*[rows.epochs for rows in self.matrices.values()])
+
+
+class DaemonTurns:
+    """`by_node`: those of all nodes, for what leaders and members say to each other."""
+
+    def __init__(self, daemon: SimDaemon, by_node: dict[str, DaemonTurns]) -> None:
+        self.daemon = daemon
+        self.by_node = by_node
+        self.sets: dict[int, Standing] = {}
+        by_node[daemon.name] = self
+
+    # -- what others say ----------------------------------------------------------------------------------------------
+
+    def hear(self, told: Sequence[DesiredRows]) -> None:
+        for rows in told:
+            standing = self.sets.get(rows.node_set)
+            if standing is None:
+                standing = self.sets[rows.node_set] = self._new_standing(rows.node_set)
+            matrix = rows.matrix
+            standing.matrices[matrix.version] = Rows(
+                matrix.version,
+                matrix.rows,
+                matrix.quantum_seconds,
+                int(matrix.level),
+                tuple([member.node for member in rows.members]),
+                rows.set_epoch,
+            )
+        for number in self.sets.keys() - {rows.node_set for rows in told}:
+            del self.sets[number]
+
+    def rules(self, ranks: Ranks, told: DesiredGang) -> bool:
+        takes_turns = self._set_of(ranks) is not None or ranks.switch != (0, 0)
+        return ranks.doing is not Doing.WAITING and takes_turns and told.intent is not Intent.STOP
+
+    def waits(self, ranks: Ranks) -> bool:
+        standing = self._set_of(ranks)
+        return standing is not None and not core.runs(standing.position, standing.active, ranks.order.epoch)
+
+    def share_paused(self, one: Ranks, two: Ranks) -> bool:
+        standing = self._set_of(one)
+        if standing is None or self._set_of(two) is not standing:
+            return False
+        return standing.newest.level == SuspendLevel.PAUSE
+
+    def observed(self) -> tuple[ObservedRows, ...]:
+        return tuple(
+            [
+                ObservedRows(number, one.position.version, max(one.matrices), max(0, one.position.row))
+                for number, one in sorted(self.sets.items())
+            ]
+        )
+
+    def forget(self) -> None:
+        self.sets.clear()
+
+    # -- leading and obeying ------------------------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        for standing in list(self.sets.values()):
+            self._lead(standing)
+        for ranks in self._here():
+            if ranks.is_alive and ranks.doing is not Doing.WAITING:
+                self._follow(ranks, self._set_of(ranks))
+        for standing in self.sets.values():
+            turn = [one for one in self._members(standing) if not self.waits(one)]
+            if standing.started_at is None and all(map(self._has_begun, turn)):
+                standing.started_at = self.daemon.engine.now
+
+    def heard(self, number: int, order: Position | None) -> Member | None:
+        standing = self.sets.get(number)
+        if standing is None or not self.daemon.is_up:
+            return None
+        if order is not None:
+            position = core.obey(standing.position, order, standing.matrices, standing.newest.set_epoch)
+            if position is not standing.position:
+                self._order(standing, position)
+        return self._member(standing)
+
+    def _lead(self, standing: Standing) -> None:
+        newest, now = standing.newest, self.daemon.engine.now
+        if newest.leader != self.daemon.name:
+            return
+        standing.said[self.daemon.name] = self._member(standing)
+        others = newest.members[1:]
+        if others and now - standing.asked_at >= _ASK_SECONDS:
+            standing.asked_at = now
+            for name in others:
+                self._ask(standing, name)
+        began = standing.started_at
+        if any((said := standing.said.get(name)) is None or not said.started for name in others):
+            began = None
+        position = core.lead(
+            standing.position,
+            standing.matrices,
+            standing.said,
+            now - standing.ordered_at,
+            None if began is None else now - began,
+        )
+        if position is None:
+            return
+        if position.switch == standing.position.switch:
+            standing.position = position
+            standing.ordered_at = standing.started_at = now
+        else:
+            self._order(standing, position)
+
+    def _ask(self, standing: Standing, name: str) -> None:
+        position, network, incarnation = standing.position, self.daemon.network, self.daemon.incarnation
+        only_asks = position.switch.set_epoch < standing.newest.set_epoch or position.row == NO_ROW
+
+        def answered(said: Member | None) -> None:
+            if self.daemon.is_up and incarnation == self.daemon.incarnation and standing.number in self.sets:
+                standing.said[name] = said
+
+        def asked() -> None:
+            said = self.by_node[name].heard(standing.number, None if only_asks else position)
+            network.send(lambda: answered(said))
+
+        network.send(asked)
+
+    def _order(self, standing: Standing, position: Position) -> None:
+        standing.position = position
+        standing.matrices = {v: rows for v, rows in standing.matrices.items() if v >= position.version}
+        standing.ordered_at, standing.started_at, standing.asked_at = self.daemon.engine.now, None, 0.0
+        # What was said of the order before says nothing about this one's row.
+        standing.said = {name: said and replace(said, started=False) for name, said in standing.said.items()}
+
+    def _follow(self, ranks: Ranks, standing: Standing | None) -> None:
+        told, physics = ranks.wanted, self.daemon.physics
+        if told.intent is Intent.STOP or (standing is None and ranks.switch == (0, 0)):
+            return
+        rests = ranks.switch != (0, 0) and ranks.order.intent is Intent.PARK
+        is_new = told.master_sequence > ranks.order.master_sequence
+        stop = standing.position.stops.get(told.epoch) if standing is not None else None
+        if standing is not None and stop is not None:
+            if not rests:
+                level = SuspendLevel((standing.active or standing.newest).level)
+                deeper = max(level, told.level if told.intent is Intent.PARK else SuspendLevel.NONE)
+                number = agreement(standing.number, stop)
+                order = other(told, intent=Intent.PARK, level=deeper, stop_sequence=number)
+                self._obey(ranks, order, (stop.set_epoch, stop.sequence))
+            elif is_new and told.intent is not Intent.RUN:
+                self._obey(ranks, self._staying(ranks), ranks.switch)
+        elif told.intent is not Intent.RUN:
+            if is_new:
+                self._obey(ranks, self._staying(ranks) if rests else told, ranks.switch if rests else (0, 0))
+        elif ranks.order.intent is not Intent.RUN:
+            if not physics.is_blocked(ranks):
+                switch = standing.position.switch if standing is not None else Switch()
+                self._obey(ranks, told, (switch.set_epoch, switch.sequence))
+        elif is_new:
+            self._obey(ranks, told, ranks.switch if standing is not None else (0, 0))
+
+    def _staying(self, ranks: Ranks) -> DesiredGang:
+        told = ranks.wanted
+        level = max(told.level, ranks.order.level) if told.intent is Intent.PARK else told.level
+        return other(told, stop_sequence=ranks.order.stop_sequence, level=level)
+
+    def _obey(self, ranks: Ranks, order: DesiredGang, switch: tuple[int, int]) -> None:
+        told = ranks.wanted
+        self.daemon.physics.follow(ranks, order, switch)
+        if switch != (0, 0):
+            ranks.told = told
+
+    # -- what is here -------------------------------------------------------------------------------------------------
+
+    def _member(self, standing: Standing) -> Member:
+        alive = [one for one in self._members(standing) if self._wants_turns(one)]
+        running = [one for one in alive if one.doing is Doing.RUNNING and one.order.intent is Intent.RUN]
+        return Member(
+            standing.position,
+            max(standing.matrices),
+            standing.started_at is not None,
+            frozenset(one.order.epoch for one in alive),
+            frozenset(one.order.epoch for one in running),
+        )
+
+    @staticmethod
+    def _wants_turns(ranks: Ranks) -> bool:
+        if not ranks.is_alive or ranks.wanted.intent is Intent.STOP:
+            return False
+        return ranks.wanted.intent is Intent.RUN or ranks.doing is not Doing.PARKED
+
+    def _has_begun(self, ranks: Ranks) -> bool:
+        if not self._wants_turns(ranks):
+            return True
+        if ranks.wanted.intent is not Intent.RUN:
+            return ranks.doing is Doing.PARKED
+        return ranks.doing is Doing.RUNNING and ranks.order.intent is Intent.RUN
+
+    def _here(self) -> list[Ranks]:
+        ranks = self.daemon.physics.ranks
+        return [one for (_, node), one in sorted(ranks.items()) if node == self.daemon.name]
+
+    def _members(self, standing: Standing) -> list[Ranks]:
+        return [one for one in self._here() if one.order.epoch in standing.epochs]
+
+    def _set_of(self, ranks: Ranks) -> Standing | None:
+        return next((one for one in self.sets.values() if ranks.order.epoch in one.epochs), None)
+
+    def _new_standing(self, number: int) -> Standing:
+        """Of a set nothing is noted of: no order of it is older than those its gangs here have obeyed."""
+        mine = agreement(number, Switch()) >> 40
+        switches = [Switch(*one.switch) for one in self._here() if one.order.stop_sequence >> 40 == mine]
+        position = Position(max(switches, default=Switch()))
+        return Standing(number, position, ordered_at=self.daemon.engine.now)
