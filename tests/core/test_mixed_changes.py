@@ -38,7 +38,7 @@ class Mixed(World, Packing):
         return tuple(replace(claim, shared_mask=claim.device_mask if shares else 0) for claim in found)
 
 
-class PackingTurns(Turns):
+class PackingTurns(World, Turns):
     """On nodes whose devices may also be shared at once."""
 
     def join(self, node: str) -> None:
@@ -118,6 +118,27 @@ def test_who_takes_turns_and_is_on_its_way_to_rest_may_go_on_in_the_plan_that_st
     start = Change(other, drive.job(other).revision, "START", drive.places(other)[0])
     assert drive.propose(resume, start) == [None, None]
     assert {drive.job(number).state for number in (host, guest, other)} == {JobState.HOLDING}
+
+
+def test_who_was_resized_takes_turns_once_its_former_world_has_left() -> None:
+    drive = PackingTurns()
+    host = drive.running(elastic(1, 1, 4, GIB))
+    source = drive.job(host).epoch
+    drive.step(ResizeJob(host, 2))
+    destination = drive.job(host).next_epoch
+    drive.seen(host, source, ObservedPhase.PARKED, 40)
+    drive.seen(host, destination, ObservedPhase.READY, 40)
+    assert drive.job(host).epoch == destination
+    guest = drive.submit(elastic(2, 2, 2, GIB))
+
+    def take_turns() -> list[Reason | None]:
+        rows = (drive.row(host, 0), drive.row(guest, 1, claims=drive.place(guest, host)))
+        return [reason_of(refusal) for refusal in drive.propose(*rows)]
+
+    assert Reason.WRONG_STATE in take_turns()
+    drive.runs(host)
+    drive.gone(host, source)
+    assert take_turns() == [None, None]
 
 
 def test_what_has_lost_a_part_has_no_other_cores_and_the_part_s_devices_are_free() -> None:

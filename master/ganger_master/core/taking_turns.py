@@ -22,6 +22,7 @@ from ganger_master.core.commands import Change
 from ganger_master.core.model import Claim, Gang, GangPhase, GangRole, Intent, Job, Level, NodeSet, SuspendLevel
 from ganger_master.core.sizes import shape_for
 from ganger_master.core.state import State
+from ganger_master.core.worlds import has_two_worlds
 
 Claims: TypeAlias = tuple[Claim, ...]
 
@@ -166,6 +167,8 @@ def _member(state: State, change: Change, before: NodeSet | None) -> _Member:
         _refuse(job.number, Reason.CLAIM_MISMATCH, detail="it holds a gang already")
     if sharing.beside(state, gang):
         _refuse(job.number, Reason.NOT_SUPPORTED, detail="who shares devices at once takes no turns")
+    if has_two_worlds(state, job.number):
+        _refuse(job.number, Reason.WRONG_STATE, detail="it is being resized: what it was before is still leaving")
     of = state.set_of.get(gang.epoch)
     if of is not None and (before is None or of != before.number):
         _refuse(job.number, Reason.WRONG_STATE, {"node_set": of}, detail="it takes turns already, in another node set")
