@@ -6,8 +6,8 @@ import pytest
 from core.drive import GIB, SERVER, job_of
 from core.test_packing import Packing
 from core.test_refused_suspends import FULL
-from core.test_resizing import World, elastic
 from core.test_taking_turns import Turns
+from core.worlds import World, elastic
 from ganger.placement.resized import resized
 from ganger.resources.reasons import Reason, Refusal
 from ganger_master.core.answers import Refused, SessionAnswer
