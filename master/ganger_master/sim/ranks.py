@@ -341,11 +341,11 @@ class Physics:
     def _settle_at_level(self, ranks: Ranks) -> None:
         order = ranks.order
         gang = self.gangs[order.epoch]
-        if ranks.switch != (0, 0) and order.intent is Intent.PARK and order.level is SuspendLevel.PAUSE:
-            # Its turn is over: it keeps all it has there, and does nothing with it.
+        turns = self.turns.get(ranks.node)
+        if ranks.level is SuspendLevel.PAUSE and turns is not None and turns.share_paused(ranks, ranks):
+            # While others have their turn: it keeps all it has there, and does nothing with it.
             ranks.occupies = False
             self.oracle.offloaded(order.uid, order.epoch, ranks.devices, self.oracle.trainings[order.uid].device_bytes)
-            return
         if order.intent is not Intent.PARK or order.level <= ranks.level or not ranks.stop_sequence:
             return
         if order.level is SuspendLevel.OFFLOAD:
