@@ -207,3 +207,11 @@ def test_claims_of_other_sockets_than_their_node_s_are_refused_and_none_of_them_
     keeps, is_possible = len(kept_cores) == 2, len(cores) == 2
     wanted = (Reason.RESERVED if keeps else None) if is_possible else Reason.CLAIM_MISMATCH
     assert reason_of(refusal) is wanted
+
+
+def test_a_gang_of_which_a_node_was_removed_is_given_no_other_size() -> None:
+    drive = Mixed(2)
+    number = drive.running(elastic(1, 1, 4))
+    gang, view = drive.state.gangs[drive.job(number).epoch], drive.state.view.copy()
+    view.remove(gang.nodes[0])
+    assert resized(view, drive.job(number).spec.shape(gpus=2), gang.claims) is None

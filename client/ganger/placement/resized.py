@@ -17,6 +17,9 @@ def resized(
     """Claims for a gang of one role that holds `held` and is to have the shape's number of devices; None if there is no
     room. Its own pieces count as free. Nodes it has stay in their order, so that rank 0 stays where it is; others
     follow (unless `one_node_only`), those with the most free devices first."""
+    if any(claim.node not in view for claim in held):
+        # Of one that was removed: whoever is there has lost a part, and goes on nowhere as it is.
+        return None
     role = shape.roles[0]
     each = role.shape.gpus
     missing = shape.gpus - sum([claim.device_mask.bit_count() for claim in held])
