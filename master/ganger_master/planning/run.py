@@ -16,7 +16,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 import numpy as np
-from ganger.resources.reasons import Refusal
+from ganger.resources.reasons import Reason, Refusal
 from ganger.scheduling.running import first_end
 from ganger.v1 import scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire import convert, names, times
@@ -61,6 +61,9 @@ _TRIAL_PACE: Final = trials.Pace()
 _PROGRESS_SECONDS: Final = 1.0
 # What was approved is told in the next breath; if not, something was missed, and all is asked for anew.
 _REACH_SECONDS: Final = 10.0
+# The next switch may take longer than the last; and then they may take less again.
+_QUANTUM_MARGIN: Final = 1.5
+_QUANTUM_BELIEVED_SECONDS: Final = 60.0
 
 
 class NoPlannerError(ValueError):
@@ -96,6 +99,8 @@ class Planner:
     def _start_over(self) -> None:
         self._live = Live(self._clock)
         self._refused = Refused()
+        # What a quantum has to be at least where switches take long, and until when that is believed.
+        self._least_quantum_s, self._believed_until_s = 0.0, 0.0
         self._news = asyncio.Event()
         # Numbers last told, and when.
         self._line: tuple[int, ...] | None = None
@@ -285,7 +290,7 @@ class Planner:
             min(QUANTUM_S, pace.every_s),
             self._refused.at(now),
             matrices=True,
-            turn_s=live.quantum_s,
+            turn_s=self._turn_s(now),
         )
         if found.changes or findings or not policy.moves:
             return found, findings, inf
@@ -327,7 +332,20 @@ class Planner:
         """What is known of what cores do to its job, where it is about these."""
         return change.reason or (self._measured.figures(change.number) if change.kind == "CORES" else "")
 
+    def _turn_s(self, now: float) -> float | None:
+        """For how long a turn is to last: as the cluster wants, or as long as switches make it."""
+        wanted = self._live.quantum_s
+        if wanted is None or now >= self._believed_until_s:
+            return wanted
+        return max(wanted, self._least_quantum_s)
+
     def _note(self, change: Change, refusals: Sequence[Refusal]) -> None:
+        if refusals and refusals[0].reason is Reason.QUANTUM:
+            least_s = refusals[0].figures.get("least_milliseconds", 0) / 1000
+            self._least_quantum_s = _QUANTUM_MARGIN * least_s
+            self._believed_until_s = self._live.now + _QUANTUM_BELIEVED_SECONDS
+            log.info("quantum is too short", extra={"least_seconds": least_s})
+            return
         self._refused.note(change, refusals, self._live.now)
         text = refusals[0].message if refusals else ""
         log.info("change refused", extra={"job": change.number, "change": change.kind, "reason": text})
