@@ -10,8 +10,10 @@ from msgspec.structs import replace
 from ganger_master.core import (
     arrays,
     attempts,
+    ending,
     events,
     finished,
+    moving,
     node_sets,
     observation,
     orders,
@@ -67,7 +69,7 @@ def _rung_reached(state: State, event: events.RungReached) -> None:
 def _job_cancelled(state: State, event: events.JobCancelled) -> None:
     job = state.jobs[event.number]
     state.history(event.time, job.name, "cancel_ordered", event.cause, event.reason)
-    attempts.end(state, event.number, JobState.CANCELLED, event.time, event.reason or "cancelled")
+    ending.end(state, event.number, JobState.CANCELLED, event.time, event.reason or "cancelled")
 
 
 def _job_suspended(state: State, event: events.JobSuspended) -> None:
@@ -91,11 +93,11 @@ def _gang_refused(state: State, event: events.GangRefused) -> None:
 
 
 def _gang_released(state: State, event: events.GangReleased) -> None:
-    attempts.end(state, event.number, JobState.PENDING, event.time, "released by its scheduler", checkpoint_first=True)
+    ending.end(state, event.number, JobState.PENDING, event.time, "released by its scheduler", checkpoint_first=True)
 
 
 def _move_begun(state: State, event: events.MoveBegun) -> None:
-    epoch = attempts.begin_move(state, event.number, event.claims, event.level, event.time, event.cause, event.purpose)
+    epoch = moving.begin(state, event.number, event.claims, event.level, event.time, event.cause, event.purpose)
     sharing.join(state, epoch, event.time, event.cause)
 
 
@@ -212,11 +214,11 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
         limit = job.spec.time_limit_seconds
         if limit is not None and job.running_since and job.run_seconds + now - job.running_since >= limit:
             failure = Failure("TIME_LIMIT", f"ran for its time limit of {limit:g} s", epoch=job.epoch)
-            attempts.end(state, number, JobState.FAILED, now, failure.message, failure, checkpoint_first=True)
+            ending.end(state, number, JobState.FAILED, now, failure.message, failure, checkpoint_first=True)
     for number in list(state.moving):
         since = state.gangs[state.jobs[number].next_epoch].since
         if now >= since + state.settings.move_deadline_seconds:
-            attempts.give_up_move(state, number, now, event.cause)
+            moving.give_up(state, number, now, event.cause)
     if state.promised and now >= state.promised_at + state.settings.move_deadline_seconds:
         # Whoever keeps them says so more often.
         state.promised = {}

@@ -13,7 +13,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ganger_master.core import answers, attempts, commands, events
+from ganger_master.core import answers, commands, ending, events
 from ganger_master.core.answers import Refused
 from ganger_master.core.checks import find_job
 from ganger_master.core.events import Event
@@ -122,7 +122,7 @@ def end_all(state: State, event: events.ArrayCancelled) -> None:
     state.history(event.time, f"arrays/{event.number}", "cancel_ordered", event.cause, event.reason)
     for job in members_of(state.jobs, event.number):
         if _is_live(job):
-            attempts.end(state, job.number, JobState.CANCELLED, event.time, event.reason or "its array was cancelled")
+            ending.end(state, job.number, JobState.CANCELLED, event.time, event.reason or "its array was cancelled")
 
 
 def follow(state: State, now: float) -> None:
@@ -185,7 +185,7 @@ def _stop(state: State, number: int, rule: StopRule, stop: Stop, now: float) -> 
     cause = f"arrays/{array.array}"
     figures = {"metric": rule.metric, "value": value, "rung": stop.rung, "at": f"{rule.rung(stop.rung):g}"}
     state.history(now, job.name, "stop_ordered", cause, why, **figures)
-    attempts.end(state, number, JobState.STOPPED, now, why)
+    ending.end(state, number, JobState.STOPPED, now, why)
 
 
 def _is_live(job: Job) -> bool:

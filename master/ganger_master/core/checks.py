@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 
 from ganger_master.core.answers import Refused
 from ganger_master.core.arenas import has_arenas
-from ganger_master.core.attempts import can_hand_over
 from ganger_master.core.capacity import find_place, judge_change
 from ganger_master.core.memberships import members_of
 from ganger_master.core.model import Claim, Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.moving import can_hand_over
 from ganger_master.core.state import State
 
 

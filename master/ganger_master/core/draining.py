@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ganger_master.core import attempts, capacity
+from ganger_master.core import attempts, capacity, moving
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
 from ganger_master.core.purpose import Goal, Purpose
 from ganger_master.core.state import State
@@ -33,11 +33,11 @@ def _empty(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
     if gang.intent is not Intent.RUN or gang.phase is not GangPhase.RUNNING:
         return
     takes_turns = gang.epoch in state.set_of
-    if not takes_turns and attempts.can_hand_over(job) and job.moves_aborted <= state.settings.moves_aborted_allowed:
+    if not takes_turns and moving.can_hand_over(job) and job.moves_aborted <= state.settings.moves_aborted_allowed:
         found = capacity.find_place(state, job, avoid=_draining_nodes(state))
         if found is not None:
             claims, level = found
-            attempts.begin_move(state, job.number, claims, level, now, cause, Purpose(Goal.DRAIN))
+            moving.begin(state, job.number, claims, level, now, cause, Purpose(Goal.DRAIN))
             return
         if state.policy.moves:
             # Others may make room for it elsewhere: the planner's to say.

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from ganger_master.core import attempts, orders, queue
+from ganger_master.core import attempts, ending, orders, queue
 from ganger_master.core.events import RowsChanged
 from ganger_master.core.model import Claim, Gang, Intent, JobState, Matrix, NodeSet, Piece
 from ganger_master.core.state import State
@@ -169,7 +169,7 @@ def _give_up_unable(state: State, node_set: NodeSet, now: float, cause: str) -> 
             state.put_job(replace(job, preemptions=job.preemptions + 1))
             reason = f"it takes no turns: it cannot be suspended at {node_set.newest.level.name}"
             state.history(now, job.name, "turn_refused", cause, reason, epoch=epoch)
-            attempts.end(state, job.number, JobState.PENDING, now, reason)
+            ending.end(state, job.number, JobState.PENDING, now, reason)
 
 
 def _is_active(state: State, number: int, node: str, version: int) -> bool:

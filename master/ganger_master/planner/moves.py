@@ -22,9 +22,9 @@ from ganger.resources.view import Mode
 from msgspec.structs import replace as replace_of
 
 from ganger_master.core.arenas import has_arenas
-from ganger_master.core.attempts import can_hand_over
 from ganger_master.core.commands import Change, Promise
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.moving import can_hand_over
 from ganger_master.core.purpose import Finding, Goal, Purpose
 from ganger_master.planner.brought import Brought, Nobody, Rated
 from ganger_master.planner.errands import Errand, Leg, Stage, carry_on, is_free, is_waiting, keep, stage_of

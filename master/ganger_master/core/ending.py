@@ -1,0 +1,176 @@
+"""How an attempt ends, who is to blame, and what its job becomes: done, failed, waiting again or at rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from ganger_master.core import copies, finished, memberships, orders
+from ganger_master.core.lifecycle import bad_outcome
+from ganger_master.core.model import (
+    Checkpoint,
+    Failure,
+    Gang,
+    GangRole,
+    Job,
+    JobState,
+    Outcome,
+    OutcomeKind,
+    SuspendLevel,
+)
+from ganger_master.core.state import State
+
+
+def end(
+    state: State,
+    number: int,
+    becomes: JobState,
+    now: float,
+    reason: str,
+    failure: Failure | None = None,
+    checkpoint_first: bool = False,
+) -> None:
+    """Stops every gang of the job; once all are gone it becomes that. A final end stands against any other."""
+    job = state.jobs[number]
+    if job.ending is not None and job.ending.is_final:
+        return
+    for gang in state.gangs_of_job(number):
+        state.put_gang(orders.stop(gang, reason, now, checkpoint_first))
+    job = replace(clock_stopped(job, now), ending=becomes, failure=failure, reason=reason, next_epoch=0)
+    # Where it rested is among what is stopped.
+    job = replace(job, suspended_level=SuspendLevel.NONE)
+    state.put_job(replace(job, revision=job.revision + 1, pending_since=0.0))
+
+
+def complete(state: State, job: Job, gangs: Sequence[Gang], now: float, cause: str) -> None:
+    """Every gang that could step is gone: the job becomes what was decided."""
+    becomes = job.ending
+    assert becomes is not None
+    source = next((gang for gang in gangs if gang.role is GangRole.SOURCE), None)
+    if source is not None and (becomes.is_final or not copies.is_usable(source)):
+        state.put_gang(orders.stop(source, "not needed any more", now))
+        return
+    job = replace(
+        job,
+        ending=None,
+        state=becomes,
+        epoch=source.epoch if source else 0,
+        next_epoch=0,
+        revision=job.revision + 1,
+    )
+    if source is not None:
+        job = replace(job, gpus_given=0 if source.devices == job.spec.gpus else source.devices)
+        state.put_gang(replace(source, role=GangRole.ACTIVE))
+    if becomes.is_final:
+        _finish(state, job, now, cause)
+    elif becomes is JobState.SUSPENDED:
+        _rest_after_failure(state, job, source, now)
+    elif source is not None and orders.holds_devices(source):
+        state.put_job(job)
+        copies.go_back(state, job, state.gangs[source.epoch], now, cause)
+    else:
+        state.put_job(replace(job, pending_since=now))
+        state.history(now, job.name, "job_pending", cause, job.reason)
+
+
+def fail(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
+    """The attempt has failed. Who is to blame decides which budget pays; the job goes on from its last checkpoint."""
+    outcome = bad_outcome(gang)
+    state.history(
+        now, job.name, "attempt_failed", cause, outcome.message, epoch=gang.epoch, outcome=outcome.kind,
+        exit_code=outcome.exit_code, rank=outcome.rank,
+    )  # fmt: skip
+    if outcome.kind is OutcomeKind.STATE_UNREADABLE and job.checkpoint is not None:
+        _fall_back(state, job, gang, job.checkpoint, outcome, now, cause)
+        return
+    failure = _failure_of(gang, outcome)
+    if _is_users(outcome):
+        began = job if outcome.kind is OutcomeKind.LAUNCH_FAILED else started(job, gang)
+        job = replace(began, failures=job.failures + 1)
+        state.put_job(job)
+        if job.failures > job.spec.max_failures:
+            end(state, job.number, JobState.FAILED, now, failure.message, failure)
+            return
+    else:
+        launches = job.launch_failures + (outcome.kind is OutcomeKind.LAUNCH_FAILED)
+        job = replace(job, preemptions=job.preemptions + 1, launch_failures=launches)
+        state.put_job(job)
+        if launches > state.settings.launch_failures_allowed:
+            end(state, job.number, JobState.FAILED, now, failure.message, failure)
+            return
+    requeue(state, job, now, failure.message)
+
+
+def _fall_back(
+    state: State, job: Job, gang: Gang, newest: Checkpoint, outcome: Outcome, now: float, cause: str
+) -> None:
+    """A checkpoint is damaged or gone: on from the complete one before it, steps back but never from the beginning."""
+    if gang.restore.checkpoint_path != newest.path:
+        # A newer one is there by now.
+        requeue(state, job, now, outcome.message)
+        return
+    # Of two damaged ones both are named.
+    earlier = [job.trouble] if job.trouble.startswith(f"{OutcomeKind.STATE_UNREADABLE}:") else []
+    trouble = "; ".join([*earlier, f"{OutcomeKind.STATE_UNREADABLE}: {outcome.message}"])
+    before = job.checkpoint_before
+    figures = {"step": newest.step, "goes_on_from": before.step if before else "nowhere"}
+    state.history(now, job.name, "checkpoint_unreadable", cause, outcome.message, epoch=gang.epoch, **figures)
+    if before is None:
+        text = f"{trouble}; there is no older checkpoint, and nothing was deleted"
+        end(state, job.number, JobState.FAILED, now, text, Failure("NO_CHECKPOINT", text, epoch=gang.epoch))
+        return
+    passed_over = (*job.unreadable, newest.path)
+    state.put_job(replace(job, checkpoint=before, checkpoint_before=None, unreadable=passed_over, trouble=trouble))
+    requeue(state, job, now, f"{trouble}; it goes on from step {before.step}")
+
+
+def requeue(state: State, job: Job, now: float, reason: str) -> None:
+    """All gangs but a parked source go; then the job waits again, or rests if its user wanted that."""
+    sources = [gang for gang in state.gangs_of_job(job.number) if copies.is_usable(gang)]
+    becomes = JobState.SUSPENDED if job.state is JobState.SUSPENDED else JobState.PENDING
+    end(state, job.number, becomes, now, reason)
+    for source in sources:
+        state.put_gang(source)
+
+
+def _rest_after_failure(state: State, job: Job, source: Gang | None, now: float) -> None:
+    """The user wants it to rest: on the parked copy a failed move left, else on storage."""
+    level = SuspendLevel.CHECKPOINT if source is None else SuspendLevel.OFFLOAD
+    if source is not None:
+        state.put_gang(orders.park(state.gangs[source.epoch], level, now, by_plan=False))
+    rests = SuspendLevel.NONE if source is not None else level
+    state.put_job(replace(job, suspended_level=rests, suspend_wanted=level))
+
+
+def _finish(state: State, job: Job, now: float, cause: str) -> None:
+    state.put_job(replace(job, end_time=now, epoch=0, capabilities=job.capabilities))
+    figures = {"failure": job.failure.reason} if job.failure else {}
+    state.history(now, job.name, f"job_{job.state.value.lower()}", cause, job.reason, **figures)
+    if job.spec.array is not None:
+        memberships.note_ended(state, job, job.spec.array, now, cause)
+    finished.forget(state, now)
+
+
+def clock_stopped(job: Job, now: float) -> Job:
+    if not job.running_since:
+        return job
+    return replace(job, run_seconds=job.run_seconds + max(0.0, now - job.running_since), running_since=0.0)
+
+
+def started(job: Job, gang: Gang) -> Job:
+    """A gang that was over before anybody saw it step ran all the same: at the earliest since it had its place."""
+    return job if job.start_time else replace(job, start_time=gang.create_time)
+
+
+def _is_users(outcome: Outcome) -> bool:
+    if outcome.kind is OutcomeKind.LAUNCH_FAILED:
+        # A command that cannot be executed has an exit code; a node that cannot launch has none.
+        return outcome.exit_code != 0
+    return outcome.kind in (OutcomeKind.FAILED, OutcomeKind.OUT_OF_MEMORY)
+
+
+def _failure_of(gang: Gang, outcome: Outcome) -> Failure:
+    reason = "EXIT" if outcome.kind is OutcomeKind.FAILED else outcome.kind.value
+    message = outcome.message or f"rank {outcome.rank} ended with exit code {outcome.exit_code}"
+    return Failure(reason, message, outcome.exit_code, outcome.rank, gang.epoch)

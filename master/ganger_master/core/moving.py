@@ -1,0 +1,123 @@
+"""How a job comes elsewhere: a destination is prepared, the state handed over at a boundary, and then only one may step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from ganger_master.core import copies, ending, orders
+from ganger_master.core.lifecycle import Seen, bad_outcome, seen_of
+from ganger_master.core.model import Claim, Gang, GangPhase, GangRole, Intent, Job, JobState, Level
+from ganger_master.core.purpose import NO_PURPOSE, Purpose
+from ganger_master.core.state import State
+from ganger_master.core.worlds import can_go_back
+
+
+def begin(
+    state: State,
+    number: int,
+    claims: Sequence[Claim],
+    level: Level,
+    now: float,
+    cause: str,
+    purpose: Purpose = NO_PURPOSE,
+) -> int:
+    """A running job, or one that a plan has parked, is to go on elsewhere; who runs, runs until the destination is
+    prepared."""
+    job = replace(state.jobs[number], revision=state.jobs[number].revision + 1, trouble="")
+    source = state.gangs[job.epoch]
+    if source.phase is not GangPhase.PARKED:
+        state.put_gang(replace(source, phase=GangPhase.MOVING))
+    epoch = copies.go_on_elsewhere(state, job, source, claims, level, now, purpose)
+    nodes = " ".join(c.node for c in claims)
+    state.history(now, job.name, "move_begun", cause, epoch=epoch, nodes=nodes, **purpose.figures)
+    return epoch
+
+
+def give_up(state: State, number: int, now: float, cause: str) -> None:
+    """The destination took too long."""
+    job = state.jobs[number]
+    abort(state, job, state.gangs[job.next_epoch], now, cause, "the destination was not ready in time")
+
+
+def can_hand_over(job: Job) -> bool:
+    """Whether its state can be captured at all, to be carried elsewhere, and brought back in another process."""
+    offered = job.capabilities
+    return (offered.offload or offered.checkpoint) and "MOVE" not in offered.missing
+
+
+def let_hand_over(state: State, job: Job) -> bool:
+    """The destination is prepared: the source may stop for it. False when it was told already."""
+    source = state.gangs[job.epoch]
+    if source.intent is not Intent.RUN:
+        return False
+    state.put_gang(orders.hand_over(source))
+    return True
+
+
+def commit(state: State, job: Job, now: float, cause: str) -> bool:
+    """Both sides are ready at the same boundary: from here on only the new epoch may step. A destination that is ready
+    with the state of another one is given up."""
+    source, destination = state.gangs.get(job.epoch), state.gangs.get(job.next_epoch)
+    if source is None or destination is None or seen_of(destination) is not Seen.READY:
+        return False
+    if seen_of(source) is not Seen.PARKED or source.intent not in (Intent.HAND_OVER, Intent.PARK):
+        return False
+    step = source.pieces[0].stop_step
+    for piece in destination.pieces:
+        if piece.stop_step == step:
+            continue
+        if piece.stop_step:
+            where = f"nodes/{piece.claim.node} has the state of step {piece.stop_step}"
+            abort(state, job, destination, now, cause, f"{where}, not that of step {step}, where the source stopped")
+            return True
+        # It has not said yet which state it has.
+        return False
+    state.put_gang(replace(source, role=GangRole.SOURCE, phase=GangPhase.PARKED, stop_step=step))
+    state.put_gang(orders.run(destination, now))
+    gpus = destination.devices
+    state.put_job(
+        replace(
+            ending.clock_stopped(job, now),
+            gpus_given=0 if gpus == job.spec.gpus else gpus,
+            epoch=destination.epoch,
+            next_epoch=0,
+            moved_from=source.epoch,
+            revision=job.revision + 1,
+        )
+    )
+    kind = "resize_committed" if destination.resizes else "move_committed"
+    state.history(now, job.name, kind, cause, epoch=destination.epoch, source=source.epoch, step=step)
+    return True
+
+
+def abort(state: State, job: Job, gang: Gang, now: float, cause: str, why: str = "") -> None:
+    """Before the commit: the destination goes, the source runs on, or stays parked while its job waits again."""
+    source, destination = state.gangs[job.epoch], state.gangs[job.next_epoch]
+    trouble = why or next((piece.trouble for piece in gang.pieces if piece.trouble), "") or bad_outcome(gang).message
+    state.put_gang(orders.stop(destination, f"move given up: {trouble}", now))
+    job = replace(job, next_epoch=0, moves_aborted=job.moves_aborted + 1, revision=job.revision + 1)
+    if can_go_back(source) and not copies.is_superseded(state, source):
+        phase = GangPhase.RUNNING if source.stepped else GangPhase.STARTING
+        state.put_gang(replace(source, phase=phase) if source.intent is Intent.RUN else orders.run(source, now))
+        state.put_job(job)
+    elif job.moves_aborted > state.settings.moves_aborted_allowed and job.checkpoint is not None:
+        # The parked copy cannot be brought back anywhere: better to lose steps than to try for ever.
+        state.put_job(job)
+        ending.requeue(state, job, now, f"parked copy could not be used: {trouble}")
+    else:
+        state.put_job(replace(ending.clock_stopped(job, now), state=JobState.PENDING, pending_since=now))
+    kind = "resize_aborted" if destination.resizes else "move_aborted"
+    state.history(now, job.name, kind, cause, trouble, epoch=destination.epoch)
+
+
+def pause(state: State, gang: Gang) -> float:
+    """Seconds from the last step where it came from to the first one here, of the slowest ranks; zero if it did not
+    move, or nobody said. Clocks of nodes differ a little."""
+    source = state.gangs.get(gang.restore.parked_epoch)
+    if source is None or source.role is not GangRole.SOURCE:
+        return 0.0
+    last = max(piece.last_step_time for piece in source.pieces)
+    first = max(piece.first_step_time for piece in gang.pieces)
+    return max(0.001, first - last) if last and first else 0.0
