@@ -17,7 +17,7 @@ from ganger.resources.reasons import Kind, Reason
 from ganger.resources.topology import parse_topology
 from ganger.resources.values import Level, Locality, Role, TaskShape
 from ganger_master.core import commands
-from ganger_master.core.answers import Answer, Refused
+from ganger_master.core.answers import Answer, ArrayAnswer, Refused
 from ganger_master.core.explain import explain
 from ganger_master.core.model import JobSpec, SuspendLevel
 from ganger_master.core.settings import Settings
@@ -123,6 +123,24 @@ class _Story:
         self.cluster.run_until(lambda: submission.number > 0 or submission.refused, 10.0)
         self.cluster.run_for(10.0)
         yield from self._show(str(submission.number)) if submission.number else ["refused"]
+
+    def _array(self, members: str, at_once: str = "0", steps: str = "60") -> Iterator[str]:
+        """An array of one-GPU jobs; `at_once` of them run or wait."""
+        spec = JobSpec(("train", steps), (Role("worker", 1, TaskShape(1, 2000, 4 * _GIB)),), gpu_memory_bytes=_GIB)
+        numbers = range(int(members))
+        uids = tuple([f"member-{number}" for number in numbers])
+        told = tuple([(number, {"lr": f"0.{number + 1}"}) for number in numbers])
+        for uid in uids:
+            self.cluster.oracle.submitted(uid, int(steps), spec.gpu_memory_bytes)
+        answer = self.cluster.ask(commands.SubmitArray(spec, told, uids, int(at_once), request_id="array"))
+        assert isinstance(answer, ArrayAnswer), answer
+        for job in sorted(self.cluster.state.jobs.values(), key=lambda job: job.number):
+            if job.uid in uids:
+                self.cluster.oracle.acknowledged(job.number, job.uid)
+        self.cluster.run_for(10.0)
+        for job in sorted(self.cluster.state.jobs.values(), key=lambda job: job.number):
+            if job.uid in uids:
+                yield from self._show(str(job.number))
 
     def _show(self, number: str) -> Iterator[str]:
         state = self.cluster.state

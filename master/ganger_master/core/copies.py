@@ -1,4 +1,4 @@
-"""What a gang is good for that its job moves away from: the source of the next, and a parked copy until that has stepped."""
+"""What is left of a gang that its job moved away from: the source of the next one, a copy until that has stepped."""
 
 from __future__ import annotations
 

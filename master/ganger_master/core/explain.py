@@ -67,7 +67,7 @@ def told_blockers(state: State, job: Job) -> tuple[Refusal, ...]:
 
 
 def _held_back(array: Membership) -> Refusal:
-    detail = f"at most {array.at_once} of the members of {array.array} run or wait at once"
+    detail = f"at most {array.at_once} of the members of arrays/{array.array} run or wait at once"
     return Refusal(Reason.ARRAY_LIMIT, detail=detail)
 
 

@@ -1,4 +1,4 @@
-"""How a job comes elsewhere: a destination is prepared, the state handed over at a boundary, and then only one may step."""
+"""How a job comes elsewhere: a destination is prepared, the state handed over, and from then on only one may step."""
 
 from __future__ import annotations
 
