@@ -256,4 +256,5 @@ def test_tables_show_what_is_there(shell: Shell) -> None:
     assert [line.split()[0] for line in nodes] == ["NODE", "n0", "n1"]
     free = [int(line.split()[4]) for line in nodes[1:]]
     assert sum(free) == 5
-    assert "job_submitted" in shell("history", job)
+    assert "job_submitted" in shell("events", job)
+    assert "submitted by user:" in shell("history", job)
