@@ -153,7 +153,9 @@ def _share(
 
             def is_enough() -> bool:
                 seen = [[step for step in _steps(path) if began <= step.begin] for path in notes]
-                return all(seen) and min(len(_turns(group, seen)) for group in _on_devices(seen, gpus)) > turns_wanted
+                # Who has a device alone makes one long turn.
+                shared = [group for group in _on_devices(seen, gpus) if len(group) > 1]
+                return all(seen) and min([len(_turns(group, seen)) for group in shared], default=0) > turns_wanted
 
             deadline = time.monotonic() + _LONGEST * quantum * turns_wanted
             while time.monotonic() < deadline and not is_enough():
