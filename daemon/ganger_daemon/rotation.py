@@ -143,7 +143,7 @@ class Rotation:
         standing = self._set_of(one.desired.epoch)
         if standing is None or self._set_of(other.desired.epoch) is not standing:
             return False
-        return standing.newest.level == Level.PAUSE
+        return _level_of(standing) is Level.PAUSE
 
     def news(self) -> None:
         """A gang came, went, began or came to rest."""
@@ -298,12 +298,13 @@ class Rotation:
         stop = standing.position.stops.get(epoch) if standing is not None else None
         is_new = told.order.master_sequence > gang.desired.order.master_sequence
         if standing is not None and stop is not None:
-            if not rests or (is_new and told.intent != agent_pb2.INTENT_RUN):
-                level = Level(_level_of(standing))
-                desired = (
-                    turns.staying(told, gang.desired) if rests else turns.resting(told, standing.number, stop, level)
-                )
-                gang.obey(desired)
+            level = _level_of(standing)
+            if not rests:
+                gang.obey(turns.resting(told, standing.number, stop, level))
+            elif is_new and told.intent != agent_pb2.INTENT_RUN:
+                gang.obey(turns.staying(told, gang.desired))
+            elif gang.desired.level < level:
+                gang.obey(turns.deeper(told, gang.desired, standing.position.switch, level))
         elif told.intent != agent_pb2.INTENT_RUN:
             if is_new:
                 gang.obey(turns.staying(told, gang.desired) if rests else told)
@@ -416,9 +417,8 @@ def _has_begun(gang: LocalGang) -> bool:
     return gang.launched and runs and gang.phase is Phase.RUNNING
 
 
-def _level_of(standing: Standing) -> int:
-    active = standing.active
-    return active.level if active is not None else standing.newest.level
+def _level_of(standing: Standing) -> Level:
+    return Level((standing.active or standing.newest).level)
 
 
 def _rows_of(message: agent_pb2.DesiredRows) -> Rows:

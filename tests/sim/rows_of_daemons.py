@@ -83,7 +83,7 @@ class DaemonTurns:
         standing = self._set_of(one)
         if standing is None or self._set_of(two) is not standing:
             return False
-        return standing.newest.level == SuspendLevel.PAUSE
+        return _level_of(standing) is SuspendLevel.PAUSE
 
     def observed(self) -> tuple[ObservedRows, ...]:
         return tuple(
@@ -176,14 +176,18 @@ class DaemonTurns:
         is_new = told.master_sequence > ranks.order.master_sequence
         stop = standing.position.stops.get(told.epoch) if standing is not None else None
         if standing is not None and stop is not None:
+            level = _level_of(standing)
+            deepest = max(level, told.level if told.intent is Intent.PARK else SuspendLevel.NONE)
             if not rests:
-                level = SuspendLevel((standing.active or standing.newest).level)
-                deeper = max(level, told.level if told.intent is Intent.PARK else SuspendLevel.NONE)
                 number = agreement(standing.number, stop)
-                order = other(told, intent=Intent.PARK, level=deeper, stop_sequence=number)
+                order = other(told, intent=Intent.PARK, level=deepest, stop_sequence=number)
                 self._obey(ranks, order, (stop.set_epoch, stop.sequence))
             elif is_new and told.intent is not Intent.RUN:
                 self._obey(ranks, self._staying(ranks), ranks.switch)
+            elif ranks.order.level < level:
+                switch = standing.position.switch
+                order = other(told, intent=Intent.PARK, level=deepest, stop_sequence=ranks.order.stop_sequence)
+                self._obey(ranks, order, (switch.set_epoch, switch.sequence))
         elif told.intent is not Intent.RUN:
             if is_new:
                 self._obey(ranks, self._staying(ranks) if rests else told, ranks.switch if rests else (0, 0))
@@ -247,3 +251,7 @@ class DaemonTurns:
         switches = [Switch(*one.switch) for one in self._here() if one.order.stop_sequence >> 40 == mine]
         position = Position(max(switches, default=Switch()))
         return Standing(number, position, ordered_at=self.daemon.engine.now)
+
+
+def _level_of(standing: Standing) -> SuspendLevel:
+    return SuspendLevel((standing.active or standing.newest).level)

@@ -55,6 +55,18 @@ def staying(told: agent_pb2.DesiredGang, desired: agent_pb2.DesiredGang) -> agen
     return message
 
 
+def deeper(
+    told: agent_pb2.DesiredGang, desired: agent_pb2.DesiredGang, switch: Switch, level: Level
+) -> agent_pb2.DesiredGang:
+    """It rests by a switch, and has to give up more since that later one: where it stands, by the agreement there is."""
+    message = _under(told, switch)
+    message.stop_sequence = desired.stop_sequence
+    message.intent = agent_pb2.INTENT_PARK
+    deepest = told.level if told.intent == agent_pb2.INTENT_PARK else 0
+    message.level = max(deepest, int(level))  # type: ignore[assignment]  # one of the enumeration's numbers
+    return message
+
+
 def agreement(node_set: int, stop: Switch) -> int:
     """The number of the boundary agreement that a switch begins: the same on all nodes, and never one of before."""
     return _TURN_BIT | (node_set % (1 << _SET_BITS)) << 40 | stop.set_epoch << 28 | stop.sequence
