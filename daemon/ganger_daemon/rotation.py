@@ -298,16 +298,28 @@ class Rotation:
         stop = standing.position.stops.get(epoch) if standing is not None else None
         is_new = told.order.master_sequence > gang.desired.order.master_sequence
         if standing is not None and stop is not None:
-            level = _level_of(standing)
-            if not rests:
+            level, own_stop = _level_of(standing), turns.is_under_own_stop(gang.desired)
+            if rests:
+                if is_new and told.intent != agent_pb2.INTENT_RUN:
+                    gang.obey(turns.staying(told, gang.desired))
+                elif gang.desired.level < level:
+                    gang.obey(turns.deeper(told, gang.desired, standing.position.switch, level))
+            elif own_stop and told.intent != agent_pb2.INTENT_RUN:
+                # a newer agreement would wake who rests by this one, on devices that are another row's
+                if is_new and not self._would_wake_beside(gang, told):
+                    gang.obey(told)
+            elif own_stop and gang.phase is Phase.PARKED:
+                gang.obey(turns.deeper(told, gang.desired, stop, level))
+            else:
                 gang.obey(turns.resting(told, standing.number, stop, level))
-            elif is_new and told.intent != agent_pb2.INTENT_RUN:
-                gang.obey(turns.staying(told, gang.desired))
-            elif gang.desired.level < level:
-                gang.obey(turns.deeper(told, gang.desired, standing.position.switch, level))
         elif told.intent != agent_pb2.INTENT_RUN:
-            if is_new:
-                gang.obey(turns.staying(told, gang.desired) if rests else told)
+            if is_new and rests:
+                gang.obey(turns.staying(told, gang.desired))
+            elif is_new:
+                if not self._would_wake_beside(gang, told):
+                    gang.obey(told)
+            elif turns.stands_apart(told, gang.desired, gang.heard_agreement) and not self._gangs.blocked_by(gang):
+                gang.obey(turns.joining(told, gang.desired))
         elif gang.desired.intent != agent_pb2.INTENT_RUN:
             if not self._gangs.blocked_by(gang):
                 gang.obey(turns.running(told, standing.position.switch) if standing is not None else told)
@@ -316,6 +328,10 @@ class Rotation:
         elif is_new:
             # it runs, and is told so anew, with what else has changed
             gang.obey(turns.running(told, Switch(gang.desired.order.set_epoch, gang.desired.order.local_sequence)))
+
+    def _would_wake_beside(self, gang: LocalGang, told: agent_pb2.DesiredGang) -> bool:
+        """Whether the order has it go on to a further boundary while others are on its devices."""
+        return turns.goes_further(told, gang.desired) and bool(self._gangs.blocked_by(gang))
 
     def _look_at_start(self, standing: Standing) -> None:
         """Whether the row's gangs step by now."""

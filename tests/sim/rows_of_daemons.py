@@ -178,25 +178,54 @@ class DaemonTurns:
         if standing is not None and stop is not None:
             level = _level_of(standing)
             deepest = max(level, told.level if told.intent is Intent.PARK else SuspendLevel.NONE)
-            if not rests:
-                number = agreement(standing.number, stop)
-                order = other(told, intent=Intent.PARK, level=deepest, stop_sequence=number)
-                self._obey(ranks, order, (stop.set_epoch, stop.sequence))
-            elif is_new and told.intent is not Intent.RUN:
-                self._obey(ranks, self._staying(ranks), ranks.switch)
-            elif ranks.order.level < level:
-                switch = standing.position.switch
-                order = other(told, intent=Intent.PARK, level=deepest, stop_sequence=ranks.order.stop_sequence)
-                self._obey(ranks, order, (switch.set_epoch, switch.sequence))
+            number, switch = agreement(standing.number, stop), (stop.set_epoch, stop.sequence)
+            own_stop = ranks.switch == (0, 0) and ranks.order.intent is not Intent.RUN
+            if rests:
+                if is_new and told.intent is not Intent.RUN:
+                    self._obey(ranks, self._staying(ranks), ranks.switch)
+                    return
+                if ranks.order.level >= level:
+                    return
+                last = standing.position.switch
+                number, switch = ranks.order.stop_sequence, (last.set_epoch, last.sequence)
+            elif own_stop and told.intent is not Intent.RUN:
+                if is_new and not self._would_wake_beside(ranks):
+                    self._obey(ranks, told, (0, 0))
+                return
+            elif own_stop and ranks.doing is Doing.PARKED:
+                number = ranks.order.stop_sequence
+            self._obey(ranks, other(told, intent=Intent.PARK, level=deepest, stop_sequence=number), switch)
         elif told.intent is not Intent.RUN:
-            if is_new:
-                self._obey(ranks, self._staying(ranks) if rests else told, ranks.switch if rests else (0, 0))
+            if is_new and rests:
+                self._obey(ranks, self._staying(ranks), ranks.switch)
+            elif is_new:
+                if not self._would_wake_beside(ranks):
+                    self._obey(ranks, told, (0, 0))
+            elif self._stands_apart(ranks) and not physics.is_blocked(ranks):
+                set_epoch, sequence = ranks.switch
+                self._obey(ranks, told, (set_epoch, sequence + 1))
         elif ranks.order.intent is not Intent.RUN:
             if not physics.is_blocked(ranks):
                 switch = standing.position.switch if standing is not None else Switch()
                 self._obey(ranks, told, (switch.set_epoch, switch.sequence))
         elif is_new:
             self._obey(ranks, told, ranks.switch if standing is not None else (0, 0))
+
+    def _would_wake_beside(self, ranks: Ranks) -> bool:
+        goes_further = ranks.doing is Doing.PARKED and ranks.order.stop_sequence != ranks.wanted.stop_sequence
+        return goes_further and self.daemon.physics.is_blocked(ranks)
+
+    def _stands_apart(self, ranks: Ranks) -> bool:
+        """As `workers.turns` has it; the relay of boundaries is here what peers that are up are seen to do."""
+        told = ranks.wanted
+        peers = [self.daemon.physics.ranks.get((told.epoch, member.node)) for member in told.members]
+        return ranks.order.stop_sequence >= agreement(0, Switch()) and any(
+            peer is not None
+            and peer.doing is Doing.RUNNING
+            and peer.order.stop_sequence == told.stop_sequence
+            and self.by_node[peer.node].daemon.is_up
+            for peer in peers
+        )
 
     def _staying(self, ranks: Ranks) -> DesiredGang:
         told = ranks.wanted

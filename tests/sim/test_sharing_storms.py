@@ -60,7 +60,7 @@ def test_a_short_storm_of_plans_breaks_no_rule_and_every_job_ends(seed: int) -> 
     run(seed, jobs=8, seconds=100.0, rotation="no" if seed % 3 == 0 else "yes")
 
 
-@pytest.mark.parametrize("seed", [140])
+@pytest.mark.parametrize("seed", [51, 140, 144])
 def test_gangs_over_several_nodes_that_share_by_turns_come_to_their_end(seed: int) -> None:
     """Storms in which such a gang once stood still for ever."""
     run(seed, jobs=10, seconds=200.0)

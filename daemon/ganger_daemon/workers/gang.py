@@ -77,6 +77,7 @@ class LocalGang:
         self.desired = desired
         self.told = desired  # by the master; `desired` is what that means in a gang's turn, or outside of it
         self.wanted = wanted_of(desired)
+        self.heard_agreement = 0  # that a peer spoke of last
         self._phase_changed = phase_changed
         self.part = local_part(desired, host.node)
         self.paths = host.paths.of(desired.job_uid, desired.epoch)
@@ -454,6 +455,9 @@ class LocalGang:
         """Points from another daemon of this gang."""
         if not self._reaped and self.pages.readable:
             self._agreeing.hear(heard)
+            if heard.agreement and heard.agreement != self.heard_agreement:
+                self.heard_agreement = heard.agreement
+                self._phase_changed()
             self.wake()
 
     def _heard_packet(self, packet: dict[str, Any]) -> None:

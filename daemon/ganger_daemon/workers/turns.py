@@ -25,6 +25,11 @@ def rests_by_turn(desired: agent_pb2.DesiredGang) -> bool:
     return is_by_turn(desired) and desired.intent == agent_pb2.INTENT_PARK
 
 
+def is_under_own_stop(desired: agent_pb2.DesiredGang) -> bool:
+    """Whether it stops, or rests, by an order of the master and by no switch."""
+    return not is_by_turn(desired) and desired.intent != agent_pb2.INTENT_RUN
+
+
 def may_wait_its_turn(told: agent_pb2.DesiredGang) -> bool:
     """Not an end without a checkpoint: that one needs neither a device nor an agreement."""
     return told.intent != agent_pb2.INTENT_STOP or told.checkpoint_first
@@ -58,13 +63,35 @@ def staying(told: agent_pb2.DesiredGang, desired: agent_pb2.DesiredGang) -> agen
 def deeper(
     told: agent_pb2.DesiredGang, desired: agent_pb2.DesiredGang, switch: Switch, level: Level
 ) -> agent_pb2.DesiredGang:
-    """It rests by a switch, and has to give up more since that later one: where it stands, by the agreement there is."""
+    """It rests, and gives up what that later switch asks: where it stands, by the agreement that there is."""
     message = _under(told, switch)
     message.stop_sequence = desired.stop_sequence
     message.intent = agent_pb2.INTENT_PARK
     deepest = told.level if told.intent == agent_pb2.INTENT_PARK else 0
     message.level = max(deepest, int(level))  # type: ignore[assignment]  # one of the enumeration's numbers
     return message
+
+
+def goes_further(told: agent_pb2.DesiredGang, desired: agent_pb2.DesiredGang) -> bool:
+    """Whether it rests, or is to, by a former stop of the master: the new one would wake it first."""
+    return is_under_own_stop(desired) and _stop_of(desired) != _stop_of(told)
+
+
+def stands_apart(told: agent_pb2.DesiredGang, desired: agent_pb2.DesiredGang, heard: int) -> bool:
+    """Whether it stands by a switch while a peer, which had its next turn already, obeys the master's own stop: the
+    two would never agree. `heard`: the agreement that a peer spoke of last."""
+    return desired.stop_sequence >= _TURN_BIT and told.intent != agent_pb2.INTENT_RUN and heard == _stop_of(told)
+
+
+def joining(told: agent_pb2.DesiredGang, desired: agent_pb2.DesiredGang) -> agent_pb2.DesiredGang:
+    """It leaves the boundary of a switch for that of the master's stop, with its peers."""
+    message = _under(told, Switch(desired.order.set_epoch, desired.order.local_sequence + 1))
+    message.stop_sequence = _stop_of(told)
+    return message
+
+
+def _stop_of(told: agent_pb2.DesiredGang) -> int:
+    return told.stop_sequence or told.order.master_sequence
 
 
 def agreement(node_set: int, stop: Switch) -> int:

@@ -283,6 +283,12 @@ class Physics:
             if ranks.doing is Doing.READY and not self.gangs[order.epoch].stepping:
                 ranks.doing = Doing.RUNNING
                 self._occupy(ranks)
+            if ranks.doing is Doing.PARKED and ranks.stop_sequence and order.stop_sequence != ranks.stop_sequence:
+                # A newer stop, further on: its peers may have left the boundary where it rests.
+                ranks.doing = Doing.RUNNING
+                ranks.level = SuspendLevel.NONE
+                ranks.stop_sequence = 0
+                self._occupy(ranks)
             if ranks.doing is Doing.PARKED:
                 self._settle_at_level(ranks)
             else:
