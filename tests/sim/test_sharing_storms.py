@@ -66,6 +66,11 @@ def test_gangs_over_several_nodes_that_share_by_turns_come_to_their_end(seed: in
     run(seed, jobs=10, seconds=200.0)
 
 
+def test_who_has_left_its_turns_and_runs_again_takes_none_though_a_node_still_has_the_old_matrix() -> None:
+    """A storm in which it was counted among them again."""
+    run(1041, jobs=14, seconds=500.0)
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("block", range(40))
 def test_long_storms_of_plans_without_turns_break_no_rule_and_every_job_ends(block: int) -> None:

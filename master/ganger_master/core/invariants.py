@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ganger_master.core.capacity import find_blocked
 from ganger_master.core.model import Claim, Gang, GangPhase, GangRole, Intent, Job, JobState, SuspendLevel
-from ganger_master.core.node_sets import is_free_of_turns, members, takes_turns
+from ganger_master.core.node_sets import is_free_of_turns, members
 from ganger_master.core.residues import holders_on
 from ganger_master.core.rows import row_of
 from ganger_master.core.state import State, is_lack
@@ -49,7 +49,7 @@ def _with_turns_as_one(state: State, name: str) -> list[Claim]:
         held = state.gangs[epoch].pieces[place].held
         if held is None:
             continue
-        if epoch in state.set_of:
+        if state.gangs[epoch].node_set:
             together |= held.device_mask
         else:
             found.append(held)
@@ -120,8 +120,8 @@ def _gangs(state: State) -> Iterator[str]:
             yield f"epoch {epoch} stops at a later order than its newest"
         if (gang.intent is Intent.STOP) != (gang.role is GangRole.LEAVING):
             yield f"epoch {epoch} is {gang.role} with intent {gang.intent}"
-        takes = epoch in state.set_of and takes_turns(gang)
-        if gang.node_set != (state.set_of[epoch] if takes else 0):
+        named = state.set_of.get(epoch, 0)
+        if gang.node_set != (named if named and epoch in members(state, state.sets[named]) else 0):
             yield f"epoch {epoch} takes turns in nodeSets/{gang.node_set}, which is not where it is named"
     for number in sorted(state.gangs_of):
         running = [gang.epoch for gang in state.gangs_of_job(number) if gang.intent is Intent.RUN]
@@ -131,7 +131,7 @@ def _gangs(state: State) -> Iterator[str]:
 
 def _holds_its_place(state: State, gang: Gang) -> bool:
     """Cores of those who take turns are held for all of them."""
-    turns = gang.epoch in state.set_of
+    turns = gang.node_set != 0
     return all(
         piece.gone
         or piece.held == piece.claim

@@ -96,9 +96,15 @@ def takes_turns(gang: Gang | None) -> bool:
 
 
 def members(state: State, node_set: NodeSet) -> list[int]:
-    """Epochs that take turns, in order."""
-    named = {epoch for row in node_set.rows for epoch in row}
-    return sorted([epoch for epoch in named if takes_turns(state.gangs.get(epoch))])
+    """Epochs that take turns, in order. Who has left and runs again, on devices of its own, is not brought back by a
+    matrix that is about to end."""
+    newest = node_set.newest.epochs
+    found = []
+    for epoch in {epoch for row in node_set.rows for epoch in row}:
+        gang = state.gangs.get(epoch)
+        if gang is not None and takes_turns(gang) and (epoch in newest or gang.node_set == node_set.number):
+            found.append(epoch)
+    return sorted(found)
 
 
 def slowest_switch(state: State, number: int) -> float:
