@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from ganger.cli.bench import bench
-from ganger_master.bench_report import AtLeast, AtMost, report
+from ganger_master.bench.report import AtLeast, AtMost, report
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ganger_daemon.bench_defrag import NOTE, Job, fewest
+from ganger_daemon.bench.defrag import NOTE, Job, fewest
 
 
 def test_the_fewest_moves_are_found_by_trying_all() -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ganger_daemon.bench_elastic import main
+from ganger_daemon.bench.elastic import main
 
 
 @pytest.mark.torch

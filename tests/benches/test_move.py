@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ganger_daemon.bench_move import main
+from ganger_daemon.bench.move import main
 
 
 @pytest.mark.torch

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ganger_master.bench_plan import PASSES, main
+from ganger_master.bench.plan import PASSES, main
 
 
 def test_every_policy_is_timed_on_an_idle_and_a_used_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

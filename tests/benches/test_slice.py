@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ganger_daemon.bench_slice import NOTE, Step, _gaps, _jain, _on_devices, _steps, _turns
+from ganger_daemon.bench.slice import NOTE, Step, _gaps, _jain, _on_devices, _steps, _turns
 
 
 def steps(*times: tuple[int, int]) -> list[Step]:

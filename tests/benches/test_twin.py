@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from ganger_daemon.bench_twin import _simulated, main
-from ganger_daemon.twin import Costs, Ran, Told, TwinError, compared, costs_of, step_seconds, trace_of
+from ganger_daemon.bench.comparison import Costs, Ran, Told, TwinError, compared, costs_of, step_seconds, trace_of
+from ganger_daemon.bench.twin import _simulated, main
 
 EVENTS = [
     Told(10.0, "jobs/1", "gang_approved"),

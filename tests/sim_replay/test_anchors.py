@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from ganger_master.bench_anchors import gone_on
+from ganger_master.bench.anchors import gone_on
 from ganger_master.sim.anchors import ANCHORS, TRACES, Row, figures, judged, prepared, table
 
 CSV = "job_id,submit_time_s,gpus,duration_s,gpu_spec,priority,vc\n"

@@ -27,9 +27,9 @@ from ganger.wire import convert, names
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint
 
-from ganger_master import bench_server
 from ganger_master.approval.verdicts import Approved, approve
-from ganger_master.bench_report import AtLeast, AtMost, report
+from ganger_master.bench import server
+from ganger_master.bench.report import AtLeast, AtMost, report
 
 NODES: Final = 16_000
 CONCURRENCY: Final = 32
@@ -71,7 +71,7 @@ def main(nodes: int = NODES, rounds: int = ROUNDS, quick: bool = False) -> dict[
 @contextmanager
 def serving(directory: Path, nodes: int, jobs: int) -> Iterator[Endpoint]:
     """A bench server as a child; it ends when its standard input closes, so also when this process dies."""
-    command = [sys.executable, "-m", "ganger_master.bench_server", str(directory), str(nodes), str(jobs)]
+    command = [sys.executable, "-m", "ganger_master.bench.server", str(directory), str(nodes), str(jobs)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None
     assert child.stdout is not None
@@ -103,17 +103,15 @@ class Placer:
         self._asked += 1
         if self._asked % CONFLICT_EVERY == 0 and self._node:
             # The first nodes were filled first.
-            whole, rest = divmod(size, bench_server.DEVICES)
+            whole, rest = divmod(size, server.DEVICES)
             masks = [0xFF] * whole + ([(1 << rest) - 1] if rest else [])
-            return tuple(bench_server.claim(f"n{number:05}", mask) for number, mask in enumerate(masks))
+            return tuple(server.claim(f"n{number:05}", mask) for number, mask in enumerate(masks))
         claims = []
         while size:
-            if self._used == bench_server.DEVICES or (
-                size > 1 and self._used and size > bench_server.DEVICES - self._used
-            ):
+            if self._used == server.DEVICES or (size > 1 and self._used and size > server.DEVICES - self._used):
                 self._node, self._used = self._node + 1, 0
-            part = min(size, bench_server.DEVICES - self._used)
-            claims.append(bench_server.claim(f"n{self._node % self._nodes:05}", ((1 << part) - 1) << self._used))
+            part = min(size, server.DEVICES - self._used)
+            claims.append(server.claim(f"n{self._node % self._nodes:05}", ((1 << part) - 1) << self._used))
             self._used += part
             size -= part
         return tuple(claims)
@@ -124,14 +122,14 @@ def approver_seconds(nodes: int) -> list[float]:
 
     The shortest of a few looks at each request: what else runs on the machine is not the approver's.
     """
-    view = View((bench_server.configuration_set(),))
+    view = View((server.configuration_set(),))
     for number in range(nodes):
         view.put(_empty_row(f"n{number:05}"))
     placer = Placer(nodes)
     taken: list[float] = []
     for number in range(1, APPROVER_SAMPLES + 1):
-        size = bench_server.size_of(number)
-        shape = GangShape(bench_server.roles_of(size))
+        size = server.size_of(number)
+        shape = GangShape(server.roles_of(size))
         candidates = (placer.claims(size),)
         shortest = math.inf
         for _ in range(_LOOKS):
@@ -146,7 +144,7 @@ def approver_seconds(nodes: int) -> list[float]:
 
 
 def _empty_row(node: str) -> NodeRow:
-    configuration_set = bench_server.configuration_set()
+    configuration_set = server.configuration_set()
     return NodeRow(
         node,
         configuration_set.name,
@@ -162,9 +160,7 @@ def _requests(placer: Placer, first: int, count: int) -> list[scheduling_pb2.Gan
             job=names.job_name(number),
             revision=1,
             mode=scheduling_pb2.GangRequest.MODE_EXCLUSIVE,
-            candidates=[
-                scheduling_pb2.Candidate(claims=convert.claims_to_wire(placer.claims(bench_server.size_of(number))))
-            ],
+            candidates=[scheduling_pb2.Candidate(claims=convert.claims_to_wire(placer.claims(server.size_of(number))))],
         )
         for number in range(first, first + count)
     ]
@@ -180,7 +176,7 @@ async def _measure(endpoint: Endpoint, nodes: int, rounds: int) -> tuple[dict[st
     async with open_aio_channel(endpoint) as channel:
         stub = scheduling_pb2_grpc.SchedulingServiceStub(channel)
         empty = channel.unary_unary(
-            f"/{bench_server.EMPTY}/Gang",
+            f"/{server.EMPTY}/Gang",
             request_serializer=scheduling_pb2.GangRequest.SerializeToString,
             response_deserializer=scheduling_pb2.Verdict.FromString,
         )

@@ -18,9 +18,9 @@ from pathlib import Path
 from ganger.injob.page import Level, Order, Page, Word
 from ganger.injob.pages import page_path
 
-from ganger_daemon.bench_gang import LEVELS, Gang, Stop, StuckError
-from ganger_daemon.bench_repin import measure_repin
-from ganger_daemon.bench_report import Report, quantile
+from ganger_daemon.bench.gang import LEVELS, Gang, Stop, StuckError
+from ganger_daemon.bench.repin import measure_repin
+from ganger_daemon.bench.report import Report, quantile
 
 HOOK_LIMIT_MICROSECONDS = 0.5
 ZERO_LINE_LIMIT_MICROSECONDS = 3.0

@@ -25,8 +25,8 @@ from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, resources_
 from ganger.wire.channels import open_channel
 from ganger.wire.endpoints import read_endpoint
 
-from ganger_daemon.bench_cluster import START_SECONDS, BenchCluster, ClusterError
-from ganger_daemon.bench_report import Report
+from ganger_daemon.bench.cluster import START_SECONDS, BenchCluster, ClusterError
+from ganger_daemon.bench.report import Report
 from ganger_daemon.cgroups.contract import is_done
 from ganger_daemon.cgroups.probe import choose_cgroups
 

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from ganger_daemon.bench_cluster import BenchCluster, ClusterError
-from ganger_daemon.bench_report import Report, quantile
+from ganger_daemon.bench.cluster import BenchCluster, ClusterError
+from ganger_daemon.bench.report import Report, quantile
 
 NODES, GPUS = 4, 4
 # How many jobs end on each node, round after round.

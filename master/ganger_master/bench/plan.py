@@ -27,9 +27,9 @@ from ganger.resources.topology import parse_topology
 from ganger.resources.values import GangShape, NodeRow, Role, TaskShape
 from ganger.resources.view import Mode, View
 
-from ganger_master.bench_report import AtMost, report
-from ganger_master.bench_resized import optimus_pass
-from ganger_master.bench_tuned import synergy_pass
+from ganger_master.bench.report import AtMost, report
+from ganger_master.bench.resized import optimus_pass
+from ganger_master.bench.tuned import synergy_pass
 from ganger_master.policies.facts import Capacity, Facts
 from ganger_master.policies.order import Order, ranked
 from ganger_master.policies.order.fifo import FIFO_BACKFILL

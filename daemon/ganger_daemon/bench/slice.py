@@ -24,8 +24,8 @@ from pathlib import Path
 
 from ganger.injob.page import Order, Page, PageError, State, Word, now_ns
 
-from ganger_daemon.bench_cluster import START_SECONDS, BenchCluster, ClusterError
-from ganger_daemon.bench_report import Report, quantile
+from ganger_daemon.bench.cluster import START_SECONDS, BenchCluster, ClusterError
+from ganger_daemon.bench.report import Report, quantile
 from ganger_daemon.cgroups.contract import is_done
 from ganger_daemon.cgroups.probe import choose_cgroups
 from ganger_daemon.devices.virtual import anonymous_bytes_of

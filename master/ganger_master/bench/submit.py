@@ -28,9 +28,9 @@ from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, node_pb2, 
 from ganger.wire.channels import open_aio_channel, open_channel
 from ganger.wire.endpoints import Endpoint, EndpointError, read_endpoint
 
-from ganger_master import bench_server
-from ganger_master.bench_report import AtLeast, AtMost, report
-from ganger_master.bench_verdicts import concurrently, percentile, serving
+from ganger_master.bench import server
+from ganger_master.bench.report import AtLeast, AtMost, report
+from ganger_master.bench.verdicts import concurrently, percentile, serving
 
 ROUNDS: Final = 5
 PER_ROUND_ALONE: Final = 200
@@ -84,7 +84,7 @@ async def _throughput(endpoint: Endpoint, rounds: int) -> tuple[dict[str, float]
     async with open_aio_channel(endpoint) as channel:
         stub = job_service_pb2_grpc.JobServiceStub(channel)
         empty = channel.unary_unary(
-            f"/{bench_server.EMPTY}/Job",
+            f"/{server.EMPTY}/Job",
             request_serializer=job_service_pb2.CreateJobRequest.SerializeToString,
             response_deserializer=job_pb2.Job.FromString,
         )

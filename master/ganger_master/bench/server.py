@@ -1,6 +1,6 @@
 """A real master for benchmarks: own process, SQLite on disk, filled with nodes and jobs, plus methods that do nothing.
 
-`python -m ganger_master.bench_server DIRECTORY NODES JOBS` prints `ready ADDRESS TOKEN` and serves until its standard
+`python -m ganger_master.bench.server DIRECTORY NODES JOBS` prints `ready ADDRESS TOKEN` and serves until its standard
 input closes. The empty methods take and give the same messages as the real ones, through the same server.
 """
 

@@ -18,9 +18,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ganger_daemon.bench_cluster import GANGER, BenchCluster, ClusterError
-from ganger_daemon.bench_report import SAMPLES, Report
-from ganger_daemon.twin import Costs, Ran, Told, compared, costs_of, step_seconds, trace_of
+from ganger_daemon.bench.cluster import GANGER, BenchCluster, ClusterError
+from ganger_daemon.bench.comparison import Costs, Ran, Told, compared, costs_of, step_seconds, trace_of
+from ganger_daemon.bench.report import SAMPLES, Report
 
 _NODES, _GPUS = 2, 4
 _POLICY = "edf"

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from ganger_master.bench_report import SAMPLES, AtLeast, AtMost, report
+from ganger_master.bench.report import SAMPLES, AtLeast, AtMost, report
 from ganger_master.sim.anchors import ANCHORS, JOBS, LOADS, ORACLES, OURS, TRACES, Row, figures, judged, run
 from ganger_master.sim.processes import Failed, Report, each
 

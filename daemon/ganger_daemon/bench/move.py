@@ -21,8 +21,8 @@ from pathlib import Path
 
 from ganger.injob.page import Order, Page, PageError, State, Word, now_ns
 
-from ganger_daemon.bench_cluster import START_SECONDS, BenchCluster, ClusterError
-from ganger_daemon.bench_report import Report, quantile
+from ganger_daemon.bench.cluster import START_SECONDS, BenchCluster, ClusterError
+from ganger_daemon.bench.report import Report, quantile
 
 SIZES = (100 * 10**6, 10**9)
 QUICK_SIZES = (20 * 10**6,)

@@ -10,7 +10,7 @@ import struct
 import time
 from pathlib import Path
 
-from ganger_daemon.bench_report import Report, quantile
+from ganger_daemon.bench.report import Report, quantile
 from ganger_daemon.cgroups.contract import Cgroups
 from ganger_daemon.cgroups.probe import choose_cgroups
 
