@@ -6,6 +6,7 @@ the master can know (whether the gang could ever fit) is not judged here.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -43,6 +44,7 @@ KEYS = frozenset(
         "tolerance",
         "patience",
         "priority",
+        "weight",
         "time",
         "deadline",
         "max_failures",
@@ -57,6 +59,7 @@ KEYS = frozenset(
 _ROLE_KEYS = frozenset({"name", "tasks", "gpus", "cpus", "memory"})
 _DEFAULT_PATIENCE_SECONDS = 600.0
 _MAX_TASKS = 10_000
+_LEAST_WEIGHT, _MOST_WEIGHT = 0.01, 100
 _MAX_COMMAND_BYTES = 64 * 1024
 _MAX_ENVIRONMENT_BYTES = 256 * 1024
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -152,6 +155,7 @@ def make_spec(
         locality=_locality(reader),
         nodes=reader.read("nodes", _whole(0, _MAX_TASKS), 0),
         priority=reader.read("priority", _whole(-1_000, 1_000), 0),
+        weight=reader.read("weight", _weight, 0.0),
         gpu_memory_bytes=reader.read("gpu_memory", parse_memory, 0),
         max_failures=reader.read("max_failures", _whole(0, 1_000), 0),
         scheduler=reader.read("scheduler", _scheduler, ""),
@@ -436,6 +440,16 @@ def _whole(smallest: int, largest: int) -> Callable[[object], int]:
         return number
 
     return parse
+
+
+def _weight(value: object) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(str(value))
+    except ValueError:
+        number = math.nan
+    if not _LEAST_WEIGHT <= number <= _MOST_WEIGHT:
+        raise ValueError(f"must be a number from {_LEAST_WEIGHT} to {_MOST_WEIGHT}, not {value!r}")
+    return number
 
 
 def _cores_or_auto(value: Any) -> int:

@@ -61,10 +61,11 @@ def test_every_mistake_is_named_at_once() -> None:
         agent="maybe",
         preemptible="perhaps",
         movable="sometimes",
+        weight="heavy",
     )
     expected = (
         "colour command gpus memory time priority locality environment scheduler directory name agent preemptible"
-        " movable"
+        " movable weight"
     )
     assert set(found) == set(expected.split())
     assert "say what to run" in found["command"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from core.drive import GIB, SERVER, Drive, job_of
 from ganger.resources.values import Claim
 from ganger.v1 import scheduling_pb2
@@ -10,7 +11,7 @@ from ganger_master.core.commands import CancelJob, Change, Observe, ObservedGang
 from ganger_master.core.desired import desired_of
 from ganger_master.core.model import JobSpec, JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.settings import Settings
-from ganger_master.planner.matrices import Sharer, plan_matrices, rows_of
+from ganger_master.planner.matrices import Sharer, plan_matrices, rows_of, turns_by_weight
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies import policy_named
@@ -185,6 +186,31 @@ def test_gangs_over_several_nodes_take_turns_with_each_other() -> None:
     (node_set,) = drive.state.sets.values()
     assert node_set.nodes == ("n1", "n2")
     assert drive.rows == [[first], [second]]
+
+
+@pytest.mark.parametrize(
+    ("weights", "turns"),
+    [
+        ([], []),
+        ([1.0, 1.0, 1.0], [1, 1, 1]),
+        ([0.5, 0.5], [1, 1]),
+        ([2.0, 1.0], [2, 1]),
+        ([3.0, 2.0, 2.0], [3, 2, 2]),
+        ([1.0, 1.5], [2, 3]),
+        ([100.0, 1.0], [8, 1]),
+        ([1.0, 1.01], [1, 1]),
+    ],
+)
+def test_a_weight_is_so_many_turns(weights: list[float], turns: list[int]) -> None:
+    assert turns_by_weight(weights) == turns
+
+
+def test_who_has_twice_the_weight_gets_two_turns_of_three() -> None:
+    drive = Sharing()
+    heavy, light = drive.submitted(replace(job_of(4, GIB), weight=2.0), job_of(4, GIB))
+    drive.go_on()
+    assert drive.go_on() == ["ROW", "ROW"]
+    assert sorted(drive.rows) == [[heavy], [heavy], [light]]
 
 
 @given(st.lists(st.tuples(st.integers(1, 15), st.integers(1, 4)), min_size=1, max_size=6))

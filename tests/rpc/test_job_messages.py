@@ -53,6 +53,7 @@ SPEC = JobSpec(
     agent=Agent.NONE,
     deadline=1e9,
     movable=False,
+    weight=2.5,
 )
 CLAIM = Claim("n1", 0b11, (2000,), 1 << 31, tasks=(2,))
 GANG = Gang(

@@ -168,6 +168,8 @@ def _wants(job: Job) -> str:
         parts.append(f"at most {locality_text(locality.widest)} apart")
     if spec.priority:
         parts.append(f"priority {spec.priority}")
+    if spec.weight:
+        parts.append(f"weight {spec.weight:g}")
     if spec.scheduler:
         parts.append(f"scheduler {spec.scheduler}")
     return ", ".join(parts)

@@ -289,6 +289,7 @@ class JobSpec(google.protobuf.message.Message):
     AGENT_FIELD_NUMBER: builtins.int
     DEADLINE_FIELD_NUMBER: builtins.int
     MOVABLE_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
     display_name: builtins.str
     """A label for people; need not be unique, at most 63 characters."""
     working_directory: builtins.str
@@ -316,6 +317,10 @@ class JobSpec(google.protobuf.message.Message):
     movable: builtins.bool
     """False: never moved for another job's sake, or to be closer together; off a node that is drained it is, and who may be
     suspended still is.
+    """
+    weight: builtins.float
+    """Its share of what it has to share with others, to that of a job of weight 1: turns on a GPU, and what a fair policy
+    (drf, ftf, gandiva) gives it; 0.01..100, zero stands for 1. Priority goes before it.
     """
     @property
     def command(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -369,10 +374,11 @@ class JobSpec(google.protobuf.message.Message):
         agent: Global___JobSpec.Agent.ValueType = ...,
         deadline: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         movable: builtins.bool | None = ...,
+        weight: builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "checkpoint_interval", b"checkpoint_interval", "deadline", b"deadline", "locality", b"locality", "movable", b"movable", "preemptible", b"preemptible", "time_limit", b"time_limit"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "agent", b"agent", "checkpoint_interval", b"checkpoint_interval", "command", b"command", "deadline", b"deadline", "device_type", b"device_type", "display_name", b"display_name", "environment", b"environment", "gpu_memory_bytes", b"gpu_memory_bytes", "gpus_max", b"gpus_max", "gpus_min", b"gpus_min", "labels", b"labels", "locality", b"locality", "max_failures", b"max_failures", "movable", b"movable", "nodes", b"nodes", "preemptible", b"preemptible", "priority", b"priority", "roles", b"roles", "scheduler", b"scheduler", "time_limit", b"time_limit", "working_directory", b"working_directory"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "agent", b"agent", "checkpoint_interval", b"checkpoint_interval", "command", b"command", "deadline", b"deadline", "device_type", b"device_type", "display_name", b"display_name", "environment", b"environment", "gpu_memory_bytes", b"gpu_memory_bytes", "gpus_max", b"gpus_max", "gpus_min", b"gpus_min", "labels", b"labels", "locality", b"locality", "max_failures", b"max_failures", "movable", b"movable", "nodes", b"nodes", "preemptible", b"preemptible", "priority", b"priority", "roles", b"roles", "scheduler", b"scheduler", "time_limit", b"time_limit", "weight", b"weight", "working_directory", b"working_directory"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__movable: typing_extensions.TypeAlias = typing.Literal["movable"]
     _WhichOneofArgType__movable: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable"]

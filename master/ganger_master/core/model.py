@@ -186,6 +186,8 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
     deadline: float = 0.0
     # Whether it may be moved for others, or to be closer together.
     movable: bool = True
+    # Its share of what it has to share with others, to that of a job of weight 1.
+    weight: float = 1.0
     # Set by the master.
     array: Membership | None = None
 

@@ -15,6 +15,7 @@ _COMMAND_LIMIT = 1_000
 _COMMAND_BYTES_LIMIT = 64 * 1024
 _NAME_LIMIT = 63
 _PRIORITY_LIMIT = 1_000
+_LEAST_WEIGHT, _MOST_WEIGHT = 0.01, 100
 _FAILURES_LIMIT = 1_000_000
 _GPUS_PER_TASK_LIMIT = 64
 _TEXT_LIMIT = 4_096
@@ -93,6 +94,8 @@ def _wrong_numbers(spec: JobSpec) -> Iterator[tuple[str, str]]:
     # Of seconds it is asked what they must be: what is no number is neither more nor less.
     if abs(spec.priority) > _PRIORITY_LIMIT:
         yield "spec.priority", f"from -{_PRIORITY_LIMIT} to {_PRIORITY_LIMIT}"
+    if not _LEAST_WEIGHT <= spec.weight <= _MOST_WEIGHT:
+        yield "spec.weight", f"from {_LEAST_WEIGHT} to {_MOST_WEIGHT}"
     limit = spec.time_limit_seconds
     if limit is not None and not limit > 0:
         yield "spec.time_limit", "must be more than zero"

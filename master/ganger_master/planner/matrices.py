@@ -36,6 +36,8 @@ from ganger_master.policies.room import Room
 # Of those who wait, as many are looked at in one pass; of those who join, as many at once.
 _WAITING_MOST: Final = 2_000
 _JOINERS_MOST: Final = 64
+# In one cycle of rows: who has the least waits for its turn no longer than so many quanta for each of the others.
+_TURNS_MOST: Final = 8
 _ANYWHERE: Final = Want()
 
 _Device: TypeAlias = tuple[str, int]
@@ -94,14 +96,22 @@ def plan_matrices(
 
 
 def rows_of(sharers: Sequence[Sharer], cores: Mapping[str, Sequence[int]]) -> list[list[Sharer]]:
-    """Who runs at once, row by row: nobody twice on a device, nor more cores of a node than there are for a row."""
+    """Who runs at once, row by row: nobody twice on a device, nor more cores of a node than there are for a row.
+
+    Who has more turns (`turns_by_weight`) comes when its next is due by its share (stride scheduling, Waldspurger and
+    Weihl 1995).
+    """
     rows: list[list[Sharer]] = []
-    for one in sharers:
-        fitting = next((row for row in rows if _fits(one, row, cores)), None)
-        if fitting is None:
-            rows.append([one])
-        else:
-            fitting.append(one)
+    turns = turns_by_weight([one.job.spec.weight for one in sharers])
+    had = [0] * len(sharers)
+    while any(had[index] < turns[index] for index in range(len(sharers))):
+        row: list[Sharer] = []
+        due = [index for index in range(len(sharers)) if had[index] < turns[index]]
+        for index in sorted(due, key=lambda index: (had[index] + 1) / turns[index]):
+            if _fits(sharers[index], row, cores):
+                row.append(sharers[index])
+                had[index] += 1
+        rows.append(row)
     for index, row in enumerate(rows):
         # Whoever came just before goes on, if it can, before it has to wait for its next turn.
         others = [one for step in range(1, len(rows)) for one in rows[index - step]]
@@ -109,6 +119,24 @@ def rows_of(sharers: Sequence[Sharer], cores: Mapping[str, Sequence[int]]) -> li
             if one not in row and _fits(one, row, cores):
                 row.append(one)
     return rows
+
+
+def turns_by_weight(weights: Sequence[float]) -> list[int]:
+    """How many rows each is to be in, of as few as give the shares best; nobody more than `_TURNS_MOST`."""
+    if not weights:
+        return []
+    least = min(weights)
+    ratios = [min(weight / least, _TURNS_MOST) for weight in weights]
+    times = range(1, int(_TURNS_MOST // max(ratios)) + 1)
+    rounded = ([round(ratio * many) for ratio in ratios] for many in times)
+    # Of equally good ones the first: the shortest cycle.
+    return min(rounded, key=lambda turns: _error(turns, ratios))
+
+
+def _error(turns: Sequence[int], ratios: Sequence[float]) -> float:
+    """The largest part by which a share is off."""
+    each = sum(turns) / sum(ratios)
+    return max(abs(count / (ratio * each) - 1) for count, ratio in zip(turns, ratios, strict=True))
 
 
 def _fits(one: Sharer, row: Sequence[Sharer], cores: Mapping[str, Sequence[int]]) -> bool:

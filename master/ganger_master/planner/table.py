@@ -57,7 +57,7 @@ class LiveTable:
         job = None if row is None else self.jobs[row]
         return None if row is None or job is None else (job, self.gangs[row])
 
-    def put(self, job: Job, gang: Gang | None, weight: float = 1.0) -> None:
+    def put(self, job: Job, gang: Gang | None) -> None:
         """A job as it is now, with the gang of its present epoch if there is one."""
         number = job.number
         row = self._row_of.get(number)
@@ -79,7 +79,7 @@ class LiveTable:
             memory = sum([role.tasks * role.shape.memory_bytes for role in spec.roles])
             user = self._users.setdefault(job.user, len(self._users))
             self._integers[:, row] = number, job.gpus, spec.priority, user
-            self._numbers[:5, row] = job.create_time, tasks / 1000, memory, weight, spec.deadline or np.inf
+            self._numbers[:5, row] = job.create_time, tasks / 1000, memory, spec.weight, spec.deadline or np.inf
             self._numbers[5:, row] = 0.0
             if self.memory is not None:
                 self.memory.begin(row, (user, spec.gpus))

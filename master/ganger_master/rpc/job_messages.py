@@ -80,6 +80,7 @@ def spec_from_wire(message: job_pb2.JobSpec) -> JobSpec:
         agent=Agent.NONE if message.agent == job_pb2.JobSpec.AGENT_NONE else Agent.AUTOMATIC,
         deadline=times.unix_seconds(message.deadline) if message.HasField("deadline") else 0.0,
         movable=message.movable if message.HasField("movable") else True,
+        weight=message.weight or 1.0,
     )
 
 
@@ -114,6 +115,8 @@ def spec_to_wire(spec: JobSpec, *, with_environment: bool, into: job_pb2.JobSpec
     message.preemptible = spec.preemptible
     if not spec.movable:
         message.movable = False
+    if spec.weight != 1.0:
+        message.weight = spec.weight
     if spec.gpus_min or spec.gpus_max:
         message.gpus_min, message.gpus_max = spec.gpus_min, spec.gpus_max
     if spec.checkpoint_interval_seconds:

@@ -190,7 +190,6 @@ class _Replay:
             max(group.configuration_set.devices for group in servers.groups),
         )
         self.measured = self._measured()
-        self._weights = jobs.weight.tolist()
         self._specs = specs_of(jobs, servers, options.ideal, EPOCH_S)
         self._open(servers)
         self.quantum_s = quantum_s(self.nodes.switch_s) if options.round_s is None else options.round_s
@@ -334,7 +333,7 @@ class _Replay:
             job = self.state.jobs.get(number)
             if job is not None:
                 if has_planner:
-                    self.table.put(job, self.state.gangs.get(job.epoch), self._weights[number - 1])
+                    self.table.put(job, self.state.gangs.get(job.epoch))
                 self.nodes.follow(number)
         if effects.turns:
             self.turns.take(effects.turns, now)

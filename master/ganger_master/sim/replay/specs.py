@@ -24,7 +24,7 @@ def specs_of(jobs: Workload, servers: Servers, ideal: bool, epoch_s: float = 0.0
     say of cores and memory is a share in proportion to the devices. `ideal`: only devices count, anywhere. `epoch_s`:
     when the trace's clock begins."""
     largest = max(group.configuration_set.devices for group in servers.groups)
-    made: dict[tuple[int, int, int, int, int, int, str, str, float], JobSpec] = {}
+    made: dict[tuple[int, int, int, int, int, int, str, str, float, float], JobSpec] = {}
     deadlines = np.where(np.isnan(jobs.deadline_s), 0.0, jobs.deadline_s + epoch_s).tolist()
     specs = []
     cpus, memory = jobs.cpus, jobs.memory_bytes
@@ -36,8 +36,8 @@ def specs_of(jobs: Workload, servers: Servers, ideal: bool, epoch_s: float = 0.0
         is_elastic = least < most
         sizes = (least, most) if is_elastic else (0, 0)
         device_type = "" if ideal else jobs.gpu_type[job]
-        priority, deadline = int(jobs.priority[job]), deadlines[job]
-        key = (gpus, *sizes, millicores, each, priority, device_type, jobs.model[job], deadline)
+        priority, deadline, weight = int(jobs.priority[job]), deadlines[job], float(jobs.weight[job])
+        key = (gpus, *sizes, millicores, each, priority, device_type, jobs.model[job], deadline, weight)
         spec = made.get(key)
         if spec is None:
             spec = made[key] = JobSpec(
@@ -50,6 +50,7 @@ def specs_of(jobs: Workload, servers: Servers, ideal: bool, epoch_s: float = 0.0
                 device_type=device_type,
                 display_name=jobs.model[job],
                 deadline=deadline,
+                weight=weight,
             )
         specs.append(spec)
     return specs
