@@ -12,9 +12,10 @@ from ganger_master.core.making_room import kept_for, making_room_for
 from ganger_master.core.model import JobSpec, ObservedPhase, SuspendLevel
 from ganger_master.core.purpose import Finding, Goal
 from ganger_master.models.locality import LocalityPoint
+from ganger_master.planner.acting import Moving, Terms
 from ganger_master.planner.brought import Brought
 from ganger_master.planner.errands import LONGEST_S
-from ganger_master.planner.moves import Moving, Terms, plan_moves
+from ganger_master.planner.moves import moves_nobody, plan_moves
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass, plan
@@ -69,9 +70,18 @@ class Moved(Planned):
             return plan(policy.order, policy.placement, table, self.now, capacity, room, may_stop, kept_out=kept_out)
 
         terms = Terms(policy.placement, tuple(self.state.draining), is_strict=policy.order.is_strict, rated=self.rates)
+        is_idle = moves_nobody(self.moving, terms, table, self.now, room)
         found, self.moving, self.findings, self.again_s = plan_moves(
             inner, terms, table, self.now, room, self.moving, kept_out, may_stop
         )
+        if is_idle and not may_stop:
+            assert (found.changes, self.findings, self.moving.errands) == ((), (), ())
+        twins = [
+            plan_moves(inner, terms, table, self.now, room, self.moving, kept_out, may_stop, is_news=is_news)
+            for is_news in (True, False)
+        ]
+        assert [twin[0].changes for twin in twins] == [twins[0][0].changes] * 2, "without news it is the same"
+        assert [twin[1].errands for twin in twins] == [twins[0][1].errands] * 2
         assert rows == [replace(row, version=0) for row in view.rows()], "the view is left as it was"
         return found
 

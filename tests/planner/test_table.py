@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from ganger.resources.values import Level, Role, TaskShape
 from ganger_master.core.model import Gang, GangPhase, GangRole, Job, JobSpec, JobState
 from ganger_master.planner.table import LiveTable
@@ -53,3 +54,35 @@ def test_a_row_taken_anew_knows_nothing_of_who_had_it() -> None:
     table.put(replace(JOB, state=JobState.CANCELLED), None)
     table.put(replace(JOB, state=JobState.HOLDING, pending_since=0.0), gang(1, 150.0))
     assert clocks(table, 160.0) == (0.0, 0.0, math.inf, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("most_gpus", [0, 2, 8])
+@pytest.mark.parametrize("least_urgent", [None, 0, 1])
+def test_who_asks_for_what_could_be_had_is_as_a_look_at_each_of_them_says(
+    most_gpus: int, least_urgent: int | None
+) -> None:
+    table = LiveTable()
+    assert table.least_urgent_running is None
+    held = replace(JOB, state=JobState.HOLDING, epoch=1, pending_since=0.0)
+    table.put(held, gang(1, 140.0))
+    assert table.least_urgent_running == 0
+    jobs = {
+        number: replace(
+            JOB,
+            number=number,
+            spec=replace(SPEC, priority=number % 3, roles=(Role("worker", 1, TaskShape(gpus=1 + number % 4)),)),
+        )
+        for number in range(20, 32)
+    }
+    for job in jobs.values():
+        table.put(job, None)
+    numbers = [7, 999, *reversed(jobs)]
+    naive = []
+    for number in numbers:
+        waiting = jobs.get(number)
+        if waiting is not None:
+            outranks = least_urgent is not None and waiting.spec.priority > least_urgent
+            if waiting.gpus <= most_gpus or outranks:
+                naive.append(number)
+    assert table.asking(numbers, most_gpus, least_urgent) == naive
+    assert table.asking([], most_gpus, least_urgent) == []

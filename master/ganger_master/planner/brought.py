@@ -7,6 +7,7 @@ different closeness is a measurement of how much closeness means to jobs of its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, TypeAlias
@@ -26,6 +27,9 @@ from ganger_master.policies.introspect.whatif import Claims
 
 # What is not settled by then is not to be seen.
 _LONGEST_S: Final = 3600.0
+# What moves have brought is looked at so often, at most and before anything is seen.
+_LEAST_LOOK_S: Final = 2.0
+_LOOK_S: Final = 10.0
 # Windows before a move that count; measurements kept of jobs of one kind, and kinds.
 _MOST_BEFORE: Final = 16
 _MOST_POINTS: Final = 16
@@ -66,11 +70,14 @@ class Nobody:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
+    """`look_s`: when there may be more to see."""
+
     goal: Goal
     before: tuple[float, ...]
     source: Claims
     claims: Claims
     began_s: float
+    look_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +93,24 @@ class Brought:
         before = rated.present(number)[-_MOST_BEFORE:]
         if len(before) < 2 or not sum(before) > 0.0 or goal not in _WHY:
             return self
-        return replace(self, trials={**self.trials, number: Trial(goal, before, gang.claims, claims, now)})
+        trial = Trial(goal, before, gang.claims, claims, now, now + _LOOK_S)
+        return replace(self, trials={**self.trials, number: trial})
+
+    @property
+    def look_s(self) -> float:
+        """When to look at some of them again, though nothing happens."""
+        return min([trial.look_s for trial in self.trials.values()], default=math.inf)
 
     def looked(self, table: LiveTable, view: View, rated: Rated, now: float) -> tuple[Brought, tuple[Finding, ...]]:
-        """After a look at all that were moved; and what was found."""
-        if not self.trials:
+        """After a look at all that were moved and of whom there may be more to see; and what was found."""
+        if now < self.look_s:
             return self, ()
         trials, failed, points = dict(self.trials), self.failed, dict(self.points)
         findings = []
         for number, trial in self.trials.items():
+            if now < trial.look_s:
+                continue
+            trials[number] = replace(trial, look_s=now + _LOOK_S)
             found = table.get(number)
             if found is None or now >= trial.began_s + _LONGEST_S:
                 del trials[number]
@@ -102,9 +118,11 @@ class Brought:
             where = _where(*found, trial)
             if where is None:
                 continue
-            after = rated.present(number) if where else ()
             if not where:
                 del trials[number]
+                continue
+            after = rated.present(number)
+            trials[number] = replace(trial, look_s=now + next_look_s(now - trial.began_s, len(after)))
             if len(after) < FIRST_WINDOWS:
                 continue
             judged = verdict(_WHY[trial.goal], Rates(trial.before, after))
@@ -127,6 +145,17 @@ class Brought:
         """Of jobs of this kind, as far as moves have shown it."""
         points = self.points.get(kind)
         return fit_locality(points) if points else UNKNOWN_JOB
+
+
+def next_look_s(gone_s: float, windows: int) -> float:
+    """How long until there are as many windows as the next look of `judge` needs: as they came so far."""
+    if not windows:
+        return max(_LOOK_S, gone_s / 2)
+    wanted = FIRST_WINDOWS
+    while wanted <= windows:
+        wanted *= 2
+    # Of the first one nothing is told.
+    return max(_LEAST_LOOK_S, gone_s * (wanted - windows) / (windows + 1))
 
 
 def _where(job: Job, gang: Gang | None, trial: Trial) -> bool | None:

@@ -6,7 +6,7 @@ Whoever plans feeds it every job that changed; it makes no difference in which o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -230,6 +230,20 @@ class LiveTable:
         return int(self._integers[2, self._flags[2]].max())
 
     @property
+    def least_urgent_running(self) -> int | None:
+        """The lowest priority of those who hold a gang and were not told to give it back; None without any."""
+        running = self._flags[1]
+        return int(self._integers[2, running].min()) if running.any() else None
+
+    def asking(self, numbers: Sequence[int], most_gpus: int, least_urgent: int | None) -> list[int]:
+        """Of these, in their order, who could be started and is of no more devices than that, or of a higher priority
+        than `least_urgent`."""
+        rows = np.fromiter([self._row_of.get(number, -1) for number in numbers], np.int64, len(numbers))
+        _, gpus, priority, _ = self._integers[:, rows]
+        may = (rows >= 0) & self._flags[2, rows] & ((gpus <= most_gpus) | (priority > _or_most(least_urgent)))
+        return [numbers[at] for at in np.flatnonzero(may).tolist()]
+
+    @property
     def has_waiting(self) -> bool:
         """Whether anybody could be started."""
         return bool(self._waiting)
@@ -281,6 +295,11 @@ class LiveTable:
             new = np.zeros((len(old), room), old.dtype)
             new[:, : room // 2] = old
             setattr(self, name, new)
+
+
+def _or_most(priority: int | None) -> int:
+    """Of nobody who runs there is one with a lower priority."""
+    return np.iinfo(np.int64).max if priority is None else priority
 
 
 def _unknown(count: int) -> Floats:

@@ -28,9 +28,10 @@ from ganger_master.core.commands import Change, Promise
 from ganger_master.core.model import SuspendLevel
 from ganger_master.core.purpose import Finding
 from ganger_master.planner import trials
+from ganger_master.planner.acting import Moving, Terms
 from ganger_master.planner.elastic import Growing, Sizes, plan_sizes, with_sizes
 from ganger_master.planner.measured import Measured
-from ganger_master.planner.moves import Moving, Terms, plan_moves
+from ganger_master.planner.moves import plan_moves
 from ganger_master.planner.pace import Pace
 from ganger_master.planner.passes import plan_by
 from ganger_master.planner.refused import NOBODY, KeptOut, Refused

@@ -19,7 +19,8 @@ from ganger_master.core.purpose import Finding
 from ganger_master.core.settings import Settings
 from ganger_master.core.sharing import CAPABILITY
 from ganger_master.core.state import State
-from ganger_master.planner.moves import Inner, Moving, Terms, plan_moves
+from ganger_master.planner.acting import Moving, Terms
+from ganger_master.planner.moves import Inner, moves_nobody, plan_moves
 from ganger_master.planner.packed import plan_packed
 from ganger_master.planner.passes import plan_by
 from ganger_master.planner.refused import NOBODY, KeptOut
@@ -358,13 +359,13 @@ class _Replay:
         now = self.clock.now
         if not may_stop and now < self._moves_at and not (self._is_news and self._may_start()):
             return False
-        self._is_news = False
-        if not (may_stop or self.policy.moves) and self._is_vain():
+        is_news, self._is_news = self._is_news, False
+        if not (may_stop or (self.policy.moves and not self._moves_nobody())) and self._is_vain():
             return False
         # Who finds room need not wait for a plan that stops others.
         findings: tuple[Finding, ...] = ()
         if self.policy.moves:
-            found, findings = self._moved(now, may_stop)
+            found, findings = self._moved(now, may_stop, is_news)
         else:
             found = self._pass(now, may_stop)
         self._is_waited_for = found.waits
@@ -418,17 +419,26 @@ class _Replay:
         self.shared = self.shared.without(before, refused)
         return len(refused) < len(answer.verdicts)
 
-    def _moved(self, now: float, may_stop: bool) -> tuple[Pass, tuple[Finding, ...]]:
+    def _moved(self, now: float, may_stop: bool, is_news: bool) -> tuple[Pass, tuple[Finding, ...]]:
         """The pass, where jobs are moved too."""
-        terms = Terms(self.policy.placement, draining=tuple(self.state.draining), is_strict=self.order.is_strict)
-        return self._with_moves(lambda kept_out, may: self._pass(now, may, kept_out), terms, may_stop)
+        return self._with_moves(
+            lambda kept_out, may: self._pass(now, may, kept_out), self._terms_of_moves(), may_stop, is_news
+        )
 
-    def _with_moves(self, inner: Inner, terms: Terms, may_stop: bool = False) -> tuple[Pass, tuple[Finding, ...]]:
+    def _terms_of_moves(self) -> Terms:
+        return Terms(self.policy.placement, draining=tuple(self.state.draining), is_strict=self.order.is_strict)
+
+    def _moves_nobody(self) -> bool:
+        return moves_nobody(self.moving, self._terms_of_moves(), self.table, self.clock.now, self.room)
+
+    def _with_moves(
+        self, inner: Inner, terms: Terms, may_stop: bool = False, is_news: bool = True
+    ) -> tuple[Pass, tuple[Finding, ...]]:
         assert self.windows is not None
         self.windows.now = self.clock.now
         terms = replace(terms, rated=self.windows)
         found, self.moving, findings, again_s = plan_moves(
-            inner, terms, self.table, self.clock.now, self.room, self.moving, NOBODY, may_stop
+            inner, terms, self.table, self.clock.now, self.room, self.moving, NOBODY, may_stop, is_news
         )
         if again_s != self._moves_at:
             self._moves_at = again_s

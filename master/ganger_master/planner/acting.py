@@ -1,0 +1,166 @@
+"""What a pass that moves jobs goes by, and what it has begun so far: errands, changes, and when to look again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final
+
+from ganger_master.core.arenas import has_arenas
+from ganger_master.core.commands import Change, Promise
+from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState
+from ganger_master.core.moving import can_hand_over
+from ganger_master.core.purpose import Goal
+from ganger_master.planner.brought import Brought, Nobody, Rated
+from ganger_master.planner.errands import Errand, Leg, Stage, carry_on, stage_of
+from ganger_master.planner.move_costs import MoveCosts, move_costs
+from ganger_master.planner.table import LiveTable
+from ganger_master.planner.target import Pass
+from ganger_master.policies.introspect.hole import Hole, Movable, Movables, in_order
+from ganger_master.policies.introspect.migration import movable
+from ganger_master.policies.introspect.whatif import Claims, WhatIf
+from ganger_master.policies.place import Placement
+
+# Moves under way at once, for each of which hosts and networks work.
+MOST_AT_ONCE: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """When a gang's hole is looked for again: then, or when more devices are `free`. `is_found`: there is one, which
+    will be worth it soon."""
+
+    again_s: float
+    free: int
+    is_found: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """What is remembered; lost, it costs some moves twice."""
+
+    errands: tuple[Errand, ...] = ()
+    looked: Mapping[int, Looked] = field(default_factory=dict)
+    # When each job was last sent away, for a while.
+    moved_at: Mapping[int, float] = field(default_factory=dict)
+    brought: Brought = field(default_factory=Brought)
+    # When who lies badly was looked for last.
+    closer_s: float = -math.inf
+    # What the other pass said last, but for its changes.
+    found: Pass | None = None
+
+    @property
+    def promises(self) -> tuple[Promise, ...]:
+        """What the master is to keep for whom."""
+        return tuple([Promise(one.waiting, one.hole) for one in self.errands if one.waiting])
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """`placement`: who finds places. `draining`: names of nodes that are to be emptied. `holes`: room is made for gangs
+    that wait, and who rests by a plan is brought back; no other pass does. `per_hour`: moves that nobody waits for."""
+
+    placement: Placement
+    draining: tuple[str, ...] = ()
+    holes: bool = True
+    is_strict: bool = False
+    per_hour: float | None = None
+    rated: Rated = field(default_factory=Nobody)
+
+
+class Acting:
+    """`trying` is the room, with all taken that has been begun."""
+
+    def __init__(self, terms: Terms, table: LiveTable, now: float, trying: WhatIf) -> None:
+        self.terms = terms
+        self.table = table
+        self.now = now
+        self.trying = trying
+        self.room = trying.room
+        self.errands: list[Errand] = []
+        self.changes: list[Change] = []
+        self.again_s = math.inf
+
+    def come_back(self, when_s: float) -> None:
+        """The next pass is to be then at the latest, though nothing happens."""
+        self.again_s = min(self.again_s, when_s)
+
+    @property
+    def free(self) -> int:
+        """Devices of nodes that take gangs that nobody has, and that are kept for nobody."""
+        return self.room.free_devices
+
+    @cached_property
+    def running(self) -> list[tuple[Job, Gang]]:
+        return self.table.running
+
+    @cached_property
+    def costs(self) -> MoveCosts:
+        return move_costs(self.running)
+
+    @cached_property
+    def gangs(self) -> dict[int, tuple[Job, Gang, Movable]]:
+        """Those that can be moved at all, by number."""
+        return self.movable(self.running)
+
+    def movable(self, pairs: Iterable[tuple[Job, Gang]]) -> dict[int, tuple[Job, Gang, Movable]]:
+        """Of these."""
+        view, costs = self.room.view, self.costs
+        found = {}
+        for job, gang in pairs:
+            if _can_move(job, gang):
+                one = movable(view, job.number, job.shape, _held(gang), costs.pause_s(job, gang))
+                found[job.number] = job, gang, one
+        return found
+
+    @property
+    def busy(self) -> frozenset[int]:
+        """Who is on an errand, or waits for one."""
+        return frozenset().union(*[errand.numbers for errand in self.errands])
+
+    @property
+    def changed(self) -> frozenset[int]:
+        return frozenset(change.number for change in self.changes)
+
+    @property
+    def under_way(self) -> int:
+        """Legs of errands that are not done."""
+        stages = [stage_of(leg, self.table) for errand in self.errands for leg in errand.legs]
+        return sum(stage not in (Stage.DONE, Stage.RESTS) for stage in stages)
+
+    def others(self, busy: frozenset[int]) -> Movables:
+        """Who may be moved for others' sake, but for these."""
+        return Movables(
+            self.room.view, [one for n, (job, _, one) in self.gangs.items() if n not in busy and job.spec.movable]
+        )
+
+    def begin(self, goal: Goal, hole: Hole, waiting: int = 0, saved: float = 0.0) -> bool:
+        """An errand, and its first changes; not where somebody would have to rest on its way who cannot."""
+        ordered, parked = in_order(hole.moves)
+        if not all(has_arenas(self.gangs[move.number][1]) for move in parked):
+            return False
+        legs = []
+        for move in ordered:
+            job, gang, _ = self.gangs[move.number]
+            pause = self.costs.pause_s(job, gang)
+            legs.append(Leg(move.number, gang.claims, move.claims, pause, is_parked=move in parked))
+        errand = Errand(goal, tuple(legs), self.now, waiting, hole.claims if waiting else (), saved)
+        carried = carry_on([errand], self.table, self.trying, self.now)
+        self.errands.extend(carried.errands)
+        self.changes.extend(carried.changes)
+        return bool(carried.errands)
+
+
+def _can_move(job: Job, gang: Gang) -> bool:
+    if gang.intent is not Intent.RUN or gang.phase is not GangPhase.RUNNING or job.state is not JobState.HOLDING:
+        return False
+    if job.next_epoch or job.ending is not None or not job.spec.preemptible or not job.capabilities.known:
+        return False
+    # Who shares a device is its pack's to move.
+    return can_hand_over(job) and not any(piece.claim.shared_mask for piece in gang.pieces)
+
+
+def _held(gang: Gang) -> Claims:
+    return tuple([piece.held for piece in gang.pieces if piece.held is not None])

@@ -1,0 +1,62 @@
+"""Everybody off nodes that are drained; and whoever rests by a plan goes on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from msgspec.structs import replace as replace_of
+
+from ganger_master.core.commands import Change
+from ganger_master.core.model import Gang, Job, SuspendLevel
+from ganger_master.core.moving import can_hand_over
+from ganger_master.core.purpose import Goal, Purpose
+from ganger_master.planner.acting import MOST_AT_ONCE, Acting
+from ganger_master.planner.errands import is_free
+from ganger_master.policies.introspect.hole import Hole
+from ganger_master.policies.introspect.migration import drained
+from ganger_master.policies.place import Want
+
+
+def drain(acting: Acting, node: str) -> None:
+    """Who can leave does, also where others have to make room; who cannot is parked on storage."""
+    busy = acting.busy
+    gangs = [one for number, (_, _, one) in acting.gangs.items() if number not in busy]
+    proposals, stuck = drained(acting.room, node, gangs, acting.others(busy), acting.terms.placement)
+    for proposal in proposals:
+        if acting.under_way + len(proposal.moves) > MOST_AT_ONCE or acting.busy & {m.number for m in proposal.moves}:
+            break
+        acting.begin(Goal.DRAIN, Hole((), proposal.moves))
+    if not acting.errands and not any(job.next_epoch for job, _ in acting.running):
+        # Nobody is on the way who could leave room.
+        for number in stuck:
+            job = acting.gangs[number][0]
+            if job.capabilities.checkpoint:
+                level, purpose = SuspendLevel.CHECKPOINT, Purpose(Goal.DRAIN)
+                acting.changes.append(Change(number, job.revision, "SUSPEND", level=level, purpose=purpose))
+
+
+def parked(acting: Acting) -> list[tuple[Job, Gang]]:
+    """Who rests in host memory because a plan said so, and is on no errand, first one first."""
+    busy = acting.busy
+    found = [
+        (job, gang)
+        for job, gang in acting.table.parked
+        if job.number not in busy and gang.park_level is SuspendLevel.OFFLOAD and job.ending is None
+    ]
+    return sorted(found, key=lambda one: (-one[0].spec.priority, one[0].number))
+
+
+def bring_back(acting: Acting, pairs: Sequence[tuple[Job, Gang]]) -> None:
+    """Where it was, if that is free, else elsewhere out of its memory."""
+    for job, gang in pairs:
+        purpose = Purpose(Goal.RETURN, pause_seconds=acting.costs.pause_s(job, gang))
+        own = tuple([replace_of(claim, memory_bytes=0, arena_bytes=0) for claim in gang.claims])
+        if is_free(acting.room.view, own):
+            acting.changes.append(Change(job.number, job.revision, "RESUME", purpose=purpose))
+            acting.trying.take(own)
+            continue
+        claims = acting.terms.placement.place(acting.room, job.shape, Want(math.inf)) if can_hand_over(job) else None
+        if claims is not None:
+            acting.changes.append(Change(job.number, job.revision, "MOVE", claims, purpose=purpose))
+            acting.trying.take(claims)
