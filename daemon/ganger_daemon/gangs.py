@@ -217,8 +217,9 @@ class GangSet:
 
     @staticmethod
     def collide(one: LocalGang, other: LocalGang) -> bool:
-        """Whether they cannot run at once."""
-        return collide(one.desired.claim, other.desired.claim)
+        """Whether they cannot run at once, by what the master says of them now: an order that one of them still obeys
+        may be of a time when they were packed."""
+        return collide(one.told.claim, other.told.claim)
 
     def _start_blocked_by(self, gang: LocalGang) -> str:
         return self.rotation.waits(gang) or self.blocked_by(gang)
@@ -230,7 +231,7 @@ class GangSet:
         that the master packs: both of them say so.
         """
         for key, other in sorted(self._gangs.items()):
-            if other is gang or not collide(gang.desired.claim, other.desired.claim):
+            if other is gang or not self.collide(gang, other):
                 continue
             least = Level.PAUSE if self.rotation.share_paused(gang, other) else Level.OFFLOAD
             if not _holds_devices(other, least):

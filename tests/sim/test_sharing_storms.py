@@ -71,6 +71,11 @@ def test_who_has_left_its_turns_and_runs_again_takes_none_though_a_node_still_ha
     run(1041, jobs=14, seconds=500.0)
 
 
+def test_who_was_packed_with_another_and_then_takes_turns_with_it_waits_for_it() -> None:
+    """A storm in which both were on a device, by what they had been told before."""
+    run(1013, jobs=14, seconds=500.0)
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("block", range(40))
 def test_long_storms_of_plans_without_turns_break_no_rule_and_every_job_ends(block: int) -> None:

@@ -67,7 +67,7 @@ class Ranks:
     @property
     def shared(self) -> list[tuple[str, int]]:
         """Those of its devices of which it was told that others may be there, too."""
-        return self._named(self.order.claim.shared_mask)
+        return self._named(self.wanted.claim.shared_mask)
 
     def _named(self, mask: int) -> list[tuple[str, int]]:
         return [(self.node, device) for device in bits(mask)]
@@ -132,8 +132,13 @@ class Physics:
         self.follow(ranks, order, (0, 0))
 
     def follow(self, ranks: Ranks, order: DesiredGang, switch: tuple[int, int]) -> None:
-        """The order of the highest rank counts: a switch outranks the master's order under which it is made."""
-        if (order.master_sequence, switch) < (ranks.order.master_sequence, ranks.switch):
+        """The order of the highest rank counts: a switch outranks the master's order under which it is made. One of the
+        same rank says nothing new, whatever else is in it."""
+        rank, present = (order.master_sequence, switch), (ranks.order.master_sequence, ranks.switch)
+        if rank < present:
+            return
+        if rank == present:
+            self._follow(ranks)
             return
         if order.master_sequence > ranks.order.master_sequence:
             ranks.trouble = ""
@@ -184,14 +189,14 @@ class Physics:
     def is_blocked(self, ranks: Ranks) -> bool:
         """Whether somebody is on its devices, who does not share them as it does. What it moves away from, or grows out
         of, gives them up at the boundary."""
-        own, restore = ranks.order.claim, ranks.order.restore
+        own, restore = ranks.wanted.claim, ranks.order.restore
         for (_, node), other in self.ranks.items():
             if node != ranks.node or other is ranks or not other.is_on_devices:
                 continue
             turns = self.turns.get(node)
             if turns is not None and other.doing is Doing.PARKED and turns.share_paused(ranks, other):
                 continue
-            there = other.order.claim
+            there = other.wanted.claim
             collide = own.device_mask & there.device_mask & ~(own.shared_mask & there.shared_mask)
             if collide and (other.order.uid != ranks.order.uid or restore.alone):
                 return True

@@ -1,0 +1,104 @@
+"""Stories of gangs that take turns on simulated nodes whose rows the daemons' own core switches."""
+
+from __future__ import annotations
+
+from ganger.resources.topology import parse_topology
+from ganger.resources.values import Claim, Role, TaskShape
+from ganger_master.core.answers import PlanAnswer
+from ganger_master.core.commands import Change, ProposePlan
+from ganger_master.core.model import Gang, GangPhase, Job, JobSpec, JobState, SuspendLevel
+from ganger_master.core.settings import Settings
+from ganger_master.sim.cluster import Cluster
+from sim.rows_of_daemons import DaemonTurns
+
+_GIB = 1 << 30
+SERVER = parse_topology("2x2", name="v4", millicores=16_000, memory_bytes=64 * _GIB, device_memory_bytes=4 * _GIB)
+QUANTUM_SECONDS = 5.0
+
+
+class Story:
+    """Nodes n1, n2, ...; nobody but the plans here starts a job."""
+
+    def __init__(self, nodes: int) -> None:
+        self.cluster = Cluster(1, [], Settings())
+        self.turns: dict[str, DaemonTurns] = {}
+        for number in range(1, nodes + 1):
+            self.cluster.add_node(
+                f"n{number}",
+                SERVER,
+                {"packing": "yes", "rotation": "yes"},
+                lambda daemon: DaemonTurns(daemon, self.turns),
+            )
+        self.cluster.host.crash(1e9)
+        self.cluster.run_for(5.0)
+
+    def submit(self, gpus: int, steps: int = 60) -> int:
+        spec = JobSpec(
+            ("train", str(steps)), (Role("worker", gpus, TaskShape(1, 1_000, 2 * _GIB)),), gpu_memory_bytes=_GIB
+        )
+        submission = self.cluster.submit(spec)
+        assert self.cluster.run_until(lambda: submission.number > 0, 10.0)
+        return submission.number
+
+    def job(self, number: int) -> Job:
+        return self.cluster.state.jobs[number]
+
+    def gang(self, number: int) -> Gang:
+        return self.cluster.state.gangs[self.job(number).epoch]
+
+    def change(self, number: int, kind: str, claims: tuple[Claim, ...] = (), **fields: object) -> Change:
+        return Change(number, self.job(number).revision, kind, claims, **fields)  # type: ignore[arg-type]  # its own
+
+    def propose(self, *changes: Change) -> None:
+        answer = self.cluster.ask(ProposePlan(changes))
+        assert isinstance(answer, PlanAnswer)
+        assert all(verdict.approved for verdict in answer.verdicts), answer.verdicts
+
+    def place(self, number: int, *devices: tuple[str, int, int]) -> None:
+        """On (node, devices, those of them that are shared), and it runs."""
+        self.propose(self.change(number, "START", tuple([claim(*where) for where in devices])))
+        assert self.cluster.run_until(lambda: self.gang(number).phase is GangPhase.RUNNING, 60.0)
+
+    def rest(self, number: int) -> None:
+        self.propose(self.change(number, "SUSPEND", level=SuspendLevel.OFFLOAD))
+        assert self.cluster.run_until(lambda: self.gang(number).phase is GangPhase.PARKED, 60.0)
+
+    def rows(self, *rows: tuple[int, ...], node_set: int = 0) -> None:
+        numbers = sorted({number for row in rows for number in row})
+        self.propose(
+            *[
+                self.change(
+                    number,
+                    "ROW",
+                    level=SuspendLevel.OFFLOAD,
+                    together=1,
+                    node_set=node_set,
+                    rows=tuple([index for index, row in enumerate(rows) if number in row]),
+                    quantum_seconds=QUANTUM_SECONDS,
+                )
+                for number in numbers
+            ]
+        )
+
+    def all_end(self) -> None:
+        jobs = self.cluster.state.jobs
+        assert self.cluster.run_until(lambda: all(job.state.is_final for job in jobs.values()), 1_000.0), jobs
+        assert all(job.state is JobState.SUCCEEDED for job in self.cluster.state.jobs.values())
+        self.cluster.check()
+
+
+def claim(node: str, mask: int, shared: int = 0) -> Claim:
+    gpus = mask.bit_count()
+    return Claim(node, mask, (1_000 * gpus, 0), 2 * _GIB * gpus, 0, (gpus,), shared_mask=shared)
+
+
+def test_who_rested_while_packed_waits_in_its_turns_for_whom_it_was_packed_with() -> None:
+    """Both had been told, before, that they share the device. The leader of the set is on another node, and has not
+    ordered anything yet when the one who rested is told to run."""
+    story = Story(nodes=2)
+    one, other = story.submit(1), story.submit(2)
+    story.place(one, ("n2", 0b1, 0))
+    story.place(other, ("n1", 0b1, 0), ("n2", 0b1, 0b1))
+    story.rest(one)
+    story.rows((one,), (other,))
+    story.all_end()
