@@ -102,7 +102,7 @@ class GangSet:
                 log.error("desired gang not understood", extra={"job": message.job, "error": str(error)})
                 continue
             here = self._gangs.get((one.job_uid, one.epoch))
-            if here is not None and self.rotation.rules(here, message):
+            if here is not None and self.rotation.rules(here, one):
                 # What follows from it follows when its turn comes, or is over.
                 here.hear_master(message)
                 one = replace(one, order=here.wanted.order)

@@ -20,11 +20,13 @@ from ganger.wire.errors import NodeSetNotFound
 from google.protobuf import json_format
 
 from ganger_daemon.core import rotation as core
-from ganger_daemon.core.orders import Intent, Level, Phase
+from ganger_daemon.core import turns
+from ganger_daemon.core.orders import Intent, Level, Phase, Wanted
 from ganger_daemon.core.rotation import NO_ROW, Member, Position, Rows, Switch
+from ganger_daemon.core.turns import Turn
 from ganger_daemon.files import make_directory, read_json, write_hint
 from ganger_daemon.host import Host
-from ganger_daemon.workers import turns
+from ganger_daemon.workers.desired import in_turn, wanted_of
 from ganger_daemon.workers.others import Peers
 
 if TYPE_CHECKING:
@@ -126,9 +128,9 @@ class Rotation:
             (self._directory / f"{number}.json").unlink(missing_ok=True)
         self.news()
 
-    def rules(self, gang: LocalGang, told: agent_pb2.DesiredGang) -> bool:
+    def rules(self, gang: LocalGang, told: Wanted) -> bool:
         """Whether what the master wants of a gang here waits for a turn, or for the end of one."""
-        takes_turns = self._set_of(gang.desired.epoch) is not None or turns.is_by_turn(gang.desired)
+        takes_turns = self._set_of(gang.desired.epoch) is not None or gang.wanted.order.is_by_turn
         return gang.launched and takes_turns and turns.may_wait_its_turn(told)
 
     def waits(self, gang: LocalGang) -> str:
@@ -204,7 +206,7 @@ class Rotation:
         """Lets each gang here run or rest, as far as it may."""
         for gang in self._gangs.all():
             standing = self._set_of(gang.desired.epoch)
-            if standing is not None or turns.is_by_turn(gang.desired):
+            if standing is not None or gang.wanted.order.is_by_turn:
                 self._follow_gang(gang, standing)
         for standing in self._sets.values():
             self._look_at_start(standing)
@@ -291,47 +293,18 @@ class Rotation:
         self._host.changed()
 
     def _follow_gang(self, gang: LocalGang, standing: Standing | None) -> None:
-        told, epoch = gang.told, gang.desired.epoch
-        if not turns.may_wait_its_turn(told) or not gang.launched or gang.phase is Phase.ENDED:
+        if not gang.launched or gang.stop_wanted or gang.phase is Phase.ENDED:
             return
-        rests = turns.rests_by_turn(gang.desired)
-        stop = standing.position.stops.get(epoch) if standing is not None else None
-        is_new = told.order.master_sequence > gang.desired.order.master_sequence
-        if standing is not None and stop is not None:
-            level, own_stop = _level_of(standing), turns.is_under_own_stop(gang.desired)
-            if rests:
-                if is_new and told.intent != agent_pb2.INTENT_RUN:
-                    gang.obey(turns.staying(told, gang.desired))
-                elif gang.desired.level < level:
-                    gang.obey(turns.deeper(told, gang.desired, standing.position.switch, level))
-            elif own_stop and told.intent != agent_pb2.INTENT_RUN:
-                # a newer agreement would wake who rests by this one, on devices that are another row's
-                if is_new and not self._would_wake_beside(gang, told):
-                    gang.obey(told)
-            elif own_stop and gang.phase is Phase.PARKED:
-                gang.obey(turns.deeper(told, gang.desired, stop, level))
-            else:
-                gang.obey(turns.resting(told, standing.number, stop, level))
-        elif told.intent != agent_pb2.INTENT_RUN:
-            if is_new and rests:
-                gang.obey(turns.staying(told, gang.desired))
-            elif is_new:
-                if not self._would_wake_beside(gang, told):
-                    gang.obey(told)
-            elif turns.stands_apart(told, gang.desired, gang.heard_agreement) and not self._gangs.blocked_by(gang):
-                gang.obey(turns.joining(told, gang.desired))
-        elif gang.desired.intent != agent_pb2.INTENT_RUN:
-            if not self._gangs.blocked_by(gang):
-                gang.obey(turns.running(told, standing.position.switch) if standing is not None else told)
-        elif standing is None:
-            gang.obey(told)
-        elif is_new:
-            # it runs, and is told so anew, with what else has changed
-            gang.obey(turns.running(told, Switch(gang.desired.order.set_epoch, gang.desired.order.local_sequence)))
-
-    def _would_wake_beside(self, gang: LocalGang, told: agent_pb2.DesiredGang) -> bool:
-        """Whether the order has it go on to a further boundary while others are on its devices."""
-        return turns.goes_further(told, gang.desired) and bool(self._gangs.blocked_by(gang))
+        wanted = turns.next_order(
+            wanted_of(gang.told),
+            gang.wanted,
+            None if standing is None else _turn_of(standing, gang.desired.epoch),
+            gang.phase is Phase.PARKED,
+            gang.heard_agreement,
+            lambda: bool(self._gangs.blocked_by(gang)),
+        )
+        if wanted is not None and wanted.order > gang.wanted.order:
+            gang.obey(in_turn(gang.told, wanted))
 
     def _look_at_start(self, standing: Standing) -> None:
         """Whether the row's gangs step by now."""
@@ -384,9 +357,9 @@ class Rotation:
         """Of a set nothing is noted of: no order of it is older than those its gangs here have obeyed."""
         standing = Standing(number, ordered_at=now, launches=True)
         switches = [
-            Switch(gang.desired.order.set_epoch, gang.desired.order.local_sequence)
+            Switch(gang.wanted.order.set_epoch, gang.wanted.order.local_sequence)
             for gang in self._gangs.all()
-            if turns.agreement(number, Switch()) & ~((1 << 40) - 1) == gang.desired.stop_sequence & ~((1 << 40) - 1)
+            if turns.agreement(number, Switch()) >> 40 == gang.wanted.stop_sequence >> 40
         ]
         standing.position = Position(max(switches, default=Switch()))
         return standing
@@ -431,6 +404,11 @@ def _has_begun(gang: LocalGang) -> bool:
         return gang.phase is Phase.PARKED
     runs = gang.wanted.intent is Intent.RUN and gang.judged_under is gang.wanted
     return gang.launched and runs and gang.phase is Phase.RUNNING
+
+
+def _turn_of(standing: Standing, epoch: int) -> Turn:
+    position = standing.position
+    return Turn(standing.number, position.switch, position.stops.get(epoch), _level_of(standing))
 
 
 def _level_of(standing: Standing) -> Level:

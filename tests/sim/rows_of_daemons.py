@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from ganger_daemon.core import orders, turns
 from ganger_daemon.core import rotation as core
+from ganger_daemon.core.orders import Level, OrderKey, Wanted
 from ganger_daemon.core.rotation import NO_ROW, Member, Position, Rows, Switch
-from ganger_daemon.workers.turns import agreement
+from ganger_daemon.core.turns import Turn, agreement
 from ganger_master.core.commands import ObservedRows
 from ganger_master.core.model import Intent, SuspendLevel
 from ganger_master.core.wanted import DesiredGang, DesiredRows
@@ -172,71 +174,37 @@ class DaemonTurns:
         told, physics = ranks.wanted, self.daemon.physics
         if told.intent is Intent.STOP or (standing is None and ranks.switch == (0, 0)):
             return
-        rests = ranks.switch != (0, 0) and ranks.order.intent is Intent.PARK
-        is_new = told.master_sequence > ranks.order.master_sequence
-        stop = standing.position.stops.get(told.epoch) if standing is not None else None
-        if standing is not None and stop is not None:
-            level = _level_of(standing)
-            deepest = max(level, told.level if told.intent is Intent.PARK else SuspendLevel.NONE)
-            number, switch = agreement(standing.number, stop), (stop.set_epoch, stop.sequence)
-            own_stop = ranks.switch == (0, 0) and ranks.order.intent is not Intent.RUN
-            if rests:
-                if is_new and told.intent is not Intent.RUN:
-                    self._obey(ranks, self._staying(ranks), ranks.switch)
-                    return
-                if ranks.order.level >= level:
-                    return
-                last = standing.position.switch
-                number, switch = ranks.order.stop_sequence, (last.set_epoch, last.sequence)
-            elif own_stop and told.intent is not Intent.RUN:
-                if is_new and not self._would_wake_beside(ranks):
-                    self._obey(ranks, told, (0, 0))
-                return
-            elif own_stop and ranks.doing is Doing.PARKED:
-                number = ranks.order.stop_sequence
-            self._obey(ranks, other(told, intent=Intent.PARK, level=deepest, stop_sequence=number), switch)
-        elif told.intent is not Intent.RUN:
-            if is_new and rests:
-                self._obey(ranks, self._staying(ranks), ranks.switch)
-            elif is_new:
-                if not self._would_wake_beside(ranks):
-                    self._obey(ranks, told, (0, 0))
-            elif self._stands_apart(ranks) and not physics.is_blocked(ranks):
-                set_epoch, sequence = ranks.switch
-                self._obey(ranks, told, (set_epoch, sequence + 1))
-        elif ranks.order.intent is not Intent.RUN:
-            if not physics.is_blocked(ranks):
-                switch = standing.position.switch if standing is not None else Switch()
-                self._obey(ranks, told, (switch.set_epoch, switch.sequence))
-        elif is_new:
-            self._obey(ranks, told, ranks.switch if standing is not None else (0, 0))
-
-    def _would_wake_beside(self, ranks: Ranks) -> bool:
-        goes_further = ranks.doing is Doing.PARKED and ranks.order.stop_sequence != ranks.wanted.stop_sequence
-        return goes_further and self.daemon.physics.is_blocked(ranks)
-
-    def _stands_apart(self, ranks: Ranks) -> bool:
-        """As `workers.turns` has it; the relay of boundaries is here what peers that are up are seen to do."""
-        told = ranks.wanted
-        peers = [self.daemon.physics.ranks.get((told.epoch, member.node)) for member in told.members]
-        return ranks.order.stop_sequence >= agreement(0, Switch()) and any(
-            peer is not None
-            and peer.doing is Doing.RUNNING
-            and peer.order.stop_sequence == told.stop_sequence
-            and self.by_node[peer.node].daemon.is_up
-            for peer in peers
+        obeyed = _wanted(ranks.order, ranks.switch)
+        wanted = turns.next_order(
+            _wanted(told, (0, 0)),
+            obeyed,
+            None if standing is None else _turn_of(standing, told.epoch),
+            ranks.doing is Doing.PARKED,
+            self._heard(ranks),
+            lambda: physics.is_blocked(ranks),
         )
-
-    def _staying(self, ranks: Ranks) -> DesiredGang:
-        told = ranks.wanted
-        level = max(told.level, ranks.order.level) if told.intent is Intent.PARK else told.level
-        return other(told, stop_sequence=ranks.order.stop_sequence, level=level)
-
-    def _obey(self, ranks: Ranks, order: DesiredGang, switch: tuple[int, int]) -> None:
-        told = ranks.wanted
-        self.daemon.physics.follow(ranks, order, switch)
+        if wanted is None or wanted.order <= obeyed.order:
+            return
+        intent, level = Intent[wanted.intent.name], SuspendLevel(wanted.level)
+        order = other(told, intent=intent, level=level, stop_sequence=wanted.stop_sequence)
+        switch = (wanted.order.set_epoch, wanted.order.local_sequence)
+        physics.follow(ranks, order, switch)
         if switch != (0, 0):
             ranks.told = told
+
+    def _heard(self, ranks: Ranks) -> int:
+        """The relay of boundaries is here what peers that are up are seen to do."""
+        told = ranks.wanted
+        peers = [self.daemon.physics.ranks.get((told.epoch, member.node)) for member in told.members]
+        agreements = [
+            peer.order.stop_sequence
+            for peer in peers
+            if peer is not None
+            and peer is not ranks
+            and peer.doing is Doing.RUNNING
+            and self.by_node[peer.node].daemon.is_up
+        ]
+        return max(agreements, default=0) if told.stop_sequence not in agreements else told.stop_sequence
 
     # -- what is here -------------------------------------------------------------------------------------------------
 
@@ -280,6 +248,22 @@ class DaemonTurns:
         switches = [Switch(*one.switch) for one in self._here() if one.order.stop_sequence >> 40 == mine]
         position = Position(max(switches, default=Switch()))
         return Standing(number, position, ordered_at=self.daemon.engine.now)
+
+
+def _turn_of(standing: Standing, epoch: int) -> Turn:
+    position = standing.position
+    return Turn(standing.number, position.switch, position.stops.get(epoch), Level(_level_of(standing)))
+
+
+def _wanted(desired: DesiredGang, switch: tuple[int, int]) -> Wanted:
+    """In the daemon's words."""
+    return Wanted(
+        desired.uid,
+        OrderKey(desired.epoch, desired.master_sequence, *switch),
+        orders.Intent[desired.intent.name],
+        Level(desired.level if desired.intent is Intent.PARK else SuspendLevel.NONE),
+        desired.stop_sequence,
+    )
 
 
 def _level_of(standing: Standing) -> SuspendLevel:

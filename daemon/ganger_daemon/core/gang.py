@@ -142,6 +142,16 @@ def judge(gang: Gang, now: float) -> Judgement:
     return Judgement(_run_phase(gang, now))
 
 
+def may_be_on_devices(wanted: Wanted, judged_under: Wanted, judgement: Judgement) -> bool:
+    """Whether processes that were launched run, or may any moment: that they rested by a former order says nothing of
+    one that sends them on, be it to their next boundary only."""
+    if judgement.phase is not Phase.PARKED:
+        return judgement.phase is not Phase.ENDED
+    if wanted.intent in (Intent.RUN, Intent.PREPARE):
+        return True
+    return wanted.stop_sequence != judged_under.stop_sequence
+
+
 def _before_launch(gang: Gang) -> Judgement:
     if gang.wanted.intent is Intent.STOP:
         outcome = Outcome(OutcomeKind.STOPPED, message="stopped before it was launched")

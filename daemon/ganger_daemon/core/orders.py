@@ -21,6 +21,11 @@ class OrderKey:
         million orders of a master, 4,095 leaders of a node set and 268 million switches of each."""
         return self.master_sequence << 40 | self.set_epoch << 28 | self.local_sequence
 
+    @property
+    def is_by_turn(self) -> bool:
+        """Whether a switch of rows is what was ordered last."""
+        return self.set_epoch > 0
+
 
 class Intent(IntEnum):
     RUN = 1

@@ -13,11 +13,10 @@ from ganger_daemon.files import read_json
 from ganger_daemon.host import Host
 
 from .belonging import Child, stranger_text
-from .desired import LocalPart, from_json, with_spec_of
+from .desired import LocalPart, from_json, order_key, with_spec_of
 from .directories import GangPaths
 from .launching import Launching
 from .processes import ProcessId, is_alive
-from .turns import is_by_turn
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ def recall_notes(host: Host, paths: GangPaths, launching: Launching, memory: Mem
 
 def recall_told(paths: GangPaths, desired: agent_pb2.DesiredGang) -> agent_pb2.DesiredGang:
     """What the master wanted of a gang, as noted where a switch of rows came after it; else its last order."""
-    if not is_by_turn(desired):
+    if not order_key(desired.order).is_by_turn:
         return desired
     noted = read_json(paths.local).get("told", {})
     told = from_json(noted) if isinstance(noted, dict) else None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ganger.agent.v1 import agent_pb2
+from ganger.v1 import job_pb2
 from google.protobuf import json_format
 
 from ganger_daemon.core.orders import Intent, Level, OrderKey, Wanted
@@ -115,6 +116,17 @@ def with_spec_of(new: agent_pb2.DesiredGang, old: agent_pb2.DesiredGang) -> agen
     if not new.HasField("restore") and old.HasField("restore"):
         merged.restore.CopyFrom(old.restore)
     return merged
+
+
+def in_turn(told: agent_pb2.DesiredGang, wanted: Wanted) -> agent_pb2.DesiredGang:
+    """A copy of the master's message that says what is wanted of the gang in its turn, or outside of it."""
+    message = agent_pb2.DesiredGang()
+    message.CopyFrom(told)
+    message.order.CopyFrom(order_key_to_wire(wanted.order))
+    message.intent = agent_pb2.Intent.ValueType(wanted.intent)
+    message.level = job_pb2.SuspendLevel.ValueType(wanted.level)
+    message.stop_sequence = wanted.stop_sequence
+    return message
 
 
 def to_json(desired: agent_pb2.DesiredGang) -> dict[str, Any]:

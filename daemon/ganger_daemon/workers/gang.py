@@ -49,7 +49,6 @@ from .pace import Pace
 from .pressing import Pressing
 from .saving import Saving
 from .standing import Standing
-from .turns import is_by_turn
 from .watching import Watching
 
 log = logging.getLogger(__name__)
@@ -144,7 +143,7 @@ class LocalGang:
             return False
         if not self._launched:
             return self.launching.is_under_way
-        return self.wanted.intent in (Intent.RUN, Intent.PREPARE) or self.judgement.phase is not Phase.PARKED
+        return core.may_be_on_devices(self.wanted, self.judged_under, self.judgement)
 
     @property
     def has_stepped(self) -> bool:
@@ -206,9 +205,9 @@ class LocalGang:
     def obey(self, desired: agent_pb2.DesiredGang) -> None:
         """A newer order. Returns at once; the loop carries it out."""
         merged = with_spec_of(desired, self.desired)
-        if not is_by_turn(desired):
-            self.told = merged
         wanted = wanted_of(merged)
+        if not wanted.order.is_by_turn:
+            self.told = merged
         if wanted.order <= self.wanted.order and self._launched:
             return
         was_running = self.wanted.intent is Intent.RUN
@@ -323,7 +322,9 @@ class LocalGang:
         facts = self.facts()
         before = self.judgement.phase
         self.judgement, self.judged_under, self.judged_told = core.judge(facts, now), facts.wanted, self.told
-        if self.judgement.phase is Phase.PARKED and (self.judgement.level >= Level.OFFLOAD or is_by_turn(self.desired)):
+        if self.judgement.phase is Phase.PARKED and (
+            self.judgement.level >= Level.OFFLOAD or self.wanted.order.is_by_turn
+        ):
             # before anybody who comes to its devices looks for cores
             self.pinning.give_up()
         if self.judgement.phase is not before:
@@ -575,7 +576,7 @@ class LocalGang:
         """(newest look, steps per second, share of waiting) since the last call; None before the first boundary."""
         if not self._launched or self._reaped or not self.pages.readable:
             return None
-        if is_by_turn(self.desired) and self.phase is not Phase.RUNNING:
+        if self.wanted.order.is_by_turn and self.phase is not Phase.RUNNING:
             self._pace.forget()
             return None
         return self._pace.measure()
@@ -601,7 +602,7 @@ class LocalGang:
             "grant": [list(share) for share in self.host.shares_of(self.paths.group)],
             "baselines": self.memory.baselines(),
             "mark": self._mark.journal(),
-            "told": to_json(self.told) if is_by_turn(self.desired) else {},
+            "told": to_json(self.told) if self.wanted.order.is_by_turn else {},
             **self.launching.journal(),
         }
         write_hint(self.paths.local, fields)

@@ -5,11 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from ganger.agent.v1 import agent_pb2
-from ganger_daemon.core.orders import Level, OrderKey
+from ganger_daemon.core.orders import OrderKey
 from ganger_daemon.core.rotation import NO_ROW, START_SECONDS, Member, Position, Rows, Switch, lead, obey, runs
-from ganger_daemon.workers import turns
-from ganger_daemon.workers.desired import wanted_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -155,34 +152,6 @@ def test_keys_of_orders_rise_with_their_numbers() -> None:
     numbers = [key.number for key in keys]
     assert numbers == sorted(set(numbers))
     assert max(numbers) < 1 << 61
-
-
-def test_who_rests_gives_up_more_under_a_deeper_matrix_and_stays_at_the_boundary_where_it_stands() -> None:
-    told = agent_pb2.DesiredGang(epoch=3, intent=agent_pb2.INTENT_RUN)
-    told.order.epoch, told.order.master_sequence = 3, 1
-    paused = turns.resting(told, 2, Switch(1, 8), Level.PAUSE)
-    deeper = turns.deeper(told, paused, Switch(1, 9), Level.OFFLOAD)
-    assert wanted_of(deeper).order > wanted_of(paused).order
-    assert wanted_of(deeper).level is Level.OFFLOAD
-    assert deeper.stop_sequence == paused.stop_sequence
-    assert turns.rests_by_turn(deeper)
-
-
-def test_who_stands_by_a_switch_joins_the_stop_of_the_master_once_a_peer_is_under_it() -> None:
-    told = agent_pb2.DesiredGang(epoch=3, intent=agent_pb2.INTENT_RUN)
-    told.order.epoch, told.order.master_sequence = 3, 1
-    rests = turns.resting(told, 2, Switch(1, 8), Level.PAUSE)
-    told.order.master_sequence = told.stop_sequence = 6
-    told.intent = agent_pb2.INTENT_PARK
-    stays = turns.staying(told, rests)
-    # a peer that rests by the same switch says nothing, or speaks of that switch
-    assert not turns.stands_apart(told, stays, heard=0)
-    assert not turns.stands_apart(told, stays, heard=rests.stop_sequence)
-    assert turns.stands_apart(told, stays, heard=6)
-    joins = turns.joining(told, stays)
-    assert wanted_of(joins).order > wanted_of(stays).order
-    assert wanted_of(joins).stop_sequence == 6
-    assert not turns.stands_apart(told, joins, heard=6)
 
 
 # -- several daemons ---------------------------------------------------------------------------------------------------

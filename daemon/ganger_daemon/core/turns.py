@@ -1,0 +1,138 @@
+"""What a gang that takes turns is to do now: what its master wants, as far as it is the gang's turn.
+
+Under a set's switches a gang that the master wants to run may have to rest. Its order is then the master's with the
+switch added to the key, and the number of its boundary agreement is the switch's: all nodes of the gang know that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from .orders import Intent, Level, Wanted
+from .rotation import Switch
+
+# Above all numbers that a master gives to stops.
+_TURN_BIT = 1 << 61
+_SET_BITS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """How a gang stands in its node set: under which switch, by which one its turn is over (None: it is not), and what
+    who rests there gives up."""
+
+    node_set: int
+    switch: Switch
+    stop: Switch | None
+    level: Level
+
+
+def may_wait_its_turn(told: Wanted) -> bool:
+    """Not an end without a checkpoint: that one needs neither a device nor an agreement."""
+    return told.intent is not Intent.STOP or told.checkpoint_first
+
+
+def agreement(node_set: int, stop: Switch) -> int:
+    """The number of the boundary agreement that a switch begins: the same on all nodes, and never one of before."""
+    return _TURN_BIT | (node_set % (1 << _SET_BITS)) << 40 | stop.set_epoch << 28 | stop.sequence
+
+
+def next_order(
+    told: Wanted, obeyed: Wanted, turn: Turn | None, is_parked: bool, heard: int, is_blocked: Callable[[], bool]
+) -> Wanted | None:
+    """What it is to obey from now on; None: what it does obey. `told`: by the master, `turn`: None outside of node
+    sets, `is_parked`: it rests as it obeys, `heard`: the agreement that a peer spoke of last, `is_blocked`: whether
+    others are on its devices."""
+    if not may_wait_its_turn(told):
+        return None
+    is_new = told.order.master_sequence > obeyed.order.master_sequence
+    if turn is not None and turn.stop is not None:
+        return _when_over(told, obeyed, turn, turn.stop, is_new, is_parked, is_blocked)
+    if told.intent is not Intent.RUN:
+        if is_new and _rests_by_turn(obeyed):
+            return _staying(told, obeyed)
+        if is_new:
+            return _own_stop(told, obeyed, is_blocked)
+        return _joining(told, obeyed) if _stands_apart(told, obeyed, heard) and not is_blocked() else None
+    if obeyed.intent is not Intent.RUN:
+        if is_blocked():
+            return None
+        return _under(told, turn.switch) if turn is not None else told
+    if turn is None:
+        return told
+    # it runs, and is told so anew, with what else has changed
+    return _under(told, _switch_of(obeyed)) if is_new else None
+
+
+def _when_over(
+    told: Wanted,
+    obeyed: Wanted,
+    turn: Turn,
+    stop: Switch,
+    is_new: bool,
+    is_parked: bool,
+    is_blocked: Callable[[], bool],
+) -> Wanted | None:
+    if _rests_by_turn(obeyed):
+        if is_new and told.intent is not Intent.RUN:
+            return _staying(told, obeyed)
+        if obeyed.level < turn.level:
+            return _resting(told, turn.switch, obeyed.stop_sequence, turn.level)
+        return None
+    if _is_under_own_stop(obeyed):
+        if told.intent is not Intent.RUN:
+            return _own_stop(told, obeyed, is_blocked) if is_new else None
+        if is_parked:
+            return _resting(told, stop, obeyed.stop_sequence, turn.level)
+    return _resting(told, stop, agreement(turn.node_set, stop), turn.level)
+
+
+def _rests_by_turn(obeyed: Wanted) -> bool:
+    return obeyed.order.is_by_turn and obeyed.intent is Intent.PARK
+
+
+def _is_under_own_stop(obeyed: Wanted) -> bool:
+    """Whether it stops, or rests, by an order of the master and by no switch."""
+    return not obeyed.order.is_by_turn and obeyed.intent is not Intent.RUN
+
+
+def _resting(told: Wanted, switch: Switch, stop_sequence: int, level: Level) -> Wanted:
+    """Its turn is over. Where the master wants it to rest too, at the deeper of both levels."""
+    wanted = replace(_under(told, switch), stop_sequence=stop_sequence)
+    if told.intent is Intent.STOP:
+        return wanted
+    return replace(wanted, intent=Intent.PARK, level=max(told.level, level))
+
+
+def _staying(told: Wanted, obeyed: Wanted) -> Wanted:
+    """It rests by a switch, and the master wants it to rest: where it stands, by the agreement that there is."""
+    level = max(told.level, obeyed.level) if told.intent is Intent.PARK else told.level
+    return replace(_under(told, _switch_of(obeyed)), stop_sequence=obeyed.stop_sequence, level=level)
+
+
+def _own_stop(told: Wanted, obeyed: Wanted, is_blocked: Callable[[], bool]) -> Wanted | None:
+    """A stop of the master's own. Not one that would wake who rests by a former one, and have it go on to a further
+    boundary, while others are on its devices."""
+    goes_further = _is_under_own_stop(obeyed) and obeyed.stop_sequence != told.stop_sequence
+    return None if goes_further and is_blocked() else told
+
+
+def _stands_apart(told: Wanted, obeyed: Wanted, heard: int) -> bool:
+    """Whether it stands by a switch while a peer, which had its next turn already, obeys the master's own stop: the
+    two would never agree."""
+    return obeyed.stop_sequence >= _TURN_BIT and heard == told.stop_sequence
+
+
+def _joining(told: Wanted, obeyed: Wanted) -> Wanted:
+    """It leaves the boundary of a switch for that of the master's stop, with its peers."""
+    switch = _switch_of(obeyed)
+    return _under(told, replace(switch, sequence=switch.sequence + 1))
+
+
+def _switch_of(obeyed: Wanted) -> Switch:
+    return Switch(obeyed.order.set_epoch, obeyed.order.local_sequence)
+
+
+def _under(told: Wanted, switch: Switch) -> Wanted:
+    return replace(told, order=replace(told.order, set_epoch=switch.set_epoch, local_sequence=switch.sequence))

@@ -1,0 +1,149 @@
+"""What a gang that takes turns obeys: its master as far as it is its turn, and never an order that sends it onto
+devices which others are on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from ganger_daemon.core.gang import Judgement, may_be_on_devices
+from ganger_daemon.core.orders import Intent, Level, OrderKey, Phase, Wanted
+from ganger_daemon.core.rotation import Switch
+from ganger_daemon.core.turns import Turn, agreement, next_order
+
+EPOCH = 3
+SET = 2
+NOW = Turn(SET, Switch(1, 9), None, Level.OFFLOAD)
+OVER = Turn(SET, Switch(1, 9), Switch(1, 8), Level.OFFLOAD)
+
+
+def told(sequence: int, intent: Intent = Intent.RUN, level: Level = Level.NONE, switch: Switch | None = None) -> Wanted:
+    stop = sequence if intent in (Intent.PARK, Intent.STOP) else 0
+    by = switch or Switch()
+    return Wanted("uid", OrderKey(EPOCH, sequence, by.set_epoch, by.sequence), intent, level, stop)
+
+
+def by_turn(sequence: int, switch: Switch, rests: bool, level: Level = Level.OFFLOAD) -> Wanted:
+    order = told(sequence, switch=switch)
+    if not rests:
+        return order
+    return replace(order, intent=Intent.PARK, level=level, stop_sequence=agreement(SET, switch))
+
+
+def next_of(
+    master: Wanted, obeyed: Wanted, turn: Turn | None, is_blocked: bool = False, parked: bool = True, heard: int = 0
+) -> Wanted | None:
+    return next_order(master, obeyed, turn, parked, heard, lambda: is_blocked)
+
+
+RUNS = by_turn(1, Switch(1, 7), rests=False)
+RESTS = by_turn(1, Switch(1, 8), rests=True)
+PARK = Intent.PARK
+
+
+@pytest.mark.parametrize(
+    ("master", "obeyed", "turn", "intent", "key", "stop"),
+    [
+        # its turn is over, and comes again
+        (told(1), RUNS, OVER, PARK, (1, 1, 8), agreement(SET, Switch(1, 8))),
+        (told(1), told(1), OVER, PARK, (1, 1, 8), agreement(SET, Switch(1, 8))),
+        (told(1), RESTS, NOW, Intent.RUN, (1, 1, 9), 0),
+        # it leaves its set while it rests, or while it runs
+        (told(2), RESTS, None, Intent.RUN, (2, 0, 0), 0),
+        (told(2), RUNS, None, Intent.RUN, (2, 0, 0), 0),
+        # the master wants it to rest: where it stands, by the agreement that there is
+        (told(2, PARK, Level.CHECKPOINT), RESTS, OVER, PARK, (2, 1, 8), agreement(SET, Switch(1, 8))),
+        (told(2, PARK, Level.CHECKPOINT), RESTS, NOW, PARK, (2, 1, 8), agreement(SET, Switch(1, 8))),
+        (told(2, PARK, Level.CHECKPOINT), RUNS, NOW, PARK, (2, 0, 0), 2),
+        # it rests by the master's stop as its turn is over, and is to run again
+        (told(3), told(2, PARK, Level.OFFLOAD), OVER, PARK, (3, 1, 8), 2),
+        (told(3), told(2, PARK, Level.OFFLOAD), NOW, Intent.RUN, (3, 1, 9), 0),
+        # it runs, and is told so anew
+        (told(2), RUNS, NOW, Intent.RUN, (2, 1, 7), 0),
+    ],
+)
+def test_what_is_obeyed(
+    master: Wanted, obeyed: Wanted, turn: Turn | None, intent: Intent, key: tuple[int, int, int], stop: int
+) -> None:
+    wanted = next_of(master, obeyed, turn)
+    assert wanted is not None
+    assert wanted.order > obeyed.order
+    order = wanted.order
+    assert (wanted.intent, (order.master_sequence, order.set_epoch, order.local_sequence)) == (intent, key)
+    assert wanted.stop_sequence == stop
+
+
+@pytest.mark.parametrize(
+    ("master", "obeyed", "turn"),
+    [
+        (told(1), RUNS, NOW),
+        (told(1), RESTS, OVER),
+        (told(2, PARK, Level.OFFLOAD), replace(RESTS, order=OrderKey(EPOCH, 2, 1, 8)), OVER),
+        (told(2, PARK, Level.OFFLOAD), replace(RESTS, order=OrderKey(EPOCH, 2, 1, 8)), NOW),
+        # an end without a checkpoint waits for nobody
+        (told(2, Intent.STOP), RUNS, NOW),
+    ],
+)
+def test_what_stays_as_it_is(master: Wanted, obeyed: Wanted, turn: Turn) -> None:
+    assert next_of(master, obeyed, turn) is None
+
+
+@pytest.mark.parametrize(
+    ("master", "obeyed", "turn"),
+    [
+        (told(1), RESTS, NOW),
+        (told(2), RESTS, None),
+        (told(3), told(2, PARK, Level.OFFLOAD), NOW),
+        # a further stop would wake it first, to go on to a boundary of its own
+        (told(4, PARK, Level.CHECKPOINT), told(2, PARK, Level.OFFLOAD), NOW),
+        (told(4, PARK, Level.CHECKPOINT), told(2, PARK, Level.OFFLOAD), OVER),
+    ],
+)
+def test_nobody_who_rests_is_sent_on_while_others_are_on_its_devices(
+    master: Wanted, obeyed: Wanted, turn: Turn | None
+) -> None:
+    assert next_of(master, obeyed, turn, is_blocked=True) is None
+    assert next_of(master, obeyed, turn) is not None
+
+
+def test_who_rests_gives_up_more_under_a_deeper_matrix_and_stays_at_the_boundary_where_it_stands() -> None:
+    paused = by_turn(1, Switch(1, 8), rests=True, level=Level.PAUSE)
+    deeper = next_of(told(1), paused, OVER)
+    assert deeper is not None
+    assert deeper.order > paused.order
+    assert deeper.level is Level.OFFLOAD
+    assert deeper.stop_sequence == paused.stop_sequence
+
+
+def test_who_stands_by_a_switch_joins_the_stop_of_the_master_once_a_peer_is_under_it() -> None:
+    master = told(6, PARK, Level.OFFLOAD)
+    stays = next_of(master, RESTS, OVER)
+    assert stays is not None
+    # a peer that rests by the same switch says nothing, or speaks of that switch
+    assert next_of(master, stays, None, heard=0) is None
+    assert next_of(master, stays, None, heard=RESTS.stop_sequence) is None
+    assert next_of(master, stays, None, heard=6, is_blocked=True) is None
+    joins = next_of(master, stays, None, heard=6)
+    assert joins is not None
+    assert joins.order > stays.order
+    assert joins.stop_sequence == 6
+    assert next_of(master, joins, None, heard=6) is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "judged_under", "phase", "may"),
+    [
+        (told(2, PARK), told(2, PARK), Phase.PARKED, False),
+        (told(2, PARK), told(2, PARK), Phase.STOPPING, True),
+        (told(3), told(2, PARK), Phase.PARKED, True),
+        (told(3), told(2, PARK), Phase.ENDED, False),
+        # asked for more, where it stands
+        (replace(told(3, PARK), stop_sequence=2), told(2, PARK), Phase.PARKED, False),
+        # sent on to a further boundary, and not looked at since
+        (told(4, PARK), told(2, PARK), Phase.PARKED, True),
+    ],
+)
+def test_who_rested_by_a_former_order_may_be_on_its_devices_by_a_new_one(
+    wanted: Wanted, judged_under: Wanted, phase: Phase, may: bool
+) -> None:
+    assert may_be_on_devices(wanted, judged_under, Judgement(phase)) is may
