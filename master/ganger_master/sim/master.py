@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,9 +21,10 @@ from ganger_master.core.wanted import DesiredSet
 from ganger_master.sim.checkers import RuleBrokenError
 from ganger_master.sim.engine import Engine
 from ganger_master.sim.faults import Faults
+from ganger_master.sim.restored import differences
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Released:
     """Effects of one command, with what they speak of as it was then."""
 
@@ -74,6 +75,8 @@ class SimMaster:
         self.committed: dict[str, DesiredSet] = {}
         self.recorder: Recorder | None = None
         self._last_commit = engine.now
+        # Decided, and not durable yet.
+        self._in_flight: list[Released] = []
         self._wake: float | None = None
 
     def now(self) -> float:
@@ -85,7 +88,8 @@ class SimMaster:
             return
         now = self.now()
         step = machine.step(self.state, command, now)
-        found = violations(self.state)
+        # Without events nothing is other than it was.
+        found = violations(self.state) if step.events else []
         if found:
             raise RuleBrokenError(f"after {type(command).__name__}: {'; '.join(found)}")
         released = self._released(step.answer, step.effects, reply)
@@ -99,6 +103,8 @@ class SimMaster:
         """Forgets everything that is not durable and comes back, its clock perhaps elsewhere."""
         if not self.is_up:
             return
+        self.check_restorable()
+        self._in_flight.clear()
         self.is_up = False
         self.incarnation += 1
         self.engine.after(away_seconds, self._restart)
@@ -106,10 +112,7 @@ class SimMaster:
     def _restart(self) -> None:
         jump = self.faults.clock_jump_seconds
         self.clock_offset += self.engine.between(-jump, jump)
-        elements = [
-            msgspec.json.decode(data, type=ELEMENT_TYPES[kind]) for (kind, _), data in sorted(self.durable.items())
-        ]
-        self.state = State.restore(self.settings, elements, self.now())
+        self.state = self._restore(self.durable)
         self.committed = dict(self.state.desired)
         self.is_up = True
         self._last_commit = self.engine.now
@@ -120,6 +123,19 @@ class SimMaster:
         if self.recorder is not None:
             self.recorder.start_over(self.state, self.now(), "the master was started again")
         self.call(Tick())
+
+    def check_restorable(self) -> None:
+        """A master that found everything stored, what is in flight included, would be where this one is."""
+        stored = dict(self.durable)
+        for released in self._in_flight:
+            _store(stored, released.changes)
+        found = differences(self.state, self._restore(stored))
+        if found:
+            raise RuleBrokenError(f"not restored: {'; '.join(found)}")
+
+    def _restore(self, stored: Mapping[tuple[str, str], bytes]) -> State:
+        elements = [msgspec.json.decode(data, type=ELEMENT_TYPES[kind]) for (kind, _), data in sorted(stored.items())]
+        return State.restore(self.settings, elements, self.now())
 
     def _released(self, answer: Answer, effects: Effects, reply: Callable[[Answer], None] | None) -> Released:
         released = Released(self.state.take_changes(), answer, reply)
@@ -136,15 +152,14 @@ class SimMaster:
         takes = self.engine.between(0.0, self.faults.slow_commit_seconds if slow else self.faults.commit_seconds)
         self._last_commit = max(self._last_commit, self.engine.now) + takes
         incarnation = self.incarnation
+        self._in_flight.append(released)
         self.engine.after(self._last_commit - self.engine.now, lambda: self._committed(released, incarnation))
 
     def _committed(self, released: Released, incarnation: int) -> None:
         if incarnation != self.incarnation:
             return
-        for key, element in released.changes.puts.items():
-            self.durable[key] = msgspec.json.encode(element)
-        for key in released.changes.removes:
-            self.durable.pop(key, None)
+        self._in_flight.remove(released)
+        _store(self.durable, released.changes)
         self.history.extend(released.history)
         for row in released.history:
             self.on_history(row)
@@ -166,3 +181,10 @@ class SimMaster:
                 self.call(Tick())
 
         self.engine.after(time - self.now(), tick)
+
+
+def _store(stored: dict[tuple[str, str], bytes], changes: Changes) -> None:
+    for key, element in changes.puts.items():
+        stored[key] = msgspec.json.encode(element)
+    for key in changes.removes:
+        stored.pop(key, None)
