@@ -4,6 +4,7 @@ devices are free for the next, and nobody else notices."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import socket
@@ -113,6 +114,30 @@ def test_who_floods_the_job_socket_is_heard_now_and_then_and_nobody_waits_for_it
 
     first, sent = asyncio.run(story())
     assert first == 200 < sent
+
+
+def test_who_never_reads_what_the_job_socket_says_keeps_nobody_from_hearing_it(tmp_path: Path) -> None:
+    async def story() -> bytes:
+        server = JobSocket(tmp_path / "job.sock", lambda _: None)
+        server.start()
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf,
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as keen,
+        ):
+            for one in (deaf, keen):
+                one.connect(str(tmp_path / "job.sock"))
+            for _ in range(20_000):
+                server.nudge()
+                await asyncio.sleep(0)
+                with contextlib.suppress(BlockingIOError):
+                    while keen.recv(100):
+                        pass
+            server.nudge()
+            said = keen.recv(100)
+        server.close()
+        return said
+
+    assert asyncio.run(story()) == b"{}"
 
 
 @pytest.mark.system

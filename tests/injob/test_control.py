@@ -418,6 +418,47 @@ def test_socket_says_hello_again_to_a_new_daemon_and_loses_nothing(page: Page, t
     control.close()
 
 
+def test_who_rests_looks_at_nothing_until_its_daemon_says_that_there_is_something(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(obedience, "_TOLD_SLEEP", 1_000.0)
+    path = str(tmp_path / "job.sock")
+    control = Control(Page.open(page.path), socket_path=path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen()
+        control.hello(1)
+        connection, _ = listener.accept()
+    control.start(0)
+    page.write_order(2, Order.STOP, stop_seq=2, level=Level.PAUSE)
+    over: list[int] = []
+
+    def daemon() -> None:
+        _within(lambda: page.progress().reached_seq == 2, "the pause")
+        page.write_order(3, Order.RUN)
+        over.append(page.progress().reached_seq)
+        connection.send(b"{}")
+
+    thread = _meanwhile(daemon)
+    control.boundary()
+    thread.join()
+    assert over == [2]
+    assert page.progress().reached_seq == 3
+    page.write_order(4, Order.STOP, stop_seq=4, level=Level.PAUSE)
+
+    def dying_daemon() -> None:
+        _within(lambda: page.progress().reached_seq == 4, "the pause")
+        connection.close()
+        page.write_order(5, Order.RUN)
+
+    # who has no daemon left to tell it looks by itself
+    thread = _meanwhile(dying_daemon)
+    control.boundary()
+    thread.join()
+    assert page.progress().reached_seq == 5
+    control.close()
+
+
 class _Gang:
     """Worker processes on real pages. ``nodes``: ranks of other nodes see each other through relayed mirrors only."""
 

@@ -1,13 +1,16 @@
 """The job's side of its socket: rare, large messages to the daemon, without ever making training wait.
 
 Messages are JSON, one per packet. While the daemon is away they wait in a bounded queue (the oldest go first when it is
-full), and the connection is tried again with growing pauses; every new connection begins with the hello.
+full), and the connection is tried again with growing pauses; every new connection begins with the hello. What the
+daemon sends is empty: it has changed the page, and who waits for that may look.
 """
 
 from __future__ import annotations
 
 import json
+import select
 import socket
+import time
 from collections import deque
 from typing import Any
 
@@ -62,10 +65,27 @@ class JobSocket:
                 self._connection.send(self._queue[0])
                 self._queue.popleft()
             if now >= self._next_try_ns:
-                # The daemon says nothing here; an empty answer means that it has gone.
+                # What it says is that the page changed; no packet at all means that it has gone.
                 self._next_try_ns = now + _LAST_RETRY_NS
                 if not self._connection.recv(4096):
                     self._drop()
+        except BlockingIOError:
+            return
+        except OSError:
+            self._drop()
+
+    def wait(self, seconds: float) -> None:
+        """Until the daemon says that the page changed, at most so long; meanwhile nothing is used of the processor."""
+        if self._connection is None:
+            time.sleep(seconds)
+            return
+        looking = select.poll()
+        looking.register(self._connection, select.POLLIN)
+        if not looking.poll(1000.0 * seconds):
+            return
+        try:
+            if not self._connection.recv(4096):
+                self._drop()
         except BlockingIOError:
             return
         except OSError:

@@ -42,7 +42,9 @@ Known = tuple[int, int, int, int]
 _TEND_EVERY_NS = 1_000_000_000
 _SHORTEST_SLEEP = 20e-6
 _LONGEST_SLEEP = 1e-3
-# Parked for long: nobody is in a hurry, and 1,000 wake-ups a second of every parked rank would be felt.
+# Parked, and the daemon says when there is something new: wake-ups are for what it could not say. Without its socket a
+# rank looks by itself: soon at first, later seldom, for 1,000 wake-ups a second of every parked rank would be felt.
+_TOLD_SLEEP = 0.2
 _PARKED_SLEEP = 5e-3
 _PARKED_AFTER = 5.0
 # What kept a state from coming back (device memory that is still somebody else's) may pass; a gang that waits for ever
@@ -169,10 +171,14 @@ class Obedience:
                         sleeping = _Sleep()
                         continue
                     self._leave_if_saved(order)
+                    sleeping.until_told(self._socket)
+                    continue
                 elif step < decision.limit and self._is_able(order) and self._may_step(order):
                     return FIRST_LOOK
             elif order.order == Order.WAIT:
                 self._wait_ready(order)
+                sleeping.until_told(self._socket)
+                continue
             elif self._is_able(order):
                 # Running needs no agreement, so the order is obeyed as soon as the state is in place.
                 if order.seq and words[Word.REACHED_SEQ] != order.seq:
@@ -422,3 +428,10 @@ class _Sleep:
         time.sleep(self._delay)
         limit = _PARKED_SLEEP if time.monotonic() - self._began > _PARKED_AFTER else _LONGEST_SLEEP
         self._delay = min(self._delay * 1.5, limit)
+
+    def until_told(self, socket: JobSocket) -> None:
+        """It rests: what it waits for is an order."""
+        if socket.connected:
+            socket.wait(_TOLD_SLEEP)
+        else:
+            self.sleep()

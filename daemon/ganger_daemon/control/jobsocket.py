@@ -1,7 +1,8 @@
 """The job's socket: rare packets of JSON from the ranks (hello, note, reached, error). Only a hint: the page is the
 truth.
 
-A packet wakes the gang's loop, so that a reached order is seen at once; a job without its socket loses nothing else.
+A packet wakes the gang's loop, so that a reached order is seen at once; one the other way wakes ranks that rest, so
+that they need not look all the time whether they may go on. A job without its socket loses nothing else.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 
 MAX_PACKET_BYTES = 64 << 10
 MAX_CONNECTIONS = 64
+_LOOK = b"{}"
 # More than all ranks of a node say in a second, and less than a loop notices.
 _PACKETS_PER_PERIOD = 200
 _PERIOD_SECONDS = 1.0
@@ -55,6 +57,14 @@ class JobSocket:
             loop.remove_reader(self._socket)
             self._socket.close()
             self._socket = None
+
+    def nudge(self) -> None:
+        """There is something new in the pages. Who does not read is not waited for: it looks from time to time."""
+        for connection in tuple(self._connections):
+            try:
+                connection.send(_LOOK)
+            except OSError:
+                continue
 
     def _accept(self) -> None:
         assert self._socket is not None, "a closed socket accepts nothing"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ class ControlPages:
         self.local = local
         self._pages: dict[int, Page] = {}
         self._damage = ""
+        self.written: Callable[[], None] = lambda: None  # ranks that rest are to look
         self.foreign = ""  # they are of another version of Ganger, as far as is known by no doing of the job: which
 
     def create(self, threads: int, uid: int | None = None, gid: int | None = None) -> None:
@@ -130,11 +131,13 @@ class ControlPages:
         for page in self._pages.values():
             if page.get(Word.ORDER_SEQ) < sequence:
                 page.write_order(sequence, order, stop_seq=stop_sequence, level=level, deadline_ns=deadline_ns)
+        self.written()
 
     def let_leave(self, sequence: int) -> None:
         """The checkpoint of an order is published: ranks that saved for it may end."""
         for rank in self.local:
             self[rank].let_leave(sequence)
+        self.written()
 
     def extend_lease(self, until_ns: int) -> None:
         for rank in self.local:
@@ -143,12 +146,14 @@ class ControlPages:
     def fence(self) -> None:
         for rank in self.local:
             self[rank].fence()
+        self.written()
 
     def retune(self, threads: int) -> int:
         """Asks every local rank for this many threads; the sequence to wait for."""
         sequence = max(self[rank].get(Word.RETUNE_SEQ) for rank in self.local) + 1
         for rank in self.local:
             self[rank].retune(sequence, threads, 0)
+        self.written()
         return sequence
 
     def threads(self) -> int:

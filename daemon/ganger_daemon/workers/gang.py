@@ -415,6 +415,7 @@ class LocalGang:
         """Socket, relay, and the incoming move: what a running gang needs of this daemon, once."""
         if self._socket is None:
             self._socket = JobSocket(self.paths.socket, self._heard_packet)
+            self.pages.written = self._socket.nudge
             try:
                 self._socket.start()
             except OSError as error:
