@@ -344,6 +344,7 @@ class Rotation:
             frozenset(gang.desired.epoch for gang in alive),
             frozenset(gang.desired.epoch for gang in alive if gang.launched and gang.phase is Phase.RUNNING),
             standing.switch_seconds,
+            frozenset(gang.desired.epoch for gang in alive if not gang.launched),
         )
 
     def _members(self, standing: Standing) -> list[LocalGang]:
@@ -368,7 +369,7 @@ class Rotation:
         make_directory(self._directory)
         position = json_format.MessageToDict(order_to_wire(standing.number, standing.position))
         matrices = [json_format.MessageToDict(message) for _, message in sorted(standing.matrices.items())]
-        in_turn = [standing.position.in_turn, standing.position.out_of_turn]
+        in_turn = [standing.position.in_turn, standing.position.owed]
         fields = {"position": position, "has_row": standing.position.row != NO_ROW, "in_turn": in_turn}
         write_hint(self._directory / f"{standing.number}.json", {**fields, "matrices": matrices})
 
@@ -380,7 +381,7 @@ def _standing_of(path: Path) -> Standing | None:
         position = position_from_wire(order)
         if not fields["has_row"]:
             position = replace(position, row=NO_ROW)
-        position = replace(position, in_turn=int(fields["in_turn"][0]), out_of_turn=bool(fields["in_turn"][1]))
+        position = replace(position, in_turn=int(fields["in_turn"][0]), owed=int(fields["in_turn"][1]))
         matrices = [json_format.ParseDict(one, agent_pb2.DesiredRows()) for one in fields["matrices"]]
     except (KeyError, TypeError, ValueError, IndexError, json_format.ParseError):
         return None
@@ -456,6 +457,7 @@ def state_to_wire(number: int, member: Member) -> peer_pb2.RowState:
         alive_epochs=sorted(member.alive),
         running_epochs=sorted(member.running),
         switch_seconds=member.switch_seconds,
+        unstarted_epochs=sorted(member.unstarted),
     )
 
 
@@ -467,4 +469,5 @@ def member_from_wire(message: peer_pb2.RowState) -> Member:
         frozenset(message.alive_epochs),
         frozenset(message.running_epochs),
         message.switch_seconds,
+        frozenset(message.unstarted_epochs),
     )

@@ -217,6 +217,7 @@ class DaemonTurns:
             standing.started_at is not None,
             frozenset(one.order.epoch for one in alive),
             frozenset(one.order.epoch for one in running),
+            unstarted=frozenset(one.order.epoch for one in alive if one.doing is Doing.WAITING),
         )
 
     @staticmethod

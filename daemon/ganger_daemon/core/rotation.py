@@ -6,7 +6,8 @@ nothing before it has heard of every member, and nothing more before every membe
 when the daemon that owns it has seen the others off it: that is not decided here, and needs no leader.
 
 Row follows row in their order, but who is new comes next, so that its first steps do not wait for everybody else's
-turn; never twice in a row out of turn, so that nobody starves however many come.
+turn. Each turn that is taken so is made up for by one in order; no more are owed at a time than there are rows, so that
+nobody starves however many come.
 """
 
 from __future__ import annotations
@@ -51,20 +52,20 @@ class Rows:
 @dataclass(frozen=True, slots=True)
 class Position:
     """The last order obeyed: `row` of `version` runs; `stops`: of all others, the switch that ended their turn. A
-    leader also notes `in_turn`, the row that ran last in its turn, and whether the present one is out of turn."""
+    leader also notes `in_turn`, the row that ran last in its turn, and `owed`: turns out of turn to be made up for."""
 
     switch: Switch = Switch()
     version: int = 0
     row: int = NO_ROW
     stops: Mapping[int, Switch] = field(default_factory=dict)
     in_turn: int = NO_ROW
-    out_of_turn: bool = False
+    owed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
     """What a member says: the order it obeys, the newest version it knows, whether all of the row's gangs there step,
-    and which gangs with a part there want turns, and which step."""
+    and which gangs with a part there want turns, which step, and which were never started."""
 
     position: Position
     known: int
@@ -72,6 +73,7 @@ class Member:
     alive: frozenset[int] = frozenset()
     running: frozenset[int] = frozenset()
     switch_seconds: float = 0.0
+    unstarted: frozenset[int] = frozenset()
 
 
 def runs(position: Position, matrix: Rows | None, epoch: int) -> bool:
@@ -85,7 +87,7 @@ def obey(position: Position, order: Position, matrices: Mapping[int, Rows], leas
     """After an order was heard; as before if it is an old one, a former leader's, or of a matrix not known here."""
     if order.switch <= position.switch or order.switch.set_epoch < least_set_epoch or order.version not in matrices:
         return position
-    return replace(order, in_turn=order.row, out_of_turn=False)
+    return replace(order, in_turn=order.row, owed=0)
 
 
 def quantum_seconds(matrix: Rows, switch_seconds: float) -> float:
@@ -134,38 +136,40 @@ def _next(
 ) -> Position | None:
     version = _newest_known(matrices, said, position.version)
     fresh = matrices[version]
-    in_turn = position.in_turn if version == position.version else _same_row(fresh, matrix, position.in_turn)
-    new = (alive & fresh.epochs) - matrix.epochs
-    row, out_of_turn = None, False
-    if new and not position.out_of_turn:
-        row, out_of_turn = next((i for i, own in enumerate(fresh.rows) if new.intersection(own)), None), True
-    if row is None:
-        row, out_of_turn = _following(fresh, in_turn, alive), False
-    if row is None:
-        row = min(max(0, in_turn), len(fresh.rows) - 1)
-    before = alive.intersection(matrix.rows[position.row]) if 0 <= position.row < len(matrix.rows) else frozenset()
+    in_turn = position.in_turn if version == position.version else _before_next(fresh, matrix, position.in_turn)
+    present = frozenset(matrix.rows[position.row]) if 0 <= position.row < len(matrix.rows) else frozenset()
+    unstarted = frozenset[int]().union(*[member.unstarted for member in said])
+    new = alive & ((fresh.epochs - matrix.epochs) | (fresh.epochs & unstarted - present))
+    row, owed = _following(fresh, in_turn, alive), max(0, position.owed - 1)
+    if row is not None and new.intersection(fresh.rows[row]):
+        in_turn, owed = row, position.owed
+    elif new and position.owed < len(fresh.rows):
+        row, owed = next(i for i, own in enumerate(fresh.rows) if new.intersection(own)), position.owed + 1
+    else:
+        row = in_turn = min(max(0, in_turn), len(fresh.rows) - 1) if row is None else row
+    before = alive & present
     if version == position.version and alive.intersection(fresh.rows[row]) == before:
         # Nobody else wants a turn, or the next row is the same gangs': nothing is to be switched.
-        same = replace(position, row=row, in_turn=row, out_of_turn=False)
+        same = replace(position, row=row, in_turn=in_turn, owed=owed)
         return None if same == position else same
     return _ordered(
-        position, Switch(position.switch.set_epoch, position.switch.sequence + 1), fresh, row, in_turn, out_of_turn
+        position, Switch(position.switch.set_epoch, position.switch.sequence + 1), fresh, row, in_turn, owed
     )
 
 
-def _ordered(position: Position, switch: Switch, matrix: Rows, row: int, in_turn: int, out_of_turn: bool) -> Position:
+def _ordered(position: Position, switch: Switch, matrix: Rows, row: int, in_turn: int, owed: int) -> Position:
     """The order: who rests already keeps its stop, whose turn ends gets this one's."""
     turn = frozenset(matrix.rows[row])
     stops = {epoch: position.stops.get(epoch, switch) for epoch in sorted(matrix.epochs | position.stops.keys())}
     stops = {epoch: stop for epoch, stop in stops.items() if epoch not in turn and epoch in matrix.epochs}
-    return Position(switch, matrix.version, row, stops, in_turn if out_of_turn else row, out_of_turn)
+    return Position(switch, matrix.version, row, stops, in_turn, owed)
 
 
 def _take_over(latest: Position, newest: Rows, matrices: Mapping[int, Rows], said: Sequence[Member]) -> Position | None:
     """A new leader's first order: where the set stands, said again; of a set that never had one, the row that runs."""
     switch = Switch(newest.set_epoch, 1)
     if latest.row != NO_ROW and latest.version in matrices:
-        return replace(latest, switch=switch, in_turn=latest.row, out_of_turn=False)
+        return replace(latest, switch=switch, in_turn=latest.row, owed=0)
     version = _newest_known(matrices, said, 0)
     if not all(member.known >= version for member in said) or version not in matrices:
         return None
@@ -176,7 +180,7 @@ def _take_over(latest: Position, newest: Rows, matrices: Mapping[int, Rows], sai
     row = next(i for i, own in enumerate(matrix.rows) if len(running.intersection(own)) == most)
     if not alive.intersection(matrix.rows[row]):
         row = next((i for i, own in enumerate(matrix.rows) if alive.intersection(own)), row)
-    return _ordered(replace(latest, stops={}), switch, matrix, row, row, False)
+    return _ordered(replace(latest, stops={}), switch, matrix, row, row, 0)
 
 
 def _past_unknown(position: Position, matrices: Mapping[int, Rows], said: Sequence[Member]) -> Position | None:
@@ -187,7 +191,7 @@ def _past_unknown(position: Position, matrices: Mapping[int, Rows], said: Sequen
     matrix = matrices[version]
     switch = Switch(position.switch.set_epoch, position.switch.sequence + 1)
     row = min(max(0, position.row), len(matrix.rows) - 1)
-    return _ordered(position, switch, matrix, row, row, False)
+    return _ordered(position, switch, matrix, row, row, 0)
 
 
 def _newest_known(matrices: Mapping[int, Rows], said: Sequence[Member], least: int) -> int:
@@ -201,9 +205,15 @@ def _following(matrix: Rows, row: int, alive: frozenset[int]) -> int | None:
     return next((index for index in order if alive.intersection(matrix.rows[index])), None)
 
 
-def _same_row(fresh: Rows, former: Rows, row: int) -> int:
-    """The row of the new matrix that has most of a former one's gangs."""
-    own = set(former.rows[row]) if 0 <= row < len(former.rows) else set()
-    shared = [len(own.intersection(gangs)) for gangs in fresh.rows]
-    # Of a row that is no more the one before: what follows it in the new matrix follows it still.
-    return shared.index(max(shared)) if max(shared) else min(row, len(fresh.rows)) - 1
+def _before_next(fresh: Rows, former: Rows, row: int) -> int:
+    """The row of the new matrix after which those go on that were next in the former one, as far as they are there
+    still. Rows that are new between are not in turn: they come next, or wait for the rest."""
+    count = len(former.rows)
+    for step in range(1, count + 1):
+        before = (row + step) % count
+        own = set(former.rows[before])
+        # of several that are as alike, for whoever has more than one, the one at its place
+        shared, _, after = max((len(own.intersection(now)), -abs(at - before), at) for at, now in enumerate(fresh.rows))
+        if shared:
+            return (after - 1) % len(fresh.rows)
+    return NO_ROW

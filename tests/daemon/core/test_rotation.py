@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
+import pytest
 from ganger_daemon.core.orders import OrderKey
 from ganger_daemon.core.rotation import NO_ROW, START_SECONDS, Member, Position, Rows, Switch, lead, obey, runs
 from hypothesis import given, settings
@@ -102,21 +103,65 @@ def test_who_is_new_comes_next_and_then_the_rows_go_on_where_they_were() -> None
     assert seen == [3, 1, 2, 3, 0]
 
 
-def test_however_many_come_the_others_have_every_second_turn() -> None:
+def test_who_comes_while_a_newcomer_has_its_first_turn_has_the_next() -> None:
     rows = {1: matrix((1,), (2,))}
     position = alone(Position(), rows, {1, 2})
     assert position is not None
     ran = []
-    for version in range(2, 10):
-        rows = {
-            version - 1: rows[version - 1],
-            version: matrix(*((n,) for n in range(1, version + 2)), version=version),
-        }
+    for version in range(2, 6):
+        rows[version] = matrix(*((n,) for n in range(1, version + 2)), version=version)
         position = alone(position, rows, set(range(1, version + 2)))
         assert position is not None
         ran.append(rows[version].rows[position.row][0])
-    assert ran[::2] == [3, 5, 7, 9]
-    assert ran[1::2] == [2, 3, 4, 5]
+    assert ran == [3, 4, 5, 6]
+
+
+def test_a_newcomer_whose_row_is_the_next_anyhow_has_it_once() -> None:
+    rows = {1: matrix((1,), (2,)), 2: matrix((1,), (2,), (3,), version=2)}
+    position = Position(Switch(1, 2), 1, 1, {1: Switch(1, 2)}, in_turn=1)
+    seen = []
+    for _ in range(4):
+        position = alone(position, rows, {1, 2, 3}) or position
+        seen.append(rows[2].rows[position.row][0])
+    assert seen == [3, 1, 2, 3]
+
+
+def test_who_has_several_rows_keeps_its_place_in_the_cycle_when_somebody_comes() -> None:
+    rows = {1: matrix((1,), (2,), (1,), (3,)), 2: matrix((1,), (2,), (1,), (3,), (4,), version=2)}
+    position = Position(Switch(1, 2), 1, 1, {1: Switch(1, 2), 3: Switch(1, 2)}, in_turn=1)
+    seen = []
+    for _ in range(4):
+        position = alone(position, rows, {1, 2, 3, 4}) or position
+        seen.append(rows[2].rows[position.row][0])
+    assert seen == [4, 1, 3, 4]
+
+
+def test_of_several_who_come_at_once_none_waits_for_those_who_have_had_a_turn() -> None:
+    rows = {1: matrix((1,), (2,)), 2: matrix((1,), (2,), (3,), (4,), version=2)}
+    position = Position(Switch(1, 1), 1, 0, {2: Switch(1, 1)}, in_turn=0)
+    unstarted, seen = {3, 4}, []
+    for _ in range(5):
+        said = Member(position, 2, True, frozenset({1, 2, 3, 4}), unstarted=frozenset(unstarted))
+        position = lead(position, rows, {"n1": said}, QUANTUM, QUANTUM) or position
+        seen.append(position.row)
+        unstarted -= {*rows[2].rows[position.row]}
+    assert seen == [2, 3, 1, 2, 3]
+
+
+def test_however_many_come_for_one_turn_each_the_others_have_every_second_one_in_the_end() -> None:
+    rows = {1: matrix((1,), (2,))}
+    position = alone(Position(), rows, {1, 2})
+    assert position is not None
+    ran = []
+    for version in range(2, 60):
+        rows = {version - 1: rows[version - 1], version: matrix((1,), (2,), (version + 1,), version=version)}
+        position = alone(position, rows, {1, 2, version + 1})
+        assert position is not None
+        ran.append(rows[version].rows[position.row][0])
+    assert ran[:3] == [3, 4, 5]
+    late = ran[-40:]
+    assert [late.count(1), late.count(2)] == pytest.approx([10, 10], abs=4)
+    assert all({1, 2} & {*late[at : at + 2]} for at in range(len(late) - 1))
 
 
 def test_an_old_order_and_one_of_a_former_leader_change_nothing() -> None:

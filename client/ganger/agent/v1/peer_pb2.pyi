@@ -292,6 +292,7 @@ class RowState(google.protobuf.message.Message):
     ALIVE_EPOCHS_FIELD_NUMBER: builtins.int
     RUNNING_EPOCHS_FIELD_NUMBER: builtins.int
     SWITCH_SECONDS_FIELD_NUMBER: builtins.int
+    UNSTARTED_EPOCHS_FIELD_NUMBER: builtins.int
     known_version: builtins.int
     started: builtins.bool
     """Every gang of the row that has a part here runs."""
@@ -306,6 +307,10 @@ class RowState(google.protobuf.message.Message):
 
     @property
     def running_epochs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def unstarted_epochs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Those of `alive_epochs` that were never started here: they come next."""
+
     def __init__(
         self,
         *,
@@ -315,10 +320,11 @@ class RowState(google.protobuf.message.Message):
         alive_epochs: collections.abc.Iterable[builtins.int] | None = ...,
         running_epochs: collections.abc.Iterable[builtins.int] | None = ...,
         switch_seconds: builtins.float = ...,
+        unstarted_epochs: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["order", b"order"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["alive_epochs", b"alive_epochs", "known_version", b"known_version", "order", b"order", "running_epochs", b"running_epochs", "started", b"started", "switch_seconds", b"switch_seconds"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["alive_epochs", b"alive_epochs", "known_version", b"known_version", "order", b"order", "running_epochs", b"running_epochs", "started", b"started", "switch_seconds", b"switch_seconds", "unstarted_epochs", b"unstarted_epochs"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RowState: typing_extensions.TypeAlias = RowState
