@@ -220,8 +220,8 @@ def _given_up(teller: _Teller, event: Happening) -> str:
 
 
 def _kept(teller: _Teller, event: Happening) -> str:
-    word = "kept" if event.kind == "change_kept" else "undone"
-    return f"the change was {word}: {_figures(event) or event.message}{_by(event)}"
+    what = "was kept" if event.kind == "change_kept" else "did not help"
+    return f"the change {what}: {_figures(event) or event.message}{_by(event)}"
 
 
 def _cores(teller: _Teller, event: Happening) -> str:

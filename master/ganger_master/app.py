@@ -95,6 +95,7 @@ class Master:
             policy=config.policy,
             plan_every_seconds=config.plan_every_seconds,
             quantum_seconds=config.quantum_seconds,
+            moves_per_hour=config.moves_per_hour,
             storage=str(config.storage_path),
             storage_token=storage_token(config.storage_path),
             checkpoint_interval_seconds=config.checkpoint_interval_seconds,

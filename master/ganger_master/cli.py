@@ -17,6 +17,7 @@ import click
 @click.option("--policy", metavar="NAME", help="Who goes first, and where; default: fifo.")
 @click.option("--quantum", metavar="TIME", help="How long a turn lasts where jobs share GPUs; 1m, never: none do.")
 @click.option("--plan-every", metavar="TIME", help="Between plans that stop who runs, where a planner places; 5m.")
+@click.option("--moves-per-hour", metavar="N", help="Of a node, that nobody waits for (+defrag); default: auto.")
 @click.option("--checkpoint-interval", metavar="TIME", help="Between checkpoints of jobs that set none; default 30m.")
 @click.option("--quotas", metavar="USER=GPUS,...", help="GPUs that a user may hold at once; *=GPUS: everybody else.")
 @click.option("--scheduler-host/--no-scheduler-host", default=None, help="Run the default job schedulers as a child.")

@@ -5,6 +5,7 @@ Parsed and validated once, all errors reported together, and passed down explici
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ _SECONDS: Final = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 
 # Whoever is stopped at every plan does nothing else.
 _LEAST_PLAN_EVERY_SECONDS: Final = 1.0
 _LEAST_QUANTUM_SECONDS: Final = 0.5
+# One in a second.
+_MOST_MOVES_PER_HOUR: Final = 3600.0
 
 
 class ConfigError(ValueError):
@@ -47,6 +50,8 @@ class Config:
     plan_every_seconds: float = 300.0
     # Where jobs take turns on GPUs (policy gandiva): for how long each; None: they do not.
     quantum_seconds: float | None = 60.0
+    # Where running jobs are moved: moves of one node in an hour that nobody waits for; None: the planner's to say.
+    moves_per_hour: float | None = None
     # Default interval between checkpoints to storage; zero never.
     checkpoint_interval_seconds: float = 1800.0
     # Sessions of two machines with one name are refused while the first answered this recently.
@@ -145,6 +150,8 @@ def _parse_one(name: str, value: object) -> object:
         if seconds is not None and seconds < _LEAST_QUANTUM_SECONDS:
             raise ValueError(f"quantum: {value!r} is too short, at least {_LEAST_QUANTUM_SECONDS:g} s, or never")
         return seconds
+    if name == "moves_per_hour":
+        return _moves_of(value)
     if name.endswith("_seconds"):
         return _duration_of(name, value)
     if name == "finished_jobs_limit":
@@ -180,6 +187,20 @@ def _quotas_of(value: object) -> dict[str, int]:
         names = ", ".join(repr(user) for user in wrong)
         raise ValueError(f"quotas: {names}: write USER=GPUS, a number from 0 on, and *=GPUS for everybody else")
     return {user: int(str(gpus)) for user, gpus in value.items()}
+
+
+def _moves_of(value: object) -> float | None:
+    """A number of moves, be it below one; None for `auto`."""
+    if value == "auto":
+        return None
+    try:
+        moves = float(str(value)) if not isinstance(value, bool) else math.nan
+    except ValueError:
+        moves = math.nan
+    if not 0.0 <= moves <= _MOST_MOVES_PER_HOUR:
+        most = f"{_MOST_MOVES_PER_HOUR:g}"
+        raise ValueError(f"moves_per_hour: {value!r} is no number of moves from 0 to {most}, nor auto")
+    return moves
 
 
 def _duration_of(name: str, value: object) -> float | None:

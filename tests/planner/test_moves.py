@@ -56,6 +56,7 @@ class Moved(Planned):
         self.again_s = float("inf")
         self.findings: tuple[Finding, ...] = ()
         self.rates = Rates()
+        self.per_hour: float | None = None
 
     def found(self, kept_out: KeptOut = NOBODY, may_stop: bool = False) -> Pass:
         table = LiveTable()
@@ -69,7 +70,13 @@ class Moved(Planned):
         def inner(kept_out: KeptOut, may_stop: bool) -> Pass:
             return plan(policy.order, policy.placement, table, self.now, capacity, room, may_stop, kept_out=kept_out)
 
-        terms = Terms(policy.placement, tuple(self.state.draining), is_strict=policy.order.is_strict, rated=self.rates)
+        terms = Terms(
+            policy.placement,
+            tuple(self.state.draining),
+            is_strict=policy.order.is_strict,
+            per_hour=self.per_hour,
+            rated=self.rates,
+        )
         is_idle = moves_nobody(self.moving, terms, table, self.now, room)
         found, self.moving, self.findings, self.again_s = plan_moves(
             inner, terms, table, self.now, room, self.moving, kept_out, may_stop
@@ -362,7 +369,8 @@ def test_a_pair_that_is_no_faster_together_is_not_tried_again_nor_are_others_lik
     assert not finding.kept
     assert finding.gain == pytest.approx(1.0, rel=0.01)
     node = drive.node_of(pair)
-    assert drive.moving.brought.failed.holds((pair, frozenset([node])), drive.now)
+    assert finding.detail == "it stays: the way back would take more than it saves"
+    assert drive.moving.brought.failed.holds(("alike", frozenset([node])), drive.now)
     assert drive.moving.brought.locality("alike").relative_speed(2, 2, Level.CLUSTER) > 0.75
 
 
@@ -370,3 +378,67 @@ def test_a_pair_of_which_too_little_is_left_stays_apart() -> None:
     drive, pair = apart()
     drive.state.put_job(replace(drive.job(pair), move_pause_seconds=500.0))
     assert drive.proposed() == []
+
+
+def slower_together() -> tuple[Moved, int, tuple[str, ...]]:
+    """A pair that was moved closer and is half as fast there: the nodes where it was."""
+    drive, pair = apart()
+    source = drive.state.gangs[drive.job(pair).epoch].nodes
+    move_closer(drive, pair)
+    drive.rates.rates[pair] = 5.0
+    drive.now += 60.0
+    return drive, pair, source
+
+
+def test_a_move_that_did_not_help_is_undone_and_not_made_again() -> None:
+    drive, pair, source = slower_together()
+    assert drive.proposed() == [("MOVE", pair)]
+    (finding,) = drive.findings
+    assert (finding.kept, finding.detail) == (False, f"it goes back to {' '.join(source)}")
+    (told,) = [one for one in drive.told if one.kind == "change_undone"]
+    assert told.figures["detail"] == finding.detail
+    gang = drive.state.gangs[drive.job(pair).next_epoch]
+    assert gang.nodes == source
+    assert gang.purpose.goal is Goal.UNDO
+    # By what is left at half the pace.
+    assert gang.purpose.saved > 0.0
+    here, back = drive.job(pair).epoch, drive.job(pair).next_epoch
+    drive.seen(pair, back, ObservedPhase.PREPARED)
+    drive.seen(pair, here, ObservedPhase.PARKED, 80)
+    drive.seen(pair, back, ObservedPhase.READY, 80)
+    drive.seen(pair, back, ObservedPhase.RUNNING)
+    for node in source:
+        drive.observe(node, *drive.others(node, here))
+    drive.rates.rates[pair] = 10.0
+    for _ in range(5):
+        drive.now += 700.0
+        assert drive.proposed() == []
+    assert drive.moving.brought.owed == {}
+
+
+def test_who_cannot_go_back_at_once_goes_when_its_place_is_free_again() -> None:
+    drive, pair, source = slower_together()
+    taken = drive.submit(together(4))
+    assert ("START", taken) in drive.proposed()
+    drive.runs(taken)
+    drive.now += 60.0
+    assert drive.proposed() == []
+    assert drive.moving.brought.owed.keys() == {pair}
+    drive.ends(taken)
+    assert drive.proposed() == [("MOVE", pair)]
+    assert drive.state.gangs[drive.job(pair).next_epoch].nodes == source
+
+
+def test_an_operator_who_allows_no_moves_has_none_but_those_somebody_waits_for() -> None:
+    drive, pair = apart()
+    drive.per_hour = 0.0
+    assert drive.proposed() == []
+    drive.now += 60.0
+    drive.per_hour = 0.5
+    # Of two nodes one in an hour.
+    assert drive.proposed() == [("MOVE", pair)]
+    drive, _ = fragmented()
+    drive.per_hour = 0.0
+    drive.submit(together(4))
+    drive.now += 100.0
+    assert [kind for kind, _ in drive.proposed()] == ["MOVE"]

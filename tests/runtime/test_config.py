@@ -56,6 +56,19 @@ def test_all_mistakes_are_reported_together() -> None:
         load({"state_dir": "/s", "plan_every": "500ms"}, {})
 
 
+@pytest.mark.parametrize(("told", "moves"), [("auto", None), ("0", 0.0), ("2.5", 2.5), (3, 3.0)])
+def test_moves_of_an_hour_are_a_number_or_left_to_the_planner(told: str | int, moves: float | None) -> None:
+    text = f"moves_per_hour = {told!r}\n"
+    assert load({"state_dir": "/s"}, {}, text).moves_per_hour == moves
+    assert load({"state_dir": "/s", "moves_per_hour": str(told)}, {}).moves_per_hour == moves
+
+
+@pytest.mark.parametrize("told", ["-1", "many", "1e9", "nan", "inf", "true"])
+def test_what_is_no_number_of_moves_is_refused(told: str) -> None:
+    with pytest.raises(ConfigError, match=r"moves_per_hour: '.*' is no number of moves from 0 to 3600, nor auto"):
+        load({"state_dir": "/s", "moves_per_hour": told}, {})
+
+
 def test_quotas_are_a_table_or_pairs() -> None:
     told = {"alice": 8, "*": 4}
     assert load({"state_dir": "/s"}, {}, '[quotas]\nalice = 8\n"*" = 4\n').quotas == told

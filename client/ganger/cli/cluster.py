@@ -45,6 +45,7 @@ class Settings:
     lost_after: str = ""
     plan_every: str = ""
     quantum: str = ""
+    moves_per_hour: str = ""
     virtual_gpu_cores: str = ""
 
 
@@ -77,6 +78,7 @@ def programs(settings: Settings, run_directory: Path) -> tuple[Program, ...]:
         ("--lost-after", settings.lost_after),
         ("--plan-every", settings.plan_every),
         ("--quantum", settings.quantum),
+        ("--moves-per-hour", settings.moves_per_hour),
     )
     master = [*ganger, "master", "--state-dir", str(directory)]
     for flag, value in optional:

@@ -39,6 +39,7 @@ _WATCH_SECONDS = 0.5
 @click.option(
     "--quantum", metavar="TIME", help="How long a turn lasts where jobs share GPUs (gandiva); never: none do."
 )
+@click.option("--moves-per-hour", metavar="N", help="Moves of a node that nobody waits for (+defrag); default: auto.")
 @click.option("--lost-after", metavar="TIME", help="When a silent node counts as lost; or never.")
 @click.option("--detach", "-d", is_flag=True, help="Return once it is ready; `ganger down` stops it.")
 @click.option("--cancel-jobs", is_flag=True, help="Cancel all jobs when it is stopped; else they go on.")
@@ -55,6 +56,7 @@ def up(
     policy: str | None,
     plan_every: str | None,
     quantum: str | None,
+    moves_per_hour: str | None,
     lost_after: str | None,
     detach: bool,
     cancel_jobs: bool,
@@ -89,6 +91,7 @@ def up(
         lost_after or "",
         plan_every or "",
         quantum or "",
+        moves_per_hour or "",
         virtual_gpu_cores or "",
     )
     with _alone(directory):

@@ -552,6 +552,12 @@ class Purpose(google.protobuf.message.Message):
         """GPUs for who wants them, or that were worth too little."""
         GOAL_PACK: Purpose._Goal.ValueType  # 9
         """On devices together with others, which is tried and measured."""
+        GOAL_UNDO: Purpose._Goal.ValueType  # 10
+        """Back to where it was: a move did not help."""
+        GOAL_EXCHANGE: Purpose._Goal.ValueType  # 11
+        """Its place for another that needs it more, which gives its own."""
+        GOAL_BALANCE: Purpose._Goal.ValueType  # 12
+        """Off a node where it was measured to be slower beside others."""
 
     class Goal(_Goal, metaclass=_GoalEnumTypeWrapper): ...
     GOAL_UNSPECIFIED: Purpose.Goal.ValueType  # 0
@@ -573,6 +579,12 @@ class Purpose(google.protobuf.message.Message):
     """GPUs for who wants them, or that were worth too little."""
     GOAL_PACK: Purpose.Goal.ValueType  # 9
     """On devices together with others, which is tried and measured."""
+    GOAL_UNDO: Purpose.Goal.ValueType  # 10
+    """Back to where it was: a move did not help."""
+    GOAL_EXCHANGE: Purpose.Goal.ValueType  # 11
+    """Its place for another that needs it more, which gives its own."""
+    GOAL_BALANCE: Purpose.Goal.ValueType  # 12
+    """Off a node where it was measured to be slower beside others."""
 
     GOAL_FIELD_NUMBER: builtins.int
     JOB_FIELD_NUMBER: builtins.int
@@ -964,10 +976,15 @@ class ClusterDelta(google.protobuf.message.Message):
     PLAN_EVERY_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     QUANTUM_FIELD_NUMBER: builtins.int
+    MOVES_PER_HOUR_FIELD_NUMBER: builtins.int
     continues: builtins.bool
     """More of the same moment follows: what is told so far does not add up yet."""
     policy: builtins.str
     """The cluster's policy, and the least time between two plans of its planner that stop who runs."""
+    moves_per_hour: builtins.float
+    """Moves that neither a gang nor an operator waits for, of one node in an hour; unset: as many as the planner finds
+    right.
+    """
     @property
     def view(self) -> Global___ViewDelta:
         """The whole view if its from_version is zero; then `jobs` are all there are, too."""
@@ -1006,11 +1023,15 @@ class ClusterDelta(google.protobuf.message.Message):
         plan_every: google.protobuf.duration_pb2.Duration | None = ...,
         draining: collections.abc.Iterable[builtins.str] | None = ...,
         quantum: google.protobuf.duration_pb2.Duration | None = ...,
+        moves_per_hour: builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["plan_every", b"plan_every", "quantum", b"quantum", "time", b"time", "view", b"view"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_moves_per_hour", b"_moves_per_hour", "moves_per_hour", b"moves_per_hour", "plan_every", b"plan_every", "quantum", b"quantum", "time", b"time", "view", b"view"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["continues", b"continues", "draining", b"draining", "forgotten", b"forgotten", "jobs", b"jobs", "plan_every", b"plan_every", "policy", b"policy", "quantum", b"quantum", "time", b"time", "view", b"view"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_moves_per_hour", b"_moves_per_hour", "continues", b"continues", "draining", b"draining", "forgotten", b"forgotten", "jobs", b"jobs", "moves_per_hour", b"moves_per_hour", "plan_every", b"plan_every", "policy", b"policy", "quantum", b"quantum", "time", b"time", "view", b"view"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__moves_per_hour: typing_extensions.TypeAlias = typing.Literal["moves_per_hour"]
+    _WhichOneofArgType__moves_per_hour: typing_extensions.TypeAlias = typing.Literal["_moves_per_hour", b"_moves_per_hour"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__moves_per_hour) -> _WhichOneofReturnType__moves_per_hour | None: ...
 
 Global___ClusterDelta: typing_extensions.TypeAlias = ClusterDelta
 

@@ -28,6 +28,12 @@ class Goal(StrEnum):
     GIVE_BACK = "GIVE_BACK"
     # On devices together with others, which is tried and measured.
     PACK = "PACK"
+    # Back to where it was: a move did not help.
+    UNDO = "UNDO"
+    # Its place for another that needs it more, which gives its own.
+    EXCHANGE = "EXCHANGE"
+    # Off a node where it was measured to be slower beside others.
+    BALANCE = "BALANCE"
 
 
 class Purpose(Struct, frozen=True, gc=False, omit_defaults=True):

@@ -18,6 +18,8 @@ class Settings:
     plan_every_seconds: float = 300.0
     # For how long a row runs where gangs take turns; None: none are to.
     quantum_seconds: float | None = 60.0
+    # Moves of one node in an hour that nobody waits for; None: the planner's to say.
+    moves_per_hour: float | None = None
     storage: str = ""
     storage_token: str = ""
     checkpoint_interval_seconds: float = 1800.0

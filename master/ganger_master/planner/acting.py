@@ -60,7 +60,8 @@ class Moving:
 @dataclass(frozen=True, slots=True)
 class Terms:
     """`placement`: who finds places. `draining`: names of nodes that are to be emptied. `holes`: room is made for gangs
-    that wait, and who rests by a plan is brought back; no other pass does. `per_hour`: moves that nobody waits for."""
+    that wait, and who rests by a plan is brought back; no other pass does. `per_hour`: moves that nobody waits for, of
+    a node; None: as many in all as there are devices in use."""
 
     placement: Placement
     draining: tuple[str, ...] = ()
@@ -107,11 +108,12 @@ class Acting:
 
     def movable(self, pairs: Iterable[tuple[Job, Gang]]) -> dict[int, tuple[Job, Gang, Movable]]:
         """Of these."""
-        view, costs = self.room.view, self.costs
+        view, costs, rated = self.room.view, self.costs, self.terms.rated
         found = {}
         for job, gang in pairs:
             if _can_move(job, gang):
-                one = movable(view, job.number, job.shape, _held(gang), costs.pause_s(job, gang))
+                kind = rated.signature(job.number)
+                one = movable(view, job.number, job.shape, _held(gang), costs.pause_s(job, gang), kind)
                 found[job.number] = job, gang, one
         return found
 
@@ -130,14 +132,21 @@ class Acting:
         stages = [stage_of(leg, self.table) for errand in self.errands for leg in errand.legs]
         return sum(stage not in (Stage.DONE, Stage.RESTS) for stage in stages)
 
+    def ran_s(self, job: Job) -> float:
+        """As long as it is expected to run yet, if nobody knows better."""
+        return job.run_seconds + (max(0.0, self.now - job.running_since) if job.running_since else 0.0)
+
     def others(self, busy: frozenset[int]) -> Movables:
         """Who may be moved for others' sake, but for these."""
         return Movables(
             self.room.view, [one for n, (job, _, one) in self.gangs.items() if n not in busy and job.spec.movable]
         )
 
-    def begin(self, goal: Goal, hole: Hole, waiting: int = 0, saved: float = 0.0) -> bool:
-        """An errand, and its first changes; not where somebody would have to rest on its way who cannot."""
+    def begin(
+        self, goal: Goal, hole: Hole, waiting: int = 0, saved: float = 0.0, last_goal: Goal | None = None
+    ) -> bool:
+        """An errand, and its first changes; not where somebody would have to rest on its way who cannot. `last_goal`:
+        of the last move, if it is another's."""
         ordered, parked = in_order(hole.moves)
         if not all(has_arenas(self.gangs[move.number][1]) for move in parked):
             return False
@@ -145,7 +154,8 @@ class Acting:
         for move in ordered:
             job, gang, _ = self.gangs[move.number]
             pause = self.costs.pause_s(job, gang)
-            legs.append(Leg(move.number, gang.claims, move.claims, pause, is_parked=move in parked))
+            own = last_goal if move is hole.moves[-1] else None
+            legs.append(Leg(move.number, gang.claims, move.claims, pause, is_parked=move in parked, goal=own))
         errand = Errand(goal, tuple(legs), self.now, waiting, hole.claims if waiting else (), saved)
         carried = carry_on([errand], self.table, self.trying, self.now)
         self.errands.extend(carried.errands)

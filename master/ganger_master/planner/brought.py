@@ -1,14 +1,15 @@
 """What moves have brought: rates before and after them, whether each is kept, and what that says of distance.
 
 A move that was for the job's own sake is kept if it is faster, one for others' if it is not slower
-(`introspect.migration.verdict`). What did not help is remembered by job and nodes; and every move between places of
+(`introspect.migration.verdict`). What did not help is undone where that saves more than it takes, once the old place is
+free, and remembered by kind of job and nodes; and every move between places of
 different closeness is a measurement of how much closeness means to jobs of its kind.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, TypeAlias
 
@@ -19,9 +20,10 @@ from ganger_master.core.model import Gang, GangPhase, Intent, Job
 from ganger_master.core.orders import same_place
 from ganger_master.core.purpose import Finding, Goal
 from ganger_master.models.locality import UNKNOWN_JOB, LocalityModel, LocalityPoint, fit_locality
+from ganger_master.planner.errands import is_free
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies.introspect.failed import Failed
-from ganger_master.policies.introspect.migration import Tried, Why, verdict
+from ganger_master.policies.introspect.migration import Tried, Why, tried, verdict, worth_going_back
 from ganger_master.policies.introspect.trial import FIRST_WINDOWS, Rates, Verdict
 from ganger_master.policies.introspect.whatif import Claims
 
@@ -41,7 +43,11 @@ _WHY: Final = {
     Goal.DRAIN: Why.DRAIN,
     Goal.DEFRAGMENT: Why.DEFRAGMENT,
     Goal.RETURN: Why.HOLE,
+    Goal.EXCHANGE: Why.EXCHANGE,
+    Goal.BALANCE: Why.BALANCE,
 }
+# There is no way back to a node that is drained, and who rested had no place to go back to.
+_FINAL: Final = frozenset({Goal.DRAIN, Goal.RETURN})
 
 Points: TypeAlias = tuple[LocalityPoint, ...]
 
@@ -81,12 +87,23 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
+class Owed:
+    """A way back: a job that goes at `gain` times its pace of before, in `claims`, was faster in `source`."""
+
+    source: Claims
+    claims: Claims
+    gain: float
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Brought:
-    """What is remembered. `failed`: by job and nodes where a move did not help."""
+    """What is remembered. `failed`: by kind of job and nodes where a move did not help; `owed`: who is to go back."""
 
     trials: Mapping[int, Trial] = field(default_factory=dict)
     failed: Failed[Tried] = field(default_factory=Failed)
     points: Mapping[str, Points] = field(default_factory=dict)
+    owed: Mapping[int, Owed] = field(default_factory=dict)
 
     def begun(self, number: int, goal: Goal, gang: Gang, claims: Claims, rated: Rated, now: float) -> Brought:
         """With a move that begins now; of whom too little was measured before, nothing is to be told afterwards."""
@@ -101,11 +118,19 @@ class Brought:
         """When to look at some of them again, though nothing happens."""
         return min([trial.look_s for trial in self.trials.values()], default=math.inf)
 
-    def looked(self, table: LiveTable, view: View, rated: Rated, now: float) -> tuple[Brought, tuple[Finding, ...]]:
-        """After a look at all that were moved and of whom there may be more to see; and what was found."""
+    def looked(
+        self,
+        table: LiveTable,
+        view: View,
+        rated: Rated,
+        now: float,
+        takes: Callable[[Job, Gang], tuple[float, float]],
+    ) -> tuple[Brought, tuple[Finding, ...]]:
+        """After a look at all that were moved and of whom there may be more to see; and what was found. `takes`: for
+        how long a job is expected to run yet, and to stand still for a move."""
         if now < self.look_s:
             return self, ()
-        trials, failed, points = dict(self.trials), self.failed, dict(self.points)
+        trials, failed, points, owed = dict(self.trials), self.failed, dict(self.points), dict(self.owed)
         findings = []
         for number, trial in self.trials.items():
             if now < trial.look_s:
@@ -130,21 +155,52 @@ class Brought:
                 continue
             del trials[number]
             is_kept = judged.verdict is Verdict.KEEP
-            findings.append(Finding(number, trial.goal, is_kept, judged.gain.value, judged.gain.deviation))
+            kind, gain, detail = rated.signature(number), judged.gain.value, ""
             if not is_kept:
-                failed = failed.noted((number, frozenset(claim.node for claim in trial.claims)), now)
-            kind = rated.signature(number)
+                failed = failed.noted(tried(number, kind, trial.claims), now)
+                job, gang = found
+                assert gang is not None, "it runs"
+                pays = trial.goal not in _FINAL and worth_going_back(gain, *takes(job, gang))
+                if pays:
+                    owed[number] = Owed(trial.source, trial.claims, gain, now + _LONGEST_S)
+                detail = _what_becomes(view, trial, pays=pays)
+            findings.append(Finding(number, trial.goal, is_kept, gain, judged.gain.deviation, detail))
             point = _point(view, trial, judged.gain.value, self.locality(kind))
             if kind and point is not None:
                 points[kind] = (*points.pop(kind, ()), point)[-_MOST_POINTS:]
                 if len(points) > _MOST_KINDS:
                     del points[next(iter(points))]
-        return Brought(trials, failed, points), tuple(findings)
+        return Brought(trials, failed, points, owed), tuple(findings)
+
+    def still_owed(self, table: LiveTable, now: float) -> Brought:
+        """Without those who are not any more where they were slow, or wait for their old place for too long."""
+        if not self.owed:
+            return self
+        live = {
+            number: one
+            for number, one in self.owed.items()
+            if now < one.until_s
+            and (found := table.get(number)) is not None
+            and found[1] is not None
+            and not found[0].next_epoch
+            and same_place(found[1].claims, one.claims)
+        }
+        return self if len(live) == len(self.owed) else replace(self, owed=live)
 
     def locality(self, kind: str) -> LocalityModel:
         """Of jobs of this kind, as far as moves have shown it."""
         points = self.points.get(kind)
         return fit_locality(points) if points else UNKNOWN_JOB
+
+
+def _what_becomes(view: View, trial: Trial, *, pays: bool) -> str:
+    """Of one whose move did not help, for people."""
+    if not pays:
+        return "it stays: the way back would take more than it saves"
+    where = " ".join(dict.fromkeys(claim.node for claim in trial.source))
+    if is_free(view, trial.source):
+        return f"it goes back to {where}"
+    return f"it stays until its place on {where} is free again"
 
 
 def next_look_s(gone_s: float, windows: int) -> float:

@@ -31,7 +31,7 @@ _MOST_TRIES: Final = 4
 @dataclass(frozen=True, slots=True)
 class Leg:
     """One who goes from `source` to `claims`; nowhere: it rests in host memory. `is_parked`: it rests there on its way,
-    for others want its place before its own is free."""
+    for others want its place before its own is free. `goal`: its own, if not the errand's."""
 
     number: int
     source: Claims
@@ -39,6 +39,7 @@ class Leg:
     pause_s: float
     is_parked: bool = False
     tries: int = 0
+    goal: Goal | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class Errand:
         return frozenset([leg.number for leg in self.legs] + [self.waiting] * bool(self.waiting))
 
     def purpose(self, leg: Leg) -> Purpose:
-        return Purpose(self.goal, self.waiting, self.saved, leg.pause_s)
+        return Purpose(leg.goal or self.goal, self.waiting, self.saved, leg.pause_s)
 
 
 class Stage(Enum):

@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 from ganger.resources.view import Mode
 
+from ganger_master.core.model import Gang, Job
 from ganger_master.core.purpose import Finding
 from ganger_master.planner.acting import Acting, Moving, Terms
 from ganger_master.planner.emptying import bring_back, drain, parked
@@ -61,7 +62,7 @@ def moves_nobody(moving: Moving, terms: Terms, table: LiveTable, now: float, roo
     room.refresh()
     if not table.has_waiting or table.least_waiting_gpus <= room.free_devices:
         return False
-    if moving.errands or terms.draining or now >= moving.brought.look_s or table.parked:
+    if moving.errands or moving.brought.owed or terms.draining or now >= moving.brought.look_s or table.parked:
         return False
     urgent, least = table.most_urgent_waiting, table.least_urgent_running
     if urgent is None or (least is not None and urgent > least):
@@ -89,7 +90,8 @@ class _Pass:
         bring_back(acting, [one for one in resting if urgent is None or one[0].spec.priority >= urgent])
         for node in terms.draining:
             drain(acting, node)
-        brought, findings = self._old.brought.looked(table, acting.room.view, terms.rated, acting.now)
+        old = self._old.brought.still_owed(table, acting.now)
+        brought, findings = old.looked(table, acting.room.view, terms.rated, acting.now, self._takes)
         is_new = is_news or may_stop or bool(acting.changes or carried.given_up)
         makes_holes = terms.holes and self._holes.are_possible
         found = self._old.found
@@ -106,6 +108,7 @@ class _Pass:
                 self._take_starts(found)
         bring_back(acting, [one for one in resting if urgent is not None and one[0].spec.priority < urgent])
         tidying = Tidying(acting, brought, self._moved_at, self._old.closer_s)
+        tidying.go_back()
         if not acting.errands and not found.changes:
             tidying.closer()
         if not table.has_waiting and not acting.errands and acting.room.view.mode is Mode.PACK:
@@ -121,6 +124,9 @@ class _Pass:
         plain = None if found.changes else found
         moving = Moving(tuple(acting.errands), self._holes.looked, self._moved_at, brought, tidying.closer_s, plain)
         return self._with_own(found), moving, findings, acting.again_s
+
+    def _takes(self, job: Job, gang: Gang) -> tuple[float, float]:
+        return self._acting.ran_s(job), self._acting.costs.pause_s(job, gang)
 
     def _with_own(self, found: Pass) -> Pass:
         own = self._acting.changed

@@ -1,4 +1,5 @@
-"""Moves that nobody waits for, while there is time: gangs closer together, fewer nodes that are neither full nor idle.
+"""Moves that nobody waits for: back to where a job was faster, gangs closer together, alone or by exchanging places,
+fewer nodes that are neither full nor idle.
 
 Each must save more than it costs, by what was measured; in an hour there are no more than the operator allows.
 """
@@ -8,12 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from ganger_master.core.model import Job
+from ganger_master.core.model import Gang, Job
 from ganger_master.core.purpose import Goal
+from ganger_master.models.accuracy import NOT_FITTED
+from ganger_master.models.locality import LocalityModel
 from ganger_master.planner.acting import MOST_AT_ONCE, Acting
 from ganger_master.planner.brought import Brought
-from ganger_master.policies.introspect.hole import Hole
-from ganger_master.policies.introspect.migration import Proposal, Spread, Why, capped, closer, defragmented
+from ganger_master.planner.errands import is_free
+from ganger_master.policies.introspect.hole import Hole, Movable, Move
+from ganger_master.policies.introspect.migration import (
+    Proposal,
+    Spread,
+    Why,
+    capped,
+    closer,
+    defragmented,
+    exchanged,
+)
 
 # Who lies badly is looked for so often.
 CLOSER_S: Final = 30.0
@@ -25,6 +37,9 @@ _GOALS: Final = {
     Why.UNPACK: Goal.UNPACK,
     Why.DRAIN: Goal.DRAIN,
     Why.DEFRAGMENT: Goal.DEFRAGMENT,
+    Why.EXCHANGE: Goal.EXCHANGE,
+    Why.UNDO: Goal.UNDO,
+    Why.BALANCE: Goal.BALANCE,
 }
 
 
@@ -37,6 +52,18 @@ class Tidying:
         self._moved_at = moved_at
         self.closer_s = closer_s
 
+    def go_back(self) -> None:
+        """Who was faster where it was, and can be there again."""
+        acting = self._acting
+        busy = acting.busy | acting.changed
+        for number, owed in self._brought.owed.items():
+            got = acting.gangs.get(number)
+            if got is None or number in busy or self._left <= 0 or not is_free(acting.room.view, owed.source):
+                continue
+            saves = (1.0 - owed.gain) * acting.ran_s(got[0]) * got[2].shape.gpus - got[2].move_cost
+            if saves > 0.0:
+                acting.begin(Goal.UNDO, Hole((), (Move(got[2], owed.source),)), saved=saves)
+
     def closer(self) -> None:
         """Gangs over several nodes that lie further apart than is good for them, as far as is known of their kind, into
         what is free."""
@@ -48,11 +75,26 @@ class Tidying:
         if not gangs:
             return
         self.closer_s = acting.now
-        kinds = {job.number: acting.terms.rated.signature(job.number) for job, _, _ in gangs}
-        models = {kind: self._brought.locality(kind) for kind in sorted(set(kinds.values()))}
-        spreads = [Spread(one, models[kinds[job.number]], self._ran_s(job)) for job, _, one in gangs]
+        spreads = self._spreads(gangs)
         failed, placement = self._brought.failed, acting.terms.placement
         self._propose(closer(acting.room, spreads, now=acting.now, failed=failed, placement=placement))
+        if not acting.errands:
+            # Of whom nothing was measured nothing is known that would be worth two moves.
+            known = [one for one in spreads if one.locality.error != NOT_FITTED]
+            if known:
+                others = self._spreads(
+                    [found for found in acting.gangs.values() if found[2].shape.gpus > 1 and found[0].spec.movable]
+                )
+                self._propose(exchanged(acting.room, known, others, now=acting.now, failed=failed, placement=placement))
+
+    def _spreads(self, gangs: Iterable[tuple[Job, Gang, Movable]]) -> list[Spread]:
+        models: dict[str, LocalityModel] = {}
+        found = []
+        for job, _, one in gangs:
+            if one.kind not in models:
+                models[one.kind] = self._brought.locality(one.kind)
+            found.append(Spread(one, models[one.kind], self._acting.ran_s(job), job.shape.locality.widest))
+        return found
 
     def defragment(self) -> None:
         acting = self._acting
@@ -61,18 +103,19 @@ class Tidying:
             failed = self._brought.failed
             self._propose(defragmented(acting.room, gangs, most_moves=self._left, now=acting.now, failed=failed))
 
-    def _ran_s(self, job: Job) -> float:
-        """As long as it is expected to run yet."""
-        return job.run_seconds + (max(0.0, self._acting.now - job.running_since) if job.running_since else 0.0)
-
     @property
     def _left(self) -> int:
         """Moves that nobody waits for and may still begin."""
-        most = self._acting.terms.per_hour
-        if most is None:
-            most = max(_LEAST_AN_HOUR, sum(one.shape.gpus for _, _, one in self._acting.gangs.values()))
-        return min(MOST_AT_ONCE, int(most - len(self._moved_at)))
+        acting = self._acting
+        if acting.terms.per_hour is None:
+            most = float(max(_LEAST_AN_HOUR, sum(one.shape.gpus for _, _, one in acting.gangs.values())))
+        else:
+            most = acting.terms.per_hour * len(acting.room.view)
+        begun = sum(len(errand.legs) for errand in acting.errands if errand.began_s == acting.now)
+        return min(MOST_AT_ONCE, int(most - len(self._moved_at) - begun))
 
     def _propose(self, proposals: Iterable[Proposal]) -> None:
         for proposal in capped(proposals, self._acting.now, self._moved_at, (), max(0, self._left)):
-            self._acting.begin(_GOALS[proposal.why], Hole((), proposal.moves), saved=proposal.saves)
+            goal, moves = _GOALS[proposal.why], Hole((), proposal.moves)
+            last = Goal.LOCALITY if proposal.why is Why.EXCHANGE else None
+            self._acting.begin(goal, moves, saved=proposal.saves, last_goal=last)

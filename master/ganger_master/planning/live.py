@@ -30,6 +30,8 @@ class Live:
         self.draining: tuple[str, ...] = ()
         # None: nobody takes turns.
         self.quantum_s: float | None = None
+        # Of one node, that nobody waits for; None: ours to say.
+        self.moves_per_hour: float | None = None
         self._clock = clock
         # Of the master's clock before ours.
         self._ahead_s = 0.0
@@ -74,6 +76,7 @@ class Live:
         self.policy, self.plan_every_s = first.policy, times.seconds(first.plan_every)
         self.draining = tuple([names.parse_node_name(node) for node in first.draining])
         self.quantum_s = times.seconds(first.quantum) if first.HasField("quantum") else None
+        self.moves_per_hour = first.moves_per_hour if first.HasField("moves_per_hour") else None
         self.told = True
         self._changed.set()
         return tuple(changed)

@@ -271,7 +271,13 @@ class Planner:
         kept_out = self._refused.at(now)
         if not policy.moves:
             return chosen(kept_out, may_stop), (), inf
-        terms = Terms(policy.placement, live.draining, is_strict=policy.order.is_strict, rated=self._together)
+        terms = Terms(
+            policy.placement,
+            live.draining,
+            is_strict=policy.order.is_strict,
+            per_hour=live.moves_per_hour,
+            rated=self._together,
+        )
         found, self._moving, findings, again_s = plan_moves(
             chosen, terms, live.table, now, live.room, self._moving, kept_out, may_stop
         )
@@ -295,7 +301,7 @@ class Planner:
         )
         if found.changes or findings or not policy.moves:
             return found, findings, inf
-        terms = Terms(policy.placement, live.draining, holes=False, rated=self._together)
+        terms = Terms(policy.placement, live.draining, holes=False, per_hour=live.moves_per_hour, rated=self._together)
         moved, self._moving, findings, again_s = plan_moves(
             lambda kept_out, may_stop: found, terms, live.table, now, live.room, self._moving, NOBODY, False
         )

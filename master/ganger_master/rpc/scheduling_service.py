@@ -122,6 +122,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                     plan_every=times.duration(self._writer.state.settings.plan_every_seconds),
                     draining=[names.node_name(node) for node in self._writer.state.draining],
                     quantum=None if quantum is None else times.duration(quantum),
+                    moves_per_hour=self._writer.state.settings.moves_per_hour,
                 )
                 sent = committed.view_version
                 delta.view.nodes.extend(await _messages(rows))

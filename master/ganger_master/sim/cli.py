@@ -205,7 +205,9 @@ class _Experiment:
         from ganger_master.sim.replay.options import Options
 
         flags = self.flags
-        named = {name: flags[name] for name in ("plan_every_s", "profile_s") if flags[name] is not None}
+        named = {
+            name: flags[name] for name in ("plan_every_s", "profile_s", "moves_per_hour") if flags[name] is not None
+        }
         return Options(
             ideal=flags["ideal"], round_s=flags["round_s"], costs=self._costs, seed=seed, rates=flags["rates"], **named
         )
@@ -333,6 +335,8 @@ def _check_each_flag_tells(flags: Mapping[str, Any], policies: Sequence[str]) ->
         raise click.UsageError("--ideal and --plan-every exclude each other: an ideal cluster plans at every event")
     if flags["round_s"] is not None and flags["plan_every_s"] is not None:
         raise click.UsageError("--round and --plan-every exclude each other: plans are made as often as rounds begin")
+    if flags["moves_per_hour"] is not None and not any(policy_named(name).moves for name in policies):
+        raise click.UsageError("--moves-per-hour is for policies that move running jobs: add +defrag to one")
     if flags["profile_s"] is not None and flags["rates"] != "profiles" and not resizes:
         raise click.UsageError("--profile says how long profiles take: give --rates profiles too")
 

@@ -175,6 +175,12 @@ _SHARED: list[Callable[[Any], Any]] = [
         help="Least time between two plans that stop jobs; 0: none.",
     ),
     click.option(
+        "--moves-per-hour",
+        type=click.FloatRange(0, 3600),
+        metavar="N",
+        help="For +defrag: moves of a node in an hour that nobody waits for, at most.",
+    ),
+    click.option(
         "--cost",
         "costs",
         type=Pair("=", click.STRING, Duration()),

@@ -17,14 +17,18 @@ from ganger_master.policies.introspect.migration import (
     Packed,
     Proposal,
     Spread,
+    Tried,
     Why,
     capped,
     closer,
     defragmented,
     drained,
+    exchanged,
     movable,
+    tried,
     unpacked,
     verdict,
+    worth_going_back,
 )
 from ganger_master.policies.introspect.trial import Rates, Verdict
 from ganger_master.policies.room import Room
@@ -133,9 +137,100 @@ def test_place_where_it_was_slow_is_not_tried_again_at_once() -> None:
     one = put(view, 1, (0, 2), (1, 2))
     room = Room(view)
     (found,) = closer(room, [spread(one)])
-    failed = Failed[tuple[int, frozenset[str]]]().noted((1, frozenset({"s2"})), 0.0)
+    failed = Failed[Tried]().noted(("jobs/1", frozenset({"s2"})), 0.0)
     assert closer(room, [spread(one)], now=10.0, failed=failed) == []
     assert closer(room, [spread(one)], now=4000.0, failed=failed) == [found]
+
+
+def exchange(
+    view: View, one: Movable, other: Movable, its: LocalityModel, remaining_s: float = 3600.0
+) -> tuple[Proposal, ...]:
+    room = Room(view)
+    before = rows(view)
+    widest = Level.CLUSTER
+    gains, gives = Spread(one, SENSITIVE, remaining_s, widest), Spread(other, its, remaining_s, widest)
+    found = exchanged(room, [gains], [gains, gives])
+    assert rows(view) == before
+    for proposal in found:
+        for move in proposal.moves:
+            for claim in move.gang.claims:
+                view.give(claim)
+        for move in proposal.moves:
+            assert fit(view, structs.replace(move.gang.shape, locality=gang(1).locality), move.claims) == ()
+            for claim in move.claims:
+                view.take(claim)
+    return tuple(found)
+
+
+def test_two_gangs_that_lie_on_the_same_two_nodes_get_one_each() -> None:
+    view = cluster(2)
+    one, other = put(view, 1, (0, 2), (1, 2)), put(view, 2, (0, 2), (1, 2))
+    (found,) = exchange(view, one, other, SENSITIVE)
+    assert (found.why, [move.number for move in found.moves]) == (Why.EXCHANGE, [2, 1])
+    assert [len(move.claims) for move in found.moves] == [1, 1]
+
+
+def test_who_needs_a_place_together_gets_that_of_one_to_whom_it_makes_no_difference() -> None:
+    view = cluster(3)
+    one, other = put(view, 1, (0, 2), (1, 2)), put(view, 2, (2, 4))
+    put(view, 3, (0, 2))
+    put(view, 4, (1, 2))
+    (found,) = exchange(view, one, other, INDIFFERENT)
+    assert {move.number: sorted(claim.node for claim in move.claims) for move in found.moves} == {
+        1: ["s2"],
+        2: ["s0", "s1"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("its", "remaining_s", "why"),
+    [
+        (SENSITIVE, 3600.0, "the other would be slower by as much"),
+        (INDIFFERENT, 6.0, "two pauses take more than is left to save"),
+    ],
+)
+def test_places_are_not_exchanged_where_it_does_not_pay_for_both(
+    its: LocalityModel, remaining_s: float, why: str
+) -> None:
+    view = cluster(3)
+    one, other = put(view, 1, (0, 2), (1, 2)), put(view, 2, (2, 4))
+    put(view, 3, (0, 2))
+    put(view, 4, (1, 2))
+    assert exchange(view, one, other, its, remaining_s) == (), why
+
+
+def test_places_that_did_not_help_are_not_exchanged_again_at_once() -> None:
+    view = cluster(2)
+    one, other = (Spread(put(view, number, (0, 2), (1, 2)), SENSITIVE, 3600.0) for number in (1, 2))
+    (found,) = exchanged(Room(view), [one], [other])
+    failed = Failed[Tried]().noted(tried(1, "", found.moves[-1].claims), 0.0)
+    assert not [
+        again
+        for again in exchanged(Room(view), [one], [other], now=10.0, failed=failed)
+        if again.moves[-1].claims[0].node == found.moves[-1].claims[0].node
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gain", "remaining_s", "pause_s", "pays"),
+    [
+        (0.5, 100.0, 2.0, True),
+        (0.5, 3.0, 2.0, False),
+        # Less than a move may cost anyhow: noise.
+        (0.97, 1e6, 2.0, False),
+        (1.0, 1e6, 0.0, False),
+        (1.4, 1e6, 0.0, False),
+    ],
+)
+def test_the_way_back_has_to_pay_for_itself(gain: float, remaining_s: float, pause_s: float, pays: bool) -> None:
+    assert worth_going_back(gain, remaining_s, pause_s) is pays
+
+
+def test_what_did_not_help_is_remembered_of_all_jobs_alike() -> None:
+    view = cluster(2)
+    claims = put(view, 1, (0, 1)).claims
+    assert tried(1, "", claims) == ("jobs/1", frozenset({"s0"}))
+    assert tried(1, "digits", claims) == tried(2, "digits", claims)
 
 
 def test_moved_gang_never_lies_further_apart_than_before() -> None:
@@ -194,7 +289,7 @@ def test_nodes_with_three_of_four_free_are_emptied() -> None:
         (2, ["s3"]),
     ]
     assert all(one.why is Why.DEFRAGMENT for one in found)
-    failed = Failed[tuple[int, frozenset[str]]]().noted((1, frozenset({"s2"})), 0.0)
+    failed = Failed[Tried]().noted(("jobs/1", frozenset({"s2"})), 0.0)
     assert [one.moves[0].number for one in defragmented(room, gangs, failed=failed)] == [2]
 
 

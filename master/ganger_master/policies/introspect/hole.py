@@ -44,13 +44,15 @@ _MOST_SETS_OF_MANY: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Movable:
-    """A running gang. `shape`: what it accepts elsewhere. Infinite costs: it may not be moved, not be stopped."""
+    """A running gang. `shape`: what it accepts elsewhere. Infinite costs: it may not be moved, not be stopped. `kind`:
+    what behaves like it; nothing if nobody knows."""
 
     number: int
     shape: GangShape
     claims: Claims
     move_cost: float = math.inf
     stop_cost: float = math.inf
+    kind: str = ""
 
     @property
     def price(self) -> float:

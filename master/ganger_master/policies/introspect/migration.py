@@ -33,6 +33,8 @@ FRAGMENTED: Final = 0.75
 _LEAST_GAIN: Final = 0.05
 # A move that was not for speed may cost this much of it.
 _MOST_LOSS: Final = 0.05
+# Pairs of gangs of one search for places to exchange.
+_MOST_LOOKS: Final = 128
 # A job is left alone for so long after a move.
 _REST_S: Final = 600.0
 
@@ -43,6 +45,9 @@ class Why(Enum):
     UNPACK = "a GPU of its own"
     DRAIN = "off the node"
     DEFRAGMENT = "fewer nodes half empty"
+    EXCHANGE = "its place for another that needs it more"
+    UNDO = "back where it was faster"
+    BALANCE = "off a node where it is slower beside others"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,8 @@ class Spread:
     gang: Movable
     locality: LocalityModel
     remaining_s: float
+    # How far apart the job may lie; None: no further than now.
+    widest: Level | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +85,32 @@ class Packed:
     movable: tuple[Movable, ...]
 
 
-# A job, and the nodes where it was slow.
-Tried: TypeAlias = tuple[int, frozenset[str]]
+# What behaves like a job, or the job, and the nodes where it was slow.
+Tried: TypeAlias = tuple[str, frozenset[str]]
 _NOTHING: Final[Failed[Tried]] = Failed()
 _NOBODY_ELSE: Final = Movables(View(), ())
 
 
-def movable(view: View, number: int, shape: GangShape, claims: Claims, pause_s: float) -> Movable:
+def tried(number: int, kind: str, claims: Claims) -> Tried:
+    """What is remembered of a place that did not help: of all jobs like this one, where any is known to be."""
+    return kind or f"jobs/{number}", frozenset([claim.node for claim in claims])
+
+
+def worth_going_back(gain: float, remaining_s: float, pause_s: float) -> bool:
+    """Whether a job that goes at `gain` times its pace of before saves more by going back than that takes."""
+    return gain < 1.0 - _MOST_LOSS and (1.0 - gain) * remaining_s > pause_s
+
+
+def movable(view: View, number: int, shape: GangShape, claims: Claims, pause_s: float, kind: str = "") -> Movable:
     """A gang that pays with a pause for a move, and goes nowhere where it would lie further apart than now."""
     widest = min(shape.locality.widest, max(gang_level(view, claims), _of_one_node(shape)))
     narrowed = replace(shape, locality=replace(shape.locality, widest=widest, wish=None))
-    return Movable(number, narrowed, claims, pause_s * shape.gpus)
+    return Movable(number, narrowed, claims, pause_s * shape.gpus, kind=kind)
 
 
 def verdict(why: Why, rates: Rates) -> Judged:
     """Whether a moved job stays: where it was moved for its own sake, if it is faster; else if it is not slower."""
-    own_sake = why in (Why.LOCALITY, Why.UNPACK)
+    own_sake = why in (Why.LOCALITY, Why.UNPACK, Why.BALANCE)
     return judge([rates], 1.0 if own_sake else 1.0 - _MOST_LOSS)
 
 
@@ -114,13 +131,88 @@ def closer(
         if _could_save(room.view, one) <= one.gang.move_cost or one.gang.move_cost == math.inf:
             continue
         saves, hole = _better_place(trying, one, others, placement)
-        if saves > 0.0 and not failed.holds((one.gang.number, frozenset(claim.node for claim in hole.claims)), now):
+        if saves > 0.0 and not failed.holds(tried(one.gang.number, one.gang.kind, hole.claims), now):
             found.append(Proposal(Why.LOCALITY, (*hole.moves, Move(one.gang, hole.claims)), saves))
             # Places are still held by those who leave them; who goes into what they leave waits for another plan.
             if not hole.moves and not _overlap(hole.claims, one.gang.claims):
                 trying.take(hole.claims)
     trying.undo()
     return sorted(found, key=lambda proposal: (-proposal.saves, proposal.moves[-1].number))
+
+
+def exchanged(
+    room: Room,
+    gangs: Iterable[Spread],
+    others: Iterable[Spread],
+    *,
+    now: float = 0.0,
+    failed: Failed[Tried] = _NOTHING,
+    placement: Placement = BEST_FIT,
+) -> list[Proposal]:
+    """Gangs that change places with one of the others, or share theirs out anew, with what is free there: whoever gains
+    saves more than both moves take and the other loses, and the other is not slower by more than a move may cost. Who
+    would save the most first; the gang that gains goes last."""
+    gangs = sorted(gangs, key=lambda one: (-_could_save(room.view, one), one.gang.number))
+    others = sorted(others, key=lambda one: one.gang.number)
+    found: list[Proposal] = []
+    trying = WhatIf(room)
+    done: set[int] = set()
+    looks = _MOST_LOOKS
+    for one in gangs:
+        if one.gang.number in done or _could_save(room.view, one) <= one.gang.move_cost:
+            continue
+        best: tuple[float, Proposal] | None = None
+        for other in others:
+            if other.gang.number in done | {one.gang.number} or looks <= 0:
+                continue
+            looks -= 1
+            way = _exchange(trying, one, other, placement)
+            if way is not None and (best is None or way[0] > best[0]):
+                moves = way[1].moves
+                if not any(failed.holds(tried(move.number, move.gang.kind, move.claims), now) for move in moves):
+                    best = way
+        if best is not None:
+            found.append(best[1])
+            done.update(move.number for move in best[1].moves)
+    return found
+
+
+def _exchange(trying: WhatIf, one: Spread, other: Spread, placement: Placement) -> tuple[float, Proposal] | None:
+    """The first one as close as it can be where the two are and what is free there, the other in what is left."""
+    if math.inf in (one.gang.move_cost, other.gang.move_cost):
+        return None
+    mark, room = trying.mark, trying.room
+    there = frozenset(claim.node for gang in (one.gang, other.gang) for claim in gang.claims)
+    elsewhere = frozenset(room.view.slots) - there
+    trying.give(one.gang.claims)
+    trying.give(other.gang.claims)
+    best: tuple[float, Proposal] | None = None
+    for level in range(Level.NVLINK, gang_level(room.view, one.gang.claims)):
+        shape = replace(one.gang.shape, locality=replace(one.gang.shape.locality, widest=Level(level), wish=None))
+        claims = placement.place(room, shape, Want(math.inf, avoid=elsewhere))
+        if claims is None:
+            continue
+        trying.take(claims)
+        others = placement.place(room, _wide(other), Want(math.inf, avoid=elsewhere))
+        trying.undo(mark + len(one.gang.claims) + len(other.gang.claims))
+        # Who stays need not be asked: that is a move of one.
+        if others is None or not _overlap(claims, other.gang.claims):
+            continue
+        speeds = [_speed(room.view, other, place) for place in (other.gang.claims, others)]
+        if speeds[1] < (1.0 - _MOST_LOSS) * speeds[0]:
+            continue
+        loses = other.remaining_s * other.gang.shape.gpus * (1.0 - speeds[1] / speeds[0])
+        saves = _saves(room.view, one, claims) - loses - one.gang.move_cost - other.gang.move_cost
+        if saves > 0.0 and (best is None or saves > best[0]):
+            best = saves, Proposal(Why.EXCHANGE, (Move(other.gang, others), Move(one.gang, claims)), saves)
+    trying.undo(mark)
+    return best
+
+
+def _wide(one: Spread) -> GangShape:
+    """As far apart as the job accepts, be it further than now."""
+    shape = one.gang.shape
+    return shape if one.widest is None else replace(shape, locality=replace(shape.locality, widest=one.widest))
 
 
 def unpacked(room: Room, packs: Iterable[Packed], horizon_s: float, placement: Placement = BEST_FIT) -> list[Proposal]:
@@ -199,7 +291,7 @@ def defragmented(
         if (
             claims is None
             or max(_free(view, claim.node) for claim in claims) > _free(view, source)
-            or failed.holds((gang.number, frozenset(claim.node for claim in claims)), now)
+            or failed.holds(tried(gang.number, gang.kind, claims), now)
         ):
             done.add(source)
             continue

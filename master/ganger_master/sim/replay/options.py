@@ -43,7 +43,8 @@ class Options:
     `rates`: "recorded", every job at the pace of its trace wherever it runs; "profiles", as fast as its model goes with
     the cores and memory, at the distance and on the GPUs that its gang has (`replay.rates`); who names no model gets
     one of the published. `profile_s`: how long it takes after a job's submission until a policy that tunes knows its
-    profile, measured beside the queue: Synergy's eight points take about a minute each."""
+    profile, measured beside the queue: Synergy's eight points take about a minute each. `moves_per_hour`: of a node,
+    where jobs are moved; None: as many as the planner finds right."""
 
     ideal: bool = False
     round_s: float | None = None
@@ -52,6 +53,7 @@ class Options:
     plan_every_s: float = 300.0
     rates: Literal["recorded", "profiles"] = "recorded"
     profile_s: float = 480.0
+    moves_per_hour: float | None = None
 
     def __post_init__(self) -> None:
         if self.ideal and self.rates != "recorded":

@@ -410,7 +410,7 @@ class _Replay:
         if self._switches_at < np.inf:
             self._come_back(self._switches_at)
         if not found.changes and not findings:
-            terms = Terms(self.policy.placement, holes=False)
+            terms = Terms(self.policy.placement, holes=False, per_hour=self.options.moves_per_hour)
             return self._propose(*self._with_moves(lambda kept_out, may_stop: Pass(), terms))
         answer = self._answer(found.changes, findings)
         if answer is None:
@@ -426,7 +426,12 @@ class _Replay:
         )
 
     def _terms_of_moves(self) -> Terms:
-        return Terms(self.policy.placement, draining=tuple(self.state.draining), is_strict=self.order.is_strict)
+        return Terms(
+            self.policy.placement,
+            draining=tuple(self.state.draining),
+            is_strict=self.order.is_strict,
+            per_hour=self.options.moves_per_hour,
+        )
 
     def _moves_nobody(self) -> bool:
         return moves_nobody(self.moving, self._terms_of_moves(), self.table, self.clock.now, self.room)
