@@ -113,6 +113,16 @@ def test_six_on_four_take_turns_and_no_device_idles_in_any_row() -> None:
     assert drive.state.rows["n1"].free_mask == 0
 
 
+def test_a_matrix_is_named_after_one_of_its_jobs_so_that_no_pack_of_the_same_pass_has_its_name() -> None:
+    drive = Sharing(2)
+    drive.submitted(*[job_of(4)] * 4)
+    drive.go_on()
+    changes = drive.plan()
+    groups = {change.together: {one.number for one in changes if one.together == change.together} for change in changes}
+    assert sorted(len(group) for group in groups.values()) == [2, 2]
+    assert all(name in group for name, group in groups.items())
+
+
 def test_the_next_one_to_come_goes_where_the_fewest_are() -> None:
     drive = Sharing()
     drive.submitted(*[job_of(2, GIB)] * 5)

@@ -293,7 +293,7 @@ class _Joining:
     def changes(self, quantum_s: float) -> list[Change]:
         """One group for each set that somebody joins."""
         changes: list[Change] = []
-        for together, members in enumerate(self._sets(), 1):
+        for members in self._sets():
             numbers = {one.gang.node_set for one in members if one.gang is not None and one.gang.node_set}
             if len(numbers) > 1:
                 continue
@@ -308,7 +308,8 @@ class _Joining:
                         "ROW",
                         one.claims if one.starts else (),
                         level=level,
-                        together=together,
+                        # A job has one change in a plan, so no other group there is of this name.
+                        together=members[0].number,
                         node_set=max(numbers, default=0),
                         rows=own,
                         quantum_seconds=quantum_s,

@@ -33,6 +33,7 @@ from ganger_master.planner.elastic import Growing, Sizes, plan_sizes, with_sizes
 from ganger_master.planner.measured import Measured
 from ganger_master.planner.moves import plan_moves
 from ganger_master.planner.pace import Pace
+from ganger_master.planner.parts import parts_of
 from ganger_master.planner.passes import plan_by
 from ganger_master.planner.refused import NOBODY, KeptOut, Refused
 from ganger_master.planner.shared import NOTHING as NOTHING_SHARED
@@ -316,8 +317,7 @@ class Planner:
         tells = line != self._line and (len(line) <= _SHORT_LINE or now >= self._line_told_s + _LINE_SECONDS)
         promises = self._moving.promises
         keeps = policy.moves and promises != self._promised
-        starts = range(0, len(changes), _CHANGES_AT_ONCE)
-        parts = [changes[start : start + _CHANGES_AT_ONCE] for start in starts]
+        parts = list(parts_of(changes, _CHANGES_AT_ONCE))
         if not parts and (tells or keeps or findings):
             parts = [()]
         for number, part in enumerate(parts, 1):

@@ -1,0 +1,48 @@
+"""A long plan is told in parts, and what belongs together in one of them."""
+
+from __future__ import annotations
+
+import pytest
+from ganger_master.core.commands import Change
+from ganger_master.planner.parts import parts_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def plan(*groups: int) -> list[Change]:
+    """Groups of so many changes; zero stands for one that belongs to nobody."""
+    changes: list[Change] = []
+    for group in groups:
+        first = len(changes) + 1
+        numbers = range(first, first + max(1, group))
+        changes.extend([Change(number, 1, "SUSPEND", together=first if group else 0) for number in numbers])
+    return changes
+
+
+@pytest.mark.parametrize(
+    ("groups", "lengths"),
+    [
+        ((), []),
+        ((0, 0, 0), [3]),
+        ((0, 0, 0, 0), [3, 1]),
+        ((0, 0, 2), [2, 2]),
+        ((2, 2, 0), [2, 3]),
+        # One that is longer than a part is one by itself.
+        ((0, 5, 0), [1, 5, 1]),
+    ],
+)
+def test_a_part_ends_before_the_group_that_no_longer_fits(groups: tuple[int, ...], lengths: list[int]) -> None:
+    assert [len(part) for part in parts_of(plan(*groups), 3)] == lengths
+
+
+@given(st.lists(st.integers(0, 6), max_size=20), st.integers(1, 8))
+def test_nothing_is_lost_or_cut(groups: list[int], most: int) -> None:
+    changes = plan(*groups)
+    parts = list(parts_of(changes, most))
+    assert [change for part in parts for change in part] == changes
+    seen: set[int] = set()
+    for part in parts:
+        names = {change.together for change in part if change.together}
+        assert not names & seen
+        seen |= names
+        assert len(part) <= most or len({change.together for change in part}) == 1
