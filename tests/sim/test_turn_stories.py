@@ -59,9 +59,9 @@ class Story:
         self.propose(self.change(number, "START", tuple([claim(*where) for where in devices])))
         assert self.cluster.run_until(lambda: self.gang(number).phase is GangPhase.RUNNING, 60.0)
 
-    def rest(self, number: int) -> None:
+    def rest(self, number: int, within: float = 60.0) -> None:
         self.propose(self.change(number, "SUSPEND", level=SuspendLevel.OFFLOAD))
-        assert self.cluster.run_until(lambda: self.gang(number).phase is GangPhase.PARKED, 60.0)
+        assert self.cluster.run_until(lambda: self.gang(number).phase is GangPhase.PARKED, within)
 
     def rows(self, *rows: tuple[int, ...], node_set: int = 0) -> None:
         numbers = sorted({number for row in rows for number in row})
@@ -101,4 +101,24 @@ def test_who_rested_while_packed_waits_in_its_turns_for_whom_it_was_packed_with(
     story.place(other, ("n1", 0b1, 0), ("n2", 0b1, 0b1))
     story.rest(one)
     story.rows((one,), (other,))
+    story.all_end()
+
+
+def test_who_is_told_to_rest_again_before_its_turn_came_rests_at_once_where_it_stands() -> None:
+    """It rested before it came to take turns, another has the device, and their leader is away: a newer stop needs
+    neither the device nor the leader."""
+    story = Story(nodes=2)
+    one, other = story.submit(1), story.submit(2, steps=100)
+    story.place(one, ("n2", 0b1, 0))
+    story.rest(one)
+    story.place(other, ("n1", 0b1, 0), ("n2", 0b1, 0))
+    story.cluster.daemons["n1"].crash()
+    story.rows((other,), (one,))
+    story.cluster.run_for(5.0)
+    step = story.cluster.oracle.trainings["uid-1"].step
+    story.rest(one, within=10.0)
+    assert story.cluster.oracle.trainings["uid-1"].step == step
+    story.cluster.daemons["n1"].start()
+    story.cluster.run_for(10.0)
+    story.rows((other,), (one,))
     story.all_end()

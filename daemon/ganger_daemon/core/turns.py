@@ -15,6 +15,8 @@ from .rotation import Switch
 # Above all numbers that a master gives to stops.
 _TURN_BIT = 1 << 61
 _SET_BITS = 20
+# Before any that a leader orders.
+_FIRST = Switch(1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,10 @@ def next_order(
         return None
     is_new = told.order.master_sequence > obeyed.order.master_sequence
     if turn is not None and turn.stop is not None:
-        return _when_over(told, obeyed, turn, turn.stop, is_new, is_parked, is_blocked)
+        return _when_over(told, obeyed, turn, turn.stop, is_new, is_parked)
     if told.intent is not Intent.RUN:
-        if is_new and _rests_by_turn(obeyed):
-            return _staying(told, obeyed)
         if is_new:
-            return _own_stop(told, obeyed, is_blocked)
+            return _own_stop(told, obeyed, turn, is_parked)
         return _joining(told, obeyed) if _stands_apart(told, obeyed, heard) and not is_blocked() else None
     if obeyed.intent is not Intent.RUN:
         if is_blocked():
@@ -65,31 +65,22 @@ def next_order(
     return _under(told, _switch_of(obeyed)) if is_new else None
 
 
-def _when_over(
-    told: Wanted,
-    obeyed: Wanted,
-    turn: Turn,
-    stop: Switch,
-    is_new: bool,
-    is_parked: bool,
-    is_blocked: Callable[[], bool],
-) -> Wanted | None:
+def _when_over(told: Wanted, obeyed: Wanted, turn: Turn, stop: Switch, is_new: bool, is_parked: bool) -> Wanted | None:
+    if is_new and told.intent is not Intent.RUN and (_rests_by_turn(obeyed) or _is_under_own_stop(obeyed)):
+        return _own_stop(told, obeyed, turn, is_parked)
     if _rests_by_turn(obeyed):
-        if is_new and told.intent is not Intent.RUN:
-            return _staying(told, obeyed)
-        if obeyed.level < turn.level:
-            return _resting(told, turn.switch, obeyed.stop_sequence, turn.level)
-        return None
+        gives_up_more = told.intent in (Intent.RUN, Intent.PARK) and obeyed.level < turn.level
+        return _resting(told, turn.switch, obeyed.stop_sequence, turn.level) if gives_up_more else None
     if _is_under_own_stop(obeyed):
         if told.intent is not Intent.RUN:
-            return _own_stop(told, obeyed, is_blocked) if is_new else None
+            return None
         if is_parked:
             return _resting(told, stop, obeyed.stop_sequence, turn.level)
     return _resting(told, stop, agreement(turn.node_set, stop), turn.level)
 
 
 def _rests_by_turn(obeyed: Wanted) -> bool:
-    return obeyed.order.is_by_turn and obeyed.intent is Intent.PARK
+    return obeyed.order.is_by_turn and obeyed.intent is not Intent.RUN
 
 
 def _is_under_own_stop(obeyed: Wanted) -> bool:
@@ -105,27 +96,29 @@ def _resting(told: Wanted, switch: Switch, stop_sequence: int, level: Level) -> 
     return replace(wanted, intent=Intent.PARK, level=max(told.level, level))
 
 
-def _staying(told: Wanted, obeyed: Wanted) -> Wanted:
-    """It rests by a switch, and the master wants it to rest: where it stands, by the agreement that there is."""
+def _own_stop(told: Wanted, obeyed: Wanted, turn: Turn | None, is_parked: bool) -> Wanted:
+    """A stop of the master's own. Who rests already stays where it stands, by the agreement that there is: the new one
+    would wake it, to go on to a boundary of its own, and others may be on its devices."""
+    if _rests_by_turn(obeyed):
+        return _staying(told, obeyed, _switch_of(obeyed))
+    if turn is not None and _is_under_own_stop(obeyed) and is_parked and obeyed.stop_sequence != told.stop_sequence:
+        return _staying(told, obeyed, max(turn.switch, _FIRST))
+    return told
+
+
+def _staying(told: Wanted, obeyed: Wanted, switch: Switch) -> Wanted:
     level = max(told.level, obeyed.level) if told.intent is Intent.PARK else told.level
-    return replace(_under(told, _switch_of(obeyed)), stop_sequence=obeyed.stop_sequence, level=level)
-
-
-def _own_stop(told: Wanted, obeyed: Wanted, is_blocked: Callable[[], bool]) -> Wanted | None:
-    """A stop of the master's own. Not one that would wake who rests by a former one, and have it go on to a further
-    boundary, while others are on its devices."""
-    goes_further = _is_under_own_stop(obeyed) and obeyed.stop_sequence != told.stop_sequence
-    return None if goes_further and is_blocked() else told
+    return replace(_under(told, switch), stop_sequence=obeyed.stop_sequence, level=level)
 
 
 def _stands_apart(told: Wanted, obeyed: Wanted, heard: int) -> bool:
-    """Whether it stands by a switch while a peer, which had its next turn already, obeys the master's own stop: the
-    two would never agree."""
-    return obeyed.stop_sequence >= _TURN_BIT and heard == told.stop_sequence
+    """Whether it stands by a former agreement while a peer, which went on meanwhile, obeys the master's newest stop:
+    the two would never agree."""
+    return obeyed.order.is_by_turn and obeyed.stop_sequence != told.stop_sequence == heard
 
 
 def _joining(told: Wanted, obeyed: Wanted) -> Wanted:
-    """It leaves the boundary of a switch for that of the master's stop, with its peers."""
+    """It leaves the boundary where it stands for that of the master's stop, with its peers."""
     switch = _switch_of(obeyed)
     return _under(told, replace(switch, sequence=switch.sequence + 1))
 

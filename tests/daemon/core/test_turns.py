@@ -94,9 +94,6 @@ def test_what_stays_as_it_is(master: Wanted, obeyed: Wanted, turn: Turn) -> None
         (told(1), RESTS, NOW),
         (told(2), RESTS, None),
         (told(3), told(2, PARK, Level.OFFLOAD), NOW),
-        # a further stop would wake it first, to go on to a boundary of its own
-        (told(4, PARK, Level.CHECKPOINT), told(2, PARK, Level.OFFLOAD), NOW),
-        (told(4, PARK, Level.CHECKPOINT), told(2, PARK, Level.OFFLOAD), OVER),
     ],
 )
 def test_nobody_who_rests_is_sent_on_while_others_are_on_its_devices(
@@ -104,6 +101,33 @@ def test_nobody_who_rests_is_sent_on_while_others_are_on_its_devices(
 ) -> None:
     assert next_of(master, obeyed, turn, is_blocked=True) is None
     assert next_of(master, obeyed, turn) is not None
+
+
+@pytest.mark.parametrize("turn", [NOW, OVER, Turn(SET, Switch(), None, Level.OFFLOAD)])
+def test_a_newer_stop_of_the_master_does_not_wake_who_rests_by_a_former_one(turn: Turn) -> None:
+    """It was to run between them, and others were on its devices all the time."""
+    former, newer = told(2, PARK, Level.OFFLOAD), told(4, PARK, Level.CHECKPOINT)
+    stays = next_of(newer, former, turn, is_blocked=True)
+    assert stays is not None
+    assert stays.order > former.order
+    assert (stays.intent, stays.level, stays.stop_sequence) == (PARK, Level.CHECKPOINT, former.stop_sequence)
+    # Who is on the way to its boundary goes to the newer one, with whoever was sent on meanwhile.
+    assert next_of(newer, former, turn, parked=False) == newer
+    # A peer that ran meanwhile waits for it there.
+    joins = next_of(newer, stays, NOW, heard=4)
+    assert joins is not None
+    assert joins.order > stays.order
+    assert joins.stop_sequence == 4
+
+
+def test_who_handed_over_its_state_and_is_to_run_after_all_rests_where_it_stands_while_it_is_not_its_turn() -> None:
+    handed = next_of(told(2, Intent.HAND_OVER), RESTS, OVER)
+    assert handed is not None
+    assert handed.intent is Intent.HAND_OVER
+    assert next_of(told(2, Intent.HAND_OVER), handed, OVER) is None
+    rests = next_of(told(3), handed, OVER)
+    assert rests is not None
+    assert (rests.intent, rests.level, rests.stop_sequence) == (PARK, Level.OFFLOAD, RESTS.stop_sequence)
 
 
 def test_who_rests_gives_up_more_under_a_deeper_matrix_and_stays_at_the_boundary_where_it_stands() -> None:
