@@ -90,13 +90,22 @@ class DaemonTurns:
     def observed(self) -> tuple[ObservedRows, ...]:
         return tuple(
             [
-                ObservedRows(number, one.position.version, max(one.matrices), max(0, one.position.row))
+                ObservedRows(
+                    number,
+                    one.position.version,
+                    max(one.matrices),
+                    max(0, one.position.row),
+                    unable=tuple([r.order.epoch for r in self._members(one) if self._cannot_rest(r)]),
+                )
                 for number, one in sorted(self.sets.items())
             ]
         )
 
     def forget(self) -> None:
         self.sets.clear()
+
+    def _cannot_rest(self, ranks: Ranks) -> bool:
+        return ranks.doing is Doing.RUNNING and self.daemon.physics.ignores_stops(ranks)
 
     # -- leading and obeying ------------------------------------------------------------------------------------------
 

@@ -10,15 +10,16 @@ from ganger_master.core.settings import Settings
 from ganger_master.sim import faults
 from ganger_master.sim.cluster import Cluster, require_progress
 from ganger_master.sim.engine import Engine
+from ganger_master.sim.ranks import OPAQUE
 from sim.rows_of_daemons import DaemonTurns
 
 _GIB = 1 << 30
 SERVER = parse_topology("2x2", name="v4", millicores=16_000, memory_bytes=64 * _GIB, device_memory_bytes=4 * _GIB)
 
 
-def run(seed: int, jobs: int, seconds: float, rotation: str = "yes") -> Cluster:
+def run(seed: int, jobs: int, seconds: float, rotation: str = "yes", opaque: float = 0.0) -> Cluster:
     """A storm drawn from the seed, plans of all kinds, users who meddle; then everything heals and every job must
-    end. Without `rotation` no daemon switches rows."""
+    end. Without `rotation` no daemon switches rows; `opaque` is the share of jobs that cannot rest."""
     storm = faults.storm(Engine(seed))
     cluster = Cluster(seed, [], Settings(lost_after_seconds=60.0, residue_bytes=_GIB // 2), storm)
     turns: dict[str, DaemonTurns] = {}
@@ -38,7 +39,7 @@ def run(seed: int, jobs: int, seconds: float, rotation: str = "yes") -> Cluster:
         elastic = (dice.randint(1, gpus), gpus + dice.randint(0, 4)) if dice.random() < 0.4 else (0, 0)
         cluster.submit(
             JobSpec(
-                ("train", str(dice.randint(20, 100))),
+                (OPAQUE if opaque and dice.random() < opaque else "train", str(dice.randint(20, 100))),
                 (Role("worker", gpus, TaskShape(1, 1_000, 2 * _GIB)),),
                 priority=dice.choice([0, 0, 0, 5]),
                 gpu_memory_bytes=dice.choice([0, _GIB // 2, _GIB, 2 * _GIB]),
@@ -76,11 +77,20 @@ def test_who_was_packed_with_another_and_then_takes_turns_with_it_waits_for_it()
     run(1013, jobs=14, seconds=500.0)
 
 
+@pytest.mark.parametrize("seed", [1001, 1004])
+def test_jobs_that_cannot_rest_stop_nobody_from_taking_turns(seed: int) -> None:
+    """Storms in which some were let in before anybody knew."""
+    cluster = run(seed, jobs=14, seconds=500.0, opaque=0.25)
+    refused = {"turn_refused", "suspend_refused"}
+    assert any(row.kind in refused for row in cluster.master.history)
+
+
 @pytest.mark.chaos
-@pytest.mark.parametrize("block", range(40))
-def test_long_storms_of_plans_without_turns_break_no_rule_and_every_job_ends(block: int) -> None:
+@pytest.mark.parametrize("block", range(50))
+def test_long_storms_of_plans_break_no_rule_and_every_job_ends(block: int) -> None:
+    """With turns but in every fifth block; every second seed has jobs that cannot rest."""
     for seed in range(1_000 + 10 * block, 1_010 + 10 * block):
         try:
-            run(seed, jobs=14, seconds=500.0, rotation="no")
+            run(seed, 14, 500.0, rotation="no" if block % 5 == 4 else "yes", opaque=0.2 if seed % 2 else 0.0)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error

@@ -34,7 +34,7 @@ from ganger_master.sim.faults import NONE, Faults, Network
 from ganger_master.sim.hosts import SimHost
 from ganger_master.sim.master import SimMaster
 from ganger_master.sim.nodes import SimDaemon
-from ganger_master.sim.ranks import Physics, spec_steps
+from ganger_master.sim.ranks import OPAQUE, Physics, spec_steps
 from ganger_master.sim.turning import Turns
 from ganger_master.sim.wild import go_elsewhere, let_go, wild_plan
 
@@ -108,6 +108,8 @@ class Cluster:
         submission = Submission(f"uid-{number}", f"request-{number}", spec)
         self.submissions.append(submission)
         self.oracle.submitted(submission.uid, spec_steps(spec), spec.gpu_memory_bytes)
+        if spec.command[0] == OPAQUE:
+            self.physics.opaque.add(submission.uid)
 
         def answered(answer: Answer) -> None:
             if isinstance(answer, JobAnswer) and not submission.number:
@@ -285,6 +287,9 @@ class Cluster:
         elif row.kind == "gang_approved":
             job = self.state.jobs[int(row.subject.removeprefix("jobs/"))]
             self.oracle.placed(job.uid, int(row.figures["epoch"]))
+        elif row.kind == "turn_refused":
+            # Whoever turns out to have no boundaries begins anew, for nobody knew.
+            self.oracle.died(self.state.jobs[int(row.subject.removeprefix("jobs/"))].uid)
         elif row.kind == "checkpoint_complete":
             job = self.state.jobs[int(row.subject.removeprefix("jobs/"))]
             self.oracle.made_known(job.uid, int(row.figures["step"]))

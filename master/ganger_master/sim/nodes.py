@@ -28,6 +28,7 @@ _TURN_SECONDS = 0.25
 # Samples that an elastic job takes at once, whatever the number of its ranks.
 _GLOBAL_BATCH = 24
 _ALL_LEVELS = Capabilities(pause=True, offload=True, checkpoint=True, known=True)
+_NO_LEVELS = Capabilities(known=True)
 
 
 class SimDaemon:
@@ -282,6 +283,8 @@ class SimDaemon:
 
     def _offered(self, ranks: Ranks) -> Capabilities:
         spec = ranks.order.spec
+        if self.physics.gangs[ranks.order.epoch].opaque:
+            return _NO_LEVELS
         if spec is None or not spec.is_elastic:
             return self.offers
         return replace(self.offers, resize=True, resize_divides=_GLOBAL_BATCH)

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 # What ranks use of a device if their job does not say.
 _PEAK_BYTES = 1 << 30
+# The first word of the command of a job without boundaries: it steps on, whatever it is ordered, until it is killed.
+OPAQUE = "opaque"
+# For how long an order to stop may be ignored.
+_PATIENCE_SECONDS = 20.0
 
 
 class Doing(Enum):
@@ -99,6 +103,7 @@ class Gang:
     restored: bool = False
     stepped: bool = False
     stepping: bool = False
+    opaque: bool = False
 
 
 class Physics:
@@ -114,6 +119,8 @@ class Physics:
         self.ranks: dict[tuple[int, str], Ranks] = {}
         self.gangs: dict[int, Gang] = {}
         self.checkpoints: dict[str, int] = {}
+        # Jobs, by uid, without boundaries.
+        self.opaque: set[str] = set()
         # By node.
         self.turns: dict[str, Turns] = {}
         # Nodes whose ranks hold still: their lease ran out.
@@ -147,7 +154,17 @@ class Physics:
             ranks.told = None
         if ranks.occupies:
             self._occupy(ranks)
+        if self.ignores_stops(ranks):
+            self.engine.after(_PATIENCE_SECONDS, lambda: self._press(ranks, rank))
         self._follow(ranks)
+
+    def ignores_stops(self, ranks: Ranks) -> bool:
+        """Whether it is to stop at a boundary, and has none."""
+        return self.gangs[ranks.order.epoch].opaque and ranks.order.intent in (Intent.PARK, Intent.HAND_OVER)
+
+    def _press(self, ranks: Ranks, rank: tuple[int, tuple[int, int]]) -> None:
+        if (ranks.order.master_sequence, ranks.switch) == rank and ranks.is_alive and self.ignores_stops(ranks):
+            self._end(ranks, OutcomeKind.ESCALATED, "did not obey an order within its deadline and was killed")
 
     def residue_of(self, uid: str) -> int:
         return min(self.residue_bytes, self.oracle.trainings[uid].device_bytes or self.residue_bytes)
@@ -215,7 +232,7 @@ class Physics:
     def _know(self, order: DesiredGang) -> None:
         if order.epoch not in self.gangs:
             nodes = tuple(member.node for member in order.members)
-            self.gangs[order.epoch] = Gang(order.uid, order.epoch, nodes)
+            self.gangs[order.epoch] = Gang(order.uid, order.epoch, nodes, opaque=order.uid in self.opaque)
 
     def _forked(self, ranks: Ranks) -> None:
         if ranks.doing is not Doing.FORKING or self.ranks.get((ranks.order.epoch, ranks.node)) is not ranks:
@@ -323,7 +340,7 @@ class Physics:
             parked = bool(members[0].order.restore.parked_epoch)
             self.oracle.restored(gang.uid, gang.epoch, gang.step, parked)
         stops = {ranks.order.stop_sequence for ranks in members}
-        if 0 not in stops and len(stops) == 1:
+        if 0 not in stops and len(stops) == 1 and not gang.opaque:
             self._park(gang, members)
             return
         gang.stepped = True
@@ -336,7 +353,7 @@ class Physics:
             for ranks in members:
                 self._end(ranks, OutcomeKind.DONE, "")
             return
-        if gang.step % 20 == 0:
+        if gang.step % 20 == 0 and not gang.opaque:
             self._write_checkpoint(gang, members)
         self._go(gang.epoch)
 
@@ -392,7 +409,7 @@ class Physics:
         ranks.message = message
         ranks.exit_code = exit_code
         self.oracle.left(order.uid, order.epoch, ranks.devices)
-        if outcome in (OutcomeKind.FAILED, OutcomeKind.UNKNOWN):
+        if outcome in (OutcomeKind.FAILED, OutcomeKind.UNKNOWN, OutcomeKind.ESCALATED):
             self.oracle.died(order.uid)
             # Collectives break: the peers follow soon.
             for node in self.gangs[order.epoch].nodes:
