@@ -3,13 +3,15 @@ devices which others are on."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from ganger_daemon.core.gang import Judgement, may_be_on_devices
 from ganger_daemon.core.orders import Intent, Level, OrderKey, Phase, Wanted
 from ganger_daemon.core.rotation import Switch
 from ganger_daemon.core.turns import Turn, agreement, next_order
+from hypothesis import given
+from hypothesis import strategies as st
 
 EPOCH = 3
 SET = 2
@@ -171,3 +173,57 @@ def test_who_rested_by_a_former_order_may_be_on_its_devices_by_a_new_one(
     wanted: Wanted, judged_under: Wanted, phase: Phase, may: bool
 ) -> None:
     assert may_be_on_devices(wanted, judged_under, Judgement(phase)) is may
+
+
+@dataclass
+class Gang:
+    """Its part on one node: what it obeys, and the agreement by which it rests (0: it does not)."""
+
+    obeyed: Wanted = RUNS
+    rests_by: int = 0
+
+    def follow(self, master: Wanted, turn: Turn | None, is_blocked: bool, heard: int) -> None:
+        wanted = next_order(master, self.obeyed, turn, self.rests_by != 0, heard, lambda: is_blocked)
+        if wanted is None or wanted.order <= self.obeyed.order:
+            return
+        if self.rests_by and (wanted.intent is Intent.RUN or wanted.stop_sequence != self.rests_by):
+            assert not is_blocked, f"{self.obeyed} is followed by {wanted} while others are on its devices"
+            self.rests_by = 0
+        self.obeyed = wanted
+
+    def come_to_rest(self) -> None:
+        if not self.rests_by and self.obeyed.intent is not Intent.RUN:
+            self.rests_by = self.obeyed.stop_sequence
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=60))
+def test_whatever_happens_nobody_who_rests_goes_on_beside_others_and_who_is_let_run_runs(
+    events: list[tuple[int, bool, bool]],
+) -> None:
+    """Each event: what changes, whether others are on the devices of who rests, whether a peer speaks of the master's
+    stop."""
+    gang, master, position = Gang(), told(1), Switch(1, 7)
+    turn: Turn | None = Turn(SET, position, None, Level.OFFLOAD)
+    for what, is_blocked, speaks in events:
+        if what < 3:
+            intent = (Intent.RUN, PARK, PARK)[what]
+            master = told(master.order.master_sequence + 1, intent, Level(what + 1) if intent is PARK else Level.NONE)
+        elif what < 6 and turn is not None:
+            position = replace(position, sequence=position.sequence + 1)
+            # Who rests already keeps its stop.
+            stop = (turn.stop or position) if what < 5 else None
+            turn = Turn(SET, position, stop, (Level.PAUSE, Level.OFFLOAD)[what % 2])
+        elif what == 6:
+            # Its set ends, and every gang of it is told anew.
+            turn = None if turn is not None else Turn(SET, position, None, Level.OFFLOAD)
+            order = replace(master.order, master_sequence=master.order.master_sequence + 1)
+            master = replace(master, order=order)
+        else:
+            gang.come_to_rest()
+        if turn is not None or gang.obeyed.order.is_by_turn:
+            gang.follow(master, turn, is_blocked and bool(gang.rests_by), master.stop_sequence if speaks else 0)
+        elif master.order > gang.obeyed.order:
+            gang.obeyed, gang.rests_by = master, 0
+    master = told(master.order.master_sequence + 1)
+    gang.follow(master, Turn(SET, replace(position, sequence=position.sequence + 1), None, Level.OFFLOAD), False, 0)
+    assert gang.obeyed.intent is Intent.RUN
