@@ -19,6 +19,7 @@ from ganger_master.planner.trials import Pace
 from ganger_master.policies.place.best_fit import BEST_FIT
 from ganger_master.policies.room import Room
 from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
+from msgspec.structs import replace
 
 IDLE_S = 60.0
 WINDOW_S = 10.0
@@ -201,3 +202,21 @@ def test_whose_size_changes_is_left_alone_by_the_pass_that_follows() -> None:
     found = with_sizes(Pass((Change(1, 1, "SUSPEND"), Change(2, 1, "START"))), sizes)
     assert [(change.number, change.kind) for change in found.changes] == [(1, "RESIZE"), (2, "START")]
     assert found.next_change_s == 5.0
+
+
+def test_who_was_to_change_together_with_one_whose_size_changes_is_left_alone_too() -> None:
+    sizes = Sizes((Change(1, 1, "RESIZE"),))
+    pack = (Change(1, 1, "CORES", together=2), Change(2, 1, "MOVE", together=2), Change(3, 1, "MOVE", together=4))
+    assert [change.number for change in with_sizes(Pass(pack), sizes).changes] == [1, 3]
+
+
+def test_who_is_busy_or_takes_turns_keeps_its_size() -> None:
+    drive, number = as_far_as_it_goes()
+    drive.submit(job_of(2))
+    table, room = drive.table(), Room(drive.state.view.copy())
+    asked = (BEST_FIT, table, drive.now, room, drive.speeds, drive.growing, IDLE_S)
+    assert [change.number for change in plan_sizes(*asked)[0].changes] == [number]
+    assert plan_sizes(*asked, {number})[0] == Sizes()
+    job, gang = drive.job(number), drive.state.gangs[drive.job(number).epoch]
+    table.put(job, replace(gang, node_set=1))
+    assert plan_sizes(*asked)[0] == Sizes()

@@ -9,9 +9,9 @@ time, and kept there only if it gained enough by it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Protocol
 
 from ganger.placement.resized import resized
 from ganger.resources.topology import bits
@@ -22,7 +22,6 @@ from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangPhase, Job
 from ganger_master.core.purpose import Finding, Goal, Purpose
 from ganger_master.core.sizes import tasks_divide
-from ganger_master.planner.speeds import Speeds
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
 from ganger_master.policies.introspect.elastic import IDLE_S, Elastic, grow, shrink, verdict
@@ -37,6 +36,18 @@ _FEW: Final = 16
 # Somebody may have asked for it to be judged, but no progress is told of.
 _TRIAL_MOST_S: Final = 600.0
 _ANYWHERE: Final = Want(math.inf)
+
+
+class Speeds(Protocol):
+    """What is measured of elastic jobs, by number. Rates are in whatever is done per second, alike for all sizes."""
+
+    def windows(self, number: int) -> tuple[float, ...]:
+        """Of the last windows since its size changed, oldest first."""
+        ...
+
+    def rates(self, number: int) -> Mapping[int, float]:
+        """By number of GPUs, as last measured with each."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +105,12 @@ def plan_sizes(
     speeds: Speeds,
     growing: Growing,
     idle_s: float = IDLE_S,
+    busy: Collection[int] = (),
 ) -> tuple[Sizes, Growing]:
-    """The changes of size to propose now. `room` is left as it is."""
+    """The changes of size to propose now. `room` is left as it is. `busy`: numbers of those who keep theirs."""
     room.refresh()
-    running = {job.number: (job, gang) for job, gang in table.running if _may_change(job, gang)}
+    pairs = [pair for pair in table.running if _may_change(*pair)]
+    running = {job.number: (job, gang) for job, gang in pairs if job.number not in busy}
     growing = _followed(growing, table, now)
     if table.has_waiting:
         found = _given_back(placement, table, room, speeds, growing, running)
@@ -107,8 +120,8 @@ def plan_sizes(
         growing = replace(growing, idle={}, trials=trials, giving=giving)
         return Sizes(changes, is_giving=bool(giving)), growing
     changes, findings, growing = _judged(running, speeds, growing, room.view, now)
-    busy = {change.number for change in changes} | growing.trials.keys() | growing.giving.keys()
-    growable = [pair for number, pair in running.items() if number not in busy]
+    changing = {change.number for change in changes} | growing.trials.keys() | growing.giving.keys()
+    growable = [pair for number, pair in running.items() if number not in changing]
     growing = replace(growing, idle=_idle(growing.idle, room.view, list(running.values()), now))
     growth = _grown(growable, speeds, growing, room.view, now, idle_s)
     if growth is not None:
@@ -121,16 +134,20 @@ def plan_sizes(
 
 
 def with_sizes(found: Pass, sizes: Sizes) -> Pass:
-    """What another pass found, after these changes of size. Whose size changes is left alone by it."""
+    """What another pass found, after these changes of size. Whose size changes is left alone by it, and so is whoever
+    was to change together with it."""
     numbers = {change.number for change in sizes.changes}
-    changes = (*sizes.changes, *[change for change in found.changes if change.number not in numbers])
+    groups = {change.together for change in found.changes if change.together and change.number in numbers}
+    others = [one for one in found.changes if one.number not in numbers and one.together not in groups]
+    changes = (*sizes.changes, *others)
     return replace(found, changes=changes, next_change_s=min(found.next_change_s, sizes.next_s))
 
 
 def _may_change(job: Job, gang: Gang) -> bool:
     can = job.spec.is_elastic and job.spec.preemptible and job.capabilities.resize and not job.next_epoch
     settled = gang.phase is GangPhase.RUNNING and job.ending is None
-    return can and settled and not any(claim.shared_mask for claim in gang.claims)
+    # Who shares its devices, at once or in turns, keeps its size until it has some of its own.
+    return can and settled and not gang.node_set and not any(claim.shared_mask for claim in gang.claims)
 
 
 def _followed(growing: Growing, table: LiveTable, now: float) -> Growing:
@@ -281,10 +298,13 @@ def _idle(
 def _grown(
     pairs: Sequence[tuple[Job, Gang]], speeds: Speeds, growing: Growing, view: View, now: float, idle_s: float
 ) -> tuple[Change, Trial] | None:
+    nodes = {name for name, devices in growing.idle.items() if any(now >= at + idle_s for at in devices.values())}
     measured = [
         (job, gang)
         for job, gang in pairs
-        if len(windows := speeds.windows(job.number)) >= FIRST_WINDOWS and min(windows) > 0.0
+        if any(claim.node in nodes for claim in gang.claims)
+        and len(windows := speeds.windows(job.number)) >= FIRST_WINDOWS
+        and min(windows) > 0.0
     ]
     jobs = [_elastic(job, gang, speeds, growing.failed, now) for job, gang in measured]
     if not any(job.larger for job in jobs):
