@@ -131,6 +131,17 @@ def test_the_next_one_to_come_goes_where_the_fewest_are() -> None:
     assert sorted(drive.state.rows["n1"].device_rows) == [2, 2, 3, 3]
 
 
+def test_of_places_alike_the_one_is_taken_where_the_fewest_lose_turns() -> None:
+    """One of one device, of the first, and one of three: who comes needs three."""
+    drive = Sharing()
+    one, other = drive.submitted(job_of(1, GIB), job_of(3, GIB))
+    drive.go_on()
+    third = drive.submit(job_of(3, GIB))
+    drive.go_on()
+    assert drive.rows == [[other], [third]]
+    assert not drive.state.gangs[drive.job(one).epoch].node_set
+
+
 def test_who_takes_turns_goes_to_devices_that_become_free() -> None:
     drive = Sharing()
     one, other, third = drive.submitted(*[job_of(2, GIB)] * 3)

@@ -342,9 +342,11 @@ class _Joining:
             return bool(self._view.free[slot] >> device[1] & 1)
         return len(there) < MOST_ROWS and all(one.job.spec.priority == job.spec.priority for one in there)
 
-    def _key(self, seat: Seat) -> tuple[int, int, Seat] | None:
-        counts = [len(self._on.get((name, device), ())) for name, mask in seat for device in bits(mask)]
-        return (max(counts), sum(counts), seat) if counts else None
+    def _key(self, seat: Seat) -> tuple[int, int, int, Seat] | None:
+        """Of places with as many gangs those that the fewest lose turns for."""
+        there = [self._on.get((name, device), set()) for name, mask in seat for device in bits(mask)]
+        counts = [len(gangs) for gangs in there]
+        return (max(counts), sum(counts), len(set().union(*there)), seat) if counts else None
 
     def _at(self, job: Job, seat: Seat) -> Sharer | None:
         """A gang of one role on just these devices; None where cores or memory are missing, or that is not for it."""
