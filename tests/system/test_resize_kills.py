@@ -46,12 +46,12 @@ class Training:
     record: Path
 
     @classmethod
-    def submit(cls, cluster: Cluster, label: str, gpus: str) -> Training:
+    def submit(cls, cluster: Cluster, label: str, gpus: str, *job: str) -> Training:
         record = cluster.directory / f"{label}.record"
         shell = Shell(cluster.master_directory)
         words = ("--epochs", str(EPOCHS), "--record", str(record), "--slow-until", f"{record}.go")
         options = ("--gpus", gpus, "--cpus-per-gpu", "1", "--memory", "512M", "--gpu-memory", "16M", "--name", label)
-        id = shell.submit(*options, "--checkpoint-every", "never", "--", sys.executable, str(SCRIPT), *words)
+        id = shell.submit(*options, "--checkpoint-every", "never", "--", sys.executable, str(SCRIPT), *words, *job)
         return cls(cluster, id, record)
 
     @property

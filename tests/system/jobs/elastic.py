@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--record", required=True)
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--slow-until", default="", help="take a while for each step until this file is there")
+    parser.add_argument("--step-seconds", type=float, default=0.1, help="how long such a step takes one rank alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(7)
@@ -42,7 +43,8 @@ def main() -> None:
                 loss.backward()
                 optimizer.step()
                 if options.slow_until and not os.path.exists(options.slow_until):
-                    time.sleep(0.1)
+                    # as on devices that each take their part of the batch
+                    time.sleep(options.step_seconds / world)
                 line = {"step": job.step_count + 1, "epoch": epoch, "rank": rank, "world": world, "loss": loss.item()}
                 record.write(json.dumps({**line, "samples": chosen.tolist()}) + "\n")
                 job.step(loss)
