@@ -16,7 +16,7 @@ from ganger_master.sim.traces.workload import Workload, workload
 JOBS = 60
 # Until then about half of them have ended.
 UNTIL_S = 9_000.0
-KNOW_NOTHING = [name for name in NAMES if not policy_named(name).order.knows_durations]
+KNOW_NOTHING = [name for name in (*NAMES, "fifo+elastic") if not policy_named(name).order.knows_durations]
 
 
 class _Recorded(_Replay):

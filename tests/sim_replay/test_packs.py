@@ -86,12 +86,12 @@ def test_rates_beside_others_are_those_of_the_published_law_but_for_its_error() 
 
 def test_windows_tell_of_the_present_stretch_and_of_the_last_one_alone() -> None:
     windows = Windows(Footprints(jobs("vae", "vae"), SERVERS, 0), 0)
-    windows.trains(1, 0.0, 1.0, frozenset())
+    windows.trains(1, 0.0, 1.0, frozenset(), 1)
     windows.now = 10.0 * WINDOW_S
     alone = windows.alone(1)
     # The first one after a change is left out.
     assert len(alone) == 9
-    windows.trains(1, windows.now, 0.5, frozenset({2}))
+    windows.trains(1, windows.now, 0.5, frozenset({2}), 1)
     windows.now += 6.0 * WINDOW_S
     assert windows.alone(1) == alone
     assert windows.beside(1) == {2}

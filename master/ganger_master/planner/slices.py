@@ -156,6 +156,7 @@ class _Live:
         before = known.get(number, Sharer(number, job.gpus, job.create_time))
         return replace(
             before,
+            gpus=job.gpus,
             weight=sum([self.weight[one] for one in (number, *guests)]),
             priority=job.spec.priority,
             is_preemptible=not stays,

@@ -195,7 +195,7 @@ class _Experiment:
         if flags["jobs"] is not None and flags["draw"] is not None:
             raise click.UsageError("--jobs and --draw exclude each other")
         _import_numpy()
-        _check_policies(policies, flags["ideal"])
+        _check_policies(policies, flags["ideal"], flags["rates"])
         _check_each_flag_tells(flags, policies)
         self._costs = _costs(flags["costs"])
         self._servers = _servers(flags)
@@ -302,7 +302,7 @@ def _name(text: str) -> str:
     return "".join(sign if sign.isalnum() or sign in "-+." else "_" for sign in text)
 
 
-def _check_policies(names: Sequence[str], is_ideal: bool) -> None:
+def _check_policies(names: Sequence[str], is_ideal: bool, rates: str) -> None:
     from ganger_master.policies import policy_named
 
     for name in names:
@@ -310,11 +310,10 @@ def _check_policies(names: Sequence[str], is_ideal: bool) -> None:
             policy = policy_named(name)
         except KeyError as error:
             raise click.UsageError(str(error.args[0])) from error
-        if policy.grows and not policy.shares:
+        if rates == "profiles" and policy.grows and not policy.shares:
             without = name.replace("+elastic", "")
-            raise click.UsageError(
-                f"jobs grow onto idle GPUs in a live cluster only, as yet: write {without}, not {name}"
-            )
+            text = "with --rates profiles no host memory is kept for a state that is carried over, so nobody grows"
+            raise click.UsageError(f"{text}: write {without}, not {name}")
         if is_ideal and ("+" in name or policy.tuning is not None):
             order = name.partition("+")[0] if "+" in name else policy.order.name
             raise click.UsageError(f"with --ideal any free GPUs serve and nothing is tuned: write {order}, not {name}")
@@ -324,9 +323,16 @@ def _check_each_flag_tells(flags: Mapping[str, Any], policies: Sequence[str]) ->
     """A flag that would change nothing beside another one was meant to change something."""
     from ganger_master.policies import policy_named
 
-    resizes = any(policy_named(name).resizes for name in policies)
-    if flags["elastic"] is not None and not resizes:
-        raise click.UsageError("--elastic gives jobs other sizes under optimus only: name that policy too")
+    asked = [policy_named(name) for name in policies]
+    resizes, grows = any(policy.resizes for policy in asked), any(policy.grows for policy in asked)
+    # Whose state finds no room in host memory keeps its size, and there is none where only GPUs count.
+    is_bare = flags["ideal"] or flags["rates"] == "profiles"
+    if flags["elastic"] is not None and not (resizes or grows):
+        text = "--elastic: only optimus, gandiva and policies with +elastic give jobs other sizes: name one of them"
+        raise click.UsageError(text)
+    if flags["elastic"] is not None and is_bare and not resizes:
+        text = "nobody grows with --ideal or --rates profiles: there is no host memory for a state that is carried over"
+        raise click.UsageError(text)
     if flags["ideal"] and flags["rates"] != "recorded":
         raise click.UsageError("--ideal and --rates profiles exclude each other: an ideal cluster has only GPUs")
     if flags["ideal"] and flags["costs"]:

@@ -142,7 +142,7 @@ _SHARED: list[Callable[[Any], Any]] = [
         "--elastic",
         type=Amount(),
         metavar="X",
-        help="For optimus: jobs that the trace gives one size run with 1 to X times its GPUs.",
+        help="Jobs that the trace gives one size accept 1 to X times its GPUs (optimus, gandiva, +elastic).",
     ),
     click.option("--skip-mistakes", is_flag=True, help="Leave rows with mistakes out instead of refusing the trace."),
     click.option("--ideal", is_flag=True, help="Any free GPUs serve any gang, and nothing costs time."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ganger_master.core.model import Gang, Intent
+from ganger_master.core.model import Gang, GangPhase, Intent
 from ganger_master.sim.report.outcomes import Outcomes, outcomes
 from ganger_master.sim.traces.workload import Workload
 
@@ -20,6 +20,7 @@ class Ledger:
         self._gpu_seconds, self._core_seconds = np.zeros(count), np.zeros(count)
         self._trains_since = np.full(count, np.nan)
         self._preemptions, self._migrations = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        self._resizes = np.zeros(count, np.int64)
         self.ended = 0
 
     def trains(self, job: int, held_since: float, now: float) -> None:
@@ -40,12 +41,12 @@ class Ledger:
         if finished:
             self._end[job] = now
             self.ended += 1
-        elif gang.intent is not Intent.HAND_OVER:
+        elif gang.intent is not Intent.HAND_OVER and gang.phase is not GangPhase.RESIZING:
             self._preemptions[job] += 1
 
-    def moves(self, job: int) -> None:
-        """It goes on elsewhere, with all that it has done."""
-        self._migrations[job] += 1
+    def moves(self, job: int, gang: Gang) -> None:
+        """It goes on elsewhere, or with another number of devices, with all that it has done."""
+        (self._resizes if gang.resizes else self._migrations)[job] += 1
 
     def outcomes(self) -> Outcomes:
         return outcomes(
@@ -58,4 +59,5 @@ class Ledger:
             core_seconds=self._core_seconds,
             preemptions=self._preemptions,
             migrations=self._migrations,
+            resizes=self._resizes,
         )

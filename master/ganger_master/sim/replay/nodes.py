@@ -48,6 +48,8 @@ class _Followed:
     # Where it rests, or what of a move it has told.
     phase: ObservedPhase = ObservedPhase.NONE
     stop_step: int = 0
+    # Of a destination: when its processes are there to take the state over; never before the source is gone.
+    there_s: float = -math.inf
     # Of its last step before it came to rest, and of its first one since it trains.
     last_step: float = 0.0
     first_step: float = 0.0
@@ -57,8 +59,8 @@ class Nodes:
     """`send` gives the core a command. `begins(job number, gang, held since)` is called when a gang's first step is
     done, and when it goes on, and returns when it will have finished; `changes(job number, gang)` when it trains on
     with other cores or memory, and returns the same, None if it makes no difference; `ends(job number, gang, held
-    since, finished)` when it is gone, and when it has given its devices back but may go on; `moved(job number)` when
-    it goes on elsewhere.
+    since, finished)` when it is gone, and when it has given its devices back but may go on; `moved(job number, gang)`
+    when it goes on elsewhere, or with another number of devices.
 
     `peak_bytes(job number)`: what daemons measure of each of its devices; 0: they measure nothing."""
 
@@ -71,7 +73,7 @@ class Nodes:
         begins: Callable[[int, Gang, float], float],
         ends: Callable[[int, Gang, float, bool], None],
         changes: Callable[[int, Gang], float | None],
-        moved: Callable[[int], None],
+        moved: Callable[[int, Gang], None],
         peak_bytes: Callable[[int], int] = lambda number: 0,
     ) -> None:
         self._clock = clock
@@ -204,17 +206,22 @@ class Nodes:
         if math.isnan(followed.held_since):
             followed.held_since = self._clock.now
         if moved:
-            self._moved(followed.job.number)
+            self._moved(followed.job.number, followed.gang)
         self._later(0.0 if moved else self._costs.restore_s, followed, self._trains)
 
     def _prepare(self, gang: Gang, job: Job) -> None:
-        """Everything is made ready while the source trains on."""
+        """Everything is made ready while the source trains on, or comes to rest: it may need the devices for itself
+        alone."""
         followed = self._followed[gang.epoch] = _Followed(gang, job)
-        source = self._state.gangs[gang.restore.parked_epoch]
-        if source.intent is Intent.PARK:
+        source = self._followed.get(gang.restore.parked_epoch)
+        if source is not None and source.phase is ObservedPhase.PARKED:
+            # What that takes, a start included, is the cost of a move.
             self._fetch(followed)
+        elif gang.restore.alone:
+            followed.there_s = math.inf
         else:
-            self._later(self._costs.start_s, followed, self._prepared)
+            followed.there_s = self._clock.now + self._costs.start_s
+            self._at(followed.there_s, followed, self._prepared)
 
     def _prepared(self, followed: _Followed) -> None:
         self._report(followed, ObservedPhase.PREPARED)
@@ -225,7 +232,10 @@ class Nodes:
         if source is not None and source.phase is ObservedPhase.PARKED and math.isnan(followed.held_since):
             followed.held_since = self._clock.now
             followed.stop_step = source.stop_step
-            self._later(self._costs.move_s, followed, self._ready)
+            there_s = followed.there_s
+            if math.isinf(there_s) and there_s > 0.0:
+                there_s = self._clock.now + self._costs.start_s
+            self._at(max(self._clock.now, there_s) + self._costs.move_s, followed, self._ready)
 
     def _ready(self, followed: _Followed) -> None:
         followed.phase = ObservedPhase.READY

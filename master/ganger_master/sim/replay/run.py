@@ -20,6 +20,7 @@ from ganger_master.core.settings import Settings
 from ganger_master.core.sharing import CAPABILITY
 from ganger_master.core.state import State
 from ganger_master.planner.acting import Moving, Terms
+from ganger_master.planner.elastic import Sizes, with_sizes
 from ganger_master.planner.moves import Inner, moves_nobody, plan_moves
 from ganger_master.planner.packed import plan_packed
 from ganger_master.planner.passes import plan_by
@@ -44,6 +45,7 @@ from ganger_master.sim.replay.nodes import Nodes
 from ganger_master.sim.replay.options import FREE, Options
 from ganger_master.sim.replay.rates import Rates, without_arenas
 from ganger_master.sim.replay.scaling import Scaling
+from ganger_master.sim.replay.sizes import Sizing
 from ganger_master.sim.replay.specs import devices_only, specs_of
 from ganger_master.sim.replay.turns import Turns
 from ganger_master.sim.replay.windows import Windows
@@ -151,7 +153,7 @@ class _Replay:
             self._begins,
             self._ends,
             self._changes,
-            lambda number: self.ledger.moves(number - 1),
+            lambda number, gang: self.ledger.moves(number - 1, gang),
             self._peak_bytes,
         )
         # None: every job runs at its recorded pace.
@@ -163,7 +165,9 @@ class _Replay:
         # None: nobody shares GPUs.
         self.footprints = Footprints(jobs, servers, options.seed) if self.policy.shares else None
         # What daemons measure of memory is what says who can rest in that of its host.
-        self.memory = Footprints(jobs, servers, options.seed) if self.policy.moves else self.footprints
+        grows = is_elastic and self.policy.grows
+        measures = grows or self.policy.moves
+        self.memory = Footprints(jobs, servers, options.seed) if measures else self.footprints
         self.windows = None if self.memory is None else Windows(self.memory, options.seed)
         self.shared = NOTHING_REMEMBERED
         # Who trains on a device, by node and number of the device, and where they do, by position.
@@ -184,6 +188,20 @@ class _Replay:
         self._back_at = self._last_plan = self._packed_at = -np.inf
         self.ledger = Ledger(jobs)
         self.room = Room(self.state.view)
+        # None: nobody grows onto idle GPUs.
+        self.sizing = (
+            Sizing(
+                self.policy.placement,
+                self.table,
+                self.room,
+                self.windows,
+                self.clock,
+                options.plan_every_s,
+                self._learn,
+            )
+            if grows and self.windows is not None
+            else None
+        )
         self.capacity = Capacity(
             servers.gpus,
             servers.millicores / 1000,
@@ -262,8 +280,11 @@ class _Replay:
         """It goes on beside those who are on its devices now; when it ends then."""
         assert self.windows is not None
         rate = self._rate(job, self._where[job])
-        beside = frozenset(other + 1 for other in self._company(job, self._where[job]))
-        self.windows.trains(job + 1, self.clock.now, rate, beside)
+        gang = self._where[job]
+        beside = frozenset(other + 1 for other in self._company(job, gang))
+        self.windows.trains(job + 1, self.clock.now, rate, beside, gang.devices)
+        if self.sizing is not None and self._specs[job].is_elastic:
+            self.sizing.trains(job + 1)
         return self.work.change(job, self.clock.now, rate)
 
     def _retime(self, company: frozenset[int]) -> None:
@@ -360,9 +381,13 @@ class _Replay:
         if not may_stop and now < self._moves_at and not (self._is_news and self._may_start()):
             return False
         is_news, self._is_news = self._is_news, False
-        if not (may_stop or (self.policy.moves and not self._moves_nobody())) and self._is_vain():
+        looks = may_stop or self.sizing is not None or (self.policy.moves and not self._moves_nobody())
+        if not looks and self._is_vain():
             return False
-        # Who finds room need not wait for a plan that stops others.
+        sizes = Sizes() if self.sizing is None else self.sizing.plan(())
+        # Nobody need be stopped for GPUs that are on their way, and who finds room need not wait for a plan that stops
+        # others.
+        may_stop = may_stop and not sizes.is_giving
         findings: tuple[Finding, ...] = ()
         if self.policy.moves:
             found, findings = self._moved(now, may_stop, is_news)
@@ -371,7 +396,7 @@ class _Replay:
         self._is_waited_for = found.waits
         if found.next_change_s < np.inf and self.options.round_s is None:
             self._come_back(max(found.next_change_s, self._last_plan + self.options.plan_every_s))
-        return self._propose(found, findings)
+        return self._propose(with_sizes(found, sizes), (*findings, *sizes.findings))
 
     def _is_vain(self) -> bool:
         """Whether a plan that may stop nobody would start nobody either, and need not say when the next one is due."""
@@ -395,20 +420,27 @@ class _Replay:
         self._is_news = False
         assert self.windows is not None
         self.windows.now = now
-        before = self.shared
-        found, self.shared, findings = plan_shared(
-            self.policy.placement,
-            self.table,
-            now,
-            self.room,
-            self.shared,
-            self.windows,
-            self.capacity.gpus,
-            self.quantum_s,
-        )
-        self._switches_at = found.next_change_s
-        if self._switches_at < np.inf:
-            self._come_back(self._switches_at)
+        before, sizes = self.shared, Sizes()
+        if self.sizing is not None:
+            sizes = self.sizing.plan({*before.turns.sharers, *before.packs.on_trial})
+        found, findings = Pass(), sizes.findings
+        # Else who waits is about to have devices of its own.
+        if not sizes.is_giving:
+            found, self.shared, packed = plan_shared(
+                self.policy.placement,
+                self.table,
+                now,
+                self.room,
+                before,
+                self.windows,
+                self.capacity.gpus,
+                self.quantum_s,
+            )
+            findings = (*findings, *packed)
+            self._switches_at = found.next_change_s
+            if self._switches_at < np.inf:
+                self._come_back(self._switches_at)
+        found = with_sizes(found, sizes)
         if not found.changes and not findings:
             terms = Terms(self.policy.placement, holes=False, per_hour=self.options.moves_per_hour)
             return self._propose(*self._with_moves(lambda kept_out, may_stop: Pass(), terms))
@@ -461,6 +493,8 @@ class _Replay:
         promises = self.moving.promises if self.policy.moves else None
         answer = self.send(commands.ProposePlan(changes, promises=promises, findings=findings))
         assert isinstance(answer, PlanAnswer)
+        if self.sizing is not None:
+            self.sizing.refused({verdict.number for verdict in answer.verdicts if not verdict.approved})
         return answer
 
     def _pass(self, now: float, may_stop: bool, kept_out: KeptOut = NOBODY) -> Pass:
@@ -553,7 +587,7 @@ class _Replay:
         return known
 
     def _learn(self) -> None:
-        """A job is profiled now."""
+        """There is more to go by than before."""
         self._is_news = True
 
     def _oracle(self, numbers: Integers) -> Floats:

@@ -39,6 +39,7 @@ def write_jobs(jobs: Outcomes, file: TextIO) -> None:
         "core_seconds": jobs.core_seconds,
         "preemptions": jobs.preemptions,
         "migrations": jobs.migrations,
+        "resizes": jobs.resizes,
         "deadline_s": jobs.deadline_s,
     }
     writer = csv.writer(file, lineterminator="\n")

@@ -64,6 +64,7 @@ class Figures:
     deadline_hits: int
     preemptions: int
     migrations: int
+    resizes: int
     overhead_s: float
     overhead_share: float
     wall_s: float
@@ -125,6 +126,7 @@ def figures(run: Run, window_s: tuple[float, float] | None = None) -> Figures:
         deadline_hits=int((jobs.end_s[deadlines] <= jobs.deadline_s[deadlines]).sum()),
         preemptions=int(jobs.preemptions.sum()),
         migrations=int(jobs.migrations.sum()),
+        resizes=int(jobs.resizes.sum()),
         overhead_s=float(jobs.overhead_s.sum()),
         overhead_share=_ratio(float((jobs.overhead_s * _mean_gpus(jobs)).sum()), held),
         wall_s=run.wall_s,

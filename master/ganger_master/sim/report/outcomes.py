@@ -39,6 +39,7 @@ class Outcomes:
     core_seconds: Floats
     preemptions: Integers
     migrations: Integers
+    resizes: Integers
 
     def __len__(self) -> int:
         return len(self.job_ids)
@@ -81,6 +82,7 @@ def outcomes(
     core_seconds: ArrayLike = np.nan,
     preemptions: ArrayLike = 0,
     migrations: ArrayLike = 0,
+    resizes: ArrayLike = 0,
 ) -> Outcomes:
     """Outcomes of these jobs. Without `gpu_seconds` a job held its whole gang for all its service.
 
@@ -102,6 +104,7 @@ def outcomes(
         _column(core_seconds, len(jobs), np.float64),
         _column(preemptions, len(jobs), np.int64),
         _column(migrations, len(jobs), np.int64),
+        _column(resizes, len(jobs), np.int64),
     )
     slack = _ROUNDING * (1.0 + np.nan_to_num(made.jct_s))
     assert not (made.start_delay_s < -slack).any(), "a job started before it was submitted"

@@ -60,11 +60,12 @@ _ROWS = (
     _Row("deadlines", "deadlines", _count),
     _Row("preemptions", "preemptions", _count),
     _Row("moves", "migrations", _count),
+    _Row("other sizes", "resizes", _count),
     _Row("overhead", "overhead_share", _share),
     _Row("simulated in", "wall_s", format_duration),
 )
 # Said only where there is something to say.
-_UNLESS_ZERO = {"unfinished", "deadline_hits", "deadlines", "migrations"}
+_UNLESS_ZERO = {"unfinished", "deadline_hits", "deadlines", "migrations", "resizes"}
 
 
 def side_by_side(runs: Mapping[str, Sequence[Figures]]) -> Table:

@@ -32,6 +32,7 @@ def details(run: Figures) -> list[tuple[str, str]]:
         ("jobs worse off than alone", _share(run.share_rho_above_1)),
         ("deadlines met", f"{run.deadline_hits:,} of {run.deadlines:,}" if run.deadlines else _UNKNOWN),
         ("preemptions, moves", f"{run.preemptions:,}, {run.migrations:,}"),
+        ("other sizes", f"{run.resizes:,}" if run.resizes else _UNKNOWN),
         ("overhead", _share(run.overhead_share)),
         ("simulated in", _list(_duration, run.wall_s)),
         ("events", f"{run.events:,}" + (f", {run.events_per_s:,.0f}/s" if run.events_per_s > 0 else "")),
