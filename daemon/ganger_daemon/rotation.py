@@ -288,6 +288,7 @@ class Rotation:
                 "version": position.version,
                 "sequence": position.switch.sequence,
                 "former_row": former.row,
+                "switch_seconds": round(standing.switch_seconds, 3),
             },
         )
         self._host.changed()

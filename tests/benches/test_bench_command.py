@@ -40,3 +40,10 @@ def test_samples_are_one_object_a_line(tmp_path: Path) -> None:
 def test_list_names_the_benchmarks_of_the_master() -> None:
     named = CliRunner().invoke(bench, ["--list"]).output.split()
     assert {"verdicts", "submit"} <= set(named)
+
+
+@pytest.mark.parametrize(("name", "said"), [("slice", "jobs6_on4"), ("boundary", "no cases")])
+def test_a_case_that_a_benchmark_has_not_is_a_mistake_of_usage(name: str, said: str) -> None:
+    done = CliRunner().invoke(bench, [name, "--only", "magic"])
+    assert done.exit_code == 2
+    assert said in done.output

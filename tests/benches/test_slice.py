@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ganger_daemon.bench.slice import NOTE, Step, _gaps, _jain, _on_devices, _steps, _turns
+from ganger_daemon.bench.slice import NOTE, Step, _gaps, _jain, _on_devices, _share_outside, _steps, _turns, main
+from ganger_daemon.bench.switches import Seen, Switch, parts, switch_of
 
 
 def steps(*times: tuple[int, int]) -> list[Step]:
@@ -38,3 +39,45 @@ def test_a_note_that_is_half_written_does_not_count(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     path.write_bytes(NOTE.pack(1, 2, 3, 4) + b"half")
     assert _steps(path) == [Step(1, 2, 3, 4)]
+
+
+def test_what_is_used_between_turns_beyond_a_step_is_no_work() -> None:
+    second = 1_000_000_000
+    own = [Step(1, n * second // 100, n * second // 100 + 1, n * 10) for n in range(9)]
+    own += [Step(1, 5 * second + n * second // 100, 5 * second + n * second // 100 + 1, 100 + n * 10) for n in range(9)]
+    # sixteen steps of 10 each, and 20 between the turns, of which 10 are a step
+    assert _share_outside([own]) == pytest.approx(10 / 180)
+    assert _share_outside([own[:5]]) == 0.0
+
+
+def test_parts_of_switches_on_two_devices_at_once_are_not_mixed() -> None:
+    switch = [
+        *((10, 0, 0, "ordered"), (12, 0, 0, "stopped"), (15, 0, 0, "offloaded")),
+        *((19, 1, 0, "told"), (24, 1, 0, "runs"), (30, 1, 0, "stepped")),
+        *((11, 2, 1, "ordered"), (13, 2, 1, "stopped"), (16, 2, 1, "offloaded")),
+        *((20, 3, 1, "told"), (25, 3, 1, "runs"), (31, 3, 1, "stepped")),
+    ]
+    seen = [Seen(moment * 1_000_000_000, *rest) for moment, *rest in switch]
+    found = parts(seen, [3_000_000_000, 9_000_000_000])
+    assert found == pytest.approx(
+        {"order": 1.0, "wait_for_k": 2.0, "offload": 3.0, "release_seen": 4.0, "restore": 5.0, "first_step": 6.0},
+        abs=0.51,
+    )
+    assert parts(seen[2:3], []) == {}
+
+
+@pytest.mark.parametrize(
+    "line", ["", "row switched", '{"event": "row switched"}', '{"event": "row switched", "time": 3}']
+)
+def test_a_line_of_a_log_that_tells_no_switch_is_left_out(line: str) -> None:
+    assert switch_of(line) is None
+
+
+def test_a_switch_is_when_its_daemon_says_it_was() -> None:
+    line = '{"time": "1970-01-01T00:00:02.005Z", "event": "row switched", "row": 1, "switch_seconds": 0.25}'
+    assert switch_of(line) == Switch(2_005_000_000, 0.25)
+
+
+def test_a_case_there_is_not_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="jobs4_on1"):
+        main(only="jobs9_on9")

@@ -1,7 +1,8 @@
 """`ganger bench`: runs benchmarks that programs register in the entry-point group "ganger.benches".
 
 A benchmark is a function without required arguments that returns one object: name, ok, figures, limits, machine; or
-name and skipped, with the reason. One that takes `quick` can be tried in seconds, to see that it runs.
+name and skipped, with the reason. One that takes `quick` can be tried in seconds, to see that it runs; one that takes
+`only` runs the case of that name alone, and raises ValueError where it has none.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _GROUP = "ganger.benches"
 @click.option("--list", "is_list", is_flag=True, help="Name the benchmarks.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--quick", is_flag=True, help="Try it on a small scale; its figures mean little.")
-def bench(name: str | None, is_list: bool, as_json: bool, quick: bool) -> int:
+@click.option("--only", default="", metavar="CASE", help="Run one of its cases alone, such as jobs4_on1 of slice.")
+def bench(name: str | None, is_list: bool, as_json: bool, quick: bool, only: str) -> int:
     """Run benchmark NAME; exit code 0 only if it keeps all its limits. Raw samples go to build/bench."""
     import inspect
     from importlib.metadata import entry_points
@@ -35,9 +37,18 @@ def bench(name: str | None, is_list: bool, as_json: bool, quick: bool) -> int:
         known = ", ".join(sorted(found)) or "none installed"
         raise click.UsageError(f"there is no benchmark {name!r}: there are {known}" if name else f"name one of {known}")
     run = found[name].load()
-    if quick and "quick" not in inspect.signature(run).parameters:
+    takes = inspect.signature(run).parameters
+    if quick and "quick" not in takes:
         raise click.UsageError(f"benchmark {name!r} has no quick form: leave out --quick")
-    result: dict[str, Any] = run(quick=True) if quick else run()
+    if only and "only" not in takes:
+        raise click.UsageError(f"benchmark {name!r} has no cases: leave out --only")
+    chosen: dict[str, Any] = {**({"quick": True} if quick else {}), **({"only": only} if only else {})}
+    try:
+        result: dict[str, Any] = run(**chosen)
+    except ValueError as error:
+        if not only:
+            raise
+        raise click.UsageError(str(error)) from error
     if as_json:
         print(json.dumps(result))
     else:

@@ -137,10 +137,12 @@ class BenchCluster:
         nodes = json.loads(self.ganger("nodes", "--json"))["nodes"]
         return sum(str(node["state"]).removeprefix("STATE_") == "READY" for node in nodes) == len(self._nodes)
 
+    def logs(self) -> list[Path]:
+        """Of its master and daemons."""
+        return sorted(self.directory.glob("program-*.log"))
+
     def _logs(self) -> str:
-        return "\n".join(
-            f"-- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in sorted(self.directory.glob("*.log"))
-        )
+        return "\n".join(f"-- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in self.logs())
 
 
 def _names_one_of(process: Path, marks: tuple[bytes, ...]) -> bool:

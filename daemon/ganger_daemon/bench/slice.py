@@ -3,9 +3,10 @@
 A real master, daemon and jobs, on virtual GPUs, each bound to a CPU quota of its own where the machine has quotas, so
 that nobody gains by cores that idle. Every job notes when each of its steps began and ended; the control pages tell
 when orders came and states changed. A switch is dead time: from the end of the last step of who leaves a device to the
-begin of the first one of who comes; a switch that takes long makes quanta longer, fifty times as long. Beside it, in
-the same run: the same jobs stopped and continued by signals, as Slurm does it, which frees nothing; and a queue, first
-come first served.
+begin of the first one of who comes; a switch that takes long makes quanta longer, fifty times as long. What steps cost
+alone is measured on the same devices, by the first jobs before the others come and after they have left: as many at
+once, on the machine as it is then. Beside it, in the same run: the same jobs stopped and continued by signals, as Slurm
+does it, which frees nothing; and a queue, first come first served.
 """
 
 from __future__ import annotations
@@ -15,28 +16,31 @@ import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ganger.injob.page import Order, Page, PageError, State, Word, now_ns
+from ganger.injob.page import now_ns
 
 from ganger_daemon.bench.cluster import START_SECONDS, BenchCluster, ClusterError
 from ganger_daemon.bench.report import Report, quantile
+from ganger_daemon.bench.switches import PageWatch, slowest_switch
 from ganger_daemon.cgroups.contract import is_done
 from ganger_daemon.cgroups.probe import choose_cgroups
+from ganger_daemon.core.rotation import SWITCHES_PER_QUANTUM
 from ganger_daemon.devices.virtual import anonymous_bytes_of
 
 QUANTUM_SECONDS, QUICK_QUANTUM_SECONDS = 5.0, 1.0
 LONG_QUANTUM_SECONDS = 60.0
 CYCLES, QUICK_CYCLES = 6, 2
+# Jobs and GPUs of each.
+SHARED = {"jobs2_on1": (2, 1), "jobs4_on1": (4, 1), "jobs6_on4": (6, 4)}
+CASES = ("fifo", *SHARED, "signals")
 GPU_CORES = 0.4
 STATE_BYTES = 8 << 20
 EARLY_STEPS = 10
-POLL_SECONDS = 0.0005
 # What a switch may take of a quantum, and how equal shares are to be.
 DEAD_SHARE, LEAST_JAIN = 0.02, 0.99
 # Of a virtual device, whose memory is that of its processes: what is freed is seen to be.
@@ -101,27 +105,31 @@ class Turn:
     steps: int
 
 
-def main(quick: bool = False) -> dict[str, object]:
-    """Run it; `quick`: short quanta and few of them."""
+def main(quick: bool = False, only: str = "") -> dict[str, object]:
+    """Run it; `quick`: short quanta and few of them; `only`: one of CASES. Raises ValueError for another."""
+    if only and only not in CASES:
+        raise ValueError(f"there is no case {only!r}: there are {', '.join(CASES)}")
     report = Report("slice")
     quantum, cycles = (QUICK_QUANTUM_SECONDS, QUICK_CYCLES) if quick else (QUANTUM_SECONDS, CYCLES)
     bound = _quota()
     report.figure("device_cores", GPU_CORES if bound else 0.0)
     report.figure("quantum_seconds", quantum)
-    alone = _alone(report, bound, quick)
-    for jobs, gpus in ((2, 1), (4, 1), (6, 4)):
-        if quick and jobs > 2:
-            continue
-        _share(report, jobs, gpus, quantum, cycles, bound, alone, quick)
-    _by_signals(report, quantum, cycles, bound)
+    wanted = [only] if only else list(CASES)
+    if "fifo" in wanted:
+        _in_line(report, bound, quick)
+    for name, (jobs, gpus) in SHARED.items():
+        if name in wanted and not (quick and jobs > 2):
+            _share(report, name, jobs, gpus, quantum, cycles, bound, quick)
+    if "signals" in wanted:
+        _by_signals(report, quantum, cycles, bound)
     return report.result()
 
 
 # -- the ways to share -------------------------------------------------------------------------------------------------
 
 
-def _alone(report: Report, bound: bool, quick: bool) -> float:
-    """Steps per processor-second of a job with a device to itself; and when a second one steps that has to queue."""
+def _in_line(report: Report, bound: bool, quick: bool) -> None:
+    """When a job steps that has to queue behind another one."""
     steps = 200 if quick else 600
     with _cluster(1, bound, "--policy", "fifo") as cluster:
         first, second = _submit(cluster, 0, steps), _submit(cluster, 1, EARLY_STEPS)
@@ -129,25 +137,29 @@ def _alone(report: Report, bound: bool, quick: bool) -> float:
         cluster.until(lambda: len(_steps(second)) >= EARLY_STEPS, 20 * START_SECONDS, "both have run")
         rate = _rate(_steps(first)[10:])
         waited = (_steps(second)[-1].end - submitted) / 1e9
-    report.figure("alone_steps_per_cpu_second", rate)
+    report.figure("fifo_steps_per_cpu_second", rate)
     report.figure(f"fifo_step_{EARLY_STEPS}_of_new_job_seconds", waited)
-    return rate
 
 
 def _share(
-    report: Report, jobs: int, gpus: int, quantum: float, cycles: int, bound: bool, alone: float, quick: bool
+    report: Report, name: str, jobs: int, gpus: int, quantum: float, cycles: int, bound: bool, quick: bool
 ) -> None:
-    name = f"jobs{jobs}_on{gpus}"
     with _cluster(gpus, bound, "--policy", "gandiva", "--quantum", f"{quantum:g}s") as cluster:
         notes: list[Path] = []
-        early = 0.0
+        early, beyond, alone = 0.0, 0.0, []
         for number in range(jobs):
+            if number == gpus:
+                alone.append(_undisturbed(notes, _ALONE_QUANTA * quantum))
             submitted = now_ns()
             notes.append(_submit(cluster, number, 1 << 30))
             cluster.until(lambda: len(_steps(notes[-1])) >= EARLY_STEPS, START_SECONDS, f"{name}: job {number} steps")
-            early = (_steps(notes[-1])[EARLY_STEPS - 1].end - submitted) / 1e9
+            if number >= gpus:
+                waited = (_steps(notes[-1])[EARLY_STEPS - 1].end - submitted) / 1e9
+                # quanta grow where switches take long
+                in_force = max(quantum, SWITCHES_PER_QUANTUM * slowest_switch(cluster))
+                early, beyond = max(early, waited), max(beyond, waited - in_force)
         report.say(f"{name}: {cycles} cycles of {jobs} jobs, a quantum of {quantum:g} s")
-        with _PageWatch(cluster) as watch:
+        with PageWatch(cluster) as watch:
             began = now_ns()
             turns_wanted = cycles * -(-jobs // gpus)
 
@@ -163,6 +175,9 @@ def _share(
             ended = now_ns()
         steps = [[step for step in _steps(path) if began <= step.begin and step.end <= ended] for path in notes]
         freed, expected = watch.freed_bytes, STATE_BYTES + WEIGHT_BYTES
+        cluster.ganger("cancel", *[str(number + 1) for number in range(gpus, jobs)])
+        cluster.until(lambda: _all_step_now(notes[:gpus]), START_SECONDS, f"{name}: the first ones go on alone")
+        alone.append(_undisturbed(notes[:gpus], _ALONE_QUANTA * quantum))
     groups = _on_devices(steps, gpus)
     turns = [turn for group in groups for turn in _turns(group, steps)]
     dead = [gap for group in groups for gap in _gaps(_turns(group, steps))]
@@ -181,25 +196,45 @@ def _share(
         report.at_most(f"{name}_dead_share", share, DEAD_SHARE)
     long_share = quantile(dead, 0.9) / LONG_QUANTUM_SECONDS
     report.at_most(f"{name}_dead_share_at_60s_derived", long_share, DEAD_SHARE)
-    for part, seconds in watch.parts().items():
+    device_of = {job + 1: device for device, group in enumerate(groups) if len(group) > 1 for job in group}
+    for part, seconds in watch.parts(device_of).items():
         report.figure(f"{name}_{part}_p50_milliseconds", 1000 * seconds)
     received = [sum(turn.end - turn.begin for turn in turns if turn.job == job) / 1e9 for job in range(jobs)]
     whole = [[received[job] for job in group] for group in groups]
     report.figure(f"{name}_jain_of_all", _jain(received))
     if not quick:
         report.at_least(f"{name}_jain_on_a_device", min(_jain(one) for one in whole), LEAST_JAIN)
-    rate = sum(len(own) for own in steps) / max(1e-9, sum(_used(own) for own in steps))
+    rate = sum(len(own) - 1 for own in steps if own) / max(1e-9, sum(_used(own) for own in steps))
     report.figure(f"{name}_steps_per_cpu_second", rate)
+    report.figure(f"{name}_steps_per_cpu_second_alone_before", alone[0])
+    report.figure(f"{name}_steps_per_cpu_second_alone_after", alone[-1])
+    report.figure(f"{name}_cpu_share_of_rests_and_switches", _share_outside(steps))
     if not quick:
-        report.at_least(f"{name}_steps_per_cpu_second_over_alone_ratio", rate / alone, 1.0 - RATE_WITHIN)
-    # The last one came to full devices: its turn is the next, and then its program starts.
+        ratio = rate * len(alone) / sum(alone)
+        report.at_least(f"{name}_steps_per_cpu_second_over_alone_ratio", ratio, 1.0 - RATE_WITHIN)
+    # Who comes to full devices has the next turn, and then its program starts: the one that waited longest.
     report.figure(f"{name}_step_{EARLY_STEPS}_of_new_job_seconds", early)
-    report.at_most(f"{name}_step_{EARLY_STEPS}_of_new_job_over_quantum_seconds", early - quantum, _START_AND_STEPS)
+    report.at_most(f"{name}_step_{EARLY_STEPS}_of_new_job_over_quantum_seconds", beyond, _START_AND_STEPS)
     report.at_least(f"{name}_offloaded_bytes", float(freed), float(expected))
     report.at_most(f"{name}_offloaded_bytes_over_storages", freed / expected, 1.0)
     report.at_least(f"{name}_memory_seen_freed_share", watch.seen_freed / expected, SEEN_FREED)
 
 
+def _undisturbed(notes: Sequence[Path], seconds: float) -> float:
+    """Steps per processor-second of jobs that have their devices alone."""
+    began = now_ns()
+    time.sleep(seconds)
+    steps = [[step for step in _steps(path) if step.begin >= began] for path in notes]
+    return sum(len(own) - 1 for own in steps) / max(1e-9, sum(_used(own) for own in steps))
+
+
+def _all_step_now(notes: Sequence[Path]) -> bool:
+    recently = now_ns() - 500_000_000
+    return all(any(step.begin > recently for step in _steps(path)[-1:]) for path in notes)
+
+
+# For how many quanta the first jobs are looked at while they are alone, before and after.
+_ALONE_QUANTA = 2
 # How many times as long as planned a scenario may take: quanta grow where switches take long.
 _LONGEST = 8.0
 # A program that is forked warm, reaches its tenth step, and a switch before that.
@@ -267,85 +302,6 @@ def _quota() -> bool:
     return found
 
 
-class _PageWatch:
-    """When orders and states of pages changed, by polling; what was reported and seen freed at the last offload."""
-
-    def __init__(self, cluster: BenchCluster) -> None:
-        self.freed_bytes = 0
-        self.seen_freed = 0
-        self._cluster = cluster
-        # (ns, page, what)
-        self._seen: list[tuple[int, int, str]] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="pages", daemon=True)
-
-    def __enter__(self) -> _PageWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *reason: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def parts(self) -> dict[str, float]:
-        """Medians, in seconds: the order to everybody at K, K to the state off the device, that to the order of the
-        next one (the release is seen), that order to its state on the device, and that to its first step's end."""
-        found: dict[str, list[float]] = {}
-        at: dict[str, int] = {}
-        names = (
-            ("wait_for_k", "ordered", "stopped"),
-            ("offload", "stopped", "offloaded"),
-            ("release_seen", "offloaded", "told"),
-            ("restore", "told", "runs"),
-            ("first_step", "runs", "stepped"),
-        )
-        for moment, _, what in sorted(self._seen):
-            at[what] = moment
-            for name, begin, end in names:
-                if what == end and begin in at and at[begin] <= moment:
-                    found.setdefault(name, []).append((moment - at[begin]) / 1e9)
-                    del at[begin]
-        return {name: quantile(values, 0.5) for name, values in found.items()}
-
-    def _look(self) -> None:
-        pages = []
-        for path in self._cluster.pages().values():
-            try:
-                pages.append(Page.open(str(path), writable=False))
-            except (OSError, PageError):
-                continue
-        before: list[tuple[int, int, int]] = [(0, 0, 0)] * len(pages)
-        memory = [0] * len(pages)
-        while not self._stop.wait(POLL_SECONDS):
-            for index, page in enumerate(pages):
-                order, state = page.get(Word.ORDER), page.get(Word.STATE)
-                first = page.get(Word.FIRST_STEP_TIME)
-                was_order, was_state, was_first = before[index]
-                moment = now_ns()
-                if order != was_order:
-                    self._note(moment, index, "ordered" if order == Order.STOP else "told")
-                    if order == Order.STOP:
-                        memory[index] = anonymous_bytes_of(page.identity().pid) or 0
-                if state != was_state:
-                    if state == State.SAVING:
-                        self._note(moment, index, "stopped")
-                    elif state == State.OFFLOADED:
-                        self._note(moment, index, "offloaded")
-                        self.freed_bytes = page.get(Word.OFFLOADED_BYTES)
-                        left = anonymous_bytes_of(page.identity().pid) or 0
-                        self.seen_freed = max(self.seen_freed, memory[index] - left)
-                    elif state == State.RUNNING:
-                        self._note(moment, index, "runs")
-                if first and first != was_first:
-                    self._note(moment, index, "stepped")
-                before[index] = (order, state, first)
-        for page in pages:
-            page.close()
-
-    def _note(self, moment: int, page: int, what: str) -> None:
-        self._seen.append((moment, page, what))
-
-
 # -- what was noted ----------------------------------------------------------------------------------------------------
 
 
@@ -361,6 +317,25 @@ def _steps(path: Path) -> list[Step]:
 def _used(steps: Sequence[Step]) -> float:
     """Processor-seconds from the first step's end to the last one's."""
     return (steps[-1].used - steps[0].used) / 1e9 if len(steps) > 1 else 0.0
+
+
+def _share_outside(steps: Sequence[Sequence[Step]]) -> float:
+    """Of the processor time of those who take turns, what they used between two turns (to rest, to give up their state
+    and to bring it back) and not for steps: what goes from one step to the next beyond what that is otherwise."""
+    outside = total = 0.0
+    for own in steps:
+        used = [after.used - before.used for before, after in itertools.pairwise(own)]
+        if not used:
+            continue
+        usual = quantile(used, 0.5)
+        gaps = [after.begin - before.end for before, after in itertools.pairwise(own)]
+        outside += sum(max(0.0, one - usual) for one, gap in zip(used, gaps, strict=True) if gap > _REST_NS)
+        total += sum(used)
+    return outside / max(1.0, total)
+
+
+# Between two steps of one turn nothing takes so long.
+_REST_NS = 500_000_000
 
 
 def _rate(steps: Sequence[Step]) -> float:
