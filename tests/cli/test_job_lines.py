@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from ganger.cli import job_lines
 from ganger.v1 import job_pb2, resources_pb2
 
@@ -35,3 +36,21 @@ def test_what_keeps_a_job_from_getting_on_stands_beside_its_place() -> None:
     job = job_pb2.Job(state=job_pb2.Job.STATE_HOLDING, progress=job_pb2.Progress(concern="no step for 5m"))
     job.gang.claims.add(node="nodes/n1", device_mask=3)
     assert job_lines.note(job) == "n1[0-1] (no step for 5m)"
+
+
+@pytest.mark.parametrize(
+    ("phase", "turn", "text"),
+    [
+        ("RUNNING", "RUNS", "running, in turn"),
+        ("RUNNING", "WAITS", "waiting for its turn"),
+        ("STARTING", "WAITS", "waiting for its turn"),
+        ("STARTING", "RUNS", "starting"),
+        ("RUNNING", "UNSPECIFIED", "running"),
+        ("STOPPING", "WAITS", "stopping"),
+    ],
+)
+def test_a_job_in_turns_says_whether_it_has_the_turn(phase: str, turn: str, text: str) -> None:
+    job = job_pb2.Job(state=job_pb2.Job.STATE_HOLDING)
+    job.gang.phase = job_pb2.Gang.Phase.Value(f"PHASE_{phase}")
+    job.gang.turn = job_pb2.Gang.Turn.Value(f"TURN_{turn}")
+    assert job_lines.state_text(job) == text

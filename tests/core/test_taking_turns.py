@@ -25,6 +25,7 @@ from ganger_master.core.image import image_of, state_of
 from ganger_master.core.invariants import violations
 from ganger_master.core.model import Intent, JobSpec, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
 from ganger_master.core.node_sets import charges
+from ganger_master.core.rows_now import has_turn
 from ganger_master.core.state import State
 from ganger_master.store.codec import Codec
 from ganger_master.store.memory import MemoryStore
@@ -326,6 +327,21 @@ def test_a_quantum_is_at_least_fifty_switches(drive: Turns) -> None:
     }
     changes = [drive.row(one, i, node_set=number, quantum_seconds=25.0) for i, one in enumerate((host, guest))]
     assert drive.propose(*changes) == [None, None]
+
+
+def test_which_row_runs_is_known_and_never_stored(drive: Turns) -> None:
+    host, guest = drive.share()
+    node_set = next(iter(drive.state.sets.values()))
+    drive.stand("n1", ObservedRows(node_set.number, 1, 1, row=0))
+    drive.state.take_changes()
+    for row in (1, 0, 1):
+        drive.stand("n1", ObservedRows(node_set.number, 1, 1, row=row))
+        turns = [has_turn(node_set, drive.state.rows_seen, drive.job(job).epoch) for job in (host, guest)]
+        assert turns == [row == 0, row == 1]
+    changes = drive.state.take_changes()
+    # how often the node has said something is
+    assert changes.puts.keys() == {("node", "n1")}
+    assert not changes.removes
 
 
 def test_node_sets_have_no_node_in_common() -> None:

@@ -15,8 +15,13 @@ _NAME_WIDTH = 63
 
 
 def state_text(job: job_pb2.Job) -> str:
-    """ "running" rather than "holding": the phase of the gang where it has one."""
+    """ "running" rather than "holding": the phase of the gang where it has one; of one in turns, whether it is its."""
     if job.state == job_pb2.Job.STATE_HOLDING:
+        is_to_run = job.gang.phase in (job_pb2.Gang.PHASE_STARTING, job_pb2.Gang.PHASE_RUNNING)
+        if is_to_run and job.gang.turn == job_pb2.Gang.TURN_WAITS:
+            return "waiting for its turn"
+        if job.gang.phase == job_pb2.Gang.PHASE_RUNNING and job.gang.turn == job_pb2.Gang.TURN_RUNS:
+            return "running, in turn"
         phase = short_enum(job_pb2.Gang.Phase.Name(job.gang.phase), "Phase").lower()
         level = level_text(job.gang.parked_level)
         return f"parked({level})" if phase == "parked" and level else phase if phase != "unspecified" else "holding"

@@ -208,7 +208,7 @@ def _job_row(job: object) -> tuple[str, ...]:
 
 
 def _turn_rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
-    """The slot matrix of each node set, a line a row: of how many rows, how long, and who runs in it."""
+    """The slot matrix of each node set, a line a row: whether it runs now, of how many, how long, and who is in it."""
     from ganger.cli import job_lines
     from ganger.units import format_duration
     from ganger.wire import times
@@ -217,10 +217,11 @@ def _turn_rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
     for node_set in answer.node_sets:
         nodes = " ".join(number(node) for node in node_set.nodes)
         for place, row in enumerate(node_set.rows):
+            mark = " (runs)" if place + 1 == node_set.running_row else " (new)" if node_set.changes else ""
             rows.append(
                 (
                     nodes if place == 0 else "",
-                    f"{place + 1}{' (new)' if node_set.changes else ''}",
+                    f"{place + 1}{mark}",
                     f"1 of {len(node_set.rows)}",
                     format_duration(times.seconds(node_set.quantum)),
                     job_lines.level_text(node_set.level),

@@ -420,6 +420,25 @@ class Gang(google.protobuf.message.Message):
     PHASE_RESIZING: Gang.Phase.ValueType  # 5
     PHASE_STOPPING: Gang.Phase.ValueType  # 6
 
+    class _Turn:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _TurnEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[Gang._Turn.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        TURN_UNSPECIFIED: Gang._Turn.ValueType  # 0
+        """Takes no turns, or nobody has said whose it is."""
+        TURN_RUNS: Gang._Turn.ValueType  # 1
+        TURN_WAITS: Gang._Turn.ValueType  # 2
+        """Rests, or has yet to start: others have the turn. Its phase is that of its turns."""
+
+    class Turn(_Turn, metaclass=_TurnEnumTypeWrapper): ...
+    TURN_UNSPECIFIED: Gang.Turn.ValueType  # 0
+    """Takes no turns, or nobody has said whose it is."""
+    TURN_RUNS: Gang.Turn.ValueType  # 1
+    TURN_WAITS: Gang.Turn.ValueType  # 2
+    """Rests, or has yet to start: others have the turn. Its phase is that of its turns."""
+
     EPOCH_FIELD_NUMBER: builtins.int
     PHASE_FIELD_NUMBER: builtins.int
     CLAIMS_FIELD_NUMBER: builtins.int
@@ -431,6 +450,7 @@ class Gang(google.protobuf.message.Message):
     START_TIME_FIELD_NUMBER: builtins.int
     CORES_FIELD_NUMBER: builtins.int
     BESIDE_FIELD_NUMBER: builtins.int
+    TURN_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Incarnation on this placement; the fencing number."""
     phase: Global___Gang.Phase.ValueType
@@ -440,6 +460,8 @@ class Gang(google.protobuf.message.Message):
     """Level at which it is parked or being parked."""
     stop_step: builtins.int
     """Step at which every rank stopped, when parked."""
+    turn: Global___Gang.Turn.ValueType
+    """Whether it is its turn at this moment, as the leader of its node set said last. Output only."""
     @property
     def claims(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.resources_pb2.Claim]: ...
     @property
@@ -474,10 +496,11 @@ class Gang(google.protobuf.message.Message):
         start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         cores: collections.abc.Iterable[builtins.str] | None = ...,
         beside: collections.abc.Iterable[builtins.str] | None = ...,
+        turn: Global___Gang.Turn.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["beside", b"beside", "claims", b"claims", "cores", b"cores", "epoch", b"epoch", "level", b"level", "move_claims", b"move_claims", "parked_level", b"parked_level", "phase", b"phase", "pids", b"pids", "start_time", b"start_time", "stop_step", b"stop_step"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["beside", b"beside", "claims", b"claims", "cores", b"cores", "epoch", b"epoch", "level", b"level", "move_claims", b"move_claims", "parked_level", b"parked_level", "phase", b"phase", "pids", b"pids", "start_time", b"start_time", "stop_step", b"stop_step", "turn", b"turn"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Gang: typing_extensions.TypeAlias = Gang

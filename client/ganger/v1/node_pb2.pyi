@@ -288,6 +288,7 @@ class NodeSet(google.protobuf.message.Message):
     LEVEL_FIELD_NUMBER: builtins.int
     ROWS_FIELD_NUMBER: builtins.int
     CHANGES_FIELD_NUMBER: builtins.int
+    RUNNING_ROW_FIELD_NUMBER: builtins.int
     name: builtins.str
     """"nodeSets/{n}"."""
     leader: builtins.str
@@ -298,6 +299,8 @@ class NodeSet(google.protobuf.message.Message):
     """What who leaves a row gives up."""
     changes: builtins.bool
     """The newest matrix is on its way: until every node has it the one before stands."""
+    running_row: builtins.int
+    """Which of `rows` runs at this moment, from 1, as the leader said last; zero: nobody has, or that matrix has not begun."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """"nodes/{node}"."""
@@ -321,10 +324,11 @@ class NodeSet(google.protobuf.message.Message):
         level: ganger.v1.job_pb2.SuspendLevel.ValueType = ...,
         rows: collections.abc.Iterable[Global___NodeSet.Row] | None = ...,
         changes: builtins.bool = ...,
+        running_row: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["quantum", b"quantum"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changes", b"changes", "leader", b"leader", "level", b"level", "name", b"name", "nodes", b"nodes", "quantum", b"quantum", "rows", b"rows", "version", b"version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changes", b"changes", "leader", b"leader", "level", b"level", "name", b"name", "nodes", b"nodes", "quantum", b"quantum", "rows", b"rows", "running_row", b"running_row", "version", b"version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___NodeSet: typing_extensions.TypeAlias = NodeSet

@@ -15,7 +15,8 @@ from ganger_master.core.arrays import no_array
 from ganger_master.core.checks import no_job
 from ganger_master.core.explain import as_it_is, told_blockers
 from ganger_master.core.memberships import members_of
-from ganger_master.core.model import Job, Node, NodeState
+from ganger_master.core.model import Gang, Job, Node, NodeState
+from ganger_master.core.rows_now import has_turn
 from ganger_master.rpc import array_messages, job_messages
 from ganger_master.runtime.progress import ProgressBoard
 from ganger_master.runtime.writer import Writer
@@ -89,7 +90,14 @@ class Shown:
             queue_rank=state.queue_rank(number),
             sample=self._progress.of(number),
             beside=() if gang is None else sharing.beside(state, gang),
+            has_turn=self._has_turn(gang),
             with_environment=with_environment,
+        )
+
+    def _has_turn(self, gang: Gang | None) -> bool | None:
+        node_set = None if gang is None else self._writer.committed.sets.get(gang.node_set)
+        return (
+            None if gang is None or node_set is None else has_turn(node_set, self._writer.state.rows_seen, gang.epoch)
         )
 
     def members(self, array: int) -> list[Job]:

@@ -41,6 +41,11 @@ _LEVELS: Final[Mapping[SuspendLevel, job_pb2.SuspendLevel.ValueType]] = {
     SuspendLevel.OFFLOAD: job_pb2.SUSPEND_LEVEL_OFFLOAD,
     SuspendLevel.CHECKPOINT: job_pb2.SUSPEND_LEVEL_CHECKPOINT,
 }
+_TURNS: Final[Mapping[bool | None, job_pb2.Gang.Turn.ValueType]] = {
+    None: job_pb2.Gang.TURN_UNSPECIFIED,
+    True: job_pb2.Gang.TURN_RUNS,
+    False: job_pb2.Gang.TURN_WAITS,
+}
 _ANYWHERE: Final = Locality()
 _LEVELS_FROM_WIRE: Final[Mapping[int, SuspendLevel]] = {number: level for level, number in _LEVELS.items()}
 
@@ -138,6 +143,7 @@ def job_to_wire(
     queue_rank: int = 0,
     sample: Sample | None = None,
     beside: Sequence[int] = (),
+    has_turn: bool | None = None,
     with_environment: bool = False,
 ) -> job_pb2.Job:
     message = job_pb2.Job()
@@ -175,7 +181,7 @@ def job_to_wire(
     elif sample is not None:
         message.progress.CopyFrom(progress_to_wire(sample))
     if gang is not None and not job.state.is_final:
-        message.gang.CopyFrom(gang_to_wire(job, gang, destination, beside))
+        message.gang.CopyFrom(gang_to_wire(job, gang, destination, beside, has_turn))
     if job.failure is not None:
         message.failure.CopyFrom(
             job_pb2.Failure(
@@ -189,7 +195,10 @@ def job_to_wire(
     return message
 
 
-def gang_to_wire(job: Job, gang: Gang, destination: Gang | None, beside: Sequence[int] = ()) -> job_pb2.Gang:
+def gang_to_wire(
+    job: Job, gang: Gang, destination: Gang | None, beside: Sequence[int] = (), has_turn: bool | None = None
+) -> job_pb2.Gang:
+    """`has_turn`: None of one that takes no turns, or of which nobody has said."""
     pids, cores = pids_and_cores(job, gang)
     return job_pb2.Gang(
         epoch=gang.epoch,
@@ -203,6 +212,7 @@ def gang_to_wire(job: Job, gang: Gang, destination: Gang | None, beside: Sequenc
         stop_step=gang.stop_step,
         start_time=times.timestamp(gang.create_time),
         beside=map(names.job_name, beside),
+        turn=_TURNS[has_turn],
     )
 
 

@@ -53,7 +53,10 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
                 convert.configuration_set_to_wire(committed.configuration_sets[name])
                 for name in sorted(committed.configuration_sets)
             ],
-            node_sets=[node_set_to_wire(one, committed.gangs) for _, one in sorted(committed.sets.items())],
+            node_sets=[
+                node_set_to_wire(one, committed.gangs, self._writer.state.rows_seen)
+                for _, one in sorted(committed.sets.items())
+            ],
         )
 
     async def GetNode(self, request: node_pb2.GetNodeRequest, context: Any) -> node_pb2.Node:
