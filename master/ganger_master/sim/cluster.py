@@ -183,10 +183,11 @@ class Cluster:
         """Users who suspend, resume, move and cancel whatever they have, without asking what it does."""
         self._again(mean_seconds, self._meddle, lambda: self.meddling)
 
-    def unleash_planner(self, mean_seconds: float) -> None:
-        """One that proposes whatever can be proposed, and what cannot; and operators who empty nodes."""
+    def unleash_planner(self, mean_seconds: float, turns: float = 0.3) -> None:
+        """One that proposes whatever can be proposed, and what cannot, `turns` of it about rows; and operators who
+        empty nodes."""
         dice = self.engine.random
-        self._again(mean_seconds, lambda: self.send(wild_plan(self.state, dice)), lambda: self.meddling)
+        self._again(mean_seconds, lambda: self.send(wild_plan(self.state, dice, turns)), lambda: self.meddling)
         self._again(10.0 * mean_seconds, self._empty_a_node, lambda: self.meddling)
 
     def unleash_resizes(self, mean_seconds: float) -> None:

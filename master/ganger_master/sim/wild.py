@@ -26,9 +26,9 @@ _KINDS = ("START", "START", "MOVE", "MOVE", "SUSPEND", "RESUME", "RESUME", "CORE
 _EVER = 1e12
 
 
-def wild_plan(state: State, dice: Random) -> ProposePlan:
-    """One plan about a few jobs; some of it may be approved."""
-    changes = _rows(state, dice) if dice.random() < 0.3 else _changes(state, dice)
+def wild_plan(state: State, dice: Random, turns: float = 0.3) -> ProposePlan:
+    """One plan about a few jobs; some of it may be approved. `turns`: the share of plans that are about them."""
+    changes = _rows(state, dice) if dice.random() < turns else _changes(state, dice)
     changes = [_garbled(state, dice, change) if dice.random() < 0.1 else change for change in changes]
     promises = line = None
     if dice.random() < 0.1:

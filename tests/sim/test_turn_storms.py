@@ -1,0 +1,92 @@
+"""Storms in which most gangs take turns most of the time, on devices that are wanted by three at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from ganger.resources.topology import parse_topology
+from ganger.resources.values import Role, TaskShape
+from ganger_daemon.core.rotation import Position
+from ganger_master.core.model import JobSpec
+from ganger_master.core.settings import Settings
+from ganger_master.sim import faults
+from ganger_master.sim.cluster import Cluster, require_progress
+from ganger_master.sim.engine import Engine
+from ganger_master.sim.nodes import SimDaemon
+from ganger_master.sim.ranks import OPAQUE
+from sim.rows_of_daemons import DaemonTurns, Standing
+
+_GIB = 1 << 30
+SERVER = parse_topology("2x2", name="v4", millicores=16_000, memory_bytes=256 * _GIB, device_memory_bytes=8 * _GIB)
+
+
+@dataclass
+class Storm:
+    cluster: Cluster
+    switches: int = 0
+
+
+class Counted(DaemonTurns):
+    """Counts what leaders order."""
+
+    storm: Storm
+
+    def _order(self, standing: Standing, position: Position) -> None:
+        self.storm.switches += standing.newest.leader == self.daemon.name
+        super()._order(standing, position)
+
+
+def run(seed: int, jobs: int, seconds: float) -> Storm:
+    """A storm drawn from the seed; then everything heals and every job must end. Of every second seed some jobs cannot
+    rest."""
+    opaque = 0.1 if seed % 2 else 0.0
+    cluster = Cluster(
+        seed, [], Settings(lost_after_seconds=60.0, residue_bytes=_GIB // 4), faults.storm(Engine(seed)), 0.5
+    )
+    storm = Storm(cluster)
+    by_node: dict[str, DaemonTurns] = {}
+
+    def turns(daemon: SimDaemon) -> DaemonTurns:
+        made = Counted(daemon, by_node)
+        made.storm = storm
+        return made
+
+    for name in ("n1", "n2", "n3"):
+        cluster.add_node(name, SERVER, {"packing": "yes", "rotation": "yes"}, turns)
+    dice = cluster.engine.random
+    cluster.physics.residue_bytes = 100 << 20
+    cluster.run_for(5.0)
+    cluster.unleash()
+    cluster.unleash_users(60.0)
+    cluster.unleash_planner(2.0, turns=0.9)
+    for _ in range(jobs):
+        gpus = dice.choice([1, 2, 2, 3, 4, 4, 6])
+        cluster.submit(
+            JobSpec(
+                (OPAQUE if opaque and dice.random() < opaque else "train", str(dice.randint(100, 400))),
+                (Role("worker", gpus, TaskShape(1, 1_000, 2 * _GIB)),),
+                gpu_memory_bytes=_GIB,
+            )
+        )
+        cluster.run_for(dice.uniform(0.0, 3.0))
+    cluster.run_for(seconds)
+    cluster.check()
+    require_progress(cluster, 6_000.0)
+    return storm
+
+
+def test_rows_are_switched_in_storms_and_no_rule_is_broken() -> None:
+    storms = [run(seed, jobs=8, seconds=100.0) for seed in range(3)]
+    # Without that many a storm would show nothing.
+    assert sum(storm.switches for storm in storms) >= 40
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("block", range(30))
+def test_long_storms_of_turns_break_no_rule_and_every_job_ends(block: int) -> None:
+    for seed in range(10 * block, 10 * block + 10):
+        try:
+            run(seed, jobs=14, seconds=300.0)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
