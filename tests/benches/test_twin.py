@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ganger_daemon.bench.comparison import Costs, Ran, Told, TwinError, compared, costs_of, step_seconds, trace_of
-from ganger_daemon.bench.twin import _simulated, main
+from ganger_daemon.bench.twin import MOVES, _simulated, main
 
 EVENTS = [
     Told(10.0, "jobs/1", "gang_approved"),
@@ -32,8 +32,27 @@ def test_costs_are_what_the_events_of_the_run_say() -> None:
 
 
 def test_a_run_in_which_nobody_was_suspended_tells_no_costs() -> None:
-    with pytest.raises(TwinError, match="2 starts, 0 suspensions, 0 resumes"):
+    with pytest.raises(TwinError, match="2 starts, 0 suspensions, 0 resumes, 0 moves"):
         costs_of(EVENTS[:4], {})
+
+
+MOVED = [
+    Told(10.0, "jobs/1", "gang_approved"),
+    Told(11.0, "jobs/1", "gang_running"),
+    Told(30.0, "jobs/1", "move_begun"),
+    Told(31.4, "jobs/1", "gang_running"),
+    Told(31.5, "jobs/1", "move_done", pause_ms=300.0),
+    Told(50.0, "jobs/1", "job_succeeded"),
+]
+
+
+def test_what_a_move_takes_is_its_pause_and_what_its_preparation_takes_beyond_a_start() -> None:
+    costs = costs_of(MOVED, {"jobs/1": 49.8}, ("moves",))
+    assert (costs.starts, costs.moves, costs.suspends) == (1, 1, 0)
+    assert (costs.start_s, costs.move_s) == (1.0, 0.3)
+    assert (costs.offload_s, costs.end_s) == pytest.approx((0.2, 0.2))
+    with pytest.raises(TwinError, match="moves are needed"):
+        costs_of(EVENTS, {"jobs/1": 49.8, "jobs/2": 59.7}, ("moves",))
 
 
 def test_the_time_of_a_step_is_a_median_that_a_pause_does_not_change() -> None:
@@ -54,16 +73,33 @@ def test_the_simulator_suspends_who_was_suspended_and_every_job_takes_as_long(tm
     # until it is gone.
     trace = tmp_path / "twin.csv"
     trace.write_text(trace_of([FIRST, URGENT], COSTS))
-    found = _simulated(trace, COSTS, tmp_path, nodes=1)
-    assert found["urgent"] == pytest.approx((7.25, 0), abs=0.01)
-    assert found["first"] == pytest.approx((20.75, 1), abs=0.26)
+    found = _simulated(trace, COSTS, tmp_path / "twin", "edf", nodes=1)
+    assert found["urgent"] == pytest.approx((7.25, 0, 0), abs=0.01)
+    assert found["first"] == pytest.approx((20.75, 1, 0), abs=0.26)
     rows = compared([FIRST, URGENT], found)
     assert [row["error"] for row in rows] == pytest.approx([-0.17, -0.046], abs=0.011)
+
+
+def test_the_simulator_moves_who_has_to_make_room_and_takes_as_long_for_it_as_it_is_told(tmp_path: Path) -> None:
+    # Steps of a tenth of a second from 1.0 on; the wide ones end at 27.1 and 31.1, and then one is moved: prepared in
+    # 1.0, at rest after 0.2, and on after 0.3.
+    costs = Costs(1.0, 0.0, 0.0, 0.0, 5, 0, 0, 0.3, 0.2, 1)
+    jobs = [Ran(one.name, one.gpus, round(one.length * 10) + 1, 0.1, one.at, None, 0.0, 0) for one in MOVES]
+    trace = tmp_path / "twin.csv"
+    trace.write_text(trace_of(jobs, costs))
+    found = _simulated(trace, costs, tmp_path / "twin", "fifo-backfill+first-fit+defrag")
+    assert sum(moves for _, _, moves in found.values()) == 1
+    assert [found[name][0] for name in ("leaves", "goes")] == pytest.approx([26.0, 26.0], abs=0.01)
+    assert sorted(found[name][0] for name in ("left", "right")) == pytest.approx([71.0, 71.3], abs=0.05)
+    # The second wide one is gone at 32.0; a move, and a start.
+    assert found["node"][0] == pytest.approx(20.0 + 1.5 + 31.0, abs=1.5)
 
 
 @pytest.mark.chaos
 def test_a_real_run_goes_through(tmp_path: Path) -> None:
     result = main(quick=True, directory=tmp_path)
     told = json.loads((tmp_path / "twin.json").read_text())
-    assert told["costs"]["suspends"] >= 1
-    assert len(told["jobs"]) == result["figures"]["jobs"] == 6  # type: ignore[index]
+    suspended, moved = told["cases"]
+    assert suspended["costs"]["suspends"] >= 1
+    assert moved["costs"]["moves"] >= 1
+    assert len(suspended["jobs"]) == result["figures"]["jobs"] == 6  # type: ignore[index]

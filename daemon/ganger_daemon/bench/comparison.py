@@ -21,6 +21,7 @@ class Told(NamedTuple):
     kind: str
     message: str = ""
     level: str = ""
+    pause_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,11 @@ class Costs:
     starts: int
     suspends: int
     resumes: int
+    # From a job's last step where it was to its first elsewhere; and what a move takes beside that and a start, with
+    # which it is prepared: the boundary, and what master and daemons say to each other.
+    move_s: float = 0.0
+    offload_s: float = 0.0
+    moves: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,7 @@ class Ran:
     deadline_s: float | None
     jct_s: float
     suspensions: int
+    moves: int = 0
 
     def duration_s(self, costs: Costs) -> float:
         """What it takes once it steps: the first step is what a start ends with."""
@@ -59,14 +66,19 @@ class TwinError(Exception):
     """The run is none that a simulation could repeat; the text says why."""
 
 
-def costs_of(events: Sequence[Told], last_steps: Mapping[str, float]) -> Costs:
-    """`last_steps`: when each job made its last step. Raises TwinError where nothing was suspended or resumed."""
+def costs_of(
+    events: Sequence[Told], last_steps: Mapping[str, float], needs: Sequence[str] = ("suspensions", "resumes")
+) -> Costs:
+    """`last_steps`: when each job made its last step. Raises TwinError where nothing was started, or where there was
+    none of what it `needs`: suspensions, resumes, moves."""
     starts: list[float] = []
     resumes: list[float] = []
     suspends: list[float] = []
     ends: list[float] = []
     approved: dict[str, float] = {}
     ordered: dict[str, float] = {}
+    moves: list[tuple[float, float]] = []
+    begun: dict[str, float] = {}
     has_run: set[str] = set()
     for event in sorted(events):
         match event.kind:
@@ -80,21 +92,30 @@ def costs_of(events: Sequence[Told], last_steps: Mapping[str, float]) -> Costs:
                 ordered[event.job] = event.time
             case "job_pending" if event.job in ordered:
                 suspends.append(event.time - ordered.pop(event.job))
+            case "move_begun":
+                begun[event.job] = event.time
+            case "move_done" if event.job in begun:
+                moves.append((event.time - begun.pop(event.job), event.pause_ms / 1000))
             case "job_succeeded":
                 ends.append(event.time - last_steps[event.job])
-    if not (starts and suspends and resumes):
+    seen = {"starts": len(starts), "suspensions": len(suspends), "resumes": len(resumes), "moves": len(moves)}
+    if not all(seen[name] for name in ("starts", *needs)):
         raise TwinError(
-            f"{len(starts)} starts, {len(suspends)} suspensions, {len(resumes)} resumes: one of each is needed"
+            f"{', '.join(f'{count} {name}' for name, count in seen.items())}: {', '.join(needs)} are needed"
         )
     start = fmean(starts)
+    pause = fmean([pause for _, pause in moves] or [0.0])
     return Costs(
         start_s=start,
-        suspend_s=fmean(suspends),
-        resume_s=max(0.0, fmean(resumes) - start),
+        suspend_s=fmean(suspends or [0.0]),
+        resume_s=max(0.0, fmean(resumes) - start) if resumes else 0.0,
         end_s=max(0.0, fmean(ends)),
         starts=len(starts),
         suspends=len(suspends),
         resumes=len(resumes),
+        move_s=pause,
+        offload_s=max(0.0, fmean([took for took, _ in moves] or [0.0]) - start - pause),
+        moves=len(moves),
     )
 
 
@@ -117,8 +138,8 @@ def trace_of(jobs: Iterable[Ran], costs: Costs) -> str:
     return "\n".join(lines) + "\n"
 
 
-def compared(jobs: Iterable[Ran], simulated: Mapping[str, tuple[float, int]]) -> list[dict[str, object]]:
-    """A row a job; `simulated`: time from submission to end in seconds, and suspensions, by name."""
+def compared(jobs: Iterable[Ran], simulated: Mapping[str, tuple[float, int, int]]) -> list[dict[str, object]]:
+    """A row a job; `simulated`: time from submission to end in seconds, suspensions, and moves, by name."""
     return [
         {
             "job": job.name,
@@ -130,6 +151,8 @@ def compared(jobs: Iterable[Ran], simulated: Mapping[str, tuple[float, int]]) ->
             "error": round(simulated[job.name][0] / job.jct_s - 1, 4),
             "live_suspensions": job.suspensions,
             "simulated_suspensions": simulated[job.name][1],
+            "live_moves": job.moves,
+            "simulated_moves": simulated[job.name][2],
         }
         for job in jobs
     ]

@@ -1,5 +1,6 @@
-"""A live run equals its simulation: real jobs queue, are suspended and go on, on a real cluster; the simulator gets
-the same submissions, with the rates and costs of that very run, and every job must take as long, within a tenth.
+"""A live run equals its simulation: real jobs queue, are suspended and go on, on a real cluster; in a second run, under
+another policy, they are moved to make room. The simulator gets the same submissions, with the rates and costs of that
+very run, and every job must take as long, within a tenth.
 
 The jobs are gangs of real processes that train, save and restore, and sleep through their mini-batches, so that they go
 as fast on a busy machine. The report is `build/bench/twin.json`.
@@ -23,7 +24,6 @@ from ganger_daemon.bench.comparison import Costs, Ran, Told, compared, costs_of,
 from ganger_daemon.bench.report import SAMPLES, Report
 
 _NODES, _GPUS = 2, 4
-_POLICY = "edf"
 _PLAN_EVERY = "1s"
 _STEP_SECONDS = 0.1
 _PRINT_EVERY = 10
@@ -77,38 +77,69 @@ SCENARIO = (
     Planned("whole", 8, 30, 20, 150),
     Planned("last", 4, 50, 20),
 )
+# A long job and a wider one fill each node; one that needs a node waits. When the wider ones have ended there is room
+# for it in two pieces, and one of the long jobs is moved beside the other.
+MOVES = (
+    Planned("left", 1, 0, 70),
+    Planned("leaves", 3, 2, 25),
+    Planned("right", 1, 4, 70),
+    Planned("goes", 3, 6, 25),
+    Planned("node", 4, 12, 30),
+)
 _QUICK = 0.3
+
+
+class Case(NamedTuple):
+    """`needs`: what has to happen in it. `prefix`: of its files and figures, behind "twin"."""
+
+    prefix: str
+    policy: str
+    planned: tuple[Planned, ...]
+    needs: tuple[str, ...]
+
+
+CASES = (
+    Case("", "edf", SCENARIO, ("suspensions", "resumes")),
+    Case("moves_", "fifo-backfill+first-fit+defrag", MOVES, ("moves",)),
+)
 
 
 def main(quick: bool = False, directory: Path = SAMPLES) -> dict[str, object]:
     report = Report("twin", directory)
-    scale = _QUICK if quick else 1.0
-    planned = [one._replace(at=one.at * scale, length=one.length * scale) for one in SCENARIO]
-    options = ("--policy", _POLICY, "--plan-every", _PLAN_EVERY)
     directory.mkdir(parents=True, exist_ok=True)
-    with BenchCluster(nodes=_NODES, gpus=_GPUS, cores=_GPUS, master=options) as cluster:
-        jobs, costs = _live(cluster, planned, report)
-        # What all of it rests on.
-        (directory / "twin-events.json").write_text(cluster.ganger("events", "--json"))
-    trace = directory / "twin.csv"
-    trace.write_text(trace_of(jobs, costs))
-    rows = compared(jobs, _simulated(trace, costs, directory))
-    worst = max(abs(float(str(row["error"]))) for row in rows)
-    report.at_most("worst_jct_error", worst, _ERROR_LIMIT)
-    differing = sum(row["live_suspensions"] != row["simulated_suspensions"] for row in rows)
-    report.figure("jobs_suspended_otherwise", differing)
-    for name, value in asdict(costs).items():
-        report.figure(name, value)
-    report.figure("jobs", len(rows))
-    report.samples(rows)
+    told = [_case(case, _QUICK if quick else 1.0, directory, report) for case in CASES]
     result = report.result()
     # The rows too: a file of its own, to be looked at.
-    told = {**result, "policy": _POLICY, "plan_every": _PLAN_EVERY, "costs": asdict(costs), "jobs": rows}
-    (directory / "twin.json").write_text(json.dumps(told, indent=2) + "\n")
+    (directory / "twin.json").write_text(json.dumps({**result, "cases": told}, indent=2) + "\n")
     return result
 
 
-def _live(cluster: BenchCluster, planned: Sequence[Planned], report: Report) -> tuple[list[Ran], Costs]:
+def _case(case: Case, scale: float, directory: Path, report: Report) -> dict[str, object]:
+    planned = [one._replace(at=one.at * scale, length=one.length * scale) for one in case.planned]
+    options = ("--policy", case.policy, "--plan-every", _PLAN_EVERY)
+    name = f"twin_{case.prefix}".rstrip("_")
+    with BenchCluster(nodes=_NODES, gpus=_GPUS, cores=_GPUS, master=options) as cluster:
+        jobs, costs = _live(cluster, planned, case.needs, report)
+        # What all of it rests on.
+        (directory / f"{name}-events.json").write_text(cluster.ganger("events", "--json"))
+    trace = directory / f"{name}.csv"
+    trace.write_text(trace_of(jobs, costs))
+    rows = compared(jobs, _simulated(trace, costs, directory / name, case.policy))
+    worst = max(abs(float(str(row["error"]))) for row in rows)
+    report.at_most(f"{case.prefix}worst_jct_error", worst, _ERROR_LIMIT)
+    for what, key in (("suspended", "suspensions"), ("moved", "moves")):
+        differing = sum(row[f"live_{key}"] != row[f"simulated_{key}"] for row in rows)
+        report.figure(f"{case.prefix}jobs_{what}_otherwise", differing)
+    for figure, value in asdict(costs).items():
+        report.figure(f"{case.prefix}{figure}", value)
+    report.figure(f"{case.prefix}jobs", len(rows))
+    report.samples(rows)
+    return {"policy": case.policy, "plan_every": _PLAN_EVERY, "costs": asdict(costs), "jobs": rows}
+
+
+def _live(
+    cluster: BenchCluster, planned: Sequence[Planned], needs: Sequence[str], report: Report
+) -> tuple[list[Ran], Costs]:
     script = cluster.directory / "train.py"
     script.write_text(_SCRIPT)
     # The launchers of both nodes import torch once, and not while anything is measured.
@@ -126,7 +157,8 @@ def _live(cluster: BenchCluster, planned: Sequence[Planned], report: Report) -> 
     last = {f"jobs/{ids[name]}": found[-1][1] for name, found in times.items()}
     known = [event for event in events if event.job in last]
     first = min(event.time for event in known)
-    return [_ran(one, f"jobs/{ids[one.name]}", known, times[one.name], first) for one in planned], costs_of(known, last)
+    jobs = [_ran(one, f"jobs/{ids[one.name]}", known, times[one.name], first) for one in planned]
+    return jobs, costs_of(known, last, needs)
 
 
 def _submit(cluster: BenchCluster, script: Path, one: Planned, steps: int) -> str:
@@ -161,6 +193,7 @@ def _events(cluster: BenchCluster) -> list[Told]:
             event["kind"],
             event["message"],
             event["figures"].get("level", ""),
+            float(event["figures"].get("pause_ms", 0.0)),
         )
         for event in json.loads(cluster.ganger("events", "--json"))
         if event["subject"].startswith("jobs/")
@@ -191,14 +224,18 @@ def _ran(one: Planned, job: str, events: Sequence[Told], times: list[tuple[int, 
         one.deadline,
         own["job_succeeded"] - submitted,
         sum(event.kind == "job_pending" for event in events if event.job == job),
+        sum(event.kind == "move_done" for event in events if event.job == job),
     )
 
 
-def _simulated(trace: Path, costs: Costs, directory: Path, nodes: int = _NODES) -> dict[str, tuple[float, int]]:
-    out = directory / "twin"
+def _simulated(
+    trace: Path, costs: Costs, out: Path, policy: str, nodes: int = _NODES
+) -> dict[str, tuple[float, int, int]]:
     given = {"start": costs.start_s, "suspend": costs.suspend_s, "resume": costs.resume_s}
+    if costs.moves:
+        given |= {"move": costs.move_s, "offload": costs.offload_s}
     options: list[str] = ["--nodes", str(nodes), "--gpus-per-node", str(_GPUS), "--cores-per-node", str(_GPUS)]
-    options += ["--policy", _POLICY, "--plan-every", _PLAN_EVERY, "--csv", str(out)]
+    options += ["--policy", policy, "--plan-every", _PLAN_EVERY, "--csv", str(out)]
     for name, seconds in given.items():
         options += ["--cost", f"{name}={seconds:.3f}s"]
     done = subprocess.run([*GANGER, "simulate", str(trace), *options], capture_output=True, text=True, check=False)
@@ -206,4 +243,4 @@ def _simulated(trace: Path, costs: Costs, directory: Path, nodes: int = _NODES) 
         raise ClusterError(f"ganger simulate: {done.stderr.strip()}")
     with (out / "jobs.csv").open() as file:
         rows: list[dict[str, Any]] = list(csv.DictReader(file))
-    return {row["job_id"]: (float(row["jct_s"]), int(row["preemptions"])) for row in rows}
+    return {row["job_id"]: (float(row["jct_s"]), int(row["preemptions"]), int(row["migrations"])) for row in rows}
