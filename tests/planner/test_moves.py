@@ -46,6 +46,12 @@ class Rates:
     def signature(self, number: int) -> str:
         return "alike"
 
+    def alone(self, number: int) -> tuple[float, ...]:
+        return ()
+
+    def beside(self, number: int) -> frozenset[int]:
+        return frozenset()
+
 
 class Moved(Planned):
     """A state that a planner looks after which moves jobs."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
+from ganger_master.core.commands import CancelJob
 from ganger_master.sim.replay.footprints import Footprints
 from ganger_master.sim.replay.options import Options
 from ganger_master.sim.replay.run import _Replay, simulate
@@ -100,3 +103,35 @@ def test_windows_tell_of_the_present_stretch_and_of_the_last_one_alone() -> None
     assert np.mean(beside) == pytest.approx(0.5, rel=0.1)
     windows.now += WINDOW_S
     assert windows.present(1)[:5] == beside
+
+
+def after_room_appeared(model: str, seed: int = 0) -> _Replay:
+    """Five jobs of one model on four GPUs, two of them packed; then one that has a GPU to itself ends."""
+    replay = _Replay(jobs(*[model] * 5, seconds=20_000.0), SERVERS, "gandiva", Options(seed=seed), None)
+
+    def run_until(is_done: Callable[[], bool]) -> None:
+        while not is_done() and replay.clock.next_time() is not None:
+            replay.clock.run_instant()
+            replay._settle()
+
+    run_until(lambda: any(pack.is_kept for pack in replay.shared.packs.packs))
+    (pack,) = replay.shared.packs.packs
+    replay.send(CancelJob(next(number for number in sorted(replay.state.live) if number not in pack.numbers)))
+    until = replay.clock.now + 3_000.0
+    replay.clock.at(until, lambda: None)
+    run_until(lambda: replay.clock.now >= until)
+    return replay
+
+
+def test_a_pack_in_which_both_are_slower_is_taken_apart_once_there_is_room_and_that_is_kept() -> None:
+    replay = after_room_appeared("rhn")
+    assert replay.shared.packs.packs == ()
+    gangs = [replay.state.gangs[replay.state.jobs[number].epoch] for number in replay.state.live]
+    assert len(gangs) == 4
+    assert not any(claim.shared_mask for gang in gangs for claim in gang.claims)
+    assert len({(claim.node, claim.device_mask) for gang in gangs for claim in gang.claims}) == 4
+
+
+def test_a_pack_that_costs_nobody_anything_stays_though_there_is_room() -> None:
+    # Of the seeds by which two of them have room on one device.
+    assert len(after_room_appeared("vae", seed=1).shared.packs.packs) == 1

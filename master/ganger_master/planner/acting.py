@@ -61,7 +61,7 @@ class Moving:
 class Terms:
     """`placement`: who finds places. `draining`: names of nodes that are to be emptied. `holes`: room is made for gangs
     that wait, and who rests by a plan is brought back; no other pass does. `per_hour`: moves that nobody waits for, of
-    a node; None: as many in all as there are devices in use."""
+    a node; None: as many in all as there are devices in use. `on_trial`: packs of these are being measured."""
 
     placement: Placement
     draining: tuple[str, ...] = ()
@@ -69,6 +69,7 @@ class Terms:
     is_strict: bool = False
     per_hour: float | None = None
     rated: Rated = field(default_factory=Nobody)
+    on_trial: frozenset[int] = frozenset()
 
 
 class Acting:
@@ -106,16 +107,22 @@ class Acting:
         """Those that can be moved at all, by number."""
         return self.movable(self.running)
 
-    def movable(self, pairs: Iterable[tuple[Job, Gang]]) -> dict[int, tuple[Job, Gang, Movable]]:
-        """Of these."""
+    def movable(
+        self, pairs: Iterable[tuple[Job, Gang]], *, packed: bool = False
+    ) -> dict[int, tuple[Job, Gang, Movable]]:
+        """Of these; who shares its devices is its pack's to move, unless the `packed` are asked for."""
         view, costs, rated = self.room.view, self.costs, self.terms.rated
         found = {}
         for job, gang in pairs:
-            if _can_move(job, gang):
+            if _can_move(job, gang) and (packed or not is_packed(gang)):
                 kind = rated.signature(job.number)
                 one = movable(view, job.number, job.shape, _held(gang), costs.pause_s(job, gang), kind)
                 found[job.number] = job, gang, one
         return found
+
+    @cached_property
+    def _pairs(self) -> dict[int, tuple[Job, Gang]]:
+        return {job.number: (job, gang) for job, gang in self.running}
 
     @property
     def busy(self) -> frozenset[int]:
@@ -148,11 +155,11 @@ class Acting:
         """An errand, and its first changes; not where somebody would have to rest on its way who cannot. `last_goal`:
         of the last move, if it is another's."""
         ordered, parked = in_order(hole.moves)
-        if not all(has_arenas(self.gangs[move.number][1]) for move in parked):
+        if not all(has_arenas(self._pairs[move.number][1]) for move in parked):
             return False
         legs = []
         for move in ordered:
-            job, gang, _ = self.gangs[move.number]
+            job, gang = self._pairs[move.number]
             pause = self.costs.pause_s(job, gang)
             own = last_goal if move is hole.moves[-1] else None
             legs.append(Leg(move.number, gang.claims, move.claims, pause, is_parked=move in parked, goal=own))
@@ -168,8 +175,11 @@ def _can_move(job: Job, gang: Gang) -> bool:
         return False
     if job.next_epoch or job.ending is not None or not job.spec.preemptible or not job.capabilities.known:
         return False
-    # Who shares a device is its pack's to move.
-    return can_hand_over(job) and not any(piece.claim.shared_mask for piece in gang.pieces)
+    return can_hand_over(job)
+
+
+def is_packed(gang: Gang) -> bool:
+    return any(piece.claim.shared_mask for piece in gang.pieces)
 
 
 def _held(gang: Gang) -> Claims:

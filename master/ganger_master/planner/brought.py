@@ -46,8 +46,8 @@ _WHY: Final = {
     Goal.EXCHANGE: Why.EXCHANGE,
     Goal.BALANCE: Why.BALANCE,
 }
-# There is no way back to a node that is drained, and who rested had no place to go back to.
-_FINAL: Final = frozenset({Goal.DRAIN, Goal.RETURN})
+# There is no way back to a node that is drained, who rested had no place to go back to, and into packs others put jobs.
+_FINAL: Final = frozenset({Goal.DRAIN, Goal.RETURN, Goal.UNPACK})
 
 Points: TypeAlias = tuple[LocalityPoint, ...]
 
@@ -63,6 +63,14 @@ class Rated(Protocol):
         """What behaves like it."""
         ...
 
+    def alone(self, number: int) -> tuple[float, ...]:
+        """The same when it last had its devices to itself."""
+        ...
+
+    def beside(self, number: int) -> frozenset[int]:
+        """Who runs on its devices, too."""
+        ...
+
 
 class Nobody:
     """Of whom nothing is measured."""
@@ -72,6 +80,12 @@ class Nobody:
 
     def signature(self, number: int) -> str:
         return ""
+
+    def alone(self, number: int) -> tuple[float, ...]:
+        return ()
+
+    def beside(self, number: int) -> frozenset[int]:
+        return frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +209,8 @@ class Brought:
 
 def _what_becomes(view: View, trial: Trial, *, pays: bool) -> str:
     """Of one whose move did not help, for people."""
+    if trial.goal in _FINAL:
+        return "it stays all the same"
     if not pays:
         return "it stays: the way back would take more than it saves"
     where = " ".join(dict.fromkeys(claim.node for claim in trial.source))

@@ -111,8 +111,10 @@ class _Pass:
         tidying.go_back()
         if not acting.errands and not found.changes:
             tidying.closer()
-        if not table.has_waiting and not acting.errands and acting.room.view.mode is Mode.PACK:
-            tidying.defragment()
+        if not table.has_waiting and not acting.errands:
+            tidying.unpack()
+            if acting.room.view.mode is Mode.PACK and not acting.errands:
+                tidying.defragment()
         for change in acting.changes:
             got = table.get(change.number)
             if change.kind == "MOVE":

@@ -6,6 +6,7 @@ Each must save more than it costs, by what was measured; in an hour there are no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Final
 
@@ -13,11 +14,12 @@ from ganger_master.core.model import Gang, Job
 from ganger_master.core.purpose import Goal
 from ganger_master.models.accuracy import NOT_FITTED
 from ganger_master.models.locality import LocalityModel
-from ganger_master.planner.acting import MOST_AT_ONCE, Acting
+from ganger_master.planner.acting import MOST_AT_ONCE, Acting, is_packed
 from ganger_master.planner.brought import Brought
 from ganger_master.planner.errands import is_free
 from ganger_master.policies.introspect.hole import Hole, Movable, Move
 from ganger_master.policies.introspect.migration import (
+    Packed,
     Proposal,
     Spread,
     Why,
@@ -25,12 +27,16 @@ from ganger_master.policies.introspect.migration import (
     closer,
     defragmented,
     exchanged,
+    unpacked,
 )
+from ganger_master.policies.introspect.trial import DOUBT, FIRST_WINDOWS, Rates, normalised
 
 # Who lies badly is looked for so often.
 CLOSER_S: Final = 30.0
 # Moves begun in an hour that neither a gang nor an operator waits for, at least: else one for each GPU in use.
 _LEAST_AN_HOUR: Final = 16
+# Of a pack the latest windows count.
+_WINDOWS: Final = 16
 _GOALS: Final = {
     Why.LOCALITY: Goal.LOCALITY,
     Why.HOLE: Goal.HOLE,
@@ -86,6 +92,31 @@ class Tidying:
                     [found for found in acting.gangs.values() if found[2].shape.gpus > 1 and found[0].spec.movable]
                 )
                 self._propose(exchanged(acting.room, known, others, now=acting.now, failed=failed, placement=placement))
+
+    def unpack(self) -> None:
+        """Out of packs in which somebody is slower than alone, onto devices that nobody wants."""
+        acting, rated = self._acting, self._acting.terms.rated
+        if not acting.free:
+            return
+        groups: dict[frozenset[int], list[tuple[Job, Gang]]] = {}
+        for job, gang in acting.running:
+            if is_packed(gang) and (mates := rated.beside(job.number)):
+                groups.setdefault(mates | {job.number}, []).append((job, gang))
+        packs: list[Packed] = []
+        horizon_s = math.inf
+        for group, pairs in groups.items():
+            rates = [Rates(rated.alone(number), rated.present(number)[-_WINDOWS:]) for number in sorted(group)]
+            is_measured = all(len(one.before) > 1 and len(one.after) >= FIRST_WINDOWS for one in rates)
+            if len(pairs) < len(group) or not is_measured or group & acting.terms.on_trial:
+                continue
+            # What it may be at most: else chance would take packs apart.
+            _, gain = normalised(rates).bounds(DOUBT)
+            movable = [one for job, _, one in acting.movable(pairs, packed=True).values() if job.spec.movable]
+            packs.append(Packed(gain, len(group), tuple(movable)))
+            horizon_s = min(horizon_s, *[acting.ran_s(job) for job, _ in pairs])
+        if packs:
+            failed, placement = self._brought.failed, acting.terms.placement
+            self._propose(unpacked(acting.room, packs, horizon_s, placement, now=acting.now, failed=failed))
 
     def _spreads(self, gangs: Iterable[tuple[Job, Gang, Movable]]) -> list[Spread]:
         models: dict[str, LocalityModel] = {}

@@ -302,7 +302,14 @@ class Planner:
         )
         if found.changes or findings or not policy.moves:
             return found, findings, inf
-        terms = Terms(policy.placement, live.draining, holes=False, per_hour=live.moves_per_hour, rated=self._together)
+        terms = Terms(
+            policy.placement,
+            live.draining,
+            holes=False,
+            per_hour=live.moves_per_hour,
+            rated=self._together,
+            on_trial=self._shared.packs.on_trial,
+        )
         moved, self._moving, findings, again_s = plan_moves(
             lambda kept_out, may_stop: found, terms, live.table, now, live.room, self._moving, NOBODY, False
         )

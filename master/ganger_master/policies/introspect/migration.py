@@ -215,7 +215,15 @@ def _wide(one: Spread) -> GangShape:
     return shape if one.widest is None else replace(shape, locality=replace(shape.locality, widest=one.widest))
 
 
-def unpacked(room: Room, packs: Iterable[Packed], horizon_s: float, placement: Placement = BEST_FIT) -> list[Proposal]:
+def unpacked(
+    room: Room,
+    packs: Iterable[Packed],
+    horizon_s: float,
+    placement: Placement = BEST_FIT,
+    *,
+    now: float = 0.0,
+    failed: Failed[Tried] = _NOTHING,
+) -> list[Proposal]:
     """Out of packs into GPUs that nobody wants: from that which loses the most by being one first, of its residents the
     cheapest to move. `horizon_s`: how long the room is expected to last."""
     found = []
@@ -223,8 +231,12 @@ def unpacked(room: Room, packs: Iterable[Packed], horizon_s: float, placement: P
     for pack in sorted(packs, key=lambda pack: (pack.gain - pack.residents, [one.number for one in pack.movable])):
         for one in sorted(pack.movable, key=lambda one: (one.move_cost, one.number)):
             # The others go on at least as fast as all of them did, and this one by itself.
-            saves = (1.0 - pack.gain / pack.residents) * one.shape.gpus * horizon_s - one.move_cost
-            claims = placement.place(room, one.shape, Want(math.inf)) if saves > 0.0 else None
+            lost = 1.0 - pack.gain / pack.residents
+            saves = lost * one.shape.gpus * horizon_s - one.move_cost
+            pays = saves > 0.0 and lost >= _LEAST_GAIN
+            claims = placement.place(room, one.shape, Want(math.inf)) if pays else None
+            if claims is not None and failed.holds(tried(one.number, one.kind, claims), now):
+                continue
             if claims is not None:
                 trying.take(claims)
                 found.append(Proposal(Why.UNPACK, (Move(one, claims),), saves))

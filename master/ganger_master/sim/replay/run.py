@@ -442,7 +442,12 @@ class _Replay:
                 self._come_back(self._switches_at)
         found = with_sizes(found, sizes)
         if not found.changes and not findings:
-            terms = Terms(self.policy.placement, holes=False, per_hour=self.options.moves_per_hour)
+            terms = Terms(
+                self.policy.placement,
+                holes=False,
+                per_hour=self.options.moves_per_hour,
+                on_trial=self.shared.packs.on_trial,
+            )
             return self._propose(*self._with_moves(lambda kept_out, may_stop: Pass(), terms))
         answer = self._answer(found.changes, findings)
         if answer is None:
