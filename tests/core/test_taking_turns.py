@@ -11,7 +11,6 @@ from ganger_master.core.commands import (
     CancelJob,
     Change,
     DeclareLost,
-    MoveJob,
     Observe,
     ObservedGang,
     ObservedRows,
@@ -365,9 +364,8 @@ def test_a_daemon_that_switches_no_rows_is_asked_for_none() -> None:
     assert refusal.reason is Reason.NOT_SUPPORTED
 
 
-def test_who_takes_turns_is_neither_moved_nor_paused_nor_given_other_cores(drive: Turns) -> None:
+def test_who_takes_turns_is_neither_paused_nor_given_other_cores(drive: Turns) -> None:
     host, _ = drive.share()
-    assert isinstance(drive.step(MoveJob(host)), Refused)
     assert isinstance(drive.step(RetuneJob(host, 1_000)), Refused)
     assert drive.step(RetuneJob(host, repin=True)) == JobAnswer(host)
     paused = drive.step(SuspendJob(host, SuspendLevel.PAUSE))

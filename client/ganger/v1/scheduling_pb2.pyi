@@ -558,6 +558,8 @@ class Purpose(google.protobuf.message.Message):
         """Its place for another that needs it more, which gives its own."""
         GOAL_BALANCE: Purpose._Goal.ValueType  # 12
         """Off a node where it was measured to be slower beside others."""
+        GOAL_FAIRNESS: Purpose._Goal.ValueType  # 13
+        """As much time on devices as others have, of those who take turns."""
 
     class Goal(_Goal, metaclass=_GoalEnumTypeWrapper): ...
     GOAL_UNSPECIFIED: Purpose.Goal.ValueType  # 0
@@ -585,6 +587,8 @@ class Purpose(google.protobuf.message.Message):
     """Its place for another that needs it more, which gives its own."""
     GOAL_BALANCE: Purpose.Goal.ValueType  # 12
     """Off a node where it was measured to be slower beside others."""
+    GOAL_FAIRNESS: Purpose.Goal.ValueType  # 13
+    """As much time on devices as others have, of those who take turns."""
 
     GOAL_FIELD_NUMBER: builtins.int
     JOB_FIELD_NUMBER: builtins.int

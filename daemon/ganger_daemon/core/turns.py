@@ -49,6 +49,9 @@ def next_order(
     if not may_wait_its_turn(told):
         return None
     is_new = told.order.master_sequence > obeyed.order.master_sequence
+    if obeyed.intent is Intent.PREPARE:
+        # On its devices already, where it waits for its state: it leaves them by its turns once it runs.
+        return told if is_new else None
     if turn is not None and turn.stop is not None:
         return _when_over(told, obeyed, turn, turn.stop, is_new, is_parked)
     if told.intent is not Intent.RUN:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ganger.agent.v1 import agent_pb2
 from ganger.injob.page import State
 
 from ganger_daemon.core.orders import Phase
@@ -43,7 +44,8 @@ class ParkedArena:
 
     def progress(self) -> tuple[int, int]:
         gang = self._gang
-        if not gang.pages.readable or not gang.wanted.stop_sequence:
+        # who only rests for another's turn will go on: what it has in its arena is not what it moves with
+        if not gang.pages.readable or not gang.wanted.stop_sequence or gang.told.intent == agent_pb2.INTENT_RUN:
             return 0, 0
         progress = gang.pages.progress(self._rank)
         # before the rank rests in this stop, the numbers may be those of an earlier one

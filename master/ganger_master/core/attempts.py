@@ -165,9 +165,10 @@ def _follow(state: State, job: Job, gang: Gang, act: Act, now: float, cause: str
         case Act.STEPPED:
             return gang.role is GangRole.ACTIVE and _stepped(state, job, gang, now, cause)
         case Act.HAND_OVER:
-            return moving.let_hand_over(state, job)
+            return moving.let_hand_over(state, job, now)
         case Act.COMMIT:
-            return moving.commit(state, job, now, cause)
+            # The source may not have been told yet, as long as its destination was not seen on its way.
+            return moving.commit(state, job, now, cause) or moving.let_hand_over(state, job, now)
         case Act.ABORT:
             moving.abort(state, job, gang, now, cause)
             return True
@@ -192,7 +193,7 @@ def _stepped(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool
     if gang.phase is GangPhase.STARTING:
         state.put_gang(replace(gang, phase=GangPhase.RUNNING, stepped=True, since=now))
         state.history(now, job.name, "gang_running", cause, epoch=gang.epoch)
-        pause = 0.0 if gang.stepped else moving.pause(state, gang)
+        pause = 0.0 if gang.stepped else moving.pause(state, gang, now)
         if pause:
             figures = {"pause_ms": f"{1000 * pause:.1f}", **gang.purpose.figures}
             kind = "resize_done" if gang.resizes else "move_done"

@@ -89,8 +89,8 @@ def check_move(
     gang = state.gangs.get(job.epoch)
     if job.next_epoch or job.ending is not None:
         return busy(job, "it is being moved or ends")
-    if gang is not None and gang.epoch in state.set_of:
-        return busy(job, "it takes turns with others on its devices, and moves once it rests or is alone")
+    if gang is not None and gang.node_set and not has_arenas(gang):
+        return busy(job, "it takes turns with others on its devices, and no host memory is reserved to leave them")
     may_rest = bool(claims) and gang is not None and gang.phase is GangPhase.PARKED and gang.parked_by_plan
     if job.state is not JobState.HOLDING or gang is None or not (gang.phase is GangPhase.RUNNING or may_rest):
         return not_running(job, gang)

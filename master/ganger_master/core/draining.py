@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ganger_master.core import attempts, capacity, moving
+from ganger_master.core.arenas import has_arenas
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
 from ganger_master.core.purpose import Goal, Purpose
 from ganger_master.core.state import State
@@ -32,8 +33,8 @@ def _empty(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
         return
     if gang.intent is not Intent.RUN or gang.phase is not GangPhase.RUNNING:
         return
-    takes_turns = gang.epoch in state.set_of
-    if not takes_turns and moving.can_hand_over(job) and job.moves_aborted <= state.settings.moves_aborted_allowed:
+    can_leave = not gang.node_set or has_arenas(gang)
+    if can_leave and moving.can_hand_over(job) and job.moves_aborted <= state.settings.moves_aborted_allowed:
         found = capacity.find_place(state, job, avoid=_draining_nodes(state))
         if found is not None:
             claims, level = found

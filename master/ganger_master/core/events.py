@@ -155,6 +155,10 @@ class RowsChanged(Struct, frozen=True, gc=False):
     # What the set holds beyond what its gangs held before.
     takes: tuple[Claim, ...] = ()
     reason: str = ""
+    # Who goes on in its rows elsewhere than where it is.
+    moves: Mapping[int, tuple[tuple[Claim, ...], Level, Purpose]] = {}
+    # Of those who move, and take turns in this set where they are: the rows they have there until they rest.
+    stays: Mapping[int, tuple[int, ...]] = {}
 
 
 class SessionOpened(Struct, frozen=True, gc=False):

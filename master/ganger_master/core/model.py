@@ -417,6 +417,8 @@ class Piece(Struct, frozen=True, gc=False, omit_defaults=True):
     # By the node's clock: the last step before the present rest, and the first one since it runs; zero while unknown.
     last_step_time: float = 0.0
     first_step_time: float = 0.0
+    # When its processes were first heard of, by the master's clock.
+    launch_time: float = 0.0
 
 
 class Restore(Struct, frozen=True, gc=False, omit_defaults=True):

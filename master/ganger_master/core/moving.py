@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from ganger_master.core import copies, ending, orders
 from ganger_master.core.lifecycle import Seen, bad_outcome, seen_of
-from ganger_master.core.model import Claim, Gang, GangPhase, GangRole, Intent, Job, JobState, Level
+from ganger_master.core.model import Claim, Gang, GangPhase, GangRole, Intent, Job, JobState, Level, SuspendLevel
 from ganger_master.core.purpose import NO_PURPOSE, Purpose
 from ganger_master.core.state import State
 from ganger_master.core.worlds import can_go_back
@@ -47,12 +47,18 @@ def can_hand_over(job: Job) -> bool:
     return (offered.offload or offered.checkpoint) and "MOVE" not in offered.missing
 
 
-def let_hand_over(state: State, job: Job) -> bool:
-    """The destination is prepared: the source may stop for it. False when it was told already."""
+def let_hand_over(state: State, job: Job, now: float) -> bool:
+    """The destination is prepared: the source may stop for it. False when it was told already. One that takes turns
+    gives its devices up as it stops, for others wait for them, and so leaves its turns; where it rests for others it is
+    not woken."""
     source = state.gangs[job.epoch]
     if source.intent is not Intent.RUN:
         return False
-    state.put_gang(orders.hand_over(source))
+    if source.node_set:
+        parked = orders.park(source, SuspendLevel.OFFLOAD, now, by_plan=True)
+        state.put_gang(replace(parked, phase=GangPhase.MOVING))
+    else:
+        state.put_gang(orders.hand_over(source))
     return True
 
 
@@ -112,12 +118,16 @@ def abort(state: State, job: Job, gang: Gang, now: float, cause: str, why: str =
     state.history(now, job.name, kind, cause, trouble, epoch=destination.epoch)
 
 
-def pause(state: State, gang: Gang) -> float:
+def pause(state: State, gang: Gang, now: float) -> float:
     """Seconds from the last step where it came from to the first one here, of the slowest ranks; zero if it did not
-    move, or nobody said. Clocks of nodes differ a little."""
+    move, or nobody said. Clocks of nodes differ a little. Of one that takes turns: from its launch, in its first turn,
+    for until then it would have rested anyhow."""
     source = state.gangs.get(gang.restore.parked_epoch)
     if source is None or source.role is not GangRole.SOURCE:
         return 0.0
+    launched = max(piece.launch_time for piece in gang.pieces)
+    if gang.node_set and launched:
+        return max(0.001, now - launched)
     last = max(piece.last_step_time for piece in source.pieces)
     first = max(piece.first_step_time for piece in gang.pieces)
     return max(0.001, first - last) if last and first else 0.0

@@ -12,9 +12,9 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from ganger_master.core import attempts, ending, orders, queue
+from ganger_master.core import attempts, ending, moving, orders, queue
 from ganger_master.core.events import RowsChanged
-from ganger_master.core.model import Claim, Gang, Intent, JobState, Matrix, NodeSet, Piece
+from ganger_master.core.model import Claim, Gang, Intent, JobState, Level, Matrix, NodeSet, Piece
 from ganger_master.core.state import State
 
 Cores: TypeAlias = tuple[int, ...]
@@ -53,8 +53,15 @@ def change(state: State, event: RowsChanged) -> None:
         # Nobody is beside it who shares its devices at once.
         pieces = tuple([replace(piece, claim=replace(piece.claim, shared_mask=0)) for piece in gang.pieces])
         state.put_gang(replace(gang, pieces=pieces))
-        attempts.resume(state, number, now, cause)
-    epochs = tuple([tuple([state.jobs[number].epoch for number in row]) for row in event.rows])
+        _go_on(state, number, now, cause)
+    for number, (claims, level, purpose) in event.moves.items():
+        for claim in claims:
+            state.dirty.rows[claim.node] = None
+        if state.is_waiting(state.jobs[number]):
+            _start_again(state, number, claims, level, now, cause)
+        else:
+            moving.begin(state, number, claims, level, now, cause, purpose)
+    epochs = _epochs_of(state, event)
     nodes = _nodes_of(state, {epoch for row in epochs for epoch in row})
     before = state.sets.get(event.number)
     if before is None:
@@ -66,7 +73,8 @@ def change(state: State, event: RowsChanged) -> None:
         number = before.number
         matrix = Matrix(before.active.version + 1, epochs, event.quantum_seconds, event.level)
         state.put_set(replace(before, nodes=tuple(sorted({*before.nodes, *nodes})), coming=matrix))
-    for job in sorted({job for row in event.rows for job in row} - event.starts.keys() - {*event.resumes}):
+    begun = event.starts.keys() | event.moves.keys() | {*event.resumes}
+    for job in sorted({job for row in event.rows for job in row} - begun):
         state.put_job(replace(state.jobs[job], revision=state.jobs[job].revision + 1))
         # Whom it shared devices with at once is gone, or rests.
         for node in (gang := state.gangs[state.jobs[job].epoch]).nodes:
@@ -79,6 +87,33 @@ def change(state: State, event: RowsChanged) -> None:
         state.history(
             now, f"jobs/{job}", "rows_changed", cause, event.reason, rows=own, of_rows=len(event.rows), **figures
         )
+
+
+def _go_on(state: State, number: int, now: float, cause: str) -> None:
+    job = state.jobs[number]
+    if state.is_waiting(job):
+        gang = state.gangs[job.epoch]
+        _start_again(state, number, gang.claims, gang.level, now, cause)
+    else:
+        attempts.resume(state, number, now, cause)
+
+
+def _start_again(state: State, number: int, claims: Sequence[Claim], level: Level, now: float, cause: str) -> None:
+    """Who waits with its state in host memory."""
+    queue.note_approved(state, number)
+    attempts.start(state, number, claims, level, now, cause)
+    state.counters.approved += 1
+
+
+def _epochs_of(state: State, event: RowsChanged) -> tuple[tuple[int, ...], ...]:
+    """Of who moves both: where it is to be, and as long as it takes turns here, where it is."""
+    found = []
+    for index, row in enumerate(event.rows):
+        jobs = [state.jobs[number] for number in row]
+        leaving = [state.jobs[number].epoch for number, rows in event.stays.items() if index in rows]
+        coming = [job.next_epoch if job.number in event.moves else job.epoch for job in jobs]
+        found.append((*coming, *leaving))
+    return tuple(found)
 
 
 def follow(state: State, now: float, cause: str) -> None:
@@ -143,6 +178,7 @@ def _review(state: State, number: int, now: float, cause: str) -> None:
     newest = node_set.newest
     if node_set.coming is None and newest.epochs - set(live):
         rows = tuple([own for row in newest.rows if (own := tuple([epoch for epoch in row if epoch in live]))])
+        rows = filled(rows, {epoch: state.gangs[epoch] for epoch in live})
         node_set = replace(node_set, coming=replace(newest, version=newest.version + 1, rows=rows))
     if set(nodes) != set(node_set.nodes) and node_set.coming is None:
         node_set = replace(node_set, nodes=nodes)
@@ -183,6 +219,31 @@ def _is_active(state: State, number: int, node: str, version: int) -> bool:
     return state.nodes[node].lost or (seen is not None and seen.version >= version)
 
 
+def filled(rows: Sequence[Sequence[int]], gangs: Mapping[int, Gang]) -> tuple[tuple[int, ...], ...]:
+    """The rows with everybody in them who runs and whose devices idle there, who has the fewest turns first; as long
+    as none needs more cores than the largest does."""
+    found = [list(row) for row in rows]
+    turns = {epoch: sum([epoch in row for row in rows]) for epoch in gangs}
+    needs = {node: _needs_on(gangs.values(), node) for gang in gangs.values() for node in gang.nodes}
+    most = {node: _largest(_sums(rows, own)) for node, own in needs.items()}
+    for row in found:
+        for epoch in sorted(gangs, key=lambda one: (turns[one], one)):
+            there = [*[gangs[other] for other in row], gangs[epoch]]
+            if epoch in row or gangs[epoch].intent is not Intent.RUN:
+                continue
+            if not is_free_of_turns([gang.claims for gang in there]):
+                continue
+            wanted = {node: _largest(_sums([[*row, epoch]], needs[node])) for node in gangs[epoch].nodes}
+            if all(want <= have for node in wanted for want, have in zip(wanted[node], most[node], strict=True)):
+                row.append(epoch)
+                turns[epoch] += 1
+    return tuple([tuple(row) for row in found])
+
+
+def _largest(sums: Sequence[Cores]) -> Cores:
+    return tuple([max(cores) for cores in zip(*sums, strict=True)])
+
+
 def _needs_no_turns(state: State, node_set: NodeSet, live: Sequence[int]) -> bool:
     """Whether all who are left can run at once."""
     gangs = [state.gangs[epoch] for epoch in live]
@@ -210,7 +271,9 @@ def _dissolve(state: State, node_set: NodeSet, live: Sequence[int], now: float, 
     for epoch in live:
         gang = state.gangs[epoch]
         pieces = tuple([replace(piece, held=piece.claim) if _on_devices(piece) else piece for piece in gang.pieces])
-        state.put_gang(orders.begin_anew(replace(gang, pieces=pieces, node_set=0)))
+        gang = replace(gang, pieces=pieces, node_set=0)
+        # Who is being prepared has heard of no switch.
+        state.put_gang(gang if gang.intent is Intent.PREPARE else orders.begin_anew(gang))
         job = state.jobs[gang.job]
         state.put_job(replace(job, revision=job.revision + 1))
         state.history(now, job.name, "turns_ended", cause, node_set=node_set.number)

@@ -59,7 +59,7 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
         if observed.presumed and state.jobs[gang.job].capabilities.known:
             # What its ranks said before stands until they say something else.
             observed = replace(observed, capabilities=Capabilities())
-        _observe_piece(state, gang, piece, observed)
+        _observe_piece(state, gang, piece, observed, now)
         _learn(state, gang, node, observed, now)
         _learn_checkpoint(state, observed, now)
         if observed.phase is ObservedPhase.ENDED:
@@ -113,7 +113,7 @@ def give_up(state: State, name: str) -> None:
             state.put_gang(_with_piece(gang, replace(piece, held=None, lost=False)))
 
 
-def _observe_piece(state: State, gang: Gang, piece: Piece, observed: ObservedGang) -> None:
+def _observe_piece(state: State, gang: Gang, piece: Piece, observed: ObservedGang, now: float) -> None:
     ended = observed.phase is ObservedPhase.ENDED
     if piece.lost:
         # Its job went on without it: all that counts is that it goes.
@@ -129,6 +129,7 @@ def _observe_piece(state: State, gang: Gang, piece: Piece, observed: ObservedGan
         stop_step=observed.stop_step,
         trouble=observed.trouble,
         pids=observed.pids or piece.pids,
+        launch_time=piece.launch_time or (now if observed.pids else 0.0),
         cores=observed.cores or piece.cores,
         threads=observed.threads,
         repin_done=observed.repin_done,

@@ -34,6 +34,8 @@ class Goal(StrEnum):
     EXCHANGE = "EXCHANGE"
     # Off a node where it was measured to be slower beside others.
     BALANCE = "BALANCE"
+    # As much time on devices as others have, of those who take turns.
+    FAIRNESS = "FAIRNESS"
 
 
 class Purpose(Struct, frozen=True, gc=False, omit_defaults=True):

@@ -2,7 +2,8 @@
 
 Who takes turns must let itself be stopped, at the level of the matrix, and for nobody of lower priority; its state must
 have room: in the arenas of all rows at once for OFFLOAD, on the devices for PAUSE. Each row must fit. Node sets are
-disjoint, and one change of a set is made before the next.
+disjoint, and one change of a set is made before the next. Who is elsewhere than its row would have it moves there, and
+takes turns where it is until it does.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.topology import bits
 from msgspec.structs import replace
 
-from ganger_master.core import capacity, events, node_sets, sharing
+from ganger_master.core import capacity, copies, events, moving, node_sets, orders, sharing
 from ganger_master.core.answers import Refused
+from ganger_master.core.arenas import has_arenas
 from ganger_master.core.checks import unfinished
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Claim, Gang, GangPhase, GangRole, Intent, Job, Level, NodeSet, SuspendLevel
@@ -42,20 +44,32 @@ class _RefusedError(Exception):
 
 
 class _Member:
-    """One who is to take turns: `claims` are where it is or is to start, `gang` is what it holds, if it does."""
+    """One who is to take turns: `claims` are where it is or is to be, `gang` is what it holds, if it does."""
 
-    __slots__ = ("change", "claims", "gang", "job", "level", "rests")
+    __slots__ = ("change", "claims", "gang", "job", "level", "moves", "rests")
 
     def __init__(
-        self, change: Change, job: Job, gang: Gang | None, claims: Claims, level: Level, rests: bool = False
+        self,
+        change: Change,
+        job: Job,
+        gang: Gang | None,
+        claims: Claims,
+        level: Level,
+        rests: bool = False,
+        moves: bool = False,
     ) -> None:
         self.change, self.job, self.gang, self.claims, self.level = change, job, gang, claims, level
-        self.rests = rests
+        self.rests, self.moves = rests, moves
 
     @property
     def comes(self) -> bool:
-        """Whether it has no devices yet."""
-        return self.gang is None or self.rests
+        """Whether it has no devices there yet."""
+        return self.begins or self.rests
+
+    @property
+    def begins(self) -> bool:
+        """Whether it has nothing at all there yet."""
+        return self.gang is None or self.moves
 
 
 def judge_rows(
@@ -89,22 +103,65 @@ def _judge(state: State, changes: Sequence[Change], proposer: str, now: float) -
         _check_complete(state, before, members)
     _check_nodes(state, before, members)
     _check_priorities(members, rows)
-    starting = [member for member in members.values() if member.gang is None]
+    staying = _staying(members, rows, before)
+    here = {**members, **{-number: member for number, (member, _) in staying.items()}}
+    stays = {number: own for number, (_, own) in staying.items()}
+    count = max([len(rows), *[index + 1 for own in stays.values() for index in own]])
+    if count > ROWS_LIMIT:
+        _refuse(first.number, Reason.CLAIM_MISMATCH, {"rows": count, "limit": ROWS_LIMIT}, detail="too many rows")
+    rows = rows + ((),) * (count - len(rows))
+    whole = [[*row, *[-number for number, own in stays.items() if index in own]] for index, row in enumerate(rows)]
     held = _held(state, before, members)
     for member in members.values():
         if member.comes:
             _check_start(state, member, held)
-    for row in rows:
-        _check_row(state, [members[number] for number in row], held)
-    _check_host_memory(state, starting)
-    for member in members.values():
-        _check_level(state, member, first.level, members)
-    starts = {member.job.number: (member.claims, capacity.level_of(state, member.claims)) for member in starting}
+    for row in whole:
+        _check_row(state, [here[number] for number in row], held)
+    beginning = [member for member in members.values() if member.begins]
+    _check_host_memory(state, beginning)
+    for member in here.values():
+        _check_level(state, member, first.level, here)
+    levels = {member.job.number: capacity.level_of(state, member.claims) for member in beginning}
+    starts = {one.job.number: (one.claims, levels[one.job.number]) for one in beginning if one.gang is None}
+    moves = {one.job.number: (one.claims, levels[one.job.number], one.change.purpose) for one in beginning if one.moves}
     resumes = tuple(sorted([number for number, member in members.items() if member.rests]))
-    takes = _takes(state, held, members, rows)
+    takes = _takes(state, held, here, whole)
     return events.RowsChanged(
-        now, proposer, first.node_set, rows, first.quantum_seconds, first.level, starts, resumes, takes, first.reason
+        now,
+        proposer,
+        first.node_set,
+        rows,
+        first.quantum_seconds,
+        first.level,
+        starts,
+        resumes,
+        takes,
+        first.reason,
+        moves,
+        stays,
     )
+
+
+def _staying(
+    members: Mapping[int, _Member], rows: Sequence[Sequence[int]], before: NodeSet | None
+) -> dict[int, tuple[_Member, tuple[int, ...]]]:
+    """Of those who move and take turns in this set: where they are now, and the rows they have there, all in which
+    their devices idle, or one of their own."""
+    found: dict[int, tuple[_Member, tuple[int, ...]]] = {}
+    taken = [[members[number] for number in row] for row in rows]
+    for number, member in members.items():
+        gang = member.gang
+        if not member.moves or gang is None or before is None or gang.node_set != before.number:
+            continue
+        one = _Member(member.change, member.job, gang, gang.claims, gang.level)
+        own = [i for i, row in enumerate(taken) if node_sets.is_free_of_turns([one.claims, *[m.claims for m in row]])]
+        if not own:
+            own = [len(taken)]
+            taken.append([])
+        for index in own:
+            taken[index].append(one)
+        found[number] = one, tuple(own)
+    return found
 
 
 def _rests_by_plan(gang: Gang) -> bool:
@@ -149,30 +206,57 @@ def _member(state: State, change: Change, before: NodeSet | None) -> _Member:
         _refuse(job.number, Reason.WRONG_STATE, detail="the job is not to be suspended, so it takes no turns")
     if job.spec.time_limit_seconds is not None:
         _refuse(job.number, Reason.WRONG_STATE, detail="the job has a time limit, which goes on while it rests")
+    gang = state.gangs.get(job.epoch)
+    if state.is_waiting(job) and gang is not None:
+        return _resting(state, change, job, gang)
     if state.is_waiting(job):
-        if job.epoch or not change.claims:
-            _refuse(job.number, Reason.WRONG_STATE, detail="it rests somewhere, and goes on only there")
+        if not change.claims:
+            _refuse(job.number, Reason.WRONG_STATE, detail="nobody says where it is to start")
         if any(claim.shared_mask for claim in change.claims):
             _refuse(job.number, Reason.NOT_SUPPORTED, detail="who shares devices at once takes no turns")
         return _Member(change, job, None, change.claims, Level.CLUSTER)
-    gang = state.gangs.get(job.epoch)
     if gang is not None and _rests_by_plan(gang) and not job.next_epoch and job.ending is None:
-        claims = tuple([replace(claim, shared_mask=0) for claim in gang.claims])
-        return _Member(change, job, gang, claims, gang.level, rests=True)
+        return _resting(state, change, job, gang)
     is_active = gang is not None and gang.role is GangRole.ACTIVE
     settled = is_active and gang is not None and gang.phase in (GangPhase.STARTING, GangPhase.RUNNING)
     if gang is None or not settled or gang.intent is not Intent.RUN or job.next_epoch or job.ending is not None:
         _refuse(job.number, Reason.WRONG_STATE, detail="only who runs or waits can begin to take turns")
-    if change.claims and change.claims != gang.claims:
-        _refuse(job.number, Reason.CLAIM_MISMATCH, detail="it holds a gang already")
     if sharing.beside(state, gang):
         _refuse(job.number, Reason.NOT_SUPPORTED, detail="who shares devices at once takes no turns")
     if has_two_worlds(state, job.number):
         _refuse(job.number, Reason.WRONG_STATE, detail="it is being resized: what it was before is still leaving")
+    if change.claims and not orders.same_place(change.claims, gang.claims):
+        return _moving(state, change, job, gang)
     of = state.set_of.get(gang.epoch)
     if of is not None and (before is None or of != before.number):
         _refuse(job.number, Reason.WRONG_STATE, {"node_set": of}, detail="it takes turns already, in another node set")
     return _Member(change, job, gang, gang.claims, gang.level)
+
+
+def _resting(state: State, change: Change, job: Job, gang: Gang) -> _Member:
+    """One who rests in host memory, and goes on there or elsewhere."""
+    if gang.phase is not GangPhase.PARKED or gang.rested_level is not SuspendLevel.OFFLOAD:
+        _refuse(job.number, Reason.WRONG_STATE, detail="it does not rest in host memory")
+    if change.claims and not orders.same_place(change.claims, gang.claims):
+        return _moving(state, change, job, gang)
+    if copies.is_superseded(state, gang):
+        _refuse(job.number, Reason.WRONG_STATE, detail="what it rests in cannot go on where it is")
+    claims = tuple([replace(claim, shared_mask=0) for claim in gang.claims])
+    return _Member(change, job, gang, claims, gang.level, rests=True)
+
+
+def _moving(state: State, change: Change, job: Job, gang: Gang) -> _Member:
+    if gang.phase is GangPhase.STARTING or has_two_worlds(state, job.number) or not moving.can_hand_over(job):
+        _refuse(job.number, Reason.WRONG_STATE, detail="its state cannot be carried elsewhere, or not yet")
+    if gang.node_set and not has_arenas(gang):
+        _refuse(job.number, Reason.WRONG_STATE, detail="no host memory is reserved for it to leave its turns")
+    if any(claim.shared_mask for claim in change.claims):
+        _refuse(job.number, Reason.NOT_SUPPORTED, detail="who shares devices at once takes no turns")
+    if gang.phase is not GangPhase.PARKED and not node_sets.is_free_of_turns([change.claims, gang.claims]):
+        _refuse(job.number, Reason.CLAIM_MISMATCH, detail="it would move onto devices of its own")
+    if sum(claim.device_mask.bit_count() for claim in change.claims) != gang.devices:
+        _refuse(job.number, Reason.CLAIM_MISMATCH, detail="a move changes nobody's size")
+    return _Member(change, job, gang, change.claims, Level.CLUSTER, moves=True)
 
 
 def _check_complete(state: State, before: NodeSet, members: Mapping[int, _Member]) -> None:
@@ -212,7 +296,7 @@ def _check_priorities(members: Mapping[int, _Member], rows: Sequence[Sequence[in
 
 def _held(state: State, before: NodeSet | None, members: Mapping[int, _Member]) -> dict[str, Claim]:
     """What those who are there hold together, node by node: free for whoever takes turns with them."""
-    epochs = {member.gang.epoch for member in members.values() if member.gang is not None}
+    epochs = {member.gang.epoch for member in members.values() if member.gang is not None and not member.moves}
     if before is not None:
         epochs.update(node_sets.members(state, before))
     found: dict[str, Claim] = {}
@@ -233,7 +317,8 @@ def _check_start(state: State, member: _Member, held: Mapping[str, Claim]) -> No
     shape = shape_for(job, member.claims)
     if isinstance(shape, Refusal):
         raise _RefusedError(job.number, shape)
-    refusals = capacity.rules(state, job, shape.gpus) or capacity.node_rules(state, job, member.claims)
+    refusals = () if member.moves else capacity.rules(state, job, shape.gpus)
+    refusals = refusals or capacity.node_rules(state, job, member.claims)
     if not refusals:
         claims = member.claims
         arena = {claim.arena_bytes // claim.device_mask.bit_count() for claim in claims if claim.device_mask}
@@ -247,7 +332,7 @@ def _check_start(state: State, member: _Member, held: Mapping[str, Claim]) -> No
 def _free_for(member: _Member, held: Mapping[str, Claim]) -> Claims:
     """What the others hold there together, and what it keeps itself."""
     kept = {}
-    if member.gang is not None:
+    if member.gang is not None and not member.moves:
         kept = {piece.held.node: piece.held for piece in member.gang.pieces if piece.held is not None}
     found = []
     for claim in member.claims:
@@ -279,10 +364,10 @@ def _check_row(state: State, row: Sequence[_Member], held: Mapping[str, Claim]) 
                     _refuse(member.job.number, Reason.CORES, {**figures, "socket": socket}, claim.node)
 
 
-def _check_host_memory(state: State, starting: Sequence[_Member]) -> None:
+def _check_host_memory(state: State, beginning: Sequence[_Member]) -> None:
     """Of all who start at once: `fit` has looked at each alone."""
     needed: dict[str, int] = {}
-    for member in starting:
+    for member in beginning:
         for claim in member.claims:
             needed[claim.node] = needed.get(claim.node, 0) + claim.memory_bytes + claim.arena_bytes
             free = state.view.memory[state.view.slots[claim.node]]
@@ -343,7 +428,7 @@ def _takes(
             for claim in member.claims:
                 if claim.node == node:
                     mask |= claim.device_mask
-                    memory += (claim.memory_bytes + claim.arena_bytes) if member.gang is None else 0
+                    memory += (claim.memory_bytes + claim.arena_bytes) if member.begins else 0
                     needs[number] = claim.millicores
         own = held.get(node, Claim(node, 0, (0,) * len(next(iter(needs.values()))), 0))
         charged = node_sets.charges(rows, needs).values()

@@ -82,6 +82,11 @@ class Ranks:
         return self.told or self.order
 
     @property
+    def may_be_read(self) -> bool:
+        """Whether its state may be taken from it: not while it only rests for another's turn."""
+        return self.doing is Doing.PARKED and self.wanted.intent is not Intent.RUN
+
+    @property
     def is_on_devices(self) -> bool:
         """Its processes may have something there."""
         if self.doing is Doing.PARKED:
@@ -256,7 +261,7 @@ class Physics:
             self._follow(ranks)
             return
         sources = [self.ranks.get((parked, member.node)) for member in order.restore.parked_members]
-        if all(source is not None and source.doing is Doing.PARKED for source in sources):
+        if all(source is not None and source.may_be_read for source in sources):
             self.engine.after(self.engine.between(0.1, 1.0), lambda: self._copied(ranks, parked))
         else:
             self.engine.after(0.5, lambda: self._restore(ranks))
@@ -266,7 +271,7 @@ class Physics:
         sources = [self.ranks.get((parked, member.node)) for member in order.restore.parked_members]
         if ranks.doing is not Doing.PREPARED:
             return
-        if not all(source is not None and source.doing is Doing.PARKED for source in sources):
+        if not all(source is not None and source.may_be_read for source in sources):
             self.engine.after(0.5, lambda: self._restore(ranks))
             return
         gang = self.gangs[order.epoch]

@@ -147,7 +147,8 @@ def _other_cores(state: State, dice: Random, claim: Claim) -> Claim:
 
 
 def _rows(state: State, dice: Random) -> list[Change]:
-    """A matrix of a set that there is, or of a new one: those who are there, some who join, somebody who waits."""
+    """A matrix of a set that there is, or of a new one: those who are there, some of them on others' devices, some who
+    join, somebody who waits."""
     of = dice.choice(sorted(state.sets)) if state.sets and dice.random() < 0.7 else 0
     inside = [epoch for epoch, number in state.set_of.items() if number == of and epoch in state.gangs]
     outside = [number for number in sorted(state.live) if state.jobs[number].epoch not in state.set_of]
@@ -158,12 +159,23 @@ def _rows(state: State, dice: Random) -> list[Change]:
         for claim in state.gangs[job.epoch].claims if job.epoch in state.gangs else ():
             company[claim.node] = company.get(claim.node, 0) | claim.device_mask
     places_of = {job.number: _place_in(state, dice, job, company) for job in jobs}
+    there = [(job, state.gangs[job.epoch]) for job in jobs if job.epoch in state.gangs]
+    pairs = [
+        (job, other)
+        for job, gang in there
+        for _, other in there
+        if job.gpus == other.devices and not _collide(gang.claims, other.claims)
+    ]
+    if pairs and dice.random() < 0.6:
+        guest, host = dice.choice(pairs)
+        places_of[guest.number] = _beside(guest, host)
     rows = _apart([job.number for job in jobs], places_of, dice)
     quantum, level = dice.uniform(0.1, 10.0), dice.choice([SuspendLevel.OFFLOAD, SuspendLevel.PAUSE])
     changes = []
     for job in jobs:
         own = [index for index, row in enumerate(rows) if job.number in row]
-        claims = () if job.epoch in state.gangs else places_of[job.number]
+        gang = state.gangs.get(job.epoch)
+        claims = () if gang is not None and places_of[job.number] == gang.claims else places_of[job.number]
         changes.append(
             Change(
                 job.number, job.revision, "ROW", claims, level, together=1, node_set=of, rows=tuple(own),
@@ -175,7 +187,15 @@ def _rows(state: State, dice: Random) -> list[Change]:
 
 def _place_in(state: State, dice: Random, job: Job, company: Mapping[str, int]) -> tuple[Claim, ...]:
     gang = state.gangs.get(job.epoch)
-    return gang.claims if gang is not None else _claims(state, dice, job, company)
+    if gang is not None and dice.random() < 0.9:
+        return gang.claims
+    return _claims(state, dice, job, company)
+
+
+def _beside(job: Job, host: Gang) -> tuple[Claim, ...]:
+    """All that another one has, with room for its own state."""
+    arena = job.arena_bytes_per_device
+    return tuple([replace(c, arena_bytes=c.device_mask.bit_count() * arena, shared_mask=0) for c in host.claims])
 
 
 def _apart(numbers: Iterable[int], places_of: Mapping[int, Sequence[Claim]], dice: Random) -> list[list[int]]:

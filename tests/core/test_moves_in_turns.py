@@ -1,0 +1,218 @@
+"""Who takes turns goes elsewhere: to devices of its own, or to those of others, as one with their next matrix."""
+
+from __future__ import annotations
+
+import pytest
+from core.drive import GIB, job_of
+from core.test_taking_turns import Turns, blamed
+from ganger.resources.reasons import Reason
+from ganger.resources.values import Claim
+from ganger_master.core.answers import JobAnswer, Refused
+from ganger_master.core.commands import Change, DrainNode, MoveJob, ObservedRows
+from ganger_master.core.desired import desired_of
+from ganger_master.core.model import GangPhase, Intent, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.node_sets import filled
+from ganger_master.core.purpose import Goal, Purpose
+from msgspec.structs import replace
+
+SMALL = replace(job_of(1, 2 * GIB), gpu_memory_bytes=GIB)
+
+
+class Six(Turns):
+    """Four devices, those of one node, and six jobs: two devices have two."""
+
+    def __init__(self, nodes: int = 1) -> None:
+        super().__init__(nodes)
+        self.jobs = [self.run(SMALL) for _ in range(4)]
+        self.jobs += [self.submit(SMALL) for _ in range(2)]
+        one, two, three, four, five, six = self.jobs
+        changes = [self.row(one, 0), self.row(two, 0), self.row(three, 0, 1), self.row(four, 0, 1)]
+        changes += [self.row(five, 1, claims=self.place(five, one)), self.row(six, 1, claims=self.place(six, two))]
+        assert self.propose(*changes) == [None] * 6
+        (self.set,) = self.state.sets
+        (node,) = self.state.sets[self.set].nodes
+        self.observe(node, *(self.report(gang, ObservedPhase.RUNNING) for gang in self.on(node)))
+
+    def beside(self, guest: int, host: int) -> list[Change]:
+        """All of the next matrix, in which the guest is where the host is."""
+        rows: dict[int, tuple[int, ...]] = dict.fromkeys(self.jobs, (0, 1))
+        one, two, three, four, five, six = self.jobs
+        rows |= {one: (0,), two: (0,), three: (0,), four: (0, 1), five: (1,), six: (1,)}
+        places = {guest: self.place(guest, host)}
+        return [
+            self.row(number, *own, claims=places.get(number, ()), node_set=self.set) for number, own in rows.items()
+        ]
+
+    def epoch(self, number: int) -> int:
+        return self.job(number).epoch
+
+    def mask(self, number: int) -> int:
+        return self.state.gangs[self.epoch(number)].claims[0].device_mask
+
+    def handed_over(self, number: int) -> None:
+        """Its destination is prepared, it rests, the state has come and its first step there is done."""
+        source, destination = self.job(number).epoch, self.job(number).next_epoch
+        self.seen(number, destination, ObservedPhase.PREPARED)
+        self.seen(number, source, ObservedPhase.PARKED, 7)
+        self.seen(number, destination, ObservedPhase.READY, 7)
+        self.seen(number, destination, ObservedPhase.RUNNING)
+        node = self.state.gangs[source].nodes[0]
+        self.observe(node, *self.others(node, source))
+
+
+@pytest.fixture
+def six() -> Six:
+    return Six()
+
+
+def active(drive: Six) -> list[set[int]]:
+    """Jobs by row, of the newest matrix."""
+    rows = drive.state.sets[drive.set].newest.rows
+    gangs = drive.state.gangs
+    return [{gangs[epoch].job for epoch in row if epoch in gangs} for row in rows]
+
+
+def test_one_moves_to_another_device_of_its_set_and_takes_turns_where_it_was_until_it_rests(six: Six) -> None:
+    five, three = six.jobs[4], six.jobs[2]
+    source = six.epoch(five)
+    assert six.propose(*six.beside(five, three)) == [None] * 6
+    destination = six.job(five).next_epoch
+    newest = six.state.sets[six.set].newest
+    assert [source in row for row in newest.rows] == [False, True]
+    assert [destination in row for row in newest.rows] == [False, True]
+    wanted = {gang.epoch: gang.intent for gang in desired_of(six.state, "n1").gangs}
+    assert (wanted[source], wanted[destination]) == (Intent.RUN, Intent.PREPARE)
+    six.seen(five, destination, ObservedPhase.PREPARED)
+    gang = six.state.gangs[source]
+    assert (gang.intent, gang.park_level) == (Intent.PARK, SuspendLevel.OFFLOAD)
+    assert gang.node_set == six.set, "it is on its devices until it rests"
+
+
+def test_once_it_has_moved_who_was_beside_it_has_the_device_in_every_row(six: Six) -> None:
+    one, _, three, _, five, _ = six.jobs
+    six.propose(*six.beside(five, three))
+    six.stand("n1", ObservedRows(six.set, 2, 2, 0))
+    six.handed_over(five)
+    assert six.mask(five) == six.mask(three)
+    assert six.job(five).state is JobState.HOLDING
+    assert six.state.gangs[six.epoch(five)].phase is GangPhase.RUNNING
+    assert six.state.gangs[six.epoch(five)].node_set == six.set
+    assert [one in row for row in active(six)] == [True, True]
+    assert [(three in row, five in row) for row in active(six)] == [(True, False), (False, True)]
+    assert sorted(six.state.rows["n1"].device_rows) == [1, 1, 2, 2]
+
+
+def test_a_move_that_fails_leaves_it_in_its_turns(six: Six) -> None:
+    five, three = six.jobs[4], six.jobs[2]
+    source = six.epoch(five)
+    six.propose(*six.beside(five, three))
+    six.seen(five, six.job(five).next_epoch, ObservedPhase.ENDED)
+    assert six.job(five).next_epoch == 0
+    assert six.state.gangs[source].intent is Intent.RUN
+    assert six.state.gangs[source].node_set == six.set
+    assert any(five in row for row in active(six))
+
+
+def test_one_that_had_given_its_devices_up_when_its_move_failed_comes_back_by_the_next_matrix(six: Six) -> None:
+    five, three = six.jobs[4], six.jobs[2]
+    source = six.epoch(five)
+    six.propose(*six.beside(five, three))
+    six.stand("n1", ObservedRows(six.set, 2, 2, 0))
+    six.seen(five, six.job(five).next_epoch, ObservedPhase.PREPARED)
+    six.seen(five, source, ObservedPhase.PARKED, 7)
+    six.seen(five, six.job(five).next_epoch, ObservedPhase.ENDED)
+    assert six.job(five).state is JobState.PENDING
+    while (node_set := six.state.sets[six.set]).coming is not None:
+        version = node_set.coming.version
+        six.stand("n1", ObservedRows(six.set, version, version, 0))
+    rows: dict[int, tuple[int, ...]] = dict.fromkeys(six.jobs, (0, 1))
+    rows |= dict.fromkeys((six.jobs[0], six.jobs[1]), (0,)) | dict.fromkeys((five, six.jobs[5]), (1,))
+    assert six.propose(*(six.row(n, *own, node_set=six.set) for n, own in rows.items())) == [None] * 6
+    assert six.epoch(five) == source
+    assert six.state.gangs[source].intent is Intent.RUN
+    assert six.state.gangs[source].node_set == six.set
+
+
+def test_one_goes_to_devices_of_its_own_on_another_node_and_the_others_share_what_it_leaves() -> None:
+    drive = Six(nodes=2)
+    source = drive.epoch(drive.jobs[4])
+    there = next(name for name in ("n1", "n2") if name not in drive.state.sets[drive.set].nodes)
+    assert drive.step(MoveJob(drive.jobs[4])) == JobAnswer(drive.jobs[4])
+    destination = drive.state.gangs[drive.job(drive.jobs[4]).next_epoch]
+    assert (destination.nodes, destination.node_set) == ((there,), 0)
+    drive.handed_over(drive.jobs[4])
+    assert drive.state.gangs[drive.epoch(drive.jobs[4])].node_set == 0
+    assert source not in drive.state.gangs
+    assert all(drive.jobs[0] in row for row in active(drive))
+
+
+def test_a_node_is_drained_of_those_who_take_turns_without_a_restart() -> None:
+    drive = Turns(2)
+    host, guest = drive.share(2)
+    here = drive.state.gangs[drive.job(host).epoch].nodes[0]
+    drive.step(DrainNode(here, "new fans"))
+    drive.observe("n2", *(drive.report(gang, ObservedPhase.STARTING) for gang in drive.on("n2")))
+    for number in (host, guest):
+        source, destination = drive.job(number).epoch, drive.job(number).next_epoch
+        assert destination, "it is on its way"
+        drive.seen(number, destination, ObservedPhase.PREPARED)
+        drive.seen(number, source, ObservedPhase.PARKED, 7)
+        drive.seen(number, destination, ObservedPhase.READY, 7)
+        drive.seen(number, destination, ObservedPhase.RUNNING)
+        drive.observe(here, *drive.others(here, source))
+    assert drive.on(here) == []
+    assert [drive.job(number).preemptions for number in (host, guest)] == [0, 0]
+    assert drive.state.sets == {}
+
+
+def test_the_purpose_of_a_move_is_told(six: Six) -> None:
+    five, three = six.jobs[4], six.jobs[2]
+    changes = six.beside(five, three)
+    changes[4] = replace(changes[4], purpose=Purpose(Goal.FAIRNESS))
+    assert six.propose(*changes) == [None] * 6
+    begun = [one for one in six.told if one.kind == "move_begun"]
+    assert [one.figures["goal"] for one in begun] == [Goal.FAIRNESS.value]
+
+
+def moved(claims: tuple[Claim, ...], **fields: object) -> tuple[Claim, ...]:
+    return tuple(replace(claim, **fields) for claim in claims)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("claims", "reason"),
+    [
+        (lambda drive: moved(drive.place(drive.jobs[4], drive.jobs[2]), arena_bytes=0), Reason.MEMORY),
+        (lambda drive: moved(drive.place(drive.jobs[4], drive.jobs[2]), device_mask=3, tasks=(2,)), None),
+        (lambda drive: moved(drive.place(drive.jobs[4], drive.jobs[3])), Reason.GPUS),
+        (lambda drive: moved(drive.place(drive.jobs[4], drive.jobs[2]), node="n9"), Reason.NODE_GONE),
+        (lambda drive: moved(drive.place(drive.jobs[4], drive.jobs[2]), shared_mask=1), Reason.NOT_SUPPORTED),
+    ],
+    ids=["no room for its state", "of another size", "where somebody runs in its row", "nowhere", "at once"],
+)
+def test_what_cannot_be_is_refused_and_nothing_changes(six: Six, claims: object, reason: Reason | None) -> None:
+    five = six.jobs[4]
+    changes = six.beside(five, six.jobs[2])
+    changes[4] = replace(changes[4], claims=claims(six))  # type: ignore[operator]
+    before = six.state.sets[six.set]
+    refusal = blamed(six.propose(*changes))
+    assert reason is None or refusal.reason is reason
+    assert six.state.sets[six.set] == before
+    assert six.job(five).next_epoch == 0
+
+
+def test_nothing_else_becomes_of_a_set_while_one_of_it_moves(six: Six) -> None:
+    five, three = six.jobs[4], six.jobs[2]
+    six.propose(*six.beside(five, three))
+    six.stand("n1", ObservedRows(six.set, 2, 2, 0))
+    again = [six.row(number, 0, node_set=six.set) for number in six.jobs]
+    assert blamed(six.propose(*again)).job == f"jobs/{five}"
+    assert isinstance(six.step(MoveJob(five)), Refused)
+
+
+def test_whoever_has_the_fewest_turns_has_what_idles_in_a_row(six: Six) -> None:
+    gangs = {six.epoch(number): six.state.gangs[six.epoch(number)] for number in six.jobs}
+    one, two, three, four, five, other = gangs
+    full = (one, two, three, four)
+    assert filled([full, [five, other]], gangs) == (full, (five, other, three, four))
+    assert filled([full, [other]], gangs) == (full, (other, five, three, four))
+    assert filled([[one, two], [five, other]], gangs) == ((one, two), (five, other)), "no more cores than before"
