@@ -175,7 +175,8 @@ def _can_move(job: Job, gang: Gang) -> bool:
         return False
     if job.next_epoch or job.ending is not None or not job.spec.preemptible or not job.capabilities.known:
         return False
-    return can_hand_over(job)
+    # Who takes turns moves for those it takes them with: it leaves no room.
+    return can_hand_over(job) and not gang.node_set
 
 
 def is_packed(gang: Gang) -> bool:

@@ -4,14 +4,16 @@ A matrix is proposed when somebody joins; from then on the nodes switch its rows
 joins takes the devices with the fewest gangs, of those whose gangs can take turns with it; its first turn is the next.
 Rows are filled in the order in which gangs came, then with everybody who still fits, so that no device idles while a
 gang that is on it could run. A gang that takes turns although there is room elsewhere is parked, and goes on there.
-Nothing is remembered: the master tells who takes turns where.
+When nobody joins, who is beside one that has received less than its share goes to one that has more (`fairness`); off a
+node that is drained who found no free devices elsewhere goes to take turns there. Who does so where the master tells.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -25,6 +27,9 @@ from msgspec import structs
 from ganger_master.core.arenas import has_arenas
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.purpose import NO_PURPOSE, Goal, Purpose
+from ganger_master.planner.fairness import NOTHING as NOTHING_OWED
+from ganger_master.planner.fairness import Fairness, Pairs, can_go, going
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.slices import MOST_ROWS, Claims, seat_of, thin
 from ganger_master.planner.table import LiveTable
@@ -39,17 +44,20 @@ _JOINERS_MOST: Final = 64
 # In one cycle of rows: who has the least waits for its turn no longer than so many quanta for each of the others.
 _TURNS_MOST: Final = 8
 _ANYWHERE: Final = Want()
+_SETTLED: Final = (GangPhase.STARTING, GangPhase.RUNNING)
 
 _Device: TypeAlias = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Sharer:
-    """One who takes turns, or is to: `claims` are where it is; `starts`: it waits, or rests, and is to begin there."""
+    """One who takes turns, or is to: `claims` are where it is, or is to be; `starts`: it waits, and is to begin there;
+    `purpose`: it runs elsewhere, and is to move there for this."""
 
     job: Job
     gang: Gang | None
     claims: Claims
+    purpose: Purpose = NO_PURPOSE
 
     @property
     def number(self) -> int:
@@ -72,9 +80,11 @@ def plan_matrices(
     quantum_s: float | None,
     kept_out: KeptOut = NOBODY,
     busy: Collection[int] = (),
+    fairness: Fairness = NOTHING_OWED,
+    draining: Collection[str] = (),
 ) -> Pass:
     """The changes to propose now. `room` is left as it is. `quantum_s` None: nobody takes turns. `busy`: numbers of
-    those who are not to be disturbed."""
+    those who are not to be disturbed. `draining`: names of nodes that are to be emptied."""
     room.refresh()
     filling = _Filling(placement, room)
     waiting = [job for job in table.waiting_jobs(_WAITING_MOST) if job.number not in kept_out.not_started]
@@ -88,11 +98,17 @@ def plan_matrices(
             joining.join(crowded)
             if not (crowded or parked):
                 filling.part(joining.sharers)
+            joining.leave(draining, fairness)
+            if not (crowded or parked or filling.changes or joining.has_news):
+                joining.balance(fairness, running, now, quantum_s)
         changes = (*filling.changes, *(joining.changes(quantum_s) if quantum_s is not None else ()))
     finally:
         filling.undo()
     line = np.array([job.number for job in waiting], np.int64)
-    return Pass(tuple(changes), waits=bool(crowded or stranded), line=line)
+    shares = quantum_s is not None and any(gang.node_set for _, gang in running)
+    # Who has received what is looked at again.
+    next_s = now + quantum_s if quantum_s is not None and shares else math.inf
+    return Pass(tuple(changes), waits=bool(crowded or stranded), line=line, next_change_s=next_s)
 
 
 def rows_of(sharers: Sequence[Sharer], cores: Mapping[str, Sequence[int]]) -> list[list[Sharer]]:
@@ -249,6 +265,8 @@ class _Joining:
         self._closed: set[_Device] = set()
         self._memory: dict[str, int] = {}
         self._joined: dict[int, Sharer] = {}
+        # Where they are to be.
+        self._moved: dict[int, Sharer] = {}
         barred = {*kept_out.not_started, *kept_out.not_stopped}
         there = [Sharer(job, gang, gang.claims) for job, gang in running]
         crowds = Counter(device for one in there for device in one.devices)
@@ -274,31 +292,77 @@ class _Joining:
             if self._may_join(one) and all(self._fits_cores(claim) for claim in claims):
                 self._join(one)
 
+    @property
+    def has_news(self) -> bool:
+        return bool(self._joined or self._moved)
+
     def join(self, crowded: Sequence[Job]) -> None:
         for job in crowded[:_WAITING_MOST]:
             if len(self._joined) >= _JOINERS_MOST:
                 return
-            if not may_take_turns(job, None):
+            one = self._best(job) if may_take_turns(job, None) else None
+            if one is not None:
+                self._join(one)
+
+    def leave(self, draining: Collection[str], fairness: Fairness) -> None:
+        """Off these nodes, onto devices of others."""
+        for number, one in list(self.sharers.items()):
+            if number in self._joined or not any(claim.node in draining for claim in one.claims):
                 continue
-            found = [
-                (key, one)
-                for seat in self._seats(job)
-                if (key := self._key(seat)) is not None
-                and (one := self._at(job, seat)) is not None
-                and self._may_join(one)
-            ]
-            if found:
-                self._join(min(found, key=lambda pair: pair[0])[1])
+            best = self._best(one.job) if one.gang is not None and can_go(one.job, one.gang) else None
+            if best is not None and self._is_settled(best.claims, fairness):
+                self._move(replace(best, gang=one.gang, purpose=Purpose(Goal.DRAIN)))
+
+    def balance(self, fairness: Fairness, pairs: Pairs, now: float, quantum_s: float) -> None:
+        """Away from who is behind, to be with who is ahead."""
+        for one in going(fairness, pairs, self.sharers.keys(), self._view, now, quantum_s):
+            guest, host = self.sharers[one.number], self.sharers[one.host]
+            there = self._at(guest.job, seat_of(host.claims))
+            settled = self._is_settled((*host.claims, *guest.claims), fairness)
+            if there is not None and settled and self._may_join(there):
+                detail = f"that one is {one.gap_s:.1f} s behind jobs/{one.host}"
+                self._move(replace(there, gang=guest.gang, purpose=Purpose(Goal.FAIRNESS, one.helped, detail=detail)))
+
+    def _best(self, job: Job) -> Sharer | None:
+        """On the devices with the fewest gangs."""
+        found = [
+            (key, one)
+            for seat in self._seats(job)
+            if (key := self._key(seat)) is not None and (one := self._at(job, seat)) is not None and self._may_join(one)
+        ]
+        return min(found, key=lambda pair: pair[0])[1] if found else None
+
+    def _is_settled(self, claims: Claims, fairness: Fairness) -> bool:
+        """Whether nobody who takes turns on these nodes is on its way: nothing else becomes of a set meanwhile."""
+        nodes = {claim.node for claim in claims}
+        return not any(map(nodes.intersection, fairness.bound_for.values())) and all(
+            one.gang is None or (one.gang.phase in _SETTLED and not one.job.next_epoch)
+            for one in self.sharers.values()
+            if any(claim.node in nodes for claim in one.claims)
+        )
+
+    def _move(self, one: Sharer) -> None:
+        self._moved[one.number] = one
+        for device in one.devices:
+            self._on.setdefault(device, set()).add(one.number)
+        self._take_memory(one.claims)
 
     def changes(self, quantum_s: float) -> list[Change]:
         """One group for each set that somebody joins."""
         changes: list[Change] = []
-        for members in self._sets():
-            numbers = {one.gang.node_set for one in members if one.gang is not None and one.gang.node_set}
+        for present in self._sets():
+            there = [one for one in present if one.number not in self._moved]
+            numbers = {one.gang.node_set for one in there if one.gang is not None and one.gang.node_set}
+            coming = [self._moved[one.number] for one in present if one.number in self._moved]
             if len(numbers) > 1:
                 continue
-            rows = rows_of(members, self._cores_of(members))
-            level = SuspendLevel.PAUSE if self._all_stay(members) else SuspendLevel.OFFLOAD
+            # Who moves within the set takes turns where it is until it rests.
+            staying = [one for one in present if one.number in self._moved and one.gang is not None]
+            staying = [one for one in staying if one.gang is not None and one.gang.node_set in numbers]
+            numbers.discard(0)
+            members = [*there, *coming]
+            rows = rows_of([*there, *staying, *coming], self._cores_of([*there, *staying]))
+            level = SuspendLevel.PAUSE if self._all_stay([*members, *staying]) else SuspendLevel.OFFLOAD
             for one in members:
                 own = tuple([index for index, row in enumerate(rows) if one in row])
                 changes.append(
@@ -306,13 +370,14 @@ class _Joining:
                         one.number,
                         one.job.revision,
                         "ROW",
-                        one.claims if one.starts else (),
+                        one.claims if one.starts or one.number in self._moved else (),
                         level=level,
                         # A job has one change in a plan, so no other group there is of this name.
                         together=members[0].number,
                         node_set=max(numbers, default=0),
                         rows=own,
                         quantum_seconds=quantum_s,
+                        purpose=one.purpose,
                     )
                 )
         return changes
@@ -399,9 +464,12 @@ class _Joining:
         self._joined[one.number] = one
         self._put(one)
         if one.starts:
-            for claim in one.claims:
-                left = self._memory.get(claim.node, self._view.memory[self._view.slots[claim.node]])
-                self._memory[claim.node] = left - claim.memory_bytes - claim.arena_bytes
+            self._take_memory(one.claims)
+
+    def _take_memory(self, claims: Claims) -> None:
+        for claim in claims:
+            left = self._memory.get(claim.node, self._view.memory[self._view.slots[claim.node]])
+            self._memory[claim.node] = left - claim.memory_bytes - claim.arena_bytes
 
     def _put(self, one: Sharer) -> None:
         self.sharers[one.number] = one
@@ -412,21 +480,22 @@ class _Joining:
 
     def _sets(self) -> list[list[Sharer]]:
         """Who takes turns together: those who join, all on their devices, and all who do so on the same nodes."""
-        left = dict(self._joined)
+        left = {**self._joined, **self._moved}
+        spots = {**self.sharers, **self._moved}
         found = []
         while left:
             members = {next(iter(left))}
             nodes: set[str] = set()
             while True:
-                nodes.update(claim.node for number in members for claim in self.sharers[number].claims)
+                nodes.update(claim.node for number in members for claim in spots[number].claims)
                 grown = set(members)
                 for number in members:
-                    for device in self.sharers[number].devices:
-                        grown.update(self._on[device])
+                    for device in spots[number].devices:
+                        grown.update(self._on[device] - self._elsewhere(device))
                 grown.update(
                     number
-                    for number, one in self.sharers.items()
-                    if (number in self._joined or (one.gang is not None and one.gang.node_set))
+                    for number, one in spots.items()
+                    if (number in left or (one.gang is not None and one.gang.node_set))
                     and any(claim.node in nodes for claim in one.claims)
                 )
                 if grown == members:
@@ -439,6 +508,10 @@ class _Joining:
                 sorted((self.sharers[n] for n in members), key=lambda one: (one.number in self._joined, one.number))
             )
         return found
+
+    def _elsewhere(self, device: _Device) -> set[int]:
+        """Those on a device who are about to leave it."""
+        return {number for number, one in self._moved.items() if device not in one.devices}
 
     def _cores_of(self, members: Sequence[Sharer]) -> dict[str, tuple[int, ...]]:
         names = {claim.node for one in members for claim in one.claims}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Final
 
-from ganger_master.core.purpose import Finding
+from ganger_master.core.purpose import Finding, Goal
+from ganger_master.planner.fairness import NOTHING as NOTHING_OWED
+from ganger_master.planner.fairness import Fairness, credited, moved, stayed
 from ganger_master.planner.matrices import plan_matrices
 from ganger_master.planner.packs import Packs, Seen, plan_packs, with_refusals
 from ganger_master.planner.refused import NOBODY, KeptOut
@@ -24,13 +27,16 @@ class Shared:
 
     turns: Turns = field(default_factory=Turns)
     packs: Packs = field(default_factory=Packs)
+    fairness: Fairness = NOTHING_OWED
 
     def without(self, before: Shared, refused: Set[int]) -> Shared:
         """If changes of these jobs were refused; `before`: what was remembered before they were planned."""
-        return replace(self, packs=with_refusals(before.packs, self.packs, refused))
+        packs = with_refusals(before.packs, self.packs, refused)
+        return replace(self, packs=packs, fairness=stayed(self.fairness, before.fairness, refused))
 
 
 NOTHING: Final = Shared()
+_GOING: Final = (Goal.FAIRNESS, Goal.DRAIN)
 
 
 def plan_shared(
@@ -45,11 +51,14 @@ def plan_shared(
     kept_out: KeptOut = NOBODY,
     matrices: bool = False,
     turn_s: float | None = None,
+    received_s: Mapping[int, float] = MappingProxyType({}),
+    draining: Collection[str] = (),
 ) -> tuple[Pass, Shared, tuple[Finding, ...]]:
     """The changes to propose now, what to remember if they are proposed, and what was found. `gpus`: of the cluster.
     `kept_out`: what was found not to be possible for some. `matrices`: the nodes switch rows by themselves, every
-    `turn_s` seconds (None: they do not), and all there is to propose is who takes turns."""
-    turns, packs = remembered.turns, remembered.packs
+    `turn_s` seconds (None: they do not), and all there is to propose is who takes turns. `received_s`: for how long
+    each has run on its devices, by number. `draining`: names of nodes that are to be emptied."""
+    turns, packs, fairness = remembered.turns, remembered.packs, remembered.fairness
     is_due = now >= turns.since_s + quantum_s
     tried = Pass()
     findings: tuple[Finding, ...] = ()
@@ -60,7 +69,12 @@ def plan_shared(
     busy = packs.on_trial | {change.number for change in tried.changes}
     if matrices:
         together = {number for unit in packs.together for number in unit}
-        found = plan_matrices(placement, table, now, room, turn_s, kept_out, busy | together)
+        if turn_s is not None:
+            _, facts = table.facts(now)
+            weights = dict(zip(facts.number.tolist(), facts.weight.tolist(), strict=True))
+            fairness = credited(fairness, table.running, weights, received_s, room.view, now, turn_s)
+        found = plan_matrices(placement, table, now, room, turn_s, kept_out, busy | together, fairness, draining)
+        fairness = moved(fairness, [change for change in found.changes if change.purpose.goal in _GOING], now)
         turns = replace(turns, since_s=now) if is_due else turns
     else:
         found, turns = plan_slices(placement, table, now, room, turns, quantum_s, kept_out, busy, packs.together)
@@ -72,7 +86,7 @@ def plan_shared(
     next_s = max(next_s, now + 1.0) if next_s < math.inf else next_s
     return (
         replace(found, changes=(*tried.changes, *found.changes), next_change_s=next_s),
-        Shared(turns, packs),
+        Shared(turns, packs, fairness),
         findings,
     )
 

@@ -29,6 +29,7 @@ from ganger_master.core.model import SuspendLevel
 from ganger_master.core.purpose import Finding
 from ganger_master.planner import trials
 from ganger_master.planner.acting import Moving, Terms
+from ganger_master.planner.attained import Attained
 from ganger_master.planner.elastic import Growing, Sizes, plan_sizes, with_sizes
 from ganger_master.planner.measured import Measured
 from ganger_master.planner.moves import plan_moves
@@ -93,6 +94,7 @@ class Planner:
         # Kept when the connection is not: it takes time to measure.
         self._measured = Measured(trial_pace)
         self._together = Together(trial_pace)
+        self._attained = Attained()
         self._shared = NOTHING_SHARED
         self._moving = Moving()
         self._speeds, self._growing = Speeds(trial_pace), Growing()
@@ -142,6 +144,7 @@ class Planner:
                 if found is None:
                     measured.forget(number)
                     together.forget(number, live.now)
+                    self._attained.forget(number)
                     self._speeds.forget(number)
                 else:
                     measured.put(*found, live.signature(number), live.now)
@@ -151,6 +154,7 @@ class Planner:
                 if is_first:
                     measured.keep(lambda number: live.table.get(number) is not None)
                     together.keep(lambda number: live.table.get(number) is not None, live.now)
+                    self._attained.keep(lambda number: live.table.get(number) is not None)
                     self._speeds.keep(lambda number: live.table.get(number) is not None)
                     is_first = False
                 self._news.set()
@@ -172,6 +176,7 @@ class Planner:
                     measured.hear(number, progress.step, step_s, now)
                     use = progress.device_use if progress.HasField("device_use") else None
                     together.hear(number, progress.step, step_s, use, now)
+                    self._attained.hear(number, progress.step, step_s)
                     if self._speeds.hear(number, progress.step, step_s, now):
                         self._news.set()
             if not tunes:
@@ -299,6 +304,8 @@ class Planner:
             self._refused.at(now),
             matrices=True,
             turn_s=self._turn_s(now),
+            received_s=self._attained.received_s,
+            draining=live.draining,
         )
         if found.changes or findings or not policy.moves:
             return found, findings, inf
