@@ -286,10 +286,10 @@ def _cluster(gpus: int, bound: bool, *master: str) -> Iterator[BenchCluster]:
         yield cluster
 
 
-def _submit(cluster: BenchCluster, number: int, steps: int) -> Path:
+def _submit(cluster: BenchCluster, number: int, steps: int, *wants: str) -> Path:
     notes = cluster.directory / f"notes-{number}"
     cluster.ganger(
-        *("submit", "--gpus", "1", *WANTS, "--directory", str(cluster.directory), "--json", "--"),
+        *("submit", "--gpus", "1", *WANTS, *wants, "--directory", str(cluster.directory), "--json", "--"),
         *(sys.executable, str(cluster.directory / "job.py"), str(STATE_BYTES), str(notes), str(steps)),
     )
     return notes
