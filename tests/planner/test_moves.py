@@ -37,6 +37,7 @@ class Rates:
     def __init__(self) -> None:
         self.rates: dict[int, float] = {}
         self.windows = 8
+        self.crowds: dict[int, tuple[int, dict[int, tuple[float, ...]]]] = {}
 
     def present(self, number: int) -> tuple[float, ...]:
         rate = self.rates.get(number, 0.0)
@@ -51,6 +52,9 @@ class Rates:
 
     def beside(self, number: int) -> frozenset[int]:
         return frozenset()
+
+    def crowd(self, number: int) -> tuple[int, dict[int, tuple[float, ...]]]:
+        return self.crowds.get(number, (0, {}))
 
 
 class Moved(Planned):
@@ -448,3 +452,24 @@ def test_an_operator_who_allows_no_moves_has_none_but_those_somebody_waits_for()
     drive.submit(together(4))
     drive.now += 100.0
     assert [kind for kind, _ in drive.proposed()] == ["MOVE"]
+
+
+def test_who_was_measured_to_be_slower_beside_others_goes_to_an_emptier_node() -> None:
+    drive = Moved(nodes=2)
+    slow = drive.running(together(1), seconds=600.0)
+    other = drive.running(together(2), seconds=600.0)
+    assert drive.node_of(slow) == drive.node_of(other)
+    assert drive.proposed() == [], "nothing was measured"
+    steady = (9.9, 10.0, 10.1, 10.0)
+    drive.rates.crowds[slow] = 2, {0: steady, 2: tuple([0.7 * rate for rate in steady])}
+    drive.rates.rates[slow] = 7.0
+    assert drive.proposed() == [("MOVE", slow)]
+    assert drive.state.gangs[drive.job(slow).next_epoch].purpose.goal is Goal.BALANCE
+    drive.moves(slow)
+    assert drive.node_of(slow) != drive.node_of(other)
+    drive.rates.crowds[slow] = 0, drive.rates.crowds[slow][1]
+    drive.rates.rates[slow] = 10.0
+    drive.now += 60.0
+    assert drive.proposed() == []
+    (finding,) = drive.findings
+    assert (finding.goal, finding.kept) == (Goal.BALANCE, True)

@@ -71,6 +71,11 @@ class Rated(Protocol):
         """Who runs on its devices, too."""
         ...
 
+    def crowd(self, number: int) -> tuple[int, Mapping[int, tuple[float, ...]]]:
+        """Devices that others have in use on its nodes, and steps a second in windows by how many those were; nothing
+        where that is not measured."""
+        ...
+
 
 class Nobody:
     """Of whom nothing is measured."""
@@ -86,6 +91,9 @@ class Nobody:
 
     def beside(self, number: int) -> frozenset[int]:
         return frozenset()
+
+    def crowd(self, number: int) -> tuple[int, Mapping[int, tuple[float, ...]]]:
+        return 0, {}
 
 
 @dataclass(frozen=True, slots=True)

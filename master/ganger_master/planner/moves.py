@@ -113,6 +113,8 @@ class _Pass:
             tidying.closer()
         if not table.has_waiting and not acting.errands:
             tidying.unpack()
+            if not acting.errands:
+                tidying.balance()
             if acting.room.view.mode is Mode.PACK and not acting.errands:
                 tidying.defragment()
         for change in acting.changes:

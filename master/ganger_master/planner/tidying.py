@@ -17,6 +17,7 @@ from ganger_master.models.locality import LocalityModel
 from ganger_master.planner.acting import MOST_AT_ONCE, Acting, is_packed
 from ganger_master.planner.brought import Brought
 from ganger_master.planner.errands import is_free
+from ganger_master.policies.introspect.crowding import Crowded, relieved
 from ganger_master.policies.introspect.hole import Hole, Movable, Move
 from ganger_master.policies.introspect.migration import (
     Packed,
@@ -35,6 +36,8 @@ from ganger_master.policies.introspect.trial import DOUBT, FIRST_WINDOWS, Rates,
 CLOSER_S: Final = 30.0
 # Moves begun in an hour that neither a gang nor an operator waits for, at least: else one for each GPU in use.
 _LEAST_AN_HOUR: Final = 16
+# Who is slower beside others is looked for so often where nothing happens.
+_BALANCE_S: Final = 60.0
 # Of a pack the latest windows count.
 _WINDOWS: Final = 16
 _GOALS: Final = {
@@ -117,6 +120,20 @@ class Tidying:
         if packs:
             failed, placement = self._brought.failed, acting.terms.placement
             self._propose(unpacked(acting.room, packs, horizon_s, placement, now=acting.now, failed=failed))
+
+    def balance(self) -> None:
+        """Off nodes where a gang was measured to be slower beside others, onto emptier ones."""
+        acting, rated = self._acting, self._acting.terms.rated
+        seen = {job.number: rated.crowd(job.number) for job, gang in acting.running if len(gang.pieces) == 1}
+        seen = {number: crowd for number, crowd in seen.items() if len(crowd[1]) > 1}
+        if not seen:
+            return
+        # What is measured is no news.
+        acting.come_back(acting.now + _BALANCE_S)
+        pairs = [(job, gang) for job, gang in acting.running if job.number in seen and job.spec.movable]
+        gangs = [Crowded(one, *seen[job.number], acting.ran_s(job)) for job, _, one in acting.movable(pairs).values()]
+        failed, placement = self._brought.failed, acting.terms.placement
+        self._propose(relieved(acting.room, gangs, now=acting.now, failed=failed, placement=placement))
 
     def _spreads(self, gangs: Iterable[tuple[Job, Gang, Movable]]) -> list[Spread]:
         models: dict[str, LocalityModel] = {}

@@ -7,7 +7,7 @@ measured again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Final, TypeAlias
@@ -15,6 +15,7 @@ from typing import Final, TypeAlias
 from ganger.resources.topology import bits
 
 from ganger_master.core.model import Gang, Intent, Job, JobState
+from ganger_master.planner.crowds import Crowds
 from ganger_master.planner.trials import Pace
 from ganger_master.planner.windows import Look, Windows
 
@@ -79,6 +80,7 @@ class Together:
         self._pace = pace
         self._jobs: dict[int, _Seen] = {}
         self._on: dict[tuple[str, int], set[int]] = {}
+        self._crowds = Crowds(pace.settle_s, pace.window_s, pace.window_steps)
 
     # -- what it is told -----------------------------------------------------------------------------------------------
 
@@ -102,13 +104,15 @@ class Together:
             # Who was parked in memory and goes on need not warm up again.
             warm = job.epoch, begins_s + self._pace.warm_s
         neighbours = self._moved(number, seen.place, place)
+        since_s = max(begins_s + self._pace.settle_s, warm[1])
+        self._crowds.put(number, place, (millicores, len(place)) if place else None, since_s, now)
         self._jobs[number] = replace(
             seen,
             epoch=job.epoch,
             millicores=millicores,
             place=place,
             warm=warm,
-            since_s=max(begins_s + self._pace.settle_s, warm[1]) if place else float("inf"),
+            since_s=since_s if place else float("inf"),
             windows=_NO_WINDOWS,
         )
         for other in {number, *neighbours}:
@@ -117,6 +121,7 @@ class Together:
     def forget(self, number: int, now: float) -> None:
         """It has ended."""
         seen = self._jobs.pop(number, None)
+        self._crowds.forget(number, now)
         if seen is not None:
             for other in self._moved(number, seen.place, _NOWHERE):
                 self._look_around(other, now)
@@ -132,6 +137,8 @@ class Together:
         seen = self._jobs.get(number)
         if seen is None or now < seen.since_s:
             return
+        if not seen.beside:
+            self._crowds.hear(number, Look(time_s, step), now)
         if use is not None and self._is_alone(seen):
             alone = replace(seen.alone, uses=(*seen.alone.uses, use)[-_MOST_USES:])
             seen = self._jobs[number] = replace(seen, alone=alone)
@@ -157,6 +164,9 @@ class Together:
     def beside(self, number: int) -> frozenset[int]:
         seen = self._jobs.get(number)
         return frozenset() if seen is None else seen.beside
+
+    def crowd(self, number: int) -> tuple[int, Mapping[int, tuple[float, ...]]]:
+        return self._crowds.load(number), self._crowds.rates(number)
 
     def utilisation(self, number: int) -> float:
         seen = self._jobs.get(number)

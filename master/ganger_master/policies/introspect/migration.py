@@ -30,7 +30,7 @@ from ganger_master.policies.room import Room
 # Gandiva (OSDI 2018, section 3.3): a node that is not idle is fragmented when three of its four GPUs are free.
 FRAGMENTED: Final = 0.75
 # Who lies badly gains this much at least, or it is noise.
-_LEAST_GAIN: Final = 0.05
+LEAST_GAIN: Final = 0.05
 # A move that was not for speed may cost this much of it.
 _MOST_LOSS: Final = 0.05
 # Pairs of gangs of one search for places to exchange.
@@ -233,7 +233,7 @@ def unpacked(
             # The others go on at least as fast as all of them did, and this one by itself.
             lost = 1.0 - pack.gain / pack.residents
             saves = lost * one.shape.gpus * horizon_s - one.move_cost
-            pays = saves > 0.0 and lost >= _LEAST_GAIN
+            pays = saves > 0.0 and lost >= LEAST_GAIN
             claims = placement.place(room, one.shape, Want(math.inf)) if pays else None
             if claims is not None and failed.holds(tried(one.number, one.kind, claims), now):
                 continue
@@ -374,7 +374,7 @@ def _saves(view: View, one: Spread, claims: Claims) -> float:
 
 
 def _saved(one: Spread, now: float, then: float) -> float:
-    return one.remaining_s * one.gang.shape.gpus * (1.0 - now / then) if then >= (1.0 + _LEAST_GAIN) * now else 0.0
+    return one.remaining_s * one.gang.shape.gpus * (1.0 - now / then) if then >= (1.0 + LEAST_GAIN) * now else 0.0
 
 
 def _speed(view: View, one: Spread, claims: Claims) -> float:

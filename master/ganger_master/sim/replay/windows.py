@@ -102,6 +102,10 @@ class Windows:
         # A hair later, so that rounding leaves no window out.
         return stretch.since_s + (count + 1) * WINDOW_S + 1e-3 if count <= MOST_WINDOWS else math.inf
 
+    def crowd(self, number: int) -> tuple[int, Mapping[int, tuple[float, ...]]]:
+        """Gangs on one node take nothing from each other here but devices, cores and memory that are counted."""
+        return 0, {}
+
     def _keep(self, number: int, stretch: _Stretch, now: float) -> None:
         windows = self._windows(number, stretch, now)
         if self._kept.get(number) is windows:
