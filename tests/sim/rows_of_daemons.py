@@ -178,6 +178,8 @@ class DaemonTurns:
         standing.ordered_at, standing.started_at, standing.asked_at = self.daemon.engine.now, None, 0.0
         # What was said of the order before says nothing about this one's row.
         standing.said = {name: said and replace(said, started=False) for name, said in standing.said.items()}
+        for ranks in self._members(standing):
+            self.daemon.physics.settle(ranks)
 
     def _follow(self, ranks: Ranks, standing: Standing | None) -> None:
         told, physics = ranks.wanted, self.daemon.physics

@@ -163,6 +163,11 @@ class Physics:
             self.engine.after(_PATIENCE_SECONDS, lambda: self._press(ranks, rank))
         self._follow(ranks)
 
+    def settle(self, ranks: Ranks) -> None:
+        """What those who rest give up where they take turns may have changed."""
+        if ranks.doing is Doing.PARKED:
+            self._settle_at_level(ranks)
+
     def ignores_stops(self, ranks: Ranks) -> bool:
         """Whether it is to stop at a boundary, and has none."""
         return self.gangs[ranks.order.epoch].opaque and ranks.order.intent in (Intent.PARK, Intent.HAND_OVER)
