@@ -374,7 +374,8 @@ class Physics:
             ranks.stop_sequence = ranks.order.stop_sequence
             ranks.stop_step = gang.step
         for ranks in members:
-            self._settle_at_level(ranks)
+            # The first one may take all with it.
+            self.settle(ranks)
 
     def _settle_at_level(self, ranks: Ranks) -> None:
         order = ranks.order
