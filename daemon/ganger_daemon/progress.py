@@ -56,8 +56,11 @@ def batch(session: str, gangs: GangSet) -> agent_pb2.ProgressReport:
             if used is not None:
                 progress.device_use = used
             progress.step, progress.samples, progress.loss = look.step, look.samples, look.loss
+            read = time.time()
             if look.step:
-                progress.step_time.FromNanoseconds(int((time.time() - look.step_age_seconds) * 1e9))
+                progress.step_time.FromNanoseconds(int((read - look.step_age_seconds) * 1e9))
+            if look.since_age_seconds is not None:
+                progress.since_time.FromNanoseconds(int((read - look.since_age_seconds) * 1e9))
         add_metrics(progress, metrics)
         report.gangs.add(job=gang.desired.job, epoch=gang.desired.epoch, progress=progress)
     return report

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import nan
+
+import pytest
 from ganger_master.core.model import (
     Claim,
     Gang,
@@ -149,3 +152,34 @@ def test_another_job_of_the_same_number_is_another_one() -> None:
     seen.put(replace(job, create_time=60.0), None, 8, seen.now)
     assert seen.alone(1) == ()
     assert seen.signature(1) == "0000000000000008"
+
+
+def in_turns(seen: Seen, seconds: float, says_since: bool = True) -> None:
+    """Six seconds with its device and six without, again and again; it does ten steps a second, and while it rests its
+    last one is told all the time."""
+    claim = Claim("n1", 0b1, (4_000,), 1)
+    piece = (Piece(claim, claim),)
+    gang = Gang(1, 1, GangRole.ACTIVE, GangPhase.RUNNING, piece, Level.NODE, 1.0, intent=Intent.RUN, node_set=3)
+    job = Job(1, "", "", JobSpec(("x",), ()), 1.0, state=JobState.HOLDING, epoch=1, running_since=1.0)
+    seen.put(job, gang, 7, seen.now)
+    steps, last_s, since_s = 0, 0.0, nan
+    for second in range(int(seconds)):
+        seen.now += 1.0
+        if second % 12 < 6:
+            since_s = seen.now - 0.9 if second % 12 == 0 else since_s
+            steps, last_s = steps + 10, seen.now
+        seen.hear(1, steps, last_s, 0.3, seen.now, since_s if says_since else nan)
+
+
+def test_who_takes_turns_is_measured_in_them_and_its_rests_are_no_part_of_it() -> None:
+    seen = Seen()
+    in_turns(seen, 120.0)
+    assert len(seen.alone(1)) > 4
+    assert set(seen.alone(1)) == {10.0}
+    assert (seen.beside(1), seen.utilisation(1)) == (frozenset(), pytest.approx(0.3))
+
+
+def test_of_whom_nobody_says_when_its_turns_began_nothing_is_measured_in_them() -> None:
+    seen = Seen()
+    in_turns(seen, 120.0, says_since=False)
+    assert seen.alone(1) == seen.present(1) == ()

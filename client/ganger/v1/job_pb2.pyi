@@ -579,6 +579,7 @@ class Progress(google.protobuf.message.Message):
     CONCERN_FIELD_NUMBER: builtins.int
     STEP_TIME_FIELD_NUMBER: builtins.int
     DEVICE_USE_FIELD_NUMBER: builtins.int
+    SINCE_TIME_FIELD_NUMBER: builtins.int
     METRICS_FIELD_NUMBER: builtins.int
     step: builtins.int
     samples: builtins.int
@@ -604,6 +605,12 @@ class Progress(google.protobuf.message.Message):
         """When the last step was done, by the clock of a node of the job."""
 
     @property
+    def since_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When the first step was done since the job last began to run or went on, by the same clock as `step_time`: between a
+        step before that and one after it it rested. Unset until then.
+        """
+
+    @property
     def metrics(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Metric]:
         """What the job last reported by `report(NAME=...)`, by name."""
 
@@ -619,11 +626,12 @@ class Progress(google.protobuf.message.Message):
         concern: builtins.str = ...,
         step_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         device_use: builtins.float | None = ...,
+        since_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         metrics: collections.abc.Iterable[Global___Metric] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_use", b"_device_use", "device_use", b"device_use", "step_time", b"step_time", "time", b"time"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_use", b"_device_use", "device_use", b"device_use", "since_time", b"since_time", "step_time", b"step_time", "time", b"time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_use", b"_device_use", "concern", b"concern", "data_wait_share", b"data_wait_share", "device_use", b"device_use", "loss", b"loss", "metrics", b"metrics", "samples", b"samples", "step", b"step", "step_time", b"step_time", "steps_per_second", b"steps_per_second", "time", b"time"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_use", b"_device_use", "concern", b"concern", "data_wait_share", b"data_wait_share", "device_use", b"device_use", "loss", b"loss", "metrics", b"metrics", "samples", b"samples", "since_time", b"since_time", "step", b"step", "step_time", b"step_time", "steps_per_second", b"steps_per_second", "time", b"time"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_use: typing_extensions.TypeAlias = typing.Literal["device_use"]
     _WhichOneofArgType__device_use: typing_extensions.TypeAlias = typing.Literal["_device_use", b"_device_use"]

@@ -17,6 +17,7 @@ class Look:
     loss: float = math.nan
     restored_step: int = 0  # where this attempt began: what lies before was not done here
     step_age_seconds: float = 0.0  # how long ago the step was done
+    since_age_seconds: float | None = None  # and the first one since it began to run or went on; None: not yet
 
 
 @dataclass(frozen=True, slots=True)

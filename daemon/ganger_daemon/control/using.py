@@ -17,6 +17,10 @@ class Using:
         self._mask = device_mask
         self._seen: tuple[float, float] | None = None
 
+    def forget(self) -> None:
+        """It rests between its turns: that is no part of how busy it keeps its devices."""
+        self._seen = None
+
     def measure(self, data_wait_share: float) -> float | None:
         """0 to 1, since the last call; None where nobody can tell yet."""
         if not self._mask:

@@ -579,6 +579,7 @@ class LocalGang:
             return None
         if self.wanted.order.is_by_turn and self.phase is not Phase.RUNNING:
             self._pace.forget()
+            self._using.forget()
             return None
         return self._pace.measure()
 

@@ -29,6 +29,8 @@ class Pace:
             self._look = None  # steps done before are walked through, not made
             return None
         slowest = min(found, key=lambda progress: progress.step)
+        now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        began_ns = [progress.first_step_time_ns for progress in found]
         look = Look(
             time.monotonic(),
             slowest.step,
@@ -36,7 +38,8 @@ class Pace:
             max(progress.data_wait_ns for progress in found),
             slowest.loss,
             max(progress.restored_step for progress in found),
-            max(0.0, (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - slowest.step_time_ns) / 1e9),
+            max(0.0, (now_ns - slowest.step_time_ns) / 1e9),
+            max(0.0, (now_ns - max(began_ns)) / 1e9) if all(began_ns) else None,
         )
         rate = rate_between(self._look, look)
         self._look = look

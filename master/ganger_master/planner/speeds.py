@@ -49,12 +49,12 @@ class Speeds:
         for number in [number for number in self._jobs if not is_live(number)]:
             self.forget(number)
 
-    def hear(self, number: int, done: int, time_s: float, now: float) -> bool:
-        """A report: so much was done by then. Whether it has filled a window."""
+    def hear(self, number: int, done: int, time_s: float, now: float, since_s: float = float("nan")) -> bool:
+        """A report: so much was done by then. Whether it has filled a window. `since_s`: as `Look` has it."""
         seen = self._jobs.get(number)
         if seen is None or seen.running is None or now < seen.since_s:
             return False
-        windows = seen.windows.after(Look(time_s, done), self._pace.window_s, self._pace.window_steps)
+        windows = seen.windows.after(Look(time_s, done, since_s), self._pace.window_s, self._pace.window_steps)
         is_full = windows.rates is not seen.windows.rates
         rates = seen.rates
         if is_full and len(windows.rates) >= FIRST_WINDOWS:

@@ -57,13 +57,15 @@ class _Alone:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """One job. `place`: its devices while it runs."""
+    """One job. `place`: its devices while it runs there; nothing of who takes turns, whom nobody runs beside."""
 
     create_time: float
     signature: int
     epoch: int = 0
     millicores: int = 0
     place: _Place = _NOWHERE
+    # It runs whenever it is its turn.
+    takes_turns: bool = False
     beside: frozenset[int] = frozenset()
     # The incarnation that ran last, and when it has warmed up.
     warm: tuple[int, float] = (0, 0.0)
@@ -94,13 +96,16 @@ class Together:
         if seen is None or seen.create_time != job.create_time:
             self.forget(number, now)
             seen = self._jobs[number] = _Seen(job.create_time, signature)
-        place = _place_of(job, gang)
-        millicores = sum(sum(claim.millicores) for claim in gang.claims) if gang is not None and place else 0
-        if (place, job.epoch, millicores) == (seen.place, seen.epoch, seen.millicores):
+        runs = _runs(job, gang)
+        takes_turns = runs and gang is not None and bool(gang.node_set)
+        place = _place_of(gang) if gang is not None and runs and not takes_turns else _NOWHERE
+        millicores = sum(sum(claim.millicores) for claim in gang.claims) if gang is not None and runs else 0
+        now_is = (place, takes_turns, job.epoch, millicores)
+        if now_is == (seen.place, seen.takes_turns, seen.epoch, seen.millicores):
             return
         begins_s = max(now, job.running_since)
         warm = seen.warm
-        if place and job.epoch != warm[0]:
+        if runs and job.epoch != warm[0]:
             # Who was parked in memory and goes on need not warm up again.
             warm = job.epoch, begins_s + self._pace.warm_s
         neighbours = self._moved(number, seen.place, place)
@@ -111,8 +116,9 @@ class Together:
             epoch=job.epoch,
             millicores=millicores,
             place=place,
+            takes_turns=takes_turns,
             warm=warm,
-            since_s=since_s if place else float("inf"),
+            since_s=since_s if runs else float("inf"),
             windows=_NO_WINDOWS,
         )
         for other in {number, *neighbours}:
@@ -131,18 +137,24 @@ class Together:
         for number in [number for number in self._jobs if not is_live(number)]:
             self.forget(number, now)
 
-    def hear(self, number: int, step: int, time_s: float, use: float | None, now: float) -> None:
+    def hear(
+        self, number: int, step: int, time_s: float, use: float | None, now: float, since_s: float = float("nan")
+    ) -> None:
         """A report of progress, which says of when it is: clocks of nodes may differ. `use`: share of what its devices
-        can do."""
+        can do. `since_s`: as `Look` has it."""
         seen = self._jobs.get(number)
         if seen is None or now < seen.since_s:
             return
+        # Its last step of its last turn, if that: nobody could tell its turn from its rest.
+        if seen.takes_turns and not time_s >= since_s:
+            return
+        look = Look(time_s, step, since_s)
         if not seen.beside:
-            self._crowds.hear(number, Look(time_s, step), now)
+            self._crowds.hear(number, look, now)
         if use is not None and self._is_alone(seen):
             alone = replace(seen.alone, uses=(*seen.alone.uses, use)[-_MOST_USES:])
             seen = self._jobs[number] = replace(seen, alone=alone)
-        windows = seen.windows.after(Look(time_s, step), self._pace.window_s, self._pace.window_steps)
+        windows = seen.windows.after(look, self._pace.window_s, self._pace.window_steps)
         if windows is seen.windows:
             return
         is_full = windows.rates is not seen.windows.rates
@@ -208,10 +220,10 @@ class Together:
         self._jobs[number] = replace(seen, beside=beside, since_s=since_s, windows=_NO_WINDOWS)
 
 
-def _place_of(job: Job, gang: Gang | None) -> _Place:
-    """Nothing of who does not run, or only in turns: what it shows then is not what it does beside others."""
-    if gang is not None and gang.node_set:
-        return _NOWHERE
-    if gang is None or job.state is not JobState.HOLDING or gang.intent is not Intent.RUN or not job.running_since:
-        return _NOWHERE
+def _runs(job: Job, gang: Gang | None) -> bool:
+    holds = gang is not None and job.state is JobState.HOLDING and gang.intent is Intent.RUN
+    return holds and bool(job.running_since)
+
+
+def _place_of(gang: Gang) -> _Place:
     return frozenset((claim.node, device) for claim in gang.claims for device in bits(claim.device_mask))

@@ -7,16 +7,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Final
 
 from ganger_master.policies.introspect.trial import FIRST_WINDOWS, MOST_WINDOWS
+
+# Times of one clock are told with so much of an error.
+_CLOCK_S: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Steps that were done at a time, in seconds of any clock."""
+    """Steps that were done at a time, in seconds of any clock. `since_s`: when the first one was done since the job
+    last began to run or went on, by the same clock; NaN where nobody says."""
 
     time_s: float
     step: int
+    since_s: float = float("nan")
+
+    def goes_on_from(self, began: Look) -> bool:
+        """Whether the job has neither rested in between nor gone back."""
+        return self.step >= began.step and not began.time_s < self.since_s - _CLOCK_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +37,9 @@ class Windows:
     rates: tuple[float, ...] = ()
 
     def after(self, look: Look, least_s: float, least_steps: int) -> Windows:
-        """With one look more. Who went back (it was started again) begins its window anew."""
+        """With one look more. Who rested, or went back (it was started again), begins its window anew."""
         began = self.open
-        if began is None or look.step < began.step:
+        if began is None or not look.goes_on_from(began):
             return replace(self, open=look)
         seconds, steps = look.time_s - began.time_s, look.step - began.step
         if seconds < least_s or seconds <= 0.0 or steps < least_steps:

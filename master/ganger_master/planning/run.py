@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from math import inf
+from math import inf, nan
 from typing import Any, Final
 
 import grpc
@@ -175,9 +175,10 @@ class Planner:
                     number, step_s = names.parse_job_name(name), times.unix_seconds(progress.step_time)
                     measured.hear(number, progress.step, step_s, now)
                     use = progress.device_use if progress.HasField("device_use") else None
-                    together.hear(number, progress.step, step_s, use, now)
+                    since_s = times.unix_seconds(progress.since_time) if progress.HasField("since_time") else nan
+                    together.hear(number, progress.step, step_s, use, now, since_s)
                     self._attained.hear(number, progress.step, step_s)
-                    if self._speeds.hear(number, progress.step, step_s, now):
+                    if self._speeds.hear(number, progress.step, step_s, now, since_s):
                         self._news.set()
             if not tunes:
                 continue
@@ -213,8 +214,9 @@ class Planner:
         before = self._shared
         sizes, growing = Sizes(), self._growing
         if policy.grows:
+            idle_s, busy = min(IDLE_S, pace.every_s), before.packs.on_trial
             sizes, growing = plan_sizes(
-                policy.placement, live.table, now, live.room, self._speeds, growing, min(IDLE_S, pace.every_s)
+                policy.placement, live.table, now, live.room, self._speeds, growing, idle_s, busy
             )
         findings: tuple[Finding, ...] = ()
         if policy.shares and sizes.is_giving:

@@ -150,6 +150,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             time=agent_messages.sample_time(progress, self._clock()),
             concern=progress.concern[:_LONGEST_CONCERN],
             step_time=times.unix_seconds(progress.step_time) if progress.HasField("step_time") else 0.0,
+            since_time=times.unix_seconds(progress.since_time) if progress.HasField("since_time") else 0.0,
             device_use=min(1.0, max(0.0, progress.device_use)) if progress.HasField("device_use") else None,
             metrics=metrics_from_wire(progress),
         )

@@ -297,6 +297,7 @@ def progress_to_wire(sample: Sample) -> job_pb2.Progress:
         time=times.timestamp(sample.time),
         concern=sample.concern,
         step_time=times.timestamp(sample.step_time) if sample.step_time else None,
+        since_time=times.timestamp(sample.since_time) if sample.since_time else None,
         device_use=sample.device_use,
         metrics=metrics_to_wire(sample.metrics),
     )

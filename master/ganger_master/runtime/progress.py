@@ -23,6 +23,8 @@ class Sample:
     concern: str = ""
     # When the last step was done; zero: nobody said.
     step_time: float = 0.0
+    # When the first step was done since it last began to run, or went on; zero: not yet.
+    since_time: float = 0.0
     # Share of its devices that it used; None: nobody can tell.
     device_use: float | None = None
     # What the job reported by name; only the daemon of its first rank says so.
