@@ -88,7 +88,8 @@ def plan_matrices(
     room.refresh()
     filling = _Filling(placement, room)
     waiting = [job for job in table.waiting_jobs(_WAITING_MOST) if job.number not in kept_out.not_started]
-    parked, running = _rested(table), [pair for pair in table.running if pair[0].number not in busy]
+    parked = [pair for pair in _rested(table) if pair[0].number not in busy]
+    running = [pair for pair in table.running if pair[0].number not in busy]
     try:
         stranded = filling.bring_back(parked)
         crowded = filling.start(waiting)

@@ -1,6 +1,7 @@
 """Packs of `gandiva`: which of those who run are tried on one device together, and which of them stay so.
 
-Only while more is wanted than there is, and only of gangs that were measured alone. A guest moves to its host's devices
+Only while more is wanted than there is, and only of gangs that were measured alone, be it in their turns: those leave
+them first (`planner.leaving`). A guest moves to its host's devices
 and both are given half of the cores; once their rates together tell, the pack is kept or undone
 (`introspect.packing`), and it is watched as long as it lasts. Who has to go is parked, and takes turns again. What was
 measured is said with every change, for the history of the jobs. What the pass remembers is a value; lost, packs that
@@ -9,7 +10,7 @@ there are come apart, for nobody could tell any more whether they pay.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
@@ -89,10 +90,41 @@ class Pack:
 
 
 @dataclass(frozen=True, slots=True)
+class Leaving:
+    """Who is to be packed takes turns, and leaves them first."""
+
+    proposal: Proposal
+    since_s: float
+
+    @property
+    def host(self) -> int:
+        return self.proposal.host.residents[0].number
+
+    @property
+    def guest(self) -> int:
+        return self.proposal.guest.residents[0].number
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return (self.host, self.guest)
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """The host of a pack that was undone gets its cores back once its guest rests."""
+
+    host: int
+    guest: int
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Packs:
     """`tried` and `kept` count decisions."""
 
     packs: tuple[Pack, ...] = ()
+    leaving: tuple[Leaving, ...] = ()
+    parting: tuple[Parting, ...] = ()
     failed: Failed[Pair] = field(default_factory=Failed)
     contention: Mapping[str, Contention] = field(default_factory=dict)
     tried: int = 0
@@ -104,7 +136,11 @@ class Packs:
 
     @property
     def on_trial(self) -> frozenset[int]:
-        return frozenset(number for pack in self.packs if not pack.is_kept for number in pack.numbers)
+        """And who is on the way there, or back: nobody else is to disturb them."""
+        trying = [pack.numbers for pack in self.packs if not pack.is_kept]
+        coming = [one.numbers for one in self.leaving]
+        going = [(one.host, one.guest) for one in self.parting]
+        return frozenset(number for numbers in (*trying, *coming, *going) for number in numbers)
 
 
 def plan_packs(
@@ -117,19 +153,21 @@ def plan_packs(
     left: list[Pack] = []
     findings: list[Finding] = []
     for pack in packs.packs:
-        packs, stays, found = _judged(packs, pack, running, now, seen)
+        packs, stays, found = _judged(packs, pack, running, table, now, seen)
         findings.extend(found)
         if stays is not None:
             left.append(stays)
         elif _is_together(pack, running):
             detail = found[0].detail if found else "what it gains could not be measured"
-            changes.append(_parking(*running[pack.guest], detail))
+            changes.append(parking(*running[pack.guest], Purpose(Goal.UNPACK, detail=detail)))
+            packs = replace(packs, parting=(*packs.parting, Parting(pack.numbers[0], pack.guest, now)))
     packs = replace(packs, packs=tuple(left))
     busy = {number for pack in left for number in pack.numbers} | {change.number for change in changes}
+    busy |= packs.on_trial
     changes.extend(_strangers(running, busy, seen))
     busy |= {change.number for change in changes}
-    changes.extend(_whole_again(running, busy, view, seen))
-    most = max(1, gpus // _DEVICES_PER_TRIAL) - sum(not pack.is_kept for pack in left)
+    changes.extend(whole_again(running, busy, view, seen))
+    most = max(1, gpus // _DEVICES_PER_TRIAL) - sum(not pack.is_kept for pack in left) - len(packs.leaving)
     if not is_crowded or most <= 0:
         return tuple(changes), packs, tuple(findings)
     busy |= {change.number for change in changes}
@@ -138,9 +176,11 @@ def plan_packs(
         for number, (job, gang) in running.items()
         if number not in busy and (berth := _berth(job, gang, view, seen)) is not None
     ]
-    for proposal in proposals(berths, packs.failed, now, packs.contention, most):
-        begun = _move_in(proposal, running, view)
-        if begun:
+    for proposal in proposals(berths, packs.failed, now, packs.contention, most, _feasible(running)):
+        host, guest = [running[one.number] for one in proposal.residents]
+        if host[1].node_set or guest[1].node_set:
+            packs = replace(packs, leaving=(*packs.leaving, Leaving(proposal, now)), tried=packs.tried + 1)
+        elif begun := move_in(proposal, host, guest, view):
             changes.extend(begun)
             packs = replace(packs, packs=(*packs.packs, Pack(proposal, now)), tried=packs.tried + 1)
     return tuple(changes), packs, tuple(findings)
@@ -156,34 +196,53 @@ def with_refusals(before: Packs, planned: Packs, refused: Set[int]) -> Packs:
     begun = [p for p in planned.packs if p.numbers not in known and not refused.isdisjoint(p.numbers)]
     undone = [p for p in before.packs if p.numbers not in there and p.guest in refused]
     left = tuple([pack for pack in planned.packs if pack not in begun])
-    return replace(planned, packs=(*left, *undone), tried=planned.tried - len(begun))
+    # Who has left its turns for nothing is not to do so again and again.
+    failed, on_their_way = planned.failed, []
+    for one in planned.leaving:
+        if refused.isdisjoint(one.numbers):
+            on_their_way.append(one)
+        else:
+            failed = failed.noted(one.proposal.pair, one.since_s)
+    known_undone = {pack.guest for pack in undone}
+    parting = tuple([one for one in planned.parting if one.guest not in known_undone])
+    return replace(
+        planned,
+        packs=(*left, *undone),
+        leaving=tuple(on_their_way),
+        parting=parting,
+        failed=failed,
+        tried=planned.tried - len(begun),
+    )
 
 
-def _parking(job: Job, gang: Gang, detail: str) -> Change:
+def parking(job: Job, gang: Gang, purpose: Purpose) -> Change:
+    """It rests in host memory if it can, else on storage."""
     has_arena = job.capabilities.offload and has_arenas(gang)
     level = SuspendLevel.OFFLOAD if has_arena else SuspendLevel.CHECKPOINT
-    return Change(job.number, job.revision, "SUSPEND", level=level, purpose=Purpose(Goal.UNPACK, detail=detail))
+    return Change(job.number, job.revision, "SUSPEND", level=level, purpose=purpose)
 
 
 def _strangers(running: Mapping[int, tuple[Job, Gang]], busy: Collection[int], seen: Seen) -> Iterator[Change]:
     """Who shares devices, and nobody knows how it did alone: whoever came last has to go."""
     for number, (job, gang) in running.items():
         mates = seen.beside(number)
-        if not mates or number in busy or not mates.isdisjoint(busy) or not _is_settled(job, gang):
+        if not mates or number in busy or not mates.isdisjoint(busy) or not is_settled(job, gang):
             continue
         epochs = [running[mate][1].epoch for mate in mates if mate in running]
         is_known = all(seen.alone(one) for one in (number, *mates))
         if not is_known and gang.epoch > max(epochs, default=0):
-            yield _parking(job, gang, "nobody knows any more how fast those who share it were alone")
+            detail = "nobody knows any more how fast those who share it were alone"
+            yield parking(job, gang, Purpose(Goal.UNPACK, detail=detail))
 
 
-def _whole_again(
+def whole_again(
     running: Mapping[int, tuple[Job, Gang]], busy: Collection[int], view: View, seen: Seen
 ) -> Iterator[Change]:
     """Who has its devices to itself again gets the cores that go with them, as far as they are free."""
     free: dict[str, tuple[int, ...]] = {}
     for number, (job, gang) in running.items():
-        if number in busy or seen.beside(number) or not _is_settled(job, gang):
+        # Cores of those who take turns are of all of them.
+        if number in busy or seen.beside(number) or not is_settled(job, gang) or gang.node_set:
             continue
         claims = []
         for claim in gang.claims:
@@ -199,7 +258,7 @@ def _whole_again(
 
 
 def _judged(
-    packs: Packs, pack: Pack, running: Mapping[int, tuple[Job, Gang]], now: float, seen: Seen
+    packs: Packs, pack: Pack, running: Mapping[int, tuple[Job, Gang]], table: LiveTable, now: float, seen: Seen
 ) -> tuple[Packs, Pack | None, list[Finding]]:
     """The pack if it stays, what was learned, and what is to be told of it."""
     proposal, numbers = pack.proposal, pack.numbers
@@ -208,9 +267,9 @@ def _judged(
         return packs, None, []
     are_together = all(seen.beside(number) == frozenset(numbers) - {number} for number in numbers)
     if not are_together:
-        guest = running.get(pack.guest)
+        guest = table.get(pack.guest)
         if pack.is_kept:
-            apart = all(number in running and _is_settled(*running[number]) for number in numbers)
+            apart = all(number in running and is_settled(*running[number]) for number in numbers)
             left = any(not shares_all(running[number][1].claims) for number in numbers if number in running)
             return packs, None if apart or left else pack, []
         if guest is not None and guest[0].next_epoch:
@@ -255,7 +314,7 @@ def _is_together(pack: Pack, running: Mapping[int, tuple[Job, Gang]]) -> bool:
     return len(places) == len(pack.numbers) and all(place == places[0] for place in places)
 
 
-def _is_settled(job: Job, gang: Gang) -> bool:
+def is_settled(job: Job, gang: Gang) -> bool:
     return gang.phase is GangPhase.RUNNING and not job.next_epoch
 
 
@@ -274,10 +333,27 @@ def _berth(job: Job, gang: Gang, view: View, seen: Seen) -> Berth | None:
     return Berth(seat, made.device_type, made.device_memory_bytes, (resident,))
 
 
-def _move_in(proposal: Proposal, running: Mapping[int, tuple[Job, Gang]], view: View) -> Sequence[Change]:
+def _feasible(running: Mapping[int, tuple[Job, Gang]]) -> Callable[[Berth, Berth], bool]:
+    """Nobody else may take turns on the devices of a pack."""
+
+    def may(host: Berth, guest: Berth) -> bool:
+        there, comes = host.residents[0].number, guest.residents[0].number
+        node_set = running[there][1].node_set
+        masks = dict(host.seat)
+        return not node_set or not any(
+            gang.node_set == node_set
+            and number not in (there, comes)
+            and any(masks.get(claim.node, 0) & claim.device_mask for claim in gang.claims)
+            for number, (_, gang) in running.items()
+        )
+
+    return may
+
+
+def move_in(proposal: Proposal, at: tuple[Job, Gang], comes: tuple[Job, Gang], view: View) -> Sequence[Change]:
     """The host gives half of its cores to the guest, who comes; nothing where the guest's gang is of another make."""
-    host, its_gang = running[proposal.host.residents[0].number]
-    guest, _ = running[proposal.guest.residents[0].number]
+    host, its_gang = at
+    guest, _ = comes
     task = guest.shape.roles[0].shape
     kept: list[Claim] = []
     taken: list[Claim] = []

@@ -11,6 +11,7 @@ from typing import Final
 from ganger_master.core.purpose import Finding, Goal
 from ganger_master.planner.fairness import NOTHING as NOTHING_OWED
 from ganger_master.planner.fairness import Fairness, credited, moved, stayed
+from ganger_master.planner.leaving import follow, places_of
 from ganger_master.planner.matrices import plan_matrices
 from ganger_master.planner.packs import Packs, Seen, plan_packs, with_refusals
 from ganger_master.planner.refused import NOBODY, KeptOut
@@ -66,6 +67,9 @@ def plan_shared(
         is_crowded = table.has_waiting or bool(turns.sharers) or _take_turns(table)
         changes, packs, findings = plan_packs(packs, table, room.view, now, seen, gpus, is_crowded)
         tried = Pass(changes)
+    # Where the planner leads the turns, they keep nobody from its cores.
+    followed, packs = follow(packs, table, room.view, now, seen) if matrices else ((), replace(packs, parting=()))
+    tried = Pass((*tried.changes, *followed))
     busy = packs.on_trial | {change.number for change in tried.changes}
     if matrices:
         together = {number for unit in packs.together for number in unit}
@@ -73,14 +77,19 @@ def plan_shared(
             _, facts = table.facts(now)
             weights = dict(zip(facts.number.tolist(), facts.weight.tolist(), strict=True))
             fairness = credited(fairness, table.running, weights, received_s, room.view, now, turn_s)
-        found = plan_matrices(placement, table, now, room, turn_s, kept_out, busy | together, fairness, draining)
+        coming = [claim for change in followed if change.kind == "RESUME" for claim in places_of(table, change)]
+        room.take(coming)
+        try:
+            found = plan_matrices(placement, table, now, room, turn_s, kept_out, busy | together, fairness, draining)
+        finally:
+            room.give(coming)
         fairness = moved(fairness, [change for change in found.changes if change.purpose.goal in _GOING], now)
         turns = replace(turns, since_s=now) if is_due else turns
     else:
         found, turns = plan_slices(placement, table, now, room, turns, quantum_s, kept_out, busy, packs.together)
     next_s = found.next_change_s
-    if packs.packs:
-        # They are watched as long as they last.
+    if packs.packs or (matrices and _take_turns(table)):
+        # They are watched as long as they last, and who takes turns is measured meanwhile.
         turns = replace(turns, since_s=now) if is_due else turns
         next_s = min(next_s, turns.since_s + quantum_s)
     next_s = max(next_s, now + 1.0) if next_s < math.inf else next_s

@@ -9,7 +9,7 @@ were, and tried again after a while, for jobs change. Packs are watched as long 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Final, TypeAlias
@@ -104,9 +104,10 @@ def proposals(
     now: float,
     contention: Mapping[str, Contention] = {},
     most: int = 1,
+    may: Callable[[Berth, Berth], bool] = lambda host, guest: True,
 ) -> list[Proposal]:
     """At most so many packs to try, the largest forecast gain first, no berth in two of them. Ask only while more is
-    wanted than there is: else everybody has a GPU of its own."""
+    wanted than there is: else everybody has a GPU of its own. `may`: whether this host can take in this guest."""
     kinds: dict[tuple[int, str, int], list[Berth]] = {}
     for berth in berths:
         if berth.residents and all(one.least_speed < 1.0 for one in berth.residents):
@@ -123,7 +124,9 @@ def proposals(
             if pays and not too_slow and not failed.holds(pair_of(host, guest), now):
                 # Of equal gains the surer one: that which leaves more of the GPU idle.
                 rank = (-sum(speeds), host.utilisation + guest.utilisation)
-                found.append((rank, *_who_moves(host, guest)))
+                first, second = _who_moves(host, guest)
+                pairs = [pair for pair in ((first, second), (second, first)) if may(*pair)]
+                found.extend([(rank, *pair) for pair in pairs[:1]])
     found.sort(key=lambda one: (one[0], one[1].seat, one[2].seat))
     chosen: list[Proposal] = []
     used: set[Seat] = set()

@@ -1,0 +1,99 @@
+"""Gangs that take turns on their way into a pack, and the way back.
+
+Who takes turns can neither be moved nor given other cores, so the guest of a pack rests in host memory first, which
+takes it out of its turns, and goes on from there beside its host. The host, if it took turns with nobody else, has its
+devices to itself by then; where its turns go on for others' sake, it rests for a moment, too. At no time are two on a
+device but by the plan that says so. A pack that was undone leaves its guest resting: once the host has its cores again
+they take turns as before (`planner.matrices`). All of it is looked at in every pass, not once a quantum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final, TypeAlias
+
+from ganger.resources.view import View
+from msgspec import structs
+
+from ganger_master.core.commands import Change
+from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.purpose import Goal, Purpose
+from ganger_master.planner.packs import Leaving, Pack, Packs, Seen, is_settled, move_in, parking, whole_again
+from ganger_master.planner.slices import Claims
+from ganger_master.planner.table import LiveTable
+
+# Longer than any boundary and any copy: who is not there by then stays in turns.
+_LONGEST_S: Final = 120.0
+
+_Pair: TypeAlias = tuple[Job, Gang]
+
+
+def follow(packs: Packs, table: LiveTable, view: View, now: float, seen: Seen) -> tuple[tuple[Change, ...], Packs]:
+    """The changes to propose now, and what to remember if they are proposed."""
+    changes: list[Change] = []
+    leaving: list[Leaving] = []
+    begun: list[Pack] = []
+    failed = packs.failed
+    for one in packs.leaving:
+        host, guest = _of(table, one.host), _of(table, one.guest)
+        if host is None or guest is None:
+            # It has ended, or somebody else has stopped it.
+            continue
+        if now > one.since_s + _LONGEST_S:
+            failed = failed.noted(one.proposal.pair, now)
+            continue
+        if not (_rests(*guest) and is_settled(*host) and not host[1].node_set):
+            leaving.append(one)
+            changes.extend(_next(one, host, guest))
+        elif together := move_in(one.proposal, host, guest, view):
+            changes.extend(together)
+            begun.append(Pack(one.proposal, now))
+        else:
+            failed = failed.noted(one.proposal.pair, now)
+    parting = []
+    for going in packs.parting:
+        host, guest = _of(table, going.host), _of(table, going.guest)
+        if guest is not None and not _rests(*guest) and now <= going.since_s + _LONGEST_S:
+            parting.append(going)
+        elif host is not None:
+            changes.extend(whole_again({going.host: host}, (), view, seen))
+    followed = replace(packs, packs=(*packs.packs, *begun), leaving=tuple(leaving), parting=tuple(parting))
+    return tuple(changes), replace(followed, failed=failed)
+
+
+def places_of(table: LiveTable, change: Change) -> Claims:
+    """What who goes on takes of what is free now."""
+    found = _of(table, change.number)
+    own = found[1].claims if found is not None else ()
+    return tuple([structs.replace(claim, arena_bytes=0, memory_bytes=0, shared_mask=0) for claim in own])
+
+
+def _of(table: LiveTable, number: int) -> _Pair | None:
+    found = table.get(number)
+    if found is None or found[1] is None or found[0].state is not JobState.HOLDING or found[0].ending is not None:
+        return None
+    return found[0], found[1]
+
+
+def _rests(job: Job, gang: Gang) -> bool:
+    parked = gang.phase is GangPhase.PARKED and gang.intent is Intent.PARK and not job.next_epoch
+    return parked and gang.park_level is SuspendLevel.OFFLOAD
+
+
+def _next(one: Leaving, host: _Pair, guest: _Pair) -> Sequence[Change]:
+    purpose = Purpose(Goal.PACK, detail=f"out of its turns, to be tried with {host[0].name} on its devices")
+    if _may_rest(*guest):
+        return [parking(*guest, purpose)]
+    if not _rests(*guest):
+        return []
+    if host[1].node_set and _may_rest(*host):
+        detail = f"out of its turns, to be tried with {guest[0].name} on its devices"
+        return [parking(*host, Purpose(Goal.PACK, detail=detail))]
+    if _rests(*host):
+        return [Change(host[0].number, host[0].revision, "RESUME", purpose=Purpose(Goal.PACK))]
+    return []
+
+
+def _may_rest(job: Job, gang: Gang) -> bool:
+    return is_settled(job, gang) and gang.intent is Intent.RUN

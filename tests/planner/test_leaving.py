@@ -1,0 +1,266 @@
+"""Gangs that take turns are packed where that pays and take turns again where it does not, over a real state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pytest
+from core.drive import SERVER
+from core.test_packing import small
+from ganger.v1 import scheduling_pb2
+from ganger_master.core.answers import PlanAnswer, SessionAnswer
+from ganger_master.core.commands import CancelJob, Change, OpenSession, ProposePlan
+from ganger_master.core.model import GangPhase, ObservedPhase
+from ganger_master.planner.leaving import follow
+from ganger_master.planner.packs import with_refusals
+from ganger_master.planner.shared import NOTHING, plan_shared
+from ganger_master.planner.table import LiveTable
+from ganger_master.policies.room import Room
+from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
+from msgspec.structs import replace
+from planner.test_matrices import POLICY, Sharing
+from planner.test_packs_pass import HALF, SLOWER, STEADY
+
+QUANTUM_S = 60.0
+
+
+@dataclass
+class Seen:
+    """Who is busy keeps its device so; all others a tenth."""
+
+    busy: frozenset[int] = frozenset()
+    now: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    mates: Mapping[int, frozenset[int]] = field(default_factory=dict)
+
+    def alone(self, number: int) -> tuple[float, ...]:
+        return STEADY
+
+    def present(self, number: int) -> tuple[float, ...]:
+        return self.now.get(number, ())
+
+    def beside(self, number: int) -> frozenset[int]:
+        return self.mates.get(number, frozenset())
+
+    def utilisation(self, number: int) -> float:
+        return 0.9 if number in self.busy else 0.1
+
+    def signature(self, number: int) -> str:
+        return f"model {number}"
+
+
+class InTurns(Sharing):
+    """Five jobs of one device on four, so that two of them take turns: `pair`, the last one with another."""
+
+    def __init__(self, jobs: int = 5) -> None:
+        super().__init__()
+        self.remembered = NOTHING
+        self.seen_by = Seen(frozenset(range(100)))
+        self.numbers = self.submitted(*[small()] * jobs)
+        while not self.state.sets:
+            self.passes()
+        self.together = sorted({number for row in self.rows for number in row})
+
+    def join(self, node: str) -> None:
+        able = {"packing": "yes", "rotation": "yes"}
+        answer = self.step(OpenSession(node, f"machine-{node}", SERVER, capabilities=able))
+        assert isinstance(answer, SessionAnswer)
+        self.sessions[node] = answer.session
+        self.observe(node, version=0)
+
+    def passes(self) -> list[tuple[str, int]]:
+        """What is proposed now, all of which must be approved; who starts runs."""
+        changes = self.asked()
+        if changes:
+            answer = self.step(ProposePlan(changes))
+            assert isinstance(answer, PlanAnswer)
+            assert all(verdict.approved for verdict in answer.verdicts), answer
+        for change in changes:
+            if change.kind in ("START", "ROW", "RESUME"):
+                self.runs(change.number)
+        return sorted((change.kind, change.number) for change in changes)
+
+    def asked(self) -> tuple[Change, ...]:
+        view = self.state.view.copy()
+        found, self.remembered, _ = plan_shared(
+            POLICY.placement,
+            self.table(),
+            self.now,
+            Room(view),
+            self.remembered,
+            self.seen_by,
+            4,
+            QUANTUM_S,
+            matrices=True,
+            turn_s=QUANTUM_S,
+        )
+        soon = found.next_change_s <= self.now + QUANTUM_S
+        assert soon or not self.state.sets, "who takes turns is looked at again"
+        return found.changes
+
+    def table(self) -> LiveTable:
+        table = LiveTable()
+        for job in self.state.jobs.values():
+            message = scheduling_pb2.LiveJob()
+            live_job_to_wire(job, self.state.gangs.get(job.epoch), message)
+            table.put(*live_job_from_wire(message))
+        return table
+
+    def later(self) -> list[tuple[str, int]]:
+        """The pass at the end of the quantum."""
+        self.now += QUANTUM_S + 1.0
+        return self.passes()
+
+    def rests(self, number: int) -> None:
+        self.seen(number, self.job(number).epoch, ObservedPhase.PARKED, 5)
+
+    def moves_in(self, guest: int) -> None:
+        self.seen(guest, self.job(guest).next_epoch, ObservedPhase.READY, 5)
+        self.runs(guest)
+
+    def beside_each_other(self, rates: tuple[float, ...]) -> Seen:
+        one, other = self.together
+        mates = {one: frozenset({other}), other: frozenset({one})}
+        return Seen(self.seen_by.busy, dict.fromkeys(self.together, rates), mates)
+
+    def devices(self, number: int) -> int:
+        return self.state.gangs[self.job(number).epoch].claims[0].device_mask
+
+    def packed(self) -> tuple[int, int]:
+        """(host, guest) of a pack that is being tried, of those who took turns."""
+        self.seen_by = Seen(frozenset(self.numbers) - {*self.together})
+        ((kind, guest),) = self.later()
+        assert kind == "SUSPEND"
+        (host,) = {*self.together} - {guest}
+        assert self.passes() == [], "it is on its way"
+        self.rests(guest)
+        assert self.state.sets == {}, "the host has its device to itself"
+        assert self.passes() == [("CORES", host), ("MOVE", guest)]
+        self.moves_in(guest)
+        return host, guest
+
+
+def test_two_that_take_turns_and_use_little_leave_them_and_run_at_once_on_that_device() -> None:
+    drive = InTurns()
+    host, guest = drive.packed()
+    assert drive.devices(host) == drive.devices(guest)
+    drive.seen_by = drive.beside_each_other(SLOWER)
+    assert drive.later() == []
+    assert drive.remembered.packs.kept == 1
+    assert drive.later() == []
+    assert drive.state.sets == {}
+
+
+def test_where_it_does_not_pay_they_take_turns_again_each_with_all_of_its_cores() -> None:
+    drive = InTurns()
+    cores = drive.state.gangs[drive.job(drive.together[0]).epoch].claims[0].millicores
+    host, guest = drive.packed()
+    pair = drive.remembered.packs.packs[0].proposal.pair
+    alone, drive.seen_by = drive.seen_by, drive.beside_each_other(HALF)
+    assert drive.later() == [("SUSPEND", guest)]
+    assert drive.passes() == []
+    drive.rests(guest)
+    drive.seen_by = alone
+    assert drive.passes() == [("CORES", host)]
+    assert drive.state.gangs[drive.job(host).epoch].claims[0].millicores == cores
+    assert drive.passes() == sorted([("ROW", host), ("ROW", guest)])
+    assert sorted(drive.rows) == sorted([[host], [guest]])
+    assert drive.remembered.packs.failed.holds(pair, drive.now + QUANTUM_S)
+
+
+def test_who_takes_turns_with_others_too_is_host_to_nobody() -> None:
+    """Nine on four: three on a device, and no pair of them would have it to itself."""
+    drive = InTurns(jobs=9)
+    for _ in range(5):
+        drive.passes()
+    crowd = next(
+        numbers
+        for numbers in ([n for n in drive.numbers if drive.devices(n) == 1 << device] for device in range(4))
+        if len(numbers) == 3
+    )
+    drive.seen_by = Seen(frozenset(drive.numbers) - {*crowd})
+    assert drive.later() == []
+    assert drive.remembered.packs.leaving == ()
+
+
+def test_a_guest_leaves_its_turns_for_a_host_with_a_device_of_its_own() -> None:
+    drive = InTurns()
+    one, other = drive.together
+    free = [number for number in drive.numbers if number not in drive.together]
+    light = {one, free[0]}
+    drive.seen_by = Seen(frozenset(drive.numbers) - light)
+    assert drive.later() == [("SUSPEND", one)]
+    drive.rests(one)
+    assert ("MOVE", one) in drive.passes()
+    drive.moves_in(one)
+    assert drive.devices(one) == drive.devices(free[0])
+    assert not drive.state.gangs[drive.job(other).epoch].node_set, "whom it left has its device to itself"
+
+
+def test_where_turns_go_on_for_the_sake_of_others_the_host_rests_for_a_moment_too() -> None:
+    drive = InTurns(jobs=6)
+    drive.passes()
+    by_device: dict[int, list[int]] = {}
+    for number in drive.numbers:
+        by_device.setdefault(drive.devices(number), []).append(number)
+    pair = next(numbers for numbers in by_device.values() if len(numbers) == 2)
+    drive.seen_by = Seen(frozenset(drive.numbers) - {*pair})
+    ((kind, guest),) = drive.later()
+    (host,) = {*pair} - {guest}
+    assert kind == "SUSPEND"
+    drive.rests(guest)
+    assert drive.state.gangs[drive.job(host).epoch].node_set, "two others still take turns there"
+    assert drive.passes() == [("SUSPEND", host)]
+    drive.rests(host)
+    assert drive.passes() == [("RESUME", host)]
+    assert drive.passes() == [("CORES", host), ("MOVE", guest)]
+
+
+@pytest.mark.parametrize("who", ["host", "guest"])
+def test_where_one_ends_on_the_way_the_other_is_left_to_the_turns(who: str) -> None:
+    drive = InTurns()
+    drive.seen_by = Seen(frozenset(drive.numbers) - {*drive.together})
+    ((_, guest),) = drive.later()
+    (host,) = {*drive.together} - {guest}
+    drive.rests(guest)
+    drive.step(CancelJob(host if who == "host" else guest))
+    drive.passes()
+    assert drive.remembered.packs.leaving == ()
+    assert drive.remembered.packs.on_trial == set()
+
+
+def test_who_was_not_let_out_of_its_turns_is_not_asked_again_at_once_and_nobody_waits_for_ever() -> None:
+    drive = InTurns()
+    drive.seen_by = Seen(frozenset(drive.numbers) - {*drive.together})
+    drive.now += QUANTUM_S + 1.0
+    before = drive.remembered
+    (change,) = drive.asked()
+    (leaving,) = drive.remembered.packs.leaving
+    drive.remembered = drive.remembered.without(before, {change.number})
+    assert drive.remembered.packs.leaving == ()
+    assert drive.remembered.packs.failed.holds(leaving.proposal.pair, drive.now + QUANTUM_S)
+    late = drive.remembered.packs
+    assert with_refusals(late, late, {change.number}) == late
+
+
+def test_on_the_way_nobody_is_waited_for_longer_than_any_copy_takes() -> None:
+    drive = InTurns()
+    drive.seen_by = Seen(frozenset(drive.numbers) - {*drive.together})
+    drive.later()
+    packs = drive.remembered.packs
+    assert follow(packs, drive.table(), drive.state.view, drive.now + 60.0, drive.seen_by)[1].leaving == packs.leaving
+    changes, after = follow(packs, drive.table(), drive.state.view, drive.now + 300.0, drive.seen_by)
+    assert (changes, after.leaving) == ((), ())
+
+
+def test_a_host_that_moves_away_is_not_waited_for() -> None:
+    drive = InTurns()
+    drive.seen_by = Seen(frozenset(drive.numbers) - {*drive.together})
+    ((_, guest),) = drive.later()
+    drive.rests(guest)
+    (host,) = {*drive.together} - {guest}
+    table = drive.table()
+    job, gang = drive.job(host), drive.state.gangs[drive.job(host).epoch]
+    table.put(job, replace(gang, phase=GangPhase.MOVING))
+    changes, after = follow(drive.remembered.packs, table, drive.state.view, drive.now, drive.seen_by)
+    assert (changes, len(after.leaving)) == ((), 1)
