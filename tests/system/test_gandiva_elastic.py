@@ -11,7 +11,7 @@ from system.harness import Run
 from system.test_resize_kills import Training
 from system.test_turns import goes_on, takes_turns
 
-pytestmark = [pytest.mark.system, pytest.mark.torch, pytest.mark.chaos]
+pytestmark = [pytest.mark.system, pytest.mark.torch, pytest.mark.chaos, pytest.mark.timeout(900)]
 
 OPTIONS = ("--policy", "gandiva", "--plan-every", "3s", "--quantum", "1s")
 WANTS = ("--cpus-per-gpu", "1", "--memory", "512M", "--gpu-memory", "16M")

@@ -11,7 +11,7 @@ from system.harness import Run
 from system.packing import WANTS, beside, has_quotas
 from system.test_turns import takes_turns
 
-pytestmark = [pytest.mark.system, pytest.mark.torch, pytest.mark.chaos]
+pytestmark = [pytest.mark.system, pytest.mark.torch, pytest.mark.chaos, pytest.mark.timeout(900)]
 
 
 def test_jobs_in_turns_that_wait_most_of_the_time_are_packed_and_the_pack_is_kept(tmp_path: Path) -> None:
