@@ -103,6 +103,7 @@ def test_no_field_of_a_job_is_left_out() -> None:
         queue_rank=4,
         sample=Sample(5, 40, 160, 9.5, 0.5, 0.1, 3.0, "rank 1 hangs", 2.5, 2.25, 0.75, (Metric("accuracy", 0.9, 39),)),
         beside=(8,),
+        has_turn=True,
         with_environment=True,
     )
     assert isinstance(message, job_pb2.Job)
