@@ -19,6 +19,7 @@ class Method:
     path: str
     deadline_seconds: float | None = 10.0
     is_idempotent: bool = True
+    is_stream: bool = False
 
 
 _JOBS, _SCHEDULING, _NODES = "ganger.v1.JobService", "ganger.v1.SchedulingService", "ganger.v1.NodeService"
@@ -31,7 +32,7 @@ METHODS: dict[str, Method] = {
         Method(f"{_JOBS}/CreateJob", 30.0),
         Method(f"{_JOBS}/GetJob"),
         Method(f"{_JOBS}/ListJobs"),
-        Method(f"{_JOBS}/WatchJob", _STREAM_SECONDS),
+        Method(f"{_JOBS}/WatchJob", _STREAM_SECONDS, is_stream=True),
         Method(f"{_JOBS}/CancelJob"),
         Method(f"{_JOBS}/SuspendJob"),
         Method(f"{_JOBS}/ResumeJob"),
@@ -39,7 +40,7 @@ METHODS: dict[str, Method] = {
         Method(f"{_JOBS}/MoveJob", 30.0, is_idempotent=False),
         Method(f"{_JOBS}/RetuneJob", is_idempotent=False),
         Method(f"{_JOBS}/ResizeJob", is_idempotent=False),
-        Method(f"{_JOBS}/ReadLog", _STREAM_SECONDS),
+        Method(f"{_JOBS}/ReadLog", _STREAM_SECONDS, is_stream=True),
         Method(f"{_JOBS}/ExplainJob"),
         Method(f"{_JOBS}/ListEvents"),
         Method(f"{_JOBS}/CreateArray", 30.0),
@@ -47,15 +48,15 @@ METHODS: dict[str, Method] = {
         Method(f"{_JOBS}/ListArrays"),
         Method(f"{_JOBS}/CancelArray"),
         Method(f"{_SCHEDULING}/GetView"),
-        Method(f"{_SCHEDULING}/WatchView", _STREAM_SECONDS),
-        Method(f"{_SCHEDULING}/WatchTurns", None),
+        Method(f"{_SCHEDULING}/WatchView", _STREAM_SECONDS, is_stream=True),
+        Method(f"{_SCHEDULING}/WatchTurns", None, is_stream=True),
         # A second request would be refused as stale although the first was approved.
         Method(f"{_SCHEDULING}/RequestGang", is_idempotent=False),
-        Method(f"{_SCHEDULING}/RequestGangs", None, is_idempotent=False),
+        Method(f"{_SCHEDULING}/RequestGangs", None, is_idempotent=False, is_stream=True),
         Method(f"{_SCHEDULING}/ReleaseGang", is_idempotent=False),
         Method(f"{_SCHEDULING}/ProposePlan", is_idempotent=False),
-        Method(f"{_SCHEDULING}/WatchCluster", _STREAM_SECONDS),
-        Method(f"{_SCHEDULING}/WatchProgress", _STREAM_SECONDS),
+        Method(f"{_SCHEDULING}/WatchCluster", _STREAM_SECONDS, is_stream=True),
+        Method(f"{_SCHEDULING}/WatchProgress", _STREAM_SECONDS, is_stream=True),
         Method(f"{_NODES}/ListNodes"),
         Method(f"{_NODES}/GetNode"),
         Method(f"{_NODES}/DrainNode"),
@@ -70,14 +71,14 @@ METHODS: dict[str, Method] = {
         Method(f"{_AGENTS}/CreateSession"),
         # Held up to max_wait; the daemon itself calls again, and only its newest call counts.
         Method(f"{_AGENTS}/Reconcile", 120.0, is_idempotent=False),
-        Method(f"{_AGENTS}/ReportProgress", None, is_idempotent=False),
-        Method(f"{_PEERS}/RelayBoundary", None, is_idempotent=False),
+        Method(f"{_AGENTS}/ReportProgress", None, is_idempotent=False, is_stream=True),
+        Method(f"{_PEERS}/RelayBoundary", None, is_idempotent=False, is_stream=True),
         Method(f"{_PEERS}/GetRendezvous", 120.0),
         Method(f"{_PEERS}/ShardWritten"),
         Method(f"{_PEERS}/SwitchRow", 5.0),
-        Method(f"{_PEERS}/ReadLog", _STREAM_SECONDS),
+        Method(f"{_PEERS}/ReadLog", _STREAM_SECONDS, is_stream=True),
         Method("grpc.health.v1.Health/Check", 5.0),
-        Method("grpc.health.v1.Health/Watch", None),
+        Method("grpc.health.v1.Health/Watch", None, is_stream=True),
     )
 }
 
@@ -89,10 +90,13 @@ def deadline_seconds(path: str) -> float | None:
 
 
 def retry_service_config() -> str:
-    """The gRPC service config that repeats idempotent calls while the server is UNAVAILABLE: four tries in ~1 s."""
+    """The gRPC service config that repeats idempotent calls while the server is UNAVAILABLE: four tries in ~1 s.
+
+    No streams: who reads one opens it again itself, and one that gRPC (1.85) repeats when its server is killed as it is
+    opened now and then never ends, not even at the server's return."""
     retried = []
     for method in METHODS.values():
-        if method.is_idempotent:
+        if method.is_idempotent and not method.is_stream:
             service, _, name = method.path.rpartition("/")
             retried.append({"service": service, "method": name})
     policy = {
