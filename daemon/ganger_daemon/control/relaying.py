@@ -121,6 +121,7 @@ class Link:
         self._newest: peer_pb2.RankPoints | None = None
         self._outbox = Outbox()
         self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     def start(self, hello: peer_pb2.RankPoints) -> None:
         self._newest = hello
@@ -133,13 +134,15 @@ class Link:
         self._outbox.put(message)
 
     async def close(self) -> None:
+        self._is_closed = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _keep(self) -> None:
         wait = _RETRY_SECONDS
-        while True:
+        # gRPC (1.85) swallows a cancellation that comes while it opens a stream to a leader that is away
+        while not self._is_closed:
             self._outbox = Outbox()
             if self._newest is not None:
                 self._outbox.put(self._newest)
@@ -150,5 +153,9 @@ class Link:
                     self._heard(from_wire(message))
             except grpc.aio.AioRpcError as error:
                 log.debug("relay broke off", extra={"code": error.code().name})
-            await asyncio.sleep(wait * (0.5 + random.random()))
+            finally:
+                # what gRPC still reads from it ends with it
+                self._outbox.end()
+            if not self._is_closed:
+                await asyncio.sleep(wait * (0.5 + random.random()))
             wait = min(_RETRY_LIMIT_SECONDS, wait * 2)
