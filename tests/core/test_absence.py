@@ -81,3 +81,13 @@ def test_a_node_that_has_lost_all_it_had_is_given_no_spec_of_what_was_begun() ->
     opened = machine.step(drive.state, OpenSession("n1", "machine-n1", SERVER), drive.now)
     assert opened.effects.nodes == ("n1",)
     assert [gang.needs_spec for gang in desired_of(drive.state, "n1").gangs] == [False]
+
+
+def test_a_daemon_that_is_started_anew_while_a_gang_waits_for_its_turn_is_told_the_whole_of_it() -> None:
+    drive = Drive()
+    number = drive.submit(job_of(1))
+    epoch = drive.start(number)
+    # known to the daemon that dies, and not launched
+    drive.seen(number, epoch, ObservedPhase.STARTING)
+    machine.step(drive.state, OpenSession("n1", "machine-n1", SERVER), drive.now)
+    assert [gang.needs_spec for gang in desired_of(drive.state, "n1").gangs] == [True]

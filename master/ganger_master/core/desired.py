@@ -199,8 +199,14 @@ def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
         repin_request=gang.repin_request,
         grace_seconds=settings.grace_seconds,
         checkpoint_first=gang.checkpoint_first,
-        needs_spec=piece.phase is ObservedPhase.NONE,
+        needs_spec=not _is_begun(piece),
     )
+
+
+def _is_begun(piece: Piece) -> bool:
+    """Whether its daemon has launched it. Of one that still waits, for its turn or for devices, a daemon that is
+    started anew knows nothing."""
+    return piece.phase is not ObservedPhase.NONE and (piece.phase is not ObservedPhase.STARTING or bool(piece.pids))
 
 
 _NOTHING: Final = DesiredSet()

@@ -49,7 +49,7 @@ class DesiredGang(Struct, frozen=True, gc=False):
     repin_request: int = 0
     grace_seconds: float = 0.0
     checkpoint_first: bool = False
-    # The daemon has not yet reported this epoch. No change of what is wanted.
+    # The daemon has not yet launched this epoch, as far as it has said. No change of what is wanted.
     needs_spec: bool = True
 
 

@@ -487,7 +487,7 @@ class DesiredGang(google.protobuf.message.Message):
 
     @property
     def spec(self) -> ganger.v1.job_pb2.JobSpec:
-        """What to run; left out once the daemon has reported this epoch."""
+        """What to run; left out once the daemon has reported processes of this epoch."""
 
     @property
     def restore(self) -> Global___Restore:
