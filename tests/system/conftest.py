@@ -1,4 +1,4 @@
-"""Counts the kills at named places and prints how much of the table they cover."""
+"""Counts the kills at named places and prints how much of the table they cover; prints what storms came to."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from system.kill_table import PAIRS, PLACES, VICTIMS, Pair
 
 KILLS = pytest.StashKey[Counter[Pair]]()
+STORMS = pytest.StashKey[list[str]]()
 
 
 @pytest.fixture(scope="session")
@@ -15,7 +16,17 @@ def kills(pytestconfig: pytest.Config) -> Counter[Pair]:
     return pytestconfig.stash.setdefault(KILLS, Counter())
 
 
+@pytest.fixture(scope="session")
+def storms(pytestconfig: pytest.Config) -> list[str]:
+    """What is to be told of each, however it ended."""
+    return pytestconfig.stash.setdefault(STORMS, [])
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    storms = config.stash.get(STORMS, [])
+    if storms:
+        terminalreporter.section("storms")
+        terminalreporter.line("\n".join(storms))
     counts = config.stash.get(KILLS, None)
     if counts is None:
         return

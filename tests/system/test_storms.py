@@ -1,0 +1,44 @@
+"""Turns, packs, moves and changes of size in one cluster, several at once, while its parties are killed.
+
+(chaos: half an hour where many others compute, too)"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kit.cluster import Cluster
+from system.storm import Storm
+from system.wishes import DEVICES
+
+pytestmark = [pytest.mark.system, pytest.mark.torch]
+
+
+def weather(directory: Path, seed: int, actions: int, told: list[str]) -> None:
+    """A storm, of which is told how it went, however it ended."""
+    cluster = Cluster(
+        directory,
+        nodes=2,
+        virtual_gpus=DEVICES,
+        topology=str(DEVICES),
+        virtual_cores=2 * DEVICES,
+        virtual_memory="16G",
+        # Nobody plans but the storm.
+        master_options=("--policy", "gandiva", "--no-planner"),
+    )
+    with cluster:
+        storm = Storm(cluster, seed, actions)
+        try:
+            storm.run()
+        finally:
+            storm.close()
+            told.append(storm.report())
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("seed", [1])
+def test_whoever_is_killed_in_two_hundred_changes_every_job_ends_with_its_result(
+    tmp_path: Path, storms: list[str], seed: int
+) -> None:
+    weather(tmp_path, seed, 200, storms)
