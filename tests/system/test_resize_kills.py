@@ -90,6 +90,15 @@ class Training:
 
         eventually(is_quiet, what=f"the job goes on after {what}", within_seconds=120, story=self.story)
 
+    def asks_until(self, gpus: int) -> None:
+        order = ("resize", self.id, str(gpus), "--timeout", "60s")
+        eventually(
+            lambda: self.devices() == gpus or self.shell.try_(*order).code == 0,
+            what=f"it has {gpus} GPUs",
+            within_seconds=120,
+            story=self.story,
+        )
+
     def story(self) -> str:
         return f"{self.shell.try_('history', self.id).out}\n{self.cluster.story()}"
 
