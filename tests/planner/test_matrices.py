@@ -152,13 +152,16 @@ def test_who_takes_turns_goes_to_devices_that_become_free() -> None:
     drive.step(CancelJob(alone))
     drive.seen_without("n1", alone)
     (change,) = drive.plan()
-    assert (change.kind, change.level) == ("SUSPEND", SuspendLevel.OFFLOAD)
-    drive.go_on()
-    number = change.number
-    drive.seen(number, drive.job(number).epoch, ObservedPhase.PARKED, 5)
+    assert change.kind == "MOVE"
+    assert drive.go_on() == ["MOVE"]
+    number, source = change.number, drive.job(change.number).epoch
+    assert drive.plan() == (), "whom it leaves has its devices soon"
+    drive.seen(number, drive.job(number).next_epoch, ObservedPhase.PREPARED)
+    drive.seen(number, source, ObservedPhase.PARKED, 5)
     assert drive.state.sets == {}
-    (move,) = drive.plan()
-    assert (move.kind, move.number) == ("MOVE", number)
+    drive.seen(number, drive.job(number).next_epoch, ObservedPhase.READY, 5)
+    assert drive.job(number).epoch != source
+    assert drive.plan() == ()
 
 
 def test_who_was_parked_and_finds_no_room_goes_on_in_turns_where_it_was() -> None:

@@ -3,7 +3,7 @@
 A matrix is proposed when somebody joins; from then on the nodes switch its rows by themselves (docs/design/006). Who
 joins takes the devices with the fewest gangs, of those whose gangs can take turns with it; its first turn is the next.
 Rows are filled in the order in which gangs came, then with everybody who still fits, so that no device idles while a
-gang that is on it could run. A gang that takes turns although there is room elsewhere is parked, and goes on there.
+gang that is on it could run. A gang that takes turns with others although there is room elsewhere goes there.
 When nobody joins, who is beside one that has received less than its share goes to one that has more (`fairness`); off a
 node that is drained who found no free devices elsewhere goes to take turns there. Who does so where the master tells.
 """
@@ -235,21 +235,20 @@ class _Filling:
         return stranded
 
     def part(self, sharers: Mapping[int, Sharer]) -> None:
-        """One who takes turns although there is room for it: it is parked, and then goes on there."""
-        for one in sharers.values():
-            if one.gang is None or not one.gang.node_set or one.gang.phase is not GangPhase.RUNNING:
+        """One who takes turns with others although there is room for it goes there."""
+        staying = [one for one in sharers.values() if one.gang is not None and one.gang.phase is not GangPhase.MOVING]
+        crowds = Counter(device for one in staying for device in one.devices)
+        for one in staying:
+            is_crowded = any(crowds[device] > 1 for device in one.devices)
+            if one.gang is None or not one.gang.node_set or not is_crowded or not can_go(one.job, one.gang):
                 continue
             claims = self._placement.place(self._room, thin(one.job.shape, self.least_memory), _ANYWHERE)
             if claims is not None:
-                self.changes.append(
-                    Change(
-                        one.number, one.job.revision, "SUSPEND", level=SuspendLevel.OFFLOAD, reason="devices are free"
-                    )
-                )
+                self._change(one.job, "MOVE", claims, purpose=Purpose(Goal.FAIRNESS, detail="devices are free"))
                 return
 
-    def _change(self, job: Job, kind: str, claims: Claims, taken: Claims = ()) -> None:
-        self.changes.append(Change(job.number, job.revision, kind, claims))
+    def _change(self, job: Job, kind: str, claims: Claims, taken: Claims = (), purpose: Purpose = NO_PURPOSE) -> None:
+        self.changes.append(Change(job.number, job.revision, kind, claims, purpose=purpose))
         self._room.take(taken or claims)
         self._taken.append(taken or claims)
 
@@ -355,7 +354,8 @@ class _Joining:
             there = [one for one in present if one.number not in self._moved]
             numbers = {one.gang.node_set for one in there if one.gang is not None and one.gang.node_set}
             coming = [self._moved[one.number] for one in present if one.number in self._moved]
-            if len(numbers) > 1:
+            if len(numbers) > 1 or any(one.gang is not None and one.job.next_epoch for one in there):
+                # Nothing else becomes of a set while one of it moves.
                 continue
             # Who moves within the set takes turns where it is until it rests.
             staying = [one for one in present if one.number in self._moved and one.gang is not None]

@@ -27,8 +27,9 @@ _EVER = 1e12
 
 
 def wild_plan(state: State, dice: Random, turns: float = 0.3) -> ProposePlan:
-    """One plan about a few jobs; some of it may be approved. `turns`: the share of plans that are about them."""
-    changes = _rows(state, dice) if dice.random() < turns else _changes(state, dice)
+    """One plan about a few jobs; some of it may be approved. `turns`: the share of plans that are about them; where
+    most are, some also move who takes turns."""
+    changes = _rows(state, dice, turns > 0.5) if dice.random() < turns else _changes(state, dice)
     changes = [_garbled(state, dice, change) if dice.random() < 0.1 else change for change in changes]
     promises = line = None
     if dice.random() < 0.1:
@@ -146,7 +147,7 @@ def _other_cores(state: State, dice: Random, claim: Claim) -> Claim:
 # -- matrices ----------------------------------------------------------------------------------------------------------
 
 
-def _rows(state: State, dice: Random) -> list[Change]:
+def _rows(state: State, dice: Random, moves: bool) -> list[Change]:
     """A matrix of a set that there is, or of a new one: those who are there, some of them on others' devices, some who
     join, somebody who waits."""
     of = dice.choice(sorted(state.sets)) if state.sets and dice.random() < 0.7 else 0
@@ -166,7 +167,7 @@ def _rows(state: State, dice: Random) -> list[Change]:
         for _, other in there
         if job.gpus == other.devices and not _collide(gang.claims, other.claims)
     ]
-    if pairs and dice.random() < 0.6:
+    if moves and pairs and dice.random() < 0.6:
         guest, host = dice.choice(pairs)
         places_of[guest.number] = _beside(guest, host)
     rows = _apart([job.number for job in jobs], places_of, dice)
@@ -187,9 +188,7 @@ def _rows(state: State, dice: Random) -> list[Change]:
 
 def _place_in(state: State, dice: Random, job: Job, company: Mapping[str, int]) -> tuple[Claim, ...]:
     gang = state.gangs.get(job.epoch)
-    if gang is not None and dice.random() < 0.9:
-        return gang.claims
-    return _claims(state, dice, job, company)
+    return gang.claims if gang is not None else _claims(state, dice, job, company)
 
 
 def _beside(job: Job, host: Gang) -> tuple[Claim, ...]:
