@@ -99,9 +99,16 @@ class TaskRoom:
 
 
 class Ask:
-    """One shape of gang. What it finds out it remembers, as long as the entries of the room's index live."""
+    """One shape of gang. What it finds out it remembers, as long as the entries of the room's index live. `levels`: of
+    all gangs with as many devices of the same kind, see `closest`."""
 
-    def __init__(self, view: View, shape: GangShape, task_room: Callable[[TaskKind], TaskRoom]) -> None:
+    def __init__(
+        self,
+        view: View,
+        shape: GangShape,
+        task_room: Callable[[TaskKind], TaskRoom],
+        levels: Callable[[GangShape], Answers[Family, int]],
+    ) -> None:
         self._view = view
         self.shape = shape
         self.gpus = shape.gpus
@@ -115,7 +122,7 @@ class Ask:
         self.rooms = [task_room(kind) for kind in map(self._kind, shape.roles)]
         self._whole: dict[Topology, Needs] = {}
         # Of the closest devices for the whole gang, FAR where there are not so many; cores and memory left aside.
-        self.level: Answers[Family, int] = Answers(self._closest)
+        self.level = levels(shape)
         self._memos: dict[Hashable, Answers[Any, Any]] = {}
 
     def whole(self, topology: Topology) -> Needs:
@@ -150,14 +157,16 @@ class Ask:
         """As if all gangs were like this one."""
         return demand_of_shapes((self.shape,), self._view.sets.values())
 
-    def _closest(self, family: Family) -> int:
-        topology = family.topology
-        if not self.gpus:
-            return Level.NVLINK
-        if self.shape.device_type not in ("", topology.configuration_set.device_type):
-            return FAR
-        return topology.closest(self.takable(family), self.gpus)
-
     def _kind(self, role: Role) -> TaskKind:
         shape = self.shape
         return TaskKind(role.shape, *((shape.device_type, shape.device_memory_bytes) if role.shape.gpus else ("", 0)))
+
+
+def closest(family: Family, gpus: int, device_type: str, device_memory_bytes: int) -> int:
+    """The level of so many devices of a node that are as close as can be; FAR where there are not so many."""
+    topology = family.topology
+    if not gpus:
+        return Level.NVLINK
+    if device_type not in ("", topology.configuration_set.device_type):
+        return FAR
+    return topology.closest(family.takable(device_memory_bytes), gpus)

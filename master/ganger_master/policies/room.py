@@ -20,7 +20,7 @@ from ganger.resources.view import View
 from numpy.typing import NDArray
 
 from ganger_master.policies.alike import Alike, Entries, Family, Slots, together
-from ganger_master.policies.ask import Ask, TaskKind, TaskRoom
+from ganger_master.policies.ask import Answers, Ask, TaskKind, TaskRoom, closest
 from ganger_master.policies.tally import Tally
 
 # Hardware, free devices, free cores by socket, free memory, jobs by socket, affinity, what is parked on its devices.
@@ -52,17 +52,20 @@ class Room:
         that are idle, where it is not to be the gang's devices, as it was not before these pieces were given back."""
         claims = tuple(claims)
         gpus = affinity or sum([claim.device_mask.bit_count() for claim in claims])
+        view = self.view
         for claim in claims:
-            self.view.take(claim, gpus)
-            self._changed(self.view.slots[claim.node])
+            view.take(claim, gpus)
+        self._all_changed([view.slots[claim.node] for claim in claims])
 
     def give(self, claims: Iterable[Claim]) -> None:
         """The inverse of `take`; claims of nodes that left are ignored."""
+        view = self.view
+        changed = []
         for claim in claims:
-            self.view.give(claim)
-            slot = self.view.slots.get(claim.node)
-            if slot is not None:
-                self._changed(slot)
+            view.give(claim)
+            if claim.node in view.slots:
+                changed.append(view.slots[claim.node])
+        self._all_changed(changed)
 
     def refresh(self) -> None:
         """Follows what others did to the view meanwhile."""
@@ -92,12 +95,13 @@ class Room:
         """Meanwhile nothing is found on these nodes."""
         slots = [slot for name in names if (slot := self.view.slots.get(name)) is not None]
         for slot in slots:
-            self._put(slot, None)
+            if self._alike[slot] is not None:
+                self._put((slot,), 1 << slot, self._alike[slot], None)
         try:
             yield
         finally:
             for slot in slots:
-                self._put(slot, self._found(slot))
+                self._changed(slot)
 
     def ask(self, shape: GangShape) -> Ask:
         """What the gang means to nodes alike."""
@@ -105,8 +109,15 @@ class Room:
         if found is None:
             if len(self._asks) >= _MOST_ASKS:
                 self._asks.clear()
-            found = self._asks[shape] = Ask(self.view, shape, self._task_room)
+            found = self._asks[shape] = Ask(self.view, shape, self._task_room, self._levels)
         return found
+
+    def first(self, which: NDArray[np.bool_]) -> int | None:
+        """The first node, in the order in which nodes came, that is one of these entries, by number; None: there is no
+        such node."""
+        here = which[self._numbers]
+        slot = int(here.argmax()) if len(here) else 0
+        return slot if len(here) and here[slot] else None
 
     def families(self, least_free: int) -> Iterator[Family]:
         """Nodes that have at least so many free devices, those with the fewest first."""
@@ -198,11 +209,22 @@ class Room:
             found = self._task_rooms[kind] = TaskRoom(kind)
         return found
 
+    def _levels(self, shape: GangShape) -> Answers[Family, int]:
+        of = (shape.gpus, *((shape.device_type, shape.device_memory_bytes) if shape.gpus else ("", 0)))
+        found = self._levels_of.get(of)
+        if found is None:
+            if len(self._levels_of) >= _MOST_TALLIES:
+                self._levels_of.clear()
+            found = self._levels_of[of] = Answers(lambda family: closest(family, *of))
+        return found
+
     def _build(self) -> None:
         view = self.view
         size = len(view.nodes)
         self._asks: dict[GangShape, Ask] = {}
         self._task_rooms: dict[TaskKind, TaskRoom] = {}
+        # By devices, their type and what each must have left.
+        self._levels_of: dict[tuple[int, str, int], Answers[Family, int]] = {}
         self._tallies: dict[tuple[TaskKind, int], Tally] = {}
         self._by_state: dict[_State, Alike] = {}
         self._by_key: dict[tuple[Family, int, int, int], Alike] = {}
@@ -295,22 +317,36 @@ class Room:
 
     def _changed(self, slot: int) -> None:
         self._versions[slot] = self.view.versions[slot]
-        self._put(slot, self._found(slot))
+        before, alike = self._alike[slot], self._found(slot)
+        if before is not alike:
+            self._put((slot,), 1 << slot, before, alike)
 
-    def _put(self, slot: int, alike: Alike | None) -> None:
-        """Moves a node to another entry; None: to nowhere."""
-        before = self._alike[slot]
-        if before is alike:
+    def _all_changed(self, slots: Sequence[int]) -> None:
+        """Most nodes of a large gang were alike and are alike again: those go from one entry to another at once."""
+        if len(slots) == 1:
+            self._changed(slots[0])
             return
+        moved: dict[tuple[Alike | None, Alike | None], list[int]] = {}
+        for slot in dict.fromkeys(slots):
+            self._versions[slot] = self.view.versions[slot]
+            moved.setdefault((self._alike[slot], self._found(slot)), []).append(slot)
+        for (before, alike), some in moved.items():
+            if before is not alike:
+                self._put(some, together(some, len(self._alike)), before, alike)
+
+    def _put(self, slots: Sequence[int], nodes: Slots, before: Alike | None, alike: Alike | None) -> None:
+        """Moves nodes, told twice, from one entry to another one; None: from or to nowhere."""
         if before is not None:
-            self._flip(before, 1 << slot)
-            self._free_devices -= before.family.free
+            self._flip(before, nodes)
+            self._free_devices -= before.family.free * len(slots)
         if alike is not None:
-            self._flip(alike, 1 << slot)
-            self._free_devices += alike.family.free
-        self._alike[slot] = alike
-        self._numbers[slot] = 0 if alike is None else alike.number
-        self._journal.append(slot)
+            self._flip(alike, nodes)
+            self._free_devices += alike.family.free * len(slots)
+        number = 0 if alike is None else alike.number
+        for slot in slots:
+            self._alike[slot] = alike
+            self._numbers[slot] = number
+        self._journal.extend(slots)
 
     def _flip(self, alike: Alike, slots: Slots) -> None:
         """Nodes of an entry come, or go."""

@@ -103,13 +103,14 @@ def on_first_node(room: Room, ask: Ask, widest: Level) -> Claims | None:
     """The whole gang on the first node, in the order in which nodes came, that has room for it."""
     if ask.shape.nodes > 1:
         return None
-    within, level = min(widest, Level.NODE), ask.level
+    if widest >= Level.NODE and len(ask.rooms) == 1:
+        # Of a gang of one role a node has room for the whole if it has room for so many of its tasks.
+        slot = room.first(ask.rooms[0].by_number(room.entries) >= ask.tasks)
+        return None if slot is None else _claim(room, ask, slot, widest, Mode.PACK)
     first = nowhere = len(room.view.nodes)
-    for family in room.families(ask.gpus):
-        if level[family] <= within and family.lowest < first:
-            for alike in able(family, ask):
-                if alike.lowest < first:
-                    first = alike.lowest
+    for family in hosts(room, ask, widest):
+        if family.lowest < first:
+            first = min([first, *[alike.lowest for alike in able(family, ask)]])
     return _claim(room, ask, first, widest, Mode.PACK) if first < nowhere else None
 
 
