@@ -8,21 +8,23 @@ import numpy as np
 import pytest
 from ganger_master.core.commands import Command
 from ganger_master.planner.target import Pass
+from ganger_master.policies.order.registry import ORDERS
 from ganger_master.sim.replay.options import Options
 from ganger_master.sim.replay.run import _Replay
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.workload import Workload, workload
 
 JOBS = 60
+OPTIONS = Options()
 
 
 class _Counted(_Replay):
     """Keeps what the core was told and when, and how many passes were made."""
 
-    def __init__(self, jobs: Workload, policy: str) -> None:
+    def __init__(self, jobs: Workload, policy: str, options: Options = OPTIONS) -> None:
         self.told: list[tuple[float, Command]] = []
         self.passes = 0
-        super().__init__(jobs, servers_from_flags(nodes=3, gpus_per_node=4), policy, Options(), None)
+        super().__init__(jobs, servers_from_flags(nodes=3, gpus_per_node=4), policy, options, None)
 
     def send(self, command: Command) -> object:
         self.told.append((self.clock.now, command))
@@ -55,6 +57,21 @@ def test_plans_passed_over_would_have_changed_nothing(policy: str) -> None:
     some.run()
     with patch.object(_Replay, "_is_vain", lambda self: False):
         every = _Counted(jobs, policy)
+        every.run()
+    assert some.told == every.told
+    assert some.passes < 0.95 * every.passes, "many were passed over"
+
+
+@pytest.mark.parametrize("round_s", [None, 300.0])
+@pytest.mark.parametrize("policy", [name for name, order in ORDERS.items() if order.is_steady])
+def test_a_plan_that_finds_a_place_for_all_it_chose_is_the_last_of_its_instant(
+    policy: str, round_s: float | None
+) -> None:
+    jobs, options = crowd(), Options(ideal=True, round_s=round_s)
+    some = _Counted(jobs, policy, options)
+    some.run()
+    with patch.object(_Replay, "_leaves_nothing_to_do", lambda self, found: False):
+        every = _Counted(jobs, policy, options)
         every.run()
     assert some.told == every.told
     assert some.passes < 0.95 * every.passes, "many were passed over"

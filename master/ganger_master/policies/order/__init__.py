@@ -35,6 +35,7 @@ class Order:
     waited too long, of a cluster of so many GPUs, so that nobody may pass them for good (`selection.selected`).
     `overdue_share`: the part of the cluster that may go to them at once (`aging`). `regroups`: those it runs change
     places where that makes room for a gang that finds none. `placement`: where gangs go unless a policy's name says.
+    `is_steady`: nobody ranks otherwise for having been started, until time has passed.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Order:
     regroups: bool = False
     placement: str = "gandiva"
     with_history: Callable[[History], Order] | None = None
+    is_steady: bool = False
 
 
 def ranked(order: Order, facts: Facts, now: float, capacity: Capacity) -> Integers:

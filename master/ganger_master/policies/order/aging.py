@@ -116,6 +116,7 @@ def with_aging(order: Order, after_s: float = WEEK_S, factor: float = 1.0, share
         keys=aging.keys,
         next_change=aging.next_change,
         overdue=aging.overdue,
+        is_steady=False,
         with_history=None if renewed is None else partial(_with_history, renewed, after_s, factor, share),
     )
 

@@ -14,4 +14,4 @@ def keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ..
     return (facts.attained_s,)
 
 
-LAS = Order("las", keys)
+LAS = Order("las", keys, is_steady=True)

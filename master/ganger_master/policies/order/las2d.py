@@ -18,4 +18,4 @@ def keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ..
     return (facts.service,)
 
 
-LAS2D = Order("las2d", keys)
+LAS2D = Order("las2d", keys, is_steady=True)

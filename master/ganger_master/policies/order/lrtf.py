@@ -14,4 +14,4 @@ def keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ..
     return (-facts.remaining_s,)
 
 
-LRTF = Order("lrtf", keys, knows_durations=True)
+LRTF = Order("lrtf", keys, knows_durations=True, is_steady=True)

@@ -14,4 +14,4 @@ def keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ..
     return (facts.remaining_s * facts.gpus,)
 
 
-SRSF = Order("srsf", keys, knows_durations=True)
+SRSF = Order("srsf", keys, knows_durations=True, is_steady=True)

@@ -14,7 +14,7 @@ from ganger.resources.topology import bits
 from ganger_master.core import commands, machine
 from ganger_master.core.answers import PlanAnswer, Refused
 from ganger_master.core.commands import Command
-from ganger_master.core.model import Gang
+from ganger_master.core.model import Gang, JobState
 from ganger_master.core.purpose import Finding
 from ganger_master.core.settings import Settings
 from ganger_master.core.sharing import CAPABILITY
@@ -184,6 +184,9 @@ class _Replay:
         self._is_waited_for = False
         # Jobs came, started, stopped or ended since the last plan.
         self._is_news = False
+        # Whom the last plan started when it left nothing for another one to do, and when that was.
+        self._placed: frozenset[int] = frozenset()
+        self._placed_at = -np.inf
         self._wake: float | None = None
         self._back_at = self._last_plan = self._packed_at = -np.inf
         self.ledger = Ledger(jobs)
@@ -353,6 +356,8 @@ class _Replay:
         has_planner = self.policy.places is Places.PLANNER
         for number in effects.jobs:
             job = self.state.jobs.get(number)
+            if number not in self._placed or job is None or job.state is not JobState.HOLDING:
+                self._placed = frozenset()
             if job is not None:
                 if has_planner:
                     self.table.put(job, self.state.gangs.get(job.epoch))
@@ -376,8 +381,12 @@ class _Replay:
             return False
         if self.policy.shares:
             return self._share()
-        may_stop = self._may_stop()
         now = self.clock.now
+        if self._placed and now == self._placed_at:
+            # All that happened since is what that plan said.
+            self._is_news = False
+            return False
+        may_stop = self._may_stop()
         if not may_stop and now < self._moves_at and not (self._is_news and self._may_start()):
             return False
         is_news, self._is_news = self._is_news, False
@@ -396,7 +405,22 @@ class _Replay:
         self._is_waited_for = found.waits
         if found.next_change_s < np.inf and self.options.round_s is None:
             self._come_back(max(found.next_change_s, self._last_plan + self.options.plan_every_s))
-        return self._propose(with_sizes(found, sizes), (*findings, *sizes.findings))
+        if self.sizing is not None:
+            found = with_sizes(found, sizes)
+        is_carried_out = self._propose(found, (*findings, *sizes.findings))
+        if self._leaves_nothing_to_do(found):
+            self._placed, self._placed_at = frozenset(change.number for change in found.changes), now
+        return is_carried_out
+
+    def _leaves_nothing_to_do(self, found: Pass) -> bool:
+        """Whether another plan at this instant would change nothing: all who were chosen have a place now, and would be
+        chosen again."""
+        if found.waits or not self._is_plain or self.policy.moves or self.sizing is not None:
+            return False
+        if not self.order.is_steady or self.order.next_change is not None:
+            return False
+        jobs = self.state.jobs
+        return all(change.kind == "START" and jobs[change.number].state is JobState.HOLDING for change in found.changes)
 
     def _is_vain(self) -> bool:
         """Whether a plan that may stop nobody would start nobody either, and need not say when the next one is due."""
