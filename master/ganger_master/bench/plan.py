@@ -12,12 +12,10 @@ of the same jobs has, if they are elastic (bench_resized.py).
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import product
 from typing import Any, Final
@@ -37,7 +35,7 @@ from ganger_master.policies.order.las2d import LAS2D
 from ganger_master.policies.place import PLACEMENTS, Placement
 from ganger_master.policies.room import Room
 from ganger_master.policies.selection import chosen
-from ganger_master.runtime.heap import settle
+from ganger_master.runtime.heap import settled
 
 NODES: Final = 16_000
 JOBS: Final = 4_000
@@ -105,18 +103,6 @@ def main(nodes: int = NODES, jobs: int = JOBS, rounds: int = ROUNDS, quick: bool
         figures[f"{name}_placed_jobs"] = of_figure[0]["jobs"]
         limits[f"{name}_seconds"] = AtMost(limit)
     return report("plan", figures, limits, samples)
-
-
-@contextmanager
-def settled() -> Iterator[None]:
-    """The collector of cycles is spared what lives long, as in the programs whose state it is."""
-    thresholds = gc.get_threshold()
-    settle()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*thresholds)
 
 
 def one_pass(view: View, order: Order, placement: Placement, shapes: Sequence[GangShape], facts: Facts) -> Passed:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 # Objects made before the youngest are looked through: a burst of calls makes hundreds of each, which go by themselves.
@@ -14,3 +16,15 @@ def settle() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNGEST, 50, 100)
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """The same within this, for a program that goes on to other things."""
+    thresholds = gc.get_threshold()
+    settle()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)

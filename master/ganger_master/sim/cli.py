@@ -73,6 +73,7 @@ def simulate(
     experiment = _Experiment(trace, (policy,), flags)
     from ganger.console.tables import print_pairs, print_table
 
+    from ganger_master.runtime.heap import settled
     from ganger_master.sim import said
     from ganger_master.sim.asked import Load
     from ganger_master.sim.meter import Meter
@@ -85,7 +86,7 @@ def simulate(
     options = experiment.options(flags["seed"])
     with _explained():
         jobs = experiment.jobs(source, asked, flags["seed"])
-        with Meter(policy, flags["progress"]) as meter:
+        with Meter(policy, flags["progress"]) as meter, settled():
             run = replay(jobs, source.servers, policy, options, meter)
     found = figures(run)
     with _whether_read_or_not():

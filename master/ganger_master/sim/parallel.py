@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+from ganger_master.runtime.heap import settle
 from ganger_master.sim.asked import Load, Material, jobs_at
 from ganger_master.sim.processes import Failed, Report, each
 from ganger_master.sim.replay.options import Options
@@ -62,6 +63,7 @@ def run_all(
 
 def _simulated(simulate: Simulate, jobs: Any, servers: Any, policy: str, options: Options, report: Report) -> Run:
     """In the child."""
+    settle()
     return simulate(jobs, servers, policy, options, _Reports(report))
 
 

@@ -104,7 +104,7 @@ def figures(run: Run, window_s: tuple[float, float] | None = None) -> Figures:
         jobs=len(jobs),
         unfinished=len(jobs) - len(done),
         avg_jct_s=_mean(done.jct_s),
-        median_jct_s=float(np.median(done.jct_s)) if len(done) else math.nan,
+        median_jct_s=_median(done.jct_s),
         p95_jct_s=percentile(done.jct_s, 95),
         p99_jct_s=percentile(done.jct_s, 99),
         makespan_s=makespan,
@@ -177,6 +177,15 @@ def _mean_gpus(jobs: Outcomes) -> Floats:
 
 def _known(values: Floats) -> Floats:
     return values[~np.isnan(values)]
+
+
+def _median(values: Floats) -> float:
+    """As NumPy's own, which imports its masked arrays for that."""
+    if not len(values):
+        return math.nan
+    middle = [(len(values) - 1) // 2, len(values) // 2]
+    lower, upper = np.partition(values, middle)[middle].tolist()
+    return float((lower + upper) / 2)
 
 
 def _mean(
