@@ -80,6 +80,9 @@ def test_record_prints_where_the_file_is_and_copies_it_when_asked(tmp_path: Path
         refused = shell.try_("record", "--seconds", "0.2", "--out", str(tmp_path / "missing" / "file"))
         assert refused.code == 4
         assert "cannot copy" in refused.err
+        again = shell.try_("record", "--seconds", "0.2", "--out", str(copy))
+        assert (again.code, copy.read_bytes()) == (4, file.read_bytes())
+        assert "there is such a file already" in again.err
         for wrong in (("--most", "nonsense"), ("--most", "0"), ("--seconds", "nan"), ("--seconds", "0")):
             assert shell.try_("record", *wrong).code == 2
         assert len(list(file.parent.iterdir())) == 2

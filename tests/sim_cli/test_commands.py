@@ -193,6 +193,7 @@ def test_a_bad_trace_is_refused_with_its_lines(said: Said, tmp_path: Path, text:
         (["example", *ONE_NODE, "--load-phases", "1h"], "'1h' is not of the form TIME:X"),
         (["example", *ONE_NODE, "--ideal", "-p", "srtf+best-fit"], "nothing is tuned: write srtf, not srtf+best-fit"),
         (["example", *ONE_NODE, "--ideal", "-p", "srtf+synergy-tune"], "nothing is tuned: write srtf"),
+        (["example", *ONE_NODE, "--csv", ""], "'--csv': no directory is named"),
         (["example", *ONE_NODE, "--ideal", "--rates", "profiles"], "--ideal and --rates profiles exclude each other"),
         (["example", *ONE_NODE, "--ideal", "--cost", "start=3"], "--ideal and --cost exclude each other"),
         (["example", *ONE_NODE, "--ideal", "--plan-every", "0"], "--ideal and --plan-every exclude each other"),

@@ -41,6 +41,8 @@ def record(seconds: float, out: Path | None, most: str | None, with_environment:
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         # Found out now, not when the time is over.
         raise CommandError(f"cannot copy to {out}: it is a directory, or stands in none that there is")
+    if out is not None and out.is_file():
+        raise CommandError(f"cannot copy to {out}: there is such a file already; name another, or remove it")
     with open_client() as client:
         try:
             found = client.record_decisions(seconds, most_bytes=most_bytes, with_environment=with_environment)

@@ -51,6 +51,18 @@ class Window(click.ParamType):  # type: ignore[type-arg]  # as above
         return window
 
 
+class Directory(click.Path):
+    """A path that is not empty: as one that would be where one stands, which nobody means who names nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        if value == "":
+            self.fail("no directory is named", parameter, context)
+        return super().convert(value, parameter, context)
+
+
 class Amount(click.ParamType):  # type: ignore[type-arg]  # as above
     """A finite number above zero."""
 
@@ -196,12 +208,8 @@ _SHARED: list[Callable[[Any], Any]] = [
         help="Decides what is drawn: models, samples; default: 0.",
     ),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
-    click.option(
-        "--csv", type=click.Path(path_type=Path), metavar="DIR", help="Write figures, jobs and use over time there."
-    ),
-    click.option(
-        "--plots", type=click.Path(path_type=Path), metavar="DIR", help="Draw pictures there (needs ganger[plots])."
-    ),
+    click.option("--csv", type=Directory(), metavar="DIR", help="Write figures, jobs and use over time there."),
+    click.option("--plots", type=Directory(), metavar="DIR", help="Draw pictures there (needs ganger[plots])."),
     click.option("--progress/--no-progress", default=None, help="Say how far it is; default: on a terminal."),
 ]
 
