@@ -19,8 +19,8 @@ from ganger_master.core.commands import (
 from ganger_master.core.explain import explain
 from ganger_master.core.membership import RuleKind, StopRule
 from ganger_master.core.model import JobSpec, JobState, Metric, ObservedPhase, Outcome, OutcomeKind, Progress
+from ganger_master.core.restoring import restored
 from ganger_master.core.settings import Settings
-from ganger_master.core.state import State
 from ganger_master.core.substitution import resolved
 from msgspec.structs import replace
 
@@ -234,7 +234,7 @@ def test_a_master_that_starts_again_knows_members_limits_and_rungs() -> None:
     running(drive, numbers[:2])
     come(drive, numbers[0], 0.5, at=10.0)
     elements = drive.state.take_changes().puts.values()
-    drive.state = State.restore(drive.state.settings, elements, drive.now)
+    drive.state = restored(drive.state.settings, elements, drive.now)
     drive.sessions.clear()
     drive.join("n1")
     assert drive.job(numbers[0]).rungs == (0.5,)

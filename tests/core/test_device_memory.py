@@ -10,8 +10,8 @@ from ganger_master.core.commands import CancelJob, ResumeJob, SubmitJob, Suspend
 from ganger_master.core.explain import explain
 from ganger_master.core.invariants import violations
 from ganger_master.core.model import Capabilities, ObservedPhase, SuspendLevel
+from ganger_master.core.restoring import restored
 from ganger_master.core.settings import Settings
-from ganger_master.core.state import State
 from msgspec.structs import replace
 
 MIB = 1 << 20
@@ -185,7 +185,7 @@ def test_a_restarted_master_counts_the_same() -> None:
     waiting = drive.submit(job_of(4))
     before = drive.state.rows["n1"]
     elements = list(drive.state.take_changes().puts.values())
-    drive.state = State.restore(drive.state.settings, elements, drive.now)
+    drive.state = restored(drive.state.settings, elements, drive.now)
     assert replace(drive.state.rows["n1"], available=True) == before
     assert violations(drive.state) == []
     drive.join("n1")

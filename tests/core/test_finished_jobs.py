@@ -7,8 +7,8 @@ from core.drive import Drive, job_of
 from ganger_master.core.answers import JobAnswer, Refused
 from ganger_master.core.commands import CancelJob, DeclareLost, SubmitJob, Tick
 from ganger_master.core.model import Element, Request
+from ganger_master.core.restoring import restored
 from ganger_master.core.settings import Settings
-from ganger_master.core.state import State
 
 FEW = Settings(finished_jobs_limit=3, former_requests_limit=5)
 DAY = 24 * 3600.0
@@ -58,7 +58,7 @@ def test_what_is_known_of_forgotten_jobs_outlives_the_master_and_ends_with_its_d
     store = stored(drive, {})
     assert {key for key in store if key[0] == "request"} == {("request", "1"), ("request", "2")}
     assert store["request", "1"] == Request(1, "id-1", store["request", "1"].time)  # type: ignore[union-attr]
-    drive.state = State.restore(FEW, store.values(), drive.now)
+    drive.state = restored(FEW, store.values(), drive.now)
     assert again(drive, "id-1") == "REQUEST_REUSED jobs/1"
     # In the order in which they ended, also after a restart.
     assert list(drive.state.finished) == [3, 4, 5]

@@ -7,11 +7,13 @@ from ganger.resources.topology import parse_topology
 from ganger.resources.values import Role, TaskShape
 from ganger_master.core import machine
 from ganger_master.core.answers import Done, JobAnswer, Refused, SessionAnswer
+from ganger_master.core.changes import ELEMENT_TYPES
 from ganger_master.core.commands import Observe, OpenSession, SubmitJob
 from ganger_master.core.effects import Effects
 from ganger_master.core.model import JobSpec
+from ganger_master.core.restoring import restored
 from ganger_master.core.settings import Settings
-from ganger_master.core.state import ELEMENT_TYPES, State
+from ganger_master.core.state import State
 
 SERVER = parse_topology("2x2", name="v4")
 SPEC = JobSpec(("train",), (Role("worker", 1, TaskShape(1)),))
@@ -75,7 +77,7 @@ def test_a_restart_keeps_every_element_and_takes_no_verdicts_before_the_first_re
         msgspec.json.decode(msgspec.json.encode(element), type=ELEMENT_TYPES[kind])
         for (kind, _), element in puts.items()
     ]
-    again = State.restore(Settings(), elements, 10.0)
+    again = restored(Settings(), elements, 10.0)
     assert again.jobs == state.jobs
     assert again.counters.next_job == 2
     assert not again.rows["n1"].available

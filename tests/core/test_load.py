@@ -9,6 +9,7 @@ from ganger.resources.view import Mode
 from ganger_master.core.answers import SessionAnswer
 from ganger_master.core.commands import CancelJob, CordonNode, DeclareLost, OpenSession
 from ganger_master.core.model import ObservedPhase
+from ganger_master.core.restoring import restored
 from ganger_master.core.state import State
 
 
@@ -85,7 +86,7 @@ def restarted(drive: Drive) -> State:
         *state.configuration_sets.values(), *state.nodes.values(), *state.jobs.values(), *state.gangs.values(),
         state.counters,
     ]  # fmt: skip
-    return State.restore(state.settings, elements, drive.now)
+    return restored(state.settings, elements, drive.now)
 
 
 def test_load_is_counted_over_nodes_that_take_gangs() -> None:

@@ -12,8 +12,8 @@ from ganger_master.core.commands import CancelJob, Change, OpenSession, ProposeP
 from ganger_master.core.desired import desired_of
 from ganger_master.core.invariants import violations
 from ganger_master.core.model import Claim, Intent, JobSpec, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.restoring import restored
 from ganger_master.core.settings import Settings
-from ganger_master.core.state import State
 from msgspec.structs import replace
 
 HALF = GIB * 4 // 10
@@ -242,7 +242,7 @@ def test_a_pack_outlives_the_master(drive: Packing) -> None:
     assert drive.pack(guest, host) is None
     state = drive.state
     elements = [*state.configuration_sets.values(), *state.nodes.values(), *state.jobs.values(), *state.gangs.values()]
-    again = State.restore(Settings(), [*elements, state.counters], drive.now)
+    again = restored(Settings(), [*elements, state.counters], drive.now)
     assert violations(again) == []
     assert again.rows["n1"].device_rows == state.rows["n1"].device_rows
 

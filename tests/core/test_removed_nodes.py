@@ -8,7 +8,7 @@ from ganger_master.core.answers import Done, Refused
 from ganger_master.core.commands import DeclareLost, RemoveNode
 from ganger_master.core.invariants import violations
 from ganger_master.core.model import JobState, NodeState, ObservedPhase
-from ganger_master.core.state import State
+from ganger_master.core.restoring import restored
 
 
 def refusal(drive: Drive, node: str) -> str:
@@ -30,7 +30,7 @@ def restarted(drive: Drive) -> None:
         *state.jobs.values(),
         *state.gangs.values(),
     ]
-    drive.state = State.restore(state.settings, elements, drive.now)
+    drive.state = restored(state.settings, elements, drive.now)
     assert violations(drive.state) == []
 
 

@@ -24,8 +24,8 @@ from ganger_master.core.image import image_of, state_of
 from ganger_master.core.invariants import violations
 from ganger_master.core.model import Intent, JobSpec, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
 from ganger_master.core.node_sets import charges
+from ganger_master.core.restoring import restored
 from ganger_master.core.rows_now import has_turn
-from ganger_master.core.state import State
 from ganger_master.store.codec import Codec
 from ganger_master.store.memory import MemoryStore
 from hypothesis import given
@@ -207,7 +207,7 @@ def test_a_master_that_restarts_knows_its_node_sets(drive: Turns) -> None:
     store = MemoryStore()
     changes = drive.state.take_changes()
     store.commit(Codec().batch(changes.puts, changes.removes, ()))
-    fresh = State.restore(drive.state.settings, Codec().elements(store.load()), drive.now)
+    fresh = restored(drive.state.settings, Codec().elements(store.load()), drive.now)
     assert fresh.sets == drive.state.sets
     assert (fresh.set_of, fresh.set_on) == (drive.state.set_of, drive.state.set_on)
     assert desired_of(fresh, "n1").rows == desired_of(drive.state, "n1").rows

@@ -17,7 +17,8 @@ from ganger_master.approval.reservations import Reservation, Wanting, begins_at,
 from ganger_master.approval.verdicts import Approved, Rejected, approve
 from ganger_master.core import orders, sharing
 from ganger_master.core.model import Claim, Job, Level, Node
-from ganger_master.core.state import Blocked, Kept, State
+from ganger_master.core.state import State
+from ganger_master.core.waiting import Blocked, Kept
 
 
 def judge(

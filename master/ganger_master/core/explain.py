@@ -12,7 +12,8 @@ from ganger_master.core import capacity
 from ganger_master.core.membership import Membership
 from ganger_master.core.model import Job, JobState, Node
 from ganger_master.core.residues import holders_on
-from ganger_master.core.state import WAITS_FOR_PIECES, State
+from ganger_master.core.state import State
+from ganger_master.core.waiting import WAITS_FOR_PIECES
 from ganger_master.policies import Places
 
 

@@ -13,11 +13,13 @@ from ganger.resources.view_image import ViewImage, image_of_view, view_of_image
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ganger_master.core.changes import Dirty
 from ganger_master.core.commands import ObservedGang, ObservedRows
 from ganger_master.core.desired import Party, Projected, project
 from ganger_master.core.model import Claim, Counters, Gang, Job, Node, NodeSet, Request
 from ganger_master.core.settings import Settings
-from ganger_master.core.state import Blocked, Dirty, Kept, State, Turn
+from ganger_master.core.state import State
+from ganger_master.core.waiting import Blocked, Kept, Turn
 from ganger_master.core.wanted import Member
 
 

@@ -13,7 +13,8 @@ from ganger_master.core.model import Claim, Gang, GangPhase, GangRole, Intent, J
 from ganger_master.core.node_sets import is_free_of_turns, members
 from ganger_master.core.residues import holders_on
 from ganger_master.core.rows import row_of
-from ganger_master.core.state import State, is_lack
+from ganger_master.core.state import State
+from ganger_master.core.waiting import is_lack
 
 
 def violations(state: State) -> list[str]:

@@ -3,7 +3,7 @@
 A shell that commits several commands at once calls `advance` for each and `finish` once for all of them; `step` is both
 for one. The caller's obligations, in order: (1) make `state.take_changes()` and all history durable in one
 transaction; (2) only then send the answers and let the other effects out; (3) if that fails, refuse every caller of the
-batch and go on from `State.restore`.
+batch and go on from `restoring.restored`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from ganger_master.core.capacity import first_blocked, has_place, lacks_memory, 
 from ganger_master.core.commands import ClaimTurns
 from ganger_master.core.events import GangRefused
 from ganger_master.core.model import Job
-from ganger_master.core.state import State, Turn
+from ganger_master.core.state import State
+from ganger_master.core.waiting import Turn
 from ganger_master.policies import Places
 
 # How far behind the head of the queue turns are given: bounds the work of one event.

@@ -14,7 +14,8 @@ from ganger_master.core.capacity import forbidden_nodes, judge, rules
 from ganger_master.core.checks import find_job, unfinished
 from ganger_master.core.events import Event
 from ganger_master.core.model import Job, JobState
-from ganger_master.core.state import WAITS_FOR_PIECES, State
+from ganger_master.core.state import State
+from ganger_master.core.waiting import WAITS_FOR_PIECES
 from ganger_master.policies import Places
 
 Result: TypeAlias = tuple[tuple[Event, ...], Answer]

@@ -7,102 +7,30 @@ What is volatile (turns, refusals, last answers) is gone after a restart and rec
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Final
 
 from ganger.placement.load import choose_mode
-from ganger.resources.reasons import Reason, Refusal
+from ganger.resources.reasons import Refusal
 from ganger.resources.values import ConfigurationSet, NodeRow
-from ganger.resources.view import Mode, View
-from msgspec import Struct
+from ganger.resources.view import View
 from msgspec.structs import replace
 
+from ganger_master.core.changes import Changes, Dirty
 from ganger_master.core.commands import ObservedGang, ObservedRows
-from ganger_master.core.desired import Party, Projected, project
+from ganger_master.core.desired import Party, Projected
 from ganger_master.core.effects import History
 from ganger_master.core.model import Claim, Counters, Element, Gang, Job, JobState, Node, NodeSet, Request
 from ganger_master.core.rows import row_of
 from ganger_master.core.settings import Settings
 from ganger_master.core.shares import Shares
-from ganger_master.core.waiting import Lacking, Waiting
+from ganger_master.core.waiting import Blocked, Kept, Lacking, Turn, Waiting, is_lack
 from ganger_master.core.wanted import DesiredSet
 from ganger_master.policies import Places, policy_named
 
-ELEMENT_TYPES: Final[Mapping[str, type[Element]]] = {
-    "configuration_set": ConfigurationSet,
-    "node": Node,
-    "job": Job,
-    "request": Request,
-    "gang": Gang,
-    "node_set": NodeSet,
-    "counters": Counters,
-}
 _LOST_TICK_SECONDS: Final = 0.001
 # To look up a member of an enumeration takes Python 3.11 as long as a call, and this one is asked for all the time.
 _PENDING: Final = JobState.PENDING
-# Blockers that only a change of the cluster's free pieces removes: their jobs are kept room for.
-WAITS_FOR_PIECES: Final = frozenset(
-    {Reason.GPUS, Reason.CORES, Reason.MEMORY, Reason.DEVICE_MEMORY, Reason.LOCALITY, Reason.NODE_UNAVAILABLE}
-)
-_KINDS: Final = {element: kind for kind, element in ELEMENT_TYPES.items()}
-
-
-class Changes(Struct, frozen=True, gc=False):
-    """Elements to insert or replace, and keys to remove: (kind, key)."""
-
-    puts: Mapping[tuple[str, str], Element]
-    removes: tuple[tuple[str, str], ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.puts or self.removes)
-
-
-class Turn(Struct, frozen=True, gc=False):
-    """A lease to request a gang. Only the holder's requests count as in turn, until `expires`."""
-
-    turn: int
-    number: int
-    revision: int
-    rank: int
-    given: float
-    expires: float
-    scheduler: str
-    tries: int = 0
-    reserved_nodes: tuple[str, ...] = ()
-
-
-class Blocked(Struct, frozen=True, gc=False):
-    """The first waiting jobs that lack pieces, and since when one of them has waited long enough to be kept room."""
-
-    numbers: tuple[int, ...]
-    waited_from: float
-
-
-class Kept(Struct, frozen=True, gc=False):
-    """The places that were last found for the jobs of these numbers, by job."""
-
-    numbers: tuple[int, ...]
-    view_version: int
-    time: float
-    places: Mapping[str, tuple[Claim, ...]]
-
-
-@dataclass(slots=True)
-class Dirty:
-    """What was touched: `jobs`, `rows`, `arenas`, `sets`, `arrays` by the present event, the others by the batch's."""
-
-    jobs: dict[int, None] = field(default_factory=dict)
-    rows: dict[str, None] = field(default_factory=dict)
-    arenas: dict[int, None] = field(default_factory=dict)
-    sets: dict[int, None] = field(default_factory=dict)
-    # Numbers of arrays of which a member may have ended.
-    arrays: dict[int, None] = field(default_factory=dict)
-    # By node: new gangs and which of their pieces is there, if nothing else has changed there, else empty.
-    wants: dict[str, list[tuple[Gang, int]]] = field(default_factory=dict)
-    news: dict[int, None] = field(default_factory=dict)
-    # Nodes whose rows differ from before.
-    shown: dict[str, None] = field(default_factory=dict)
 
 
 class State:
@@ -426,46 +354,6 @@ class State:
                 return gang.devices
         return 0
 
-    # -- restart -------------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def restore(cls, settings: Settings, elements: Iterable[Element], now: float) -> State:
-        """The state of those elements. Sessions are void and free pieces unknown until each node's first report."""
-        state = cls(settings, now)
-        by_kind: dict[str, list[Element]] = {kind: [] for kind in ELEMENT_TYPES}
-        for element in elements:
-            by_kind[_KINDS[type(element)]].append(element)
-        for configuration_set in by_kind["configuration_set"]:
-            assert isinstance(configuration_set, ConfigurationSet)
-            state.put_configuration_set(configuration_set)
-        for counters in by_kind["counters"]:
-            assert isinstance(counters, Counters)
-            state.counters = replace(counters)
-            state.view.version = counters.view_version
-            state.view.mode = Mode.PACK if counters.packs else Mode.SPREAD
-        for node in by_kind["node"]:
-            assert isinstance(node, Node)
-            state.put_node(replace(node, session="", heard=False))
-            if not node.lost:
-                state.note_answer(node.name, now)
-        for gang in sorted((g for g in by_kind["gang"] if isinstance(g, Gang)), key=lambda gang: gang.epoch):
-            state.put_gang(gang)
-        for job in sorted((j for j in by_kind["job"] if isinstance(j, Job)), key=lambda job: job.number):
-            state.put_job(job)
-        state.finished = dict.fromkeys(sorted(state.finished, key=lambda number: state.jobs[number].end_time))
-        for node_set in by_kind["node_set"]:
-            assert isinstance(node_set, NodeSet)
-            state.put_set(node_set)
-        for request in sorted((r for r in by_kind["request"] if isinstance(r, Request)), key=lambda one: one.time):
-            state.former[request.request_id] = request
-        for name in sorted(state.nodes):
-            node = state.nodes[name]
-            state.refresh_row(name)
-            state.desired[name] = project(state, node, state.counters.desired_version)
-        state.take_changes()
-        state.dirty = Dirty()
-        return state
-
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
     def history(self, now: float, subject: str, kind: str, cause: str, message: str = "", **figures: object) -> None:
@@ -674,10 +562,6 @@ class State:
             if self.gangs[epoch].restore.parked_epoch == gang.epoch:
                 nodes.extend(self.gangs[epoch].nodes)
         return nodes
-
-
-def is_lack(refusals: tuple[Refusal, ...]) -> bool:
-    return bool(refusals) and refusals[0].reason in WAITS_FOR_PIECES
 
 
 def _is_other_row(old: Node, node: Node) -> bool:

@@ -1,23 +1,65 @@
-"""The queue: who waits, in the policy's order.
-
-Kept as short sorted runs: in one long list the first place would be as dear to leave as the whole queue is to move.
-"""
+"""The queue: who waits, in the policy's order, and what is noted of those who do."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Final, TypeAlias
+
+from ganger.resources.reasons import Reason, Refusal
+from ganger.resources.values import Claim
+from msgspec import Struct
 
 # The policy's key of a job, and its number behind.
 Place: TypeAlias = tuple[int, ...]
 
+# Blockers that only a change of the cluster's free pieces removes: their jobs are kept room for.
+WAITS_FOR_PIECES: Final = frozenset(
+    {Reason.GPUS, Reason.CORES, Reason.MEMORY, Reason.DEVICE_MEMORY, Reason.LOCALITY, Reason.NODE_UNAVAILABLE}
+)
 _LONGEST_RUN: Final = 512
 
 
+class Turn(Struct, frozen=True, gc=False):
+    """A lease to request a gang. Only the holder's requests count as in turn, until `expires`."""
+
+    turn: int
+    number: int
+    revision: int
+    rank: int
+    given: float
+    expires: float
+    scheduler: str
+    tries: int = 0
+    reserved_nodes: tuple[str, ...] = ()
+
+
+class Blocked(Struct, frozen=True, gc=False):
+    """The first waiting jobs that lack pieces, and since when one of them has waited long enough to be kept room."""
+
+    numbers: tuple[int, ...]
+    waited_from: float
+
+
+class Kept(Struct, frozen=True, gc=False):
+    """The places that were last found for the jobs of these numbers, by job."""
+
+    numbers: tuple[int, ...]
+    view_version: int
+    time: float
+    places: Mapping[str, tuple[Claim, ...]]
+
+
+def is_lack(refusals: tuple[Refusal, ...]) -> bool:
+    return bool(refusals) and refusals[0].reason in WAITS_FOR_PIECES
+
+
 class Waiting:
-    """A sorted set; whoever adds and removes takes care that a place is there at most once."""
+    """A sorted set; whoever adds and removes takes care that a place is there at most once.
+
+    Kept as short sorted runs: in one long list the first place would be as dear to leave as the whole queue is to move.
+    """
 
     def __init__(self) -> None:
         self._runs: list[list[Place]] = []

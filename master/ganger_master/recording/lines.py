@@ -19,7 +19,7 @@ from ganger_master.core.commands import Command
 from ganger_master.core.effects import Effects
 from ganger_master.core.image import Image
 from ganger_master.core.model import Gang, Job, Node, Request
-from ganger_master.core.state import Turn
+from ganger_master.core.waiting import Turn
 
 # Rises when a file that was written before cannot be read any more.
 FORMAT: Final = 1

@@ -12,7 +12,8 @@ from ganger_master.core.answers import Answer, Approved, ChangeAnswer, JobAnswer
 from ganger_master.core.commands import Command
 from ganger_master.core.explain import explain
 from ganger_master.core.model import Claim, Job, JobState
-from ganger_master.core.state import State, Turn
+from ganger_master.core.state import State
+from ganger_master.core.waiting import Turn
 from ganger_master.recording.rerun import Asked, Begun, Broke, Decided, Drawn, Ended, Happening
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, Done, JobAnswer, PlanAnswer, Refused
-from ganger_master.core.state import Turn
+from ganger_master.core.waiting import Turn
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.answers import Shown, change_verdict_of, expect, verdict_of
 from ganger_master.rpc.job_service import STREAM_SECONDS

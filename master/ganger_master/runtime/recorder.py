@@ -22,7 +22,8 @@ from ganger_master.core.commands import Command
 from ganger_master.core.effects import Effects
 from ganger_master.core.events import Event
 from ganger_master.core.image import Image, image_of
-from ganger_master.core.state import State, Turn
+from ganger_master.core.state import State
+from ganger_master.core.waiting import Turn
 from ganger_master.recording.hiding import Hiding
 from ganger_master.recording.lines import (
     FORMAT,

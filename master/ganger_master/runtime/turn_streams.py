@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from ganger_master.core.commands import ClaimTurns
-from ganger_master.core.state import Turn
+from ganger_master.core.waiting import Turn
 
 # Turns given at once are few; a stream this far behind has missed the leases of the oldest ones anyway.
 _LONGEST_QUEUE: Final = 1_000

@@ -22,11 +22,14 @@ from msgspec.structs import replace
 
 from ganger_master.core import machine
 from ganger_master.core.answers import Answer
+from ganger_master.core.changes import Changes
 from ganger_master.core.commands import Command, Tick
 from ganger_master.core.desired import desired_of
 from ganger_master.core.effects import Effects
+from ganger_master.core.restoring import restored
 from ganger_master.core.settings import Settings
-from ganger_master.core.state import Changes, State, Turn
+from ganger_master.core.state import State
+from ganger_master.core.waiting import Turn
 from ganger_master.runtime import failpoints
 from ganger_master.runtime.committed import Committed, Publication
 from ganger_master.runtime.pace import Pace
@@ -405,7 +408,7 @@ class Writer:
         codec = Codec()
         elements = await self._thread.ask(lambda: codec.elements(self._store.load()))
         self._failpoints.passing(failpoints.MID_LOAD)
-        state = State.restore(self._settings, elements, self._clock())
+        state = restored(self._settings, elements, self._clock())
         self.state, self._codec, self._open = state, codec, _Batch()
         # From the state, not from the store: a restart voids sessions.
         self.committed.reset(

@@ -26,7 +26,8 @@ from ganger_master.core.commands import (
 from ganger_master.core.effects import History
 from ganger_master.core.model import JobSpec, JobState, OutcomeKind, SuspendLevel
 from ganger_master.core.settings import Settings
-from ganger_master.core.state import State, Turn
+from ganger_master.core.state import State
+from ganger_master.core.waiting import Turn
 from ganger_master.core.wanted import DesiredSet
 from ganger_master.sim.checkers import Oracle, RuleBrokenError
 from ganger_master.sim.engine import Engine

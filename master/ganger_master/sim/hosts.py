@@ -13,7 +13,7 @@ from ganger.scheduling.default import DefaultScheduler
 
 from ganger_master.core.answers import Answer, Rejected
 from ganger_master.core.commands import ClaimTurns, RequestGang
-from ganger_master.core.state import Turn
+from ganger_master.core.waiting import Turn
 from ganger_master.sim.engine import Engine
 from ganger_master.sim.faults import Network
 from ganger_master.sim.master import SimMaster

@@ -10,13 +10,16 @@ import msgspec
 
 from ganger_master.core import machine
 from ganger_master.core.answers import Answer
+from ganger_master.core.changes import ELEMENT_TYPES, Changes
 from ganger_master.core.commands import Command, Tick
 from ganger_master.core.desired import desired_of
 from ganger_master.core.effects import Effects, History
 from ganger_master.core.events import Event
 from ganger_master.core.invariants import violations
+from ganger_master.core.restoring import restored
 from ganger_master.core.settings import Settings
-from ganger_master.core.state import ELEMENT_TYPES, Changes, State, Turn
+from ganger_master.core.state import State
+from ganger_master.core.waiting import Turn
 from ganger_master.core.wanted import DesiredSet
 from ganger_master.sim.checkers import RuleBrokenError
 from ganger_master.sim.engine import Engine
@@ -135,7 +138,7 @@ class SimMaster:
 
     def _restore(self, stored: Mapping[tuple[str, str], bytes]) -> State:
         elements = [msgspec.json.decode(data, type=ELEMENT_TYPES[kind]) for (kind, _), data in sorted(stored.items())]
-        return State.restore(self.settings, elements, self.now())
+        return restored(self.settings, elements, self.now())
 
     def _released(self, answer: Answer, effects: Effects, reply: Callable[[Answer], None] | None) -> Released:
         released = Released(self.state.take_changes(), answer, reply)

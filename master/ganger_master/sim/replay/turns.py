@@ -11,7 +11,7 @@ from ganger_master.core import answers
 from ganger_master.core.commands import Command, RequestGang
 from ganger_master.core.model import Job
 from ganger_master.core.state import State
-from ganger_master.core.state import Turn as Lease
+from ganger_master.core.waiting import Turn as Lease
 
 
 class Turns:

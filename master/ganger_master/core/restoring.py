@@ -1,0 +1,56 @@
+"""What a master finds in its store, as a state to go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from ganger.resources.values import ConfigurationSet
+from ganger.resources.view import Mode
+from msgspec.structs import replace
+
+from ganger_master.core.changes import ELEMENT_TYPES, Dirty
+from ganger_master.core.desired import project
+from ganger_master.core.model import Counters, Element, Gang, Job, Node, NodeSet, Request
+from ganger_master.core.settings import Settings
+from ganger_master.core.state import State
+
+_KINDS: Final = {element: kind for kind, element in ELEMENT_TYPES.items()}
+
+
+def restored(settings: Settings, elements: Iterable[Element], now: float) -> State:
+    """The state of those elements. Sessions are void and free pieces unknown until each node's first report."""
+    state = State(settings, now)
+    by_kind: dict[str, list[Element]] = {kind: [] for kind in ELEMENT_TYPES}
+    for element in elements:
+        by_kind[_KINDS[type(element)]].append(element)
+    for configuration_set in by_kind["configuration_set"]:
+        assert isinstance(configuration_set, ConfigurationSet)
+        state.put_configuration_set(configuration_set)
+    for counters in by_kind["counters"]:
+        assert isinstance(counters, Counters)
+        state.counters = replace(counters)
+        state.view.version = counters.view_version
+        state.view.mode = Mode.PACK if counters.packs else Mode.SPREAD
+    for node in by_kind["node"]:
+        assert isinstance(node, Node)
+        state.put_node(replace(node, session="", heard=False))
+        if not node.lost:
+            state.note_answer(node.name, now)
+    for gang in sorted((g for g in by_kind["gang"] if isinstance(g, Gang)), key=lambda gang: gang.epoch):
+        state.put_gang(gang)
+    for job in sorted((j for j in by_kind["job"] if isinstance(j, Job)), key=lambda job: job.number):
+        state.put_job(job)
+    state.finished = dict.fromkeys(sorted(state.finished, key=lambda number: state.jobs[number].end_time))
+    for node_set in by_kind["node_set"]:
+        assert isinstance(node_set, NodeSet)
+        state.put_set(node_set)
+    for request in sorted((r for r in by_kind["request"] if isinstance(r, Request)), key=lambda one: one.time):
+        state.former[request.request_id] = request
+    for name in sorted(state.nodes):
+        node = state.nodes[name]
+        state.refresh_row(name)
+        state.desired[name] = project(state, node, state.counters.desired_version)
+    state.take_changes()
+    state.dirty = Dirty()
+    return state
