@@ -7,6 +7,9 @@ PROTOC := .venv-protos
 # much of a test is waiting for processes; more testers than this have not been tried
 TESTERS ?= 2
 
+# Hundreds of programs are started in a run of the tests: each would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup demo test retest explore chaos postgresql check bench anchors protos clean
 .DEFAULT_GOAL := help
 
