@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from ganger_master.core.commands import Command, ProposePlan, RequestGang
 from ganger_master.policies import NAMES, policy_named
+from ganger_master.sim.replay.clock import EPOCH_S
 from ganger_master.sim.replay.options import Options
-from ganger_master.sim.replay.run import EPOCH_S, _Replay
+from ganger_master.sim.replay.run import _Replay
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.workload import Workload, workload
 

@@ -21,8 +21,8 @@ def held(replay: _Replay) -> Iterator[tuple[str, int]]:
     """Every container of the core and of the modelled nodes and schedulers, and how much is in it; queues have limits
     of their own."""
     state = replay.state
-    parts = (state, state.view, state.waiting, state.lacking, replay.nodes, replay.turns, replay.table, replay.clock)
-    for part in parts:
+    core = (state, state.view, state.waiting, state.lacking)
+    for part in (*core, replay.nodes, replay.turns, replay.planning.table, replay.clock):
         for name, value in vars(part).items():
             if isinstance(value, Sized) and not isinstance(value, deque):
                 yield f"{type(part).__name__}.{name}", len(value)

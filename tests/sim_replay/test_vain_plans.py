@@ -7,9 +7,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from ganger_master.core.commands import Command
-from ganger_master.planner.target import Pass
 from ganger_master.policies.order.registry import ORDERS
 from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.planning import Planning
 from ganger_master.sim.replay.run import _Replay
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.workload import Workload, workload
@@ -30,9 +30,10 @@ class _Counted(_Replay):
         self.told.append((self.clock.now, command))
         return super().send(command)
 
-    def _pass(self, now: float, may_stop: bool) -> Pass:
-        self.passes += 1
-        return super()._pass(now, may_stop)
+    def run(self) -> None:
+        with patch.object(Planning, "_pass", autospec=True, side_effect=Planning._pass) as passes:
+            super().run()
+        self.passes = passes.call_count
 
 
 def crowd() -> Workload:
@@ -55,7 +56,7 @@ def test_plans_passed_over_would_have_changed_nothing(policy: str) -> None:
     jobs = crowd()
     some = _Counted(jobs, policy)
     some.run()
-    with patch.object(_Replay, "_is_vain", lambda self: False):
+    with patch.object(Planning, "_is_vain", lambda self: False):
         every = _Counted(jobs, policy)
         every.run()
     assert some.told == every.told
@@ -70,7 +71,7 @@ def test_a_plan_that_finds_a_place_for_all_it_chose_is_the_last_of_its_instant(
     jobs, options = crowd(), Options(ideal=True, round_s=round_s)
     some = _Counted(jobs, policy, options)
     some.run()
-    with patch.object(_Replay, "_leaves_nothing_to_do", lambda self, found: False):
+    with patch.object(Planning, "_leaves_nothing_to_do", lambda self, found: False):
         every = _Counted(jobs, policy, options)
         every.run()
     assert some.told == every.told

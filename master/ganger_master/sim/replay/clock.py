@@ -6,6 +6,9 @@ import heapq
 from collections.abc import Callable
 from itertools import count
 
+# A trace's clock begins at zero, and a time of zero means "never" in the core.
+EPOCH_S = 1_000_000.0
+
 
 class Clock:
     """`now` in seconds."""

@@ -1,0 +1,376 @@
+"""The simulated planner: when it makes a plan and which, what it proposes, and what it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ganger_master.core import commands
+from ganger_master.core.answers import PlanAnswer
+from ganger_master.core.commands import Command
+from ganger_master.core.model import JobState
+from ganger_master.core.purpose import Finding
+from ganger_master.core.state import State
+from ganger_master.planner.acting import Moving, Terms
+from ganger_master.planner.elastic import Sizes, with_sizes
+from ganger_master.planner.moves import Inner, moves_nobody, plan_moves
+from ganger_master.planner.packed import plan_packed
+from ganger_master.planner.passes import plan_by
+from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.shared import NOTHING as NOTHING_REMEMBERED
+from ganger_master.planner.shared import plan_shared
+from ganger_master.planner.table import LiveTable
+from ganger_master.planner.target import Pass
+from ganger_master.policies import Places, Policy
+from ganger_master.policies.facts import Capacity, Flags, Floats, Integers
+from ganger_master.policies.introspect.slicing import quantum_s
+from ganger_master.policies.optimus_belief import nothing_believed
+from ganger_master.policies.room import Room
+from ganger_master.policies.tune.known import NOTHING
+from ganger_master.sim.replay.clock import EPOCH_S, Clock
+from ganger_master.sim.replay.nodes import Nodes
+from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.rates import Rates
+from ganger_master.sim.replay.scaling import Scaling
+from ganger_master.sim.replay.sizes import Sizing
+from ganger_master.sim.replay.windows import Windows
+from ganger_master.sim.replay.work import Work
+from ganger_master.sim.traces.servers import Servers
+from ganger_master.sim.traces.workload import Workload
+
+if TYPE_CHECKING:
+    from ganger_master.sim.replay.measured import Measured
+
+
+class Planning:
+    """`send` gives the core a command. `rates`: None where every job runs at its recorded pace; `scaling`: None where
+    every job has the size of its trace; `windows`: None where no policy asks what daemons measure. `work` is hidden but
+    from oracles, and from what is reported of it."""
+
+    def __init__(
+        self,
+        jobs: Workload,
+        servers: Servers,
+        policy: Policy,
+        options: Options,
+        clock: Clock,
+        state: State,
+        nodes: Nodes,
+        work: Work,
+        rates: Rates | None,
+        scaling: Scaling | None,
+        windows: Windows | None,
+        send: Callable[[Command], object],
+    ) -> None:
+        self._jobs, self._policy, self._options = jobs, policy, options
+        self._clock, self._state, self._nodes, self._work = clock, state, nodes, work
+        self._windows, self._send = windows, send
+        self._order = policy.order if options.ideal else policy.aging_order
+        if options.round_s is not None:
+            # A round begins with an empty cluster.
+            self._order = replace(self._order, preempts=True)
+        # What gangs have is not changed while they run.
+        self._is_plain = policy.tuning is None and policy.tetris is None and not policy.resizes
+        self.table = LiveTable(learns=self._order.learns or policy.tetris is not None)
+        self._room = Room(state.view)
+        self._capacity = Capacity(
+            servers.gpus,
+            servers.millicores / 1000,
+            float(servers.memory_bytes),
+            max(group.configuration_set.devices for group in servers.groups),
+        )
+        self._known = NOTHING if rates is None else rates.known(self._is_profiled)
+        self.measured = self._measured(scaling)
+        # None: nobody grows onto idle GPUs.
+        self.sizing = (
+            Sizing(policy.placement, self.table, self._room, windows, clock, options.plan_every_s, self.learn)
+            if scaling is not None and policy.grows and windows is not None
+            else None
+        )
+        # What is remembered of those who share GPUs, and when they change places.
+        self.shared = NOTHING_REMEMBERED
+        self._switches_at = -np.inf
+        # What is under way of moves, and when that is looked at though nothing happens.
+        self.moving = Moving()
+        self._moves_at = np.inf
+        # Somebody found no place in the last plan.
+        self._is_waited_for = False
+        # Jobs came, started, stopped or ended since the last plan.
+        self._is_news = False
+        # Whom the last plan started when it left nothing for another one to do, and when that was.
+        self._placed: frozenset[int] = frozenset()
+        self._placed_at = -np.inf
+        self._back_at = self._last_plan = self._packed_at = -np.inf
+
+    @cached_property
+    def quantum_s(self) -> float:
+        """Seconds for which gangs that share a device have it; to be asked once all nodes have joined."""
+        return quantum_s(self._nodes.switch_s) if self._options.round_s is None else self._options.round_s
+
+    def told(self, numbers: Collection[int]) -> None:
+        """These jobs came, changed or ended."""
+        if not numbers:
+            return
+        self._is_news = True
+        state, has_planner = self._state, self._policy.places is Places.PLANNER
+        for number in numbers:
+            job = state.jobs.get(number)
+            if self._placed and (number not in self._placed or job is None or job.state is not JobState.HOLDING):
+                self._placed = frozenset()
+            if job is not None and has_planner:
+                self.table.put(job, state.gangs.get(job.epoch))
+
+    def learn(self) -> None:
+        """There is more to go by than before."""
+        self._is_news = True
+
+    def plan(self) -> bool:
+        """Proposes a plan if it is time for one; whether it changed anything."""
+        if self._policy.places is Places.JOBS or not len(self.table):
+            return False
+        if self._policy.shares:
+            return self._share()
+        now = self._clock.now
+        if self._placed and now == self._placed_at:
+            # All that happened since is what that plan said.
+            self._is_news = False
+            return False
+        may_stop = self._may_stop()
+        if not may_stop and now < self._moves_at and not (self._is_news and self._may_start()):
+            return False
+        is_news, self._is_news = self._is_news, False
+        looks = may_stop or self.sizing is not None or (self._policy.moves and not self._moves_nobody())
+        if not looks and self._is_vain():
+            return False
+        sizes = Sizes() if self.sizing is None else self.sizing.plan(())
+        # Nobody need be stopped for GPUs that are on their way, and who finds room need not wait for a plan that stops
+        # others.
+        may_stop = may_stop and not sizes.is_giving
+        findings: tuple[Finding, ...] = ()
+        if self._policy.moves:
+            found, findings = self._moved(now, may_stop, is_news)
+        else:
+            found = self._pass(now, may_stop)
+        self._is_waited_for = found.waits
+        if found.next_change_s < np.inf and self._options.round_s is None:
+            self._come_back(max(found.next_change_s, self._last_plan + self._options.plan_every_s))
+        if self.sizing is not None:
+            found = with_sizes(found, sizes)
+        is_carried_out = self._propose(found, (*findings, *sizes.findings))
+        if self._leaves_nothing_to_do(found):
+            self._placed, self._placed_at = frozenset(change.number for change in found.changes), now
+        return is_carried_out
+
+    def _leaves_nothing_to_do(self, found: Pass) -> bool:
+        """Whether another plan at this instant would change nothing: all who were chosen have a place now, and would be
+        chosen again."""
+        if found.waits or not self._is_plain or self._policy.moves or self.sizing is not None:
+            return False
+        if not self._order.is_steady or self._order.next_change is not None:
+            return False
+        jobs = self._state.jobs
+        return all(change.kind == "START" and jobs[change.number].state is JobState.HOLDING for change in found.changes)
+
+    def _is_vain(self) -> bool:
+        """Whether a plan that may stop nobody would start nobody either, and need not say when the next one is due."""
+        comes_back = self._back_at == self._last_plan + self._options.plan_every_s > self._clock.now
+        if not comes_back or not self._is_plain or not self.table.has_waiting:
+            return False
+        self._room.refresh()
+        if self.table.least_waiting_gpus <= self._room.free_devices:
+            return False
+        # What is known of jobs depends on when one looks.
+        self.table.look(self._clock.now, self._order)
+        return True
+
+    def _share(self) -> bool:
+        """The same where jobs share GPUs: on news, and at the end of every quantum."""
+        now = self._clock.now
+        if self._options.round_s is not None and not (self._may_stop() or self._may_start()):
+            return False
+        if not self._is_news and now < self._switches_at:
+            return False
+        self._is_news = False
+        assert self._windows is not None
+        self._windows.now = now
+        before, sizes = self.shared, Sizes()
+        if self.sizing is not None:
+            sizes = self.sizing.plan({*before.turns.sharers, *before.packs.on_trial})
+        found, findings = Pass(), sizes.findings
+        # Else who waits is about to have devices of its own.
+        if not sizes.is_giving:
+            found, self.shared, packed = plan_shared(
+                self._policy.placement,
+                self.table,
+                now,
+                self._room,
+                before,
+                self._windows,
+                self._capacity.gpus,
+                self.quantum_s,
+            )
+            findings = (*findings, *packed)
+            self._switches_at = found.next_change_s
+            if self._switches_at < np.inf:
+                self._come_back(self._switches_at)
+        found = with_sizes(found, sizes)
+        if not found.changes and not findings:
+            terms = Terms(
+                self._policy.placement,
+                holes=False,
+                per_hour=self._options.moves_per_hour,
+                on_trial=self.shared.packs.on_trial,
+            )
+            return self._propose(*self._with_moves(lambda kept_out, may_stop: Pass(), terms))
+        answer = self._answer(found.changes, findings)
+        if answer is None:
+            return False
+        refused = frozenset(verdict.number for verdict in answer.verdicts if not verdict.approved)
+        self.shared = self.shared.without(before, refused)
+        return len(refused) < len(answer.verdicts)
+
+    def _moved(self, now: float, may_stop: bool, is_news: bool) -> tuple[Pass, tuple[Finding, ...]]:
+        """The pass, where jobs are moved too."""
+        return self._with_moves(
+            lambda kept_out, may: self._pass(now, may, kept_out), self._terms_of_moves(), may_stop, is_news
+        )
+
+    def _terms_of_moves(self) -> Terms:
+        return Terms(
+            self._policy.placement,
+            draining=tuple(self._state.draining),
+            is_strict=self._order.is_strict,
+            per_hour=self._options.moves_per_hour,
+        )
+
+    def _moves_nobody(self) -> bool:
+        return moves_nobody(self.moving, self._terms_of_moves(), self.table, self._clock.now, self._room)
+
+    def _with_moves(
+        self, inner: Inner, terms: Terms, may_stop: bool = False, is_news: bool = True
+    ) -> tuple[Pass, tuple[Finding, ...]]:
+        assert self._windows is not None
+        self._windows.now = self._clock.now
+        terms = replace(terms, rated=self._windows)
+        found, self.moving, findings, again_s = plan_moves(
+            inner, terms, self.table, self._clock.now, self._room, self.moving, NOBODY, may_stop, is_news
+        )
+        if again_s != self._moves_at:
+            self._moves_at = again_s
+            if again_s < np.inf:
+                self._clock.at(max(again_s, self._clock.now), _nothing)
+        return found, findings
+
+    def _propose(self, found: Pass, findings: tuple[Finding, ...] = ()) -> bool:
+        answer = self._answer(found.changes, findings)
+        return answer is not None and any(verdict.approved for verdict in answer.verdicts)
+
+    def _answer(self, changes: tuple[commands.Change, ...], findings: tuple[Finding, ...] = ()) -> PlanAnswer | None:
+        if not changes and not findings:
+            return None
+        promises = self.moving.promises if self._policy.moves else None
+        answer = self._send(commands.ProposePlan(changes, promises=promises, findings=findings))
+        assert isinstance(answer, PlanAnswer)
+        if self.sizing is not None:
+            self.sizing.refused({verdict.number for verdict in answer.verdicts if not verdict.approved})
+        return answer
+
+    def _pass(self, now: float, may_stop: bool, kept_out: KeptOut = NOBODY) -> Pass:
+        tuning = self._policy.tuning
+        is_packed = tuning is not None and tuning.place is not None and not self._policy.is_placement_named
+        if tuning is not None and is_packed and self._options.round_s is not None and may_stop:
+            # Whoever was stopped may go before others then, but a round stops nobody twice.
+            may_stop, self._packed_at = self._packed_at != now, now
+            packed = plan_packed(
+                tuning,
+                self._order,
+                self.table,
+                now,
+                self._capacity,
+                self._room.view,
+                may_stop,
+                self._oracle,
+                known=self._known,
+            )
+            if packed is not None:
+                return packed
+        return plan_by(
+            self._policy,
+            self._order,
+            self.table,
+            now,
+            self._capacity,
+            self._room,
+            may_stop,
+            remaining_s=self._oracle,
+            kept_out=kept_out,
+            known=self._known,
+            believed=nothing_believed if self.measured is None else self.measured.believed,
+            resize_s=self._resize_s,
+        )
+
+    @property
+    def _resize_s(self) -> float:
+        costs = self._options.costs
+        return 0.0 if self._options.ideal else costs.suspend_s + costs.start_s + costs.resume_s
+
+    def _may_start(self) -> bool:
+        """Whether a plan at this instant may start somebody though it may stop nobody: within a round only those for
+        whom it made way."""
+        step = self._options.round_s
+        return step is None or 0.0 < (self._clock.now - EPOCH_S) % step <= self._nodes.longest_stop_s
+
+    def _may_stop(self) -> bool:
+        """Whether a plan at this instant may stop who runs; if not, sees to it that the next one is made in time."""
+        now, step = self._clock.now, self._options.round_s
+        if step is not None:
+            rounds = (now - EPOCH_S) / step
+            whole = np.floor(rounds)
+            self._come_back(EPOCH_S + step * (whole + 1))
+            return bool(rounds == whole)
+        if self._options.ideal:
+            return self._is_news
+        if now != self._last_plan and now < self._last_plan + self._options.plan_every_s:
+            if self._is_waited_for and self._is_news:
+                self._come_back(self._last_plan + self._options.plan_every_s)
+            return False
+        self._last_plan = now
+        return True
+
+    def _come_back(self, time: float) -> None:
+        if self._back_at <= self._clock.now or time < self._back_at:
+            self._back_at = time
+            self._clock.at(time, _nothing)
+
+    def _measured(self, scaling: Scaling | None) -> Measured | None:
+        """What a policy that resizes jobs measures; None for all others."""
+        if not self._policy.resizes:
+            return None
+        # Fits need SciPy, for which no other policy's run is to wait.
+        from ganger_master.sim.replay.losses import Losses
+        from ganger_master.sim.replay.measured import Measured
+
+        jobs, work, clock, options = self._jobs, self._work, self._clock, self._options
+        return Measured(
+            Losses(jobs, options.seed),
+            lambda job: work.done(job, clock.now),
+            lambda job, gpus: 1.0 if scaling is None else scaling.rate(job, gpus),
+            lambda job: float(jobs.submit_s[job]) + options.profile_s <= clock.now - EPOCH_S,
+            self._capacity.gpus_per_node,
+            options.seed,
+        )
+
+    def _is_profiled(self, numbers: Integers) -> Flags:
+        known: Flags = self._jobs.submit_s[numbers - 1] + self._options.profile_s <= self._clock.now - EPOCH_S
+        return known
+
+    def _oracle(self, numbers: Integers) -> Floats:
+        return self._work.remaining(numbers - 1, self._clock.now)
+
+
+def _nothing() -> None:
+    """Time passes."""
