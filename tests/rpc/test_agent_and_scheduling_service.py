@@ -157,6 +157,27 @@ def test_only_the_newest_call_of_a_node_is_answered(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
+def test_a_daemon_that_always_has_news_before_its_time_is_up_is_answered_all_the_same(tmp_path: Path) -> None:
+    async def answered(node: Speaker) -> bool:
+        try:
+            await node.reconcile([], max_wait_seconds=1.0, timeout=0.3)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise
+            return False
+        return True
+
+    async def story() -> None:
+        async with serving(tmp_path) as served:
+            node = Speaker(served, "n1")
+            await node.join()
+            tries = [await answered(node) for _ in range(12)]
+            assert any(tries), "its node would be lost"
+            assert not all(tries), "a call is still held"
+
+    asyncio.run(story())
+
+
 def test_void_session_is_told_so_and_a_new_one_works(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving(tmp_path) as served:

@@ -37,8 +37,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         self._clock = clock
         self._node_of: dict[str, str] = {}
         self._session_of: dict[str, str] = {}
-        # Sessions that were answered once.
-        self._answered: set[str] = set()
+        # When each session was answered last, by the loop's time.
+        self._answered_at: dict[str, float] = {}
         # The call that may be answered, by node.
         self._newest: dict[str, object] = {}
 
@@ -58,7 +58,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         former = self._session_of.get(command.node)
         if former is not None:
             self._node_of.pop(former, None)
-            self._answered.discard(former)
+            self._answered_at.pop(former, None)
         self._node_of[session] = command.node
         self._session_of[command.node] = session
         settings = self._writer.state.settings
@@ -87,7 +87,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         finally:
             if self._newest.get(node) is call:
                 del self._newest[node]
-        self._answered.add(request.session)
+        self._answered_at[request.session] = asyncio.get_running_loop().time()
         return _response(self._writer.committed.desired.get(node, DesiredSet()), request)
 
     async def ReportProgress(
@@ -106,14 +106,19 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         return node
 
     async def _hold(self, node: str, request: agent_pb2.ReconcileRequest, call: object) -> None:
-        """Until there is news for the node, the call's time is up, or a newer call came."""
-        if request.session not in self._answered:
+        """Until there is news for the node, a newer call came, or the last answer is as old as the call may wait.
+
+        A daemon with news of its own drops the held call and makes another: on a node whose gangs take turns, at every
+        turn. If the time counted from each call, such a daemon would never be answered, and its node be lost.
+        """
+        last = self._answered_at.get(request.session)
+        if last is None:
             # The first answer tells the daemon that the master is there and knows it.
             return
         asked = times.seconds(request.max_wait) if request.HasField("max_wait") else _LONGEST_HOLD_SECONDS
         hold = min(asked, _LONGEST_HOLD_SECONDS) * random.uniform(_JITTER, 1.0)
         loop = asyncio.get_running_loop()
-        end = loop.time() + hold
+        end = last + hold
         committed = self._writer.committed
         with committed.watching(f"nodes/{node}") as news:
             while self._newest.get(node) is call:
