@@ -47,3 +47,9 @@ def test_a_case_that_a_benchmark_has_not_is_a_mistake_of_usage(name: str, said: 
     done = CliRunner().invoke(bench, [name, "--only", "magic"])
     assert done.exit_code == 2
     assert said in done.output
+
+
+@pytest.mark.parametrize("case", ["", " "])
+def test_a_case_without_a_name_does_not_run_all_of_them(case: str) -> None:
+    done = CliRunner().invoke(bench, ["slice", "--only", case])
+    assert (done.exit_code, "name a case" in done.output) == (2, True)

@@ -23,8 +23,8 @@ _GROUP = "ganger.benches"
 @click.option("--list", "is_list", is_flag=True, help="Name the benchmarks.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--quick", is_flag=True, help="Try it on a small scale; its figures mean little.")
-@click.option("--only", default="", metavar="CASE", help="Run one of its cases alone, such as jobs4_on1 of slice.")
-def bench(name: str | None, is_list: bool, as_json: bool, quick: bool, only: str) -> int:
+@click.option("--only", metavar="CASE", help="Run one of its cases alone, such as jobs4_on1 of slice.")
+def bench(name: str | None, is_list: bool, as_json: bool, quick: bool, only: str | None) -> int:
     """Run benchmark NAME; exit code 0 only if it keeps all its limits. Raw samples go to build/bench."""
     import inspect
     from importlib.metadata import entry_points
@@ -38,6 +38,8 @@ def bench(name: str | None, is_list: bool, as_json: bool, quick: bool, only: str
         raise click.UsageError(f"there is no benchmark {name!r}: there are {known}" if name else f"name one of {known}")
     run = found[name].load()
     takes = inspect.signature(run).parameters
+    if only is not None and not only.strip():
+        raise click.UsageError("--only: name a case, or leave it out to run all of them")
     if quick and "quick" not in takes:
         raise click.UsageError(f"benchmark {name!r} has no quick form: leave out --quick")
     if only and "only" not in takes:
