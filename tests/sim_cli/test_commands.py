@@ -303,6 +303,7 @@ def test_compare_gives_intervals_over_seeds(said: Said) -> None:
         (["-p", "fifo,best"], "there is no policy 'best'"),
         (["-p", "fifo", "--loads", "1,0"], "'0' is not a number above zero"),
         (["-p", "fifo", "--seeds", "0"], "0 is not in the range"),
+        (["-p", "fifo+defrag", "--moves-per-hour", "nan"], "'nan' is not a number"),
     ],
 )
 def test_compare_refuses_what_cannot_be(said: Said, trace: Path, arguments: list[str], words: str) -> None:

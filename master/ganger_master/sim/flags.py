@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from ganger.console.numbers import Within
 from ganger.units import parse_duration
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -188,7 +189,7 @@ _SHARED: list[Callable[[Any], Any]] = [
     ),
     click.option(
         "--moves-per-hour",
-        type=click.FloatRange(0, 3600),
+        type=Within(0, 3600),
         metavar="N",
         help="For +defrag: moves of a node in an hour that nobody waits for, at most.",
     ),
