@@ -8,6 +8,7 @@ from core.drive import ALL_LEVELS, GIB, Drive, job_of
 from core.worlds import SMALL, World, elastic
 from ganger.placement.resized import resized
 from ganger.resources.reasons import Reason
+from ganger.resources.values import Claim
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused
 from ganger_master.core.commands import Change, ProposePlan, ResizeJob
 from ganger_master.core.desired import desired_of
@@ -20,6 +21,7 @@ from ganger_master.core.model import (
     ObservedPhase,
     SuspendLevel,
 )
+from ganger_master.core.resizing import judge_resize
 from ganger_master.core.settings import Settings
 from hypothesis import given
 from hypothesis import strategies as some
@@ -183,6 +185,25 @@ def test_a_plan_s_change_of_size_is_judged_beside_its_other_changes() -> None:
     assert isinstance(answer, PlanAnswer)
     assert [verdict.approved for verdict in answer.verdicts] == [True, False]
     assert answer.verdicts[1].refusals[0].reason is Reason.GPUS
+
+
+def test_tasks_of_a_new_world_cannot_have_the_memory_that_arenas_of_the_old_one_are_in() -> None:
+    drive = World()
+    number = drive.running(elastic(2, 1, 4))
+    job, view = drive.job(number), drive.state.view
+    gang = drive.state.gangs[job.epoch]
+    (held,) = gang.claims
+    assert held.arena_bytes
+    claims = resized(view, job.spec.shape(job.arena_bytes_per_device, 0, 1), gang.claims)
+    assert claims is not None
+    given_back = held.arena_bytes - claims[0].arena_bytes
+    whole = replace(claims[0], memory_bytes=held.memory_bytes + given_back)
+    room = view.memory[view.slots["n1"]]
+    assert not judge_resize(drive.state, job, gang, (whole,))
+    view.take(Claim("n1", 0, (0, 0), room))
+    (refusal,) = judge_resize(drive.state, job, gang, (whole,))
+    assert (refusal.reason, refusal.figures) == (Reason.MEMORY, {"needed_bytes": given_back, "free_bytes": 0})
+    assert not judge_resize(drive.state, job, gang, claims)
 
 
 def test_a_user_s_share_bounds_how_far_a_job_grows() -> None:

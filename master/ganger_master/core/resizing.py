@@ -14,6 +14,7 @@ from ganger_master.core.checks import busy, not_running
 from ganger_master.core.model import Claim, Gang, GangPhase, Job, JobState, SuspendLevel
 from ganger_master.core.sizes import devices_of, tasks_divide
 from ganger_master.core.state import State
+from ganger_master.core.worlds import taken_by
 
 
 def check_resize(state: State, job: Job, gpus: int) -> Gang | Refused:
@@ -63,7 +64,20 @@ def judge_resize(state: State, job: Job, gang: Gang, claims: Sequence[Claim]) ->
         return refusals
     shape = job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus)
     holding = tuple([piece.held for piece in gang.pieces if piece.held is not None])
-    return judge_change(state, job, tuple(claims), holding, retune=True, shape=shape)
+    refusals = judge_change(state, job, tuple(claims), holding, retune=True, shape=shape)
+    return refusals or _no_memory_for_both(state, job, gang, claims)
+
+
+def _no_memory_for_both(state: State, job: Job, gang: Gang, claims: Sequence[Claim]) -> tuple[Refusal, ...]:
+    """Until the old world has gone both hold what they need, the larger of each kind: tasks of the new one cannot have
+    what arenas of the old one are in."""
+    for taken in taken_by(gang, claims):
+        needed, free = taken.memory_bytes + taken.arena_bytes, state.view.memory[state.view.slots[taken.node]]
+        if needed > free:
+            figures = {"needed_bytes": needed, "free_bytes": free}
+            detail = "beside what it holds until its new processes go on"
+            return (Refusal(Reason.MEMORY, figures, job=job.name, node=taken.node, detail=detail),)
+    return ()
 
 
 def place_resized(state: State, job: Job, gang: Gang, gpus: int) -> tuple[Claim, ...] | Refused:
