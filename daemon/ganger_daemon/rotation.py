@@ -410,7 +410,8 @@ def _has_begun(gang: LocalGang) -> bool:
 
 def _turn_of(standing: Standing, epoch: int) -> Turn:
     position = standing.position
-    return Turn(standing.number, position.switch, position.stops.get(epoch), _level_of(standing))
+    changes = position.version < max(standing.matrices)
+    return Turn(standing.number, position.switch, position.stops.get(epoch), _level_of(standing), changes)
 
 
 def _level_of(standing: Standing) -> Level:

@@ -16,6 +16,7 @@ from ganger_master.core.commands import (
     ObservedRows,
     OpenSession,
     ProposePlan,
+    ResumeJob,
     RetuneJob,
     SuspendJob,
 )
@@ -171,6 +172,27 @@ def test_a_suspend_that_is_refused_leaves_the_turns_as_they_were(drive: Turns) -
     drive.observe("n1", refused, *drive.others("n1", gang.epoch))
     assert drive.state.gangs[gang.epoch].intent is Intent.RUN
     assert drive.state.set_of[gang.epoch] == drive.state.set_of[drive.job(guest).epoch]
+
+
+@pytest.mark.parametrize(("nodes", "newest"), [(1, 1), (2, 3)])
+def test_who_is_to_stop_and_goes_on_after_all_does_so_by_the_next_matrix_if_it_has_parts_on_several_nodes(
+    nodes: int, newest: int
+) -> None:
+    """Some of its parts rest already, and a switch may reach a node before the order does."""
+    drive = Turns(nodes)
+    host, guest = drive.share(4 * nodes)
+    epoch = drive.job(host).epoch
+    number = drive.state.set_of[epoch]
+    rows = drive.state.sets[number].active.rows
+    for _ in range(2):
+        drive.step(SuspendJob(host, SuspendLevel.OFFLOAD))
+        assert drive.state.gangs[epoch].intent is Intent.PARK
+        drive.step(ResumeJob(host))
+        assert drive.state.gangs[epoch].intent is Intent.RUN
+    node_set = drive.state.sets[number]
+    assert (node_set.active.version, node_set.newest.version) == (1, newest)
+    assert node_set.newest.rows == rows
+    assert drive.state.set_of[drive.job(guest).epoch] == number
 
 
 def test_a_third_job_joins_by_the_whole_next_matrix_and_both_matrices_are_held_until_it_is_active(drive: Turns) -> None:

@@ -264,7 +264,8 @@ class DaemonTurns:
 
 def _turn_of(standing: Standing, epoch: int) -> Turn:
     position = standing.position
-    return Turn(standing.number, position.switch, position.stops.get(epoch), Level(_level_of(standing)))
+    changes = position.version < max(standing.matrices)
+    return Turn(standing.number, position.switch, position.stops.get(epoch), Level(_level_of(standing)), changes)
 
 
 def _wanted(desired: DesiredGang, switch: tuple[int, int]) -> Wanted:

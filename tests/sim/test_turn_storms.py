@@ -82,6 +82,11 @@ def test_rows_are_switched_in_storms_and_no_rule_is_broken() -> None:
     assert sum(storm.switches for storm in storms) >= 40
 
 
+def test_who_was_to_stop_and_goes_on_after_all_does_so_on_all_its_nodes_or_on_none() -> None:
+    """A storm in which a switch came between them, and the set stood still for ever."""
+    run(624, jobs=10, seconds=150.0)
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("block", range(30))
 def test_long_storms_of_turns_break_no_rule_and_every_job_ends(block: int) -> None:

@@ -21,13 +21,14 @@ _FIRST = Switch(1, 0)
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """How a gang stands in its node set: under which switch, by which one its turn is over (None: it is not), and what
-    who rests there gives up."""
+    """How a gang stands in its node set: under which switch, by which one its turn is over (None: it is not), what who
+    rests there gives up, and whether a newer matrix is known here that is not active yet."""
 
     node_set: int
     switch: Switch
     stop: Switch | None
     level: Level
+    changes: bool = False
 
 
 def may_wait_its_turn(told: Wanted) -> bool:
@@ -59,7 +60,7 @@ def next_order(
             return _own_stop(told, obeyed, turn, is_parked)
         return _joining(told, obeyed) if _stands_apart(told, obeyed, heard) and not is_blocked() else None
     if obeyed.intent is not Intent.RUN:
-        if is_blocked():
+        if is_blocked() or _waits_for_peers(obeyed, turn):
             return None
         return _under(told, turn.switch) if turn is not None else told
     if turn is None:
@@ -89,6 +90,12 @@ def _rests_by_turn(obeyed: Wanted) -> bool:
 def _is_under_own_stop(obeyed: Wanted) -> bool:
     """Whether it stops, or rests, by an order of the master and by no switch."""
     return not obeyed.order.is_by_turn and obeyed.intent is not Intent.RUN
+
+
+def _waits_for_peers(obeyed: Wanted, turn: Turn | None) -> bool:
+    """Whether its peers may not have heard yet that they go on, and would rest if a switch came first. Who stopped by
+    an order of the master knows that they have once the matrix is active that was told with it."""
+    return turn is not None and turn.changes and obeyed.stop_sequence < _TURN_BIT
 
 
 def _resting(told: Wanted, switch: Switch, stop_sequence: int, level: Level) -> Wanted:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ganger_master.core import copies, ending, moving, orders, sharing
+from ganger_master.core import copies, ending, going_on, moving, orders, sharing
 from ganger_master.core.lifecycle import Act, act_of, is_refused
 from ganger_master.core.model import (
     Claim,
@@ -111,12 +111,12 @@ def resume(state: State, number: int, now: float, cause: str, purpose: Purpose =
         return
     job = replace(job, revision=job.revision + 1, suspend_wanted=SuspendLevel.NONE, suspended_level=SuspendLevel.NONE)
     if gang is not None and gang.parked_by_plan and job.state is JobState.HOLDING:
-        state.put_gang(orders.run(orders.holding(gang, gang.claims), now))
+        going_on.run_after_all(state, orders.holding(gang, gang.claims), now)
         state.put_job(job)
     elif gang is not None and copies.is_superseded(state, gang) and orders.holds_devices(gang):
         copies.go_back(state, job, gang, now, cause)
     elif gang is not None and not copies.is_superseded(state, gang) and _may_run_on(gang):
-        state.put_gang(orders.run(gang, now))
+        going_on.run_after_all(state, gang, now)
         state.put_job(replace(job, state=JobState.HOLDING))
     else:
         if gang is not None and gang.phase is not GangPhase.PARKED:
@@ -255,7 +255,7 @@ def _stay(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
         state.put_gang(orders.park(gang, back, now, gang.parked_by_plan))
         state.put_job(replace(job, suspend_wanted=back) if job.state is JobState.SUSPENDED else job)
     else:
-        state.put_gang(orders.run(gang, now))
+        going_on.run_after_all(state, gang, now)
         state.put_job(replace(job, state=JobState.HOLDING, suspend_wanted=SuspendLevel.NONE))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ganger_master.core import copies, ending, orders
+from ganger_master.core import copies, ending, going_on, orders
 from ganger_master.core.lifecycle import Seen, bad_outcome, seen_of
 from ganger_master.core.model import Claim, Gang, GangPhase, GangRole, Intent, Job, JobState, Level, SuspendLevel
 from ganger_master.core.purpose import NO_PURPOSE, Purpose
@@ -106,7 +106,10 @@ def abort(state: State, job: Job, gang: Gang, now: float, cause: str, why: str =
     job = replace(job, next_epoch=0, moves_aborted=job.moves_aborted + 1, revision=job.revision + 1)
     if can_go_back(source) and not copies.is_superseded(state, source):
         phase = GangPhase.RUNNING if source.stepped else GangPhase.STARTING
-        state.put_gang(replace(source, phase=phase) if source.intent is Intent.RUN else orders.run(source, now))
+        if source.intent is Intent.RUN:
+            state.put_gang(replace(source, phase=phase))
+        else:
+            going_on.run_after_all(state, source, now)
         state.put_job(job)
     elif job.moves_aborted > state.settings.moves_aborted_allowed and job.checkpoint is not None:
         # The parked copy cannot be brought back anywhere: better to lose steps than to try for ever.

@@ -105,6 +105,23 @@ def test_nobody_who_rests_is_sent_on_while_others_are_on_its_devices(
     assert next_of(master, obeyed, turn) is not None
 
 
+@pytest.mark.parametrize("rests", [told(2, PARK, Level.CHECKPOINT), replace(RESTS, stop_sequence=2)])
+def test_who_rests_by_a_stop_of_the_master_goes_on_once_the_matrix_is_active_that_all_its_nodes_know_of(
+    rests: Wanted,
+) -> None:
+    """A switch that comes before would reach one node after the order, and another before it."""
+    changes = replace(NOW, changes=True)
+    assert next_of(told(3), rests, changes) is None
+    assert next_of(told(3), rests, changes, parked=False) is None
+    goes_on = next_of(told(3), rests, NOW)
+    assert goes_on is not None
+    assert goes_on.intent is Intent.RUN
+    stays = next_of(told(3), rests, replace(OVER, changes=True))
+    assert stays is None or (stays.intent, stays.stop_sequence) == (PARK, 2)
+    # Who rests by a switch does so on all nodes, and all know the next one.
+    assert next_of(told(1), RESTS, changes) is not None
+
+
 @pytest.mark.parametrize("turn", [NOW, OVER, Turn(SET, Switch(), None, Level.OFFLOAD)])
 def test_a_newer_stop_of_the_master_does_not_wake_who_rests_by_a_former_one(turn: Turn) -> None:
     """It was to run between them, and others were on its devices all the time."""
