@@ -11,7 +11,7 @@ from ganger_master.core.commands import CancelJob, Change, Observe, ObservedGang
 from ganger_master.core.desired import desired_of
 from ganger_master.core.model import JobSpec, JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.settings import Settings
-from ganger_master.planner.matrices import Sharer, plan_matrices, rows_of, turns_by_weight
+from ganger_master.planner.matrices import Sharer, plan_matrices, rows_of
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies import policy_named
@@ -212,6 +212,17 @@ def test_gangs_over_several_nodes_take_turns_with_each_other() -> None:
     assert drive.rows == [[first], [second]]
 
 
+def counted(gangs: list[tuple[int, float]]) -> tuple[int, list[int]]:
+    """(rows, in how many of them each is) of gangs of so many devices, as a mask, and such weights."""
+    drive = Drive()
+    sharers = []
+    for mask, weight in gangs:
+        job = drive.job(drive.submit(replace(job_of(1), weight=weight)))
+        sharers.append(Sharer(job, None, (Claim("n1", mask, (0, 0), GIB, 0, (mask.bit_count(),)),)))
+    rows = rows_of(sharers, {"n1": (6_000, 0)})
+    return len(rows), [sum(one in row for row in rows) for one in sharers]
+
+
 @pytest.mark.parametrize(
     ("weights", "turns"),
     [
@@ -221,12 +232,25 @@ def test_gangs_over_several_nodes_take_turns_with_each_other() -> None:
         ([2.0, 1.0], [2, 1]),
         ([3.0, 2.0, 2.0], [3, 2, 2]),
         ([1.0, 1.5], [2, 3]),
-        ([100.0, 1.0], [8, 1]),
+        ([100.0, 1.0], [11, 1]),
         ([1.0, 1.01], [1, 1]),
     ],
 )
-def test_a_weight_is_so_many_turns(weights: list[float], turns: list[int]) -> None:
-    assert turns_by_weight(weights) == turns
+def test_a_weight_is_so_many_turns_of_a_cycle(weights: list[float], turns: list[int]) -> None:
+    assert counted([(0b1, weight) for weight in weights]) == (sum(turns), turns)
+
+
+def test_shares_on_a_device_are_as_the_weights_whatever_there_is_on_others() -> None:
+    assert counted([(0b1, 1.0), (0b1, 1.0), (0b10, 1.0), (0b10, 2.0)]) == (6, [3, 3, 2, 4])
+    assert counted([(0b1, 1.0)] * 3 + [(0b10, 1.0)] * 2) == (6, [2, 2, 2, 3, 3])
+    assert counted([(0b1, 1.0), (0b10, 1.0), (0b1, 1.0)]) == (2, [1, 2, 1])
+
+
+def test_who_needs_more_cores_than_there_are_has_rows_of_its_own() -> None:
+    drive = Drive()
+    jobs = [drive.job(drive.submit(job_of(1))) for _ in range(2)]
+    sharers = [Sharer(job, None, (Claim("n1", 1 << at, (9_000, 0), GIB, 0, (1,)),)) for at, job in enumerate(jobs)]
+    assert rows_of(sharers, {"n1": (6_000, 0)}) == [[sharers[0]], [sharers[1]]]
 
 
 def test_who_has_twice_the_weight_gets_two_turns_of_three() -> None:

@@ -41,8 +41,8 @@ from ganger_master.policies.room import Room
 # Of those who wait, as many are looked at in one pass; of those who join, as many at once.
 _WAITING_MOST: Final = 2_000
 _JOINERS_MOST: Final = 64
-# In one cycle of rows: who has the least waits for its turn no longer than so many quanta for each of the others.
-_TURNS_MOST: Final = 8
+# Rows of a cycle, if everybody has a turn in so many: who is to have the least waits no longer for it.
+_CYCLE_MOST: Final = 12
 _ANYWHERE: Final = Want()
 _SETTLED: Final = (GangPhase.STARTING, GangPhase.RUNNING)
 
@@ -115,45 +115,43 @@ def plan_matrices(
 def rows_of(sharers: Sequence[Sharer], cores: Mapping[str, Sequence[int]]) -> list[list[Sharer]]:
     """Who runs at once, row by row: nobody twice on a device, nor more cores of a node than there are for a row.
 
-    Who has more turns (`turns_by_weight`) comes when its next is due by its share (stride scheduling, Waldspurger and
-    Weihl 1995).
+    A row takes those first who have had least for their weight, then everybody who still fits (stride scheduling,
+    Waldspurger and Weihl 1995). Of all cycles in which everybody has a turn, up to `_CYCLE_MOST` rows, it is the first
+    of those after which the gangs of each device are nearest to their shares.
     """
+    if not sharers:
+        return []
+    weights = [one.job.spec.weight for one in sharers]
+    crowds = _crowds(sharers)
     rows: list[list[Sharer]] = []
-    turns = turns_by_weight([one.job.spec.weight for one in sharers])
     had = [0] * len(sharers)
-    while any(had[index] < turns[index] for index in range(len(sharers))):
+    length, least = 0, math.inf
+    while not all(had) or (len(rows) < _CYCLE_MOST and least > 0.0):
         row: list[Sharer] = []
-        due = [index for index in range(len(sharers)) if had[index] < turns[index]]
-        for index in sorted(due, key=lambda index: (had[index] + 1) / turns[index]):
-            if _fits(sharers[index], row, cores):
+        for index in sorted(range(len(sharers)), key=lambda index: had[index] / weights[index]):
+            if not row or _fits(sharers[index], row, cores):
                 row.append(sharers[index])
                 had[index] += 1
         rows.append(row)
-    for index, row in enumerate(rows):
-        # Whoever came just before goes on, if it can, before it has to wait for its next turn.
-        others = [one for step in range(1, len(rows)) for one in rows[index - step]]
-        for one in others:
-            if one not in row and _fits(one, row, cores):
-                row.append(one)
-    return rows
+        error = _error([count / weight for count, weight in zip(had, weights, strict=True)], crowds)
+        if all(had) and error < least:
+            length, least = len(rows), error
+    return rows[:length]
 
 
-def turns_by_weight(weights: Sequence[float]) -> list[int]:
-    """How many rows each is to be in, of as few as give the shares best; nobody more than `_TURNS_MOST`."""
-    if not weights:
-        return []
-    least = min(weights)
-    ratios = [min(weight / least, _TURNS_MOST) for weight in weights]
-    times = range(1, int(_TURNS_MOST // max(ratios)) + 1)
-    rounded = ([round(ratio * many) for ratio in ratios] for many in times)
-    # Of equally good ones the first: the shortest cycle.
-    return min(rounded, key=lambda turns: _error(turns, ratios))
+def _crowds(sharers: Sequence[Sharer]) -> list[list[int]]:
+    """The places in line of those who are on one device, device by device."""
+    found: dict[_Device, list[int]] = {}
+    for index, one in enumerate(sharers):
+        for device in one.devices:
+            found.setdefault(device, []).append(index)
+    return [crowd for crowd in found.values() if len(crowd) > 1]
 
 
-def _error(turns: Sequence[int], ratios: Sequence[float]) -> float:
-    """The largest part by which a share is off."""
-    each = sum(turns) / sum(ratios)
-    return max(abs(count / (ratio * each) - 1) for count, ratio in zip(turns, ratios, strict=True))
+def _error(had: Sequence[float], crowds: Sequence[Sequence[int]]) -> float:
+    """By which part of the largest share on its device the smallest one is short, at most."""
+    apart = [(min(shares), max(shares)) for shares in ([had[index] for index in crowd] for crowd in crowds)]
+    return max((1.0 - low / high for low, high in apart if high), default=0.0)
 
 
 def _fits(one: Sharer, row: Sequence[Sharer], cores: Mapping[str, Sequence[int]]) -> bool:
