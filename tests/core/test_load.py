@@ -79,6 +79,26 @@ def test_a_node_that_is_lost_after_a_restart_is_waited_for_no_longer() -> None:
     assert drive.state.view.mode is Mode.SPREAD
 
 
+def test_a_node_that_takes_no_gangs_is_the_last_to_be_heard_after_a_restart() -> None:
+    drive = Drive(2)
+    numbers = [drive.submit(job_of(1)) for _ in range(6)]
+    for number in numbers:
+        drive.start(number)
+    drive.step(CordonNode("n2", "repair"))
+    drive.state = restarted(drive)
+    for number in numbers:
+        drive.step(CancelJob(number))
+    drive.step(OpenSession("n1", "machine-n1", SERVER))
+    drive.sessions["n1"] = drive.state.nodes["n1"].session
+    drive.observe("n1", version=0)
+    drive.observe("n1")
+    assert (drive.state.free_devices, drive.state.view.mode) == (drive.state.devices, Mode.PACK)
+    drive.step(OpenSession("n2", "machine-n2", SERVER))
+    drive.sessions["n2"] = drive.state.nodes["n2"].session
+    drive.observe("n2", version=0)
+    assert drive.state.view.mode is Mode.SPREAD
+
+
 def restarted(drive: Drive) -> State:
     """What a master knows that was started again."""
     state = drive.state

@@ -225,8 +225,8 @@ class State:
             self.unheard[node.name] = None
         elif node.name in self.unheard:
             del self.unheard[node.name]
-            if node.lost:
-                # Of one that is heard the row follows, and the load with it.
+            if old is None or not _is_other_row(old, node):
+                # Where the row is another one by that, it follows, and the load with it.
                 self._note_view()
         if node.is_choosy:
             self.choosy[node.name] = None
