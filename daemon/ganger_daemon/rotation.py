@@ -370,7 +370,7 @@ class Rotation:
         make_directory(self._directory)
         position = json_format.MessageToDict(order_to_wire(standing.number, standing.position))
         matrices = [json_format.MessageToDict(message) for _, message in sorted(standing.matrices.items())]
-        in_turn = [standing.position.in_turn, standing.position.owed]
+        in_turn = [standing.position.in_turn, standing.position.owed, standing.position.quantum_seconds]
         fields = {"position": position, "has_row": standing.position.row != NO_ROW, "in_turn": in_turn}
         write_hint(self._directory / f"{standing.number}.json", {**fields, "matrices": matrices})
 
@@ -382,9 +382,10 @@ def _standing_of(path: Path) -> Standing | None:
         position = position_from_wire(order)
         if not fields["has_row"]:
             position = replace(position, row=NO_ROW)
-        position = replace(position, in_turn=int(fields["in_turn"][0]), owed=int(fields["in_turn"][1]))
+        row, owed, quantum = fields["in_turn"]
+        position = replace(position, in_turn=int(row), owed=int(owed), quantum_seconds=float(quantum))
         matrices = [json_format.ParseDict(one, agent_pb2.DesiredRows()) for one in fields["matrices"]]
-    except (KeyError, TypeError, ValueError, IndexError, json_format.ParseError):
+    except (KeyError, TypeError, ValueError, json_format.ParseError):
         return None
     if not matrices:
         return None

@@ -8,6 +8,9 @@ when the daemon that owns it has seen the others off it: that is not decided her
 Row follows row in their order, but who is new comes next, so that its first steps do not wait for everybody else's
 turn. Each turn that is taken so is made up for by one in order; no more are owed at a time than there are rows, so that
 nobody starves however many come.
+
+All rows of a cycle have the same quantum, settled when the cycle begins: what a switch was measured to take differs
+from one to the next, often by which row leaves and which comes, and a quantum that followed it would favour one.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ class Rows:
 @dataclass(frozen=True, slots=True)
 class Position:
     """The last order obeyed: `row` of `version` runs; `stops`: of all others, the switch that ended their turn. A
-    leader also notes `in_turn`, the row that ran last in its turn, and `owed`: turns out of turn to be made up for."""
+    leader also notes `in_turn`, the row that ran last in its turn, `owed`: turns out of turn to be made up for, and
+    `quantum_seconds`, that of the rows of this cycle, zero if it is not settled."""
 
     switch: Switch = Switch()
     version: int = 0
@@ -60,6 +64,7 @@ class Position:
     stops: Mapping[int, Switch] = field(default_factory=dict)
     in_turn: int = NO_ROW
     owed: int = 0
+    quantum_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,7 @@ def obey(position: Position, order: Position, matrices: Mapping[int, Rows], leas
     """After an order was heard; as before if it is an old one, a former leader's, or of a matrix not known here."""
     if order.switch <= position.switch or order.switch.set_epoch < least_set_epoch or order.version not in matrices:
         return position
-    return replace(order, in_turn=order.row, owed=0)
+    return replace(order, in_turn=order.row, owed=0, quantum_seconds=0.0)
 
 
 def quantum_seconds(matrix: Rows, switch_seconds: float) -> float:
@@ -126,13 +131,18 @@ def lead(
         if started_seconds is None and ordered_seconds < START_SECONDS:
             return None
         elapsed = ordered_seconds if started_seconds is None else started_seconds
-        if elapsed < quantum_seconds(matrix, switch_seconds):
+        if elapsed < (position.quantum_seconds or quantum_seconds(matrix, switch_seconds)):
             return None
-    return _next(position, matrix, matrices, said, alive)
+    return _next(position, matrix, matrices, said, alive, switch_seconds)
 
 
 def _next(
-    position: Position, matrix: Rows, matrices: Mapping[int, Rows], said: Sequence[Member], alive: frozenset[int]
+    position: Position,
+    matrix: Rows,
+    matrices: Mapping[int, Rows],
+    said: Sequence[Member],
+    alive: frozenset[int],
+    switch_seconds: float,
 ) -> Position | None:
     version = _newest_known(matrices, said, position.version)
     fresh = matrices[version]
@@ -147,29 +157,31 @@ def _next(
         row, owed = next(i for i, own in enumerate(fresh.rows) if new.intersection(own)), position.owed + 1
     else:
         row = in_turn = min(max(0, in_turn), len(fresh.rows) - 1) if row is None else row
+    goes_on = version == position.version and (owed > position.owed or in_turn > position.in_turn)
+    quantum = position.quantum_seconds if goes_on else quantum_seconds(fresh, switch_seconds)
     before = alive & present
     if version == position.version and alive.intersection(fresh.rows[row]) == before:
         # Nobody else wants a turn, or the next row is the same gangs': nothing is to be switched.
-        same = replace(position, row=row, in_turn=in_turn, owed=owed)
-        return None if same == position else same
-    return _ordered(
-        position, Switch(position.switch.set_epoch, position.switch.sequence + 1), fresh, row, in_turn, owed
-    )
+        if (row, in_turn, owed) == (position.row, position.in_turn, position.owed):
+            return None
+        return replace(position, row=row, in_turn=in_turn, owed=owed, quantum_seconds=quantum)
+    switch = Switch(position.switch.set_epoch, position.switch.sequence + 1)
+    return replace(_ordered(position, switch, fresh, row), in_turn=in_turn, owed=owed, quantum_seconds=quantum)
 
 
-def _ordered(position: Position, switch: Switch, matrix: Rows, row: int, in_turn: int, owed: int) -> Position:
-    """The order: who rests already keeps its stop, whose turn ends gets this one's."""
+def _ordered(position: Position, switch: Switch, matrix: Rows, row: int) -> Position:
+    """The order, of a row in its turn: who rests already keeps its stop, whose turn ends gets this one's."""
     turn = frozenset(matrix.rows[row])
     stops = {epoch: position.stops.get(epoch, switch) for epoch in sorted(matrix.epochs | position.stops.keys())}
     stops = {epoch: stop for epoch, stop in stops.items() if epoch not in turn and epoch in matrix.epochs}
-    return Position(switch, matrix.version, row, stops, in_turn, owed)
+    return Position(switch, matrix.version, row, stops, row)
 
 
 def _take_over(latest: Position, newest: Rows, matrices: Mapping[int, Rows], said: Sequence[Member]) -> Position | None:
     """A new leader's first order: where the set stands, said again; of a set that never had one, the row that runs."""
     switch = Switch(newest.set_epoch, 1)
     if latest.row != NO_ROW and latest.version in matrices:
-        return replace(latest, switch=switch, in_turn=latest.row, owed=0)
+        return replace(latest, switch=switch, in_turn=latest.row, owed=0, quantum_seconds=0.0)
     version = _newest_known(matrices, said, 0)
     if not all(member.known >= version for member in said) or version not in matrices:
         return None
@@ -180,7 +192,7 @@ def _take_over(latest: Position, newest: Rows, matrices: Mapping[int, Rows], sai
     row = next(i for i, own in enumerate(matrix.rows) if len(running.intersection(own)) == most)
     if not alive.intersection(matrix.rows[row]):
         row = next((i for i, own in enumerate(matrix.rows) if alive.intersection(own)), row)
-    return _ordered(replace(latest, stops={}), switch, matrix, row, row, 0)
+    return _ordered(replace(latest, stops={}), switch, matrix, row)
 
 
 def _past_unknown(position: Position, matrices: Mapping[int, Rows], said: Sequence[Member]) -> Position | None:
@@ -191,7 +203,7 @@ def _past_unknown(position: Position, matrices: Mapping[int, Rows], said: Sequen
     matrix = matrices[version]
     switch = Switch(position.switch.set_epoch, position.switch.sequence + 1)
     row = min(max(0, position.row), len(matrix.rows) - 1)
-    return _ordered(position, switch, matrix, row, row, 0)
+    return _ordered(position, switch, matrix, row)
 
 
 def _newest_known(matrices: Mapping[int, Rows], said: Sequence[Member], least: int) -> int:

@@ -81,6 +81,31 @@ def test_a_quantum_is_never_less_than_fifty_switches() -> None:
     assert lead(first, rows, {"n1": slow}, 50.0, 50.0) is not None
 
 
+def test_rows_of_a_cycle_have_one_quantum_whatever_each_switch_takes() -> None:
+    rows = {1: matrix((1,), (2,), (3,))}
+    position, turns = alone(Position(), rows, {1, 2, 3}), []
+    for _ in range(9):
+        assert position is not None
+        # who comes in the second row takes two seconds to come, the others nearly nothing
+        row = position.row
+        member = Member(position, 1, True, frozenset({1, 2, 3}), frozenset({row + 1}), 2.0 if row == 1 else 0.1)
+        took = next(t for t in range(1000) if lead(position, rows, {"n1": member}, t, t) is not None)
+        position = lead(position, rows, {"n1": member}, took, took)
+        turns.append((row, took))
+    cycles = [turns[at : at + 3] for at in range(3, 9, 3)]
+    assert [[row for row, _ in cycle] for cycle in cycles] == [[0, 1, 2], [0, 1, 2]]
+    assert all(len({took for _, took in cycle}) == 1 for cycle in cycles)
+
+
+def test_a_cycle_after_slow_switches_has_the_longer_quantum() -> None:
+    rows = {1: matrix((1,), (2,))}
+    last = Position(Switch(1, 2), 1, 1, {1: Switch(1, 2)}, in_turn=1, quantum_seconds=QUANTUM)
+    slow = Member(last, 1, True, frozenset({1, 2}), frozenset({2}), switch_seconds=1.0)
+    following = lead(last, rows, {"n1": slow}, QUANTUM, QUANTUM)
+    assert following is not None
+    assert (following.row, following.quantum_seconds) == (0, 50.0)
+
+
 def test_the_quantum_of_who_has_yet_to_start_begins_with_its_first_step_or_is_over_after_a_while() -> None:
     rows = {1: matrix((1,), (2,))}
     first = alone(Position(), rows, {1, 2})
