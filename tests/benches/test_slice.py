@@ -5,7 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ganger_daemon.bench.slice import NOTE, Step, _gaps, _jain, _on_devices, _share_outside, _steps, _turns, main
+from ganger_daemon.bench.notes import (
+    NOTE,
+    Step,
+    jain,
+    rate,
+    share_outside,
+    shares_of_cycles,
+    steps_of,
+    switches,
+    turns_of,
+)
+from ganger_daemon.bench.slice import main
 from ganger_daemon.bench.switches import Seen, Switch, parts, switch_of
 
 
@@ -13,32 +24,51 @@ def steps(*times: tuple[int, int]) -> list[Step]:
     return [Step(1, begin, end, end) for begin, end in times]
 
 
-def test_turns_are_steps_of_one_job_on_end_and_gaps_what_lies_between_two_jobs() -> None:
+SECOND = 1_000_000_000
+
+
+def stepping_in(*spans: tuple[int, int], pid: int = 1) -> list[Step]:
+    """A step each tenth of a second, each of which takes as much processor time."""
+    moments = [tenth for begin, end in spans for tenth in range(10 * begin, 10 * end)]
+    return [Step(pid, at * SECOND // 10, (at + 1) * SECOND // 10, n * 10) for n, at in enumerate(moments)]
+
+
+def test_turns_are_steps_of_one_job_on_end() -> None:
     one, other = steps((0, 9), (10, 19), (50, 59)), steps((22, 30), (31, 40))
-    turns = _turns([0, 1], [one, other])
-    assert [(turn.job, turn.begin, turn.end, turn.steps) for turn in turns] == [
+    assert [(turn.job, turn.begin, turn.end, turn.steps) for turn in turns_of([one, other])] == [
         (0, 0, 19, 2),
         (1, 22, 40, 2),
         (0, 50, 59, 1),
     ]
-    assert _gaps(turns) == pytest.approx([3e-9, 10e-9])
 
 
-def test_jobs_on_one_device_are_those_whose_steps_never_lie_beside_each_other() -> None:
-    one, other, alone = steps((0, 9), (30, 39)), steps((11, 20)), steps((0, 39))
-    assert _on_devices([one, alone, other], 2) == [[0, 2], [1]]
-    assert _on_devices([one, alone, other], 1) == [[0, 1, 2]]
+def test_a_switch_is_from_the_end_of_a_turn_to_the_next_begin_of_one_on_whatever_device() -> None:
+    alone = stepping_in((0, 60))
+    one, other = stepping_in((0, 10), (23, 30), (47, 60)), stepping_in((11, 20), (32, 45))
+    assert switches([alone, one, other], 0, 60 * SECOND) == pytest.approx([1.0, 3.0, 2.0, 2.0])
+
+
+def test_shares_are_those_of_whole_cycles_whatever_the_look_at_them_cut() -> None:
+    one, other = stepping_in((0, 1), (10, 20), (30, 40), (50, 51)), stepping_in((1, 10), (20, 30), (40, 50))
+    assert jain(shares_of_cycles(turns_of([one, other]), 2)) > 0.99
+    with pytest.raises(ValueError, match="whole cycle"):
+        shares_of_cycles(turns_of([one[:5], other[:5]]), 2)
+
+
+def test_a_job_that_was_moved_is_rated_by_each_of_its_processes() -> None:
+    here, there = stepping_in((0, 2)), stepping_in((5, 7), pid=2)
+    assert rate([[*here, *there]]) == pytest.approx(rate([here]))
 
 
 def test_shares_that_are_equal_have_the_index_one() -> None:
-    assert _jain([2.0, 2.0, 2.0]) == pytest.approx(1.0)
-    assert _jain([1.0, 0.0]) == pytest.approx(0.5)
+    assert jain([2.0, 2.0, 2.0]) == pytest.approx(1.0)
+    assert jain([1.0, 0.0]) == pytest.approx(0.5)
 
 
 def test_a_note_that_is_half_written_does_not_count(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     path.write_bytes(NOTE.pack(1, 2, 3, 4) + b"half")
-    assert _steps(path) == [Step(1, 2, 3, 4)]
+    assert steps_of(path) == [Step(1, 2, 3, 4)]
 
 
 def test_what_is_used_between_turns_beyond_a_step_is_no_work() -> None:
@@ -46,8 +76,8 @@ def test_what_is_used_between_turns_beyond_a_step_is_no_work() -> None:
     own = [Step(1, n * second // 100, n * second // 100 + 1, n * 10) for n in range(9)]
     own += [Step(1, 5 * second + n * second // 100, 5 * second + n * second // 100 + 1, 100 + n * 10) for n in range(9)]
     # sixteen steps of 10 each, and 20 between the turns, of which 10 are a step
-    assert _share_outside([own]) == pytest.approx(10 / 180)
-    assert _share_outside([own[:5]]) == 0.0
+    assert share_outside([own]) == pytest.approx(10 / 180)
+    assert share_outside([own[:5]]) == 0.0
 
 
 def test_parts_of_switches_on_two_devices_at_once_are_not_mixed() -> None:

@@ -20,6 +20,7 @@ class Report:
         self._figures: dict[str, float] = {}
         self._limits: dict[str, float] = {}
         self._kept: dict[str, bool] = {}
+        self._processors = processor_ticks()
         directory.mkdir(parents=True, exist_ok=True)
         self._samples = (directory / f"{name}.jsonl").open("w")
 
@@ -48,7 +49,7 @@ class Report:
             "figures": self._figures,
             "limits": self._limits,
             "missed": sorted(name for name, kept in self._kept.items() if not kept),
-            "machine": machine(),
+            "machine": {**machine(), "stolen_share": stolen_share(self._processors, processor_ticks())},
         }
 
     def _judge(self, name: str, value: float, limit: float, kept: bool) -> None:
@@ -66,6 +67,26 @@ def machine() -> dict[str, object]:
         "python": platform.python_version(),
         "load": round(os.getloadavg()[0], 2),
     }
+
+
+def processor_ticks() -> Sequence[int]:
+    """Of all processors since the machine started, by kind; empty where the kernel does not tell."""
+    try:
+        return [int(field) for field in Path("/proc/stat").read_text().partition("\n")[0].split()[1:]]
+    except (OSError, ValueError):
+        return []
+
+
+def stolen_share(before: Sequence[int], after: Sequence[int]) -> float:
+    """Of the processor time that this machine wanted, what its host gave to others; a virtual machine is slow by it."""
+    kinds = [late - early for early, late in zip(before, after, strict=True)]
+    stolen, idle = sum(kinds[_STEAL : _STEAL + 1]), sum(kinds[_IDLE])
+    wanted = sum(kinds[: _STEAL + 1]) - idle
+    return round(stolen / wanted, 3) if wanted > 0 else 0.0
+
+
+# Fields of /proc/stat, proc(5): idle and iowait, and steal; what follows is part of user and nice.
+_IDLE, _STEAL = slice(3, 5), 7
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -6,27 +6,37 @@ when orders came and states changed. A switch is dead time: from the end of the 
 begin of the first one of who comes; a switch that takes long makes quanta longer, fifty times as long. What steps cost
 alone is measured on the same devices, by the first jobs before the others come and after they have left: as many at
 once, on the machine as it is then. Beside it, in the same run: the same jobs stopped and continued by signals, as Slurm
-does it, which frees nothing; and a queue, first come first served.
+does it, which frees nothing; and a queue, first come first served. Six jobs on four GPUs (figure 9 of Gandiva's paper,
+OSDI 2018) are two pairs and two alone whatever the rows: they have equal shares only because they are moved.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import signal
-import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from ganger.injob.page import now_ns
 
 from ganger_daemon.bench.cluster import START_SECONDS, BenchCluster, ClusterError
+from ganger_daemon.bench.notes import (
+    jain,
+    rate,
+    share_outside,
+    shares_of_cycles,
+    stepping,
+    steps_of,
+    switches,
+    turns_of,
+)
 from ganger_daemon.bench.report import Report, quantile
-from ganger_daemon.bench.switches import PageWatch, slowest_switch
+from ganger_daemon.bench.switches import PageWatch, slowest_switch, switched
 from ganger_daemon.cgroups.contract import is_done
 from ganger_daemon.cgroups.probe import choose_cgroups
 from ganger_daemon.core.rotation import SWITCHES_PER_QUANTUM
@@ -38,7 +48,10 @@ CYCLES, QUICK_CYCLES = 6, 2
 # Jobs and GPUs of each.
 SHARED = {"jobs2_on1": (2, 1), "jobs4_on1": (4, 1), "jobs6_on4": (6, 4)}
 CASES = ("fifo", *SHARED, "signals")
-GPU_CORES = 0.4
+# Of a virtual GPU, where that leaves half of the machine to everything else.
+GPU_CORES, CORES_SHARE = 0.4, 0.5
+# Switches in which all of several devices have equal shares, by moves.
+SWITCHES = 40
 STATE_BYTES = 8 << 20
 EARLY_STEPS = 10
 # What a switch may take of a quantum, and how equal shares are to be.
@@ -82,27 +95,8 @@ while step < most:
     if job is not None:
         job.step(loss)
 """
-NOTE = struct.Struct("<QQQQ")
 # Beside the parts: what is smaller than a page, as the layer's bias, is not worth its way and stays.
 WEIGHT_BYTES = 4 * 64 * 64
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    pid: int
-    begin: int
-    end: int
-    used: int
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """Steps of one job on end, without another's on its device between them. Nanoseconds."""
-
-    job: int
-    begin: int
-    end: int
-    steps: int
 
 
 def main(quick: bool = False, only: str = "") -> dict[str, object]:
@@ -112,7 +106,6 @@ def main(quick: bool = False, only: str = "") -> dict[str, object]:
     report = Report("slice")
     quantum, cycles = (QUICK_QUANTUM_SECONDS, QUICK_CYCLES) if quick else (QUANTUM_SECONDS, CYCLES)
     bound = _quota()
-    report.figure("device_cores", GPU_CORES if bound else 0.0)
     report.figure("quantum_seconds", quantum)
     wanted = [only] if only else list(CASES)
     if "fifo" in wanted:
@@ -134,10 +127,10 @@ def _in_line(report: Report, bound: bool, quick: bool) -> None:
     with _cluster(1, bound, "--policy", "fifo") as cluster:
         first, second = _submit(cluster, 0, steps), _submit(cluster, 1, EARLY_STEPS)
         submitted = now_ns()
-        cluster.until(lambda: len(_steps(second)) >= EARLY_STEPS, 20 * START_SECONDS, "both have run")
-        rate = _rate(_steps(first)[10:])
-        waited = (_steps(second)[-1].end - submitted) / 1e9
-    report.figure("fifo_steps_per_cpu_second", rate)
+        cluster.until(lambda: len(steps_of(second)) >= EARLY_STEPS, 20 * START_SECONDS, "both have run")
+        speed = rate([steps_of(first)[10:]])
+        waited = (steps_of(second)[-1].end - submitted) / 1e9
+    report.figure("fifo_steps_per_cpu_second", speed)
     report.figure(f"fifo_step_{EARLY_STEPS}_of_new_job_seconds", waited)
 
 
@@ -152,65 +145,61 @@ def _share(
                 alone.append(_undisturbed(notes, _ALONE_QUANTA * quantum))
             submitted = now_ns()
             notes.append(_submit(cluster, number, 1 << 30))
-            cluster.until(lambda: len(_steps(notes[-1])) >= EARLY_STEPS, START_SECONDS, f"{name}: job {number} steps")
+            cluster.until(lambda: len(steps_of(notes[-1])) >= EARLY_STEPS, START_SECONDS, f"{name}: job {number} steps")
             if number >= gpus:
-                waited = (_steps(notes[-1])[EARLY_STEPS - 1].end - submitted) / 1e9
+                waited = (steps_of(notes[-1])[EARLY_STEPS - 1].end - submitted) / 1e9
                 # quanta grow where switches take long
                 in_force = max(quantum, SWITCHES_PER_QUANTUM * slowest_switch(cluster))
                 early, beyond = max(early, waited), max(beyond, waited - in_force)
-        report.say(f"{name}: {cycles} cycles of {jobs} jobs, a quantum of {quantum:g} s")
+        # of one device, of which the first and the last turn are cut; of several, as many as equal shares take
+        wanted = cycles * jobs + 2 if gpus == 1 else SWITCHES
+        report.say(f"{name}: {wanted} switches of {jobs} jobs, a quantum of {quantum:g} s")
         with PageWatch(cluster) as watch:
             began = now_ns()
-            turns_wanted = cycles * -(-jobs // gpus)
-
-            def is_enough() -> bool:
-                seen = [[step for step in _steps(path) if began <= step.begin] for path in notes]
-                # Who has a device alone makes one long turn.
-                shared = [group for group in _on_devices(seen, gpus) if len(group) > 1]
-                return all(seen) and min([len(_turns(group, seen)) for group in shared], default=0) > turns_wanted
-
-            deadline = time.monotonic() + _LONGEST * quantum * turns_wanted
-            while time.monotonic() < deadline and not is_enough():
+            deadline = time.monotonic() + _LONGEST * quantum * wanted
+            while time.monotonic() < deadline and sum(one > began for one in switched(cluster)) < wanted:
                 time.sleep(quantum / 4)
             ended = now_ns()
-        steps = [[step for step in _steps(path) if began <= step.begin and step.end <= ended] for path in notes]
+        steps = [[step for step in steps_of(path) if began <= step.begin and step.end <= ended] for path in notes]
         freed, expected = watch.freed_bytes, STATE_BYTES + WEIGHT_BYTES
         cluster.ganger("cancel", *[str(number + 1) for number in range(gpus, jobs)])
         cluster.until(lambda: _all_step_now(notes[:gpus]), START_SECONDS, f"{name}: the first ones go on alone")
         alone.append(_undisturbed(notes[:gpus], _ALONE_QUANTA * quantum))
-    groups = _on_devices(steps, gpus)
-    turns = [turn for group in groups for turn in _turns(group, steps)]
-    dead = [gap for group in groups for gap in _gaps(_turns(group, steps))]
-    report.samples({"scenario": name, "dead_seconds": gap} for gap in dead)
+    dead = switches(steps, began, ended)
     if not dead:
-        raise ClusterError(f"{name}: no switch within {cycles} cycles")
-    span = (ended - began) / 1e9
-    shared = [group for group in groups if len(group) > 1]
-    share = sum(dead) / (span * len(shared))
+        raise ClusterError(f"{name}: no switch in {(ended - began) / 1e9:.0f} s")
+    report.samples({"scenario": name, "dead_seconds": gap} for gap in dead)
     report.figure(f"{name}_dead_p50_milliseconds", 1000 * quantile(dead, 0.5))
     report.figure(f"{name}_dead_p90_milliseconds", 1000 * quantile(dead, 0.9))
     report.figure(f"{name}_switches", float(len(dead)))
+    # Of the devices on which turns are taken, what did not go into steps: switches, and whatever else stood still.
+    span = (ended - began) / 1e9
+    idle = gpus * span - sum(map(stepping, steps))
     if quick:
-        report.figure(f"{name}_dead_share", share)
+        report.figure(f"{name}_dead_share", idle / span / min(gpus, jobs - gpus))
     else:
-        report.at_most(f"{name}_dead_share", share, DEAD_SHARE)
+        report.at_most(f"{name}_dead_share", idle / span / min(gpus, jobs - gpus), DEAD_SHARE)
     long_share = quantile(dead, 0.9) / LONG_QUANTUM_SECONDS
     report.at_most(f"{name}_dead_share_at_60s_derived", long_share, DEAD_SHARE)
-    device_of = {job + 1: device for device, group in enumerate(groups) if len(group) > 1 for job in group}
-    for part, seconds in watch.parts(device_of).items():
-        report.figure(f"{name}_{part}_p50_milliseconds", 1000 * seconds)
-    received = [sum(turn.end - turn.begin for turn in turns if turn.job == job) / 1e9 for job in range(jobs)]
-    whole = [[received[job] for job in group] for group in groups]
-    report.figure(f"{name}_jain_of_all", _jain(received))
-    if not quick:
-        report.at_least(f"{name}_jain_on_a_device", min(_jain(one) for one in whole), LEAST_JAIN)
-    rate = sum(len(own) - 1 for own in steps if own) / max(1e-9, sum(_used(own) for own in steps))
-    report.figure(f"{name}_steps_per_cpu_second", rate)
+    if gpus == 1:
+        turns = turns_of(steps)
+        report.samples({"scenario": name, "job": one.job, "begin": one.begin, "end": one.end} for one in turns)
+        for part, seconds in watch.parts(dict.fromkeys(range(1, jobs + 1), 0)).items():
+            report.figure(f"{name}_{part}_p50_milliseconds", 1000 * seconds)
+        shares = shares_of_cycles(turns, jobs)
+    else:
+        shares = [stepping(own) / span for own in steps]
+        report.figure(f"{name}_moves", float(sum(len({step.pid for step in own}) - 1 for own in steps if own)))
+    if quick:
+        report.figure(f"{name}_jain", jain(shares))
+    else:
+        report.at_least(f"{name}_jain", jain(shares), LEAST_JAIN)
+    report.figure(f"{name}_steps_per_cpu_second", rate(steps))
     report.figure(f"{name}_steps_per_cpu_second_alone_before", alone[0])
     report.figure(f"{name}_steps_per_cpu_second_alone_after", alone[-1])
-    report.figure(f"{name}_cpu_share_of_rests_and_switches", _share_outside(steps))
+    report.figure(f"{name}_cpu_share_of_rests_and_switches", share_outside(steps))
     if not quick:
-        ratio = rate * len(alone) / sum(alone)
+        ratio = rate(steps) * len(alone) / sum(alone)
         report.at_least(f"{name}_steps_per_cpu_second_over_alone_ratio", ratio, 1.0 - RATE_WITHIN)
     # Who comes to full devices has the next turn, and then its program starts: the one that waited longest.
     report.figure(f"{name}_step_{EARLY_STEPS}_of_new_job_seconds", early)
@@ -224,13 +213,12 @@ def _undisturbed(notes: Sequence[Path], seconds: float) -> float:
     """Steps per processor-second of jobs that have their devices alone."""
     began = now_ns()
     time.sleep(seconds)
-    steps = [[step for step in _steps(path) if step.begin >= began] for path in notes]
-    return sum(len(own) - 1 for own in steps) / max(1e-9, sum(_used(own) for own in steps))
+    return rate([[step for step in steps_of(path) if step.begin >= began] for path in notes])
 
 
 def _all_step_now(notes: Sequence[Path]) -> bool:
     recently = now_ns() - 500_000_000
-    return all(any(step.begin > recently for step in _steps(path)[-1:]) for path in notes)
+    return all(any(step.begin > recently for step in steps_of(path)[-1:]) for path in notes)
 
 
 # For how many quanta the first jobs are looked at while they are alone, before and after.
@@ -255,7 +243,7 @@ def _by_signals(report: Report, quantum: float, cycles: int, bound: bool) -> Non
             for path in notes
         ]
         try:
-            cluster.until(lambda: all(len(_steps(path)) > 10 for path in notes), START_SECONDS, "both step")
+            cluster.until(lambda: all(len(steps_of(path)) > 10 for path in notes), START_SECONDS, "both step")
             processes[1].send_signal(signal.SIGSTOP)
             began = now_ns()
             for leaving, coming in itertools.islice(itertools.cycle(((0, 1), (1, 0))), 2 * cycles):
@@ -263,7 +251,7 @@ def _by_signals(report: Report, quantum: float, cycles: int, bound: bool) -> Non
                 processes[leaving].send_signal(signal.SIGSTOP)
                 processes[coming].send_signal(signal.SIGCONT)
             kept = anonymous_bytes_of(processes[1].pid) or 0
-            steps = [[step for step in _steps(path) if step.begin >= began] for path in notes]
+            steps = [[step for step in steps_of(path) if step.begin >= began] for path in notes]
         finally:
             for process in processes:
                 process.send_signal(signal.SIGCONT)
@@ -280,7 +268,8 @@ def _by_signals(report: Report, quantum: float, cycles: int, bound: bool) -> Non
 
 @contextmanager
 def _cluster(gpus: int, bound: bool, *master: str) -> Iterator[BenchCluster]:
-    daemon = ("--virtual-gpu-cores", str(GPU_CORES)) if bound else ()
+    cores = min(GPU_CORES, CORES_SHARE * len(os.sched_getaffinity(0)) / gpus)
+    daemon = ("--virtual-gpu-cores", str(cores)) if bound else ()
     with BenchCluster(nodes=1, gpus=gpus, cores=2 * gpus, memory="64G", master=master, daemon=daemon) as cluster:
         (cluster.directory / "job.py").write_text(JOB)
         yield cluster
@@ -300,80 +289,3 @@ def _quota() -> bool:
     found = is_done(probe, "cpu_quota")
     probe.tidy()
     return found
-
-
-# -- what was noted ----------------------------------------------------------------------------------------------------
-
-
-def _steps(path: Path) -> list[Step]:
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    whole = len(data) // NOTE.size * NOTE.size
-    return [Step(*fields) for fields in NOTE.iter_unpack(data[:whole])]
-
-
-def _used(steps: Sequence[Step]) -> float:
-    """Processor-seconds from the first step's end to the last one's."""
-    return (steps[-1].used - steps[0].used) / 1e9 if len(steps) > 1 else 0.0
-
-
-def _share_outside(steps: Sequence[Sequence[Step]]) -> float:
-    """Of the processor time of those who take turns, what they used between two turns (to rest, to give up their state
-    and to bring it back) and not for steps: what goes from one step to the next beyond what that is otherwise."""
-    outside = total = 0.0
-    for own in steps:
-        used = [after.used - before.used for before, after in itertools.pairwise(own)]
-        if not used:
-            continue
-        usual = quantile(used, 0.5)
-        gaps = [after.begin - before.end for before, after in itertools.pairwise(own)]
-        outside += sum(max(0.0, one - usual) for one, gap in zip(used, gaps, strict=True) if gap > _REST_NS)
-        total += sum(used)
-    return outside / max(1.0, total)
-
-
-# Between two steps of one turn nothing takes so long.
-_REST_NS = 500_000_000
-
-
-def _rate(steps: Sequence[Step]) -> float:
-    return (len(steps) - 1) / _used(steps)
-
-
-def _on_devices(steps: Sequence[Sequence[Step]], gpus: int) -> list[list[int]]:
-    """Who takes turns with whom: steps of jobs on one device never lie beside each other, those of others do."""
-    if gpus == 1:
-        return [list(range(len(steps)))]
-    groups: list[list[int]] = []
-    for job, own in enumerate(steps):
-        group = next((one for one in groups if all(not _overlap(own, steps[other]) for other in one)), None)
-        if group is None:
-            groups.append([job])
-        else:
-            group.append(job)
-    return groups
-
-
-def _overlap(one: Sequence[Step], other: Sequence[Step]) -> bool:
-    merged = sorted([*one, *other], key=lambda step: step.begin)
-    return any(after.begin < before.end for before, after in itertools.pairwise(merged))
-
-
-def _turns(group: Sequence[int], steps: Sequence[Sequence[Step]]) -> list[Turn]:
-    merged = sorted([(step.begin, step.end, job) for job in group for step in steps[job]])
-    found: list[Turn] = []
-    for job, own in itertools.groupby(merged, key=lambda one: one[2]):
-        inside = list(own)
-        found.append(Turn(job, inside[0][0], inside[-1][1], len(inside)))
-    return found
-
-
-def _gaps(turns: Sequence[Turn]) -> list[float]:
-    """Seconds between the turns of two jobs on a device."""
-    return [(after.begin - before.end) / 1e9 for before, after in itertools.pairwise(turns)]
-
-
-def _jain(values: Sequence[float]) -> float:
-    return sum(values) ** 2 / (len(values) * sum(value * value for value in values))
