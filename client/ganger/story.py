@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ganger import purposes
 from ganger.units import format_duration
 
 
@@ -34,10 +35,12 @@ class Chapter(NamedTuple):
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over a story; seconds. `lost_s`: of attempts that failed, what they had run since their last checkpoint."""
+    """Sums over a story; seconds. `turns_s`: while it took turns, its own and those of others. `lost_s`: of attempts
+    that failed, what they had run since their last checkpoint."""
 
     waited_s: float = 0.0
     ran_s: float = 0.0
+    turns_s: float = 0.0
     parked_s: float = 0.0
     starting_s: float = 0.0
     lost_s: float = 0.0
@@ -63,11 +66,16 @@ class _Teller:
     unsaved_since: float = 0.0
     # What it had done is in memory somewhere.
     is_resuming: bool = False
+    # Its share of turns where it is, and where it moves to; "" where it takes none.
+    turns: str = ""
+    turns_there: str = ""
 
     def leave(self, now: float) -> None:
         """Whatever it was in the middle of has come to an end."""
         totals = self.totals
-        if self.running_since:
+        if self.running_since and self.turns:
+            totals.turns_s += now - self.running_since
+        elif self.running_since:
             totals.ran_s += now - self.running_since
         if self.parked_since:
             totals.parked_s += now - self.parked_since
@@ -77,6 +85,14 @@ class _Teller:
             totals.waited_s += now - self.waiting_since
         self.running_since = self.parked_since = self.starting_since = self.waiting_since = self.stopping_since = 0.0
 
+    def take_turns(self, now: float, share: str) -> None:
+        """From now on, or none if "": what it runs counts as the one or as the other."""
+        since = self.running_since
+        if since and bool(share) != bool(self.turns):
+            self.leave(now)
+            self.running_since = now
+        self.turns = share
+
 
 def tell(events: Iterable[Happening], now: float = 0.0) -> tuple[list[Chapter], Totals]:
     """The story of a job or an array, of its events in their order; checkpoints in a row are one sentence. `now`: until
@@ -84,8 +100,7 @@ def tell(events: Iterable[Happening], now: float = 0.0) -> tuple[list[Chapter], 
     teller = _Teller()
     chapters: list[Chapter] = []
     for event in events:
-        say = _SAYINGS.get(event.kind, _plainly)
-        text = say(teller, event)
+        text = _say(teller, event)
         if event.kind == "checkpoint_complete" and chapters and chapters[-1].kind == event.kind:
             chapters.pop()
         if text:
@@ -93,6 +108,11 @@ def tell(events: Iterable[Happening], now: float = 0.0) -> tuple[list[Chapter], 
     if chapters and now > chapters[-1].time:
         teller.leave(now)
     return chapters, teller.totals
+
+
+def sentence(event: Happening) -> str:
+    """What one event says by itself, of whatever; "" of what is not worth a sentence."""
+    return _say(_Teller(), event)
 
 
 def summary(totals: Totals) -> str:
@@ -103,6 +123,7 @@ def summary(totals: Totals) -> str:
             ("waited", totals.waited_s),
             ("starting", totals.starting_s),
             ("ran", totals.ran_s),
+            ("took turns", totals.turns_s),
             ("parked", totals.parked_s),
             ("lost", totals.lost_s),
         )
@@ -110,7 +131,7 @@ def summary(totals: Totals) -> str:
     ]
     if totals.moves:
         word = "move" if totals.moves == 1 else "moves"
-        parts.append(f"{totals.moves} {word}, {totals.move_pauses_ms:.0f} ms standing still for them")
+        parts.append(f"{totals.moves} {word}, {_brief(totals.move_pauses_ms)} standing still for them")
     if totals.suspensions:
         parts.append(f"suspended {totals.suspensions} times" if totals.suspensions > 1 else "suspended once")
     if totals.checkpoints:
@@ -118,6 +139,10 @@ def summary(totals: Totals) -> str:
     if totals.failures:
         parts.append(f"{totals.failures} failed attempt{'s' if totals.failures > 1 else ''}")
     return "; ".join(parts)
+
+
+def _say(teller: _Teller, event: Happening) -> str:
+    return _SAYINGS.get(event.kind, _plainly)(teller, event)
 
 
 # -- sayings -----------------------------------------------------------------------------------------------------------
@@ -144,7 +169,7 @@ def _approved(teller: _Teller, event: Happening) -> str:
             parts.append(f"for: {event.message}")
         if "after" in event.figures:
             parts.append(f"free since {_and(event.figures['after'].split())} left")
-    return ", ".join(parts) + _gain(event)
+    return ", ".join(parts) + _for(event)
 
 
 def _running(teller: _Teller, event: Happening) -> str:
@@ -156,7 +181,7 @@ def _running(teller: _Teller, event: Happening) -> str:
 
 def _suspend_ordered(teller: _Teller, event: Happening) -> str:
     teller.stopping_since = event.time
-    return f"told to rest at {event.figures.get('level', '?').lower()}{_by(event)}{_gain(event)}"
+    return f"told to rest at {event.figures.get('level', '?').lower()}{_by(event)}{_for(event)}"
 
 
 def _parked(teller: _Teller, event: Happening) -> str:
@@ -164,6 +189,7 @@ def _parked(teller: _Teller, event: Happening) -> str:
     teller.leave(event.time)
     teller.parked_since = event.time
     teller.totals.suspensions += 1
+    teller.turns = ""
     return f"rests at {event.figures.get('level', '?').lower()}, step {event.figures.get('step', '?')}{took}"
 
 
@@ -172,56 +198,66 @@ def _resume_ordered(teller: _Teller, event: Happening) -> str:
     teller.leave(event.time)
     teller.starting_since = event.time
     teller.is_resuming = True
-    return f"told to go on{_by(event)}{rested}{_gain(event)}"
+    return f"told to go on{_by(event)}{rested}{_for(event)}"
 
 
 def _move_begun(teller: _Teller, event: Happening) -> str:
-    teller.moving_since = event.time
-    return f"moves to {event.figures.get('nodes', '?')}{_by(event)}{_gain(event)}"
+    teller.moving_since, teller.turns_there = event.time, ""
+    return f"moves to {event.figures.get('nodes', '?')}{_by(event)}{_for(event)}"
 
 
 def _move_committed(teller: _Teller, event: Happening) -> str:
     step = event.figures.get("step", "?")
     took = f", {_seconds(event.time - teller.moving_since)} after the order" if teller.moving_since else ""
+    # Who took turns may have rested all the while, or run: nobody but its nodes knows.
+    ran_on = "; it ran on until then" if teller.running_since and not teller.turns else ""
     # Its next step is told of as that of a start.
     teller.leave(event.time)
-    teller.starting_since = event.time
-    return f"handed over at step {step}{took}; it ran on until then"
+    teller.starting_since, teller.moving_since = event.time, 0.0
+    teller.turns, teller.turns_there = teller.turns_there, ""
+    return f"handed over at step {step}{took}{ran_on}"
 
 
 def _move_done(teller: _Teller, event: Happening) -> str:
-    pause = float(event.figures.get("pause_ms", "0") or 0)
-    teller.totals.moves += 1
-    teller.totals.move_pauses_ms += pause
-    expected = event.figures.get("expected_pause_ms")
-    return f"moved: it stood still for {pause:.0f} ms{f', {expected} expected' if expected else ''}, and lost no step"
+    return f"moved: it stood still for {_pause(teller, event)}, and lost no step"
+
+
+def _move_back(teller: _Teller, event: Happening) -> str:
+    return "goes on where it came from, from the state that was kept there: its new place failed"
 
 
 def _resize_begun(teller: _Teller, event: Happening) -> str:
     teller.moving_since = event.time
     figures = event.figures
-    # What it is for says more than its goal's name alone.
-    helped = f" for {figures['for']}" if "for" in figures else ""
     why = f": {event.message}" if event.message else ""
-    return f"goes from {figures.get('devices', '?')} GPUs to {figures.get('becomes', '?')}{_by(event)}{helped}{why}"
+    return (
+        f"goes from {figures.get('devices', '?')} GPUs to {figures.get('becomes', '?')}{_by(event)}{_for(event)}{why}"
+    )
 
 
 def _resize_done(teller: _Teller, event: Happening) -> str:
-    pause = float(event.figures.get("pause_ms", "0") or 0)
-    teller.totals.moves += 1
-    teller.totals.move_pauses_ms += pause
-    return f"resized: it stood still for {pause:.0f} ms, and lost no step"
+    return f"resized: it stood still for {_pause(teller, event)}, and lost no step"
 
 
 def _given_up(teller: _Teller, event: Happening) -> str:
-    teller.moving_since = 0.0
+    teller.moving_since, teller.turns_there = 0.0, ""
     what = "change of size" if event.kind == "resize_aborted" else "move"
     return f"the {what} was called off, nothing is lost: {event.message}"
 
 
-def _kept(teller: _Teller, event: Happening) -> str:
-    what = "was kept" if event.kind == "change_kept" else "did not help"
-    return f"the change {what}: {_figures(event) or event.message}{_by(event)}"
+def _judged(teller: _Teller, event: Happening) -> str:
+    what = "was kept" if event.kind == "change_kept" else "did not pay"
+    found = purposes.gain(event.figures) or event.message
+    return f"{purposes.aim(event.figures)} {what}{f': {found}' if found else ''}"
+
+
+def _joined(teller: _Teller, event: Happening) -> str:
+    return f"another gang comes to its GPUs on {event.figures.get('node', '?')}, to share them at once{_by(event)}"
+
+
+def _suspend_refused(teller: _Teller, event: Happening) -> str:
+    teller.stopping_since = 0.0
+    return f"could not rest at {event.figures.get('level', '?').lower()}, and loses nothing by it: {event.message}"
 
 
 def _cores(teller: _Teller, event: Happening) -> str:
@@ -233,11 +269,21 @@ def _cores(teller: _Teller, event: Happening) -> str:
 def _takes_turns(teller: _Teller, event: Happening) -> str:
     figures = event.figures
     rows, quantum = figures.get("rows", "?").split(), figures.get("quantum_seconds", "?")
-    share = f"{len(rows)} of {figures.get('of_rows', '?')} turns of {quantum} s"
-    return f"takes turns on its GPUs with others, {share} in nodeSets/{figures.get('node_set', '?')}{_by(event)}"
+    share = (
+        f"{len(rows)} of {figures.get('of_rows', '?')} turns of {quantum} s in nodeSets/{figures.get('node_set', '?')}"
+    )
+    if teller.moving_since:
+        teller.turns_there = share
+        return f"will take turns there with others, {share}"
+    is_as_before = share == teller.turns
+    teller.take_turns(event.time, share)
+    if is_as_before:
+        return f"others came to the turns it takes, or left them; it has {share}, as before"
+    return f"takes turns on its GPUs with others, {share}{_by(event)}"
 
 
 def _turns_ended(teller: _Teller, event: Happening) -> str:
+    teller.take_turns(event.time, "")
     return "has its GPUs to itself again, without turns"
 
 
@@ -261,6 +307,7 @@ def _attempt_failed(teller: _Teller, event: Happening) -> str:
 
 def _pending(teller: _Teller, event: Happening) -> str:
     teller.leave(event.time)
+    teller.turns, teller.moving_since = "", 0.0
     teller.waiting_since = event.time
     return f"waits again: {event.message}"
 
@@ -271,6 +318,7 @@ def _stop_ordered(teller: _Teller, event: Happening) -> str:
 
 def _ended(teller: _Teller, event: Happening) -> str:
     teller.leave(event.time)
+    teller.turns, teller.moving_since = "", 0.0
     word = event.kind.removeprefix("job_")
     return f"{word}{f': {event.message}' if event.message and event.message != word else ''}"
 
@@ -302,6 +350,10 @@ def _array_ended(teller: _Teller, event: Happening) -> str:
     return "ended: " + ", ".join(f"{count} {state}" for state, count in sorted(event.figures.items()))
 
 
+def _mode_changed(teller: _Teller, event: Happening) -> str:
+    return f"{event.message}: {event.figures.get('held', '?')} of {event.figures.get('of', '?')} GPUs are held"
+
+
 def _nothing(teller: _Teller, event: Happening) -> str:
     return ""
 
@@ -327,8 +379,11 @@ _SAYINGS: dict[str, Callable[[_Teller, Happening], str]] = {
     "resize_committed": _move_committed,
     "resize_done": _resize_done,
     "resize_aborted": _given_up,
-    "change_kept": _kept,
-    "change_undone": _kept,
+    "move_back": _move_back,
+    "change_kept": _judged,
+    "change_undone": _judged,
+    "gang_joined": _joined,
+    "suspend_refused": _suspend_refused,
     "cores_changed": _cores,
     "rows_changed": _takes_turns,
     "turns_ended": _turns_ended,
@@ -345,6 +400,7 @@ _SAYINGS: dict[str, Callable[[_Teller, Happening], str]] = {
     "array_submitted": _array_submitted,
     "member_ended": _member_ended,
     "array_ended": _array_ended,
+    "mode_changed": _mode_changed,
 }
 
 
@@ -354,15 +410,23 @@ def _by(event: Happening) -> str:
     return f" by {cause}" if cause and not cause.startswith(("daemon", "epoch")) else ""
 
 
-def _gain(event: Happening) -> str:
+def _for(event: Happening) -> str:
     """What a plan's change is for, and what it is expected to bring."""
-    figures = event.figures
-    goal = figures.get("goal")
-    if not goal:
-        return f": {event.message}" if event.message and event.kind != "gang_approved" else ""
-    helped = f" for {figures['for']}" if "for" in figures else ""
-    saved = figures.get("saved_gpu_seconds")
-    return f", {goal.lower()}{helped}" + (f", to save {saved} GPU-seconds" if saved else "")
+    told = purposes.purpose(event.figures)
+    return f", {told}" if told else ""
+
+
+def _pause(teller: _Teller, event: Happening) -> str:
+    pause = float(event.figures.get("pause_ms", "0") or 0)
+    teller.totals.moves += 1
+    teller.totals.move_pauses_ms += pause
+    expected = float(event.figures.get("expected_pause_ms", "0") or 0)
+    # Of a change that had to be nothing was forecast.
+    return f"{_brief(pause)}{f', {_brief(expected)} expected' if expected else ''}"
+
+
+def _brief(milliseconds: float) -> str:
+    return f"{milliseconds:.0f} ms" if milliseconds < 1_000 else _seconds(milliseconds / 1_000)
 
 
 def _figures(event: Happening) -> str:

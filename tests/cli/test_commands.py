@@ -590,7 +590,7 @@ def test_top_draws_rows_of_turns_and_the_last_changes(call: Call, master: Canned
     node_set.level = job_pb2.SUSPEND_LEVEL_OFFLOAD
     node_set.rows.add(jobs=["jobs/1", "jobs/9"])
     node_set.rows.add(jobs=["jobs/4"])
-    told = (("gang_running", {}), ("move_begun", {"goal": "HOLE", "epoch": "3"}), ("change_kept", {"gain": "1.42"}))
+    told = (("gang_running", {}), ("move_begun", {"goal": "HOLE", "nodes": "n2"}), ("change_kept", {"gain": "1.42"}))
     master.events = [
         job_pb2.Event(
             sequence=n, subject="jobs/1", kind=kind, figures=figures, cause="planner", time=times.timestamp(n)
@@ -606,8 +606,8 @@ def test_top_draws_rows_of_turns_and_the_last_changes(call: Call, master: Canned
         ["2", "1", "of", "2", "1m", "offload", "4"],
     ]
     assert [line.split(None, 2)[2] for line in changes.splitlines()[1:]] == [
-        "moves   goal=HOLE, by planner",
-        "kept    gain=1.42, by planner",
+        "moves to n2 by planner, to make room for a gang that waits",
+        "the change was kept: its rate was 1.42 times that of before",
     ]
 
 
@@ -615,13 +615,27 @@ def test_top_reads_the_changes_that_came_since_it_looked_last(master: CannedMast
     changes = Changes()
     with Client(str(master.directory)) as client:
         for number in range(1, 10):
-            event = job_pb2.Event(sequence=number, subject=f"jobs/{number}", kind="move_done")
+            event = job_pb2.Event(
+                sequence=number, subject=f"jobs/{number}", kind="move_done", figures={"pause_ms": str(number)}
+            )
             master.events.append(event)
             shown = changes.read(client, number)
         assert [row[1] for row in shown] == ["4", "5", "6", "7", "8", "9"]
         asked = len(master.requests)
         assert changes.read(client, 9) == shown
         assert len(master.requests) == asked
+
+
+def test_top_tells_in_one_line_of_all_whom_one_change_befell(master: CannedMaster) -> None:
+    turns = {"node_set": "1", "of_rows": "2", "quantum_seconds": "60"}
+    for number, row in ((1, "0"), (2, "0"), (3, "1")):
+        event = job_pb2.Event(
+            sequence=number, subject=f"jobs/{number}", kind="rows_changed", figures={**turns, "rows": row}
+        )
+        master.events.append(event)
+    with Client(str(master.directory)) as client:
+        ((_, jobs, told),) = Changes().read(client, 3)
+    assert (jobs, told) == ("1 2 3", "takes turns on its GPUs with others, 1 of 2 turns of 60 s in nodeSets/1")
 
 
 def test_an_order_to_a_job_that_starts_waits_until_it_can_be_carried_out(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ganger.story import Happening, Totals, summary, tell
+import pytest
+from ganger.purposes import purpose
+from ganger.story import Happening, Totals, sentence, summary, tell
+from ganger.v1.scheduling_pb2 import Purpose
 
 
 def happened(time: float, kind: str, cause: str = "daemon:n1", message: str = "", **figures: str) -> Happening:
@@ -39,10 +42,10 @@ def test_every_chapter_says_who_why_and_how_long() -> None:
         "got its gang on n1 by scheduler, after it had waited 30.00 s, for: not enough free devices, free=1, "
         "free since jobs/3 left",
         "stepped after 1.50 s",
-        "moves to n2 by planner, hole for jobs/9, to save 120.0 GPU-seconds",
+        "moves to n2 by planner, to make room for jobs/9, to save 120 GPU-seconds",
         "handed over at step 100, 3.00 s after the order; it ran on until then",
         "stepped after 0.25 s",
-        "moved: it stood still for 250 ms, 300 expected, and lost no step",
+        "moved: it stood still for 250 ms, 300 ms expected, and lost no step",
         "checkpoint 2 complete, at step 250",
         "told to rest at offload by user:ann",
         "rests at offload, step 300, 0.25 s after the order",
@@ -86,6 +89,83 @@ def test_of_a_job_that_lives_the_sums_count_until_now() -> None:
 def test_a_kind_that_nobody_here_knows_is_told_as_it_stands() -> None:
     (chapter,), _ = tell([happened(1.0, "gang_packed", "planner", "with jobs/4", gain="1.3")])
     assert chapter.text == "gang packed by planner: with jobs/4; gain=1.3"
+
+
+TURNS = {"node_set": "1", "of_rows": "2", "quantum_seconds": "10", "rows": "0"}
+FAIR = {"goal": "FAIRNESS", "for": "jobs/5", "detail": "it is 31.0 s behind jobs/4"}
+IN_TURNS = [
+    happened(0.0, "gang_approved", "planner", nodes="n1", epoch="1"),
+    happened(1.0, "gang_running"),
+    happened(11.0, "rows_changed", "planner", version="1", **TURNS),
+    happened(15.0, "rows_changed", "planner", version="2", **TURNS),
+    happened(31.0, "move_begun", "planner", nodes="n2", **FAIR),
+    happened(31.0, "rows_changed", "planner", **(TURNS | {"node_set": "2", "of_rows": "3"})),
+    happened(41.0, "move_committed", step="100"),
+    happened(42.0, "gang_running"),
+    happened(42.0, "move_done", pause_ms="1500.0", **FAIR),
+    happened(52.0, "turns_ended"),
+]  # fmt: skip
+
+
+def test_of_one_that_takes_turns_nobody_claims_that_it_ran_until_it_was_handed_over() -> None:
+    chapters, _ = tell(IN_TURNS)
+    assert [chapter.text for chapter in chapters][2:] == [
+        "takes turns on its GPUs with others, 1 of 2 turns of 10 s in nodeSets/1 by planner",
+        "others came to the turns it takes, or left them; it has 1 of 2 turns of 10 s in nodeSets/1, as before",
+        "moves to n2 by planner, so that jobs/5 gets as much time as others (it is 31.0 s behind jobs/4)",
+        "will take turns there with others, 1 of 3 turns of 10 s in nodeSets/2",
+        "handed over at step 100, 10.00 s after the order",
+        "stepped after 1.00 s",
+        "moved: it stood still for 1.50 s, and lost no step",
+        "has its GPUs to itself again, without turns",
+    ]
+
+
+def test_time_in_turns_is_not_told_as_time_that_it_ran() -> None:
+    _, totals = tell(IN_TURNS, now=1_060.0)
+    assert (totals.ran_s, totals.turns_s) == (10.0 + 8.0, 30.0 + 10.0)
+    assert "ran 18.00 s; took turns 40.00 s" in summary(totals)
+    # Who rests because a user said so has left its turns.
+    rested = [happened(45.0, "gang_parked", level="OFFLOAD", step="1"), happened(46.0, "gang_running")]
+    assert tell([*IN_TURNS[:-1], *rested], now=1_048.0)[1].ran_s == 10.0 + 2.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "figures", "text"),
+    [
+        ("move_begun", {"nodes": "n2", "goal": "DRAIN", "saved_gpu_seconds": "0.0", "expected_pause_ms": "0"},
+         "moves to n2 by planner, because its node is drained"),
+        ("move_begun", {"nodes": "n2", "goal": "LOCALITY", "saved_gpu_seconds": "64.5", "expected_pause_ms": "310"},
+         "moves to n2 by planner, to have its GPUs closer together, to save 64 GPU-seconds for a pause of 0.31 s"),
+        ("move_begun", {"nodes": "n2", "goal": "WARMTH"}, "moves to n2 by planner, goal WARMTH"),
+        ("move_done", {"goal": "DRAIN", "pause_ms": "250.0", "expected_pause_ms": "0"},
+         "moved: it stood still for 250 ms, and lost no step"),
+        ("resize_begun", {"devices": "4", "becomes": "2", "goal": "GIVE_BACK", "for": "jobs/7"},
+         "goes from 4 GPUs to 2 by planner, to give GPUs to jobs/7"),
+        ("change_kept", {"goal": "HOLE", "gain": "1.021", "gain_deviation": "0.030"},
+         "the move to make room for a gang that waits was kept: its rate was 1.02 (± 0.03) times that of "
+         "before"),
+        ("change_undone", {"goal": "PACK", "gain": "0.910", "detail": "jobs/1 at 0.40"},
+         "sharing its GPUs at once did not pay: together they made 0.91 of what one does alone: jobs/1 at "
+         "0.40"),
+        ("change_undone", {"goal": "GROW", "gain": "1.1"},
+         "its growth onto idle GPUs did not pay: its rate was 1.10 times that of before"),
+        ("gang_joined", {"epoch": "3", "node": "n1"},
+         "another gang comes to its GPUs on n1, to share them at once by planner"),
+        ("mode_changed", {"mode": "PACK", "held": "3", "of": "4"}, "gangs are packed: 3 of 4 GPUs are held"),
+    ],
+)  # fmt: skip
+def test_a_change_says_in_words_what_it_is_for_and_what_it_gained(
+    kind: str, figures: dict[str, str], text: str
+) -> None:
+    message = "gangs are packed" if kind == "mode_changed" else ""
+    assert sentence(Happening(0.0, kind, "planner", message, figures)) == text
+
+
+def test_every_goal_of_a_plan_has_words() -> None:
+    goals = [value.name for value in Purpose.DESCRIPTOR.enum_types_by_name["Goal"].values if value.number]
+    for goal in [goal.removeprefix("GOAL_") for goal in goals]:
+        assert goal not in purpose({"goal": goal}), goal
 
 
 def test_the_story_of_an_array_is_that_of_its_members_ends() -> None:

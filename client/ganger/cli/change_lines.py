@@ -1,43 +1,52 @@
-"""A change of a running job in one line: a move under way, a pack that was kept, a size that was given back."""
+"""The last changes of running jobs, a line each: a move under way, a pack that was kept, a size that was given back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
+from typing import Final
 
+from ganger.story import Happening, sentence
 from ganger.v1.job_pb2 import Event
 from ganger.wire import times
 
-_WORDS = {
-    "move_begun": "moves",
-    "move_done": "moved",
-    "move_aborted": "move called off",
-    "resize_begun": "resizes",
-    "resize_done": "resized",
-    "resize_aborted": "resize called off",
-    "gang_joined": "packed",
-    "rows_changed": "takes turns",
-    "turns_ended": "alone again",
-    "turn_refused": "turn refused",
-    "change_kept": "kept",
-    "change_undone": "undone",
-    "stop_ordered": "stopped by rule",
-    "mode_changed": "by load",
-}
+_KINDS: Final = frozenset(
+    {
+        "move_begun",
+        "move_done",
+        "move_aborted",
+        "move_back",
+        "resize_begun",
+        "resize_done",
+        "resize_aborted",
+        "gang_joined",
+        "rows_changed",
+        "turns_ended",
+        "turn_refused",
+        "change_kept",
+        "change_undone",
+        "stop_ordered",
+        "mode_changed",
+    }
+)
 
 
-def row(event: Event) -> tuple[str, ...] | None:
-    """When, whom, what, and the figures of it; None for what is no change of running jobs."""
-    word = _WORDS.get(event.kind)
-    if word is None or not event.subject.startswith(("jobs/", "cluster")):
-        return None
-    when = times.local_datetime(event.time).strftime("%H:%M:%S")
-    cause = event.cause.rstrip(":")
-    by = f"by {cause}" if cause and not cause.startswith("daemon") else ""
-    told = ", ".join(part for part in (event.message, figures(event.figures), by) if part)
-    return when, event.subject.removeprefix("jobs/"), word, told
+def rows(events: Iterable[Event], before: Iterable[tuple[str, ...]] = ()) -> list[tuple[str, ...]]:
+    """When, whom, and what in a sentence, after the rows `before`; of whom the same is told at the same time, in one
+    row. Nothing of what is no change of running jobs."""
+    shown = list(before)
+    for event in events:
+        if event.kind not in _KINDS or not event.subject.startswith(("jobs/", "cluster")):
+            continue
+        when = times.local_datetime(event.time).strftime("%H:%M:%S")
+        subject, told = event.subject.removeprefix("jobs/"), sentence(happening(event))
+        last = shown[-1] if shown else ()
+        if last and (last[0], last[2]) == (when, told):
+            shown[-1] = (when, f"{last[1]} {subject}", told)
+        else:
+            shown.append((when, subject, told))
+    return shown
 
 
-def figures(given: Mapping[str, str]) -> str:
-    """Without what only programs need."""
-    shown = {name: text for name, text in given.items() if name not in ("epoch", "source", "set_epoch")}
-    return " ".join(f"{name}={text}" for name, text in sorted(shown.items()))
+def happening(event: Event) -> Happening:
+    """The event as plain values."""
+    return Happening(times.unix_seconds(event.time), event.kind, event.cause, event.message, dict(event.figures))

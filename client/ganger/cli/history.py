@@ -43,6 +43,7 @@ def history(subject: str, follow: bool, as_json: bool) -> None:
 
     Of a node, and without SUBJECT of everything, it lists the events: see `ganger events`.
     """
+    from ganger.cli.change_lines import happening
     from ganger.console.plain import print_json
     from ganger.story import summary, tell
 
@@ -55,7 +56,7 @@ def history(subject: str, follow: bool, as_json: bool) -> None:
         while True:
             for event in client.list_events(name, seen):
                 seen = event.sequence
-                happenings.append(_happening(event))
+                happenings.append(happening(event))
             chapters, totals = tell(happenings, time.time())
             if as_json and not follow:
                 print_json(_json(name, chapters, totals))
@@ -145,13 +146,6 @@ def _when(then: datetime) -> str:
     # A line of a terminal is short, and today is known there.
     is_today = sys.stdout.isatty() and then.date() == then.now(then.tzinfo).date()
     return then.strftime("%H:%M:%S.%f" if is_today else "%Y-%m-%d %H:%M:%S.%f")[:-3]
-
-
-def _happening(event: Event) -> Any:
-    from ganger.story import Happening
-    from ganger.wire import times
-
-    return Happening(times.unix_seconds(event.time), event.kind, event.cause, event.message, dict(event.figures))
 
 
 def _json(name: str, chapters: list[Chapter], totals: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _JOB_HEADINGS = ("JOB", "NAME", "STATE", "GPUS", "TIME", "STEP", "STEPS/S", "LOSS", "DATA WAIT", "NODES")
 _NODE_HEADINGS = ("NODE", "STATE", "GPUS HELD", "CORES HELD", "MEMORY HELD")
 _ROW_HEADINGS = ("NODES", "ROW", "SHARE", "QUANTUM", "LEAVES AT", "JOBS")
-_CHANGE_HEADINGS = ("TIME", "JOB", "CHANGE", "WHAT IT GAINED OR IS TO GAIN")
+_CHANGE_HEADINGS = ("TIME", "JOB", "LAST CHANGES")
 _MAX_JOBS = 1_000
 # Looked through for changes when the watch begins, and of those shown.
 _EVENTS_BACK = 2_000
@@ -66,7 +66,7 @@ class Changes:
         self._shown: list[tuple[str, ...]] = []
 
     def read(self, client: Client, newest: int) -> list[tuple[str, ...]]:
-        from ganger.cli.change_lines import row
+        from ganger.cli.change_lines import rows
         from ganger.wire.errors import EventsCompacted
 
         if self._after < 0:
@@ -78,7 +78,7 @@ class Changes:
                 # So old that nobody keeps it.
                 events = []
             self._after = events[-1].sequence if events else newest
-            self._shown = [*self._shown, *(told for event in events if (told := row(event)))][-_CHANGES_SHOWN:]
+            self._shown = rows(events, self._shown)[-_CHANGES_SHOWN:]
         return self._shown
 
 

@@ -318,7 +318,7 @@ class _Joining:
             there = self._at(guest.job, seat_of(host.claims))
             settled = self._is_settled((*host.claims, *guest.claims), fairness)
             if there is not None and settled and self._may_join(there):
-                detail = f"that one is {one.gap_s:.1f} s behind jobs/{one.host}"
+                detail = f"it is {one.gap_s:.1f} s behind jobs/{one.host}"
                 self._move(replace(there, gang=guest.gang, purpose=Purpose(Goal.FAIRNESS, one.helped, detail=detail)))
 
     def _best(self, job: Job) -> Sharer | None:
