@@ -338,15 +338,10 @@ def test_nodes_are_listed_and_drained_with_a_reason(call: Call, master: CannedMa
     running_job(master)
     master.jobs["jobs/2"] = job_pb2.Job(name="jobs/2", state=job_pb2.Job.STATE_HOLDING)
     master.jobs["jobs/3"] = job_pb2.Job(name="jobs/3", state=job_pb2.Job.STATE_HOLDING)
-    master.jobs["jobs/3"].gang.claims.add(node="nodes/n1")
-    master.jobs["jobs/3"].capabilities.checkpoint = True
     assert call("nodes", "drain", "n1", "--reason", "new fan") == 0
     first, *others = capsys.readouterr().out.splitlines()
     assert first == "node n1 is draining: new fan"
-    assert others == [
-        "  job 1 stays until it ends: it can neither be moved nor saved",
-        "  job 3 is moved off it",
-    ]
+    assert [line.partition(":")[0] for line in others] == ["  job 1"], "nobody else is on it"
     assert call("uncordon", "n1") == 0
     assert "node n1 is ready" in capsys.readouterr().out
 
@@ -581,6 +576,30 @@ def test_submit_makes_an_array_of_flags_and_follows_none(call: Call, master: Can
     assert call("submit", "--follow", *arguments) == 2
     assert call("submit", "--stop", stop, "--", "x") == 2
     assert call("submit", "--array", "0-1%0", "--", "x") == 2
+
+
+def test_drain_says_of_each_job_where_it_goes_or_what_it_waits_for(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    def told() -> str:
+        master.explanation.job.CopyFrom(job)
+        assert call("drain", "n1", "-m", "new fan") == 0
+        return capsys.readouterr().out.splitlines()[1]
+
+    job = running_job(master)
+    master.explanation.blockers.add(reason="NODE_UNAVAILABLE", message="it goes once there is room elsewhere")
+    master.explanation.blockers.add(reason="GPUS", message="not enough free devices, free=1")
+    assert told() == "  job 1: it goes once there is room elsewhere; GPUS: not enough free devices, free=1"
+    assert call("why", "1") == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "but NODE_UNAVAILABLE: it goes once there is room elsewhere",
+        "and GPUS: not enough free devices, free=1",
+    ]
+    del master.explanation.blockers[:]
+    job.gang.phase = job_pb2.Gang.PHASE_STOPPING
+    assert told() == "  job 1: stopping, and goes on elsewhere"
+    job.gang.move_claims.add(node="nodes/n2")
+    assert told() == "  job 1: moves to n2"
 
 
 def test_top_draws_rows_of_turns_and_the_last_changes(call: Call, master: CannedMaster, capsys: Output) -> None:

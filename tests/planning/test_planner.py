@@ -70,7 +70,7 @@ def test_it_starts_whom_there_is_room_for_and_says_who_goes_before_whom(tmp_path
         assert [blocker.reason for blocker in found.blockers] == ["GPUS", "CORES", "RANKED"]
         assert (found.start_before_seconds, found.assumption) == (
             0.0,
-            "unknown, because the planner of policy las lets others go first, ahead=1",
+            "unknown, because whose the next free devices are is decided anew each time",
         )
 
     on_a_master(tmp_path, story)

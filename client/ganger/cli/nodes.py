@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import click
@@ -9,6 +10,7 @@ import click
 from ganger.cli.options import NodeType, json_option, number, open_client
 
 if TYPE_CHECKING:
+    from ganger.v1.job_service_pb2 import Explanation
     from ganger.v1.node_pb2 import ListNodesResponse, Node
 
 _HEADINGS = ("NODE", "STATE", "TYPE", "GPUS", "FREE", "CORES", "FREE", "MEMORY", "FREE", "SEEN", "REASON")
@@ -40,19 +42,33 @@ def nodes(context: click.Context, as_json: bool) -> None:
 def drain(node: str, reason: str, as_json: bool) -> None:
     """Move all jobs off a node and give it no new ones.
 
-    Says who has to stay until it ends.
+    Says of each where it goes, or what it waits for; later `ganger why JOB` does.
     """
     from ganger.v1.job_pb2 import Job
+    from ganger.wire.errors import JobNotFound
 
     with open_client() as client:
         _tell(client.drain_node(node, reason), as_json)
         if as_json:
             return
-        for job in client.list_jobs([Job.STATE_HOLDING]):
+        for job in client.list_jobs([Job.STATE_HOLDING, Job.STATE_SUSPENDED]):
             if any(claim.node == node for claim in job.gang.claims):
-                can = job.capabilities.offload or job.capabilities.checkpoint
-                why = "is moved off it" if can else "stays until it ends: it can neither be moved nor saved"
-                print(f"  job {number(job.name)} {why}")
+                # One that has gone meanwhile is off it.
+                with contextlib.suppress(JobNotFound):
+                    print(f"  job {number(job.name)}: {_leaves(client.explain_job(job.name))}")
+
+
+def _leaves(answer: Explanation) -> str:
+    """Where a job of a node that is drained goes, or what it waits for."""
+    from ganger.cli.job_lines import state_text
+
+    job = answer.job
+    if job.gang.move_claims:
+        return f"moves to {' '.join(dict.fromkeys(number(claim.node) for claim in job.gang.move_claims))}"
+    if not answer.blockers:
+        return f"{state_text(job)}, and goes on elsewhere"
+    first, *lacks = answer.blockers
+    return "; ".join([first.message, *(f"{one.reason}: {one.message}" for one in lacks)])
 
 
 @click.command()

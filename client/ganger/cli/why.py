@@ -36,12 +36,16 @@ def why(job: str, as_json: bool) -> None:
         print(f"room is being made: {job_lines.mover(mover)}")
     if not answer.blockers and (where or answer.job.state in FINISHED):
         return
+    # Of one that runs it is no cause: it is to leave its node, and cannot yet.
+    first = "but" if where else "because"
     for position, blocker in enumerate(answer.blockers):
-        print(f"{'because' if position == 0 else '    and'} {blocker.reason}: {blocker.message}")
+        print(f"{first if position == 0 else 'and':>{len(first)}} {blocker.reason}: {blocker.message}")
         # The sentence carries the figures already where the master put them in.
         figures = " ".join(f"{name}={value}" for name, value in sorted(blocker.figures.items()))
         if figures and "=" not in blocker.message:
             print(f"          {figures}")
+    if where:
+        return
     if answer.start_before_seconds > 0:
         soonest, latest = format_duration(answer.start_after_seconds), format_duration(answer.start_before_seconds)
         print(f"may start in {soonest} to {latest}, {answer.assumption}")

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ganger.placement.candidates import places
+from ganger.placement.candidates import candidates, places
 from ganger.resources.fit import Company, demand, fit, gang_level
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import GangShape
 
+from ganger_master.approval import explain
 from ganger_master.approval.protected import NOTHING, Protected, protect, trespass
 from ganger_master.approval.reservations import Reservation, Wanting, begins_at, reserve
 from ganger_master.approval.verdicts import Approved, Rejected, approve
@@ -115,6 +116,16 @@ def find_place(
         if not judge_change(state, job, claims):
             return claims, level_of(state, claims)
     return None
+
+
+def lacks(state: State, job: Job, avoid: frozenset[str]) -> tuple[Refusal, ...]:
+    """Why `find_place` has none for it."""
+    placement = candidates(state.view, job.shape, waited=_PATIENT, avoid=avoid)
+    for claims in placement.candidates:
+        refusals = judge_change(state, job, claims)
+        if refusals:
+            return refusals
+    return explain.order(placement.refusals)
 
 
 # Has waited long enough for every wish: a move has no time for it.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ganger.resources.reasons import Reason, Refusal
+
 from ganger_master.core import attempts, capacity, moving
 from ganger_master.core.arenas import has_arenas
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
@@ -23,6 +25,35 @@ def follow(state: State, now: float) -> None:
                 return
 
 
+def held_up(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
+    """Why a job is on a node that is drained and not on its way off it: what it waits for, then what it lacks
+    elsewhere. Nothing of one that is on its way, or on no such node."""
+    gang = state.gangs.get(job.epoch)
+    node = next((name for name in (gang.nodes if gang is not None else ()) if name in state.draining), "")
+    if gang is None or not node or job.next_epoch or job.ending is not None:
+        return ()
+
+    def waits(text: str) -> Refusal:
+        return Refusal(Reason.NODE_UNAVAILABLE, detail=f"it is to leave nodes/{node}, which is being drained: {text}")
+
+    if gang.park_level is SuspendLevel.CHECKPOINT or (gang.intent is Intent.PARK and gang.phase is GangPhase.STOPPING):
+        return ()
+    if gang.refused_at and now - gang.refused_at < _REFUSED_SECONDS:
+        return (waits(f"saving it failed ({job.trouble}), and is tried again after a minute"),)
+    if not job.capabilities.known or (gang.intent is Intent.RUN and gang.phase is GangPhase.STARTING):
+        return (waits("it goes once it steps"),)
+    if gang.intent is not Intent.RUN:
+        if state.policy.moves and gang.parked_by_plan:
+            return (waits("it goes on elsewhere once there is room"),)
+        return (waits("it rests there and cannot be saved: resume it, or end it"),)
+    if not _can_move(state, job, gang):
+        return (waits("it stays until it ends, for it can neither be moved nor saved"),)
+    lacks = [
+        one for one in capacity.lacks(state, job, _draining_nodes(state)) if one.reason is not Reason.NODE_UNAVAILABLE
+    ]
+    return (waits("it goes once there is room elsewhere, and runs on until then"), *lacks)
+
+
 def _empty(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
     if job.epoch != gang.epoch or job.next_epoch or job.ending is not None or not job.capabilities.known:
         return
@@ -33,8 +64,7 @@ def _empty(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
         return
     if gang.intent is not Intent.RUN or gang.phase is not GangPhase.RUNNING:
         return
-    can_leave = not gang.node_set or has_arenas(gang)
-    if can_leave and moving.can_hand_over(job) and job.moves_aborted <= state.settings.moves_aborted_allowed:
+    if _can_move(state, job, gang):
         found = capacity.find_place(state, job, avoid=_draining_nodes(state))
         if found is not None:
             claims, level = found
@@ -44,6 +74,11 @@ def _empty(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
             # Others may make room for it elsewhere: the planner's to say.
             return
     _to_storage(state, job, gang, now, cause)
+
+
+def _can_move(state: State, job: Job, gang: Gang) -> bool:
+    can_leave = not gang.node_set or has_arenas(gang)
+    return can_leave and moving.can_hand_over(job) and job.moves_aborted <= state.settings.moves_aborted_allowed
 
 
 def _to_storage(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:

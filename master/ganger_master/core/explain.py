@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ganger_master.approval import explain as approval
-from ganger_master.core import capacity
+from ganger_master.core import capacity, draining
 from ganger_master.core.membership import Membership
 from ganger_master.core.model import Job, JobState, Node
 from ganger_master.core.residues import holders_on
@@ -40,14 +40,15 @@ def _explain(state: State, job: Job, now: float) -> Explanation:
     if job.held and not job.state.is_final:
         return Explanation(told_blockers(state, job), assumption=_at_rest(state, job))
     if not state.is_waiting(job):
+        leaving = tuple([as_it_is(state, one) for one in draining.held_up(state, job, now)])
+        if leaving:
+            return Explanation(leaving, assumption=_at_rest(state, job))
         trouble = f"; {job.trouble}" if job.trouble and not job.state.is_final else ""
         return Explanation((), assumption=_at_rest(state, job) + trouble)
     blockers = blockers_of(state, job, now)
     if state.policy.places is Places.PLANNER:
-        # Whose turn the next free devices are is decided anew each time.
-        return Explanation(
-            (*blockers, *told_blockers(state, job)), assumption=f"unknown, because {_ranked(state, job).message}"
-        )
+        assumption = "unknown, because whose the next free devices are is decided anew each time"
+        return Explanation((*blockers, *told_blockers(state, job)), assumption=assumption)
     holders = tuple(_holders(state, now))
     if any(blocker.reason not in WAITS_FOR_PIECES | _BEHIND for blocker in blockers[:1]):
         return Explanation(blockers, assumption=f"unknown, because {blockers[0].message}")
@@ -79,7 +80,7 @@ def _ranked(state: State, job: Job) -> Refusal:
         return Refusal(Reason.RANKED, detail=f"the planner of policy {policy} has not ranked it yet")
     if rank == 1:
         text = f"first of those that wait, it starts once the planner of policy {policy} finds it a place"
-        return Refusal(Reason.RANKED, {"ahead": 0}, detail=text)
+        return Refusal(Reason.RANKED, detail=text)
     return Refusal(Reason.RANKED, {"ahead": rank - 1}, detail=f"the planner of policy {policy} lets others go first")
 
 

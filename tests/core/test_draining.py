@@ -1,0 +1,103 @@
+"""A node that is drained: each job on it says why it is still there."""
+
+from __future__ import annotations
+
+from core.drive import ALL_LEVELS, Drive, job_of
+from ganger.resources.reasons import Reason
+from ganger_master.core.commands import DrainNode, SuspendJob
+from ganger_master.core.draining import held_up
+from ganger_master.core.explain import explain
+from ganger_master.core.model import Capabilities, GangPhase, ObservedPhase, SuspendLevel
+from msgspec.structs import replace
+
+MEMORY_ONLY = Capabilities(pause=True, offload=True, known=True)
+NOTHING = Capabilities(known=True, missing={"MOVE": "its state cannot be captured"})
+
+
+def on_n1(drive: Drive, capabilities: Capabilities = MEMORY_ONLY) -> int:
+    """A job of four that runs there, and can so much."""
+    number = drive.submit(job_of(4))
+    epoch = drive.start(number)
+    gang = drive.state.gangs[epoch]
+    assert gang.nodes == ("n1",)
+    drive.observe("n1", replace(drive.report(gang, ObservedPhase.RUNNING), capabilities=capabilities))
+    return number
+
+
+def told(drive: Drive, number: int) -> list[tuple[Reason, str]]:
+    return [(one.reason, one.message) for one in explain(drive.state, number, drive.now).blockers]
+
+
+def leaves(what: str) -> str:
+    return f"it is to leave nodes/n1, which is being drained: {what}"
+
+
+def test_who_finds_no_room_elsewhere_says_so_and_what_it_lacks_there() -> None:
+    drive = Drive(2)
+    number = on_n1(drive)
+    drive.start(drive.submit(job_of(1)))
+    assert told(drive, number) == []
+    drive.step(DrainNode("n1", "new fan"))
+    (reason, text), (lacking, how) = told(drive, number)
+    assert (reason, text) == (
+        Reason.NODE_UNAVAILABLE,
+        leaves("it goes once there is room elsewhere, and runs on until then"),
+    )
+    assert lacking is Reason.GPUS
+    assert how.startswith("not enough free devices")
+
+
+def test_who_is_on_its_way_waits_for_nothing() -> None:
+    drive = Drive(2)
+    number = on_n1(drive)
+    drive.step(DrainNode("n1", "new fan"))
+    assert drive.job(number).next_epoch
+    assert told(drive, number) == []
+    # So does who is being saved.
+    alone = Drive(1)
+    number = on_n1(alone, ALL_LEVELS)
+    alone.step(DrainNode("n1", "new fan"))
+    assert alone.state.gangs[alone.job(number).epoch].phase is GangPhase.STOPPING
+    assert told(alone, number) == []
+
+
+def test_who_can_neither_be_moved_nor_saved_is_said_to_stay() -> None:
+    drive = Drive(2)
+    number = on_n1(drive, NOTHING)
+    drive.step(DrainNode("n1", "new fan"))
+    text = "it stays until it ends, for it can neither be moved nor saved"
+    assert told(drive, number) == [(Reason.NODE_UNAVAILABLE, leaves(text))]
+
+
+def test_who_has_not_stepped_yet_goes_once_it_does() -> None:
+    drive = Drive(2)
+    number = drive.submit(job_of(4))
+    drive.start(number)
+    drive.step(DrainNode("n1", "new fan"))
+    assert told(drive, number) == [(Reason.NODE_UNAVAILABLE, leaves("it goes once it steps"))]
+    drive.runs(number)
+    assert drive.job(number).next_epoch
+
+
+def test_a_checkpoint_that_failed_is_what_it_waits_for() -> None:
+    drive = Drive(1)
+    number = on_n1(drive, ALL_LEVELS)
+    drive.step(DrainNode("n1", "new fan"))
+    gang = drive.state.gangs[drive.job(number).epoch]
+    refused = replace(drive.report(gang, ObservedPhase.PARKED, 7), level=SuspendLevel.PAUSE, trouble="no space left")
+    drive.observe("n1", refused)
+    ((_, text),) = told(drive, number)
+    assert text == leaves("saving it failed (no space left), and is tried again after a minute")
+
+
+def test_who_rests_in_host_memory_and_cannot_be_saved_is_its_user_s_to_resume_or_end() -> None:
+    drive = Drive(2)
+    number = on_n1(drive)
+    drive.step(SuspendJob(number, SuspendLevel.OFFLOAD))
+    epoch = drive.job(number).epoch
+    gang = drive.state.gangs[epoch]
+    rests = replace(drive.report(gang, ObservedPhase.PARKED, 7), capabilities=MEMORY_ONLY)
+    drive.observe("n1", replace(rests, level=SuspendLevel.OFFLOAD))
+    drive.step(DrainNode("n1", "new fan"))
+    (one,) = held_up(drive.state, drive.job(number), drive.now)
+    assert one.message == leaves("it rests there and cannot be saved: resume it, or end it")
