@@ -18,7 +18,7 @@ def test_gangs_with_stragglers_and_a_slow_relay_stop_at_one_step(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = main(quick=True)
-    assert {"name", "ok", "figures", "limits", "machine"} <= set(result)
+    assert {"name", "ok", "figures", "limits"} <= set(result)
     figures = result["figures"]
     assert isinstance(figures, dict)
     for ranks, nodes, _, _ in GANGS:

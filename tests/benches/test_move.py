@@ -14,7 +14,7 @@ from ganger_daemon.bench.move import main
 def test_a_move_of_a_small_state_is_measured_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = main(quick=True)
-    assert {"name", "ok", "figures", "limits", "machine"} <= set(result)
+    assert {"name", "ok", "figures", "limits"} <= set(result)
     figures = result["figures"]
     assert isinstance(figures, dict)
     samples = [json.loads(line) for line in (tmp_path / "build/bench/move.jsonl").read_text().splitlines()]

@@ -1,8 +1,8 @@
 """`ganger bench`: runs benchmarks that programs register in the entry-point group "ganger.benches".
 
-A benchmark is a function without required arguments that returns one object: name, ok, figures, limits, machine; or
-name and skipped, with the reason. One that takes `quick` can be tried in seconds, to see that it runs; one that takes
-`only` runs the case of that name alone, and raises ValueError where it has none.
+A benchmark is a function without required arguments that returns one object: name, ok, figures, limits; or name and
+skipped, with the reason. What machine it ran on is added here. One that takes `quick` can be tried in seconds, to see
+that it runs; one that takes `only` runs the case of that name alone, and raises ValueError where it has none.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ def bench(name: str | None, is_list: bool, as_json: bool, quick: bool, only: str
     import inspect
     from importlib.metadata import entry_points
 
+    from ganger.cli.machine import machine, processor_ticks
+
     found = {point.name: point for point in entry_points(group=_GROUP)}
     if is_list:
         print("\n".join(sorted(found)))
@@ -45,8 +47,9 @@ def bench(name: str | None, is_list: bool, as_json: bool, quick: bool, only: str
     if only and "only" not in takes:
         raise click.UsageError(f"benchmark {name!r} has no cases: leave out --only")
     chosen: dict[str, Any] = {**({"quick": True} if quick else {}), **({"only": only} if only else {})}
+    before = processor_ticks()
     try:
-        result: dict[str, Any] = run(**chosen)
+        result: dict[str, Any] = {**run(**chosen), "machine": machine(before)}
     except ValueError as error:
         if not only:
             raise

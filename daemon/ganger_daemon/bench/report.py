@@ -1,10 +1,8 @@
-"""What a benchmark prints: figures with units in their names, limits they must keep, and the machine they are of."""
+"""What a benchmark prints: figures with units in their names, and limits they must keep."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +18,6 @@ class Report:
         self._figures: dict[str, float] = {}
         self._limits: dict[str, float] = {}
         self._kept: dict[str, bool] = {}
-        self._processors = processor_ticks()
         directory.mkdir(parents=True, exist_ok=True)
         self._samples = (directory / f"{name}.jsonl").open("w")
 
@@ -49,7 +46,6 @@ class Report:
             "figures": self._figures,
             "limits": self._limits,
             "missed": sorted(name for name, kept in self._kept.items() if not kept),
-            "machine": {**machine(), "stolen_share": stolen_share(self._processors, processor_ticks())},
         }
 
     def _judge(self, name: str, value: float, limit: float, kept: bool) -> None:
@@ -58,47 +54,9 @@ class Report:
         self._kept[name] = kept
 
 
-def machine() -> dict[str, object]:
-    model = next((line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")), "")
-    return {
-        "cpus": len(os.sched_getaffinity(0)),
-        "cpu": model or platform.machine(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "load": round(os.getloadavg()[0], 2),
-    }
-
-
-def processor_ticks() -> Sequence[int]:
-    """Of all processors since the machine started, by kind; empty where the kernel does not tell."""
-    try:
-        return [int(field) for field in Path("/proc/stat").read_text().partition("\n")[0].split()[1:]]
-    except (OSError, ValueError):
-        return []
-
-
-def stolen_share(before: Sequence[int], after: Sequence[int]) -> float:
-    """Of the processor time that this machine wanted, what its host gave to others; a virtual machine is slow by it."""
-    kinds = [late - early for early, late in zip(before, after, strict=True)]
-    stolen, idle = sum(kinds[_STEAL : _STEAL + 1]), sum(kinds[_IDLE])
-    wanted = sum(kinds[: _STEAL + 1]) - idle
-    return round(stolen / wanted, 3) if wanted > 0 else 0.0
-
-
-# Fields of /proc/stat, proc(5): idle and iowait, and steal; what follows is part of user and nice.
-_IDLE, _STEAL = slice(3, 5), 7
-
-
 def quantile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least that share of the values does not exceed."""
     if not values:
         raise ValueError("there are no samples")
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1))]
-
-
-def _cpuinfo() -> list[str]:
-    try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []

@@ -1,10 +1,8 @@
-"""The object a benchmark prints: figures with units in their names, the limits they must hold, the machine."""
+"""The object a benchmark prints: figures with units in their names, the limits they must hold."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,19 +41,8 @@ def report(
         "ok": not missed,
         "figures": dict(figures),
         "limits": {figure: limit.bound for figure, limit in limits.items()},
-        "machine": machine(),
     }
     return found | ({"missed": missed} if missed else {})
-
-
-def machine() -> dict[str, object]:
-    """What figures of other machines are to be compared with."""
-    return {
-        "cores": os.cpu_count(),
-        "load_1m": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-    }
 
 
 def write_samples(name: str, samples: Sequence[Mapping[str, Any]], directory: Path = SAMPLES) -> Path:
