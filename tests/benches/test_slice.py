@@ -21,7 +21,7 @@ from ganger_daemon.bench.switches import Seen, Switch, parts, switch_of
 
 
 def steps(*times: tuple[int, int]) -> list[Step]:
-    return [Step(1, begin, end, end) for begin, end in times]
+    return [Step(1, number, begin, end, end) for number, (begin, end) in enumerate(times)]
 
 
 SECOND = 1_000_000_000
@@ -30,7 +30,7 @@ SECOND = 1_000_000_000
 def stepping_in(*spans: tuple[int, int], pid: int = 1) -> list[Step]:
     """A step each tenth of a second, each of which takes as much processor time."""
     moments = [tenth for begin, end in spans for tenth in range(10 * begin, 10 * end)]
-    return [Step(pid, at * SECOND // 10, (at + 1) * SECOND // 10, n * 10) for n, at in enumerate(moments)]
+    return [Step(pid, n, at * SECOND // 10, (at + 1) * SECOND // 10, n * 10) for n, at in enumerate(moments)]
 
 
 def test_turns_are_steps_of_one_job_on_end() -> None:
@@ -67,14 +67,14 @@ def test_shares_that_are_equal_have_the_index_one() -> None:
 
 def test_a_note_that_is_half_written_does_not_count(tmp_path: Path) -> None:
     path = tmp_path / "notes"
-    path.write_bytes(NOTE.pack(1, 2, 3, 4) + b"half")
-    assert steps_of(path) == [Step(1, 2, 3, 4)]
+    path.write_bytes(NOTE.pack(1, 2, 3, 4, 5) + b"half")
+    assert steps_of(path) == [Step(1, 2, 3, 4, 5)]
 
 
 def test_what_is_used_between_turns_beyond_a_step_is_no_work() -> None:
-    second = 1_000_000_000
-    own = [Step(1, n * second // 100, n * second // 100 + 1, n * 10) for n in range(9)]
-    own += [Step(1, 5 * second + n * second // 100, 5 * second + n * second // 100 + 1, 100 + n * 10) for n in range(9)]
+    hundredth = SECOND // 100
+    own = [Step(1, n, n * hundredth, n * hundredth + 1, n * 10) for n in range(9)]
+    own += [Step(1, n, (500 + n) * hundredth, (500 + n) * hundredth + 1, 100 + n * 10) for n in range(9)]
     # sixteen steps of 10 each, and 20 between the turns, of which 10 are a step
     assert share_outside([own]) == pytest.approx(10 / 180)
     assert share_outside([own[:5]]) == 0.0

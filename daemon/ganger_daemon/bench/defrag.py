@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import heapq
 import json
-import struct
 import sys
 import time
 from collections import Counter
@@ -21,6 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from ganger_daemon.bench.cluster import BenchCluster, ClusterError
+from ganger_daemon.bench.notes import Step, steps_of
+from ganger_daemon.bench.programs import NOTING
 from ganger_daemon.bench.report import Report, quantile
 
 NODES, GPUS = 4, 4
@@ -32,10 +33,11 @@ WAIT_SECONDS = 120.0
 # Beyond this a gang did not start because of the moves.
 LIMIT_SECONDS = 30.0
 
-JOB = """
-import os, struct, sys, time
+JOB = f"""
+import sys
 import torch
 import ganger
+{NOTING}
 torch.set_num_threads(1)
 model = torch.nn.Linear(64, 64)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
@@ -44,29 +46,19 @@ world = int(os.environ.get("WORLD_SIZE", "1"))
 if world > 1:
     torch.distributed.init_process_group("gloo")
 trained = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
-notes = open(sys.argv[1], "ab", buffering=0) if os.environ.get("RANK", "0") == "0" else None
-clock, BOOTTIME = time.clock_gettime_ns, time.CLOCK_BOOTTIME
+note = note_to(sys.argv[1]) if os.environ.get("RANK", "0") == "0" else None
 job = ganger.attach(model=model, optimizer=optimizer)
 while True:
-    begin = clock(BOOTTIME)
+    begin = now()
     loss = trained(x).square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
     time.sleep(0.05)
-    if notes is not None:
-        notes.write(struct.pack("<QQQQ", os.getpid(), job.step_count + 1, begin, clock(BOOTTIME)))
+    if note is not None:
+        note(job.step_count + 1, begin)
     job.step(loss)
 """
-NOTE = struct.Struct("<QQQQ")
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    pid: int
-    number: int
-    begin_ns: int
-    end_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +70,13 @@ class Job:
     asked_ns: int
 
     def steps(self) -> list[Step]:
-        """In the order in which they were done. The last note may be half written."""
-        data = self.notes.read_bytes() if self.notes.exists() else b""
-        return [Step(*NOTE.unpack_from(data, at)) for at in range(0, len(data) - NOTE.size + 1, NOTE.size)]
+        """In the order in which they were done."""
+        return steps_of(self.notes)
 
     def pauses_ms(self) -> list[float]:
         """From the end of its last step in one process to the end of its first in another."""
         pairs = pairwise(self.steps())
-        return [(then.end_ns - now.end_ns) / 1e6 for now, then in pairs if now.pid != then.pid]
+        return [(then.end - now.end) / 1e6 for now, then in pairs if now.pid != then.pid]
 
     def replayed(self) -> int:
         numbers = [step.number for step in self.steps()]
@@ -256,7 +247,7 @@ def _round(cluster: BenchCluster, gang: Job, jobs: Sequence[Job], fewest_of: tup
         rests=len(rested),
         fewest_moves=moves,
         fewest_rests=rests,
-        start_seconds=(gang.steps()[0].end_ns - gang.asked_ns) / 1e9,
+        start_seconds=(gang.steps()[0].end - gang.asked_ns) / 1e9,
         pauses_ms=tuple(pause for job in movers for pause in job.pauses_ms()),
         told_pauses_ms=tuple(float(figures["pause_ms"]) for figures in done if figures.get("for") == gang.name),
         replayed=sum(job.replayed() for job in jobs),

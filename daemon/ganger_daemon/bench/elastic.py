@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -20,6 +19,7 @@ from ganger.injob.page import Order, Page, PageError, State, Word, now_ns
 
 from ganger_daemon.bench.cluster import START_SECONDS, BenchCluster, ClusterError
 from ganger_daemon.bench.report import Report, quantile
+from ganger_daemon.bench.watching import Watch
 
 GPUS = 4
 ROUNDS = 4
@@ -33,7 +33,6 @@ EPOCHS_AFTER = 20
 MOST_EPOCHS = 1_000_000
 END_SECONDS = 300.0
 RESIZE_SECONDS = 120.0
-POLL_SECONDS = 0.0005
 # Beside one boundary (two mini-batches of a gang at most) and the copy: reports, commits, looks at memory.
 SLACK_SECONDS = 0.3
 LARGEST_LOSS_BILLIONTHS = 1.0
@@ -204,31 +203,22 @@ def _seconds_until_free(cluster: BenchCluster, job: str) -> float:
     return times["gang_parked"] - times["resize_begun"]
 
 
-class _Watch:
+class _Watch(Watch):
     """Notes when a stop shows in the pages of a world: the order, all ranks at the boundary, all states off the
     devices."""
 
     def __init__(self, pages: Sequence[Path]) -> None:
+        super().__init__()
         self.times: dict[str, int] = {}
         self._paths = pages
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="pages", daemon=True)
 
-    def __enter__(self) -> _Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *reason: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _look(self) -> None:
+    def look(self) -> None:
         try:
             pages = [Page.open(str(path), writable=False) for path in self._paths]
         except (OSError, PageError):
             return
         resting = (State.PAUSED, State.SAVING, State.OFFLOADED, State.HANDED_OVER)
-        while not self._stop.wait(POLL_SECONDS):
+        while self.goes_on():
             states = [page.get(Word.STATE) for page in pages]
             if pages[0].get(Word.ORDER) == Order.STOP:
                 self.times.setdefault("ordered", now_ns())

@@ -11,9 +11,7 @@ import json
 import mmap
 import os
 import socket
-import struct
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,48 +20,39 @@ from pathlib import Path
 from ganger.injob.page import Order, Page, PageError, State, Word, now_ns
 
 from ganger_daemon.bench.cluster import START_SECONDS, BenchCluster, ClusterError
+from ganger_daemon.bench.notes import Step, steps_of
+from ganger_daemon.bench.programs import HEAVY, NOTING
 from ganger_daemon.bench.report import Report, quantile
+from ganger_daemon.bench.watching import Watch
 
 SIZES = (100 * 10**6, 10**9)
 QUICK_SIZES = (20 * 10**6,)
 MOVES = 3
 SLACK_SECONDS = 0.3
 LEAST_STREAM_BYTES_PER_SECOND = 1e9
-POLL_SECONDS = 0.0005
 MOVE_SECONDS = 120.0
 PIECE = 8 << 20
 
-# Most of the state is buffers that no step touches, so that a step stays a few milliseconds at any size.
-JOB = """
-import os, struct, sys, time
-import torch
+JOB = f"""
+import sys
 import ganger
+{NOTING}{HEAVY}
 torch.set_num_threads(1)
-class Heavy(torch.nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.layer = torch.nn.Linear(64, 64)
-        for part in range(16):
-            self.register_buffer(f"part{part}", torch.full((size // 64,), float(part)))
-    def forward(self, x):
-        return self.layer(x)
 model = Heavy(int(sys.argv[1]))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 x = torch.ones(8, 64)
-notes = open(sys.argv[2], "ab", buffering=0)
-clock, BOOTTIME = time.clock_gettime_ns, time.CLOCK_BOOTTIME
+note = note_to(sys.argv[2])
 job = ganger.attach(model=model, optimizer=optimizer)
 while True:
-    begin = clock(BOOTTIME)
+    begin = now()
     loss = model(x).square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
     time.sleep(0.002)
-    notes.write(struct.pack("<QQQ", os.getpid(), begin, clock(BOOTTIME)))
+    note(job.step_count + 1, begin)
     job.step(loss)
 """
-NOTE = struct.Struct("<QQQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +111,7 @@ def _measure(cluster: BenchCluster, size: int, moves: int, report: Report) -> li
     job = str(json.loads(submitted)["name"])
     measured: list[Move] = []
     try:
-        cluster.until(lambda: len(_notes(notes)) >= 20, START_SECONDS, f"{job} trains")
+        cluster.until(lambda: len(steps_of(notes)) >= 20, START_SECONDS, f"{job} trains")
         for number in range(moves):
             report.say(f"{size / 1e6:g} MB: move {number + 1} of {moves}, and a raw stream over loopback")
             measured.append(_move(cluster, job, notes, _raw_stream(size)))
@@ -136,51 +125,42 @@ def _measure(cluster: BenchCluster, size: int, moves: int, report: Report) -> li
 def _move(cluster: BenchCluster, job: str, notes: Path, raw_bytes_per_second: float) -> Move:
     source = next(iter(cluster.pages().values()))
     watch = _PageWatch(cluster, source)
-    pid = _notes(notes)[-1][0]
+    pid = steps_of(notes)[-1].pid
     with watch:
         cluster.ganger("move", job, "--no-wait")
-        cluster.until(lambda: _first_of_another(_notes(notes), pid) is not None, MOVE_SECONDS, f"{job} moves")
+        cluster.until(lambda: _first_of_another(steps_of(notes), pid) is not None, MOVE_SECONDS, f"{job} moves")
         cluster.until(lambda: source not in cluster.pages().values(), MOVE_SECONDS, "the source is reaped")
-    steps = _notes(notes)
+    steps = steps_of(notes)
     first = _first_of_another(steps, pid)
     assert first is not None
-    last_end = max(end for of, _, end in steps if of == pid)
+    last_end = max(step.end for step in steps if step.pid == pid)
     seen = watch.times
     if not {"ordered", "stopped", "complete"} <= seen.keys():
         raise ClusterError(f"the pages of {job} showed only {sorted(seen)}")
     return Move(
-        pause=(first[2] - last_end) / 1e9,
+        pause=(first.end - last_end) / 1e9,
         stop=(seen["stopped"] - seen["ordered"]) / 1e9,
         copy=(seen["complete"] - seen["stopped"]) / 1e9,
-        start=(first[1] - seen["complete"]) / 1e9,
-        first_step=(first[2] - first[1]) / 1e9,
+        start=(first.begin - seen["complete"]) / 1e9,
+        first_step=(first.end - first.begin) / 1e9,
         state_bytes=watch.state_bytes,
         raw_bytes_per_second=raw_bytes_per_second,
     )
 
 
-class _PageWatch:
+class _PageWatch(Watch):
     """Notes when the words of a move appear: the stop on the source's page, the last byte on the destination's."""
 
     def __init__(self, cluster: BenchCluster, source: Path) -> None:
+        super().__init__()
         self.times: dict[str, int] = {}
         self.state_bytes = 0
         self._cluster, self._source = cluster, source
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="pages", daemon=True)
 
-    def __enter__(self) -> _PageWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *reason: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _look(self) -> None:
+    def look(self) -> None:
         source = Page.open(str(self._source), writable=False)
         destination: Page | None = None
-        while not self._stop.wait(POLL_SECONDS):
+        while self.goes_on():
             if source.get(Word.ORDER) == Order.STOP:
                 self.times.setdefault("ordered", now_ns())
             if source.get(Word.STATE) in (State.PAUSED, State.SAVING, State.HANDED_OVER):
@@ -248,18 +228,8 @@ def _receive(listener: socket.socket, size: int) -> None:
     connection.sendall(b"d")
 
 
-def _notes(path: Path) -> list[tuple[int, int, int]]:
-    """(pid, begin, end) of each step so far."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    whole = len(content) // NOTE.size * NOTE.size
-    return list(NOTE.iter_unpack(content[:whole]))
-
-
-def _first_of_another(steps: list[tuple[int, int, int]], pid: int) -> tuple[int, int, int] | None:
-    last = max(number for number, step in enumerate(steps) if step[0] == pid)
+def _first_of_another(steps: Sequence[Step], pid: int) -> Step | None:
+    last = max(number for number, step in enumerate(steps) if step.pid == pid)
     return steps[last + 1] if last + 1 < len(steps) else None
 
 

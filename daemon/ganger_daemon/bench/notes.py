@@ -1,7 +1,6 @@
 """What the jobs of a benchmark noted of their steps, and what turns and shares of the time those make.
 
-A note is four numbers: the process, the begin and the end of a step (nanoseconds of the clock of control pages), and
-the processor time that the process had used by then. A job that was moved goes on in another process.
+A note is five numbers (`programs.NOTE_FORMAT`), one for each step. A job that was moved goes on in another process.
 """
 
 from __future__ import annotations
@@ -12,16 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ganger_daemon.bench.programs import NOTE_FORMAT
 from ganger_daemon.bench.report import quantile
 
-NOTE = struct.Struct("<QQQQ")
+NOTE = struct.Struct(NOTE_FORMAT)
 # Between two steps of one turn nothing takes so long.
 _REST_NS = 500_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """Nanoseconds."""
+
     pid: int
+    number: int
     begin: int
     end: int
     used: int

@@ -35,6 +35,7 @@ from ganger_daemon.bench.notes import (
     switches,
     turns_of,
 )
+from ganger_daemon.bench.programs import HEAVY, NOTING
 from ganger_daemon.bench.report import Report, quantile
 from ganger_daemon.bench.switches import PageWatch, slowest_switch, switched
 from ganger_daemon.cgroups.contract import is_done
@@ -62,36 +63,27 @@ SEEN_FREED = 0.95
 RATE_WITHIN = 0.1
 WANTS = ("--cpus-per-gpu", "1", "--memory", "1G", "--gpu-memory", "2100M", "--checkpoint-every", "never")
 
-JOB = """
-import os, struct, sys, time
-import torch
+JOB = f"""
+import sys
 import ganger
+{NOTING}{HEAVY}
 torch.set_num_threads(1)
-class Heavy(torch.nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.layer = torch.nn.Linear(64, 64)
-        for part in range(16):
-            self.register_buffer(f"part{part}", torch.full((size // 64,), float(part)))
-    def forward(self, x):
-        return self.layer(x)
 model = Heavy(int(sys.argv[1]))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 x = torch.ones(256, 64)
 most = int(sys.argv[3])
-notes = open(sys.argv[2], "ab", buffering=0)
-clock, BOOTTIME = time.clock_gettime_ns, time.CLOCK_BOOTTIME
+note = note_to(sys.argv[2])
 job = ganger.attach(model=model, optimizer=optimizer)
 step = 0
 while step < most:
-    begin = clock(BOOTTIME)
-    for _ in range(8):
+    begin = now()
+    for part in range(8):
         loss = model(x).square().mean()
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step() if _ == 7 else None
-    notes.write(struct.pack("<QQQQ", os.getpid(), begin, clock(BOOTTIME), time.process_time_ns()))
+        optimizer.step() if part == 7 else None
     step += 1
+    note(step, begin)
     if job is not None:
         job.step(loss)
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -13,9 +12,9 @@ from ganger.injob.page import Order, Page, PageError, State, Word, now_ns
 
 from ganger_daemon.bench.cluster import BenchCluster
 from ganger_daemon.bench.report import quantile
+from ganger_daemon.bench.watching import Watch
 from ganger_daemon.devices.virtual import anonymous_bytes_of
 
-POLL_SECONDS = 0.0005
 # Each from the last of the one to the other: within a page, or from whatever page of its device.
 _PARTS = (
     ("wait_for_k", "ordered", "stopped", True),
@@ -89,10 +88,11 @@ def switch_of(line: str) -> Switch | None:
         return None
 
 
-class PageWatch:
+class PageWatch(Watch):
     """When orders and states of pages changed, by polling; what was reported and seen freed at the last offload."""
 
     def __init__(self, cluster: BenchCluster) -> None:
+        super().__init__()
         self.freed_bytes = 0
         self.seen_freed = 0
         self._cluster = cluster
@@ -100,16 +100,9 @@ class PageWatch:
         self._seen: list[tuple[int, int, str]] = []
         self._epochs: list[int] = []
         self._switched: list[int] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="pages", daemon=True)
-
-    def __enter__(self) -> PageWatch:
-        self._thread.start()
-        return self
 
     def __exit__(self, *reason: object) -> None:
-        self._stop.set()
-        self._thread.join()
+        super().__exit__(*reason)
         self._switched = switched(self._cluster)
 
     def parts(self, device_of: Mapping[int, int]) -> dict[str, float]:
@@ -121,7 +114,7 @@ class PageWatch:
         ]
         return parts(seen, self._switched)
 
-    def _look(self) -> None:
+    def look(self) -> None:
         pages = []
         for path in self._cluster.pages().values():
             try:
@@ -131,7 +124,7 @@ class PageWatch:
         self._epochs.extend(page.identity().epoch for page in pages)
         before = [(page.get(Word.ORDER), page.get(Word.STATE), page.get(Word.FIRST_STEP_TIME)) for page in pages]
         memory = [0] * len(pages)
-        while not self._stop.wait(POLL_SECONDS):
+        while self.goes_on():
             for index, page in enumerate(pages):
                 order, state = page.get(Word.ORDER), page.get(Word.STATE)
                 first = page.get(Word.FIRST_STEP_TIME)
