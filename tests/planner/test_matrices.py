@@ -26,7 +26,9 @@ POLICY = policy_named("gandiva")
 
 
 class Sharing(Drive):
-    """Nodes whose daemons switch rows, and make each new matrix the active one at once."""
+    """Nodes whose daemons switch rows, and make each new matrix the active one at once, unless they are slow."""
+
+    is_slow = False
 
     def __init__(self, nodes: int = 1) -> None:
         super().__init__(nodes, Settings(policy="gandiva"))
@@ -41,7 +43,10 @@ class Sharing(Drive):
         self.observations += 1
         desired = desired_of(self.state, node)
         applied = desired.version if version is None else version
-        rows = tuple([ObservedRows(rows.node_set, rows.matrix.version, rows.matrix.version) for rows in desired.rows])
+        late = 1 if self.is_slow else 0
+        rows = tuple(
+            [ObservedRows(rows.node_set, rows.matrix.version - late, rows.matrix.version) for rows in desired.rows]
+        )
         command = Observe(node, self.sessions[node], self.observations, applied, gangs, storage_proved=True, rows=rows)
         return self.step(command)
 
@@ -57,7 +62,8 @@ class Sharing(Drive):
             table.put(*live_job_from_wire(message))
         view = self.state.view.copy()
         rows = [replace(row, version=0) for row in view.rows()]
-        found = plan_matrices(POLICY.placement, table, self.now, Room(view), quantum_s, kept_out)
+        changing = [one.number for one in self.state.sets.values() if one.coming is not None]
+        found = plan_matrices(POLICY.placement, table, self.now, Room(view), quantum_s, kept_out, changing=changing)
         assert rows == [replace(row, version=0) for row in view.rows()], "the view is left as it was"
         return found.changes
 
@@ -90,6 +96,21 @@ def test_who_finds_no_room_takes_turns_with_who_has_it() -> None:
     assert drive.go_on() == ["ROW", "ROW"]
     assert drive.rows == [[first], [second]]
     assert drive.plan() == ()
+
+
+def test_who_would_join_a_set_that_is_changing_is_proposed_once_that_is_done() -> None:
+    drive = Sharing()
+    drive.submitted(job_of(4, GIB), job_of(4, GIB))
+    drive.go_on()
+    drive.go_on()
+    drive.is_slow = True
+    drive.submit(job_of(4, GIB))
+    assert drive.go_on() == ["ROW"] * 3
+    drive.submit(job_of(4, GIB))
+    assert drive.plan() == ()
+    drive.is_slow = False
+    drive.runs(1)
+    assert drive.go_on() == ["ROW"] * 4
 
 
 def test_without_a_quantum_nobody_takes_turns() -> None:

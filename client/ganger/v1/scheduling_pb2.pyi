@@ -981,6 +981,7 @@ class ClusterDelta(google.protobuf.message.Message):
     DRAINING_FIELD_NUMBER: builtins.int
     QUANTUM_FIELD_NUMBER: builtins.int
     MOVES_PER_HOUR_FIELD_NUMBER: builtins.int
+    CHANGING_NODE_SETS_FIELD_NUMBER: builtins.int
     continues: builtins.bool
     """More of the same moment follows: what is told so far does not add up yet."""
     policy: builtins.str
@@ -1015,6 +1016,10 @@ class ClusterDelta(google.protobuf.message.Message):
     def quantum(self) -> google.protobuf.duration_pb2.Duration:
         """For how long a row runs where gangs take turns; unset: none are to."""
 
+    @property
+    def changing_node_sets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """"nodeSets/{n}" whose newest matrix is not yet made on all their nodes: no other is approved until it is."""
+
     def __init__(
         self,
         *,
@@ -1028,10 +1033,11 @@ class ClusterDelta(google.protobuf.message.Message):
         draining: collections.abc.Iterable[builtins.str] | None = ...,
         quantum: google.protobuf.duration_pb2.Duration | None = ...,
         moves_per_hour: builtins.float | None = ...,
+        changing_node_sets: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_moves_per_hour", b"_moves_per_hour", "moves_per_hour", b"moves_per_hour", "plan_every", b"plan_every", "quantum", b"quantum", "time", b"time", "view", b"view"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_moves_per_hour", b"_moves_per_hour", "continues", b"continues", "draining", b"draining", "forgotten", b"forgotten", "jobs", b"jobs", "moves_per_hour", b"moves_per_hour", "plan_every", b"plan_every", "policy", b"policy", "quantum", b"quantum", "time", b"time", "view", b"view"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_moves_per_hour", b"_moves_per_hour", "changing_node_sets", b"changing_node_sets", "continues", b"continues", "draining", b"draining", "forgotten", b"forgotten", "jobs", b"jobs", "moves_per_hour", b"moves_per_hour", "plan_every", b"plan_every", "policy", b"policy", "quantum", b"quantum", "time", b"time", "view", b"view"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__moves_per_hour: typing_extensions.TypeAlias = typing.Literal["moves_per_hour"]
     _WhichOneofArgType__moves_per_hour: typing_extensions.TypeAlias = typing.Literal["_moves_per_hour", b"_moves_per_hour"]

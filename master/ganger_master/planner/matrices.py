@@ -82,9 +82,11 @@ def plan_matrices(
     busy: Collection[int] = (),
     fairness: Fairness = NOTHING_OWED,
     draining: Collection[str] = (),
+    changing: Collection[int] = (),
 ) -> Pass:
     """The changes to propose now. `room` is left as it is. `quantum_s` None: nobody takes turns. `busy`: numbers of
-    those who are not to be disturbed. `draining`: names of nodes that are to be emptied."""
+    those who are not to be disturbed. `draining`: names of nodes that are to be emptied. `changing`: numbers of node
+    sets whose last change is not yet made on all their nodes."""
     room.refresh()
     filling = _Filling(placement, room)
     waiting = [job for job in table.waiting_jobs(_WAITING_MOST) if job.number not in kept_out.not_started]
@@ -102,7 +104,7 @@ def plan_matrices(
             joining.leave(draining, fairness)
             if not (crowded or parked or filling.changes or joining.has_news):
                 joining.balance(fairness, running, now, quantum_s)
-        changes = (*filling.changes, *(joining.changes(quantum_s) if quantum_s is not None else ()))
+        changes = (*filling.changes, *(joining.changes(quantum_s, changing) if quantum_s is not None else ()))
     finally:
         filling.undo()
     line = np.array([job.number for job in waiting], np.int64)
@@ -345,15 +347,16 @@ class _Joining:
             self._on.setdefault(device, set()).add(one.number)
         self._take_memory(one.claims)
 
-    def changes(self, quantum_s: float) -> list[Change]:
-        """One group for each set that somebody joins."""
+    def changes(self, quantum_s: float, changing: Collection[int]) -> list[Change]:
+        """One group for each set that somebody joins; who would join one that is changing waits until that is done."""
         changes: list[Change] = []
         for present in self._sets():
             there = [one for one in present if one.number not in self._moved]
             numbers = {one.gang.node_set for one in there if one.gang is not None and one.gang.node_set}
             coming = [self._moved[one.number] for one in present if one.number in self._moved]
-            if len(numbers) > 1 or any(one.gang is not None and one.job.next_epoch for one in there):
-                # Nothing else becomes of a set while one of it moves.
+            is_moving = any(one.gang is not None and one.job.next_epoch for one in there)
+            if len(numbers) > 1 or is_moving or not numbers.isdisjoint(changing):
+                # Nothing else becomes of a set while it changes, or one of it moves.
                 continue
             # Who moves within the set takes turns where it is until it rests.
             staying = [one for one in present if one.number in self._moved and one.gang is not None]

@@ -54,11 +54,13 @@ def plan_shared(
     turn_s: float | None = None,
     received_s: Mapping[int, float] = MappingProxyType({}),
     draining: Collection[str] = (),
+    changing: Collection[int] = (),
 ) -> tuple[Pass, Shared, tuple[Finding, ...]]:
     """The changes to propose now, what to remember if they are proposed, and what was found. `gpus`: of the cluster.
     `kept_out`: what was found not to be possible for some. `matrices`: the nodes switch rows by themselves, every
     `turn_s` seconds (None: they do not), and all there is to propose is who takes turns. `received_s`: for how long
-    each has run on its devices, by number. `draining`: names of nodes that are to be emptied."""
+    each has run on its devices, by number. `draining`: names of nodes that are to be emptied. `changing`: numbers
+    of node sets of which nothing else becomes before their last change is made."""
     turns, packs, fairness = remembered.turns, remembered.packs, remembered.fairness
     is_due = now >= turns.since_s + quantum_s
     tried = Pass()
@@ -80,7 +82,9 @@ def plan_shared(
         coming = [claim for change in followed if change.kind == "RESUME" for claim in places_of(table, change)]
         room.take(coming)
         try:
-            found = plan_matrices(placement, table, now, room, turn_s, kept_out, busy | together, fairness, draining)
+            found = plan_matrices(
+                placement, table, now, room, turn_s, kept_out, busy | together, fairness, draining, changing
+            )
         finally:
             room.give(coming)
         fairness = moved(fairness, [change for change in found.changes if change.purpose.goal in _GOING], now)

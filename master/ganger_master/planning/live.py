@@ -28,6 +28,8 @@ class Live:
         self.plan_every_s = 0.0
         # Names of nodes that are to be emptied.
         self.draining: tuple[str, ...] = ()
+        # Numbers of node sets whose newest matrix is not yet made on all their nodes.
+        self.changing: frozenset[int] = frozenset()
         # None: nobody takes turns.
         self.quantum_s: float | None = None
         # Of one node, that nobody waits for; None: ours to say.
@@ -75,6 +77,7 @@ class Live:
         self._ahead_s = times.unix_seconds(first.time) - self._clock()
         self.policy, self.plan_every_s = first.policy, times.seconds(first.plan_every)
         self.draining = tuple([names.parse_node_name(node) for node in first.draining])
+        self.changing = frozenset(map(names.parse_node_set_name, first.changing_node_sets))
         self.quantum_s = times.seconds(first.quantum) if first.HasField("quantum") else None
         self.moves_per_hour = first.moves_per_hour if first.HasField("moves_per_hour") else None
         self.told = True

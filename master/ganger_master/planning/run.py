@@ -308,6 +308,7 @@ class Planner:
             turn_s=self._turn_s(now),
             received_s=self._attained.received_s,
             draining=live.draining,
+            changing=live.changing,
         )
         if found.changes or findings or not policy.moves:
             return found, findings, inf

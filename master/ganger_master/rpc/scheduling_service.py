@@ -121,6 +121,9 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                     policy=self._writer.state.settings.policy,
                     plan_every=times.duration(self._writer.state.settings.plan_every_seconds),
                     draining=[names.node_name(node) for node in self._writer.state.draining],
+                    changing_node_sets=[
+                        names.node_set_name(one.number) for one in committed.sets.values() if one.coming is not None
+                    ],
                     quantum=None if quantum is None else times.duration(quantum),
                     moves_per_hour=self._writer.state.settings.moves_per_hour,
                 )

@@ -112,6 +112,7 @@ class Committed:
         for kind, key in news.removes:
             self._take_away(kind, key)
         jobs, gangs = self.jobs, self.gangs
+        has_sets = any(kind == "node_set" for kind, _ in news.removes)
         for element in news.puts.values():
             # By far the most.
             if isinstance(element, Job):
@@ -119,13 +120,14 @@ class Committed:
             elif isinstance(element, Gang):
                 gangs[element.epoch] = element
             else:
+                has_sets = has_sets or isinstance(element, NodeSet)
                 self._install(element)
         self.desired.update(news.desired)
         if news.rows or news.view_version > self.view_version:
             self._show(news.rows)
             self.view_version = news.view_version
             self.devices, self.free_devices, self.mode = news.devices, news.free_devices, news.mode
-        if self._job_watchers and (news.jobs or news.rows):
+        if self._job_watchers and (news.jobs or news.rows or has_sets):
             for watched in self._job_watchers:
                 watched.add(news.jobs)
         if self._watchers:
@@ -155,7 +157,8 @@ class Committed:
 
     @contextmanager
     def watching_jobs(self) -> Iterator[JobNews]:
-        """Collects which jobs changed; its mark is set by changes of the view, too, and by nodes that leave."""
+        """Collects which jobs changed; its mark is set by changes of the view and of node sets, too, and by nodes that
+        leave."""
         news = JobNews()
         self._job_watchers.add(news)
         try:
