@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 from ganger.console.numbers import Within
+from ganger.console.paths import Directory
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -30,10 +31,10 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
 
 
 @click.command()
-@click.option("--state-dir", required=True, type=click.Path(path_type=Path), help="Directory of this daemon, its own.")
+@click.option("--state-dir", required=True, type=Directory(), help="Directory of this daemon, its own.")
 @click.option("--master", required=True, help="Address of the master, or its state directory.")
 @click.option("--node", default="", help="Name of this node. Default: the host name.")
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Directory in a tmpfs for control pages and sockets.")
+@click.option("--run-dir", type=Directory(), help="Directory in a tmpfs for control pages and sockets.")
 @click.option("--virtual-gpus", type=click.IntRange(0, 64), help="Declare this many devices that are not there.")
 @click.option(
     "--virtual-cores", type=click.IntRange(0), default=0, help="Cores to declare. Default: those of the machine."
@@ -45,7 +46,7 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
     type=Within(min=0.1),
     help="CPU time of all jobs on one declared device, together, in cores. Default: any.",
 )
-@click.option("--topology", default="", help="Of declared devices: sockets x devices, for example 2x2.")
+@click.option("--topology", help="Of declared devices: sockets x devices, for example 2x2.")
 @click.option("--recorded", type=click.Path(path_type=Path, exists=True), help="Devices from a recording.")
 @click.option("--cgroup-root", default="ganger", help="Name of the cgroup below which gangs get theirs.")
 @click.option(
@@ -53,7 +54,7 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
 )
 @click.option("--rack", default="", help="Network place: rack.")
 @click.option("--fabric", default="", help="Network place: fabric.")
-@click.option("--storage", type=click.Path(path_type=Path), help="Where this node sees the cluster's storage.")
+@click.option("--storage", type=Directory(), help="Where this node sees the cluster's storage.")
 @click.option("--no-preload", is_flag=True, help="Launchers do not import PyTorch ahead.")
 @click.option(
     "--order-deadline",
@@ -73,7 +74,7 @@ def daemon(
     virtual_memory: int,
     virtual_gpu_memory: int,
     virtual_gpu_cores: float | None,
-    topology: str,
+    topology: str | None,
     recorded: Path | None,
     cgroup_root: str,
     cgroups: str,
@@ -97,7 +98,9 @@ def daemon(
         logging.getLogger(noisy).setLevel(logging.WARNING)
     virtual = None
     if virtual_gpus is not None:
-        virtual = VirtualSpec(virtual_gpus, topology, virtual_cores, virtual_memory)
+        if topology == "":
+            raise click.UsageError("--topology: '' is none; leave it out for one group of all devices")
+        virtual = VirtualSpec(virtual_gpus, topology or "", virtual_cores, virtual_memory)
         virtual = replace(virtual, gpu_cores=virtual_gpu_cores or 0.0)
         if virtual_gpu_memory:
             virtual = replace(virtual, gpu_memory_bytes=virtual_gpu_memory)

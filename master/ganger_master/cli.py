@@ -6,13 +6,14 @@ import os
 from pathlib import Path
 
 import click
+from ganger.console.paths import Directory
 
 
 @click.command()
-@click.option("--state-dir", type=click.Path(path_type=Path), help="Directory of this master; made if missing.")
+@click.option("--state-dir", type=Directory(), help="Directory of this master; made if missing.")
 @click.option("--listen", metavar="ADDRESS", help="unix:/PATH or 127.0.0.1:PORT; default: loopback, a free port.")
 @click.option("--database-url", metavar="URL", help="SQLAlchemy URL; default: SQLite in the state directory.")
-@click.option("--storage", type=click.Path(path_type=Path), help="Directory all nodes see; default: in --state-dir.")
+@click.option("--storage", type=Directory(), help="Directory all nodes see; default: in --state-dir.")
 @click.option("--lost-after", metavar="TIME", help="10m, 1h, ... or never: when a silent node's jobs start elsewhere.")
 @click.option("--policy", metavar="NAME", help="Who goes first, and where; default: fifo.")
 @click.option("--quantum", metavar="TIME", help="How long a turn lasts where jobs share GPUs; 1m, never: none do.")

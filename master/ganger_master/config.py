@@ -204,14 +204,15 @@ def _moves_of(value: object) -> float | None:
 
 
 def _duration_of(name: str, value: object) -> float | None:
+    told = name.removesuffix("_seconds")
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"{name}: {value!r} is no duration")
+        raise ValueError(f"{told}: {value!r} is no duration")
     try:
         seconds = parse_duration(str(value))
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise ValueError(f"{told}: {error}") from None
     if seconds is None and name not in ("lost_after_seconds", "quantum_seconds"):
-        raise ValueError(f"{name}: never is not possible here")
+        raise ValueError(f"{told}: never is not possible here")
     return seconds
 
 

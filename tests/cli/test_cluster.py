@@ -34,6 +34,24 @@ def test_a_virtual_cluster_is_a_master_and_daemons_with_the_same_flags(tmp_path:
     assert str(tmp_path / "run" / "n2") in second.arguments
 
 
+def test_an_empty_value_is_refused_by_the_program_it_is_for_and_not_left_out(tmp_path: Path) -> None:
+    master, daemon = programs(Settings(tmp_path, 1, 4, policy="", moves_per_hour="", topology=""), tmp_path)
+    assert master.arguments[-4:] == ("--policy", "", "--moves-per-hour", "")
+    assert daemon.arguments[-2:] == ("--topology", "")
+    for program in (master, daemon):
+        ended = subprocess.run(program.arguments, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == 2
+        assert "''" in ended.stderr
+
+
+@pytest.mark.parametrize("flag", ["--state-dir", "--storage"])
+def test_a_directory_without_a_name_is_not_where_one_stands(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["up", "--state-dir", str(tmp_path), flag, ""]) == 2
+    assert "no directory is named" in capsys.readouterr().err
+
+
 def test_real_devices_get_no_virtual_flags(tmp_path: Path) -> None:
     _, daemon = programs(Settings(tmp_path, 1), tmp_path)
     assert not [argument for argument in daemon.arguments if "virtual" in argument]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ganger.cli import job_lines
+from ganger.cli.show import pairs
 from ganger.v1 import job_pb2, resources_pb2
 
 
@@ -36,6 +37,31 @@ def test_what_keeps_a_job_from_getting_on_stands_beside_its_place() -> None:
     job = job_pb2.Job(state=job_pb2.Job.STATE_HOLDING, progress=job_pb2.Progress(concern="no step for 5m"))
     job.gang.claims.add(node="nodes/n1", device_mask=3)
     assert job_lines.note(job) == "n1[0-1] (no step for 5m)"
+
+
+def elastic(state: job_pb2.Job.State.ValueType) -> job_pb2.Job:
+    job = job_pb2.Job(name="jobs/1", state=state)
+    job.spec.roles.add(name="worker", tasks=2, shape=resources_pb2.TaskShape(gpus=1))
+    job.spec.gpus_min, job.spec.gpus_max = 2, 8
+    return job
+
+
+def test_an_elastic_job_says_what_is_known_of_whether_it_grows() -> None:
+    job = elastic(job_pb2.Job.STATE_PENDING)
+    assert job_lines.sizes_text(job) == (
+        "2 to 8 GPUs; whether it grows and shrinks as it runs it says itself, once it steps"
+    )
+    assert ("tasks", "2 to 8 × worker: 1 GPU, cores by measurement, a share of memory") in pairs(job)
+    assert "has waited" in dict(pairs(job))
+    job = elastic(job_pb2.Job.STATE_HOLDING)
+    job.gang.claims.add(node="nodes/n1", device_mask=3)
+    assert job_lines.sizes_text(job).endswith("keeps the number that it has, for it has not said that it can change it")
+    job.capabilities.missing["RESIZE"] = "it does not attach"
+    assert job_lines.sizes_text(job).endswith("keeps the number it was started with: it does not attach")
+    job.capabilities.resize = True
+    assert job_lines.sizes_text(job) == "2 to 8 GPUs; grows and shrinks as it runs"
+    job.gang.turn = job_pb2.Gang.TURN_RUNS
+    assert job_lines.sizes_text(job).endswith("grows and shrinks once it has GPUs to itself, without turns")
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_all_mistakes_are_reported_together() -> None:
     text = str(refused.value)
     for word in (
         "certificates",
-        "'soon' is no duration",
+        "lost_after: 'soon' is no duration",
         "log_level 'loud'",
         "'0' is no number of jobs",
         "nonsense_key",

@@ -304,12 +304,20 @@ def test_compare_gives_intervals_over_seeds(said: Said) -> None:
         (["-p", "fifo", "--loads", "1,0"], "'0' is not a number above zero"),
         (["-p", "fifo", "--seeds", "0"], "0 is not in the range"),
         (["-p", "fifo+defrag", "--moves-per-hour", "nan"], "'nan' is not a number"),
+        (["-p", "fifo+defrag", "--moves-per-hour", "some"], "'some' is not a valid"),
+        (["-p", "fifo", "--moves-per-hour", "auto"], "add +defrag to one"),
     ],
 )
 def test_compare_refuses_what_cannot_be(said: Said, trace: Path, arguments: list[str], words: str) -> None:
     code, out, err = said("compare", trace, *ONE_NODE, *arguments)
     assert (code, out) == (2, "")
     assert words in err
+
+
+def test_moves_of_an_hour_may_be_auto_as_with_the_master(said: Said, trace: Path) -> None:
+    flags = ["simulate", trace, *ONE_NODE, "-p", "fifo+defrag", "--json"]
+    (_, usual, _), (code, out, _) = said(*flags), said(*flags, "--moves-per-hour", "auto")
+    assert (code, json.loads(out)["avg_jct_s"]) == (0, json.loads(usual)["avg_jct_s"])
 
 
 def test_a_run_that_dies_is_our_bug_and_named(said: Said, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,22 +31,23 @@ _RESTART_WINDOW_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What `ganger up` was asked for. `virtual_gpus` None: the machine's real devices."""
+    """What `ganger up` was asked for, None where it was not: then the programs' own defaults count. `virtual_gpus`
+    None: the machine's real devices."""
 
     state_directory: Path
     nodes: int
     virtual_gpus: int | None = None
     virtual_cores: int | None = None
-    virtual_memory: str = ""
-    topology: str = ""
-    listen: str = ""
-    storage: str = ""
-    policy: str = ""
-    lost_after: str = ""
-    plan_every: str = ""
-    quantum: str = ""
-    moves_per_hour: str = ""
-    virtual_gpu_cores: str = ""
+    virtual_memory: str | None = None
+    topology: str | None = None
+    listen: str | None = None
+    storage: str | None = None
+    policy: str | None = None
+    lost_after: str | None = None
+    plan_every: str | None = None
+    quantum: str | None = None
+    moves_per_hour: str | None = None
+    virtual_gpu_cores: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def programs(settings: Settings, run_directory: Path) -> tuple[Program, ...]:
     )
     master = [*ganger, "master", "--state-dir", str(directory)]
     for flag, value in optional:
-        master += [flag, value] if value else []
+        master += _given(flag, value)
     found = [Program("master", tuple(master), directory / "logs" / "master.log")]
     for number in range(1, settings.nodes + 1):
         node = f"n{number}"
@@ -90,12 +91,17 @@ def programs(settings: Settings, run_directory: Path) -> tuple[Program, ...]:
         daemon += ["--state-dir", str(directory / "nodes" / node), "--run-dir", str(run_directory / node)]
         if settings.virtual_gpus is not None:
             daemon += ["--virtual-gpus", str(settings.virtual_gpus)]
-            daemon += ["--virtual-cores", str(settings.virtual_cores)] if settings.virtual_cores else []
-            daemon += ["--virtual-gpu-cores", settings.virtual_gpu_cores] if settings.virtual_gpu_cores else []
-            daemon += ["--virtual-memory", settings.virtual_memory] if settings.virtual_memory else []
-            daemon += ["--topology", settings.topology] if settings.topology else []
+            daemon += _given("--virtual-cores", settings.virtual_cores)
+            daemon += _given("--virtual-gpu-cores", settings.virtual_gpu_cores)
+            daemon += _given("--virtual-memory", settings.virtual_memory)
+            daemon += _given("--topology", settings.topology)
         found.append(Program(node, tuple(daemon), directory / "logs" / f"{node}.log"))
     return tuple(found)
+
+
+def _given(flag: str, value: object) -> list[str]:
+    """An empty value is one, too: the program it is for says what is wrong with it."""
+    return [] if value is None else [flag, str(value)]
 
 
 def run_directory_for(state_directory: Path) -> Path:

@@ -75,17 +75,36 @@ def gpus_text(job: job_pb2.Job) -> str:
 
 
 def sizes_text(job: job_pb2.Job) -> str:
-    """Of an elastic job, how many GPUs it may have, and whether it can change their number while it lives."""
+    """Of an elastic job, how many GPUs it may have, and whether it can change their number as it runs."""
     spec, can = job.spec, job.capabilities
     if not spec.gpus_max:
         return ""
     each = spec.roles[0].shape.gpus if spec.roles else 1
     whole = f", whole tasks of {each}" if each > 1 else ""
     divides = f"; tasks that divide a batch of {can.resize_divides}" if can.resize_divides else ""
-    live = (
-        "grows and shrinks as it runs" if can.resize else "started with any; not resized as it runs, as far as is known"
-    )
-    return f"{spec.gpus_min} to {spec.gpus_max} GPUs{whole}{divides}; {live}"
+    return f"{spec.gpus_min} to {spec.gpus_max} GPUs{whole}{divides}; {_resizes(job)}"
+
+
+def _resizes(job: job_pb2.Job) -> str:
+    """Whether an elastic job can change its number of GPUs, as far as is known now."""
+    why = job.capabilities.missing.get("RESIZE", "")
+    if job.state in FINISHED:
+        return "has ended"
+    if job.capabilities.resize and job.gang.turn != job_pb2.Gang.TURN_UNSPECIFIED:
+        return "grows and shrinks once it has GPUs to itself, without turns"
+    if job.capabilities.resize:
+        return "grows and shrinks as it runs"
+    if why:
+        return f"keeps the number it was started with: {why}"
+    if not job.gang.claims:
+        return "whether it grows and shrinks as it runs it says itself, once it steps"
+    return "keeps the number that it has, for it has not said that it can change it"
+
+
+def bounds(spec: job_pb2.JobSpec) -> str:
+    """Of an elastic job, how many tasks it may have; "" of others."""
+    each = spec.roles[0].shape.gpus if spec.roles else 0
+    return f"{spec.gpus_min // each} to {spec.gpus_max // each}" if spec.gpus_max and each else ""
 
 
 def tasks(spec: job_pb2.JobSpec) -> int:

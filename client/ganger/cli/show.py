@@ -82,7 +82,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("waits for", "\n".join(f"{each.reason}: {each.message}" for each in job.blockers)),
         ("command", shlex.join(spec.command)),
         ("directory", spec.working_directory),
-        ("tasks", "\n".join(_role(role) for role in spec.roles)),
+        ("tasks", "\n".join(_role(role, job_lines.bounds(spec)) for role in spec.roles)),
         ("wants", _wants(job)),
         ("elastic", sizes),
         ("gang", "\n".join(_claim(claim, job_lines.has_given_back(job)) for claim in gang.claims)),
@@ -102,7 +102,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("submitted", instant(job.create_time)),
         ("started", instant(job.start_time)),
         ("ended", instant(job.end_time)),
-        ("time", job_lines.elapsed(job)),
+        ("time" if job.HasField("start_time") else "has waited", job_lines.elapsed(job)),
         ("efficiency", job_lines.efficiency(job)),
         ("time limit", format_duration(times.seconds(spec.time_limit)) if spec.HasField("time_limit") else ""),
         ("deadline", instant(spec.deadline)),
@@ -139,7 +139,7 @@ def _failure(job: Job) -> str:
     return f"{failure.reason}: {failure.message} (rank {failure.rank}{code})"
 
 
-def _role(role: object) -> str:
+def _role(role: object, bounds: str) -> str:
     from ganger.units import format_cores, format_memory
     from ganger.v1.resources_pb2 import Role
 
@@ -148,7 +148,7 @@ def _role(role: object) -> str:
     cores = f"{format_cores(shape.millicores)} cores" if shape.millicores else "cores by measurement"
     memory = format_memory(shape.memory_bytes) if shape.memory_bytes else "a share of memory"
     gpus = "1 GPU" if shape.gpus == 1 else f"{shape.gpus} GPUs" if shape.gpus else "no GPU"
-    return f"{role.tasks} × {role.name}: {gpus}, {cores}, {memory}"
+    return f"{bounds or role.tasks} × {role.name}: {gpus}, {cores}, {memory}"
 
 
 def _wants(job: Job) -> str:

@@ -17,6 +17,7 @@ import click
 
 from ganger.cli import cluster
 from ganger.cli.failures import CommandError
+from ganger.console.paths import Directory
 
 _READY_SECONDS = 60.0
 _WATCH_SECONDS = 0.5
@@ -29,10 +30,8 @@ _WATCH_SECONDS = 0.5
 @click.option("--virtual-gpu-cores", metavar="C", help="CPU time of all jobs on one virtual GPU, together, in cores.")
 @click.option("--virtual-memory", metavar="SIZE", help="Host memory each node may give away, e.g. 16G.")
 @click.option("--topology", metavar="AxB", help="Groups of virtual GPUs, e.g. 2x2: two sockets of two.")
-@click.option(
-    "--state-dir", type=click.Path(file_okay=False, path_type=Path), help="Where all state and logs are kept."
-)
-@click.option("--storage", type=click.Path(file_okay=False, path_type=Path), help="Where checkpoints are kept.")
+@click.option("--state-dir", type=Directory(file_okay=False), help="Where all state and logs are kept.")
+@click.option("--storage", type=Directory(file_okay=False), help="Where checkpoints are kept.")
 @click.option("--listen", metavar="ADDRESS", help="Address of the master: 127.0.0.1:PORT or unix:PATH.")
 @click.option("--policy", metavar="NAME", help="Who goes first; default fifo.")
 @click.option("--plan-every", metavar="TIME", help="Between plans that stop who runs, where the policy makes plans.")
@@ -71,28 +70,28 @@ def up(
         return
     pretends = virtual_gpus is None and not _has_devices()
     if pretends:
-        virtual_gpus, topology = 4, topology or "2x2"
+        virtual_gpus, topology = 4, "2x2" if topology is None else topology
     count = nodes or (1 if virtual_gpus is None else 2)
     if virtual_gpus is None and count > 1:
         raise click.UsageError("--nodes above 1 needs --virtual-gpus: real devices can belong to one node only")
     if virtual_gpus is not None:
         virtual_cores = virtual_cores or max(2 * virtual_gpus, 2)
-        virtual_memory = virtual_memory or _memory_share(count)
+        virtual_memory = _memory_share(count) if virtual_memory is None else virtual_memory
     settings = cluster.Settings(
         directory,
         count,
         virtual_gpus,
         virtual_cores,
-        virtual_memory or "",
-        topology or "",
-        listen or "",
-        str(storage.absolute()) if storage else "",
-        policy or "",
-        lost_after or "",
-        plan_every or "",
-        quantum or "",
-        moves_per_hour or "",
-        virtual_gpu_cores or "",
+        virtual_memory,
+        topology,
+        listen,
+        str(storage.absolute()) if storage else None,
+        policy,
+        lost_after,
+        plan_every,
+        quantum,
+        moves_per_hour,
+        virtual_gpu_cores,
     )
     with _alone(directory):
         if pretends:
@@ -101,7 +100,7 @@ def up(
 
 
 @click.command()
-@click.option("--state-dir", type=click.Path(file_okay=False, path_type=Path), help="As given to `ganger up`.")
+@click.option("--state-dir", type=Directory(file_okay=False), help="As given to `ganger up`.")
 @click.option("--cancel-jobs", is_flag=True, help="Cancel all jobs first; else they go on without us.")
 def down(state_dir: Path | None, cancel_jobs: bool) -> None:
     """Stop the cluster of this machine."""

@@ -207,7 +207,9 @@ class _Experiment:
 
         flags = self.flags
         named = {
-            name: flags[name] for name in ("plan_every_s", "profile_s", "moves_per_hour") if flags[name] is not None
+            name: flags[name]
+            for name in ("plan_every_s", "profile_s", "moves_per_hour")
+            if flags[name] not in (None, "auto")
         }
         return Options(
             ideal=flags["ideal"], round_s=flags["round_s"], costs=self._costs, seed=seed, rates=flags["rates"], **named

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 from ganger.console.numbers import Within
+from ganger.console.paths import Directory
 from ganger.units import parse_duration
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -52,16 +53,16 @@ class Window(click.ParamType):  # type: ignore[type-arg]  # as above
         return window
 
 
-class Directory(click.Path):
-    """A path that is not empty: as one that would be where one stands, which nobody means who names nothing."""
+class MovesPerHour(Within):
+    """A number of moves, or "auto": as the master takes them."""
+
+    name = "number"
 
     def __init__(self) -> None:
-        super().__init__(path_type=Path)
+        super().__init__(0, 3600)
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
-        if value == "":
-            self.fail("no directory is named", parameter, context)
-        return super().convert(value, parameter, context)
+        return value if value == "auto" else super().convert(value, parameter, context)
 
 
 class Amount(click.ParamType):  # type: ignore[type-arg]  # as above
@@ -189,9 +190,10 @@ _SHARED: list[Callable[[Any], Any]] = [
     ),
     click.option(
         "--moves-per-hour",
-        type=Within(0, 3600),
+        type=MovesPerHour(),
         metavar="N",
-        help="For +defrag: moves of a node in an hour that nobody waits for, at most.",
+        help="For +defrag: moves of a node in an hour that nobody waits for, at most; auto (default): in all as many as"
+        " GPUs are in use.",
     ),
     click.option(
         "--cost",
