@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -28,6 +29,7 @@ class Arena:
         self.size = 0
         self.filled = 0
         self.is_valid = True
+        self.opened = 0
 
     def fill(self, upto: int) -> None:
         os.pwrite(self.fd, self.data[self.filled : upto], self.filled)
@@ -40,6 +42,7 @@ class Arena:
         return self.is_valid
 
     def open_arena(self) -> int:
+        self.opened += 1
         return os.dup(self.fd)
 
 
@@ -122,6 +125,27 @@ def test_a_broken_connection_goes_on_from_where_it_was() -> None:
         second.close()
         os.close(arena.fd)
         os.close(target.fd)
+
+
+def test_a_client_that_comes_again_and_again_and_gets_no_further_is_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    def told() -> list[int]:
+        return [record.offset for record in caplog.records if record.message == "state stream broke off"]  # type: ignore[attr-defined]
+
+    def story(server: StreamServer, arena: Arena, target: Target) -> None:
+        host, _, port = server.address.rpartition(":")
+        arena.size = len(arena.data)
+        for place, offset in enumerate((0, 0, 0, 7, 7), 1):
+            with socket.create_connection((host, int(port))) as connection:
+                connection.sendall(StreamRequest("t", UID, 1, 0, 0, offset).line())
+                connection.recv(1)
+            wait_for(lambda: arena.opened == place and not server._workers)  # noqa: B023 - waited for here
+        assert told() == [0, 7]
+
+    serve(bytes(1 << 20), story)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ MAX_CONNECTIONS = 128
 SOCKET_TIMEOUT_SECONDS = 30.0
 # While the arena fills: well below the time a piece takes on a fast link.
 FILL_POLL_SECONDS = 0.0005
+# Streams of which it is remembered that they broke off.
+BROKEN_MOST = 1024
 # One call's share of the arena: between two it is seen whether the stop still lasts.
 PIECE_BYTES = 8 << 20
 
@@ -62,6 +64,9 @@ class StreamServer:
         self._socket.settimeout(0.5)
         self._thread = threading.Thread(target=self._accept, name="state-stream", daemon=True)
         self._workers: set[threading.Thread] = set()
+        # Which broke off where, the latest last: a client may come again several times a second, for minutes.
+        self._broken: dict[tuple[str, int, int, int, int], None] = {}
+        self._lock = threading.Lock()
 
     @property
     def address(self) -> str:
@@ -96,22 +101,39 @@ class StreamServer:
             worker.start()
 
     def _serve(self, connection: socket.socket) -> None:
+        request = None
         try:
             with connection:
                 limit_silence(connection, SOCKET_TIMEOUT_SECONDS)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 try:
-                    self._answer(connection)
+                    request = parse_request(read_line(connection))
+                    self._answer(connection, request)
                 except StreamError as error:
                     connection.sendall(line_of({"error": str(error), "retry": error.retry}))
         except OSError as error:
-            log.info("state stream broke off", extra={"error": str(error)})
+            self._note_broken(request, error)
         finally:
             self._workers.discard(threading.current_thread())
             self._slots.release()
 
-    def _answer(self, connection: socket.socket) -> None:
-        request = parse_request(read_line(connection))
+    def _note_broken(self, request: StreamRequest | None, error: OSError) -> None:
+        """Told once as long as it comes no further."""
+        if request is None:
+            # Whoever connects and says nothing asked for nothing.
+            log.debug("connection without a request", extra={"error": str(error)})
+            return
+        where = (request.job_uid, request.epoch, request.stop_sequence, request.rank, request.offset)
+        with self._lock:
+            is_known = where in self._broken
+            self._broken[where] = None
+            if len(self._broken) > BROKEN_MOST:
+                del self._broken[next(iter(self._broken))]
+        if not is_known:
+            figures = {"job_uid": request.job_uid, "rank": request.rank, "offset": request.offset}
+            log.info("state stream broke off", extra={**figures, "error": str(error)})
+
+    def _answer(self, connection: socket.socket, request: StreamRequest) -> None:
         if not hmac.compare_digest(request.token.encode(), self._token.encode()):
             raise StreamError("the token is wrong", retry=False)
         source = self._sources.find(request)
