@@ -61,6 +61,15 @@ def test_who_is_on_its_way_waits_for_nothing() -> None:
     assert told(alone, number) == []
 
 
+def test_where_no_other_node_takes_jobs_that_is_all_there_is_to_say() -> None:
+    drive = Drive(2)
+    number = on_n1(drive)
+    drive.step(DrainNode("n2", "new fan"))
+    drive.step(DrainNode("n1", "new fan"))
+    text = "it goes once another node takes jobs, and runs on until then"
+    assert told(drive, number) == [(Reason.NODE_UNAVAILABLE, leaves(text))]
+
+
 def test_who_can_neither_be_moved_nor_saved_is_said_to_stay() -> None:
     drive = Drive(2)
     number = on_n1(drive, NOTHING)

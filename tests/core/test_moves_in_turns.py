@@ -8,7 +8,7 @@ from core.test_taking_turns import Turns, blamed
 from ganger.resources.reasons import Reason
 from ganger.resources.values import Claim
 from ganger_master.core.answers import JobAnswer, Refused
-from ganger_master.core.commands import Change, DrainNode, MoveJob, ObservedRows
+from ganger_master.core.commands import Change, DrainNode, MoveJob, ObservedRows, ResizeJob
 from ganger_master.core.desired import desired_of
 from ganger_master.core.model import GangPhase, Intent, JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.node_sets import filled
@@ -216,3 +216,15 @@ def test_whoever_has_the_fewest_turns_has_what_idles_in_a_row(six: Six) -> None:
     assert filled([full, [five, other]], gangs) == (full, (five, other, three, four))
     assert filled([full, [other]], gangs) == (full, (other, five, three, four))
     assert filled([[one, two], [five, other]], gangs) == ((one, two), (five, other)), "no more cores than before"
+
+
+def test_who_takes_turns_is_not_resized_and_nobody_is_told_to_try_again() -> None:
+    drive = Turns()
+    rigid, elastic = drive.run(SMALL), drive.submit(replace(SMALL, gpus_min=1, gpus_max=2))
+    changes = [drive.row(rigid, 0), drive.row(elastic, 1, claims=drive.place(elastic, rigid))]
+    assert drive.propose(*changes) == [None] * 2
+    for number, why in ((rigid, "with one number of GPUs"), (elastic, "keeps its size until it has some to itself")):
+        answer = drive.step(ResizeJob(number, 2))
+        assert isinstance(answer, Refused)
+        assert why in answer.message
+        assert "try again" not in answer.message

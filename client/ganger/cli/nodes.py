@@ -68,7 +68,8 @@ def _leaves(answer: Explanation) -> str:
     if not answer.blockers:
         return f"{state_text(job)}, and goes on elsewhere"
     first, *lacks = answer.blockers
-    return "; ".join([first.message, *(f"{one.reason}: {one.message}" for one in lacks)])
+    # `why` has the others.
+    return "; ".join([first.message, *(f"{one.reason}: {one.message}" for one in lacks[:1])])
 
 
 @click.command()

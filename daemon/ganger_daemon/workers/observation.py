@@ -119,8 +119,9 @@ def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> Non
     facts = gang.facts()
     live = [rank for rank in facts.ranks if rank.exit is None]
     if live and any(is_opaque(facts, rank, now) for rank in live):
-        _add_what_an_opaque_job_can(message.capabilities, gang, "no agent")
         message.capabilities_presumed = not any(rank.opaque for rank in live) and not facts.no_agent
+        why = "no agent has spoken up so far" if message.capabilities_presumed else "no agent"
+        _add_what_an_opaque_job_can(message.capabilities, gang, why)
     elif all(progress.hello_time_ns for progress in found):
         _add_what_the_agent_can(message.capabilities, gang, found)
 

@@ -48,6 +48,8 @@ def held_up(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
         return (waits("it rests there and cannot be saved: resume it, or end it"),)
     if not _can_move(state, job, gang):
         return (waits("it stays until it ends, for it can neither be moved nor saved"),)
+    if not any(other.takes_gangs for other in state.nodes.values()):
+        return (waits("it goes once another node takes jobs, and runs on until then"),)
     lacks = [
         one for one in capacity.lacks(state, job, _draining_nodes(state)) if one.reason is not Reason.NODE_UNAVAILABLE
     ]

@@ -19,17 +19,16 @@ from ganger_master.core.worlds import taken_by
 
 def check_resize(state: State, job: Job, gpus: int) -> Gang | Refused:
     """The gang that may go on with so many devices, or why it may not, wherever they are."""
-    gang = state.gangs.get(job.epoch)
+    gang, spec, capabilities = state.gangs.get(job.epoch), job.spec, job.capabilities
+    if not spec.is_elastic:
+        return _refused(job, "it was submitted with one number of GPUs (an elastic job has a range, `--gpus 2:8`)")
     if job.next_epoch or job.ending is not None:
         return busy(job, "it is being moved or ends")
     if gang is not None and gang.epoch in state.set_of:
-        return busy(job, "it takes turns with others on its devices, and keeps its size until it has some of its own")
+        return _refused(job, "it takes turns with others on its GPUs, and keeps its size until it has some to itself")
     rests = gang is not None and gang.phase is GangPhase.PARKED and gang.parked_by_plan
     if job.state is not JobState.HOLDING or gang is None or not (gang.phase is GangPhase.RUNNING or rests):
         return not_running(job, gang)
-    spec, capabilities = job.spec, job.capabilities
-    if not spec.is_elastic:
-        return _refused(job, "it was submitted with one number of GPUs (an elastic job has a range, `--gpus 2:8`)")
     if not spec.accepts(gpus):
         each = f", whole tasks of {spec.roles[0].shape.gpus}" if spec.roles[0].shape.gpus > 1 else ""
         return _refused(job, f"it accepts {spec.gpus_min} to {spec.gpus_max} GPUs{each}, not {gpus}")
@@ -41,8 +40,6 @@ def check_resize(state: State, job: Job, gpus: int) -> Gang | Refused:
         return _refused(job, f"{gpus} GPUs do not divide its global batch ({capabilities.resize_divides} samples)")
     if gpus == gang.devices:
         return _refused(job, f"it has {gpus} GPUs")
-    if gang.epoch in state.set_of:
-        return _refused(job, "it takes turns with others on its GPUs")
     if any(claim.shared_mask for claim in gang.claims):
         return _refused(job, "it shares its GPUs with another job")
     if gang.phase is GangPhase.PARKED and gang.rested_level is not SuspendLevel.OFFLOAD:
