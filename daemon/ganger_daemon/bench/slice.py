@@ -176,8 +176,9 @@ def _share(
     if gpus == 1:
         turns = turns_of(steps)
         report.samples({"scenario": name, "job": one.job, "begin": one.begin, "end": one.end} for one in turns)
-        for part, seconds in watch.parts(dict.fromkeys(range(1, jobs + 1), 0)).items():
-            report.figure(f"{name}_{part}_p50_milliseconds", 1000 * seconds)
+        for part, each in watch.parts(dict.fromkeys(range(1, jobs + 1), 0)).items():
+            report.samples({"scenario": name, "part": part, "seconds": seconds} for seconds in each)
+            report.figure(f"{name}_{part}_p50_milliseconds", 1000 * quantile(each, 0.5))
         shares = shares_of_cycles(turns, jobs)
     else:
         shares = [stepping(own) / span for own in steps]

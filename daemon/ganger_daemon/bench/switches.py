@@ -11,7 +11,6 @@ from typing import NamedTuple
 from ganger.injob.page import Order, Page, PageError, State, Word, now_ns
 
 from ganger_daemon.bench.cluster import BenchCluster
-from ganger_daemon.bench.report import quantile
 from ganger_daemon.bench.watching import Watch
 from ganger_daemon.devices.virtual import anonymous_bytes_of
 
@@ -34,10 +33,10 @@ class Seen(NamedTuple):
     what: str
 
 
-def parts(seen: Iterable[Seen], switched: Sequence[int]) -> dict[str, float]:
-    """Medians, in seconds: the leader's order to the order on a page that is to stop (`switched`: moments of the
-    former), that to its rank at K, K to the state off the device, that to the order of the next one (the release is
-    seen), that order to its state on the device, and that to its first step's end."""
+def parts(seen: Iterable[Seen], switched: Sequence[int]) -> dict[str, list[float]]:
+    """In seconds, one after the other: the leader's order to the order on a page that is to stop (`switched`: moments
+    of the former), that to its rank at K, K to the state off the device, that to the order of the next one (the release
+    is seen), that order to its state on the device, and that to its first step's end."""
     found: dict[str, list[float]] = {}
     at: dict[tuple[str, int], int] = {}
     for moment, page, device, what in sorted(seen):
@@ -50,7 +49,7 @@ def parts(seen: Iterable[Seen], switched: Sequence[int]) -> dict[str, float]:
             if what == end and key in at:
                 found.setdefault(name, []).append((moment - at.pop(key)) / 1e9)
         at[(what, page)] = at[(what, -1 - device)] = moment
-    return {name: quantile(values, 0.5) for name, values in found.items()}
+    return found
 
 
 def switched(cluster: BenchCluster) -> list[int]:
@@ -105,8 +104,8 @@ class PageWatch(Watch):
         super().__exit__(*reason)
         self._switched = switched(self._cluster)
 
-    def parts(self, device_of: Mapping[int, int]) -> dict[str, float]:
-        """As `parts` has it. `device_of`: by epoch; those of who has one alone are of no interest."""
+    def parts(self, device_of: Mapping[int, int]) -> dict[str, list[float]]:
+        """As `parts` has them. `device_of`: by epoch; those of who has one alone are of no interest."""
         seen = [
             Seen(moment, page, device_of[self._epochs[page]], what)
             for moment, page, what in self._seen
