@@ -27,7 +27,8 @@ async def replace_when_dead(made: Cluster, node: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("point", "victim"), [("after-prepare", "n2"), ("mid-stream", "n1"), ("before-move-commit", "n2")]
+    ("point", "victim"),
+    [("between-fork-and-page", "n2"), ("after-prepare", "n2"), ("mid-stream", "n1"), ("before-move-commit", "n2")],
 )
 def test_a_move_in_which_a_daemon_dies_loses_no_step(point: str, victim: str) -> None:
     async def story(made: Cluster) -> None:
@@ -45,7 +46,7 @@ def test_a_move_in_which_a_daemon_dies_loses_no_step(point: str, victim: str) ->
         )  # fmt: skip
         replaced = asyncio.ensure_future(replace_when_dead(made, victim))
         await made.master.want("n2", new)
-        await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
+        prepared = await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
         await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_HAND_OVER, stop_sequence=2))
         parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
         ready = await made.master.until("n2", 2, in_phase(Observed.PHASE_READY))
@@ -59,6 +60,10 @@ def test_a_move_in_which_a_daemon_dies_loses_no_step(point: str, victim: str) ->
         assert before == list(range(1, parked.stop_step + 1))
         assert after == list(range(parked.stop_step + 1, parked.stop_step + 1 + len(after)))
         assert after
+        # whoever takes over finds the launcher that has the ranks and their arenas, and their cores
+        assert len(list((made.directory / "r-n2" / "launchers").glob("*.sock"))) == 1
+        assert prepared.cores
+        assert all(prepared.cores)
 
     run(story)
 

@@ -81,7 +81,7 @@ class LocalGang:
         self.part = local_part(desired, host.node)
         self.paths = host.paths.of(desired.job_uid, desired.epoch)
         self.pages = ControlPages(self.paths.run, desired.epoch, self.part.world, self.part.ranks)
-        self.launching = Launching(host, peers, self.paths, self.part, blocked_by)
+        self.launching = Launching(host, peers, self.paths, self.part, blocked_by, self._write_local)
         self.deaths = Deaths(self.paths, self.wake, self.launching.launcher_lives)
         self.pinning = Pinning(host, self.paths.group, self.pages, self.part)
         self.memory = MemoryWatch(host, self.part, lambda: bool(self.desired.claim.shared_mask))

@@ -66,13 +66,21 @@ class Launching:
     REFUSALS = (LaunchRefusedError, LauncherError, OSError)
 
     def __init__(
-        self, host: Host, peers: Peers, paths: GangPaths, part: LocalPart, blocked_by: Callable[[LocalGang], str]
+        self,
+        host: Host,
+        peers: Peers,
+        paths: GangPaths,
+        part: LocalPart,
+        blocked_by: Callable[[LocalGang], str],
+        note: Callable[[], None],
     ) -> None:
+        """`note` writes down what a next daemon has to know."""
         self._host = host
         self._peers = peers
         self._paths = paths
         self._part = part
         self._blocked_by = blocked_by
+        self._note = note
         self._key = ""
         self._arena_bytes = 0
         self._noted: dict[int, ProcessId] = {}  # by a former daemon
@@ -156,6 +164,8 @@ class Launching:
         )
         launcher = await asyncio.to_thread(host.launchers.get, self._key, interpreter, environment)
         rendezvous = await self._meet(desired, launcher)
+        # a daemon that finds ranks of which nobody wrote this knows neither their cores nor where their arenas are
+        self._note()
         processes = await asyncio.to_thread(
             self._fork_all, desired, environment, launcher, rendezvous, restore, files, threads, pages
         )
