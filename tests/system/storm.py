@@ -25,8 +25,9 @@ from ganger.wire.endpoints import Endpoint, EndpointError, read_endpoint
 from ganger.wire.errors import ApiError
 from kit.cluster import Cluster, Service
 from kit.waiting import eventually
-from system import witnesses
+from system import victims, witnesses
 from system.killing import start_the_dead
+from system.tally import Tally
 from system.wishes import (
     NEEDS_MEBIBYTES,
     Seen,
@@ -39,7 +40,7 @@ from system.wishes import (
     takes_turns,
     waits,
 )
-from system.witnesses import Pack, Record, Step
+from system.witnesses import Death, Pack, Record, Step
 
 SCRIPT = Path(__file__).parent / "jobs" / "witness.py"
 KINDS: Final = ("turn", "pack", "move", "resize")
@@ -58,6 +59,9 @@ _LOOK_SECONDS: Final = 0.15
 # The least that any cluster grants.
 _QUANTUM_MS: Final = 500
 _SAMPLES: Final = 96
+# Of those that are tried again.
+_SAVED_EVERY: Final = "3s"
+_FAILURES: Final = 1000
 # Of what happened, the last lines are told.
 _TOLD: Final = 80
 
@@ -67,6 +71,7 @@ class Job:
     """An accepted submission."""
 
     name: str
+    uid: str
     label: str
     request: str
     gpus: int
@@ -86,33 +91,21 @@ class Action:
     steps: dict[str, int]
 
 
-@dataclass
-class Coverage:
-    """What was done, by kind."""
-
-    done: Counter[str] = field(default_factory=Counter)
-    called_off: Counter[str] = field(default_factory=Counter)
-    refused: Counter[str] = field(default_factory=Counter)
-    # Kills while one was on its way.
-    kills_in: Counter[str] = field(default_factory=Counter)
-    kills: Counter[str] = field(default_factory=Counter)
-    # Seconds from a restart until all nodes are ready, and until every job that is to run has done a step.
-    ready: list[float] = field(default_factory=list)
-
-    @property
-    def actions(self) -> int:
-        return sum(self.done[kind] for kind in KINDS)
-
-
 class Storm:
-    """`actions` changes of the kinds that count, under kills, in one run; the whole of it is drawn from `seed`."""
+    """`actions` changes of the kinds that count, under kills, in one run; the whole of it is drawn from `seed`. Who may
+    die is the master and daemons, so no step is ever undone; or `spares_ranks` is false: then ranks and launchers do,
+    too, and jobs save themselves every few seconds and are tried again, each from its newest checkpoint."""
 
-    def __init__(self, cluster: Cluster, seed: int, actions: int, kill_chance: float = 0.3) -> None:
+    def __init__(
+        self, cluster: Cluster, seed: int, actions: int, kill_chance: float = 0.3, *, spares_ranks: bool = True
+    ) -> None:
         self.cluster, self.seed, self.actions, self.kill_chance = cluster, seed, actions, kill_chance
-        self.coverage = Coverage()
+        self.spares_ranks = spares_ranks
+        self.tally = Tally(KINDS)
         self._dice = random.Random(seed)
         self._jobs: dict[str, Job] = {}
         self._packs: list[Pack] = []
+        self._deaths: list[Death] = []
         self._under_way: list[Action] = []
         self._due: list[tuple[float, Callable[[], None]]] = []
         self._restarted = 0.0
@@ -135,7 +128,7 @@ class Storm:
         self._refer()
         idle = self._look()
         assert idle is not None
-        while self.coverage.actions < self.actions:
+        while self.tally.actions < self.actions:
             self._go_on()
         self._calm()
         eventually(
@@ -168,7 +161,7 @@ class Storm:
             self._go_on(is_disturbed=False)
         self._check(0)
         for job in self._jobs.values():
-            last = [one for one in job.record.read() if one.step == job.steps]
+            last = [one for one in witnesses.what_counts(job.record.read()) if one.step == job.steps]
             assert last, f"{job.name} did not do its last step\n{self.story()}"
             assert len(last) == last[0].world, f"{job.name} was not ended by all of its ranks\n{self.story()}"
 
@@ -212,15 +205,16 @@ class Storm:
         """Whether it was accepted. Nobody answers while the master is away: then it is asked for again."""
         request = request or str(uuid.uuid4())
         try:
-            name = self._accepted(label, request, gpus, steps, step_seconds)
+            accepted = self._accepted(label, request, gpus, steps, step_seconds)
         except (ApiError, EndpointError):
             return False
+        name = accepted.name
         record = Record(name, self.cluster.directory / f"{label}.record")
-        self._jobs[name] = Job(name, label, request, gpus, steps, record)
+        self._jobs[name] = Job(name, accepted.uid, label, request, gpus, steps, record)
         self._tell(f"{name} ({label}, {steps} steps) is accepted")
         return True
 
-    def _accepted(self, label: str, request: str, gpus: int, steps: int, step_seconds: float) -> str:
+    def _accepted(self, label: str, request: str, gpus: int, steps: int, step_seconds: float) -> job_pb2.Job:
         command = [sys.executable, str(SCRIPT), "--record", str(self.cluster.directory / f"{label}.record")]
         command += ["--steps", str(steps), "--step-seconds", str(step_seconds), "--hurry-once", str(self._hurry)]
         with Client(str(self.cluster.master_directory)) as client:
@@ -231,15 +225,16 @@ class Storm:
                 cpus_per_gpu=1,
                 memory="512M",
                 gpu_memory=f"{NEEDS_MEBIBYTES}M",
-                checkpoint_every="never",
+                checkpoint_every="never" if self.spares_ranks else _SAVED_EVERY,
+                max_failures=0 if self.spares_ranks else _FAILURES,
                 name=label,
                 directory=str(SCRIPT.parent),
-            ).name
+            ).message
 
     def _kind(self, seen: Seen) -> str:
         """The kinds come about as often as each other."""
         under_way = Counter(action.wish.kind for action in self._under_way)
-        weights = {kind: 1 / (1 + self.coverage.done[kind] + 4 * under_way[kind]) for kind in KINDS}
+        weights = {kind: 1 / (1 + self.tally.done[kind] + 4 * under_way[kind]) for kind in KINDS}
         most = max(weights.values())
         crowd = sum(waits(job) for job in seen.jobs.values())
         resting = sum(rests(job) for job in seen.jobs.values())
@@ -268,12 +263,12 @@ class Storm:
             for pack in packs:
                 self._packs.remove(pack)
             return
-        steps = {name: self._jobs[name].record.last_step() for name in wish.jobs}
+        steps = {name: self._jobs[name].record.done() for name in wish.jobs}
         self._under_way.append(Action(wish, time.monotonic(), steps))
         self._tell(f"{wish.kind}: {wish.what}")
         if wish.kind in KINDS and not is_end and self._dice.random() < self.kill_chance:
-            for service in self._victims():
-                self._at(self._dice.uniform(0.0, 2.0), lambda service=service: self._kill(service))  # type: ignore[misc]
+            for who in self._victims():
+                self._at(self._dice.uniform(0.0, 2.0), lambda who=who: self._kill(who))  # type: ignore[misc]
 
     def _is_approved(self, wish: Wish, changes: list[scheduling_pb2.Change]) -> bool:
         """Of a master that did not answer nobody knows: then it may be."""
@@ -283,7 +278,7 @@ class Storm:
             return True
         for verdict in verdicts:
             for refusal in verdict.refusals:
-                self.coverage.refused[f"{wish.kind}: {refusal.reason}"] += 1
+                self.tally.refused[f"{wish.kind}: {refusal.reason}"] += 1
                 self._tell(f"refused: {wish.what}: {refusal.message}")
                 # of this set, whose switches take so long; of the next one nobody knows
                 self._quantum_ms = max(self._quantum_ms, int(1.2 * refusal.figures.get("least_milliseconds", 0)))
@@ -300,9 +295,9 @@ class Storm:
             self._under_way.remove(action)
             kind, outcome = action.wish.kind, action.wish.judge(seen)
             if outcome == "done":
-                self.coverage.done[kind] += 1
+                self.tally.done[kind] += 1
             else:
-                self.coverage.called_off[kind] += 1
+                self.tally.called_off[kind] += 1
             self._tell(f"{outcome}: {action.wish.what}")
         busy = {name for action in self._under_way for name in action.wish.jobs}
         for pack in self._packs:
@@ -315,7 +310,7 @@ class Storm:
             live = seen.jobs[name]
             if not is_settled(live):
                 return False
-            if runs(live) and self._jobs[name].record.last_step() <= action.steps[name]:
+            if runs(live) and self._jobs[name].record.done() <= action.steps[name]:
                 return False
         return True
 
@@ -328,7 +323,7 @@ class Storm:
             live = seen.jobs[job.name]
             failed = live.state in (job_pb2.Job.STATE_FAILED, job_pb2.Job.STATE_CANCELLED)
             assert not failed, f"{job.name} has failed\n{self.story()}"
-            done = job.record.last_step()
+            done = job.record.done()
             if done > job.done or not runs(live):
                 job.done, job.stepped = done, now
             assert now - job.stepped < PATIENCE_SECONDS, f"{job.name} does no step\n{self.story()}"
@@ -336,31 +331,47 @@ class Storm:
         if self._restarted and not self._due:
             if not self._is_ready and seen.is_ready:
                 self._is_ready = True
-                self.coverage.ready.append(now - self._restarted)
+                self.tally.ready.append(now - self._restarted)
             if self._is_ready and is_going:
                 self._restarted = 0.0
                 self._check(self._checked_ns)
 
     # -- kills
 
-    def _victims(self) -> list[Service]:
+    def _victims(self) -> list[str]:
         """Mostly one; now and then two of them at once."""
-        services = [self.cluster.master, *self.cluster.daemons.values()]
-        return self._dice.sample(services, 2 if self._dice.random() < 0.15 else 1)
+        all_ = ["master", *self.cluster.daemons, *([] if self.spares_ranks else ["rank", "rank", "rank", "launcher"])]
+        return self._dice.sample(all_, 2 if self._dice.random() < 0.15 else 1)
 
     def _at(self, seconds: float, do: Callable[[], None]) -> None:
         self._due.append((time.monotonic() + seconds, do))
 
-    def _kill(self, service: Service) -> None:
+    def _kill(self, who: str) -> None:
+        if who in ("rank", "launcher"):
+            self._kill_process(who)
+            return
+        service = self.cluster.daemons.get(who, self.cluster.master)
         if not service.alive:
             return
         service.kill()
-        who = "master" if service is self.cluster.master else "daemon"
-        self.coverage.kills[who] += 1
-        for action in self._under_way:
-            self.coverage.kills_in[f"{action.wish.kind} x {who}"] += 1
-        self._tell(f"killed: {service.name}")
+        self._killed("master" if service is self.cluster.master else "daemon", service.name)
         self._at(self._dice.uniform(0.0, 1.5), lambda: self._restart(service))
+
+    def _kill_process(self, who: str) -> None:
+        """Of whichever lives: whoever looks after it starts it again, or does not."""
+        there = victims.ranks(self.cluster) if who == "rank" else victims.launchers(self.cluster)
+        if not there:
+            return
+        victim = self._dice.choice(there)
+        saved = victims.newest_checkpoint(self.cluster, victim.uid) if victim.uid else 0
+        if victim.kill():
+            names = [job.name for job in self._jobs.values() if job.uid == victim.uid]
+            self._deaths += [Death(name, time.monotonic_ns(), saved) for name in names]
+            self._killed(who, f"{victim.what} {' '.join(names)}")
+
+    def _killed(self, who: str, told: str) -> None:
+        self.tally.killed(who, [action.wish.kind for action in self._under_way])
+        self._tell(f"killed: {told}")
 
     def _restart(self, service: Service) -> None:
         if service is self.cluster.master:
@@ -380,13 +391,15 @@ class Storm:
         for job in self._jobs.values():
             steps = job.record.read()
             recent += [one for one in steps if one.ended >= since_ns]
-            found += witnesses.lost_or_repeated(steps)
+            counts = witnesses.what_counts(steps)
+            found += witnesses.undone_without_cause(steps, self._deaths)
+            found += witnesses.lost_or_repeated(counts)
             found += witnesses.two_attempts_at_once(steps)
             if job.gpus:
                 found += witnesses.other_results(steps, self._references[job.gpus])
             else:
-                found += witnesses.samples_not_once(steps, _SAMPLES)
-                found += self._other_losses(steps)
+                found += witnesses.samples_not_once(counts, _SAMPLES)
+                found += self._other_losses(counts)
         found += witnesses.two_on_a_device(recent, self._packs)
         assert not found, "\n".join([*found[:20], self.story()])
         self._check_accepted()
@@ -412,7 +425,7 @@ class Storm:
                 job.gpus,
                 job.steps,
                 STEP_SECONDS / 100 if job.label.startswith("reference") else STEP_SECONDS,
-            )
+            ).name
         except (ApiError, EndpointError):
             # It is killed again already: whoever asks after the next kill is told.
             return
@@ -467,25 +480,19 @@ class Storm:
         return "\n".join([self.report(), *self._told[-_TOLD:], self.cluster.story()])
 
     def report(self) -> str:
-        cover = self.coverage
         seconds = time.monotonic() - self._began
-        switches = witnesses.switches([one for job in self._jobs.values() for one in job.record.steps])
-        ready = sorted(cover.ready) or [0.0]
+        steps = {job.name: job.record.steps for job in self._jobs.values()}
+        switches = witnesses.switches([one for own in steps.values() for one in own])
+        undone = sum(len(own) - len(witnesses.what_counts(own)) for own in steps.values())
         return "\n".join(
             [
-                f"seed {self.seed}: {cover.actions} changes in {seconds:.0f} s, {len(self._jobs)} jobs,"
-                f" {switches} times another job's turn on a device, {sum(cover.kills.values())} kills",
-                f"done: {_counts(cover.done)}; called off: {_counts(cover.called_off)}",
-                f"refused: {_counts(cover.refused)}",
-                f"kills: {_counts(cover.kills)}; while one was under way: {_counts(cover.kills_in)}",
-                f"nodes were ready {ready[len(ready) // 2]:.1f} s after a restart (median), {ready[-1]:.1f} s at most;"
+                f"seed {self.seed}: {self.tally.actions} changes in {seconds:.0f} s, {len(self._jobs)} jobs,"
+                f" {switches} times another job's turn on a device, {sum(self.tally.kills.values())} kills",
+                *self.tally.lines(),
+                f"{undone} steps of ranks were undone by deaths of ranks, and done again;"
                 f" losses of elastic jobs are off by {self.worst_loss:.1e} at most",
             ]
         )
-
-
-def _counts(counter: Counter[str]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in sorted(counter.items())) or "none"
 
 
 # Nobody ever sets it: waiting on it paces a loop.

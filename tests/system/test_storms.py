@@ -14,7 +14,7 @@ from system.wishes import DEVICES
 pytestmark = [pytest.mark.system, pytest.mark.torch]
 
 
-def weather(directory: Path, seed: int, actions: int, told: list[str]) -> None:
+def weather(directory: Path, seed: int, actions: int, told: list[str], *, spares_ranks: bool = True) -> None:
     """A storm, of which is told how it went, however it ended."""
     cluster = Cluster(
         directory,
@@ -27,7 +27,7 @@ def weather(directory: Path, seed: int, actions: int, told: list[str]) -> None:
         master_options=("--policy", "gandiva", "--no-planner"),
     )
     with cluster:
-        storm = Storm(cluster, seed, actions)
+        storm = Storm(cluster, seed, actions, spares_ranks=spares_ranks)
         try:
             storm.run()
         finally:
@@ -37,8 +37,17 @@ def weather(directory: Path, seed: int, actions: int, told: list[str]) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("seed", [1])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_whoever_is_killed_in_two_hundred_changes_every_job_ends_with_its_result(
     tmp_path: Path, storms: list[str], seed: int
 ) -> None:
     weather(tmp_path, seed, 200, storms)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("seed", [3])
+def test_who_loses_ranks_and_launchers_in_two_hundred_changes_goes_back_to_its_newest_checkpoint_and_no_further(
+    tmp_path: Path, storms: list[str], seed: int
+) -> None:
+    weather(tmp_path, seed, 200, storms, spares_ranks=False)

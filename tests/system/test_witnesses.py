@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from system.witnesses import (
+    Death,
     Pack,
     Step,
     by_step_and_rank,
@@ -14,6 +15,8 @@ from system.witnesses import (
     switches,
     two_attempts_at_once,
     two_on_a_device,
+    undone_without_cause,
+    what_counts,
 )
 
 
@@ -104,3 +107,46 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_ranks_once_all_have_told() -> 
 
 def test_turns_are_counted_by_device() -> None:
     assert switches([step(1, 0, 1), step(1, 1, 2, job="b"), step(2, 2, 3, job="b"), step(1, 0, 9, device=1)]) == 1
+
+
+def death(at: int, saved: int = 0, job: str = "a") -> Death:
+    return Death(job, at * 10**6, saved)
+
+
+def attempt(number: int, first: int, last: int, began: int) -> list[Step]:
+    """A step a millisecond, by itself."""
+    return [
+        step(one, began + index, began + index + 1, attempt=number) for index, one in enumerate(range(first, last + 1))
+    ]
+
+
+BACK_TO_FIVE = [*attempt(1, 1, 10, 0), *attempt(2, 6, 8, 20), *attempt(4, 9, 12, 30)]
+
+
+def test_what_a_later_attempt_did_again_counts_once() -> None:
+    counts = what_counts(BACK_TO_FIVE)
+    assert [(one.attempt, one.step) for one in counts] == [
+        *((1, number) for number in range(1, 6)),
+        *((2, number) for number in range(6, 9)),
+        *((4, number) for number in range(9, 13)),
+    ]
+    assert not lost_or_repeated(counts)
+    assert lost_or_repeated(BACK_TO_FIVE)
+
+
+@pytest.mark.parametrize(
+    ("deaths", "is_found"),
+    [
+        ([death(15)], False),
+        ([death(15, saved=5)], False),
+        ([], True),
+        # there was a newer checkpoint; it was another's death; it came later
+        ([death(15, saved=6)], True),
+        ([death(15, job="b")], True),
+        ([death(25)], True),
+        # killed again before it came to a step: back to what there was at the first death
+        ([death(15, saved=5), death(17, saved=7)], False),
+    ],
+)
+def test_steps_undone_without_cause_are_found(deaths: list[Death], is_found: bool) -> None:
+    assert bool(undone_without_cause(BACK_TO_FIVE, deaths)) == is_found

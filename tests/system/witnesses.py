@@ -65,9 +65,9 @@ class Record:
                 self.steps.append(Step(self.job, **fields))
         return self.steps
 
-    def last_step(self) -> int:
-        """That a rank has done, of the attempt that is furthest."""
-        return max((one.step for one in self.read()), default=0)
+    def done(self) -> int:
+        """How many steps its ranks have done so far, also those that were undone."""
+        return len(self.read())
 
 
 @dataclass
@@ -84,6 +84,49 @@ class Pack:
             self.ended is None or min(one.ended, other.ended) <= self.ended
         )
         return device == self.device and {one.job, other.job} <= self.jobs and is_meanwhile
+
+
+@dataclass(frozen=True)
+class Death:
+    """A rank was killed. `saved`: the step of the newest complete checkpoint that was on storage before."""
+
+    job: str
+    at: int
+    saved: int
+
+
+def what_counts(steps: Iterable[Step]) -> list[Step]:
+    """All but what was undone: an attempt that begins with a step takes back what earlier ones did from there on."""
+    counts: list[Step] = []
+    for own in _by_attempt(steps):
+        first = min(one.step for one in own)
+        counts = [*[one for one in counts if one.step < first], *own]
+    return counts
+
+
+def undone_without_cause(steps: Iterable[Step], deaths: Sequence[Death]) -> list[str]:
+    """Only the death of a rank of the attempt before, or of one that came to no step, undoes steps; and none that was
+    in the newest complete checkpoint."""
+    found = []
+    for before, own in pairwise(_by_attempt(steps)):
+        done = max(one.step for one in before)
+        first = min(own, key=lambda one: (one.step, one.began))
+        if first.step > done:
+            continue
+        since = min(one.began for one in before)
+        saved = [death.saved for death in deaths if death.job == first.job and since < death.at < first.began]
+        if not saved:
+            found.append(f"{first}: up to step {done} all had been done, and nobody was killed")
+        elif first.step <= min(saved):
+            found.append(f"{first}: there was a checkpoint of step {min(saved)}")
+    return found
+
+
+def _by_attempt(steps: Iterable[Step]) -> list[list[Step]]:
+    found: dict[int, list[Step]] = defaultdict(list)
+    for one in steps:
+        found[one.attempt].append(one)
+    return [found[attempt] for attempt in sorted(found)]
 
 
 def lost_or_repeated(steps: Sequence[Step]) -> list[str]:
