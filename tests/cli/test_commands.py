@@ -600,6 +600,8 @@ def test_drain_says_of_each_job_where_it_goes_or_what_it_waits_for(
     assert told() == "  job 1: stopping, and goes on elsewhere"
     job.gang.move_claims.add(node="nodes/n2")
     assert told() == "  job 1: moves to n2"
+    job.gang.parked_level = job_pb2.SUSPEND_LEVEL_CHECKPOINT
+    assert told() == "  job 1: is being saved on storage"
 
 
 def test_top_draws_rows_of_turns_and_the_last_changes(call: Call, master: CannedMaster, capsys: Output) -> None:

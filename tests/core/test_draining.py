@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from core.drive import ALL_LEVELS, Drive, job_of
 from ganger.resources.reasons import Reason
-from ganger_master.core.commands import DrainNode, SuspendJob
+from ganger_master.core.commands import Change, DrainNode, ProposePlan, SuspendJob
 from ganger_master.core.draining import held_up
 from ganger_master.core.explain import explain
 from ganger_master.core.model import Capabilities, GangPhase, ObservedPhase, SuspendLevel
+from ganger_master.core.settings import Settings
 from msgspec.structs import replace
 
 MEMORY_ONLY = Capabilities(pause=True, offload=True, known=True)
@@ -45,6 +46,18 @@ def test_who_finds_no_room_elsewhere_says_so_and_what_it_lacks_there() -> None:
     )
     assert lacking is Reason.GPUS
     assert how.startswith("not enough free devices")
+
+
+def test_where_a_planner_makes_room_who_finds_none_is_saved_in_the_end_and_says_so() -> None:
+    drive = Drive(1, Settings(policy="gandiva"))
+    number = drive.submit(job_of(4))
+    start = Change(number, drive.job(number).revision, "START", drive.places(number)[0])
+    drive.step(ProposePlan((start,)))
+    drive.runs(number)
+    drive.step(DrainNode("n1", "new fan"))
+    assert drive.state.gangs[drive.job(number).epoch].phase is GangPhase.RUNNING
+    said = leaves("it goes once there is room elsewhere, and is saved on storage if nobody can make any")
+    assert told(drive, number)[0] == (Reason.NODE_UNAVAILABLE, said)
 
 
 def test_who_is_on_its_way_waits_for_nothing() -> None:

@@ -7,7 +7,7 @@ import pytest
 from core.drive import GIB, job_of
 from ganger.resources.values import Level, Locality
 from ganger_master.core.answers import PlanAnswer
-from ganger_master.core.commands import CancelJob, DrainNode, ProposePlan, SuspendJob
+from ganger_master.core.commands import CancelJob, Change, DrainNode, ProposePlan, SuspendJob
 from ganger_master.core.making_room import kept_for, making_room_for
 from ganger_master.core.model import JobSpec, ObservedPhase, SuspendLevel
 from ganger_master.core.purpose import Finding, Goal
@@ -313,6 +313,24 @@ def test_a_node_is_drained_by_moves_also_where_others_have_to_make_room() -> Non
     left = next(number for number in (pair, rest) if number != drained)
     assert drive.proposed() == [("SUSPEND", left)]
     assert drive.state.gangs[drive.job(left).epoch].park_level is SuspendLevel.CHECKPOINT
+
+
+def test_nobody_is_saved_off_a_drained_node_while_another_goes_elsewhere_out_of_its_memory() -> None:
+    """It does not run, and is on its way all the same: there may be room once it has arrived."""
+    drive = Moved(nodes=2)
+    goes, stays, third = [drive.running(together(2)) for _ in range(3)]
+    assert [drive.node_of(number) for number in (goes, stays, third)] == ["n1", "n1", "n2"]
+    rest = Change(goes, drive.job(goes).revision, "SUSPEND", level=SuspendLevel.OFFLOAD)
+    drive.step(ProposePlan((rest,)))
+    drive.rests(goes)
+    (claim,) = drive.state.gangs[drive.job(third).epoch].claims
+    there = replace(claim, device_mask=0b1111 & ~claim.device_mask)
+    drive.step(ProposePlan((Change(goes, drive.job(goes).revision, "MOVE", (there,)),)))
+    assert drive.job(goes).next_epoch
+    drive.step(DrainNode("n1", "new disk"))
+    assert drive.proposed() == []
+    drive.moves(goes)
+    assert drive.proposed() == [("SUSPEND", stays)]
 
 
 def test_of_two_planners_the_second_finds_what_the_first_began() -> None:

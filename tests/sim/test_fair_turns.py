@@ -5,10 +5,13 @@ from __future__ import annotations
 from ganger.resources.topology import parse_topology
 from ganger.resources.values import Role, TaskShape
 from ganger.v1 import scheduling_pb2
-from ganger_master.core.commands import DrainNode, ProposePlan
-from ganger_master.core.model import JobSpec
+from ganger_master.core.commands import DrainNode, ProposePlan, UncordonNode
+from ganger_master.core.model import JobSpec, JobState
 from ganger_master.core.settings import Settings
+from ganger_master.planner.acting import Moving, Terms
 from ganger_master.planner.attained import Attained
+from ganger_master.planner.moves import plan_moves
+from ganger_master.planner.refused import NOBODY
 from ganger_master.planner.shared import NOTHING, plan_shared
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.together import Together
@@ -34,6 +37,7 @@ class Shared:
             self.cluster.add_node(f"n{number}", SERVER, {"rotation": "yes"}, lambda one: DaemonTurns(one, turns))
         self.cluster.run_for(5.0)
         self.remembered = NOTHING
+        self.moving = Moving()
         self.attained = Attained()
         self.together = Together()
         self.steps: dict[int, int] = {}
@@ -82,6 +86,13 @@ class Shared:
             received_s=self.attained.received_s,
             draining=tuple(state.draining),
         )
+        if not found.changes:
+            terms = Terms(PLACEMENT, tuple(state.draining), holes=False)
+            moved, self.moving, _, _ = plan_moves(
+                lambda kept_out, may_stop, found=found: found, terms, table, now, Room(state.view.copy()), self.moving,
+                NOBODY, False,
+            )  # fmt: skip
+            found = moved
         if found.changes:
             answer = self.cluster.ask(ProposePlan(found.changes))
             refused = {one.number for one in answer.verdicts if not one.approved}  # type: ignore[union-attr]
@@ -149,3 +160,19 @@ def test_a_node_is_emptied_of_those_who_take_turns_and_nobody_is_restarted() -> 
     assert [job.preemptions + job.failures for job in state.jobs.values()] == [0] * 9
     steps = over(drive, 10)
     assert min(steps.values()) > 0
+
+
+def test_with_nowhere_to_go_who_takes_turns_is_saved_on_storage_and_goes_on_once_there_is_room() -> None:
+    drive = Shared(1)
+    drive.submit(6)
+    drive.cluster.run_for(3 * QUANTUM_S)
+    drive.cluster.ask(DrainNode("n1", "a new fan"))
+    state = drive.cluster.state
+    assert drive.cluster.run_until(lambda: not state.gangs_on.get("n1"), 10 * QUANTUM_S)
+    saved = {number: job.checkpoint.step for number, job in state.jobs.items() if job.checkpoint is not None}
+    assert sorted(saved) == list(range(1, 7))
+    assert all(job.state is JobState.PENDING for job in state.jobs.values())
+    drive.cluster.ask(UncordonNode("n1"))
+    drive.cluster.run_for(10 * QUANTUM_S)
+    assert all(step > saved[number] for number, step in drive.received().items())
+    assert [job.failures for job in state.jobs.values()] == [0] * 6

@@ -61,8 +61,11 @@ def drain(node: str, reason: str, as_json: bool) -> None:
 def _leaves(answer: Explanation) -> str:
     """Where a job of a node that is drained goes, or what it waits for."""
     from ganger.cli.job_lines import state_text
+    from ganger.v1.job_pb2 import SUSPEND_LEVEL_CHECKPOINT
 
     job = answer.job
+    if job.gang.parked_level == SUSPEND_LEVEL_CHECKPOINT:
+        return "is being saved on storage"
     if job.gang.move_claims:
         return f"moves to {' '.join(dict.fromkeys(number(claim.node) for claim in job.gang.move_claims))}"
     if not answer.blockers:

@@ -53,7 +53,9 @@ def held_up(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
     lacks = [
         one for one in capacity.lacks(state, job, _draining_nodes(state)) if one.reason is not Reason.NODE_UNAVAILABLE
     ]
-    return (waits("it goes once there is room elsewhere, and runs on until then"), *lacks)
+    is_saved = state.policy.moves and job.spec.preemptible and job.capabilities.checkpoint
+    meanwhile = "is saved on storage if nobody can make any" if is_saved else "runs on until then"
+    return (waits(f"it goes once there is room elsewhere, and {meanwhile}"), *lacks)
 
 
 def _empty(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:

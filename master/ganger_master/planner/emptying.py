@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 from msgspec.structs import replace as replace_of
 
 from ganger_master.core.commands import Change
-from ganger_master.core.model import Gang, Job, SuspendLevel
+from ganger_master.core.model import Gang, GangPhase, Intent, Job, SuspendLevel
 from ganger_master.core.moving import can_hand_over
 from ganger_master.core.purpose import Goal, Purpose
-from ganger_master.planner.acting import MOST_AT_ONCE, Acting
+from ganger_master.planner.acting import MOST_AT_ONCE, Acting, is_packed
 from ganger_master.planner.errands import is_free
+from ganger_master.planner.table import LiveTable
 from ganger_master.policies.introspect.hole import Hole
 from ganger_master.policies.introspect.migration import drained
 from ganger_master.policies.place import Want
+
+_ON_THE_WAY: Final = (GangPhase.MOVING, GangPhase.RESIZING)
 
 
 def drain(acting: Acting, node: str) -> None:
@@ -27,13 +31,36 @@ def drain(acting: Acting, node: str) -> None:
         if acting.under_way + len(proposal.moves) > MOST_AT_ONCE or acting.busy & {m.number for m in proposal.moves}:
             break
         acting.begin(Goal.DRAIN, Hole((), proposal.moves))
-    if not acting.errands and not any(job.next_epoch for job, _ in acting.running):
-        # Nobody is on the way who could leave room.
-        for number in stuck:
-            job = acting.gangs[number][0]
+    if not acting.errands and not _is_anybody_on_the_way(acting.table):
+        # Who is could leave room.
+        for job in (*[acting.gangs[number][0] for number in stuck], *_sharing(acting, node)):
             if job.capabilities.checkpoint:
                 level, purpose = SuspendLevel.CHECKPOINT, Purpose(Goal.DRAIN)
-                acting.changes.append(Change(number, job.revision, "SUSPEND", level=level, purpose=purpose))
+                acting.changes.append(Change(job.number, job.revision, "SUSPEND", level=level, purpose=purpose))
+
+
+def _is_anybody_on_the_way(table: LiveTable) -> bool:
+    """Also who hands over just now, and so is not to run where it is."""
+    gangs = zip(table.jobs, table.gangs, strict=True)
+    return any((job and job.next_epoch) or (gang and gang.phase in _ON_THE_WAY) for job, gang in gangs)
+
+
+def _sharing(acting: Acting, node: str) -> list[Job]:
+    """Who is on a node beside others, at once or in turns. The master has moved those for whom devices are free, and
+    where they could take turns they are sent by those who make matrices, before anybody is asked for here: once all who
+    share devices run, nobody else makes room for them."""
+    sharing = [(job, gang) for job, gang in acting.running if gang.node_set or is_packed(gang)]
+    if any(gang.phase is not GangPhase.RUNNING for _, gang in sharing):
+        return []
+    return [
+        job
+        for job, gang in sharing
+        if any(claim.node == node for claim in gang.claims)
+        and gang.intent is Intent.RUN
+        and job.ending is None
+        and job.spec.preemptible
+        and job.number not in acting.busy | acting.terms.on_trial
+    ]
 
 
 def parked(acting: Acting) -> list[tuple[Job, Gang]]:
