@@ -51,10 +51,12 @@ def credited(
     now: float,
     quantum_s: float,
 ) -> Fairness:
-    """After they have received so much. Who is new, or was not heard of, is neither ahead nor behind."""
+    """After they have received so much. Who is new, or was not heard of, is neither ahead nor behind; nor who is
+    starting, be it where it moved to: it has its turns, and no step shows them."""
     groups: dict[_Kind, list[tuple[Job, Gang]]] = {}
+    steps = {job.number for job, gang in pairs if gang.phase is not GangPhase.STARTING and job.number in received_s}
     for job, gang in pairs:
-        if job.number in received_s and job.number in before.heard_s:
+        if job.number in steps and job.number in before.heard_s:
             groups.setdefault(_kind(job, gang, view), []).append((job, gang))
     behind = {job.number: before.behind_s.get(job.number, 0.0) for job, _ in pairs}
     most = _MOST_OWED * quantum_s
@@ -68,7 +70,7 @@ def credited(
             owed = behind[number] + total * entitled[number] / whole - own
             behind[number] = min(max(owed, -most), most)
     since = {job.number: before.since_s.get(job.number, now) for job, _ in pairs}
-    heard = {job.number: received_s[job.number] for job, _ in pairs if job.number in received_s}
+    heard = {number: received_s[number] for number in steps}
     moving = {job.number for job, _ in pairs if job.next_epoch}
     bound_for = {number: nodes for number, nodes in before.bound_for.items() if number in moving}
     return Fairness(heard, behind, since, bound_for)

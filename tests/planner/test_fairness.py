@@ -1,0 +1,40 @@
+"""Who is how far behind, by what each has received."""
+
+from __future__ import annotations
+
+from core.drive import GIB, Drive, job_of
+from ganger_master.core.model import Gang, GangPhase, Job
+from ganger_master.planner.fairness import NOTHING, Fairness, credited
+from msgspec.structs import replace
+
+
+def pairs() -> tuple[Drive, list[tuple[Job, Gang]]]:
+    """Three of one device each that run."""
+    drive = Drive()
+    numbers = [drive.submit(job_of(1, GIB)) for _ in range(3)]
+    for number in numbers:
+        drive.start(number)
+        drive.runs(number)
+    return drive, [(drive.job(number), drive.state.gangs[drive.job(number).epoch]) for number in numbers]
+
+
+def test_who_starts_where_it_moved_to_is_not_behind_for_that() -> None:
+    drive, three = pairs()
+
+    def after(before: Fairness, now: float, *received_s: float) -> Fairness:
+        received = {job.number: own for (job, _), own in zip(three, received_s, strict=True)}
+        return credited(before, three, {}, received, drive.state.view, now, 10.0)
+
+    fairness = after(NOTHING, 0.0, 100.0, 100.0, 100.0)
+    fairness = after(fairness, 10.0, 110.0, 110.0, 105.0)
+    # Of 25 s it had 5, and was entitled to a third.
+    assert round(fairness.behind_s[3], 3) == 3.333
+    third, gang = three[2]
+    three[2] = (third, replace(gang, phase=GangPhase.STARTING))
+    fairness = after(fairness, 40.0, 140.0, 140.0, 105.0)
+    assert round(fairness.behind_s[3], 3) == 3.333
+    three[2] = (third, gang)
+    fairness = after(fairness, 50.0, 150.0, 150.0, 106.0)
+    assert round(fairness.behind_s[3], 3) == 3.333, "from here on it is looked at again"
+    fairness = after(fairness, 60.0, 160.0, 160.0, 116.0)
+    assert round(fairness.behind_s[3], 3) == 3.333
