@@ -176,7 +176,8 @@ def _running(teller: _Teller, event: Happening) -> str:
     took = event.time - teller.starting_since if teller.starting_since else 0.0
     teller.leave(event.time)
     teller.running_since = event.time
-    return f"stepped after {_seconds(took)}" if took else "stepped"
+    # It has stepped; or, where nobody sees its steps, its processes are there.
+    return f"runs, after {_seconds(took)}" if took else "runs"
 
 
 def _suspend_ordered(teller: _Teller, event: Happening) -> str:
@@ -188,8 +189,11 @@ def _parked(teller: _Teller, event: Happening) -> str:
     took = f", {_seconds(event.time - teller.stopping_since)} after the order" if teller.stopping_since else ""
     teller.leave(event.time)
     teller.parked_since = event.time
-    teller.totals.suspensions += 1
     teller.turns = ""
+    if teller.moving_since:
+        # It gives up devices that others wait for.
+        return f"rests at {event.figures.get('level', '?').lower()} for its move, step {event.figures.get('step', '?')}"
+    teller.totals.suspensions += 1
     return f"rests at {event.figures.get('level', '?').lower()}, step {event.figures.get('step', '?')}{took}"
 
 

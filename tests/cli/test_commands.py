@@ -409,7 +409,7 @@ def test_history_tells_a_story_and_its_sums(call: Call, master: CannedMaster, ca
     assert [line[25:] for line in lines] == [
         "submitted by user:ann: 1 tasks without GPUs",
         "got its gang on ? by user:ann",
-        "stepped after 1.00 s",
+        "runs, after 1.00 s",
         "succeeded",
     ]
     assert sums == "in all: waited 1.00 s; starting 1.00 s; ran 1.00 s"

@@ -41,17 +41,17 @@ def test_every_chapter_says_who_why_and_how_long() -> None:
         "submitted by user:ann: 2 GPUs",
         "got its gang on n1 by scheduler, after it had waited 30.00 s, for: not enough free devices, free=1, "
         "free since jobs/3 left",
-        "stepped after 1.50 s",
+        "runs, after 1.50 s",
         "moves to n2 by planner, to make room for jobs/9, to save 120 GPU-seconds",
         "handed over at step 100, 3.00 s after the order; it ran on until then",
-        "stepped after 0.25 s",
+        "runs, after 0.25 s",
         "moved: it stood still for 250 ms, 300 ms expected, and lost no step",
         "checkpoint 2 complete, at step 250",
         "told to rest at offload by user:ann",
         "rests at offload, step 300, 0.25 s after the order",
         "told to go on by user:ann after 10.00 s at rest",
         "got its gang on n2 by scheduler, after it had waited 0.50 s",
-        "stepped after 0.25 s",
+        "runs, after 0.25 s",
         "the attempt failed: rank 1 exited with code 3",
         "waits again: rank 1 exited with code 3",
         "told to end by user:ann: enough",
@@ -100,6 +100,7 @@ IN_TURNS = [
     happened(15.0, "rows_changed", "planner", version="2", **TURNS),
     happened(31.0, "move_begun", "planner", nodes="n2", **FAIR),
     happened(31.0, "rows_changed", "planner", **(TURNS | {"node_set": "2", "of_rows": "3"})),
+    happened(40.0, "gang_parked", level="OFFLOAD", step="100"),
     happened(41.0, "move_committed", step="100"),
     happened(42.0, "gang_running"),
     happened(42.0, "move_done", pause_ms="1500.0", **FAIR),
@@ -114,8 +115,9 @@ def test_of_one_that_takes_turns_nobody_claims_that_it_ran_until_it_was_handed_o
         "others came to the turns it takes, or left them; it has 1 of 2 turns of 10 s in nodeSets/1, as before",
         "moves to n2 by planner, so that jobs/5 gets as much time as others (it is 31.0 s behind jobs/4)",
         "will take turns there with others, 1 of 3 turns of 10 s in nodeSets/2",
+        "rests at offload for its move, step 100",
         "handed over at step 100, 10.00 s after the order",
-        "stepped after 1.00 s",
+        "runs, after 1.00 s",
         "moved: it stood still for 1.50 s, and lost no step",
         "has its GPUs to itself again, without turns",
     ]
@@ -123,8 +125,9 @@ def test_of_one_that_takes_turns_nobody_claims_that_it_ran_until_it_was_handed_o
 
 def test_time_in_turns_is_not_told_as_time_that_it_ran() -> None:
     _, totals = tell(IN_TURNS, now=1_060.0)
-    assert (totals.ran_s, totals.turns_s) == (10.0 + 8.0, 30.0 + 10.0)
-    assert "ran 18.00 s; took turns 40.00 s" in summary(totals)
+    assert (totals.ran_s, totals.turns_s, totals.parked_s) == (10.0 + 8.0, 29.0 + 10.0, 1.0)
+    assert "ran 18.00 s; took turns 39.00 s" in summary(totals)
+    assert totals.suspensions == 0, "nobody suspended it"
     # Who rests because a user said so has left its turns.
     rested = [happened(45.0, "gang_parked", level="OFFLOAD", step="1"), happened(46.0, "gang_running")]
     assert tell([*IN_TURNS[:-1], *rested], now=1_048.0)[1].ran_s == 10.0 + 2.0
