@@ -22,6 +22,7 @@ from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangPhase, Job
 from ganger_master.core.purpose import Finding, Goal, Purpose
 from ganger_master.core.sizes import tasks_divide
+from ganger_master.planner.in_place import given_back
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
 from ganger_master.policies.introspect.elastic import IDLE_S, Elastic, grow, shrink, verdict
@@ -232,20 +233,8 @@ def _cut(pair: tuple[Job, Gang], gpus: int, view: View, waits: int) -> tuple[Cha
     claims = _claims(job, gang, gpus, view)
     if claims is None:
         return None
-    after = {claim.node: claim for claim in claims}
-    given = tuple([rest for own in gang.claims if (rest := _rest(own, after.get(own.node))) is not None])
-    return _change(job, claims, f"from {gang.devices} GPUs to {gpus}", Purpose(Goal.GIVE_BACK, waits)), given
-
-
-def _rest(own: Claim, after: Claim | None) -> Claim | None:
-    """What of a claim is given back when another follows it."""
-    if after is None:
-        return own
-    cores = tuple([max(0, have - stay) for have, stay in zip(own.millicores, after.millicores, strict=True)])
-    memory = max(0, own.memory_bytes - after.memory_bytes)
-    arena = max(0, own.arena_bytes - after.arena_bytes)
-    mask = own.device_mask & ~after.device_mask
-    return Claim(own.node, mask, cores, memory, arena) if mask else None
+    purpose = Purpose(Goal.GIVE_BACK, waits)
+    return _change(job, claims, f"from {gang.devices} GPUs to {gpus}", purpose), given_back(gang, claims)
 
 
 # -- growing

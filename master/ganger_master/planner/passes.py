@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from ganger_master.planner.in_place import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass, plan
@@ -32,15 +33,18 @@ def plan_by(
     trials: Mapping[int, int] = NO_TRIALS,
     believed: Believed = nothing_believed,
     resize_s: float = 0.0,
+    resizing: Resizing = NOTHING_UNDER_WAY,
 ) -> Pass:
     """The changes to propose now, as `plan` has them. `order`: the policy's, or what is made of it. `remaining_s`: an
-    oracle, for policies that ask one. `known` and `trials` are for policies that tune, `believed` and `resize_s`
-    for one that resizes."""
+    oracle, for policies that ask one. `known` and `trials` are for policies that tune, `believed`, `resize_s`
+    and `resizing` for one that resizes."""
     if policy.resizes:
         # Its models need SciPy, for which no other policy's planner is to wait.
         from ganger_master.planner.optimus import plan_optimus
 
-        return plan_optimus(order, policy.placement, table, now, capacity, room, believed, may_stop, resize_s, kept_out)
+        return plan_optimus(
+            order, policy.placement, table, now, capacity, room, believed, may_stop, resize_s, kept_out, resizing
+        )
     if policy.tetris is not None:
         oracle = remaining_s if policy.order.knows_durations else None
         return plan_tetris(policy.tetris, table, now, capacity, room, oracle, kept_out)

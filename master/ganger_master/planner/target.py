@@ -24,6 +24,7 @@ from msgspec.structs import replace as replace_of
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, Job, SuspendLevel
 from ganger_master.core.orders import same_place
+from ganger_master.planner.in_place import Resizing
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies.facts import Capacity, Facts, Flags, Floats, Integers
@@ -41,13 +42,15 @@ class Pass:
     """`waits`: somebody chosen has no place yet, so a later pass may find it one though nothing happens.
     `next_change_s`: when the order may change by itself; infinite if it does not in jumps. `line`: numbers of all who
     waited, first job first, the started ones among them. `unplaced`: numbers of chosen ones for whom no place was
-    found, whoever were stopped for them; without leave to stop anybody, of those known to be such."""
+    found, whoever were stopped for them; without leave to stop anybody, of those known to be such. `resizing`: what to
+    remember of changes of size if it is proposed; None: what was before."""
 
     changes: tuple[Change, ...] = ()
     waits: bool = False
     next_change_s: float = math.inf
     line: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
     unplaced: frozenset[int] = frozenset()
+    resizing: Resizing | None = None
 
     @property
     def leaves_waiting(self) -> bool:
@@ -153,15 +156,18 @@ def carried_out(
     terms: Terms = AS_ASKED,
     resized: Sequence[tuple[Job, Gang]] = (),
     placing: Integers | None = None,
+    going: Sequence[tuple[Job, Gang]] | None = None,
 ) -> Pass:
     """The changes that lead to a choice, made by `order`, or as if by it. `resized`: who runs and is stopped to start
     with another size; they count as neither running nor chosen. `placing`: the chosen ones who wait, first one first,
-    if not in the order of the line."""
+    if not in the order of the line. `going`: who gives back what, if not whoever the table says does all it holds."""
     rows, line, waiting, is_chosen = choice.rows, choice.line, choice.waiting, choice.is_chosen
     room.refresh()
     fitting = _Fitting(placement, room, table, now, kept_out, terms)
     fitting.stop(resized)
-    going = [*_gangs(table, rows, np.flatnonzero(table.is_going(rows))), *resized]
+    if going is None:
+        going = _gangs(table, rows, np.flatnonzero(table.is_going(rows)))
+    going = [*going, *resized]
     first = line[(is_chosen & waiting)[line]] if placing is None else placing
     crowded = fitting.start(_jobs(table, rows, first), going=going)
     if not crowded:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 from ganger.resources.view import View
 
+from ganger_master.planner.in_place import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies.facts import Capacity
 
 
-def capacity_of(view: View, table: LiveTable) -> Capacity:
+def capacity_of(view: View, table: LiveTable, resizing: Resizing = NOTHING_UNDER_WAY) -> Capacity:
     """Devices are those free on nodes that take gangs, and those of gangs that run or are leaving, wherever they are:
     what others keep (who rests, what is broken) no gang can have. Cores and memory are all of the nodes that take
-    gangs."""
+    gangs. `resizing`: what is known of changes of size under way, whose next worlds hold devices, too."""
     columns = view.columns()
     available = columns.available
     free = int(np.bitwise_count(columns.free[available]).sum())
@@ -24,4 +25,4 @@ def capacity_of(view: View, table: LiveTable) -> Capacity:
             cores += nodes * sum(socket.millicores for socket in configuration_set.sockets)
             memory += nodes * configuration_set.memory_bytes
             gpus_per_node = max(gpus_per_node, configuration_set.devices)
-    return Capacity(free + table.held_gpus, cores / 1000, float(memory), gpus_per_node)
+    return Capacity(free + table.held_gpus + resizing.held_beside(table), cores / 1000, float(memory), gpus_per_node)

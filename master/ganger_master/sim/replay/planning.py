@@ -17,6 +17,7 @@ from ganger_master.core.purpose import Finding
 from ganger_master.core.state import State
 from ganger_master.planner.acting import Moving, Terms
 from ganger_master.planner.elastic import Sizes, with_sizes
+from ganger_master.planner.in_place import NOTHING_UNDER_WAY
 from ganger_master.planner.moves import Inner, moves_nobody, plan_moves
 from ganger_master.planner.packed import plan_packed
 from ganger_master.planner.passes import plan_by
@@ -85,6 +86,8 @@ class Planning:
         )
         self._known = NOTHING if rates is None else rates.known(self._is_profiled)
         self.measured = self._measured(scaling)
+        # What is under way of the sizes that a policy which weighs them has decided.
+        self._resizing = NOTHING_UNDER_WAY
         # None: nobody grows onto idle GPUs.
         self.sizing = (
             Sizing(policy.placement, self.table, self._room, windows, clock, options.plan_every_s, self.learn)
@@ -160,6 +163,7 @@ class Planning:
             self._come_back(max(found.next_change_s, self._last_plan + self._options.plan_every_s))
         if self.sizing is not None:
             found = with_sizes(found, sizes)
+        self._resizing = found.resizing or self._resizing
         is_carried_out = self._propose(found, (*findings, *sizes.findings))
         if self._leaves_nothing_to_do(found):
             self._placed, self._placed_at = frozenset(change.number for change in found.changes), now
@@ -275,8 +279,10 @@ class Planning:
         promises = self.moving.promises if self._policy.moves else None
         answer = self._send(commands.ProposePlan(changes, promises=promises, findings=findings))
         assert isinstance(answer, PlanAnswer)
+        refused = {verdict.number for verdict in answer.verdicts if not verdict.approved}
+        self._resizing = self._resizing.without(refused)
         if self.sizing is not None:
-            self.sizing.refused({verdict.number for verdict in answer.verdicts if not verdict.approved})
+            self.sizing.refused(refused)
         return answer
 
     def _pass(self, now: float, may_stop: bool, kept_out: KeptOut = NOBODY) -> Pass:
@@ -311,6 +317,7 @@ class Planning:
             known=self._known,
             believed=nothing_believed if self.measured is None else self.measured.believed,
             resize_s=self._resize_s,
+            resizing=self._resizing,
         )
 
     @property

@@ -134,7 +134,7 @@ class _Replay:
         # None: nobody shares GPUs.
         self.footprints = Footprints(jobs, servers, options.seed) if self.policy.shares else None
         # What daemons measure of memory is what says who can rest in that of its host.
-        measures = self.policy.moves or (is_elastic and self.policy.grows)
+        measures = self.policy.moves or (is_elastic and (self.policy.grows or self.policy.resizes))
         self.memory = Footprints(jobs, servers, options.seed) if measures else self.footprints
         self.windows = None if self.memory is None else Windows(self.memory, options.seed)
         # Who trains on a device, by node and number of the device, and where they do, by position.

@@ -1,0 +1,210 @@
+"""Optimus's pass over a real state, told by wire: sizes are changed where jobs are, and nobody is stopped for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from core.drive import job_of
+from core.worlds import RESIZABLE, World, elastic
+from ganger.v1 import scheduling_pb2
+from ganger_master.core.answers import PlanAnswer
+from ganger_master.core.commands import Change, ProposePlan, ResizeJob
+from ganger_master.core.model import Gang, Job, JobSpec, ObservedPhase
+from ganger_master.core.purpose import Goal
+from ganger_master.core.sizes import devices_of
+from ganger_master.models.allreduce import AllReduceModel
+from ganger_master.planner.in_place import NOTHING_UNDER_WAY, Resizing
+from ganger_master.planner.optimus import plan_optimus
+from ganger_master.planner.table import LiveTable
+from ganger_master.planner.totals import capacity_of
+from ganger_master.policies import policy_named
+from ganger_master.policies.optimus_belief import Belief
+from ganger_master.policies.room import Room
+from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
+from msgspec.structs import replace
+
+POLICY = policy_named("optimus")
+# A step is a second on one GPU, and half of that on two.
+LINEAR = AllReduceModel(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+
+
+class Weighed(World):
+    """`left`: steps that each job is believed to have left."""
+
+    capabilities = replace(RESIZABLE, resize_divides=0)
+
+    def __init__(self, nodes: int = 1) -> None:
+        super().__init__(nodes)
+        self.left: dict[int, float] = {}
+        self.resizing = NOTHING_UNDER_WAY
+
+    def believed(self, jobs: Sequence[tuple[Job, Gang | None]]) -> list[Belief]:
+        return [Belief(self.left.get(job.number, 1_000.0), is_young=False, speed=LINEAR) for job, _ in jobs]
+
+    def changes(self, may_stop: bool = True) -> list[Change]:
+        """Of a pass, all of which must be approved."""
+        table = LiveTable()
+        for job in self.state.jobs.values():
+            message = scheduling_pb2.LiveJob()
+            live_job_to_wire(job, self.state.gangs.get(job.epoch), message)
+            table.put(*live_job_from_wire(scheduling_pb2.LiveJob.FromString(message.SerializeToString())))
+        view = self.state.view.copy()
+        rows = list(view.rows())
+        found = plan_optimus(
+            POLICY.order,
+            POLICY.placement,
+            table,
+            self.now,
+            capacity_of(view, table, self.resizing),
+            Room(view),
+            self.believed,
+            may_stop,
+            resizing=self.resizing,
+        )
+        assert [replace(row, version=0) for row in view.rows()] == [replace(row, version=0) for row in rows]
+        answer = self.step(ProposePlan(found.changes))
+        assert isinstance(answer, PlanAnswer)
+        assert all(verdict.approved for verdict in answer.verdicts), answer
+        assert found.resizing is not None
+        self.resizing = found.resizing
+        return list(found.changes)
+
+    def proposed(self, may_stop: bool = True) -> list[tuple[str, int, int]]:
+        return [(one.kind, one.number, devices_of(one.claims)) for one in self.changes(may_stop)]
+
+    def rests(self, number: int) -> None:
+        """Its old world has seen its devices free."""
+        self.seen(number, self.job(number).next_epoch, ObservedPhase.PREPARED)
+        self.seen(number, self.job(number).epoch, ObservedPhase.PARKED, 40)
+
+    def goes_on(self, number: int, rested: bool = False) -> None:
+        """Its daemons have brought it into its next world."""
+        job = self.job(number)
+        source, destination = job.epoch, job.next_epoch
+        if not rested:
+            self.rests(number)
+        self.seen(number, destination, ObservedPhase.READY, 40)
+        self.runs(number)
+        self.gone(number, source)
+
+    def alone(self, most: int = 4) -> int:
+        """A job that has got all it can use."""
+        number = self.submit(elastic(1, 1, most))
+        assert self.proposed() == [("START", number, most)]
+        self.runs(number)
+        return number
+
+
+def small(least: int = 1, most: int = 4) -> JobSpec:
+    return elastic(least, least, most)
+
+
+def test_who_runs_gives_back_in_place_and_the_newcomer_starts_once_it_has() -> None:
+    drive = Weighed()
+    old = drive.alone()
+    new = drive.submit(small())
+    (change,) = drive.changes()
+    assert (change.kind, change.number, devices_of(change.claims)) == ("RESIZE", old, 2)
+    assert change.purpose.goal is Goal.GIVE_BACK
+    assert change.reason == "from 4 GPUs to 2: 4 steps/s with 4, 2 with 2, 1000 foreseen left"
+    assert drive.proposed() == [], "its devices are not free yet, and nobody is stopped for them"
+    drive.rests(old)
+    assert drive.proposed(may_stop=False) == [("START", new, 2)]
+    drive.goes_on(old, rested=True)
+    drive.runs(new)
+    assert drive.proposed() == []
+    assert (drive.job(old).gpus, drive.job(new).gpus, drive.resizing) == (2, 2, Resizing())
+
+
+def test_who_has_more_to_gain_grows_between_intervals_by_what_the_other_has_given_back() -> None:
+    drive = Weighed()
+    one, other = drive.submit(small()), drive.submit(small())
+    assert sorted(drive.proposed()) == [("START", one, 2), ("START", other, 2)]
+    for number in (one, other):
+        drive.runs(number)
+    drive.left = {one: 1_000.0, other: 20.0}
+    assert drive.proposed() == [("RESIZE", other, 1)]
+    assert drive.proposed(may_stop=False) == [], "there is no room yet"
+    drive.rests(other)
+    assert drive.proposed(may_stop=False) == [("RESIZE", one, 3)]
+    drive.goes_on(other, rested=True)
+    drive.goes_on(one)
+    assert drive.proposed() == []
+    assert (drive.job(one).gpus, drive.job(other).gpus, drive.resizing) == (3, 1, Resizing())
+
+
+def test_what_is_kept_for_who_is_to_grow_no_newcomer_gets_before_the_next_interval() -> None:
+    drive = Weighed()
+    one, other = drive.submit(small()), drive.submit(small(2, 4))
+    drive.left = {one: 20.0, other: 20.0}
+    drive.proposed()
+    for number in (one, other):
+        drive.runs(number)
+    drive.left = {one: 20.0, other: 1_000.0}
+    assert drive.proposed() == [("RESIZE", one, 1)]
+    drive.submit(small())
+    drive.rests(one)
+    assert drive.proposed(may_stop=False) == [("RESIZE", other, 3)]
+    drive.goes_on(one, rested=True)
+    drive.goes_on(other)
+    assert drive.proposed() == [("RESIZE", other, 2)], "now it counts"
+
+
+def test_who_grows_does_so_at_once_onto_devices_that_nobody_has() -> None:
+    drive = Weighed()
+    number = drive.running(elastic(1, 1, 4))
+    (change,) = drive.changes()
+    assert (change.kind, devices_of(change.claims), change.purpose.goal) == ("RESIZE", 4, Goal.GROW)
+    assert drive.proposed() == [], "it is on its way"
+    drive.goes_on(number)
+    assert drive.proposed() == []
+
+
+def test_a_number_of_ranks_that_does_not_divide_the_batch_is_passed_over() -> None:
+    drive = Weighed(2)
+    drive.capabilities = RESIZABLE
+    drive.running(elastic(1, 1, 5))
+    assert [gpus for _, _, gpus in drive.proposed()] == [4], "12 samples are not shared by five"
+
+
+def test_who_is_not_elastic_keeps_its_size_and_who_is_grows_beside_it() -> None:
+    drive = Weighed()
+    fixed = drive.running(job_of(2))
+    number = drive.running(elastic(1, 1, 4))
+    assert drive.proposed() == [("RESIZE", number, 2)]
+    assert drive.job(fixed).gpus == 2
+
+
+def test_a_change_that_was_refused_is_not_waited_for() -> None:
+    resizing = Resizing({1: 4, 2: 1}, frozenset({2}), {2: ()})
+    assert resizing.without([2]) == Resizing({1: 4})
+    assert resizing.without([1]) == Resizing({2: 1}, frozenset({2}), {2: ()})
+
+
+def test_after_a_planner_was_lost_nobody_is_stopped_for_what_is_on_its_way() -> None:
+    drive = Weighed()
+    old = drive.alone()
+    new = drive.submit(small(2, 2))
+    assert drive.proposed() == [("RESIZE", old, 2)]
+    drive.resizing = NOTHING_UNDER_WAY
+    assert drive.proposed() == [], "nobody knows what it will leave"
+    drive.rests(old)
+    assert drive.proposed() == [("START", new, 2)]
+
+
+def test_a_change_that_a_person_asked_for_is_let_be() -> None:
+    drive = Weighed()
+    number = drive.alone()
+    drive.submit(small())
+    drive.step(ResizeJob(number, 3))
+    assert drive.proposed() == []
+
+
+def test_a_change_that_came_to_nothing_is_weighed_anew_at_the_next_interval() -> None:
+    drive = Weighed()
+    number = drive.running(elastic(1, 1, 4))
+    drive.proposed()
+    drive.fails(number, drive.job(number).next_epoch)
+    assert not drive.job(number).next_epoch
+    assert drive.proposed(may_stop=False) == []
+    assert drive.proposed() == [("RESIZE", number, 4)]
