@@ -45,6 +45,7 @@ KEYS = frozenset(
         "patience",
         "priority",
         "weight",
+        "converges",
         "time",
         "deadline",
         "max_failures",
@@ -60,6 +61,7 @@ _ROLE_KEYS = frozenset({"name", "tasks", "gpus", "cpus", "memory"})
 _DEFAULT_PATIENCE_SECONDS = 600.0
 _MAX_TASKS = 10_000
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.01, 100
+_MOST_PASSES = 1_000
 _MAX_COMMAND_BYTES = 64 * 1024
 _MAX_ENVIRONMENT_BYTES = 256 * 1024
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -168,6 +170,9 @@ def make_spec(
     movable = reader.read("movable", _truth, None)
     if movable is not None:
         spec.movable = movable
+    converges = reader.read("converges", _convergence, None)
+    if converges is not None:
+        spec.convergence.least_decrease, spec.convergence.passes = converges
     time_limit = reader.read("time", _positive_duration, None)
     if time_limit is not None:
         spec.time_limit.CopyFrom(times.duration(time_limit))
@@ -450,6 +455,18 @@ def _weight(value: object) -> float:
     if not _LEAST_WEIGHT <= number <= _MOST_WEIGHT:
         raise ValueError(f"must be a number from {_LEAST_WEIGHT} to {_MOST_WEIGHT}, not {value!r}")
     return number
+
+
+def _convergence(value: object) -> tuple[float, int]:
+    """A part of the largest loss, and for how many passes over the data it falls by less."""
+    part, _, passes = str(value).partition(",")
+    try:
+        found = float(part), int(passes or "1")
+    except ValueError:
+        found = math.nan, 0
+    if isinstance(value, bool) or not (0 < found[0] < 1 and 1 <= found[1] <= _MOST_PASSES):
+        raise ValueError(f"{value!r} must be PART or PART,PASSES, with 0 < PART < 1 and 1 to {_MOST_PASSES} passes")
+    return found
 
 
 def _cores_or_auto(value: Any) -> int:

@@ -56,6 +56,7 @@ def batch(session: str, gangs: GangSet) -> agent_pb2.ProgressReport:
             if used is not None:
                 progress.device_use = used
             progress.step, progress.samples, progress.loss = look.step, look.samples, look.loss
+            progress.training_epoch, progress.training_epochs = look.training_epoch, look.training_epochs
             read = time.time()
             if look.step:
                 progress.step_time.FromNanoseconds(int((read - look.step_age_seconds) * 1e9))

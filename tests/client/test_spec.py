@@ -62,10 +62,11 @@ def test_every_mistake_is_named_at_once() -> None:
         preemptible="perhaps",
         movable="sometimes",
         weight="heavy",
+        converges="soon",
     )
     expected = (
         "colour command gpus memory time priority locality environment scheduler directory name agent preemptible"
-        " movable weight"
+        " movable weight converges"
     )
     assert set(found) == set(expected.split())
     assert "say what to run" in found["command"]
@@ -273,3 +274,14 @@ def test_a_deadline_is_a_time_or_so_long_from_now() -> None:
 )
 def test_a_deadline_that_nobody_can_mean_is_refused(deadline: object, why: str) -> None:
     assert wrong(command=["true"], deadline=deadline) == {"deadline": why}
+
+
+@pytest.mark.parametrize(("said", "meant"), [("0.02", (0.02, 1)), ("0.02,3", (0.02, 3)), (0.5, (0.5, 1))])
+def test_what_its_owner_takes_for_converged_goes_along(said: object, meant: tuple[float, int]) -> None:
+    found = spec(converges=said).convergence
+    assert (found.least_decrease, found.passes) == meant
+
+
+@pytest.mark.parametrize("said", ["0", "1", "-0.1", "2%", "0.02,0", "0.02,1001", "0.02,x", "nan", True])
+def test_what_is_no_part_of_a_loss_is_no_convergence(said: object) -> None:
+    assert "must be PART or PART,PASSES" in wrong(converges=said)["converges"]

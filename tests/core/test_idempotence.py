@@ -54,11 +54,18 @@ def test_a_request_id_gives_the_first_answer_again_and_never_another_job() -> No
 
 def test_all_mistakes_of_a_spec_are_told_at_once() -> None:
     state, _ = joined()
-    bad = JobSpec((), (), working_directory="here", priority=5_000, weight=0.0)
+    bad = JobSpec((), (), working_directory="here", priority=5_000, weight=0.0, least_decrease=1.5)
     answer = machine.step(state, SubmitJob(bad, "u1"), 3.0).answer
     assert isinstance(answer, Refused)
     paths = {path for path, _ in answer.violations}
-    assert paths == {"spec.command", "spec.roles", "spec.working_directory", "spec.priority", "spec.weight"}
+    assert paths == {
+        "spec.command",
+        "spec.roles",
+        "spec.working_directory",
+        "spec.priority",
+        "spec.weight",
+        "spec.convergence.least_decrease",
+    }
 
 
 def test_a_gang_no_cluster_could_hold_is_refused_with_the_largest_that_fits() -> None:

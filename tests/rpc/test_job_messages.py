@@ -54,6 +54,8 @@ SPEC = JobSpec(
     deadline=1e9,
     movable=False,
     weight=2.5,
+    least_decrease=0.02,
+    converged_passes=3,
 )
 CLAIM = Claim("n1", 0b11, (2000,), 1 << 31, tasks=(2,))
 GANG = Gang(
@@ -101,7 +103,9 @@ def test_no_field_of_a_job_is_left_out() -> None:
         GANG,
         blockers=(Refusal(Reason.GPUS, {"needed": 2}),),
         queue_rank=4,
-        sample=Sample(5, 40, 160, 9.5, 0.5, 0.1, 3.0, "rank 1 hangs", 2.5, 2.25, 0.75, (Metric("accuracy", 0.9, 39),)),
+        sample=Sample(
+            5, 40, 160, 9.5, 0.5, 0.1, 3.0, "rank 1 hangs", 2.5, 2.25, 0.75, (Metric("accuracy", 0.9, 39),), 2, 9
+        ),
         beside=(8,),
         has_turn=True,
         with_environment=True,

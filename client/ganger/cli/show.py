@@ -170,6 +170,9 @@ def _wants(job: Job) -> str:
         parts.append(f"priority {spec.priority}")
     if spec.weight:
         parts.append(f"weight {spec.weight:g}")
+    if spec.convergence.least_decrease:
+        passes = f" in {spec.convergence.passes} passes" if spec.convergence.passes > 1 else ""
+        parts.append(f"converges below {spec.convergence.least_decrease:g}{passes}")
     if spec.scheduler:
         parts.append(f"scheduler {spec.scheduler}")
     return ", ".join(parts)

@@ -39,6 +39,7 @@ _LEVELS = "nvlink, switch, socket, node, rack, fabric, cluster"
 @click.option("--patience", metavar="TIME", help="How long to wait for --locality before taking --tolerance [10m].")
 @click.option("--priority", metavar="N", help="-1000 to 1000; higher goes first.")
 @click.option("--weight", metavar="W", help="Its share where jobs share GPUs, 0.01 to 100. Default 1.")
+@click.option("--converges", metavar="PART[,PASSES]", help="Over once so many passes lower its loss by less: optimus.")
 @click.option("--time", "-t", metavar="TIME", help="Stop it after running so long, e.g. 2h30m.")
 @click.option("--deadline", metavar="TIME", help="By when it should have ended: 2026-12-24T18:00, or 6h from now.")
 @click.option("--max-failures", metavar="N", help="Restarts after failures of its own.")

@@ -128,6 +128,7 @@ class Progress(NamedTuple):
     loss: float
     data_wait_ns: int
     training_epoch: int
+    training_epochs: int
     phase: int
     first_step_time_ns: int
     state: int
@@ -411,7 +412,7 @@ class Page:
         # Line by line in this order: a step before the ack that belongs to it, a state before what it leaves behind.
         steps = self._access.read(Word.STEP, _LINE)
         boundary = self._steady(Word.ACK_SEQ, _LINE)
-        job = self._steady(Word.CAPABILITIES, Word.RESIZE_DIVIDES + 1 - Word.CAPABILITIES)
+        job = self._steady(Word.CAPABILITIES, Word.TRAINING_EPOCHS + 1 - Word.CAPABILITIES)
         raw = (*(0,) * Word.ACK_SEQ, *boundary, *steps, *job)
         cut = [word if word < _STEP_LIMIT else _STEP_LIMIT for word in raw]
         exit_word = raw[Word.EXIT_CODE]
@@ -422,6 +423,7 @@ class Page:
             loss=_float_of(raw[Word.LOSS]),
             data_wait_ns=cut[Word.DATA_WAIT],
             training_epoch=cut[Word.TRAINING_EPOCH],
+            training_epochs=cut[Word.TRAINING_EPOCHS],
             phase=min(raw[Word.PHASE], Phase.DONE),
             first_step_time_ns=cut[Word.FIRST_STEP_TIME],
             state=min(raw[Word.STATE], State.EXITING),

@@ -77,6 +77,7 @@ class Word:
     THREADS_APPLIED = 50  # J
     ERROR = 51  # J: see Error; details in rank-K.error.json
     RESIZE_DIVIDES = 52  # J: numbers of ranks it may go on with divide this; 0 any (see Capability.RESIZE)
+    TRAINING_EPOCHS = 53  # J: of which TRAINING_EPOCH is one, from 0; 0 nobody said
 
 
 # Lines 8 to 15: what the job reports by name. J: how often it did (written last, 0 while the line changes), the step,

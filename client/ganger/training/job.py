@@ -173,6 +173,8 @@ class TrainingJob:
         """0 .. count-1, without the epochs that a restored state has behind it."""
         if self._restored is not None and not any(part["active"] for part in self._restored.position["loaders"]):
             self._set_random()
+        if self._control is not None:
+            self._control.page.set(Word.TRAINING_EPOCHS, max(0, count))
         for epoch in range(self._epoch, count):
             self._epoch = epoch
             if self._control is not None:

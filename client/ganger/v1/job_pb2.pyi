@@ -290,6 +290,7 @@ class JobSpec(google.protobuf.message.Message):
     DEADLINE_FIELD_NUMBER: builtins.int
     MOVABLE_FIELD_NUMBER: builtins.int
     WEIGHT_FIELD_NUMBER: builtins.int
+    CONVERGENCE_FIELD_NUMBER: builtins.int
     display_name: builtins.str
     """A label for people; need not be unique, at most 63 characters."""
     working_directory: builtins.str
@@ -350,6 +351,10 @@ class JobSpec(google.protobuf.message.Message):
     def deadline(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """By when it should have ended; who has none is never late. Nothing is stopped for it: see the policy `edf`."""
 
+    @property
+    def convergence(self) -> Global___Convergence:
+        """What its owner takes for the end of its training, by which the policy `optimus` foresees it; nobody is ended for it."""
+
     def __init__(
         self,
         *,
@@ -375,10 +380,11 @@ class JobSpec(google.protobuf.message.Message):
         deadline: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         movable: builtins.bool | None = ...,
         weight: builtins.float = ...,
+        convergence: Global___Convergence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "checkpoint_interval", b"checkpoint_interval", "deadline", b"deadline", "locality", b"locality", "movable", b"movable", "preemptible", b"preemptible", "time_limit", b"time_limit"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "checkpoint_interval", b"checkpoint_interval", "convergence", b"convergence", "deadline", b"deadline", "locality", b"locality", "movable", b"movable", "preemptible", b"preemptible", "time_limit", b"time_limit"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "agent", b"agent", "checkpoint_interval", b"checkpoint_interval", "command", b"command", "deadline", b"deadline", "device_type", b"device_type", "display_name", b"display_name", "environment", b"environment", "gpu_memory_bytes", b"gpu_memory_bytes", "gpus_max", b"gpus_max", "gpus_min", b"gpus_min", "labels", b"labels", "locality", b"locality", "max_failures", b"max_failures", "movable", b"movable", "nodes", b"nodes", "preemptible", b"preemptible", "priority", b"priority", "roles", b"roles", "scheduler", b"scheduler", "time_limit", b"time_limit", "weight", b"weight", "working_directory", b"working_directory"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "agent", b"agent", "checkpoint_interval", b"checkpoint_interval", "command", b"command", "convergence", b"convergence", "deadline", b"deadline", "device_type", b"device_type", "display_name", b"display_name", "environment", b"environment", "gpu_memory_bytes", b"gpu_memory_bytes", "gpus_max", b"gpus_max", "gpus_min", b"gpus_min", "labels", b"labels", "locality", b"locality", "max_failures", b"max_failures", "movable", b"movable", "nodes", b"nodes", "preemptible", b"preemptible", "priority", b"priority", "roles", b"roles", "scheduler", b"scheduler", "time_limit", b"time_limit", "weight", b"weight", "working_directory", b"working_directory"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__movable: typing_extensions.TypeAlias = typing.Literal["movable"]
     _WhichOneofArgType__movable: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable"]
@@ -390,6 +396,29 @@ class JobSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__preemptible) -> _WhichOneofReturnType__preemptible | None: ...
 
 Global___JobSpec: typing_extensions.TypeAlias = JobSpec
+
+@typing.final
+class Convergence(google.protobuf.message.Message):
+    """The loss falls by less than a part of the largest one seen, in each of so many passes over the data in a row."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEAST_DECREASE_FIELD_NUMBER: builtins.int
+    PASSES_FIELD_NUMBER: builtins.int
+    least_decrease: builtins.float
+    """Between 0 and 1; zero, as an absent message: its owner does not say."""
+    passes: builtins.int
+    """1 to 1,000; zero stands for 1."""
+    def __init__(
+        self,
+        *,
+        least_decrease: builtins.float = ...,
+        passes: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["least_decrease", b"least_decrease", "passes", b"passes"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Convergence: typing_extensions.TypeAlias = Convergence
 
 @typing.final
 class Gang(google.protobuf.message.Message):
@@ -580,6 +609,8 @@ class Progress(google.protobuf.message.Message):
     STEP_TIME_FIELD_NUMBER: builtins.int
     DEVICE_USE_FIELD_NUMBER: builtins.int
     SINCE_TIME_FIELD_NUMBER: builtins.int
+    TRAINING_EPOCH_FIELD_NUMBER: builtins.int
+    TRAINING_EPOCHS_FIELD_NUMBER: builtins.int
     METRICS_FIELD_NUMBER: builtins.int
     step: builtins.int
     samples: builtins.int
@@ -598,6 +629,11 @@ class Progress(google.protobuf.message.Message):
     bound to cores, of their time; of others, as the driver says while nobody else is on them, else the time that it did
     not wait for data. Unset where nobody can tell.
     """
+    training_epoch: builtins.int
+    """Passes over its data that the job has behind it, and how many it is to make in all, as its training loop says
+    (`job.epochs`); zero where it says nothing.
+    """
+    training_epochs: builtins.int
     @property
     def time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
     @property
@@ -627,11 +663,13 @@ class Progress(google.protobuf.message.Message):
         step_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         device_use: builtins.float | None = ...,
         since_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        training_epoch: builtins.int = ...,
+        training_epochs: builtins.int = ...,
         metrics: collections.abc.Iterable[Global___Metric] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_use", b"_device_use", "device_use", b"device_use", "since_time", b"since_time", "step_time", b"step_time", "time", b"time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_use", b"_device_use", "concern", b"concern", "data_wait_share", b"data_wait_share", "device_use", b"device_use", "loss", b"loss", "metrics", b"metrics", "samples", b"samples", "since_time", b"since_time", "step", b"step", "step_time", b"step_time", "steps_per_second", b"steps_per_second", "time", b"time"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_use", b"_device_use", "concern", b"concern", "data_wait_share", b"data_wait_share", "device_use", b"device_use", "loss", b"loss", "metrics", b"metrics", "samples", b"samples", "since_time", b"since_time", "step", b"step", "step_time", b"step_time", "steps_per_second", b"steps_per_second", "time", b"time", "training_epoch", b"training_epoch", "training_epochs", b"training_epochs"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_use: typing_extensions.TypeAlias = typing.Literal["device_use"]
     _WhichOneofArgType__device_use: typing_extensions.TypeAlias = typing.Literal["_device_use", b"_device_use"]

@@ -18,6 +18,8 @@ class Look:
     restored_step: int = 0  # where this attempt began: what lies before was not done here
     step_age_seconds: float = 0.0  # how long ago the step was done
     since_age_seconds: float | None = None  # and the first one since it began to run or went on; None: not yet
+    training_epoch: int = 0  # passes over its data that are behind it
+    training_epochs: int = 0  # and in all; 0: it does not say
 
 
 @dataclass(frozen=True, slots=True)

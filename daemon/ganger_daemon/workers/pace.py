@@ -40,6 +40,8 @@ class Pace:
             max(progress.restored_step for progress in found),
             max(0.0, (now_ns - slowest.step_time_ns) / 1e9),
             max(0.0, (now_ns - max(began_ns)) / 1e9) if all(began_ns) else None,
+            slowest.training_epoch,
+            slowest.training_epochs,
         )
         rate = rate_between(self._look, look)
         self._look = look

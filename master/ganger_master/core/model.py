@@ -188,6 +188,10 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
     movable: bool = True
     # Its share of what it has to share with others, to that of a job of weight 1.
     weight: float = 1.0
+    # Its training is over, says its owner, once its loss falls by less than this part of the largest one in each of so
+    # many passes over the data; zero: nobody says.
+    least_decrease: float = 0.0
+    converged_passes: int = 1
     # Set by the master.
     array: Membership | None = None
 

@@ -16,6 +16,7 @@ _COMMAND_BYTES_LIMIT = 64 * 1024
 _NAME_LIMIT = 63
 _PRIORITY_LIMIT = 1_000
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.01, 100
+_PASSES_LIMIT = 1_000
 _FAILURES_LIMIT = 1_000_000
 _GPUS_PER_TASK_LIMIT = 64
 _TEXT_LIMIT = 4_096
@@ -105,6 +106,10 @@ def _wrong_numbers(spec: JobSpec) -> Iterator[tuple[str, str]]:
         yield "spec.deadline", "a time up to the year 9999"
     if not spec.checkpoint_interval_seconds <= _SECONDS_LIMIT:
         yield "spec.checkpoint_interval", _CENTURY
+    if not 0 <= spec.least_decrease < 1:
+        yield "spec.convergence.least_decrease", "from 0 to less than 1"
+    if not 1 <= spec.converged_passes <= _PASSES_LIMIT:
+        yield "spec.convergence.passes", f"from 1 to {_PASSES_LIMIT}"
     if not 0 <= spec.max_failures <= _FAILURES_LIMIT:
         yield "spec.max_failures", f"from 0 to {_FAILURES_LIMIT}"
     if spec.nodes < 0:

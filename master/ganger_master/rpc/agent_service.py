@@ -158,6 +158,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             since_time=times.unix_seconds(progress.since_time) if progress.HasField("since_time") else 0.0,
             device_use=min(1.0, max(0.0, progress.device_use)) if progress.HasField("device_use") else None,
             metrics=metrics_from_wire(progress),
+            training_epoch=progress.training_epoch,
+            training_epochs=progress.training_epochs,
         )
         self._progress.report(job.number, sample, node)
         if (rule := rule_of(job)) is not None:

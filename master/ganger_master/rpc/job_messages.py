@@ -86,6 +86,8 @@ def spec_from_wire(message: job_pb2.JobSpec) -> JobSpec:
         deadline=times.unix_seconds(message.deadline) if message.HasField("deadline") else 0.0,
         movable=message.movable if message.HasField("movable") else True,
         weight=message.weight or 1.0,
+        least_decrease=message.convergence.least_decrease,
+        converged_passes=message.convergence.passes or 1,
     )
 
 
@@ -122,6 +124,9 @@ def spec_to_wire(spec: JobSpec, *, with_environment: bool, into: job_pb2.JobSpec
         message.movable = False
     if spec.weight != 1.0:
         message.weight = spec.weight
+    if spec.least_decrease:
+        message.convergence.least_decrease = spec.least_decrease
+        message.convergence.passes = spec.converged_passes
     if spec.gpus_min or spec.gpus_max:
         message.gpus_min, message.gpus_max = spec.gpus_min, spec.gpus_max
     if spec.checkpoint_interval_seconds:
@@ -300,4 +305,6 @@ def progress_to_wire(sample: Sample) -> job_pb2.Progress:
         since_time=times.timestamp(sample.since_time) if sample.since_time else None,
         device_use=sample.device_use,
         metrics=metrics_to_wire(sample.metrics),
+        training_epoch=sample.training_epoch,
+        training_epochs=sample.training_epochs,
     )

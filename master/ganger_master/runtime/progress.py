@@ -29,6 +29,9 @@ class Sample:
     device_use: float | None = None
     # What the job reported by name; only the daemon of its first rank says so.
     metrics: tuple[Metric, ...] = ()
+    # Passes over its data that are behind it, and how many it is to make; zero: it does not say.
+    training_epoch: int = 0
+    training_epochs: int = 0
 
 
 # What a daemon found holds until it says otherwise, or says nothing for so long.
