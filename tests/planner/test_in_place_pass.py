@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from core.drive import job_of
 from core.worlds import RESIZABLE, World, elastic
@@ -13,10 +14,14 @@ from ganger_master.core.model import Gang, Job, JobSpec, ObservedPhase
 from ganger_master.core.purpose import Goal
 from ganger_master.core.sizes import devices_of
 from ganger_master.models.allreduce import AllReduceModel
+from ganger_master.planner.foreseen import Foreseen, Report
 from ganger_master.planner.in_place import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.optimus import plan_optimus
+from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.speeds import Speeds
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.totals import capacity_of
+from ganger_master.planner.trials import Pace
 from ganger_master.policies import policy_named
 from ganger_master.policies.optimus_belief import Belief
 from ganger_master.policies.room import Room
@@ -41,7 +46,7 @@ class Weighed(World):
     def believed(self, jobs: Sequence[tuple[Job, Gang | None]]) -> list[Belief]:
         return [Belief(self.left.get(job.number, 1_000.0), is_young=False, speed=LINEAR) for job, _ in jobs]
 
-    def changes(self, may_stop: bool = True) -> list[Change]:
+    def changes(self, may_stop: bool = True, kept_out: KeptOut = NOBODY) -> list[Change]:
         """Of a pass, all of which must be approved."""
         table = LiveTable()
         for job in self.state.jobs.values():
@@ -59,6 +64,7 @@ class Weighed(World):
             Room(view),
             self.believed,
             may_stop,
+            kept_out=kept_out,
             resizing=self.resizing,
         )
         assert [replace(row, version=0) for row in view.rows()] == [replace(row, version=0) for row in rows]
@@ -69,8 +75,8 @@ class Weighed(World):
         self.resizing = found.resizing
         return list(found.changes)
 
-    def proposed(self, may_stop: bool = True) -> list[tuple[str, int, int]]:
-        return [(one.kind, one.number, devices_of(one.claims)) for one in self.changes(may_stop)]
+    def proposed(self, may_stop: bool = True, kept_out: KeptOut = NOBODY) -> list[tuple[str, int, int]]:
+        return [(one.kind, one.number, devices_of(one.claims)) for one in self.changes(may_stop, kept_out)]
 
     def rests(self, number: int) -> None:
         """Its old world has seen its devices free."""
@@ -93,6 +99,36 @@ class Weighed(World):
         assert self.proposed() == [("START", number, most)]
         self.runs(number)
         return number
+
+
+class Reporting(Weighed):
+    """What is believed comes from what jobs report: they step as fast as their GPUs let them, and their losses halve in
+    so many passes of a hundred steps."""
+
+    rates: ClassVar[dict[int, float]] = {1: 10.0, 2: 19.0, 3: 27.0, 4: 34.0}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.speeds = Speeds(Pace(settle_s=5.0, window_s=2.0, window_steps=5))
+        self.foreseen = Foreseen(self.speeds)
+        self.halves: dict[int, float] = {}
+        self.done: dict[int, float] = {}
+
+    def believed(self, jobs: Sequence[tuple[Job, Gang | None]]) -> list[Belief]:
+        return list(self.foreseen.believed(4)(jobs))
+
+    def trains(self, seconds: int) -> None:
+        for job in self.state.jobs.values():
+            self.speeds.put(job, self.state.gangs.get(job.epoch), self.now)
+        for _ in range(seconds):
+            self.now += 1.0
+            for number, job in self.state.jobs.items():
+                if job.running_since:
+                    gpus = self.state.gangs[job.epoch].devices
+                    done = self.done[number] = self.done.get(number, 0.0) + self.rates[gpus]
+                    loss = 1.0 / (done / 100 / self.halves[number] + 1.0) + 0.2
+                    self.speeds.hear(number, int(done), self.now, self.now)
+                    self.foreseen.hear(number, Report(int(done), loss, int(done) // 100))
 
 
 def small(least: int = 1, most: int = 4) -> JobSpec:
@@ -208,3 +244,34 @@ def test_a_change_that_came_to_nothing_is_weighed_anew_at_the_next_interval() ->
     assert not drive.job(number).next_epoch
     assert drive.proposed(may_stop=False) == []
     assert drive.proposed() == [("RESIZE", number, 4)]
+
+
+def test_by_what_jobs_report_who_has_long_to_go_grows_and_a_newcomer_has_the_least_until_it_is_measured() -> None:
+    drive = Reporting()
+    # A pass lowers the loss by less than that after five passes, and after eighty.
+    soon = drive.submit(replace(small(), least_decrease=0.05))
+    late = drive.submit(replace(small(), least_decrease=0.001))
+    drive.halves = {soon: 2.0, late: 10.0}
+    assert drive.proposed() == [("START", soon, 1), ("START", late, 1)], "nothing is known of them yet"
+    for number in (soon, late):
+        drive.runs(number)
+    drive.trains(10)
+    assert drive.proposed() == []
+    drive.trains(35)
+    (change,) = drive.changes()
+    assert (change.kind, change.number, devices_of(change.claims)) == ("RESIZE", late, 3)
+    assert change.reason.startswith("from 1 GPUs to 3: 10 steps/s with 1, ")
+    assert change.reason.endswith(" foreseen left")
+    drive.goes_on(late)
+    drive.trains(30)
+    assert drive.speeds.rates(late) == {1: 10.0, 3: 27.0}
+    new = drive.submit(replace(small(), least_decrease=0.02))
+    assert drive.proposed() == [("RESIZE", late, 2)]
+    drive.rests(late)
+    assert drive.proposed(may_stop=False) == [("START", new, 1)]
+
+
+def test_who_is_on_an_errand_does_not_grow_meanwhile() -> None:
+    drive = Weighed()
+    drive.running(elastic(1, 1, 4))
+    assert drive.proposed(kept_out=KeptOut(not_stopped={1})) == []

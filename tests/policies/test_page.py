@@ -39,9 +39,9 @@ def test_a_live_cluster_goes_by_every_order_but_those_that_ask_an_oracle() -> No
     assert live_policy_named("fifo+best-fit").places is Places.PLANNER
 
 
-def test_a_live_cluster_does_not_go_by_what_nobody_measures_there() -> None:
-    with pytest.raises(ValueError, match="losses of the jobs"):
-        live_policy_named("optimus")
+def test_optimus_decides_on_sizes_and_places_in_the_planner_live_too() -> None:
+    policy = live_policy_named("optimus")
+    assert (policy.resizes, policy.places) == (True, Places.PLANNER)
     with pytest.raises(KeyError, match="places by itself"):
         policy_named("optimus+best-fit")
 

@@ -138,7 +138,8 @@ def plan_optimus(
     growing = [at for at in wanting.line.tolist() if at in in_place and gpus[at] > facts.gpus[at]]
     is_promised = found.waits and bool(going or stopped or any(one.kind == "SUSPEND" for one in found.changes))
     # What is on its way, and what is free beside it, may be somebody's who waits.
-    grown = [] if is_promised else _grown(wanting, growing, gpus, found.changes, room)
+    may_grow = [at for at in growing if jobs[at].number not in kept_out.not_stopped and not is_promised]
+    grown = _grown(wanting, may_grow, gpus, found.changes, room)
     wanted = {jobs[at].number: int(gpus[at]) for at in growing}
     wanted |= {change.number: devices_of(change.claims) for change in given.changes}
     begun = {change.number for change in (*given.changes, *grown)}

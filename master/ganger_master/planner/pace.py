@@ -37,6 +37,10 @@ class Pace:
     def may_stop(self, now: float) -> bool:
         return now >= self.stopped_at_s + self.every_s
 
+    def next_stop_s(self, now: float) -> float:
+        """When the next plan may stop somebody, if this one is now; the one after it, if this one may."""
+        return (now if self.may_stop(now) else self.stopped_at_s) + self.every_s
+
     def wait_s(self, now: float, is_news: bool) -> float:
         """Seconds to wait before the next plan; infinite: for news."""
         return max(0.0, self.ready_s - now, 0.0 if is_news else self.alone_s - now)
@@ -52,8 +56,7 @@ class Pace:
         alone_s = min(again_s, found.next_change_s)
         if found.waits or found.leaves_waiting:
             # Orders that change all the time are looked at again as often as somebody may be stopped for them.
-            next_stop_s = stopped_at_s + self.every_s
-            alone_s = min(alone_s, next_stop_s if now < next_stop_s else now + self.every_s)
+            alone_s = min(alone_s, replace(self, stopped_at_s=stopped_at_s).next_stop_s(now))
         alone_s = max(alone_s, now + _LEAST_ALONE_SECONDS)
         if refused:
             rest_s = max(rest_s, _BACKOFF_SECONDS[min(failures, len(_BACKOFF_SECONDS)) - 1])

@@ -51,7 +51,7 @@ class Refused:
             # Whose cores cannot be changed keeps them, and asking again costs nobody anything.
             return
         number = change.number
-        if change.kind == "SUSPEND":
+        if change.kind in ("SUSPEND", "RESIZE"):
             self._not_stopped[number] = now + _NOTED_SECONDS
         elif refusal.reason in _OF_NODES:
             nodes = frozenset(one.node for one in refusals if one.reason in _OF_NODES and one.node)

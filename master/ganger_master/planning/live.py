@@ -11,6 +11,7 @@ from ganger.wire import names, times
 from msgspec.structs import replace
 
 from ganger_master.core.model import JobState
+from ganger_master.planner.in_place import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.totals import capacity_of
 from ganger_master.policies.facts import Capacity
@@ -57,7 +58,11 @@ class Live:
 
     @property
     def capacity(self) -> Capacity:
-        return capacity_of(self._mirror.view, self.table)
+        return self.capacity_beside(NOTHING_UNDER_WAY)
+
+    def capacity_beside(self, resizing: Resizing) -> Capacity:
+        """What there is with what changes of size under way hold."""
+        return capacity_of(self._mirror.view, self.table, resizing)
 
     def apply(self, delta: scheduling_pb2.ClusterDelta) -> tuple[int, ...]:
         """Jobs that changed; none before the last part of a moment is there. Raises RequestInvalid for what this

@@ -10,15 +10,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from math import inf, nan
-from typing import Any, Final
+from dataclasses import replace
+from math import inf, isfinite, nan
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 import grpc.aio
 import numpy as np
 from ganger.resources.reasons import Reason, Refusal
 from ganger.scheduling.running import first_end
-from ganger.v1 import scheduling_pb2, scheduling_pb2_grpc
+from ganger.v1 import job_pb2, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire import convert, names, times
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
@@ -31,6 +32,7 @@ from ganger_master.planner import trials
 from ganger_master.planner.acting import Moving, Terms
 from ganger_master.planner.attained import Attained
 from ganger_master.planner.elastic import Growing, Sizes, plan_sizes, with_sizes
+from ganger_master.planner.in_place import NOTHING_UNDER_WAY
 from ganger_master.planner.measured import Measured
 from ganger_master.planner.moves import plan_moves
 from ganger_master.planner.pace import Pace
@@ -46,7 +48,11 @@ from ganger_master.planning.live import Live
 from ganger_master.policies import Places, Policy, live_policy_named
 from ganger_master.policies.introspect.elastic import IDLE_S
 from ganger_master.policies.introspect.slicing import QUANTUM_S
+from ganger_master.policies.optimus_belief import nothing_believed
 from ganger_master.rpc.plan_messages import change_to_wire, finding_to_wire, promise_to_wire
+
+if TYPE_CHECKING:
+    from ganger_master.planner.foreseen import Foreseen
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +73,8 @@ _REACH_SECONDS: Final = 10.0
 # The next switch may take longer than the last; and then they may take less again.
 _QUANTUM_MARGIN: Final = 1.5
 _QUANTUM_BELIEVED_SECONDS: Final = 60.0
+# A stop with a checkpoint and a start, for who cannot have another size where it is: nobody measures that.
+_RESTART_SECONDS: Final = 30.0
 
 
 class NoPlannerError(ValueError):
@@ -98,6 +106,9 @@ class Planner:
         self._shared = NOTHING_SHARED
         self._moving = Moving()
         self._speeds, self._growing = Speeds(trial_pace), Growing()
+        # None: the policy weighs no sizes. Its fits need SciPy, for which no other one is to wait.
+        self._foreseen: Foreseen | None = None
+        self._resizing = NOTHING_UNDER_WAY
         self._start_over()
 
     def _start_over(self) -> None:
@@ -146,6 +157,8 @@ class Planner:
                     together.forget(number, live.now)
                     self._attained.forget(number)
                     self._speeds.forget(number)
+                    if self._foreseen is not None:
+                        self._foreseen.forget(number)
                 else:
                     measured.put(*found, live.signature(number), live.now)
                     together.put(*found, live.signature(number), live.now)
@@ -156,6 +169,8 @@ class Planner:
                     together.keep(lambda number: live.table.get(number) is not None, live.now)
                     self._attained.keep(lambda number: live.table.get(number) is not None)
                     self._speeds.keep(lambda number: live.table.get(number) is not None)
+                    if self._foreseen is not None:
+                        self._foreseen.keep(lambda number: live.table.get(number) is not None)
                     is_first = False
                 self._news.set()
 
@@ -163,8 +178,12 @@ class Planner:
         await self._news.wait()
         policy = self._policy()
         tunes = policy.tuning is not None and policy.tuning.by_profiles
-        if not (tunes or policy.shares or policy.grows or policy.moves):
+        if not (tunes or policy.shares or policy.grows or policy.moves or policy.resizes):
             await asyncio.Future()
+        if policy.resizes:
+            from ganger_master.planner.foreseen import Foreseen, Report
+
+            self._foreseen = self._foreseen or Foreseen(self._speeds)
         interval = times.duration(min(_PROGRESS_SECONDS, self._trial_pace.window_s))
         live, measured, together = self._live, self._measured, self._together
         async for batch in scheduling.WatchProgress(scheduling_pb2.WatchProgressRequest(interval=interval)):
@@ -178,7 +197,16 @@ class Planner:
                     since_s = times.unix_seconds(progress.since_time) if progress.HasField("since_time") else nan
                     together.hear(number, progress.step, step_s, use, now, since_s)
                     self._attained.hear(number, progress.step, step_s)
-                    if self._speeds.hear(number, progress.step, step_s, now, since_s):
+                    sizes = len(self._speeds.rates(number))
+                    is_full = self._speeds.hear(number, progress.step, step_s, now, since_s)
+                    if self._foreseen is not None:
+                        passes = progress.training_epoch or _told_passes(progress)
+                        self._foreseen.hear(
+                            number, Report(progress.step, progress.loss, passes, progress.training_epochs)
+                        )
+                        # What is weighed every interval need not be whenever a window is full, but once with each size.
+                        is_full = len(self._speeds.rates(number)) > sizes
+                    if is_full:
                         self._news.set()
             if not tunes:
                 continue
@@ -227,6 +255,9 @@ class Planner:
         else:
             found, findings, moves_at_s = self._found(policy, now, may_stop and not sizes.is_giving)
         found, findings = with_sizes(found, sizes), (*findings, *sizes.findings)
+        if policy.resizes:
+            self._resizing = found.resizing or self._resizing
+            found = replace(found, next_change_s=max(found.next_change_s, pace.next_stop_s(now)))
         took_s = time.perf_counter() - began
         # Where nobody may pass, nobody else would be served without them.
         unplaced = frozenset[int]() if policy.order.is_strict else found.unplaced
@@ -241,13 +272,15 @@ class Planner:
             for change, said in zip(changes, verdict.verdicts, strict=True):
                 if said.approved:
                     revisions[change.number] = said.revision
-                    # Who rests in host memory loses no more than a moment.
-                    stopped = stopped or change.level is SuspendLevel.CHECKPOINT
+                    # Who rests in host memory loses no more than a moment; where sizes are weighed, that is for all.
+                    is_weighed = policy.resizes and change.kind == "RESIZE"
+                    stopped = stopped or is_weighed or change.level is SuspendLevel.CHECKPOINT
                 else:
                     refused.add(change.number)
                     self._note(change, convert.refusals_from_wire(said.refusals))
         self._shared = self._shared.without(before, refused)
         self._growing = growing.without(refused & {change.number for change in sizes.changes}, now)
+        self._resizing = self._resizing.without(refused)
         if revisions:
             # The next plan goes by what this one has changed.
             async with asyncio.timeout(_REACH_SECONDS):
@@ -261,6 +294,8 @@ class Planner:
     def _found(self, policy: Policy, now: float, may_stop: bool) -> tuple[Pass, tuple[Finding, ...], float]:
         """What to propose, what was found of moves before, and when to look after them though nothing happens."""
         live = self._live
+        capacity = live.capacity_beside(self._resizing)
+        foreseen = self._foreseen
 
         def chosen(kept_out: KeptOut, may_stop: bool) -> Pass:
             return plan_by(
@@ -268,12 +303,15 @@ class Planner:
                 policy.aging_order,
                 live.table,
                 now,
-                live.capacity,
+                capacity,
                 live.room,
                 may_stop,
                 kept_out=kept_out,
                 known=self._measured.known,
                 trials=self._measured.trials,
+                believed=nothing_believed if foreseen is None else foreseen.believed(capacity.gpus_per_node),
+                resize_s=_RESTART_SECONDS,
+                resizing=self._resizing,
             )
 
         kept_out = self._refused.at(now)
@@ -393,6 +431,12 @@ class Planner:
 
 # However far off the next plan is: clocks may be set.
 _LONGEST_SLEEP_SECONDS: Final = 60.0
+
+
+def _told_passes(progress: job_pb2.Progress) -> int:
+    """Of a job with a loop of its own that reports its epoch by name."""
+    told = [metric.value for metric in progress.metrics if metric.name == "epoch"]
+    return int(max(0.0, told[0])) if told and isfinite(told[0]) else 0
 
 
 def _why(error: Exception) -> str:

@@ -91,24 +91,14 @@ NAMES = tuple(sorted({*ORDERS, *_ALIASES, *_TETRIS, *_COMPOSED, _OPTIMUS, _GANDI
 
 
 def live_policy_named(name: str) -> Policy:
-    """One that a live cluster can go by: KeyError for an unknown name, ValueError for one that asks an oracle, or for
-    what nobody measures there yet."""
+    """One that a live cluster can go by: KeyError for an unknown name, ValueError for one that asks an oracle."""
     policy = policy_named(name)
-    if policy.resizes:
-        raise ValueError(
-            f"policy {name!r} goes by losses of the jobs and by their speeds with other numbers of GPUs, and nobody "
-            "measures them here yet: for the simulator only"
-        )
     if policy.order.knows_durations:
-        live = [known for known in NAMES if _is_live(policy_named(known))]
+        live = [known for known in NAMES if not policy_named(known).order.knows_durations]
         raise ValueError(
             f"policy {name!r} asks an oracle how long jobs take: for the simulator only; there are {', '.join(live)}"
         )
     return policy
-
-
-def _is_live(policy: Policy) -> bool:
-    return not (policy.resizes or policy.order.knows_durations)
 
 
 def policy_named(name: str) -> Policy:

@@ -58,6 +58,8 @@ class Otherwise:
 
     def __init__(self, policy: str) -> None:
         self.policy = live_policy_named(policy)
+        if self.policy.resizes:
+            raise ValueError(f"policy {policy!r} goes by measured losses and speeds, which no recording has")
         # Of the recording that the other policy has answered, too.
         self.verdicts = self.passes = 0
         self.differences: list[Difference] = []
