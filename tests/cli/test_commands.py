@@ -659,6 +659,35 @@ def test_top_tells_in_one_line_of_all_whom_one_change_befell(master: CannedMaste
     assert (jobs, told) == ("1 2 3", "takes turns on its GPUs with others, 1 of 2 turns of 60 s in nodeSets/1")
 
 
+def test_a_suspend_waits_for_an_agent_that_has_not_spoken_up_yet_but_not_for_one_that_is_silent_for_long(
+    call: Call, master: CannedMaster
+) -> None:
+    job = running_job(master)
+    job.capabilities.presumed = True
+    job.start_time.GetCurrentTime()
+    looks = 0
+
+    def speak() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            job.capabilities.presumed = False
+
+    def looks_before_the_order() -> int:
+        kinds = [type(request).__name__ for request in master.requests]
+        del master.requests[:]
+        return kinds.index("SuspendJobRequest")
+
+    master.looked_at = speak
+    assert call("suspend", "1", "--level", "offload") == 0
+    assert looks_before_the_order() == 3
+    job.state, job.gang.phase = job_pb2.Job.STATE_HOLDING, job_pb2.Gang.PHASE_RUNNING
+    job.capabilities.presumed = True
+    job.start_time.FromSeconds(1_000)
+    assert call("suspend", "1", "--level", "offload") == 0
+    assert looks_before_the_order() == 1
+
+
 def test_an_order_to_a_job_that_starts_waits_until_it_can_be_carried_out(
     call: Call, master: CannedMaster, capsys: Output
 ) -> None:

@@ -44,6 +44,16 @@ def test_a_new_hello_replaces_it() -> None:
     assert drive.job(number).capabilities == OPAQUE
 
 
+def test_what_is_presumed_of_a_job_that_never_spoke_up_is_marked_until_it_does() -> None:
+    drive = Drive(2)
+    number = drive.submit(job_of(2))
+    drive.start(number)
+    says(drive, number, OPAQUE, presumed=True)
+    assert drive.job(number).capabilities == replace(OPAQUE, presumed=True)
+    says(drive, number, ALL_LEVELS, presumed=False)
+    assert drive.job(number).capabilities == ALL_LEVELS
+
+
 def test_a_job_that_is_parked_but_not_brought_back_elsewhere_is_not_moved_and_the_reason_is_said() -> None:
     drive = Drive(2)
     number = drive.submit(job_of(2))

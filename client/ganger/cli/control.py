@@ -24,6 +24,8 @@ timeout_option = click.option(
 )
 _POLL_SECONDS = 0.05
 _CORES_SECONDS = 3.0
+# A script may import for so long before its agent speaks up; of one that is silent for longer nothing else is expected.
+_SILENT_SECONDS = 60.0
 
 
 @click.command()
@@ -48,7 +50,7 @@ def suspend(job: str, level: str | None, is_waiting: bool, timeout: str, as_json
     with open_client() as client:
         if is_waiting:
             # Before it has said what it can, no suspend would be accepted.
-            _let_start(client, job, timeout, lambda now: now.HasField("capabilities"))
+            _let_start(client, job, timeout, lambda now: _can_rest(now, level))
         message = client.suspend_job(job, level)
         if is_waiting:
             message = _until(client, message, is_settled, timeout, "at rest")
@@ -268,15 +270,30 @@ def _until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout
 
 
 def _let_start(client: Client, job: str, timeout: str, is_ready: Callable[[Job], bool]) -> None:
-    """Waits while a job has its gang and has not stepped, unless it is ready before; the order says what cannot be."""
+    """Waits while a job has its gang and has not stepped, or its agent has not spoken up, unless it is ready before.
+    What cannot be the order says."""
     from ganger.v1.job_pb2 import Gang, Job
 
     deadline = time.monotonic() + _seconds(timeout)
     while time.monotonic() < deadline:
         now = client.get_job(job)
-        if now.state != Job.STATE_HOLDING or now.gang.phase != Gang.PHASE_STARTING or is_ready(now):
+        starts = now.gang.phase == Gang.PHASE_STARTING or _may_speak_up(now)
+        if now.state != Job.STATE_HOLDING or not starts or is_ready(now):
             return
         time.sleep(_POLL_SECONDS)
+
+
+def _can_rest(job: Job, level: str | None) -> bool:
+    """Whether it has said what it can; what is presumed is good for PAUSE, if that is wanted."""
+    return job.HasField("capabilities") and (not job.capabilities.presumed or level == "pause")
+
+
+def _may_speak_up(job: Job) -> bool:
+    """Whether what it can is presumed, for it may be only starting."""
+    from ganger.wire import times
+
+    begun = times.unix_seconds(job.start_time) if job.HasField("start_time") else time.time()
+    return job.capabilities.presumed and time.time() - begun < _SILENT_SECONDS
 
 
 def _check_suspended(now: Job, level: str | None) -> None:

@@ -727,6 +727,7 @@ class Capabilities(google.protobuf.message.Message):
     MISSING_FIELD_NUMBER: builtins.int
     RESIZE_FIELD_NUMBER: builtins.int
     RESIZE_DIVIDES_FIELD_NUMBER: builtins.int
+    PRESUMED_FIELD_NUMBER: builtins.int
     pause: builtins.bool
     offload: builtins.bool
     checkpoint: builtins.bool
@@ -734,6 +735,8 @@ class Capabilities(google.protobuf.message.Message):
     """Its state can be brought back with another number of ranks."""
     resize_divides: builtins.int
     """Numbers of ranks that divide this; zero allows any."""
+    presumed: builtins.bool
+    """No agent has spoken up so far, so this is what can be had without one; it may be only starting."""
     @property
     def missing(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Why something cannot be had, by name: PAUSE, OFFLOAD, CHECKPOINT, or MOVE for a job that can be parked and resumed
@@ -749,8 +752,9 @@ class Capabilities(google.protobuf.message.Message):
         missing: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         resize: builtins.bool = ...,
         resize_divides: builtins.int = ...,
+        presumed: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint", b"checkpoint", "missing", b"missing", "offload", b"offload", "pause", b"pause", "resize", b"resize", "resize_divides", b"resize_divides"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint", b"checkpoint", "missing", b"missing", "offload", b"offload", "pause", b"pause", "presumed", b"presumed", "resize", b"resize", "resize_divides", b"resize_divides"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Capabilities: typing_extensions.TypeAlias = Capabilities

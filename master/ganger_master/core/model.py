@@ -225,7 +225,7 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
 class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
     """Which levels the job offers; `missing` says why not, by level name, and under MOVE why it can go nowhere else.
     Nothing is known before `known`. `resize`: its state can be brought back with another number of ranks, by which
-    `resize_divides` can be divided (zero: any)."""
+    `resize_divides` can be divided (zero: any). `presumed`: no agent has spoken up so far; it may be only starting."""
 
     pause: bool = False
     offload: bool = False
@@ -234,6 +234,7 @@ class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
     known: bool = False
     resize: bool = False
     resize_divides: int = 0
+    presumed: bool = False
 
     def offers(self, level: SuspendLevel) -> bool:
         match level:

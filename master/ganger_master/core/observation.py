@@ -59,6 +59,8 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
         if observed.presumed and state.jobs[gang.job].capabilities.known:
             # What its ranks said before stands until they say something else.
             observed = replace(observed, capabilities=Capabilities())
+        elif observed.presumed:
+            observed = replace(observed, capabilities=replace(observed.capabilities, presumed=True))
         _observe_piece(state, gang, piece, observed, now)
         _learn(state, gang, node, observed, now)
         _learn_checkpoint(state, observed, now)
@@ -223,6 +225,7 @@ def _common(gang: Gang) -> Capabilities:
         known=True,
         resize=all(capabilities.resize for capabilities in known),
         resize_divides=math.gcd(*[capabilities.resize_divides for capabilities in known]),
+        presumed=any(capabilities.presumed for capabilities in known),
     )
 
 

@@ -258,6 +258,7 @@ def capabilities_to_wire(value: Capabilities) -> job_pb2.Capabilities:
         missing=dict(value.missing),
         resize=value.resize,
         resize_divides=value.resize_divides,
+        presumed=value.presumed,
     )
 
 
@@ -270,6 +271,7 @@ def capabilities_from_wire(message: job_pb2.Capabilities) -> Capabilities:
         known=True,
         resize=message.resize,
         resize_divides=message.resize_divides,
+        presumed=message.presumed,
     )
 
 
