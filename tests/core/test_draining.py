@@ -56,7 +56,7 @@ def test_where_a_planner_makes_room_who_finds_none_is_saved_in_the_end_and_says_
     drive.runs(number)
     drive.step(DrainNode("n1", "new fan"))
     assert drive.state.gangs[drive.job(number).epoch].phase is GangPhase.RUNNING
-    said = leaves("it goes once there is room elsewhere, and is saved on storage if nobody can make any")
+    said = leaves("it goes once another node takes jobs, and is saved on storage if nobody can make room")
     assert told(drive, number)[0] == (Reason.NODE_UNAVAILABLE, said)
 
 
@@ -88,6 +88,17 @@ def test_who_can_neither_be_moved_nor_saved_is_said_to_stay() -> None:
     number = on_n1(drive, NOTHING)
     drive.step(DrainNode("n1", "new fan"))
     text = "it stays until it ends, for it can neither be moved nor saved"
+    assert told(drive, number) == [(Reason.NODE_UNAVAILABLE, leaves(text))]
+
+
+def test_of_whom_no_agent_spoke_up_so_far_it_is_said_that_this_may_change() -> None:
+    drive = Drive(2)
+    number = drive.submit(job_of(4))
+    gang = drive.state.gangs[drive.start(number)]
+    silent = replace(drive.report(gang, ObservedPhase.RUNNING), capabilities=NOTHING, presumed=True)
+    drive.observe("n1", silent)
+    drive.step(DrainNode("n1", "new fan"))
+    text = "it stays until it ends, unless its agent speaks up, which it has not so far"
     assert told(drive, number) == [(Reason.NODE_UNAVAILABLE, leaves(text))]
 
 

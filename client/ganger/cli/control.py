@@ -90,7 +90,7 @@ def move(job: str, nodes: tuple[str, ...], is_waiting: bool, timeout: str, as_js
 
     with open_client() as client:
         if is_waiting:
-            _let_start(client, job, timeout, lambda now: False)
+            _let_start(client, job, timeout, _can_move)
         before = client.get_job(job)
         message = client.move_job(job, nodes)
         if is_waiting:
@@ -277,7 +277,7 @@ def _let_start(client: Client, job: str, timeout: str, is_ready: Callable[[Job],
     deadline = time.monotonic() + _seconds(timeout)
     while time.monotonic() < deadline:
         now = client.get_job(job)
-        starts = now.gang.phase == Gang.PHASE_STARTING or _may_speak_up(now)
+        starts = now.gang.phase == Gang.PHASE_STARTING or _is_young(now)
         if now.state != Job.STATE_HOLDING or not starts or is_ready(now):
             return
         time.sleep(_POLL_SECONDS)
@@ -285,15 +285,23 @@ def _let_start(client: Client, job: str, timeout: str, is_ready: Callable[[Job],
 
 def _can_rest(job: Job, level: str | None) -> bool:
     """Whether it has said what it can; what is presumed is good for PAUSE, if that is wanted."""
-    return job.HasField("capabilities") and (not job.capabilities.presumed or level == "pause")
+    can = job.capabilities
+    is_known = job.HasField("capabilities") and (not can.presumed or level == "pause")
+    # Host memory is reserved for its state once it has told how much that is.
+    has_room = level != "offload" or not can.offload or all(claim.arena_bytes for claim in job.gang.claims)
+    return is_known and has_room
 
 
-def _may_speak_up(job: Job) -> bool:
-    """Whether what it can is presumed, for it may be only starting."""
+def _can_move(job: Job) -> bool:
+    from ganger.v1.job_pb2 import Gang
+
+    return job.gang.phase != Gang.PHASE_STARTING and not job.capabilities.presumed
+
+
+def _is_young(job: Job) -> bool:
     from ganger.wire import times
 
-    begun = times.unix_seconds(job.start_time) if job.HasField("start_time") else time.time()
-    return job.capabilities.presumed and time.time() - begun < _SILENT_SECONDS
+    return job.HasField("start_time") and time.time() - times.unix_seconds(job.start_time) < _SILENT_SECONDS
 
 
 def _check_suspended(now: Job, level: str | None) -> None:

@@ -94,6 +94,11 @@ def observe(gang: LocalGang) -> agent_pb2.ObservedGang:
     return message
 
 
+def is_still_looking(progress: Progress) -> bool:
+    """Whether the agent of an unmodified script has not seen a whole step yet: then it promises no more than PAUSE."""
+    return progress.capabilities == Capability.PAUSE and not progress.first_step_time_ns
+
+
 def add_metrics(progress: job_pb2.Progress, metrics: Iterable[Metric]) -> None:
     for metric in metrics:
         progress.metrics.add(name=metric.name, value=metric.value, step=metric.step)
@@ -124,6 +129,10 @@ def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> Non
         _add_what_an_opaque_job_can(message.capabilities, gang, why)
     elif all(progress.hello_time_ns for progress in found):
         _add_what_the_agent_can(message.capabilities, gang, found)
+        if any(map(is_still_looking, found)):
+            message.capabilities_presumed = True
+            for what in list(message.capabilities.missing):
+                message.capabilities.missing[what] = "that is not known before its first step"
 
 
 @cache

@@ -46,15 +46,17 @@ def held_up(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
         if state.policy.moves and gang.parked_by_plan:
             return (waits("it goes on elsewhere once there is room"),)
         return (waits("it rests there and cannot be saved: resume it, or end it"),)
+    if not _can_move(state, job, gang) and job.capabilities.presumed:
+        return (waits("it stays until it ends, unless its agent speaks up, which it has not so far"),)
     if not _can_move(state, job, gang):
         return (waits("it stays until it ends, for it can neither be moved nor saved"),)
+    is_saved = state.policy.moves and job.spec.preemptible and job.capabilities.checkpoint
+    meanwhile = "is saved on storage if nobody can make room" if is_saved else "runs on until then"
     if not any(other.takes_gangs for other in state.nodes.values()):
-        return (waits("it goes once another node takes jobs, and runs on until then"),)
+        return (waits(f"it goes once another node takes jobs, and {meanwhile}"),)
     lacks = [
         one for one in capacity.lacks(state, job, _draining_nodes(state)) if one.reason is not Reason.NODE_UNAVAILABLE
     ]
-    is_saved = state.policy.moves and job.spec.preemptible and job.capabilities.checkpoint
-    meanwhile = "is saved on storage if nobody can make any" if is_saved else "runs on until then"
     return (waits(f"it goes once there is room elsewhere, and {meanwhile}"), *lacks)
 
 
