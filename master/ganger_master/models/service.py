@@ -19,7 +19,7 @@ serving the highest rate per GPU first minimises the mean time in system on one 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -44,6 +44,8 @@ _ALL_LEAN, _LEAN = 2.0, 0.5
 # The next neighbour but one counts for so much of the next one, and so on, up to so many places away.
 _NEARNESS, _REACH = 0.8, 16
 _WEIGHTS: Final[Floats] = _NEARNESS ** np.arange(_REACH, dtype=np.float64)
+# Of all places from the one furthest back to the one furthest on; a job is no neighbour of itself.
+_BESIDE: Final[Floats] = np.concatenate((_WEIGHTS[::-1], (0.0,), _WEIGHTS))
 # All indices are made anew once there is so much more news, by share; until then only where neighbours tell some.
 STALE: Final = 0.05
 
@@ -77,6 +79,9 @@ class ServiceMemory:
         # By slot: the same of its neighbours, weighted; the index and whether it is still what they say.
         self._ended, self._came = np.zeros((0, BUCKETS)), np.zeros((0, BUCKETS))
         self._index, self._is_fresh = np.zeros(0), np.zeros(0, bool)
+        # By slot: the slots of those who live at the places from the one furthest back to the one furthest on; -1: of
+        # nobody.
+        self._beside = np.zeros((0, len(_BESIDE)), np.int64)
 
     def begin(self, slot: int, kind: Hashable) -> None:
         """A job of that kind was submitted; the slot is its own until its end."""
@@ -89,7 +94,7 @@ class ServiceMemory:
         place, found.submitted = found.submitted, found.submitted + 1
         self._kind_of[slot], self._place[slot] = found, place
         self._bucket[slot], self._is_fresh[slot] = 0, False
-        self._ended[slot], self._came[slot] = 0.0, 0.0
+        self._ended[slot], self._came[slot], self._beside[slot] = 0.0, 0.0, -1
         for distance, bucket in enumerate(reversed(found.ended)):
             weight = _WEIGHTS[distance]
             other = found.slots.get(place - 1 - distance)
@@ -98,6 +103,8 @@ class ServiceMemory:
                 self._came[slot, : bucket + 1] += weight
             elif other is not None:
                 self._came[slot, : self._bucket[other]] += weight
+                self._beside[slot, _REACH - 1 - distance] = other
+                self._beside[other, _REACH + 1 + distance] = slot
         found.slots[place] = slot
         found.ended.append(-1)
 
@@ -108,7 +115,7 @@ class ServiceMemory:
         bucket = int(self._bucket[slot])
         kind, place = self._kind_of[slot], self._place[slot]
         assert kind is not None, f"slot {slot} is free"
-        near, weights = _neighbours(kind, place)
+        near, weights = self._neighbours(slot)
         self._ended[near, bucket] += weights
         self._came[near, bucket] += weights
         self._is_fresh[near] = False
@@ -126,6 +133,9 @@ class ServiceMemory:
         assert kind is not None, f"slot {slot} is free"
         del kind.slots[self._place[slot]]
         self._kind_of[slot] = None
+        at = np.flatnonzero(self._beside[slot] >= 0)
+        # Who is so far on from it has it as far back.
+        self._beside[self._beside[slot, at], len(_BESIDE) - 1 - at] = -1
 
     def index(self, slots: Integers, ran_s: Floats) -> Floats:
         """Gittins's index of the jobs in these slots, which have run so long, in 1 / seconds."""
@@ -166,14 +176,19 @@ class ServiceMemory:
         begun = int(self._bucket[slot])
         if bucket <= begun:
             return
-        kind = self._kind_of[slot]
-        assert kind is not None, f"slot {slot} is free"
-        near, weights = _neighbours(kind, self._place[slot])
+        assert self._kind_of[slot] is not None, f"slot {slot} is free"
+        near, weights = self._neighbours(slot)
         self._came[near, begun:bucket] += weights[:, None]
         self._is_fresh[near] = False
         self._all_came[begun:bucket] += 1.0
         self._news += bucket - begun
         self._bucket[slot], self._is_fresh[slot] = bucket, False
+
+    def _neighbours(self, slot: int) -> tuple[Integers, Floats]:
+        """Slots of those that live next to this one's place, and how much they make of each other."""
+        beside = self._beside[slot]
+        lives = beside >= 0
+        return beside[lives], _BESIDE[lives]
 
     def _grow(self) -> None:
         more = max(64, len(self._bucket))
@@ -183,22 +198,8 @@ class ServiceMemory:
         self._ended = np.concatenate((self._ended, np.zeros((more, BUCKETS))))
         self._came = np.concatenate((self._came, np.zeros((more, BUCKETS))))
         self._index = np.concatenate((self._index, np.zeros(more)))
+        self._beside = np.concatenate((self._beside, np.zeros((more, len(_BESIDE)), np.int64)))
         self._is_fresh = np.concatenate((self._is_fresh, np.zeros(more, bool)))
-
-
-def _neighbours(kind: _Kind, place: int) -> tuple[Sequence[int], Floats]:
-    """Slots of those that live next to this place, and how much they make of each other."""
-    if len(kind.slots) <= 2 * _REACH:
-        near = [(slot, distance) for at, slot in kind.slots.items() if 0 < (distance := abs(at - place)) <= _REACH]
-    else:
-        near = [
-            (slot, distance)
-            for distance in range(1, _REACH + 1)
-            for other in (place - distance, place + distance)
-            if (slot := kind.slots.get(other)) is not None
-        ]
-    weights: Floats = _WEIGHTS[[distance - 1 for _, distance in near]]
-    return [slot for slot, _ in near], weights
 
 
 def bucket_of(ran_s: float) -> int:
