@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 from ganger_master.policies.facts import Capacity, Facts
 from hypothesis import strategies as st
+from msgspec.structs import fields
 
 # What a job is that says nothing: one GPU, just submitted.
 PLAIN: dict[str, Any] = {

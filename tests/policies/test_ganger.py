@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from ganger_master.policies import policy_named
 from ganger_master.policies.facts import Facts
@@ -11,6 +9,7 @@ from ganger_master.policies.order import ranked
 from ganger_master.policies.order.ganger import GANGER, SWITCH_S
 from hypothesis import given
 from kit.facts import capacity_of, facts_of, live_jobs, rows
+from msgspec.structs import replace
 
 NOW = 1000.0
 CAPACITY = capacity_of(16)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from ganger_master.policies.order.tiresias_gittins import tiresias_gittins
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.facts import capacity_of, facts_of, live_jobs, rows
+from msgspec.structs import replace
 
 NOW = 1000.0
 CAPACITY = capacity_of(16, cores=32.0, memory_bytes=64.0)

@@ -224,7 +224,7 @@ def test_traffic_shrinks_with_servers_only_where_their_tasks_share_a_card() -> N
 
 def test_optimus_places_the_smallest_jobs_first() -> None:
     zeros, gpus = np.zeros(4), np.array([4, 1, 4, 2])
-    columns: dict[str, Any] = dict.fromkeys(Facts.__dataclass_fields__, zeros)
+    columns: dict[str, Any] = dict.fromkeys(Facts.__struct_fields__, zeros)
     facts = Facts(**{**columns, "gpus": gpus, "number": np.array([2, 1, 1, 3])})
     assert smallest_first(facts).tolist() == [1, 3, 2, 0]
 

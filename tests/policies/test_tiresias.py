@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from kit.facts import capacity_of, facts_of, live_jobs, rows
 from kit.ideal import IdealJob, ideal
 from kit.served import Asked, serve
+from msgspec.structs import replace as replaced
 
 NOW = 1000.0
 CAPACITY = capacity_of(16)
@@ -67,7 +68,7 @@ def test_queues_are_what_counting_job_by_job_gives(facts: Facts, knob: float | N
 def after(facts: Facts, seconds: float) -> Facts:
     """Who runs has run longer, who waits has waited longer, and nothing happened."""
     ran, waited = np.where(facts.is_running, seconds, 0.0), np.where(facts.is_running, 0.0, seconds)
-    return replace(
+    return replaced(
         facts,
         attained_s=facts.attained_s + ran,
         stretch_s=facts.stretch_s + ran,

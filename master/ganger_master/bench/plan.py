@@ -16,7 +16,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ import numpy as np
 from ganger.resources.topology import parse_topology
 from ganger.resources.values import GangShape, NodeRow, Role, TaskShape
 from ganger.resources.view import Mode, View
+from msgspec.structs import fields
 
 from ganger_master.bench.report import AtMost, report
 from ganger_master.bench.resized import optimus_pass

@@ -106,7 +106,7 @@ def plan_optimus(
     line = line[(wanting.waiting | keeps)[line]]
     choice = Choice(
         rows,
-        replace(facts, is_running=keeps, is_preemptible=may_stop_it),
+        replace_of(facts, is_running=keeps, is_preemptible=may_stop_it),
         line,
         facts.number[line[wanting.waiting[line]]],
         wanting.waiting,

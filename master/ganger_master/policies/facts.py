@@ -6,10 +6,12 @@ policies that say they need an oracle (`Order.knows_durations`), so that no othe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import fields, replace
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
@@ -28,8 +30,7 @@ class Capacity:
     gpus_per_node: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Facts:
+class Facts(Struct, frozen=True, eq=False, gc=False):
     """One entry per live job, in any order."""
 
     number: Integers
@@ -73,4 +74,4 @@ class Facts:
 
     def take(self, jobs: NDArray[Any]) -> Facts:
         """The jobs at these positions, or where this mask is true."""
-        return replace(self, **{column.name: getattr(self, column.name)[jobs] for column in fields(self)})
+        return replace(self, **{column.name: getattr(self, column.name)[jobs] for column in fields(type(self))})

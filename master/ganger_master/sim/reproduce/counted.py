@@ -8,9 +8,10 @@ the production's orders.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import fields
 
 from ganger_master.policies.facts import Capacity, Facts, Floats
 from ganger_master.policies.order import Order, ranked

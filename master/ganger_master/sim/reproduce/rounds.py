@@ -9,9 +9,10 @@ decides are the production's orders and tunings.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import fields
 from scipy.optimize import linear_sum_assignment
 
 from ganger_master.policies.facts import Capacity, Facts, Floats, Integers
