@@ -253,6 +253,11 @@ class LiveTable:
         """Of the smallest gang that could be started; there must be one."""
         return int(self._integers[1, self._flags[2]].min())
 
+    def waiting_at_most(self, gpus: int) -> list[Job]:
+        """Who could be started and has a gang of no more than that."""
+        rows = np.flatnonzero(self._flags[2] & (self._integers[1] <= gpus)).tolist()
+        return [job for row in rows if (job := self.jobs[row]) is not None]
+
     def waiting_jobs(self, most: int) -> list[Job]:
         """Who could be started, by priority and number; nobody if there are more than that."""
         if len(self._waiting) > most:

@@ -94,7 +94,7 @@ def choose(
     told = facts.number[line[waiting[line]]]
     if kept_out.not_stopped:
         may = ~np.isin(facts.number, list(kept_out.not_stopped))
-        facts = replace(facts, is_preemptible=facts.is_preemptible & may)
+        facts = replace_of(facts, is_preemptible=facts.is_preemptible & may)
     if kept_out.not_started:
         waiting &= ~np.isin(facts.number, list(kept_out.not_started))
         line = line[(waiting | facts.is_running)[line]]
@@ -142,6 +142,23 @@ def plan(
         fitting.undo()
     choice = choose(order, table, now, capacity, remaining_s, kept_out)
     return carried_out(choice, order, placement, table, now, room, may_stop, kept_out, terms)
+
+
+def may_start(placement: Placement, table: LiveTable, room: Room) -> bool:
+    """Whether anybody may find room as it is. If not, `plan` starts nobody without leave to stop others, whoever goes
+    first."""
+    room.refresh()
+    vain: set[GangShape] = set()
+    for job in table.waiting_at_most(room.free_devices):
+        shape = job.shape
+        if job.epoch or shape.locality.wish:
+            # Where it rests, and for how long it has wished, make a difference.
+            return True
+        if shape not in vain:
+            if placement.place(room, shape, _ANYTHING) is not None:
+                return True
+            vain.add(shape)
+    return False
 
 
 def carried_out(

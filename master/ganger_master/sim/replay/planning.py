@@ -25,7 +25,7 @@ from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.shared import NOTHING as NOTHING_REMEMBERED
 from ganger_master.planner.shared import plan_shared
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass
+from ganger_master.planner.target import Pass, may_start
 from ganger_master.policies import Places, Policy
 from ganger_master.policies.facts import Capacity, Flags, Floats, Integers
 from ganger_master.policies.introspect.slicing import quantum_s
@@ -184,8 +184,7 @@ class Planning:
         comes_back = self._back_at == self._last_plan + self._options.plan_every_s > self._clock.now
         if not comes_back or not self._is_plain or not self.table.has_waiting:
             return False
-        self._room.refresh()
-        if self.table.least_waiting_gpus <= self._room.free_devices:
+        if may_start(self._policy.placement, self.table, self._room):
             return False
         # What is known of jobs depends on when one looks.
         self.table.look(self._clock.now, self._order)
