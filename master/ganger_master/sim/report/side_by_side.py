@@ -87,9 +87,13 @@ def side_by_side(runs: Mapping[str, Sequence[Figures]]) -> Table:
     return ["", *runs], shown
 
 
+# The clock of a simulation begins at a million seconds: what its steps leave of no wait at all is far below this.
+_NOTHING_S = 1e-3
+
+
 def by_best(values: Mapping[str, Sequence[float]]) -> dict[str, Interval | None]:
-    """Each policy's values, seed by seed, over those of the policy with the least mean; None where they are not all
-    known and above zero."""
+    """Each policy's seconds, seed by seed, over those of the policy with the least mean; None where they are not all
+    known and its are not all more than nothing."""
     known = {
         policy: of_policy for policy, of_policy in values.items() if of_policy and not any(map(math.isnan, of_policy))
     }
@@ -97,7 +101,7 @@ def by_best(values: Mapping[str, Sequence[float]]) -> dict[str, Interval | None]
         return dict.fromkeys(values)
     # Of equal means the first.
     best = min(known.values(), key=lambda of_policy: sum(of_policy) / len(of_policy))
-    if not all(value > 0 for value in best):
+    if not all(value > _NOTHING_S for value in best):
         return dict.fromkeys(values)
     return {policy: paired_ratio(known[policy], best) if policy in known else None for policy in values}
 
