@@ -70,6 +70,20 @@ def test_simulate_gives_what_a_person_works_out(
     assert found["cluster"]["gpus"] == 2
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no full device")
+def test_a_run_whose_notes_nobody_can_write_ends_by_its_result(trace: Path, tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*GANGER, "simulate", trace, *ONE_NODE, "-p", "fifo", "--json", "--progress", "--csv", tmp_path / "out"],
+            stdout=subprocess.PIPE,
+            stderr=full,
+            timeout=60,
+        )
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["jobs"] == 3
+    assert (tmp_path / "out" / "jobs.csv").exists()
+
+
 def test_simulate_prints_a_table_for_people_and_notes_beside_it(said: Said, trace: Path) -> None:
     code, out, err = said("simulate", trace, *ONE_NODE, "-p", "fifo")
     assert code == 0

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from ganger.console.exits import CommandError, Exit
 
+from ganger_master.sim.aside import say
 from ganger_master.sim.flags import CLUSTER, LOAD_PHASES, Amount, Listed, shared_flags
 from ganger_master.sim.threads import one_thread_each
 
@@ -228,7 +229,7 @@ class _Experiment:
         with _explained(), Meter(f"reading {Path(self._trace).name}", flags["progress"], "MB", 1e-6) as meter:
             source = material(self._trace, self._servers, part, flags["seed"], meter)
         for line in notes(source, self.flags["ideal"]):
-            print(line, file=sys.stderr)
+            say(line)
         return source
 
     def jobs(self, source: Material, load: Load, seed: int) -> Any:
@@ -258,11 +259,11 @@ class _Experiment:
             for place, (_, run, _) in zip(_places(directory, runs), runs, strict=True):
                 place.mkdir(parents=True, exist_ok=True)
                 save_run(run, place)
-            print(f"wrote {directory}", file=sys.stderr)
+            say(f"wrote {directory}")
         directory = self.flags["plots"]
         if directory is not None:
             self._draw(directory, runs)
-            print(f"wrote {directory}", file=sys.stderr)
+            say(f"wrote {directory}")
 
     def _draw(self, directory: Path, runs: Sequence[tuple[Load, Run, Figures]]) -> None:
         """The runs of the first seed, each load's in a directory of its own if there are several."""

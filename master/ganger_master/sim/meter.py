@@ -8,6 +8,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from ganger_master.sim.aside import or_to_nobody, say
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -45,7 +47,8 @@ class Meter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with or_to_nobody():
+                self._bar.stop()
 
     def __call__(self, done: int, total: int) -> None:
         # This is called for each job: looking at the clock is all that may cost.
@@ -54,10 +57,11 @@ class Meter:
         self._next = now + _SECONDS_BETWEEN_LOOKS
         done, total = round(done * self._scale), round(total * self._scale)
         if self._is_terminal:
-            self._draw(done, total)
+            with or_to_nobody():
+                self._draw(done, total)
         elif (tenths := _TENTHS * done // max(total, 1)) > self._tenths:
             self._tenths = tenths
-            print(f"{self._what}: {done:,} of {total:,} {self._unit}", file=sys.stderr, flush=True)
+            say(f"{self._what}: {done:,} of {total:,} {self._unit}")
 
     def _draw(self, done: int, total: int) -> None:
         if self._bar is None or self._task is None:
