@@ -11,7 +11,7 @@ from core.test_packing import small
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer, SessionAnswer
 from ganger_master.core.commands import CancelJob, Change, OpenSession, ProposePlan
-from ganger_master.core.model import GangPhase, ObservedPhase
+from ganger_master.core.model import GangPhase, Intent, ObservedPhase
 from ganger_master.planner.leaving import follow
 from ganger_master.planner.packs import with_refusals
 from ganger_master.planner.shared import NOTHING, plan_shared
@@ -47,6 +47,13 @@ class Seen:
 
     def signature(self, number: int) -> str:
         return f"model {number}"
+
+
+class Anew(Seen):
+    """Nobody was measured alone yet."""
+
+    def alone(self, number: int) -> tuple[float, ...]:
+        return ()
 
 
 class InTurns(Sharing):
@@ -264,3 +271,33 @@ def test_a_host_that_moves_away_is_not_waited_for() -> None:
     table.put(job, replace(gang, phase=GangPhase.MOVING))
     changes, after = follow(drive.remembered.packs, table, drive.state.view, drive.now, drive.seen_by)
     assert (changes, len(after.leaving)) == ((), 1)
+
+
+def test_a_planner_that_is_started_anew_gives_who_rests_on_its_way_into_a_pack_its_turns_back() -> None:
+    drive = InTurns()
+    drive.seen_by = Seen(frozenset(drive.numbers) - {*drive.together})
+    ((_, guest),) = drive.later()
+    drive.rests(guest)
+    drive.remembered, drive.seen_by = NOTHING, Anew(frozenset(drive.numbers))
+    drive.passes()
+    gang = drive.state.gangs[drive.job(guest).epoch]
+    assert gang.intent is Intent.RUN
+    assert gang.node_set, "it takes turns with its host again"
+    assert drive.devices(guest) == drive.devices(next(n for n in drive.together if n != guest))
+
+
+def test_a_planner_that_is_started_anew_parts_a_pack_on_trial_and_its_host_has_all_of_its_cores_again() -> None:
+    drive = InTurns()
+    before = {number: drive.state.gangs[drive.job(number).epoch].claims[0].millicores for number in drive.together}
+    host, guest = drive.packed()
+    # Nobody knows any more how fast they were alone.
+    mates = {host: frozenset({guest}), guest: frozenset({host})}
+    drive.remembered, drive.seen_by = NOTHING, Anew(frozenset(drive.numbers), {}, mates)
+    assert drive.later() == [("SUSPEND", guest)]
+    drive.rests(guest)
+    drive.seen_by = Anew(frozenset(drive.numbers))
+    drive.later()
+    drive.later()
+    held = drive.state.gangs[drive.job(host).epoch].claims[0].millicores
+    assert held == before[host]
+    assert drive.state.gangs[drive.job(guest).epoch].node_set == drive.state.gangs[drive.job(host).epoch].node_set != 0
