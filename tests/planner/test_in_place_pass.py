@@ -271,6 +271,16 @@ def test_by_what_jobs_report_who_has_long_to_go_grows_and_a_newcomer_has_the_lea
     assert drive.proposed(may_stop=False) == [("START", new, 1)]
 
 
+def test_room_that_is_not_on_its_way_is_not_kept_from_newcomers() -> None:
+    drive = Weighed()
+    number = drive.running(elastic(1, 1, 4))
+    drive.resizing = Resizing({number: 4})
+    drive.running(job_of(2))
+    new = drive.submit(small())
+    assert drive.proposed(may_stop=False) == [("START", new, 1)]
+    assert drive.resizing == Resizing()
+
+
 def test_who_is_on_an_errand_does_not_grow_meanwhile() -> None:
     drive = Weighed()
     drive.running(elastic(1, 1, 4))

@@ -94,6 +94,8 @@ def test_worlds_of_two_one_three_and_two_do_the_steps_of_one_that_never_changed(
         rank.order(3, Order.STOP, Level.OFFLOAD, stop=2)
     step = {rank.reached(3) for rank in three}.pop()
     assert {rank.page.get(Word.RESIZE_DIVIDES) for rank in three} == {6}
+    # Four steps a pass: it is in the second of three.
+    assert {(rank.page.progress().training_epoch, rank.page.progress().training_epochs) for rank in three} == {(1, 3)}
     assert all(rank.page.get(Word.CAPABILITIES) & Capability.RESIZE for rank in three)
 
     # Two take over from the arenas of the first two; who was parked never steps again.

@@ -140,7 +140,16 @@ def plan_optimus(
     # What is on its way, and what is free beside it, may be somebody's who waits.
     may_grow = [at for at in growing if jobs[at].number not in kept_out.not_stopped and not is_promised]
     grown = _grown(wanting, may_grow, gpus, found.changes, room)
-    wanted = {jobs[at].number: int(gpus[at]) for at in growing}
+    # Room that is not there, and not on its way, is not kept from newcomers.
+    is_coming = bool(going or stopped or wanting.changing.any())
+    told = {change.number for change in grown}
+    vain = [jobs[at].number for at in growing if not is_coming and jobs[at].number not in told]
+    if vain and not may_stop:
+        rest = resizing.without(vain)
+        return plan_optimus(
+            order, placement, table, now, capacity, room, believed, False, resize_s, kept_out, resizing=rest
+        )
+    wanted = {jobs[at].number: int(gpus[at]) for at in growing if jobs[at].number not in vain}
     wanted |= {change.number: devices_of(change.claims) for change in given.changes}
     begun = {change.number for change in (*given.changes, *grown)}
     going_on = {number: size for number, size in resizing.wanted.items() if number in resizing.begun}
