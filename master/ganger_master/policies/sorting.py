@@ -1,8 +1,8 @@
 """Sorting by several columns, and looking up many values, at the speed of sorting one column of numbers.
 
-Most rows differ in the first column that has more than one value: only those that it leaves tied are sorted by the
-others. NumPy's stable sorts, which `lexsort` needs, take five to ten times as long as its others, so that of many tied
-rows columns are turned into ranks, and ranks into one number.
+Of many rows most differ in the first column that has more than one value: only those that it leaves tied are sorted by
+the others. NumPy's stable sorts, which `lexsort` needs, take five to ten times as long as its others, so that of many
+tied rows columns are turned into ranks, and ranks into one number.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ _MOST = 2**62
 def sorted_by(*columns: NDArray[Any]) -> Integers:
     """Positions, smallest first; the first column decides, then the next; ties that all leave stay in their order. NaN
     comes last."""
+    if len(columns[0]) < _MANY:
+        return np.lexsort(columns[::-1])
     at = next((at for at, column in enumerate(columns) if not (column == column[:1]).all()), None)
     if at is None:
         return np.arange(len(columns[0]))
