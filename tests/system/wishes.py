@@ -151,7 +151,8 @@ class Wishes:
 
     def useful(self) -> Wish | None:
         """Somebody who does nothing goes on, where there is room."""
-        return self._start() or self._move([name for name in self._idle if rests(self._seen.jobs[name])])
+        resting = [name for name in self._idle if rests(self._seen.jobs[name])]
+        return self._start() or self._move(resting) or self._return_to_pack()
 
     # turns
 
