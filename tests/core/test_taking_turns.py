@@ -16,6 +16,7 @@ from ganger_master.core.commands import (
     ObservedRows,
     OpenSession,
     ProposePlan,
+    RemoveNode,
     ResumeJob,
     RetuneJob,
     SuspendJob,
@@ -435,3 +436,38 @@ def test_charges_sum_to_the_largest_row_and_nobody_is_charged_more_than_it_needs
         largest = max(sum(named[epoch][socket] for epoch in set(row)) for row in rows)
         assert sum(charged[epoch][socket] for epoch in named) == largest
         assert all(0 <= charged[epoch][socket] <= named[epoch][socket] for epoch in named)
+
+
+def test_a_node_may_be_removed_where_gangs_over_it_and_others_took_turns() -> None:
+    drive = Turns(2)
+    host, guest = drive.share(8)
+    (node_set,) = drive.state.sets.values()
+    assert (node_set.nodes, node_set.leader) == (("n1", "n2"), "n1")
+    number = node_set.number
+    rows = (drive.row(host, 0, 1, node_set=number), drive.row(guest, 2, node_set=number))
+    assert drive.propose(*rows) == [None, None]
+    assert drive.state.sets[number].coming is not None, "not all nodes have it yet"
+    drive.now += 60.0
+    drive.step(DeclareLost("n1"))
+    drive.step(RemoveNode("n1"))
+    assert "n1" not in drive.state.nodes
+    drive.observe("n2", *[drive.report(gang, ObservedPhase.STARTING) for gang in drive.on("n2")])
+    assert [one.leader for one in drive.state.sets.values()] == ["n2"]
+    drive.observe("n2")
+    assert drive.state.sets == {}
+    assert [drive.job(number).state for number in (host, guest)] == [JobState.PENDING] * 2
+
+
+def test_nobody_begins_anew_in_turns_where_its_earlier_gang_may_be_on_its_devices_yet() -> None:
+    """The node was lost, and has not said since that it is gone."""
+    drive = Turns()
+    jobs = drive.share(4)
+    places = {number: drive.place(number, number) for number in jobs}
+    (before,) = drive.state.sets
+    drive.now += 60.0
+    drive.step(DeclareLost("n1"))
+    assert [drive.job(number).state for number in jobs] == [JobState.PENDING] * 2
+    changes = [drive.row(n, index, claims=places[n], node_set=before) for index, n in enumerate(jobs)]
+    refusal = blamed(drive.propose(*changes))
+    assert refusal.reason is Reason.WRONG_STATE
+    assert refusal.detail.startswith("an earlier gang of jobs/")

@@ -183,8 +183,8 @@ def _review(state: State, number: int, now: float, cause: str) -> None:
     if set(nodes) != set(node_set.nodes) and node_set.coming is None:
         node_set = replace(node_set, nodes=nodes)
     leader = node_set.leader
-    if leader not in node_set.nodes or state.nodes[leader].lost:
-        able = [node for node in node_set.nodes if not state.nodes[node].lost] or node_set.nodes
+    if leader not in node_set.nodes or _is_lost(state, leader):
+        able = [node for node in node_set.nodes if not _is_lost(state, node)] or node_set.nodes
         node_set = replace(node_set, leader=able[0], set_epoch=node_set.set_epoch + 1)
         state.history(now, f"nodes/{able[0]}", "leads_node_set", cause, node_set=number, set_epoch=node_set.set_epoch)
     state.put_set(node_set)
@@ -216,7 +216,13 @@ def _give_up_unable(state: State, node_set: NodeSet, now: float, cause: str) -> 
 
 def _is_active(state: State, number: int, node: str, version: int) -> bool:
     seen = state.rows_seen.get((number, node))
-    return state.nodes[node].lost or (seen is not None and seen.version >= version)
+    return _is_lost(state, node) or (seen is not None and seen.version >= version)
+
+
+def _is_lost(state: State, node: str) -> bool:
+    """One that has been removed was lost, too, and gangs that had a part there may take turns yet."""
+    known = state.nodes.get(node)
+    return known is None or known.lost
 
 
 def filled(rows: Sequence[Sequence[int]], gangs: Mapping[int, Gang]) -> tuple[tuple[int, ...], ...]:

@@ -262,9 +262,14 @@ def _moving(state: State, change: Change, job: Job, gang: Gang) -> _Member:
 def _check_complete(state: State, before: NodeSet, members: Mapping[int, _Member]) -> None:
     for epoch in node_sets.members(state, before):
         number = state.gangs[epoch].job
-        if number not in members:
+        member = members.get(number)
+        if member is None:
             detail = f"jobs/{number} takes turns there too: name it, or suspend it first"
             _refuse(next(iter(members)), Reason.CLAIM_MISMATCH, {"epoch": epoch}, detail=detail)
+        if member.gang is None or member.gang.epoch != epoch:
+            # A node that was lost has yet to say that it is gone.
+            detail = f"an earlier gang of jobs/{number} may be on its devices there yet"
+            _refuse(number, Reason.WRONG_STATE, {"epoch": epoch}, detail=detail)
 
 
 def _check_nodes(state: State, before: NodeSet | None, members: Mapping[int, _Member]) -> None:
