@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import uuid
 
 import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
 from ganger.agent.v1 import agent_pb2
+from ganger.injob.launcher.client import Launcher
 from ganger.v1 import job_pb2
 
 pytestmark = pytest.mark.system
@@ -202,6 +205,25 @@ def test_a_move_loses_no_step_and_changes_no_bit_of_state() -> None:
         assert steps == list(range(1, len(steps) + 1))
         assert there < back < len(steps)
         assert [line.split()[3] for line in lines] == uninterrupted(len(lines), 3 << 20)
+
+    run(story)
+
+
+def test_a_launcher_started_for_others_in_place_of_a_dead_one_finds_the_state_of_who_was_there_before() -> None:
+    async def story(made: Cluster) -> None:
+        await asyncio.gather(made.daemon("n1"), made.daemon("n2"))
+        uid = str(uuid.uuid4())
+        gang = made.gang({"n1": [0]}, "n1", uid=uid, pause=0.01, size=3 << 20)
+        await made.master.want("n1", gang)
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        (path,) = (made.directory / "r-n1" / "launchers").glob("*.sock")
+        with Launcher(str(path)) as launcher:
+            os.kill(int(launcher.info()["pid"]), signal.SIGKILL)
+        other = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), epoch=7, pause=0.01)
+        other.claim.device_mask = 0b10
+        await made.master.want("n1", other)
+        await made.master.until("n1", 7, in_phase(Observed.PHASE_RUNNING))
+        await move(made, uid, "n1", "n2", gang, 2, 2)
 
     run(story)
 

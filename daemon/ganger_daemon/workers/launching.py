@@ -218,8 +218,14 @@ class Launching:
         launcher = self.running_launcher()
         if launcher is None:
             launcher = self._adopt_anew()
+        name = arena_name(self._paths, rank)
         try:
-            return launcher.arena(arena_name(self._paths, rank))
+            try:
+                return launcher.arena(name)
+            except LauncherError:
+                # one that was started for others in place of a dead one does not know these ranks yet
+                self.adopt_all(launcher)
+                return launcher.arena(name)
         except LauncherError as error:
             raise OSError(str(error)) from error
 
