@@ -162,7 +162,9 @@ def test_who_has_more_to_gain_grows_between_intervals_by_what_the_other_has_give
     assert drive.proposed() == [("RESIZE", other, 1)]
     assert drive.proposed(may_stop=False) == [], "there is no room yet"
     drive.rests(other)
-    assert drive.proposed(may_stop=False) == [("RESIZE", one, 3)]
+    (change,) = drive.changes(may_stop=False)
+    assert (change.kind, change.number, devices_of(change.claims)) == ("RESIZE", one, 3)
+    assert change.reason == "from 2 GPUs to 3: 2 steps/s with 2, 3 with 3, 1000 foreseen left"
     drive.goes_on(other, rested=True)
     drive.goes_on(one)
     assert drive.proposed() == []

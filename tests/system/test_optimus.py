@@ -21,7 +21,7 @@ def test_the_job_with_more_to_gain_grows_and_gives_back_what_a_newcomer_needs(tm
         tmp_path, nodes=1, virtual_gpus=4, topology="4", virtual_cores=4, virtual_memory="8G", master_options=OPTIONS
     ) as cluster:
         long = Training.submit(cluster, "long", "1:4", "--step-seconds", "0.2")
-        brief = Training.submit(cluster, "brief", "1:4", "--step-seconds", "0.2", "--epochs", "30")
+        brief = Training.submit(cluster, "brief", "1:4", "--step-seconds", "0.2", "--epochs", "40")
 
         def have(*devices: int, of: tuple[Training, ...] = (long, brief)) -> None:
             eventually(

@@ -89,7 +89,8 @@ class Wanting:
         group = np.select([stays, overdue, facts.is_running], [0, 1, 2], 3)
         ranks = line[np.argsort(group[line], kind="stable")]
         beliefs = [NOTHING] * len(jobs)
-        asked = np.flatnonzero(may_change & wants).tolist()
+        # Of those whose growth was decided before it is only told.
+        asked = np.flatnonzero((may_change | (np.array(wanted, np.int64) > 0)) & wants).tolist()
         pairs = [(jobs[at], gangs[at]) for at in asked]
         for at, belief in zip(asked, believed(pairs) if pairs else (), strict=True):
             beliefs[at] = belief
