@@ -164,13 +164,16 @@ def _share(
     report.figure(f"{name}_dead_p50_milliseconds", 1000 * quantile(dead, 0.5))
     report.figure(f"{name}_dead_p90_milliseconds", 1000 * quantile(dead, 0.9))
     report.figure(f"{name}_switches", float(len(dead)))
-    # Of the devices on which turns are taken, what did not go into steps: switches, and whatever else stood still.
-    span = (ended - began) / 1e9
-    idle = gpus * span - sum(map(stepping, steps))
+    # of the devices on which turns are taken
+    span, taking_turns = (ended - began) / 1e9, min(gpus, jobs - gpus)
+    share = sum(dead) / span / taking_turns
     if quick:
-        report.figure(f"{name}_dead_share", idle / span / min(gpus, jobs - gpus))
+        report.figure(f"{name}_dead_share", share)
     else:
-        report.at_most(f"{name}_dead_share", idle / span / min(gpus, jobs - gpus), DEAD_SHARE)
+        report.at_most(f"{name}_dead_share", share, DEAD_SHARE)
+    # With what lies between two steps in a turn, as it does between those of who is alone.
+    idle = gpus - sum(map(stepping, steps)) / span
+    report.figure(f"{name}_share_outside_steps", idle / taking_turns)
     long_share = quantile(dead, 0.9) / LONG_QUANTUM_SECONDS
     report.at_most(f"{name}_dead_share_at_60s_derived", long_share, DEAD_SHARE)
     if gpus == 1:
