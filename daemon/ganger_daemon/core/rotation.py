@@ -9,6 +9,9 @@ Row follows row in their order, but who is new comes next, so that its first ste
 turn. Each turn that is taken so is made up for by one in order; no more are owed at a time than there are rows, so that
 nobody starves however many come.
 
+A turn goes on under a newer matrix, if that has a row of all who run and of others beside them: what idles because
+somebody has ended, or gone elsewhere, is used before the turn is over, and the turn is no longer for it.
+
 All rows of a cycle have the same quantum, settled when the cycle begins: what a switch was measured to take differs
 from one to the next, often by which row leaves and which comes, and a quantum that followed it would favour one.
 """
@@ -55,8 +58,9 @@ class Rows:
 @dataclass(frozen=True, slots=True)
 class Position:
     """The last order obeyed: `row` of `version` runs; `stops`: of all others, the switch that ended their turn. A
-    leader also notes `in_turn`, the row that ran last in its turn, `owed`: turns out of turn to be made up for, and
-    `quantum_seconds`, that of the rows of this cycle, zero if it is not settled."""
+    leader also notes `in_turn`, the row that ran last in its turn, `owed`: turns out of turn to be made up for,
+    `quantum_seconds`, that of the rows of this cycle, zero if it is not settled, and `held_seconds`: how long this turn
+    went on under former orders."""
 
     switch: Switch = Switch()
     version: int = 0
@@ -65,6 +69,7 @@ class Position:
     in_turn: int = NO_ROW
     owed: int = 0
     quantum_seconds: float = 0.0
+    held_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,7 @@ def obey(position: Position, order: Position, matrices: Mapping[int, Rows], leas
     """After an order was heard; as before if it is an old one, a former leader's, or of a matrix not known here."""
     if order.switch <= position.switch or order.switch.set_epoch < least_set_epoch or order.version not in matrices:
         return position
-    return replace(order, in_turn=order.row, owed=0, quantum_seconds=0.0)
+    return replace(order, in_turn=order.row, owed=0, quantum_seconds=0.0, held_seconds=0.0)
 
 
 def quantum_seconds(matrix: Rows, switch_seconds: float) -> float:
@@ -130,10 +135,39 @@ def lead(
     if own:
         if started_seconds is None and ordered_seconds < START_SECONDS:
             return None
-        elapsed = ordered_seconds if started_seconds is None else started_seconds
+        counted = ordered_seconds if started_seconds is None or position.held_seconds else started_seconds
+        elapsed = position.held_seconds + counted
         if elapsed < (position.quantum_seconds or quantum_seconds(matrix, switch_seconds)):
-            return None
+            return _filled(position, matrix, matrices, said, alive, elapsed)
     return _next(position, matrix, matrices, said, alive, switch_seconds)
+
+
+def _filled(
+    position: Position,
+    matrix: Rows,
+    matrices: Mapping[int, Rows],
+    said: Sequence[Member],
+    alive: frozenset[int],
+    elapsed: float,
+) -> Position | None:
+    """The same turn under a newer matrix, if others go on beside those who run and none of these stops. Who was never
+    started has its first turn whole, so it joins only where it is in every row."""
+    version = _newest_known(matrices, said, position.version)
+    fresh, present = matrices[version], alive.intersection(matrix.rows[position.row])
+    always = frozenset(fresh.rows[0]).intersection(*fresh.rows)
+    able = (alive - frozenset[int]().union(*[member.unstarted for member in said])) | (alive & always) | present
+    fuller = [(len(able.intersection(own)), -at) for at, own in enumerate(fresh.rows) if present < able & set(own)]
+    if version == position.version or not fuller:
+        return None
+    in_turn = _before_next(fresh, matrix, position.in_turn)
+    switch = Switch(position.switch.set_epoch, position.switch.sequence + 1)
+    return replace(
+        _ordered(position, switch, fresh, -max(fuller)[1]),
+        in_turn=in_turn,
+        owed=position.owed,
+        quantum_seconds=position.quantum_seconds,
+        held_seconds=elapsed,
+    )
 
 
 def _next(
@@ -164,7 +198,7 @@ def _next(
         # Nobody else wants a turn, or the next row is the same gangs': nothing is to be switched.
         if (row, in_turn, owed) == (position.row, position.in_turn, position.owed):
             return None
-        return replace(position, row=row, in_turn=in_turn, owed=owed, quantum_seconds=quantum)
+        return replace(position, row=row, in_turn=in_turn, owed=owed, quantum_seconds=quantum, held_seconds=0.0)
     switch = Switch(position.switch.set_epoch, position.switch.sequence + 1)
     return replace(_ordered(position, switch, fresh, row), in_turn=in_turn, owed=owed, quantum_seconds=quantum)
 
@@ -181,7 +215,7 @@ def _take_over(latest: Position, newest: Rows, matrices: Mapping[int, Rows], sai
     """A new leader's first order: where the set stands, said again; of a set that never had one, the row that runs."""
     switch = Switch(newest.set_epoch, 1)
     if latest.row != NO_ROW and latest.version in matrices:
-        return replace(latest, switch=switch, in_turn=latest.row, owed=0, quantum_seconds=0.0)
+        return replace(latest, switch=switch, in_turn=latest.row, owed=0, quantum_seconds=0.0, held_seconds=0.0)
     version = _newest_known(matrices, said, 0)
     if not all(member.known >= version for member in said) or version not in matrices:
         return None

@@ -106,6 +106,42 @@ def test_a_cycle_after_slow_switches_has_the_longer_quantum() -> None:
     assert (following.row, following.quantum_seconds) == (0, 50.0)
 
 
+def saying(position: Position, known: int, alive: set[int], running: set[int], *unstarted: int) -> Member:
+    return Member(position, known, True, frozenset(alive), frozenset(running), unstarted=frozenset(unstarted))
+
+
+def test_a_turn_goes_on_with_who_may_use_what_another_has_left() -> None:
+    # 2 has left the device that it shared with 1, which has it in both rows now
+    rows = {1: matrix((1, 3), (2, 4)), 2: matrix((1, 3), (1, 4), version=2)}
+    running = Position(Switch(1, 2), 1, 1, {1: Switch(1, 2), 3: Switch(1, 2)}, in_turn=1, quantum_seconds=QUANTUM)
+    member = saying(running, 2, {1, 3, 4}, {4})
+    filled = lead(running, rows, {"n1": member}, 4.0, 4.0)
+    assert filled is not None
+    assert (filled.version, filled.row, set(filled.stops)) == (2, 1, {3})
+    # the turn is no longer for it, and the next one is whose it was
+    member = saying(filled, 2, {1, 3, 4}, {1, 4})
+    assert lead(filled, rows, {"n1": member}, 5.9, 5.0) is None
+    following = lead(filled, rows, {"n1": member}, 6.0, 5.1)
+    assert following is not None
+    assert (following.row, set(following.stops), following.held_seconds) == (0, {4}, 0.0)
+
+
+def test_nobody_is_stopped_before_its_time_for_a_newer_matrix() -> None:
+    rows = {1: matrix((1, 3), (2, 4)), 2: matrix((1, 4), (2, 3), version=2)}
+    running = Position(Switch(1, 1), 1, 0, {2: Switch(1, 1), 4: Switch(1, 1)}, in_turn=0, quantum_seconds=QUANTUM)
+    assert lead(running, rows, {"n1": saying(running, 2, {1, 2, 3, 4}, {1, 3})}, 4.0, 4.0) is None
+
+
+@pytest.mark.parametrize(("fresh", "joins"), [(((1, 5), (2,)), False), (((1, 5), (2, 5)), True)])
+def test_who_was_never_started_joins_a_turn_only_where_it_is_in_every_row(
+    fresh: tuple[tuple[int, ...], ...], joins: bool
+) -> None:
+    rows = {1: matrix((1,), (2,)), 2: matrix(*fresh, version=2)}
+    running = Position(Switch(1, 1), 1, 0, {2: Switch(1, 1)}, in_turn=0, quantum_seconds=QUANTUM)
+    found = lead(running, rows, {"n1": saying(running, 2, {1, 2, 5}, {1}, 5)}, 4.0, 4.0)
+    assert (found is not None) is joins
+
+
 def test_the_quantum_of_who_has_yet_to_start_begins_with_its_first_step_or_is_over_after_a_while() -> None:
     rows = {1: matrix((1,), (2,))}
     first = alone(Position(), rows, {1, 2})
