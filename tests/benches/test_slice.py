@@ -45,7 +45,14 @@ def test_turns_are_steps_of_one_job_on_end() -> None:
 def test_a_switch_is_from_the_end_of_a_turn_to_the_next_begin_of_one_on_whatever_device() -> None:
     alone = stepping_in((0, 60))
     one, other = stepping_in((0, 10), (23, 30), (47, 60)), stepping_in((11, 20), (32, 45))
-    assert switches([alone, one, other], 0, 60 * SECOND) == pytest.approx([1.0, 3.0, 2.0, 2.0])
+    going_on, starting = switches([alone, one, other], 0, 60 * SECOND)
+    assert (going_on, starting) == (pytest.approx([1.0, 3.0, 2.0, 2.0]), [])
+
+
+def test_what_a_device_waits_for_a_program_to_start_there_is_no_switch() -> None:
+    here, there = stepping_in((0, 10), (20, 30)), stepping_in((42, 50), pid=2)
+    going_on, starting = switches([[*here, *there], stepping_in((11, 19), (31, 37))], 0, 50 * SECOND)
+    assert (going_on, starting) == (pytest.approx([1.0, 1.0, 1.0]), pytest.approx([5.0]))
 
 
 def test_shares_are_those_of_whole_cycles_whatever_the_look_at_them_cut() -> None:

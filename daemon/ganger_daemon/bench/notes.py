@@ -83,22 +83,26 @@ def turns_of(steps: Sequence[Sequence[Step]]) -> list[Turn]:
     return found
 
 
-def switches(steps: Sequence[Sequence[Step]], began: int, ended: int) -> list[float]:
-    """Seconds that the devices of these jobs idled at each switch between two moments (nanoseconds), where nobody says
-    who was on which: as many begin as end, so each end of a turn is paired with the next begin of one."""
+def switches(steps: Sequence[Sequence[Step]], began: int, ended: int) -> tuple[list[float], list[float]]:
+    """Seconds that the devices of these jobs idled at each switch between two moments (nanoseconds): until somebody
+    went on, and until a program had started there, as at a move. Nobody says who was on which device: as many begin as
+    end, so each end of a turn is paired with the next begin of one."""
     ends: list[int] = []
-    begins: list[int] = []
+    begins: list[tuple[int, bool]] = []
     for own in steps:
-        rests = [(a.end, b.begin) for a, b in itertools.pairwise(own) if b.begin - a.end > _REST_NS]
-        ends += [end for end, _ in rests] + [step.end for step in own[-1:] if step.end < ended - _REST_NS]
-        begins += [begin for _, begin in rests] + [step.begin for step in own[:1] if step.begin > began + _REST_NS]
-    found, coming = [], sorted(begins)
+        rests = [(a, b) for a, b in itertools.pairwise(own) if b.begin - a.end > _REST_NS]
+        ends += [a.end for a, _ in rests] + [step.end for step in own[-1:] if step.end < ended - _REST_NS]
+        begins += [(b.begin, a.pid != b.pid) for a, b in rests]
+        begins += [(step.begin, False) for step in own[:1] if step.begin > began + _REST_NS]
+    going_on: list[float] = []
+    starting: list[float] = []
+    coming = sorted(begins)
     for end in sorted(ends):
-        following = next((begin for begin in coming if begin > end), None)
+        following = next((one for one in coming if one[0] > end), None)
         if following is not None:
             coming.remove(following)
-            found.append((following - end) / 1e9)
-    return found
+            (starting if following[1] else going_on).append((following[0] - end) / 1e9)
+    return going_on, starting
 
 
 def stepping(steps: Sequence[Step]) -> float:

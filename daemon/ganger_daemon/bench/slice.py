@@ -157,10 +157,11 @@ def _share(
         cluster.ganger("cancel", *[str(number + 1) for number in range(gpus, jobs)])
         cluster.until(lambda: _all_step_now(notes[:gpus]), START_SECONDS, f"{name}: the first ones go on alone")
         alone.append(_undisturbed(notes[:gpus], _ALONE_QUANTA * quantum))
-    dead = switches(steps, began, ended)
+    dead, starting = switches(steps, began, ended)
     if not dead:
         raise ClusterError(f"{name}: no switch in {(ended - began) / 1e9:.0f} s")
     report.samples({"scenario": name, "dead_seconds": gap} for gap in dead)
+    report.samples({"scenario": name, "starting_seconds": gap} for gap in starting)
     report.figure(f"{name}_dead_p50_milliseconds", 1000 * quantile(dead, 0.5))
     report.figure(f"{name}_dead_p90_milliseconds", 1000 * quantile(dead, 0.9))
     report.figure(f"{name}_switches", float(len(dead)))
@@ -171,6 +172,10 @@ def _share(
         report.figure(f"{name}_dead_share", share)
     else:
         report.at_most(f"{name}_dead_share", share, DEAD_SHARE)
+    if starting:
+        # A device waits for who was moved there: its program starts in its first turn.
+        report.figure(f"{name}_start_after_move_p50_seconds", quantile(starting, 0.5))
+        report.figure(f"{name}_share_of_starts", sum(starting) / span / taking_turns)
     # With what lies between two steps in a turn, as it does between those of who is alone.
     idle = gpus - sum(map(stepping, steps)) / span
     report.figure(f"{name}_share_outside_steps", idle / taking_turns)
