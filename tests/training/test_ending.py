@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from training.harness import PATIENCE_SECONDS, Rank, Rendezvous
+from training.harness import Rank, Rendezvous
 
 pytestmark = pytest.mark.torch
+
+_A_WHILE_SECONDS = 10.0
 
 SCRIPT = """
 import gc, weakref
@@ -39,8 +41,8 @@ def test_a_managed_rank_never_frees_its_gloo_group_as_that_may_wait_for_ever(tmp
 
 def test_a_rank_on_its_own_frees_its_gloo_group_or_waits_for_ever(tmp_path: Path) -> None:
     rank = _rank(tmp_path, managed=False)
-    rank.process.join(PATIENCE_SECONDS)
-    # torch's own race, seen on a busy machine: the reason why a managed rank keeps the group
+    # Torch's own race, seen on a busy machine: the reason why a managed rank keeps the group. Either is right here.
+    rank.process.join(_A_WHILE_SECONDS)
     waits_for_ever = rank.process.is_alive()
     rank.kill()
     assert waits_for_ever or rank.output().split()[-1] == "freed"
