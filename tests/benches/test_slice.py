@@ -55,6 +55,14 @@ def test_what_a_device_waits_for_a_program_to_start_there_is_no_switch() -> None
     assert (going_on, starting) == (pytest.approx([1.0, 1.0, 1.0]), pytest.approx([5.0]))
 
 
+def test_a_device_that_waited_for_who_ran_elsewhere_meanwhile_counts_too() -> None:
+    # the mover runs on until it is handed over; its host rests for it from 10, its neighbour has its device from 17 on
+    mover = [*stepping_in((0, 16)), *stepping_in((16, 30), pid=2)]
+    host, neighbour = stepping_in((0, 10)), stepping_in((17, 30))
+    going_on, starting = switches([mover, host, neighbour], 0, 30 * SECOND)
+    assert (going_on, starting) == (pytest.approx([1.0]), pytest.approx([6.0]))
+
+
 def test_shares_are_those_of_whole_cycles_whatever_the_look_at_them_cut() -> None:
     one, other = stepping_in((0, 1), (10, 20), (30, 40), (50, 51)), stepping_in((1, 10), (20, 30), (40, 50))
     assert jain(shares_of_cycles(turns_of([one, other]), 2)) > 0.99

@@ -90,7 +90,8 @@ def switches(steps: Sequence[Sequence[Step]], began: int, ended: int) -> tuple[l
     ends: list[int] = []
     begins: list[tuple[int, bool]] = []
     for own in steps:
-        rests = [(a, b) for a, b in itertools.pairwise(own) if b.begin - a.end > _REST_NS]
+        # Who is moved as it runs hardly pauses, but leaves one device and had another waiting for it.
+        rests = [(a, b) for a, b in itertools.pairwise(own) if b.begin - a.end > _REST_NS or a.pid != b.pid]
         ends += [a.end for a, _ in rests] + [step.end for step in own[-1:] if step.end < ended - _REST_NS]
         begins += [(b.begin, a.pid != b.pid) for a, b in rests]
         begins += [(step.begin, False) for step in own[:1] if step.begin > began + _REST_NS]
