@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -240,6 +240,5 @@ def without_growth(wanted: Integers, decided: Integers, before: Integers) -> Int
     return found
 
 
-def _among(facts: Facts, numbers: object) -> Flags:
-    found: Flags = np.isin(facts.number, list(numbers))  # type: ignore[call-overload]
-    return found
+def _among(facts: Facts, numbers: Collection[int]) -> Flags:
+    return np.isin(facts.number, list(numbers))
