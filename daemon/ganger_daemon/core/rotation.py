@@ -183,7 +183,9 @@ def _next(
     in_turn = position.in_turn if version == position.version else _before_next(fresh, matrix, position.in_turn)
     present = frozenset(matrix.rows[position.row]) if 0 <= position.row < len(matrix.rows) else frozenset()
     unstarted = frozenset[int]().union(*[member.unstarted for member in said])
-    new = alive & ((fresh.epochs - matrix.epochs) | (fresh.epochs & unstarted - present))
+    # who shares from now on what it has had alone until now waits for nothing
+    running = frozenset[int]().union(*[member.running for member in said])
+    new = alive & ((fresh.epochs - matrix.epochs - running) | (fresh.epochs & unstarted - present))
     row, owed = _following(fresh, in_turn, alive), max(0, position.owed - 1)
     if row is not None and new.intersection(fresh.rows[row]):
         in_turn, owed = row, position.owed

@@ -177,6 +177,15 @@ def test_who_comes_while_a_newcomer_has_its_first_turn_has_the_next() -> None:
     assert ran == [3, 4, 5, 6]
 
 
+def test_who_ran_alone_and_shares_from_now_on_is_not_taken_for_a_newcomer() -> None:
+    # 3 comes to the device that 2 had alone, and has its turns beside 4, which has the turn
+    rows = {1: matrix((1,), (4,)), 2: matrix((1, 2), (4, 3), version=2)}
+    position = Position(Switch(1, 2), 1, 1, {1: Switch(1, 2)}, in_turn=1)
+    following = lead(position, rows, {"n1": saying(position, 2, {1, 2, 3, 4}, {2, 4}, 3)}, QUANTUM, QUANTUM)
+    assert following is not None
+    assert (following.row, set(following.stops)) == (1, {1, 2})
+
+
 def test_a_newcomer_whose_row_is_the_next_anyhow_has_it_once() -> None:
     rows = {1: matrix((1,), (2,)), 2: matrix((1,), (2,), (3,), version=2)}
     position = Position(Switch(1, 2), 1, 1, {1: Switch(1, 2)}, in_turn=1)
