@@ -65,7 +65,7 @@ class Target:
     def fetch(self, address: str, token: str = "t", uid: str = UID, size: int = 0) -> int:
         request = StreamRequest(token, uid, 1, 0, 0)
         with Landing(self.fd, size or os.fstat(self.fd).st_size) as landing:
-            landing.enter()
+            landing.enter(len(landing.view))
             return fetch(address, request, landing, self.available.append, threading.Event(), 20, 0.02)
 
 
@@ -204,14 +204,14 @@ def test_there_is_room_for_a_state_once_the_job_has_its_memory_and_before_the_so
             StreamRequest("t", UID, 1, 0, 0),
             lambda: os.dup(target.fd),
             len(data),
-            True,
+            len(data) - (1 << 20),
             target.available.append,
         )
         arrival = Arrival((leg,), changes.release)
         arrival.start()
         assert not changes.acquire(timeout=0.05)
         assert not arrival.has_room
-        os.posix_fallocate(target.fd, 0, len(data))
+        os.posix_fallocate(target.fd, 0, len(data) - (1 << 20))
         assert changes.acquire(timeout=10)
         assert arrival.has_room
         assert not target.available

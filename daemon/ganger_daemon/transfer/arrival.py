@@ -18,15 +18,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One rank's way: from whom, into which arena, and where to say how far it is. `is_allocated`: the job gets the
-    whole arena's memory by itself, so it can be waited for."""
+    """One rank's way: from whom, into which arena, and where to say how far it is. `bytes_ahead`: so much of
+    the arena's memory the job gets by itself, so it can be waited for."""
 
     rank: int
     address: str
     request: StreamRequest
     open_arena: Callable[[], int]
     arena_bytes: int
-    is_allocated: bool
+    bytes_ahead: int
     available: Callable[[int], None]
 
 
@@ -70,11 +70,10 @@ class Arrival:
             self._fail(f"rank {leg.rank}: the arena cannot be had: {error}")
             return
         try:
-            if leg.is_allocated:
-                wait_for_pages(fd, leg.arena_bytes, self._cancelled)
+            if leg.bytes_ahead:
+                wait_for_pages(fd, leg.bytes_ahead, self._cancelled)
             with Landing(fd, leg.arena_bytes) as landing:
-                if leg.is_allocated:
-                    landing.enter()
+                landing.enter(leg.bytes_ahead)
                 with self._lock:
                     self._without_room.discard(leg.rank)
                 self._changed()

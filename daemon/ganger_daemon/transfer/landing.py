@@ -36,9 +36,9 @@ class Landing:
         self.view.release()
         self._mapping.close()
 
-    def enter(self) -> None:
-        """Make every page reachable without a fault."""
-        enter_pages(self._mapping, len(self._mapping))
+    def enter(self, size: int) -> None:
+        """Make the first `size` bytes, which are allocated, reachable without a fault."""
+        enter_pages(self._mapping, size)
 
 
 def wait_for_pages(fd: int, size: int, cancelled: threading.Event) -> None:

@@ -136,13 +136,20 @@ def arena_bytes_per_rank(desired: agent_pb2.DesiredGang, ranks: int, device_memo
     it is touched, and what is claimed may be known only once the job has reported its peak."""
     devices = desired.claim.device_mask.bit_count()
     total = desired.claim.arena_bytes or devices * device_memory_bytes * 11 // 10 or desired.claim.memory_bytes
-    return -(-total // max(1, ranks) // _ARENA_ALIGNMENT) * _ARENA_ALIGNMENT
+    return _aligned(-(-total // max(1, ranks)))
 
 
-def is_allocated_ahead(desired: agent_pb2.DesiredGang) -> bool:
-    """Whether the job gets all of its arena's memory before its state comes. Touched pages are charged: only what is
-    claimed may be."""
-    return desired.restore.WhichOneof("source") == "parked" and desired.claim.arena_bytes > 0
+def bytes_ahead_per_rank(desired: agent_pb2.DesiredGang, ranks: int, arena_bytes: int) -> int:
+    """How much of its arena's memory each local rank gets before its state comes; zero where none comes from another
+    arena. Touched pages are charged, so only what is claimed may be, and to touch what no state needs takes seconds."""
+    if desired.restore.WhichOneof("source") != "parked" or not desired.claim.arena_bytes:
+        return 0
+    peak = desired.restore.parked.peak_device_bytes * desired.claim.device_mask.bit_count()
+    return min(arena_bytes, _aligned(-(-peak * 11 // 10) // max(1, ranks))) if peak else arena_bytes
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ARENA_ALIGNMENT) * _ARENA_ALIGNMENT
 
 
 def arena_name(paths: GangPaths, rank: int) -> str:
@@ -167,11 +174,11 @@ def launch_mapping(
 ) -> dict[str, Any]:
     """rank-K.launch.json: all that the launcher is told of one rank."""
     local_rank = part.ranks.index(rank)
+    ahead = bytes_ahead_per_rank(desired, len(part.ranks), arena_bytes)
     restore_path = ""
     if restore.kind:
         restore_file = paths.job / f"rank-{rank}.restore.json"
-        size = arena_bytes if is_allocated_ahead(desired) else 0
-        fields = {"kind": restore.kind, "path": restore.path, "step": restore.step, "size": size}
+        fields = {"kind": restore.kind, "path": restore.path, "step": restore.step, "size": ahead}
         write_json(restore_file, {**fields, "rank": rank % restore.world if restore.world else rank})
         restore_path = str(restore_file)
     env = rank_environment(
@@ -213,7 +220,7 @@ def launch_mapping(
         "umask": 0o022,
         "threads": threads,
         "arena": {"name": arena_name(paths, rank), "bytes": arena_bytes} if arena_bytes else None,
-        "touch_arena": is_allocated_ahead(desired),
+        "touched_bytes": ahead,
     }
     write_json(paths.launch(rank), mapping)
     return mapping

@@ -36,11 +36,11 @@ from .launch import (
     Rendezvous,
     arena_bytes_per_rank,
     arena_name,
+    bytes_ahead_per_rank,
     check_command,
     check_user,
     environment_of,
     free_port,
-    is_allocated_ahead,
     launch_mapping,
     restore_plan,
 )
@@ -191,7 +191,7 @@ class Launching:
     def legs(self, requests: tuple[tuple[int, str, StreamRequest], ...], pages: ControlPages) -> tuple[Leg, ...]:
         """How each rank's state travels here, from as far as it had come."""
         assert self.gang is not None, "set before the first launch"
-        is_allocated = is_allocated_ahead(self.gang.desired)
+        ahead = bytes_ahead_per_rank(self.gang.desired, len(self._part.ranks), self._arena_bytes)
 
         def leg(rank: int, address: str, request: StreamRequest) -> Leg:
             page = pages[rank]
@@ -207,7 +207,7 @@ class Launching:
                 replace(request, offset=done),
                 lambda: self.open_arena(rank),
                 self._arena_bytes,
-                is_allocated,
+                ahead,
                 available,
             )
 

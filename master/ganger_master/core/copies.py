@@ -24,7 +24,8 @@ def go_on_elsewhere(
 ) -> int:
     """Prepares a destination that takes its state from there; its epoch, which is not active yet."""
     epoch = state.take_epoch()
-    restore = Restore(parked_epoch=source.epoch, step=source.stop_step)
+    peak = job.peak_device_bytes
+    restore = Restore(parked_epoch=source.epoch, step=source.stop_step, peak_device_bytes=peak)
     version = state.next_desired_version
     destination = orders.new_gang(epoch, job.number, claims, level, now, GangRole.DESTINATION, restore, version)
     state.put_gang(replace(destination, purpose=purpose))

@@ -192,6 +192,7 @@ def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
             party.source.members if party.source else (),
             restore.step,
             restore.alone,
+            restore.peak_device_bytes,
         ),
         threads=gang.threads,
         checkpoint_interval_seconds=max(0.0, interval),

@@ -435,6 +435,8 @@ class Restore(Struct, frozen=True, gc=False, omit_defaults=True):
     step: int = 0
     # Nobody starts on a device before the parked epoch has given it up.
     alone: bool = False
+    # Of one of the parked epoch's devices, as far as was known; zero: not at all.
+    peak_device_bytes: int = 0
 
 
 class Gang(Struct, frozen=True, gc=False, omit_defaults=True):

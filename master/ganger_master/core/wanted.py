@@ -28,6 +28,7 @@ class DesiredRestore(Struct, frozen=True, gc=False):
     parked_members: tuple[Member, ...] = ()
     step: int = 0
     alone: bool = False
+    peak_device_bytes: int = 0
 
 
 class DesiredGang(Struct, frozen=True, gc=False):

@@ -49,7 +49,9 @@ def begin_with(state: State, job: Job, source: Gang, claims: Sequence[Claim], le
     """The destination of a change of worlds; the job's next epoch."""
     epoch = state.take_epoch()
     alone = source.phase is not GangPhase.PARKED and not _fits_twice(state, job, source, claims)
-    restore = Restore(parked_epoch=source.epoch, step=source.stop_step, alone=alone)
+    restore = Restore(
+        parked_epoch=source.epoch, step=source.stop_step, alone=alone, peak_device_bytes=job.peak_device_bytes
+    )
     version = state.next_desired_version
     gang = orders.new_gang(epoch, job.number, claims, level, now, GangRole.DESTINATION, restore, version)
     taken = taken_by(source, claims)

@@ -144,6 +144,7 @@ def desired_gang_to_wire(gang: DesiredGang) -> agent_pb2.DesiredGang:
         message.restore.parked.epoch = restore.parked_epoch
         message.restore.parked.members.extend(_member_to_wire(member) for member in restore.parked_members)
         message.restore.parked.alone = restore.alone
+        message.restore.parked.peak_device_bytes = restore.peak_device_bytes
         message.restore.step = restore.step
     elif restore.checkpoint_path:
         message.restore.checkpoint_path = restore.checkpoint_path

@@ -571,9 +571,14 @@ class ParkedState(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     MEMBERS_FIELD_NUMBER: builtins.int
     ALONE_FIELD_NUMBER: builtins.int
+    PEAK_DEVICE_BYTES_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     alone: builtins.bool
     """Nobody is started on a device before the source has given it up: it has no room for both."""
+    peak_device_bytes: builtins.int
+    """Of one of the source's devices, so far; zero while unknown. Memory for that much, and a tenth, is allocated before
+    the state comes; without it, all that is claimed for arenas.
+    """
     @property
     def members(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Member]: ...
     def __init__(
@@ -582,8 +587,9 @@ class ParkedState(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         members: collections.abc.Iterable[Global___Member] | None = ...,
         alone: builtins.bool = ...,
+        peak_device_bytes: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["alone", b"alone", "epoch", b"epoch", "members", b"members"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["alone", b"alone", "epoch", b"epoch", "members", b"members", "peak_device_bytes", b"peak_device_bytes"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ParkedState: typing_extensions.TypeAlias = ParkedState

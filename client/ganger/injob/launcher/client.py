@@ -156,10 +156,6 @@ class Launcher:
         found = [_checked(answers[number]) for number in numbers]
         return [Forked(answer["pid"], answer["start_ticks"]) for answer in found]
 
-    def prepare(self, launch: Mapping[str, Any]) -> Forked:
-        """Start a rank ahead of its state: as fork, and its arena's memory is made resident meanwhile."""
-        return self.fork({**launch, "touch_arena": True})
-
     def store(self, directory: str, host: str) -> Store:
         """Start (or find) the rendezvous store of an epoch; rendezvous.json appears in ``directory``."""
         answer = self._call("store", directory=directory, host=host)

@@ -52,7 +52,7 @@ class Launch(NamedTuple):
     threads: int
     arena_name: str
     arena_bytes: int
-    touch_arena: bool
+    touched_bytes: int
 
 
 class PythonCommand(NamedTuple):
@@ -96,7 +96,7 @@ def parse_launch(content: Mapping[str, Any]) -> Launch:
         threads=take("threads", int, 0, check=lambda threads: threads >= 0),
         arena_name=str(arena.get("name") or content.get("name", "")),
         arena_bytes=int(arena.get("bytes", 0)),
-        touch_arena=take("touch_arena", bool, False),
+        touched_bytes=take("touched_bytes", int, 0, check=lambda size: size >= 0),
     )
     if wrong:
         raise LaunchError("INVALID_LAUNCH", "launch has fields that cannot be used: " + ", ".join(wrong))

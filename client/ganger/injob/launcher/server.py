@@ -178,7 +178,7 @@ class Server:
         if any(other.name == launch.name and other.kind == "rank" for other in self._children.values()):
             raise LaunchError("ALREADY_RUNNING", f"{launch.name} runs already")
         arena = self._arena_for(launch)
-        if arena is not None and launch.touch_arena:
+        if arena is not None and launch.touched_bytes:
             self._helper(f"{launch.name}/touch", None, None, lambda: _touch(launch, arena))
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         started = None if self._runs_in_a_fork(launch) else self._start(request["launch"], write_end, arena)
@@ -450,6 +450,6 @@ def _run_helper(work: Callable[[], None], write_end: int) -> NoReturn:
 
 
 def _touch(launch: Launch, arena: int) -> None:
-    """Make the kernel give the arena its pages now, charged to the rank's cgroup."""
+    """Make the kernel give the arena its first pages now, charged to the rank's cgroup."""
     child.enter_cgroups(launch.cgroup_procs)
-    os.posix_fallocate(arena, 0, launch.arena_bytes)
+    os.posix_fallocate(arena, 0, min(launch.touched_bytes, launch.arena_bytes))
