@@ -280,7 +280,9 @@ class Rotation:
         standing.launches = False
         standing.asked_at = 0.0
         self._note(standing)
-        log.info(
+        # a switch is news where the rows are others than before
+        log.log(
+            logging.DEBUG if position.version == former.version else logging.INFO,
             "row switched",
             extra={
                 "node_set": standing.number,

@@ -270,7 +270,8 @@ def _by_signals(report: Report, quantum: float, cycles: int, bound: bool) -> Non
 @contextmanager
 def _cluster(gpus: int, bound: bool, *master: str) -> Iterator[BenchCluster]:
     cores = min(GPU_CORES, CORES_SHARE * len(os.sched_getaffinity(0)) / gpus)
-    daemon = ("--virtual-gpu-cores", str(cores)) if bound else ()
+    # its log tells when rows are switched
+    daemon = ("--verbose", *(("--virtual-gpu-cores", str(cores)) if bound else ()))
     with BenchCluster(nodes=1, gpus=gpus, cores=2 * gpus, memory="64G", master=master, daemon=daemon) as cluster:
         (cluster.directory / "job.py").write_text(JOB)
         yield cluster

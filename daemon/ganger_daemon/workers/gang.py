@@ -212,7 +212,9 @@ class LocalGang:
             return
         was_running = self.wanted.intent is Intent.RUN
         same_stop = wanted.stop_sequence != 0 and wanted.stop_sequence == self.wanted.stop_sequence
-        log.info(
+        # turns change all day long
+        log.log(
+            logging.DEBUG if wanted.order.is_by_turn else logging.INFO,
             "order",
             extra={
                 "job": desired.job,
