@@ -355,6 +355,8 @@ def _array_ended(teller: _Teller, event: Happening) -> str:
 
 
 def _mode_changed(teller: _Teller, event: Happening) -> str:
+    if event.figures.get("of") == "0":
+        return f"{event.message}: there is no GPU now"
     return f"{event.message}: {event.figures.get('held', '?')} of {event.figures.get('of', '?')} GPUs are held"
 
 

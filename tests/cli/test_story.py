@@ -156,6 +156,7 @@ def test_time_in_turns_is_not_told_as_time_that_it_ran() -> None:
         ("gang_joined", {"epoch": "3", "node": "n1"},
          "another gang comes to its GPUs on n1, to share them at once by planner"),
         ("mode_changed", {"mode": "PACK", "held": "3", "of": "4"}, "gangs are packed: 3 of 4 GPUs are held"),
+        ("mode_changed", {"mode": "SPREAD", "held": "0", "of": "0"}, "gangs are packed: there is no GPU now"),
     ],
 )  # fmt: skip
 def test_a_change_says_in_words_what_it_is_for_and_what_it_gained(
