@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # On a busy machine an example's time says nothing about what it shows. A change is judged by the same examples each
 # time; new ones are looked for with `make explore`.
-settings.register_profile("ganger", deadline=None, print_blob=True, derandomize=True)
-settings.register_profile("explore", deadline=None, print_blob=True)
+_TIMELESS = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ganger", _TIMELESS, derandomize=True)
+settings.register_profile("explore", _TIMELESS)
 settings.load_profile("ganger")
 
 
