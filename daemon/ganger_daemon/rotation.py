@@ -222,6 +222,8 @@ class Rotation:
         others = [name for name in newest.members if name != self._host.node]
         if others:
             self._ask(standing, others, now)
+        if any(said is not None and said.blocked for said in standing.said.values()):
+            standing.ordered_at = now
         began = standing.started_at
         if any(said is None or not said.started for name, said in standing.said.items() if name in others):
             began = None
@@ -348,7 +350,12 @@ class Rotation:
             frozenset(gang.desired.epoch for gang in alive if gang.launched and gang.phase is Phase.RUNNING),
             standing.switch_seconds,
             frozenset(gang.desired.epoch for gang in alive if not gang.launched),
+            any(self._is_blocked(standing, gang) for gang in alive),
         )
+
+    def _is_blocked(self, standing: Standing, gang: LocalGang) -> bool:
+        in_turn = core.runs(standing.position, standing.active, gang.desired.epoch)
+        return in_turn and not _has_begun(gang) and bool(self._gangs.blocked_by(gang))
 
     def _members(self, standing: Standing) -> list[LocalGang]:
         epochs = standing.epochs
@@ -463,6 +470,7 @@ def state_to_wire(number: int, member: Member) -> peer_pb2.RowState:
         running_epochs=sorted(member.running),
         switch_seconds=member.switch_seconds,
         unstarted_epochs=sorted(member.unstarted),
+        blocked=member.blocked,
     )
 
 
@@ -475,4 +483,5 @@ def member_from_wire(message: peer_pb2.RowState) -> Member:
         frozenset(message.running_epochs),
         message.switch_seconds,
         frozenset(message.unstarted_epochs),
+        message.blocked,
     )

@@ -140,6 +140,8 @@ class DaemonTurns:
             standing.asked_at = now
             for name in others:
                 self._ask(standing, name)
+        if any(said is not None and said.blocked for said in standing.said.values()):
+            standing.ordered_at = now
         began = standing.started_at
         if any((said := standing.said.get(name)) is None or not said.started for name in others):
             began = None
@@ -229,7 +231,12 @@ class DaemonTurns:
             frozenset(one.order.epoch for one in alive),
             frozenset(one.order.epoch for one in running),
             unstarted=frozenset(one.order.epoch for one in alive if one.doing is Doing.WAITING),
+            blocked=any(self._is_blocked(standing, one) for one in alive),
         )
+
+    def _is_blocked(self, standing: Standing, ranks: Ranks) -> bool:
+        in_turn = core.runs(standing.position, standing.active, ranks.order.epoch)
+        return in_turn and not self._has_begun(ranks) and self.daemon.physics.is_blocked(ranks)
 
     @staticmethod
     def _wants_turns(ranks: Ranks) -> bool:

@@ -22,7 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 SWITCHES_PER_QUANTUM = 50.0
-# A row whose gangs do not step by then has its quantum all the same: their programs may take long to start.
+# A row whose gangs do not step by then, on devices that are free, has its quantum all the same: programs may take long
+# to start.
 START_SECONDS = 60.0
 NO_ROW = -1
 
@@ -75,7 +76,8 @@ class Position:
 @dataclass(frozen=True, slots=True)
 class Member:
     """What a member says: the order it obeys, the newest version it knows, whether all of the row's gangs there step,
-    and which gangs with a part there want turns, which step, and which were never started."""
+    which gangs with a part there want turns, which step, and which were never started, and whether one of the row waits
+    for devices that others still have."""
 
     position: Position
     known: int
@@ -84,6 +86,7 @@ class Member:
     running: frozenset[int] = frozenset()
     switch_seconds: float = 0.0
     unstarted: frozenset[int] = frozenset()
+    blocked: bool = False
 
 
 def runs(position: Position, matrix: Rows | None, epoch: int) -> bool:
@@ -113,8 +116,8 @@ def lead(
     started_seconds: float | None,
 ) -> Position | None:
     """The next order; None while there is nothing to order. `members`: what each of the newest matrix's said last, None
-    for who does not answer. `ordered_seconds`: since the last order, `started_seconds`: since its row stepped
-    everywhere."""
+    for who does not answer. `ordered_seconds`: since the last order, or since one of its row last waited for devices
+    that others had; `started_seconds`: since the row stepped everywhere."""
     newest = matrices[max(matrices)]
     heard = [members.get(name) for name in newest.members]
     said = [member for member in heard if member is not None]
@@ -133,7 +136,9 @@ def lead(
     own = alive.intersection(matrix.rows[position.row]) if 0 <= position.row < len(matrix.rows) else frozenset()
     switch_seconds = max([member.switch_seconds for member in said], default=0.0)
     if own:
-        if started_seconds is None and ordered_seconds < START_SECONDS:
+        # who leaves stops at its next boundary, whenever that is, or is pressed to: no turn is over before
+        waits = ordered_seconds < START_SECONDS or any(member.blocked for member in said)
+        if started_seconds is None and waits:
             return None
         counted = ordered_seconds if started_seconds is None or position.held_seconds else started_seconds
         elapsed = position.held_seconds + counted

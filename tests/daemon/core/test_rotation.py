@@ -151,6 +151,17 @@ def test_the_quantum_of_who_has_yet_to_start_begins_with_its_first_step_or_is_ov
     assert lead(first, rows, {"n1": starting}, START_SECONDS, None) is not None
 
 
+def test_the_turn_of_who_waits_for_a_long_mini_batch_of_another_is_not_over_before_it_began() -> None:
+    rows = {1: matrix((1,), (2,))}
+    first = alone(Position(), rows, {1, 2})
+    assert first is not None
+    waiting = Member(first, 1, False, frozenset({1, 2}), blocked=True)
+    assert lead(first, rows, {"n1": waiting}, 10 * START_SECONDS, None) is None
+    # the shell counts from when it waits no more
+    starting = replace(waiting, blocked=False)
+    assert lead(first, rows, {"n1": starting}, 0.1, None) is None
+
+
 def test_who_is_new_comes_next_and_then_the_rows_go_on_where_they_were() -> None:
     rows = {1: matrix((1,), (2,), (3,))}
     position = alone(Position(), rows, {1, 2, 3})

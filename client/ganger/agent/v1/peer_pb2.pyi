@@ -293,10 +293,13 @@ class RowState(google.protobuf.message.Message):
     RUNNING_EPOCHS_FIELD_NUMBER: builtins.int
     SWITCH_SECONDS_FIELD_NUMBER: builtins.int
     UNSTARTED_EPOCHS_FIELD_NUMBER: builtins.int
+    BLOCKED_FIELD_NUMBER: builtins.int
     known_version: builtins.int
     started: builtins.bool
     """Every gang of the row that has a part here runs."""
     switch_seconds: builtins.float
+    blocked: builtins.bool
+    """Somebody whose turn it is waits here for devices that others still have."""
     @property
     def order(self) -> Global___RowOrder:
         """The last order obeyed."""
@@ -321,10 +324,11 @@ class RowState(google.protobuf.message.Message):
         running_epochs: collections.abc.Iterable[builtins.int] | None = ...,
         switch_seconds: builtins.float = ...,
         unstarted_epochs: collections.abc.Iterable[builtins.int] | None = ...,
+        blocked: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["order", b"order"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["alive_epochs", b"alive_epochs", "known_version", b"known_version", "order", b"order", "running_epochs", b"running_epochs", "started", b"started", "switch_seconds", b"switch_seconds", "unstarted_epochs", b"unstarted_epochs"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["alive_epochs", b"alive_epochs", "blocked", b"blocked", "known_version", b"known_version", "order", b"order", "running_epochs", b"running_epochs", "started", b"started", "switch_seconds", b"switch_seconds", "unstarted_epochs", b"unstarted_epochs"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RowState: typing_extensions.TypeAlias = RowState
