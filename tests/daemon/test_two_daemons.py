@@ -159,6 +159,15 @@ def test_where_storage_is_full_for_one_rank_all_stay_and_go_on_and_can_be_asked_
     run(story)
 
 
+async def trains_on_the_first_of_two(made: Cluster, size: int = 1024) -> tuple[str, agent_pb2.DesiredGang]:
+    await asyncio.gather(made.daemon("n1"), made.daemon("n2"))
+    uid = str(uuid.uuid4())
+    gang = made.gang({"n1": [0]}, "n1", uid=uid, size=size)
+    await made.master.want("n1", gang)
+    await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+    return uid, gang
+
+
 async def move(
     made: Cluster, uid: str, source: str, target: str, gang: agent_pb2.DesiredGang, epoch: int, sequence: int
 ) -> tuple[agent_pb2.DesiredGang, int]:
@@ -186,11 +195,7 @@ async def move(
 
 def test_a_move_loses_no_step_and_changes_no_bit_of_state() -> None:
     async def story(made: Cluster) -> None:
-        await asyncio.gather(made.daemon("n1"), made.daemon("n2"))
-        uid = str(uuid.uuid4())
-        gang = made.gang({"n1": [0]}, "n1", uid=uid, pause=0.01, size=3 << 20)
-        await made.master.want("n1", gang)
-        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        uid, gang = await trains_on_the_first_of_two(made, 3 << 20)
         gang, there = await move(made, uid, "n1", "n2", gang, 2, 2)
         gang, back = await move(made, uid, "n2", "n1", gang, 3, 5)
         await made.master.want("n1", with_changes(gang, 9, intent=Intents.INTENT_STOP))
@@ -211,11 +216,7 @@ def test_a_move_loses_no_step_and_changes_no_bit_of_state() -> None:
 
 def test_a_launcher_started_for_others_in_place_of_a_dead_one_finds_the_state_of_who_was_there_before() -> None:
     async def story(made: Cluster) -> None:
-        await asyncio.gather(made.daemon("n1"), made.daemon("n2"))
-        uid = str(uuid.uuid4())
-        gang = made.gang({"n1": [0]}, "n1", uid=uid, pause=0.01, size=3 << 20)
-        await made.master.want("n1", gang)
-        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        uid, gang = await trains_on_the_first_of_two(made, 3 << 20)
         (path,) = (made.directory / "r-n1" / "launchers").glob("*.sock")
         with Launcher(str(path)) as launcher:
             os.kill(int(launcher.info()["pid"]), signal.SIGKILL)
@@ -230,11 +231,7 @@ def test_a_launcher_started_for_others_in_place_of_a_dead_one_finds_the_state_of
 
 def test_a_move_given_up_before_its_commit_leaves_the_source_running() -> None:
     async def story(made: Cluster) -> None:
-        await asyncio.gather(made.daemon("n1"), made.daemon("n2"))
-        uid = str(uuid.uuid4())
-        gang = made.gang({"n1": [0]}, "n1", uid=uid, pause=0.01)
-        await made.master.want("n1", gang)
-        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        uid, gang = await trains_on_the_first_of_two(made)
         restore = agent_pb2.Restore(parked=agent_pb2.ParkedState(epoch=1, members=[made.member("n1", [0])]))
         new = made.gang({"n2": [0]}, "n2", uid=uid, epoch=2, pause=0.01, intent=Intents.INTENT_PREPARE, restore=restore)
         await made.master.want("n2", new)

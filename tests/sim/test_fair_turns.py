@@ -148,13 +148,18 @@ def test_where_all_have_neighbours_alike_nobody_is_moved() -> None:
     assert jain([float(own) for own in steps.values()]) >= 0.99
 
 
-def test_a_node_is_emptied_of_those_who_take_turns_and_nobody_is_restarted() -> None:
-    drive = Shared(2)
-    drive.submit(9)
+def drained(nodes: int, jobs: int) -> Shared:
+    drive = Shared(nodes)
+    drive.submit(jobs)
     drive.cluster.run_for(3 * QUANTUM_S)
     drive.cluster.ask(DrainNode("n1", "a new fan"))
+    assert drive.cluster.run_until(lambda: not drive.cluster.state.gangs_on.get("n1"), 30 * QUANTUM_S)
+    return drive
+
+
+def test_a_node_is_emptied_of_those_who_take_turns_and_nobody_is_restarted() -> None:
+    drive = drained(nodes=2, jobs=9)
     state = drive.cluster.state
-    assert drive.cluster.run_until(lambda: not state.gangs_on.get("n1"), 30 * QUANTUM_S)
     assert sorted(state.jobs) == list(range(1, 10))
     assert all(state.gangs[job.epoch].nodes == ("n2",) for job in state.jobs.values())
     assert [job.preemptions + job.failures for job in state.jobs.values()] == [0] * 9
@@ -163,12 +168,8 @@ def test_a_node_is_emptied_of_those_who_take_turns_and_nobody_is_restarted() -> 
 
 
 def test_with_nowhere_to_go_who_takes_turns_is_saved_on_storage_and_goes_on_once_there_is_room() -> None:
-    drive = Shared(1)
-    drive.submit(6)
-    drive.cluster.run_for(3 * QUANTUM_S)
-    drive.cluster.ask(DrainNode("n1", "a new fan"))
+    drive = drained(nodes=1, jobs=6)
     state = drive.cluster.state
-    assert drive.cluster.run_until(lambda: not state.gangs_on.get("n1"), 10 * QUANTUM_S)
     saved = {number: job.checkpoint.step for number, job in state.jobs.items() if job.checkpoint is not None}
     assert sorted(saved) == list(range(1, 7))
     assert all(job.state is JobState.PENDING for job in state.jobs.values())
