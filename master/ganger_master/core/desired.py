@@ -98,6 +98,9 @@ def rows_on(state: State, node: str) -> tuple[DesiredRows, ...]:
 
 def refresh(state: State) -> list[str]:
     """Projects the nodes that were touched anew; those whose set differs from before, under one new version."""
+    if not state.tells:
+        state.dirty.wants.clear()
+        return []
     version = state.counters.desired_version + 1
     changed = []
     for name, added in state.dirty.wants.items():

@@ -34,10 +34,12 @@ _PENDING: Final = JobState.PENDING
 
 
 class State:
-    """See the module. `now` is the time of the restart: nodes count as answered then, so none is lost early."""
+    """See the module. `now` is the time of the restart: nodes count as answered then, so none is lost early. `tells`:
+    somebody stores it, reads its history or carries its orders out; who only asks what it decides pays for neither."""
 
-    def __init__(self, settings: Settings, now: float = 0.0) -> None:
+    def __init__(self, settings: Settings, now: float = 0.0, tells: bool = True) -> None:
         self.settings = settings
+        self.tells = tells
         self.policy = policy_named(settings.policy)
         self.started = now
         self.jobs: dict[int, Job] = {}
@@ -357,6 +359,8 @@ class State:
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
     def history(self, now: float, subject: str, kind: str, cause: str, message: str = "", **figures: object) -> None:
+        if not self.tells:
+            return
         sequence = self.counters.next_event
         self.counters.next_event += 1
         texts = {name: str(value) for name, value in figures.items()}
@@ -483,10 +487,14 @@ class State:
         return lost
 
     def _remove(self, key: tuple[str, str]) -> None:
+        if not self.tells:
+            return
         self._puts.pop(key, None)
         self._removes[key] = None
 
     def _put(self, key: tuple[str, str], element: Element) -> None:
+        if not self.tells:
+            return
         self._puts[key] = element
         self._removes.pop(key, None)
 

@@ -112,7 +112,8 @@ class _Replay:
             request_kept_seconds=0.0,
             finished_jobs_limit=1_000,
         )
-        self.state = State(self.settings, EPOCH_S)
+        # Modelled nodes look for themselves what their gangs are to do, and nothing is stored.
+        self.state = State(self.settings, EPOCH_S, tells=False)
         self.state.policy = self.policy
         self.work = Work(jobs.duration_s)
         self.nodes = Nodes(
@@ -166,10 +167,11 @@ class _Replay:
             self._expect(0)
 
     def run(self) -> None:
-        while self.ledger.ended < len(self.jobs) and self.clock.next_time() is not None:
+        count = len(self.jobs)
+        while self.ledger.ended < count and self.clock.next_time() is not None:
             self.events += self.clock.run_instant()
             self._settle()
-        stuck = len(self.jobs) - self.ledger.ended
+        stuck = count - self.ledger.ended
         assert not stuck, f"{stuck} jobs never ended"
 
     def send(self, command: Command) -> object:
@@ -297,7 +299,6 @@ class _Replay:
         self._happened = False
         now = self.clock.now
         effects = machine.finish(self.state, now)
-        self.state.take_changes()
         self.planning.told(effects.jobs)
         for number in effects.jobs:
             if number in self.state.jobs:
