@@ -71,8 +71,26 @@ def test_a_plan_that_finds_a_place_for_all_it_chose_is_the_last_of_its_instant(
     jobs, options = crowd(), Options(ideal=True, round_s=round_s)
     some = _Counted(jobs, policy, options)
     some.run()
-    with patch.object(Planning, "_leaves_nothing_to_do", lambda self, found: False):
+    with (
+        patch.object(Planning, "_leaves_nothing_to_do", lambda self, found: False),
+        patch.object(Planning, "_starts_nobody", lambda self: False),
+    ):
         every = _Counted(jobs, policy, options)
         every.run()
     assert some.told == every.told
     assert some.passes < 0.95 * every.passes, "many were passed over"
+
+
+@pytest.mark.parametrize("policy", ["fifo", "fifo-backfill"])
+def test_who_stops_nobody_makes_no_plan_while_who_may_go_next_is_too_large_for_what_is_free(policy: str) -> None:
+    jobs, options = crowd(), Options(ideal=True)
+    some = _Counted(jobs, policy, options)
+    some.run()
+    with patch.object(Planning, "_starts_nobody", lambda self: False):
+        every = _Counted(jobs, policy, options)
+        every.run()
+    assert some.told == every.told
+    assert some.passes < 0.7 * every.passes, "most of those in a crowd start nobody"
+    never_ended = pytest.raises(AssertionError, match="never ended")
+    with never_ended, patch.object(Planning, "_starts_nobody", lambda self: True):
+        _Counted(jobs, policy, options).run()

@@ -76,6 +76,10 @@ class Planning:
             self._order = replace(self._order, preempts=True)
         # What gangs have is not changed while they run.
         self._is_plain = policy.tuning is None and policy.tetris is None and not policy.resizes
+        # Any free GPUs serve, nobody is stopped, and time alone changes nothing.
+        does_more = self._order.preempts or self._order.learns or policy.shares
+        only_starts = options.ideal and self._is_plain and not does_more
+        self._only_starts = only_starts and self._order.next_change is None and self._order.with_history is None
         self.table = LiveTable(learns=self._order.learns or policy.tetris is not None)
         self._room = Room(state.view)
         self._capacity = Capacity(
@@ -147,7 +151,7 @@ class Planning:
             return False
         is_news, self._is_news = self._is_news, False
         looks = may_stop or self.sizing is not None or (self._policy.moves and not self._moves_nobody())
-        if not looks and self._is_vain():
+        if self._starts_nobody() if self._only_starts else not looks and self._is_vain():
             return False
         sizes = Sizes() if self.sizing is None else self.sizing.plan(())
         # Nobody need be stopped for GPUs that are on their way, and who finds room need not wait for a plan that stops
@@ -178,6 +182,15 @@ class Planning:
             return False
         jobs = self._state.jobs
         return all(change.kind == "START" and jobs[change.number].state is JobState.HOLDING for change in found.changes)
+
+    def _starts_nobody(self) -> bool:
+        """Whether a plan that can do no more than start somebody finds too few GPUs free, wherever they are."""
+        state = self._state
+        if not self._order.is_strict:
+            return not self.table.has_waiting or self.table.least_waiting_gpus > state.free_devices
+        # A strict order is that of submission, as the master's queue is.
+        first = next(iter(state.waiting), None)
+        return first is None or state.jobs[first].gpus > state.free_devices
 
     def _is_vain(self) -> bool:
         """Whether a plan that may stop nobody would start nobody either, and need not say when the next one is due."""
