@@ -44,6 +44,9 @@ _ALL_LEAN, _LEAN = 2.0, 0.5
 # The next neighbour but one counts for so much of the next one, and so on, up to so many places away.
 _NEARNESS, _REACH = 0.8, 16
 _WEIGHTS: Final[Floats] = _NEARNESS ** np.arange(_REACH, dtype=np.float64)
+# By places away less one, and by how many buckets, from the first one on, a neighbour counts for: what it adds to each.
+_ADDED: Final[Floats] = _WEIGHTS[:, None, None] * (np.arange(BUCKETS) < np.arange(BUCKETS + 1)[:, None])
+_PLACES: Final = np.arange(_REACH)
 # Of all places from the one furthest back to the one furthest on; a job is no neighbour of itself.
 _BESIDE: Final[Floats] = np.concatenate((_WEIGHTS[::-1], (0.0,), _WEIGHTS))
 # All indices are made anew once there is so much more news, by share; until then only where neighbours tell some.
@@ -95,16 +98,21 @@ class ServiceMemory:
         self._kind_of[slot], self._place[slot] = found, place
         self._bucket[slot], self._is_fresh[slot] = 0, False
         self._ended[slot], self._came[slot], self._beside[slot] = 0.0, 0.0, -1
+        came_to = []
         for distance, bucket in enumerate(reversed(found.ended)):
-            weight = _WEIGHTS[distance]
             other = found.slots.get(place - 1 - distance)
             if bucket >= 0:
-                self._ended[slot, bucket] += weight
-                self._came[slot, : bucket + 1] += weight
+                self._ended[slot, bucket] += _WEIGHTS[distance]
+                came_to.append(bucket + 1)
             elif other is not None:
-                self._came[slot, : self._bucket[other]] += weight
+                came_to.append(self._bucket[other])
                 self._beside[slot, _REACH - 1 - distance] = other
                 self._beside[other, _REACH + 1 + distance] = slot
+            else:
+                came_to.append(0)
+        if came_to:
+            # Row by row, so that sums are those of one neighbour after the other.
+            self._came[slot] = np.add.reduce(_ADDED[_PLACES[: len(came_to)], came_to])
         found.slots[place] = slot
         found.ended.append(-1)
 
@@ -116,9 +124,10 @@ class ServiceMemory:
         kind, place = self._kind_of[slot], self._place[slot]
         assert kind is not None, f"slot {slot} is free"
         near, weights = self._neighbours(slot)
-        self._ended[near, bucket] += weights
-        self._came[near, bucket] += weights
-        self._is_fresh[near] = False
+        if len(near):
+            self._ended[near, bucket] += weights
+            self._came[near, bucket] += weights
+            self._is_fresh[near] = False
         self._all_ended[bucket] += 1.0
         self._all_came[bucket] += 1.0
         self._news += 1
@@ -133,9 +142,11 @@ class ServiceMemory:
         assert kind is not None, f"slot {slot} is free"
         del kind.slots[self._place[slot]]
         self._kind_of[slot] = None
-        at = np.flatnonzero(self._beside[slot] >= 0)
-        # Who is so far on from it has it as far back.
-        self._beside[self._beside[slot, at], len(_BESIDE) - 1 - at] = -1
+        beside = self._beside[slot]
+        at = (beside >= 0).nonzero()[0]
+        if len(at):
+            # Who is so far on from it has it as far back.
+            self._beside[beside[at], len(_BESIDE) - 1 - at] = -1
 
     def index(self, slots: Integers, ran_s: Floats) -> Floats:
         """Gittins's index of the jobs in these slots, which have run so long, in 1 / seconds."""
@@ -178,8 +189,9 @@ class ServiceMemory:
             return
         assert self._kind_of[slot] is not None, f"slot {slot} is free"
         near, weights = self._neighbours(slot)
-        self._came[near, begun:bucket] += weights[:, None]
-        self._is_fresh[near] = False
+        if len(near):
+            self._came[near, begun:bucket] += weights[:, None]
+            self._is_fresh[near] = False
         self._all_came[begun:bucket] += 1.0
         self._news += bucket - begun
         self._bucket[slot], self._is_fresh[slot] = bucket, False
