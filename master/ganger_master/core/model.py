@@ -197,11 +197,14 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def gpus(self) -> int:
-        return sum(role.tasks * role.shape.gpus for role in self.roles)
+        # Asked for all the time, and most jobs have one role.
+        if len(self.roles) == 1:
+            return self.roles[0].tasks * self.roles[0].shape.gpus
+        return sum([role.tasks * role.shape.gpus for role in self.roles])
 
     @property
     def tasks(self) -> int:
-        return sum(role.tasks for role in self.roles)
+        return sum([role.tasks for role in self.roles])
 
     @property
     def is_elastic(self) -> bool:

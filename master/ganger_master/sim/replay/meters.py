@@ -39,7 +39,8 @@ class Meters:
             return
         self._next_look = now + self._every
         self._cores.record(now, (self._millicores - sum(map(sum, state.view.millicores))) / 1000)
-        self._fragmented.record(now, _fragmented(state.view, self._demand))
+        # What is not free nobody can use, as in a crowd most of the time.
+        self._fragmented.record(now, _fragmented(state.view, self._demand) if any(state.view.free) else 0.0)
 
     def series(self, end: float) -> dict[str, StepSeries]:
         return {
