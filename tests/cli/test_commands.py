@@ -610,7 +610,8 @@ def test_top_draws_rows_of_turns_and_the_last_changes(call: Call, master: Canned
     node_set.quantum.FromSeconds(60)
     node_set.level = job_pb2.SUSPEND_LEVEL_OFFLOAD
     node_set.rows.add(jobs=["jobs/1", "jobs/9"])
-    node_set.rows.add(jobs=["jobs/4"])
+    # it moves from one GPU of the row to another
+    node_set.rows.add(jobs=["jobs/4", "jobs/4"])
     told = (("gang_running", {}), ("move_begun", {"goal": "HOLE", "nodes": "n2"}), ("change_kept", {"gain": "1.42"}))
     master.events = [
         job_pb2.Event(

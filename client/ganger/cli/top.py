@@ -225,7 +225,8 @@ def _turn_rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
                     f"1 of {len(node_set.rows)}",
                     format_duration(times.seconds(node_set.quantum)),
                     job_lines.level_text(node_set.level),
-                    " ".join(number(job) for job in row.jobs),
+                    # a job that moves is in it twice
+                    " ".join(number(job) for job in dict.fromkeys(row.jobs)),
                 )
             )
     return rows
