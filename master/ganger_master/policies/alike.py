@@ -11,8 +11,14 @@ from numpy.typing import NDArray
 
 # Bit i: the node in slot i of the view.
 Slots: TypeAlias = int
-# So many nodes are put into an integer one by one.
+# Entries for which there is room at first.
 _FEW: Final = 32
+# So many nodes are added up, and so many more put into bytes, one by one.
+_TWO: Final = 2
+_SOME: Final = 128
+# Of large integers this part is looked at by itself: each step through the whole moves all of it.
+_WORD_BITS: Final = 64
+_WORD: Final = (1 << _WORD_BITS) - 1
 
 
 class Family:
@@ -143,8 +149,13 @@ class Entries:
 
 def together(slots: Sequence[int], size: int) -> Slots:
     """Slots below `size` as one integer."""
-    if len(slots) <= _FEW:
+    if len(slots) <= _TWO:
         return sum([1 << slot for slot in slots])
+    if len(slots) <= _SOME:
+        some = bytearray(size // 8 + 1)
+        for slot in slots:
+            some[slot >> 3] |= 1 << (slot & 7)
+        return int.from_bytes(some, "little")
     flags = np.zeros(size, np.bool_)
     flags[np.asarray(slots)] = True
     return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
@@ -152,10 +163,18 @@ def together(slots: Sequence[int], size: int) -> Slots:
 
 def each(slots: Slots) -> Iterator[int]:
     """Ascending."""
+    at = 0
     while slots:
-        lowest = slots & -slots
-        yield lowest.bit_length() - 1
-        slots ^= lowest
+        empty = (slots & -slots).bit_length() - 1
+        slots >>= empty
+        at += empty
+        word = slots & _WORD
+        while word:
+            lowest = word & -word
+            yield at + lowest.bit_length() - 1
+            word ^= lowest
+        slots >>= _WORD_BITS
+        at += _WORD_BITS
 
 
 def each_from_last(slots: Slots) -> Iterator[int]:

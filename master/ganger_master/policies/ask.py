@@ -33,6 +33,10 @@ class Answers(dict[K, T]):
         return found
 
 
+# Entries for which there is room at first, and so many that are asked about one by one.
+_FIRST_ROOM, _FEW = 64, 8
+
+
 class TaskKind(NamedTuple):
     task: TaskShape
     device_type: str
@@ -49,13 +53,22 @@ class TaskRoom:
         self._needs: dict[Topology, Needs] = {}
         self.of: Answers[Alike, int] = Answers(self._room)
         # By number of the entry of the index.
-        self._known = np.zeros(1, np.int64)
+        self._known, self._count = np.zeros(1, np.int64), 1
 
     def by_number(self, entries: Entries) -> NDArray[np.int64]:
         """Of all entries; 0 for none. Not to be written to."""
-        if len(self._known) <= len(entries.alikes):
-            self._known = np.concatenate((self._known, self._of_all(entries, len(self._known))))
-        return self._known
+        known, count = self._known, len(entries.alikes) + 1
+        if self._count < count:
+            if len(known) < count:
+                known = self._known = np.concatenate((known, np.zeros(max(count, _FIRST_ROOM), np.int64)))
+            # Most times few are new, and each column has a price of its own.
+            known[self._count : count] = (
+                [self.of[alike] for alike in entries.alikes[self._count - 1 :]]
+                if count - self._count <= _FEW
+                else self._of_all(entries, self._count)
+            )
+            self._count = count
+        return known[:count]
 
     def _of_all(self, entries: Entries, first: int) -> NDArray[np.int64]:
         """From that number on."""

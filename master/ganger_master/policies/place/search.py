@@ -24,6 +24,7 @@ from ganger_master.policies.alike import Alike, Family, Slots, each, each_from_l
 from ganger_master.policies.ask import Ask
 from ganger_master.policies.place.placement import Claims
 from ganger_master.policies.room import Room
+from ganger_master.policies.tally import Tally
 
 # Smaller is better. One question must be one function, since answers are remembered by it.
 Key: TypeAlias = Callable[[Alike, Ask], Any]
@@ -133,11 +134,12 @@ def over_nodes(room: Room, ask: Ask, widest: Level, spread: Spread) -> Claims | 
     """The gang over several nodes, of one rack if one has room and the gang's closeness matters."""
     if ask.shape.nodes == 1 or ask.tasks <= 1 or ask.gpus > room.free_devices:
         return None
+    tallies = [room.tally(ask, role) for role in ask.by_weight]
     for level in _LEVELS:
         if level > widest or (level < widest and not spread.closest_first):
             continue
         most = None if level is Level.CLUSTER else spread.most_spans
-        for number in fitting_spans(room, ask, level, spread.closest_first)[:most]:
+        for number in _fitting(tallies, ask, level, spread.closest_first)[:most]:
             for accepts in spread.tries:
                 claims = _fill(room, ask, level, number, spread, accepts)
                 if claims is not None:
@@ -147,15 +149,20 @@ def over_nodes(room: Room, ask: Ask, widest: Level, spread: Spread) -> Claims | 
 
 def fitting_spans(room: Room, ask: Ask, level: Level, tightest_first: bool) -> Sequence[int]:
     """Racks (fabrics, the cluster) with room for every role."""
-    totals = [room.tally(ask, role).totals(level) for role in ask.by_weight]
+    return _fitting([room.tally(ask, role) for role in ask.by_weight], ask, level, tightest_first)
+
+
+def _fitting(tallies: Sequence[Tally], ask: Ask, level: Level, tightest_first: bool) -> Sequence[int]:
+    """By the tallies of the roles, as `Ask.by_weight` has them."""
+    totals = [tally.totals(level) for tally in tallies]
     enough = totals[0] >= ask.everything[ask.by_weight[0]]
     tightness = totals[0]
     for role, total in zip(ask.by_weight[1:], totals[1:], strict=True):
         enough &= total >= ask.everything[role]
         tightness = tightness + total
-    numbers = np.flatnonzero(enough)
+    numbers = enough.nonzero()[0]
     if tightest_first and len(numbers) > 1:
-        numbers = numbers[np.argsort(tightness[numbers], kind="stable")]
+        numbers = numbers[tightness[numbers].argsort(kind="stable")]
     return numbers.tolist()
 
 
