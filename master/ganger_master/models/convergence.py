@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares, nnls
-from scipy.stats import f as f_distribution
 
 from ganger_master.models.accuracy import Floats
 
@@ -139,6 +137,8 @@ def fit_convergence(points: Iterable[LossPoint]) -> ConvergenceModel | None:
     best, cost, kept, found = _robust(x, y)
     freedom = max(1, int(kept.sum()) - _NUMBERS)
     noise = max(cost / freedom, _NOISE**2)
+    from scipy.stats import f as f_distribution
+
     width = float(f_distribution.ppf(_CONFIDENCE, 1, freedom))
     plausible = [curve for curve, found_cost in found if found_cost <= cost + noise * width]
     axes = _axes(x[kept], best, math.sqrt(noise * width))
@@ -275,6 +275,8 @@ def _axes(x: Floats, curve: Curve, radius: float) -> list[tuple[Curve, Curve]]:
 
 def _rest(x: Floats, y: Floats, floor: float) -> tuple[Curve, float]:
     """b0 and b1 for one b2, and the squared error in loss space."""
+    from scipy.optimize import nnls
+
     above = y - floor
     weights = above**2
     (b0, b1), _ = nnls(np.stack([x, np.ones_like(x)], axis=1) * weights[:, None], above)
@@ -285,6 +287,8 @@ def _rest(x: Floats, y: Floats, floor: float) -> tuple[Curve, float]:
 
 def _polished(x: Floats, y: Floats, start: Curve, cost: float) -> tuple[Curve, float]:
     """The grid's best, moved to the exact least squares in loss space (the weights are right only near it)."""
+    from scipy.optimize import least_squares
+
     if not math.isfinite(start.b1) or start.b1 <= 0.0 or len(x) <= _NUMBERS:
         return start, cost
     bounds = ([0.0, _LEAST_DENOMINATOR, 0.0], [np.inf, np.inf, max(float(y.min()), 1e-12)])

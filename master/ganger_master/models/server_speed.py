@@ -20,7 +20,6 @@ from enum import Enum
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.optimize import nnls
 
 from ganger_master.models.accuracy import NOT_FITTED, FitError, Floats, fit_error, is_usable, left_out_error
 
@@ -130,5 +129,7 @@ def _solve(points: Sequence[ServerPoint], mode: Mode, batch: float) -> tuple[flo
     scale = 1.0 / np.exp(np.mean(np.log(rows), axis=0))
     wish = np.array(_PRIOR_SHARE[mode])
     matrix = np.vstack([rows * scale, _PRIOR_TRUST * np.eye(len(scale))])
+    from scipy.optimize import nnls
+
     solution, _ = nnls(matrix, np.concatenate([np.ones(len(points)), _PRIOR_TRUST * wish]))
     return tuple(float(value) for value in solution * scale)
