@@ -4,8 +4,8 @@ Only while more is wanted than there is, and only of gangs that were measured al
 them first (`planner.leaving`). A guest moves to its host's devices
 and both are given half of the cores; once their rates together tell, the pack is kept or undone
 (`introspect.packing`), and it is watched as long as it lasts. Who has to go is parked, and takes turns again. What was
-measured is said with every change, for the history of the jobs. What the pass remembers is a value; lost, packs that
-there are come apart, for nobody could tell any more whether they pay.
+measured is said with every change, for the history of the jobs. What the pass remembers is a value, and outlives its
+process (`planner.memory`); where it is lost all the same, packs that there are come apart, to be tried anew.
 """
 
 from __future__ import annotations
@@ -223,15 +223,14 @@ def parking(job: Job, gang: Gang, purpose: Purpose) -> Change:
 
 
 def _strangers(running: Mapping[int, tuple[Job, Gang]], busy: Collection[int], seen: Seen) -> Iterator[Change]:
-    """Who shares devices, and nobody knows how it did alone: whoever came last has to go."""
+    """Who shares devices, and nobody knows for what: whoever came last has to go."""
     for number, (job, gang) in running.items():
         mates = seen.beside(number)
         if not mates or number in busy or not mates.isdisjoint(busy) or not is_settled(job, gang):
             continue
         epochs = [running[mate][1].epoch for mate in mates if mate in running]
-        is_known = all(seen.alone(one) for one in (number, *mates))
-        if not is_known and gang.epoch > max(epochs, default=0):
-            detail = "nobody knows any more how fast those who share it were alone"
+        if gang.epoch > max(epochs, default=0):
+            detail = "nobody knows any more what the pack that it is in was to bring"
             yield parking(job, gang, Purpose(Goal.UNPACK, detail=detail))
 
 
