@@ -24,6 +24,20 @@ from msgspec.structs import replace
 PACE = Pace(warm_s=30.0, settle_s=5.0, window_s=2.0, window_steps=5)
 
 
+def job(number: int, epoch: int = 0, create_time: float = 1.0) -> Job:
+    return Job(number, "", "", JobSpec(("x",), ()), create_time, epoch=epoch)
+
+
+def running(
+    number: int, mask: int, epoch: int = 1, cores: int = 4_000, intent: Intent = Intent.RUN
+) -> tuple[Job, Gang]:
+    claim = Claim("n1", mask, (cores,), 1)
+    gang = Gang(
+        epoch, number, GangRole.ACTIVE, GangPhase.RUNNING, (Piece(claim, claim),), Level.NODE, 1.0, intent=intent
+    )
+    return replace(job(number, epoch), state=JobState.HOLDING, running_since=1.0), gang
+
+
 class Seen(Together):
     """Jobs that step at given rates, looked at every second."""
 
@@ -42,16 +56,10 @@ class Seen(Together):
         self.rates[number] = 0.0
 
     def say(self, number: int, mask: int, epoch: int, cores: int, intent: Intent) -> None:
-        claim = Claim("n1", mask, (cores,), 1)
-        gang = Gang(
-            epoch, number, GangRole.ACTIVE, GangPhase.RUNNING, (Piece(claim, claim),), Level.NODE, 1.0, intent=intent
-        )
-        job = Job(number, "", "", JobSpec(("x",), ()), 1.0, state=JobState.HOLDING, epoch=epoch, running_since=1.0)
-        self.put(job, gang, 7, self.now)
+        self.put(*running(number, mask, epoch, cores, intent), 7, self.now)
 
     def ends(self, number: int) -> None:
-        job = Job(number, "", "", JobSpec(("x",), ()), 1.0, state=JobState.SUCCEEDED)
-        self.put(job, None, 7, self.now)
+        self.put(replace(job(number), state=JobState.SUCCEEDED), None, 7, self.now)
         del self.rates[number]
 
     def go_on(self, seconds: float, use: float | None = None) -> None:

@@ -6,9 +6,9 @@ all the time; of two that are far apart the steps between them count, as long ea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 # Between two reports of who steps all the time, at most.
 _STEADY_S: Final = 2.5
@@ -22,6 +22,9 @@ class _Known:
     time_s: float
     step_s: float = float("inf")
     received_s: float = 0.0
+
+
+Remembered: TypeAlias = Mapping[int, _Known]
 
 
 class Attained:
@@ -54,6 +57,15 @@ class Attained:
         """Forgets all others."""
         for number in [number for number in self._jobs if not is_live(number)]:
             del self._jobs[number]
+
+    @property
+    def remembered(self) -> Remembered:
+        """For one that goes on from there."""
+        return self._jobs
+
+    def recall(self, remembered: Remembered) -> None:
+        """What one before this remembered."""
+        self._jobs = dict(remembered)
 
     @property
     def received_s(self) -> dict[int, float]:

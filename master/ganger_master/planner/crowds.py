@@ -20,6 +20,8 @@ _MOST_LOADS: Final = 16
 # Node and number of a device.
 Place: TypeAlias = frozenset[tuple[str, int]]
 Rates: TypeAlias = Mapping[int, tuple[float, ...]]
+# Millicores and devices of a job; None: it does not run.
+Like: TypeAlias = tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +29,14 @@ class _Job:
     """`like`: what its rates hang on beside the load; others make them void. `since_s`: from when on reports count."""
 
     place: Place
-    like: object
+    like: Like
     load: int = 0
     since_s: float = 0.0
     windows: Windows = field(default_factory=Windows)
     rates: Rates = field(default_factory=dict)
+
+
+Remembered: TypeAlias = Mapping[int, _Job]
 
 
 class Crowds:
@@ -43,7 +48,7 @@ class Crowds:
         self._jobs: dict[int, _Job] = {}
         self._on: dict[str, dict[int, int]] = {}
 
-    def put(self, number: int, place: Place, like: object, since_s: float, now: float) -> None:
+    def put(self, number: int, place: Place, like: Like, since_s: float, now: float) -> None:
         """A job runs there, measured from then on; nowhere: it does not run."""
         old = self._jobs.get(number, _Job(frozenset(), like))
         rates = old.rates if old.like == like else {}
@@ -89,6 +94,19 @@ class Crowds:
         """Steps a second, window by window, by load."""
         job = self._jobs.get(number)
         return {} if job is None else job.rates
+
+    @property
+    def remembered(self) -> Remembered:
+        """For one that goes on from there."""
+        return self._jobs
+
+    def recall(self, remembered: Remembered) -> None:
+        """What one before this remembered."""
+        self._jobs, self._on = dict(remembered), {}
+        for number, job in self._jobs.items():
+            for node, _ in job.place:
+                on = self._on.setdefault(node, {})
+                on[number] = on.get(number, 0) + 1
 
     def _look_around(self, numbers: Iterable[int], now: float) -> None:
         for number in numbers:

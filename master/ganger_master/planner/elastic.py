@@ -63,7 +63,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Growing:
-    """What is remembered from one pass to the next. Nothing but time is lost with it."""
+    """What is remembered from one pass to the next. Lost, who is on trial keeps its size."""
 
     # Since when devices are free, by node, of nodes where somebody might grow.
     idle: Mapping[str, Mapping[int, float]] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 from ganger_master.core.model import Gang, Job
 from ganger_master.models.convergence import LossPoint
@@ -52,6 +52,9 @@ class _Known:
     pass_steps: float = 0.0
 
 
+Remembered: TypeAlias = Mapping[int, _Known]
+
+
 class Foreseen:
     """By job number; one writer. Lost, it is measured again."""
 
@@ -83,6 +86,15 @@ class Foreseen:
         for number in [number for number in self._jobs if not is_live(number)]:
             self.forget(number)
         self._fits.keep(is_live)
+
+    @property
+    def remembered(self) -> Remembered:
+        """For one that goes on from there; what was fitted to it is fitted anew."""
+        return self._jobs
+
+    def recall(self, remembered: Remembered) -> None:
+        """What one before this remembered."""
+        self._jobs = dict(remembered)
 
     def losses(self, number: int) -> Sequence[LossPoint]:
         """What there is to fit."""

@@ -8,7 +8,7 @@ All of it may be lost at any time: it is measured again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -50,6 +50,14 @@ class _Seen:
     windows: Windows = _NO_WINDOWS
     trial: Trial | None = None
     tried_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """By number, and the points of ended series by signature."""
+
+    jobs: Mapping[int, _Seen] = field(default_factory=dict)
+    series: Mapping[int, tuple[CpuPoint, ...]] = field(default_factory=dict)
 
 
 class Measured:
@@ -118,6 +126,16 @@ class Measured:
                 self._jobs[number] = replace(seen, trial=trial)
                 busy.update(seen.nodes)
         return self._is_stale or before != self.trials
+
+    @property
+    def remembered(self) -> Remembered:
+        """For one that goes on from there."""
+        return Remembered(self._jobs, self._series)
+
+    def recall(self, remembered: Remembered) -> None:
+        """What one before this remembered."""
+        self._jobs, self._series = dict(remembered.jobs), dict(remembered.series)
+        self._is_stale = True
 
     @property
     def trials(self) -> dict[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from ganger_master.core.model import Gang, Intent, Job, JobState
 from ganger_master.planner.trials import Pace
@@ -18,6 +19,9 @@ class _Seen:
     since_s: float = 0.0
     windows: Windows = field(default_factory=Windows)
     rates: Mapping[int, float] = field(default_factory=dict)
+
+
+Remembered: TypeAlias = Mapping[int, _Seen]
 
 
 class Speeds:
@@ -61,6 +65,15 @@ class Speeds:
             rates = {**rates, seen.running[1]: windows.rate}
         self._jobs[number] = replace(seen, windows=windows, rates=rates)
         return is_full
+
+    @property
+    def remembered(self) -> Remembered:
+        """For one that goes on from there."""
+        return self._jobs
+
+    def recall(self, remembered: Remembered) -> None:
+        """What one before this remembered."""
+        self._jobs = dict(remembered)
 
     def windows(self, number: int) -> tuple[float, ...]:
         """Of the last full windows of its present stretch, oldest first."""

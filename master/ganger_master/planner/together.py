@@ -8,13 +8,14 @@ measured again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Final, TypeAlias
 
 from ganger.resources.topology import bits
 
 from ganger_master.core.model import Gang, Intent, Job, JobState
+from ganger_master.planner import crowds
 from ganger_master.planner.crowds import Crowds
 from ganger_master.planner.trials import Pace
 from ganger_master.planner.windows import Look, Windows
@@ -73,6 +74,19 @@ class _Seen:
     since_s: float = float("inf")
     windows: Windows = _NO_WINDOWS
     alone: _Alone = _Alone()
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """By number."""
+
+    jobs: Mapping[int, _Seen] = field(default_factory=dict)
+    crowds: crowds.Remembered = field(default_factory=dict)
+
+    def create_time(self, number: int) -> float | None:
+        """Of the job that had this number; None if nothing is known of any."""
+        seen = self.jobs.get(number)
+        return None if seen is None else seen.create_time
 
 
 class Together:
@@ -163,7 +177,20 @@ class Together:
             seen = replace(seen, alone=seen.alone.after(seen.epoch, seen.millicores, windows.rates[-1]))
         self._jobs[number] = seen
 
+    def recall(self, remembered: Remembered) -> None:
+        """What one before this remembered."""
+        self._jobs, self._on = dict(remembered.jobs), {}
+        for number, seen in self._jobs.items():
+            for device in seen.place:
+                self._on.setdefault(device, set()).add(number)
+        self._crowds.recall(remembered.crowds)
+
     # -- what was seen -------------------------------------------------------------------------------------------------
+
+    @property
+    def remembered(self) -> Remembered:
+        """For one that goes on from there."""
+        return Remembered(self._jobs, self._crowds.remembered)
 
     def alone(self, number: int) -> tuple[float, ...]:
         seen = self._jobs.get(number)

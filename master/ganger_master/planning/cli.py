@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 
@@ -14,9 +16,22 @@ def planner() -> None:
 @click.option("--master", "--state-dir", "master", help="State directory of the master, or its address.")
 @click.option("--policy", default="", metavar="NAME", help="Default: the master's.")
 @click.option("--plan-every", default="", metavar="TIME", help="Least time between two plans that stop who runs.")
+@click.option(
+    "--note",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Keeps there what it remembers, for when it is started anew.",
+)
 @click.option("--until-stdin-closes", is_flag=True, help="End when standard input closes.")
 @click.pass_context
-def run(context: click.Context, master: str | None, policy: str, plan_every: str, until_stdin_closes: bool) -> None:
+def run(
+    context: click.Context,
+    master: str | None,
+    policy: str,
+    plan_every: str,
+    note: Path | None,
+    until_stdin_closes: bool,
+) -> None:
     """Place jobs and stop them for others until told to stop.
 
     A master whose policy needs a planner starts one itself, unless told not to (--no-planner).
@@ -37,7 +52,7 @@ def run(context: click.Context, master: str | None, policy: str, plan_every: str
         raise click.UsageError(f"--plan-every: {error}") from error
     logs.set_up("info")
     where = master or context.find_root().obj
-    work = Planner(lambda: find_endpoint(where), policy=policy, plan_every_s=seconds)
+    work = Planner(lambda: find_endpoint(where), policy=policy, plan_every_s=seconds, note=note)
     try:
         asyncio.run(until_stopped(work.run(), until_stdin_closes))
     except NoPlannerError as error:

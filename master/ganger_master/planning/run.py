@@ -1,7 +1,8 @@
 """The planner: plans on news and when its pace says so, proposes, and hears what became of it.
 
 It comes back when the master does. It calls nothing that the public API lacks and keeps nothing that it could not find
-out again: killed at any instant it is started anew and goes on from what the master tells it.
+out again: killed at any instant it is started anew and goes on from what the master tells it, and from its note of what
+it remembered (`planning.note`), if it has one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import inf, isfinite, nan
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -30,10 +32,10 @@ from ganger_master.core.model import SuspendLevel
 from ganger_master.core.purpose import Finding
 from ganger_master.planner import trials
 from ganger_master.planner.acting import Moving, Terms
-from ganger_master.planner.attained import Attained
 from ganger_master.planner.elastic import Growing, Sizes, plan_sizes, with_sizes
 from ganger_master.planner.in_place import NOTHING_UNDER_WAY
-from ganger_master.planner.measured import Measured
+from ganger_master.planner.measurements import Heard, Measurements
+from ganger_master.planner.memory import Memory
 from ganger_master.planner.moves import plan_moves
 from ganger_master.planner.pace import Pace
 from ganger_master.planner.parts import parts_of
@@ -41,18 +43,13 @@ from ganger_master.planner.passes import plan_by
 from ganger_master.planner.refused import NOBODY, KeptOut, Refused
 from ganger_master.planner.shared import NOTHING as NOTHING_SHARED
 from ganger_master.planner.shared import plan_shared
-from ganger_master.planner.speeds import Speeds
 from ganger_master.planner.target import Pass
-from ganger_master.planner.together import Together
 from ganger_master.planning.live import Live
+from ganger_master.planning.note import Note
 from ganger_master.policies import Places, Policy, live_policy_named
 from ganger_master.policies.introspect.elastic import IDLE_S
 from ganger_master.policies.introspect.slicing import QUANTUM_S
-from ganger_master.policies.optimus_belief import nothing_believed
 from ganger_master.rpc.plan_messages import change_to_wire, finding_to_wire, promise_to_wire
-
-if TYPE_CHECKING:
-    from ganger_master.planner.foreseen import Foreseen
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +72,9 @@ _QUANTUM_MARGIN: Final = 1.5
 _QUANTUM_BELIEVED_SECONDS: Final = 60.0
 # A stop with a checkpoint and a start, for who cannot have another size where it is: nobody measures that.
 _RESTART_SECONDS: Final = 30.0
+# What is measured is noted so often; what was decided at once. Notes take a fiftieth of a core at most.
+_NOTE_SECONDS: Final = 10.0
+_NOTE_REST: Final = 50.0
 
 
 class NoPlannerError(ValueError):
@@ -83,7 +83,7 @@ class NoPlannerError(ValueError):
 
 class Planner:
     """Plans for the master that `find` finds, asked at every connection. `policy` and `plan_every_s` are the master's
-    own unless given."""
+    own unless given. `note`: the file for what is remembered; None: a planner that is started anew knows nothing."""
 
     def __init__(
         self,
@@ -92,6 +92,7 @@ class Planner:
         policy: str = "",
         plan_every_s: float | None = None,
         trial_pace: trials.Pace = _TRIAL_PACE,
+        note: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._find = find
@@ -100,15 +101,14 @@ class Planner:
         self._clock = clock
         self._trial_pace = trial_pace
         # Kept when the connection is not: it takes time to measure.
-        self._measured = Measured(trial_pace)
-        self._together = Together(trial_pace)
-        self._attained = Attained()
+        self._seen = Measurements(trial_pace)
         self._shared = NOTHING_SHARED
         self._moving = Moving()
-        self._speeds, self._growing = Speeds(trial_pace), Growing()
-        # None: the policy weighs no sizes. Its fits need SciPy, for which no other one is to wait.
-        self._foreseen: Foreseen | None = None
+        self._growing = Growing()
         self._resizing = NOTHING_UNDER_WAY
+        self._noting, self._has_recalled = Note(note), False
+        # Something was, since it was noted last.
+        self._decided = asyncio.Event()
         self._start_over()
 
     def _start_over(self) -> None:
@@ -135,6 +135,11 @@ class Planner:
                 log.info("master is away", extra={"reason": _why(error)})
             except TimeoutError:
                 log.warning("what was approved was not told of: asking for everything anew")
+            except NoPlannerError:
+                raise
+            except Exception:
+                self._noting.forget()
+                raise
             attempt = 0 if loop.time() - started > _HEALTHY_SECONDS else attempt + 1
             await asyncio.sleep(_BACKOFF_SECONDS[min(attempt, len(_BACKOFF_SECONDS) - 1)])
 
@@ -143,34 +148,30 @@ class Planner:
         async with open_aio_channel(self._find()) as channel:
             scheduling: Any = scheduling_pb2_grpc.SchedulingServiceStub(channel)
             await first_end(
-                [self._watch(scheduling), self._plan_for_ever(scheduling), self._measure_for_ever(scheduling)]
+                [
+                    self._watch(scheduling),
+                    self._plan_for_ever(scheduling),
+                    self._measure_for_ever(scheduling),
+                    self._note_for_ever(),
+                ]
             )
 
     async def _watch(self, scheduling: Any) -> None:
-        live, measured, together, is_first = self._live, self._measured, self._together, True
+        live, seen, is_first = self._live, self._seen, True
         async for delta in scheduling.WatchCluster(scheduling_pb2.WatchClusterRequest()):
-            for number in live.apply(delta):
+            changed = live.apply(delta)
+            if live.told and not self._has_recalled:
+                self._recall()
+            for number in changed:
                 self._refused.forget(number)
                 found = live.table.get(number)
                 if found is None:
-                    measured.forget(number)
-                    together.forget(number, live.now)
-                    self._attained.forget(number)
-                    self._speeds.forget(number)
-                    if self._foreseen is not None:
-                        self._foreseen.forget(number)
+                    seen.forget(number, live.now)
                 else:
-                    measured.put(*found, live.signature(number), live.now)
-                    together.put(*found, live.signature(number), live.now)
-                    self._speeds.put(*found, live.now)
+                    seen.put(*found, live.signature(number), live.now)
             if not delta.continues:
                 if is_first:
-                    measured.keep(lambda number: live.table.get(number) is not None)
-                    together.keep(lambda number: live.table.get(number) is not None, live.now)
-                    self._attained.keep(lambda number: live.table.get(number) is not None)
-                    self._speeds.keep(lambda number: live.table.get(number) is not None)
-                    if self._foreseen is not None:
-                        self._foreseen.keep(lambda number: live.table.get(number) is not None)
+                    seen.keep(lambda number: live.table.get(number) is not None, live.now)
                     is_first = False
                 self._news.set()
 
@@ -178,41 +179,66 @@ class Planner:
         await self._news.wait()
         policy = self._policy()
         tunes = policy.tuning is not None and policy.tuning.by_profiles
-        if not (tunes or policy.shares or policy.grows or policy.moves or policy.resizes):
+        if not _remembers(policy):
             await asyncio.Future()
-        if policy.resizes:
-            from ganger_master.planner.foreseen import Foreseen, Report
-
-            self._foreseen = self._foreseen or Foreseen(self._speeds)
+        live, seen = self._live, self._seen
+        seen.weighs_sizes = policy.resizes
         interval = times.duration(min(_PROGRESS_SECONDS, self._trial_pace.window_s))
-        live, measured, together = self._live, self._measured, self._together
         async for batch in scheduling.WatchProgress(scheduling_pb2.WatchProgressRequest(interval=interval)):
             now = live.now
             for name, progress in batch.progress.items():
                 # Who has not done a step yet may be heard of for other reasons.
-                if progress.HasField("step_time"):
-                    number, step_s = names.parse_job_name(name), times.unix_seconds(progress.step_time)
-                    measured.hear(number, progress.step, step_s, now)
-                    use = progress.device_use if progress.HasField("device_use") else None
-                    since_s = times.unix_seconds(progress.since_time) if progress.HasField("since_time") else nan
-                    together.hear(number, progress.step, step_s, use, now, since_s)
-                    self._attained.hear(number, progress.step, step_s)
-                    sizes = len(self._speeds.rates(number))
-                    is_full = self._speeds.hear(number, progress.step, step_s, now, since_s)
-                    if self._foreseen is not None:
-                        passes = progress.training_epoch or _told_passes(progress)
-                        self._foreseen.hear(
-                            number, Report(progress.step, progress.loss, passes, progress.training_epochs)
-                        )
-                        # What is weighed every interval need not be whenever a window is full, but once with each size.
-                        is_full = len(self._speeds.rates(number)) > sizes
-                    if is_full:
-                        self._news.set()
+                is_of_a_step = progress.HasField("step_time")
+                if is_of_a_step and seen.hear(names.parse_job_name(name), _heard(progress), now):
+                    self._news.set()
             if not tunes:
                 continue
             ran = {job.number: job.run_seconds + max(0.0, now - job.running_since) for job, _ in live.table.running}
-            if measured.look(live.room.view, ran, now):
+            if seen.measured.look(live.room.view, ran, now):
                 self._news.set()
+
+    async def _note_for_ever(self) -> None:
+        await self._news.wait()
+        policy = self._policy()
+        if not (self._noting.is_kept and _remembers(policy)):
+            await asyncio.Future()
+        while True:
+            self._decided.clear()
+            began = time.perf_counter()
+            self._noting.write(self._memory, policy.name, self._live.now)
+            await asyncio.sleep(_NOTE_REST * (time.perf_counter() - began))
+            try:
+                async with asyncio.timeout(_NOTE_SECONDS):
+                    await self._decided.wait()
+            except TimeoutError:
+                pass
+
+    @property
+    def _memory(self) -> Memory:
+        return Memory(
+            self._shared,
+            self._moving,
+            self._growing,
+            self._resizing,
+            self._seen.remembered,
+        )
+
+    def _recall(self) -> None:
+        """What the planner before this one noted, once it is known of whom."""
+        self._has_recalled = True
+        live = self._live
+
+        def create_time(number: int) -> float | None:
+            found = live.table.get(number)
+            return None if found is None else found[0].create_time
+
+        memory = self._noting.recall(self._policy().name, live.now, create_time)
+        if memory is None:
+            return
+        self._shared, self._moving = memory.shared, memory.moving
+        self._growing, self._resizing = memory.growing, memory.resizing
+        self._seen.recall(memory.measured)
+        log.info("going on from a note", extra={"jobs": len(memory.measured.together.jobs)})
 
     async def _plan_for_ever(self, scheduling: Any) -> None:
         await self._news.wait()
@@ -244,7 +270,7 @@ class Planner:
         if policy.grows:
             idle_s, busy = min(IDLE_S, pace.every_s), before.packs.on_trial
             sizes, growing = plan_sizes(
-                policy.placement, live.table, now, live.room, self._speeds, growing, idle_s, busy
+                policy.placement, live.table, now, live.room, self._seen.speeds, growing, idle_s, busy
             )
         findings: tuple[Finding, ...] = ()
         if policy.shares and sizes.is_giving:
@@ -281,6 +307,8 @@ class Planner:
         self._shared = self._shared.without(before, refused)
         self._growing = growing.without(refused & {change.number for change in sizes.changes}, now)
         self._resizing = self._resizing.without(refused)
+        if revisions or findings:
+            self._decided.set()
         if revisions:
             # The next plan goes by what this one has changed.
             async with asyncio.timeout(_REACH_SECONDS):
@@ -295,7 +323,6 @@ class Planner:
         """What to propose, what was found of moves before, and when to look after them though nothing happens."""
         live = self._live
         capacity = live.capacity_beside(self._resizing)
-        foreseen = self._foreseen
 
         def chosen(kept_out: KeptOut, may_stop: bool) -> Pass:
             return plan_by(
@@ -307,9 +334,9 @@ class Planner:
                 live.room,
                 may_stop,
                 kept_out=kept_out,
-                known=self._measured.known,
-                trials=self._measured.trials,
-                believed=nothing_believed if foreseen is None else foreseen.believed(capacity.gpus_per_node),
+                known=self._seen.measured.known,
+                trials=self._seen.measured.trials,
+                believed=self._seen.foreseen.believed(capacity.gpus_per_node),
                 resize_s=_RESTART_SECONDS,
                 resizing=self._resizing,
             )
@@ -322,7 +349,7 @@ class Planner:
             live.draining,
             is_strict=policy.order.is_strict,
             per_hour=live.moves_per_hour,
-            rated=self._together,
+            rated=self._seen.together,
         )
         found, self._moving, findings, again_s = plan_moves(
             chosen, terms, live.table, now, live.room, self._moving, kept_out, may_stop
@@ -338,13 +365,13 @@ class Planner:
             now,
             live.room,
             self._shared,
-            self._together,
+            self._seen.together,
             live.capacity.gpus,
             min(QUANTUM_S, pace.every_s),
             self._refused.at(now),
             matrices=True,
             turn_s=self._turn_s(now),
-            received_s=self._attained.received_s,
+            received_s=self._seen.attained.received_s,
             draining=live.draining,
             changing=live.changing,
         )
@@ -355,7 +382,7 @@ class Planner:
             live.draining,
             holes=False,
             per_hour=live.moves_per_hour,
-            rated=self._together,
+            rated=self._seen.together,
             on_trial=self._shared.packs.on_trial,
         )
         moved, self._moving, findings, again_s = plan_moves(
@@ -392,7 +419,7 @@ class Planner:
 
     def _figures(self, change: Change) -> str:
         """What is known of what cores do to its job, where it is about these."""
-        return change.reason or (self._measured.figures(change.number) if change.kind == "CORES" else "")
+        return change.reason or (self._seen.measured.figures(change.number) if change.kind == "CORES" else "")
 
     def _turn_s(self, now: float) -> float | None:
         """For how long a turn is to last: as the cluster wants, or as long as switches make it."""
@@ -429,8 +456,26 @@ class Planner:
         return policy
 
 
+def _remembers(policy: Policy) -> bool:
+    """Whether it goes by what is measured, or has more to do than a plan can say."""
+    tunes = policy.tuning is not None and policy.tuning.by_profiles
+    return tunes or policy.shares or policy.grows or policy.moves or policy.resizes
+
+
 # However far off the next plan is: clocks may be set.
 _LONGEST_SLEEP_SECONDS: Final = 60.0
+
+
+def _heard(progress: job_pb2.Progress) -> Heard:
+    return Heard(
+        progress.step,
+        times.unix_seconds(progress.step_time),
+        times.unix_seconds(progress.since_time) if progress.HasField("since_time") else nan,
+        progress.device_use if progress.HasField("device_use") else None,
+        progress.loss,
+        progress.training_epoch or _told_passes(progress),
+        progress.training_epochs,
+    )
 
 
 def _told_passes(progress: job_pb2.Progress) -> int:

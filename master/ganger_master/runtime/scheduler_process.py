@@ -31,8 +31,18 @@ def host_command(state_dir: Path) -> tuple[str, ...]:
 
 
 def planner_command(state_dir: Path) -> tuple[str, ...]:
-    """It ends when its standard input does, too. Policy and pace it hears from the master."""
-    return (sys.executable, "-m", "ganger_master.planning", "--state-dir", str(state_dir), "--until-stdin-closes")
+    """It ends when its standard input does, too. Policy and pace it hears from the master; what it remembers lies
+    beside the master's own files."""
+    return (
+        sys.executable,
+        "-m",
+        "ganger_master.planning",
+        "--state-dir",
+        str(state_dir),
+        "--note",
+        str(state_dir / "planner.note"),
+        "--until-stdin-closes",
+    )
 
 
 class SupervisedProcess:

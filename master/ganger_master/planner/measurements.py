@@ -1,0 +1,111 @@
+"""All that is measured of running jobs: rates alone and beside others, by cores and by GPUs, time received, and losses.
+
+Whoever plans feeds it every job that changed and every report of progress. All of it may be lost at any time: it is
+measured again. What it remembers is a value, from which another one goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ganger_master.core.model import Gang, Job
+from ganger_master.planner import attained, foreseen, measured, speeds, together
+from ganger_master.planner.attained import Attained
+from ganger_master.planner.foreseen import Foreseen, Report
+from ganger_master.planner.measured import Measured
+from ganger_master.planner.speeds import Speeds
+from ganger_master.planner.together import Together
+from ganger_master.planner.trials import Pace
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A report of a job: so many steps were done at a time, in seconds of its node's clock. `since_s`: as `Look` has
+    it; `use`: share of what its devices can do. The rest as `Report` has it."""
+
+    step: int
+    time_s: float
+    since_s: float = math.nan
+    use: float | None = None
+    loss: float = math.nan
+    passes: int = 0
+    passes_in_all: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    together: together.Remembered = field(default_factory=together.Remembered)
+    measured: measured.Remembered = field(default_factory=measured.Remembered)
+    attained: attained.Remembered = field(default_factory=dict)
+    speeds: speeds.Remembered = field(default_factory=dict)
+    foreseen: foreseen.Remembered = field(default_factory=dict)
+
+
+class Measurements:
+    """By job number. Now is by the master's clock, which all times of jobs are of. `weighs_sizes`: losses are kept,
+    too."""
+
+    def __init__(self, pace: Pace) -> None:
+        self.measured = Measured(pace)
+        self.together = Together(pace)
+        self.attained = Attained()
+        self.speeds = Speeds(pace)
+        self.foreseen = Foreseen(self.speeds)
+        self.weighs_sizes = False
+
+    def put(self, job: Job, gang: Gang | None, signature: int, now: float) -> None:
+        """A job as it is now."""
+        self.measured.put(job, gang, signature, now)
+        self.together.put(job, gang, signature, now)
+        self.speeds.put(job, gang, now)
+
+    def forget(self, number: int, now: float) -> None:
+        """It has ended."""
+        self.measured.forget(number)
+        self.together.forget(number, now)
+        self.attained.forget(number)
+        self.speeds.forget(number)
+        self.foreseen.forget(number)
+
+    def keep(self, is_live: Callable[[int], bool], now: float) -> None:
+        """Forgets all others: nobody said how they ended."""
+        self.measured.keep(is_live)
+        self.together.keep(is_live, now)
+        self.attained.keep(is_live)
+        self.speeds.keep(is_live)
+        self.foreseen.keep(is_live)
+
+    def hear(self, number: int, heard: Heard, now: float) -> bool:
+        """Whether that is worth another plan."""
+        step, time_s, since_s = heard.step, heard.time_s, heard.since_s
+        self.measured.hear(number, step, time_s, now)
+        self.together.hear(number, step, time_s, heard.use, now, since_s)
+        self.attained.hear(number, step, time_s)
+        sizes = len(self.speeds.rates(number))
+        is_full = self.speeds.hear(number, step, time_s, now, since_s)
+        if not self.weighs_sizes:
+            return is_full
+        self.foreseen.hear(number, Report(step, heard.loss, heard.passes, heard.passes_in_all))
+        # What is weighed every interval need not be whenever a window is full, but once with each size.
+        return len(self.speeds.rates(number)) > sizes
+
+    @property
+    def remembered(self) -> Remembered:
+        """For one that goes on from there."""
+        return Remembered(
+            self.together.remembered,
+            self.measured.remembered,
+            self.attained.remembered,
+            self.speeds.remembered,
+            self.foreseen.remembered,
+        )
+
+    def recall(self, remembered: Remembered) -> None:
+        """What one before this remembered."""
+        self.together.recall(remembered.together)
+        self.measured.recall(remembered.measured)
+        self.attained.recall(remembered.attained)
+        self.speeds.recall(remembered.speeds)
+        self.foreseen.recall(remembered.foreseen)

@@ -1,0 +1,127 @@
+"""What the planner remembers, as bytes that outlive it.
+
+Whoever was killed is followed by one that goes on from what was noted last, as if only its connection to the master had
+broken: then, too, everything is kept, and whatever is not any more as it was is seen when all jobs are told anew. All
+times in it are Unix seconds by the clocks of the master and of nodes, so they mean the same in another process. What
+cannot be used (of another program, policy or cluster, or damaged) is refused whole, and is measured again.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import isfinite
+from typing import Final, get_origin
+
+import msgspec
+import numpy as np
+
+from ganger_master.planner.acting import Moving
+from ganger_master.planner.elastic import Growing
+from ganger_master.planner.in_place import NOTHING_UNDER_WAY, Resizing
+from ganger_master.planner.measurements import Remembered
+from ganger_master.planner.shared import NOTHING, Shared
+
+_MAGIC: Final = "ganger planner"
+# Clocks that are set now and then differ by no more.
+_CLOCKS_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What was decided and is not done or judged yet, what failed, and what was `measured`."""
+
+    shared: Shared = NOTHING
+    moving: Moving = field(default_factory=Moving)
+    growing: Growing = field(default_factory=Growing)
+    resizing: Resizing = NOTHING_UNDER_WAY
+    measured: Remembered = field(default_factory=Remembered)
+
+
+class _Note(msgspec.Struct, array_like=True, frozen=True):
+    """`kind`: of values as this program has them; `check`: sum of `memory`."""
+
+    magic: str
+    kind: int
+    policy: str
+    time_s: float
+    check: int
+    memory: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """`why`: for people."""
+
+    why: str
+
+
+def _plain(value: object) -> object:
+    """Of beliefs, which are arrays of floats."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value)} is not noted")
+
+
+def _array(kind: type, value: object) -> object:
+    if get_origin(kind) is np.ndarray:
+        return np.asarray(value, float)
+    raise TypeError(f"{kind} is not noted")
+
+
+_encode: Final = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+
+
+def packed(memory: Memory) -> bytes:
+    """The same bytes for the same memory."""
+    # What the other pass said last is said anew.
+    return _encode(replace(memory, moving=replace(memory.moving, found=None)))
+
+
+def noted(memory: bytes, policy: str, now: float) -> bytes:
+    """A note of a memory that was `packed` at `now`, in Unix seconds by the master's clock, under this policy."""
+    return _encode(_Note(_MAGIC, _kind(), policy, now, zlib.crc32(memory), memory))
+
+
+def recalled(note: bytes, policy: str, now: float, create_time: Callable[[int], float | None]) -> Memory | Unusable:
+    """What was noted, if this planner can go on from it now. `create_time`: of a live job by its number; None: there is
+    none of that number."""
+    try:
+        found = msgspec.msgpack.decode(note, type=_Note)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return Unusable(f"it is damaged: {error}")
+    if found.magic != _MAGIC or not isfinite(found.time_s):
+        return Unusable("it is no note of a planner")
+    if found.kind != _kind():
+        return Unusable("it is of another version of the planner")
+    if found.check != zlib.crc32(found.memory):
+        return Unusable("it is damaged: its sum is another one")
+    if found.policy != policy:
+        return Unusable(f"it is of policy {found.policy}")
+    if found.time_s > now + _CLOCKS_S:
+        return Unusable(f"it is of {found.time_s - now:.0f} seconds from now: clocks were set back")
+    try:
+        memory = _decoder().decode(found.memory)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return Unusable(f"it is damaged: {error}")
+    seen = memory.measured.together
+    for number in seen.jobs:
+        live = create_time(number)
+        if live is not None and live != seen.create_time(number):
+            return Unusable(f"it is of another cluster, where jobs/{number} was another one")
+    return memory
+
+
+@cache
+def _decoder() -> msgspec.msgpack.Decoder[Memory]:
+    return msgspec.msgpack.Decoder(Memory, dec_hook=_array)
+
+
+@cache
+def _kind() -> int:
+    """Changes with every field of every value of the memory; not with where functions lie."""
+    types = re.sub(r" at 0x[0-9a-f]+", "", repr(msgspec.inspect.type_info(Memory)))
+    return zlib.crc32(types.encode())
