@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--record", required=True)
     parser.add_argument("--step-seconds", type=float, default=0.0, help="how long a step takes, in place of a device")
     parser.add_argument("--slow-until", default="", help="take tenths of a second a step until this file is there")
+    parser.add_argument("--homesick", action="store_true", help="take three times as long where it did not begin")
     parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--state-megabytes", type=int, default=0)
     options = parser.parse_args()
@@ -42,6 +43,7 @@ def main() -> None:
     job = ganger.attach(model=net, optimizer=optimizer)
     loader = job.dataloader(data, global_batch=8 * world, shuffle=True)
     record = f"{options.record}.{os.environ.get('RANK', '0')}"
+    slower = 3 if options.homesick and not is_at_home(options.record) else 1
     for _ in job.epochs(options.steps // 8):
         for x, y in loader:
             loss = nn.functional.mse_loss(trained(x), y)
@@ -50,7 +52,7 @@ def main() -> None:
             optimizer.step()
             is_slow = options.slow_until and not os.path.exists(options.slow_until)
             # the ranks of a gang come to a boundary one after the other, as with real stragglers
-            time.sleep(0.1 + 0.1 * int(os.environ.get("RANK", "0")) if is_slow else options.step_seconds)
+            time.sleep(slower * (0.1 + 0.1 * int(os.environ.get("RANK", "0"))) if is_slow else options.step_seconds)
             with open(record, "a") as out:
                 out.write(f"{job.step_count + 1} {float(loss).hex()} {os.getpid()}\n")
             if job.step_count + 1 == options.fail_at:
@@ -61,6 +63,16 @@ def main() -> None:
         weights.update(tensor.numpy().tobytes())
     with open(record, "a") as out:
         out.write(f"done {weights.hexdigest()} {os.getpid()}\n")
+
+
+def is_at_home(record: str) -> bool:
+    """Whether it runs on the node on which it ran first."""
+    home, here = f"{record}.home", os.path.dirname(os.environ["GANGER_JOB_DIR"])
+    if not os.path.exists(home):
+        with open(home, "w") as out:
+            out.write(here)
+    with open(home) as known:
+        return known.read() == here
 
 
 if __name__ == "__main__":

@@ -1,0 +1,26 @@
+"""The planner as its program runs it, but that believes what it measures after seconds: STATE_DIR NOTE."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from ganger.scheduling.running import until_stopped
+from ganger.wire.endpoints import find_endpoint
+from ganger_master.planner.trials import Pace
+from ganger_master.planning.run import Planner
+from ganger_master.runtime import logs
+
+HASTY = Pace(warm_s=1.0, settle_s=0.5, window_s=0.5, window_steps=2)
+
+
+def main() -> None:
+    logs.set_up("info")
+    state_directory, note = sys.argv[1:]
+    work = Planner(lambda: find_endpoint(state_directory), trial_pace=HASTY, note=Path(note))
+    asyncio.run(until_stopped(work.run(), until_stdin_closes=False))
+
+
+if __name__ == "__main__":
+    main()

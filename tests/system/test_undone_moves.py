@@ -1,0 +1,87 @@
+"""A job that was moved aside for a gang and is slower there goes back once the gang has ended, though the planner that
+found it out was killed meanwhile. (60 s)"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.cluster import Cluster, Service
+from kit.waiting import eventually
+from system.harness import Run
+from system.test_moves import OPTIONS, node_of
+
+pytestmark = [pytest.mark.system, pytest.mark.torch]
+
+PROGRAM = Path(__file__).parent / "hasty_planner.py"
+STEPS = 2048
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with Cluster(tmp_path, nodes=2, virtual_gpus=2, topology="2", master_options=(*OPTIONS, "--no-planner")) as running:
+        yield running
+
+
+@pytest.fixture
+def planner(cluster: Cluster) -> Iterator[Service]:
+    directory = cluster.directory
+    words = [sys.executable, str(PROGRAM), str(cluster.master_directory), str(directory / "planner.note")]
+    environment = cluster.master.environment
+    service = Service("planner", words, directory / "planner.log", environment, directory / "planner.failpoints")
+    service.start()
+    yield service
+    service.stop()
+
+
+def events(job: Run, kind: str) -> list[dict[str, Any]]:
+    return [event for event in job.shell.json("history") if event["kind"] == kind]
+
+
+def test_who_is_slower_where_it_was_moved_for_a_gang_goes_back_when_that_has_ended(
+    cluster: Cluster, planner: Service
+) -> None:
+    small = [Run.submit(cluster, f"small-{n}", "--memory", "1G", steps=STEPS, job=("--homesick",)) for n in range(4)]
+    for job in small:
+        job.wait_step(3, within_seconds=180)
+    by_node: dict[str, list[Run]] = {}
+    for job in small:
+        by_node.setdefault(node_of(job), []).append(job)
+    assert sorted(map(len, by_node.values())) == [2, 2]
+    ended, stays = zip(*by_node.values(), strict=True)
+    homes = {job.name: node_of(job) for job in stays}
+    for job in ended:
+        job.hurry()
+        job.wait_state("SUCCEEDED", within_seconds=180)
+    # Before it moves, it is known how fast it was.
+    for job in stays:
+        job.wait_step(job.last_step() + 40)
+
+    pair = Run.submit(cluster, "pair", "--locality", "node", "--memory", "1G", world=2)
+    pair.wait_step(1, within_seconds=180)
+    (undone,) = eventually(
+        lambda: events(pair, "change_undone"),
+        what="it is found to be slower",
+        within_seconds=120,
+        story=lambda: pair.story() + (cluster.directory / "planner.log").read_text(),
+        every_seconds=0.2,
+    )
+    (moved,) = [job for job in stays if job.name == undone["subject"]]
+    home = homes[moved.name]
+    assert node_of(moved) != home
+    assert undone["figures"]["detail"] == f"it stays until its place on {home.removeprefix('nodes/')} is free again"
+
+    planner.kill()
+    pair.hurry()
+    pair.wait_state("SUCCEEDED", within_seconds=180)
+    planner.start()
+    eventually(lambda: node_of(moved) == home, what="it goes back", within_seconds=120, story=moved.story)
+    assert [event["figures"]["goal"] for event in events(moved, "move_begun")] == ["HOLE", "UNDO"]
+    for job in stays:
+        job.hurry()
+    for job in stays:
+        job.wait_state("SUCCEEDED", within_seconds=180)
+        job.check(ended[0])
