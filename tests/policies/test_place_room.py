@@ -54,6 +54,32 @@ def test_whatever_a_placement_finds_fits_and_given_back_leaves_no_trace(
     assert_index_is_that_of_a_new_room(room)
 
 
+@settings(max_examples=100)
+@given(views(), st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=8, max_size=24), st.data())
+def test_first_fit_passes_over_no_node_that_has_got_room_again(
+    view: View, story: list[tuple[int, bool]], data: st.DataObject
+) -> None:
+    room, place = Room(view), PLACEMENTS["first-fit"].place
+    held: list[tuple[Claim, ...]] = []
+    for gpus, gives in story:
+        shape = gang(gpus)
+        if gives and held:
+            back = held.pop(data.draw(st.integers(0, len(held) - 1)))
+            if data.draw(st.booleans()):
+                room.give(back)
+            else:
+                for claim in back:
+                    view.give(claim)
+                room.refresh()
+        avoid = frozenset(data.draw(st.sets(st.sampled_from(sorted(view.names())), max_size=2)))
+        assert place(room, shape, Want(avoid=avoid)) == place(Room(view.copy()), shape, Want(avoid=avoid))
+        found = place(room, shape)
+        assert found == place(Room(view.copy()), shape)
+        if found is not None:
+            room.take(found)
+            held.append(found)
+
+
 @settings(max_examples=150)
 @given(views(), st.lists(shapes, min_size=1, max_size=6))
 def test_gandiva_goes_where_job_schedulers_would_go(view: View, gangs: list[GangShape]) -> None:

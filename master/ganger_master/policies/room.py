@@ -31,6 +31,8 @@ _MOST_STATES: Final = 1 << 13
 _MOST_ASKS: Final = 1 << 10
 _MOST_TALLIES: Final = 256
 _MOST_CHANGES: Final = 1 << 18
+# Nodes that are looked at together.
+_STRETCH: Final = 512
 
 
 class Room:
@@ -60,6 +62,7 @@ class Room:
     def give(self, claims: Iterable[Claim]) -> None:
         """The inverse of `take`; claims of nodes that left are ignored."""
         view = self.view
+        self._passed_over.clear()
         changed = []
         for claim in claims:
             view.give(claim)
@@ -75,6 +78,7 @@ class Room:
         if len(view.nodes) != len(self._alike) or len(self._by_state) > _MOST_STATES + 4 * len(self._alike):
             self._build()
             return
+        self._passed_over.clear()
         changed = view.changed_since(self._followed)
         versions, now = self._versions, view.versions
         for slot in range(len(now)) if changed is None else changed:
@@ -100,6 +104,7 @@ class Room:
         try:
             yield
         finally:
+            self._passed_over.clear()
             for slot in slots:
                 self._changed(slot)
 
@@ -112,12 +117,22 @@ class Room:
             found = self._asks[shape] = Ask(self.view, shape, self._task_room, self._levels)
         return found
 
-    def first(self, which: NDArray[np.bool_]) -> int | None:
+    def first(self, which: NDArray[np.bool_], asked: Hashable) -> int | None:
         """The first node, in the order in which nodes came, that is one of these entries, by number; None: there is no
-        such node."""
-        here = which[self._numbers]
-        slot = int(here.argmax()) if len(here) else 0
-        return slot if len(here) and here[slot] else None
+        such node. `asked`: names what these have room for, so that nodes which had none are passed over until something
+        is given back."""
+        numbers, slot = self._numbers, self._passed_over.get(asked, 0)
+        if not slot and len(self._passed_over) >= _MOST_TALLIES:
+            self._passed_over.clear()
+        while slot < len(numbers):
+            here = which[numbers[slot : slot + _STRETCH]]
+            at = int(here.argmax())
+            if here[at]:
+                self._passed_over[asked] = slot + at
+                return slot + at
+            slot += len(here)
+        self._passed_over[asked] = slot
+        return None
 
     def families(self, least_free: int) -> Iterator[Family]:
         """Nodes that have at least so many free devices, those with the fewest first."""
@@ -226,6 +241,8 @@ class Room:
         # By devices, their type and what each must have left.
         self._levels_of: dict[tuple[int, str, int], Answers[Family, int]] = {}
         self._tallies: dict[tuple[TaskKind, int], Tally] = {}
+        # By what was asked for: no node before this one had room for it, and none has got any since.
+        self._passed_over: dict[Hashable, int] = {}
         self._by_state: dict[_State, Alike] = {}
         self._by_key: dict[tuple[Family, int, int, int], Alike] = {}
         self._family_of: dict[tuple[Topology, int, int, tuple[int, ...]], Family] = {}

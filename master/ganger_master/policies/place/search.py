@@ -106,7 +106,8 @@ def on_first_node(room: Room, ask: Ask, widest: Level) -> Claims | None:
         return None
     if widest >= Level.NODE and len(ask.rooms) == 1:
         # Of a gang of one role a node has room for the whole if it has room for so many of its tasks.
-        slot = room.first(ask.rooms[0].by_number(room.entries) >= ask.tasks)
+        tasks = ask.rooms[0]
+        slot = room.first(tasks.by_number(room.entries) >= ask.tasks, (tasks.kind, ask.tasks))
         return None if slot is None else _claim(room, ask, slot, widest, Mode.PACK)
     first = nowhere = len(room.view.nodes)
     for family in hosts(room, ask, widest):
