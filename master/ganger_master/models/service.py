@@ -78,7 +78,8 @@ class ServiceMemory:
         self._news = self._news_at_refresh = 0
         self._kind_of: list[_Kind | None] = []
         self._place: list[int] = []
-        self._bucket = np.zeros(0, np.int64)
+        # By slot, and how long who is there has run when it leaves it.
+        self._bucket, self._leaves_s = np.zeros(0, np.int64), np.zeros(0)
         # By slot: the same of its neighbours, weighted; the index and whether it is still what they say.
         self._ended, self._came = np.zeros((0, BUCKETS)), np.zeros((0, BUCKETS))
         self._index, self._is_fresh = np.zeros(0), np.zeros(0, bool)
@@ -96,7 +97,7 @@ class ServiceMemory:
             found = self._kinds[kind] = _Kind()
         place, found.submitted = found.submitted, found.submitted + 1
         self._kind_of[slot], self._place[slot] = found, place
-        self._bucket[slot], self._is_fresh[slot] = 0, False
+        self._bucket[slot], self._leaves_s[slot], self._is_fresh[slot] = 0, _ALMOST_NEXT_S[0], False
         self._ended[slot], self._came[slot], self._beside[slot] = 0.0, 0.0, -1
         came_to = []
         for distance, bucket in enumerate(reversed(found.ended)):
@@ -171,7 +172,7 @@ class ServiceMemory:
 
     def _are_at(self, slots: Integers, ran_s: Floats) -> None:
         # Logarithms and edges may differ in the last digit.
-        for position in np.flatnonzero(ran_s >= _ALMOST_NEXT_S[self._bucket[slots]]).tolist():
+        for position in (ran_s >= self._leaves_s[slots]).nonzero()[0].tolist():
             slot, bucket = int(slots[position]), bucket_of(float(ran_s[position]))
             if bucket > self._bucket[slot]:
                 self._goes_on(slot, bucket)
@@ -194,7 +195,7 @@ class ServiceMemory:
             self._is_fresh[near] = False
         self._all_came[begun:bucket] += 1.0
         self._news += bucket - begun
-        self._bucket[slot], self._is_fresh[slot] = bucket, False
+        self._bucket[slot], self._leaves_s[slot], self._is_fresh[slot] = bucket, _ALMOST_NEXT_S[bucket], False
 
     def _neighbours(self, slot: int) -> tuple[Integers, Floats]:
         """Slots of those that live next to this one's place, and how much they make of each other."""
@@ -207,6 +208,7 @@ class ServiceMemory:
         self._kind_of += [None] * more
         self._place += [0] * more
         self._bucket = np.concatenate((self._bucket, np.zeros(more, np.int64)))
+        self._leaves_s = np.concatenate((self._leaves_s, np.zeros(more)))
         self._ended = np.concatenate((self._ended, np.zeros((more, BUCKETS))))
         self._came = np.concatenate((self._came, np.zeros((more, BUCKETS))))
         self._index = np.concatenate((self._index, np.zeros(more)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from ganger_master.core.model import Gang, GangPhase, Intent
@@ -25,14 +27,15 @@ class Ledger:
 
     def trains(self, job: int, held_since: float, now: float) -> None:
         """Its gang, held since a time, has done its first step."""
-        if np.isnan(self._first_start[job]):
+        if math.isnan(self._first_start[job]):
             self._first_start[job] = held_since
         self._trains_since[job] = now
 
     def leaves(self, job: int, gang: Gang, held_since: float, now: float, finished: bool) -> None:
         """It gave its gang back."""
         held = now - held_since
-        trained = 0.0 if np.isnan(self._trains_since[job]) else now - self._trains_since[job]
+        since = self._trains_since[job]
+        trained = 0.0 if math.isnan(since) else now - since
         self._service[job] += held
         self._overhead[job] += held - trained
         self._gpu_seconds[job] += held * gang.devices
