@@ -169,7 +169,9 @@ class GangSet:
             await gang.close()
 
     def _make(self, desired: agent_pb2.DesiredGang) -> LocalGang:
-        gang = LocalGang(self._host, self._peers, desired, self._start_blocked_by, self.rotation.news)
+        gang = LocalGang(
+            self._host, self._peers, desired, self._start_blocked_by, self._keeps_cores, self.rotation.news
+        )
         gang.launching.gang = gang
         return gang
 
@@ -223,6 +225,17 @@ class GangSet:
 
     def _start_blocked_by(self, gang: LocalGang) -> str:
         return self.rotation.waits(gang) or self.blocked_by(gang)
+
+    def _keeps_cores(self, gang: LocalGang) -> str:
+        """Who is to be gone from here and has not given up its cores; empty if there is nobody.
+
+        For the master who rests has no cores. A daemon that was killed meanwhile found it with them, and cannot tell
+        before it has come to rest once more, or has ended.
+        """
+        for other in self._gangs.values():
+            if other is not gang and other.is_leaving and other.paths.group in self._host.core_table.held:
+                return other.desired.job
+        return ""
 
     def blocked_by(self, gang: LocalGang) -> str:
         """Who still uses the devices this gang was given; empty when they are free.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import uuid
 
 import pytest
-from daemon.kit import Cluster, Observed, in_phase, run
+from daemon.kit import Cluster, Intents, Observed, in_phase, run, with_changes
+from ganger.v1 import job_pb2
 
 pytestmark = pytest.mark.system
 
@@ -20,5 +21,43 @@ def test_gangs_that_wait_for_the_launch_of_another_are_reported_as_starting() ->
             assert waiting.phase == Observed.PHASE_STARTING
             assert not waiting.HasField("outcome")
         await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
+
+    run(story)
+
+
+def test_a_gang_waits_for_the_cores_of_one_that_is_to_rest_and_does_not_yet() -> None:
+    async def story(made: Cluster) -> None:
+        daemon = await made.daemon("n1")
+        # Both cores of a socket, and steps that take a while.
+        leaves = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), pause=1.0)
+        leaves.claim.millicores[0] = 2000
+        await made.master.want("n1", leaves)
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        comes = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), epoch=2)
+        comes.claim.device_mask = 0b10
+        level = job_pb2.SUSPEND_LEVEL_OFFLOAD
+        parks = with_changes(leaves, 2, intent=Intents.INTENT_PARK, level=level, stop_sequence=2)
+        await made.master.want("n1", parks)
+        await made.master.want("n1", comes)
+        await made.master.until("n1", 2, in_phase(Observed.PHASE_RUNNING))
+        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        assert parked.level == level
+        assert [len(grant.shares) for grant in daemon.host.core_table.held.values()] == [1]
+
+    run(story)
+
+
+def test_a_gang_is_refused_where_nobody_is_to_give_up_the_cores_that_it_lacks() -> None:
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1")
+        stays = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()))
+        stays.claim.millicores[0] = 2000
+        comes = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), epoch=2)
+        comes.claim.device_mask = 0b10
+        await made.master.want("n1", stays)
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        await made.master.want("n1", comes)
+        ended = await made.master.until("n1", 2, in_phase(Observed.PHASE_ENDED))
+        assert "no cores" in ended.outcome.message
 
     run(story)

@@ -69,6 +69,7 @@ class LocalGang:
         peers: Peers,
         desired: agent_pb2.DesiredGang,
         blocked_by: Callable[[LocalGang], str],
+        cores_kept_by: Callable[[LocalGang], str],
         phase_changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.host = host
@@ -81,7 +82,7 @@ class LocalGang:
         self.part = local_part(desired, host.node)
         self.paths = host.paths.of(desired.job_uid, desired.epoch)
         self.pages = ControlPages(self.paths.run, desired.epoch, self.part.world, self.part.ranks)
-        self.launching = Launching(host, peers, self.paths, self.part, blocked_by, self._write_local)
+        self.launching = Launching(host, peers, self.paths, self.part, blocked_by, cores_kept_by, self._write_local)
         self.deaths = Deaths(self.paths, self.wake, self.launching.launcher_lives)
         self.pinning = Pinning(host, self.paths.group, self.pages, self.part)
         self.memory = MemoryWatch(host, self.part, lambda: bool(self.desired.claim.shared_mask))
@@ -127,6 +128,14 @@ class LocalGang:
     @property
     def phase(self) -> Phase:
         return self.judgement.phase
+
+    @property
+    def is_leaving(self) -> bool:
+        """What it still has here is somebody else's soon, whatever it does: it is stopped, or on its way to rest."""
+        if self.stop_wanted or self.phase is Phase.ENDED or self.told.intent == agent_pb2.INTENT_STOP:
+            return True
+        rests = self.told.intent in (agent_pb2.INTENT_PARK, agent_pb2.INTENT_HAND_OVER)
+        return rests and self.phase is not Phase.PARKED
 
     @property
     def uid_and_epoch(self) -> tuple[str, int]:

@@ -72,14 +72,17 @@ class Launching:
         paths: GangPaths,
         part: LocalPart,
         blocked_by: Callable[[LocalGang], str],
+        cores_kept_by: Callable[[LocalGang], str],
         note: Callable[[], None],
     ) -> None:
-        """`note` writes down what a next daemon has to know."""
+        """`blocked_by`: who is on its devices, `cores_kept_by`: who is to be gone and has cores; `note` writes down
+        what a next daemon has to know."""
         self._host = host
         self._peers = peers
         self._paths = paths
         self._part = part
         self._blocked_by = blocked_by
+        self._cores_kept_by = cores_kept_by
         self._note = note
         self._key = ""
         self._arena_bytes = 0
@@ -118,6 +121,10 @@ class Launching:
         check_command(desired.spec)
         if self._blocked_by(self.gang):
             return None
+        if shortage := self._take_cores(desired):
+            if self._cores_kept_by(self.gang):
+                return None
+            raise LaunchRefusedError(f"no cores: {shortage}")
         # from here on nobody else is to come to its devices
         self.is_under_way = True
         try:
@@ -146,12 +153,6 @@ class Launching:
         assert order is not None, "a gang that is to stop is not launched"
         write_details(paths.orders, str(order.sequence), storage, desired.job_uid, desired.epoch)
         pages.write_order(order.sequence, order.order, order.stop_sequence, order.level, 0)
-        source = desired.restore.parked
-        is_resized = bool(source.epoch) and sum(len(member.ranks) for member in source.members) != part.world
-        former = host.paths.of(desired.job_uid, source.epoch).group if is_resized else ""
-        shortage = host.take_cores(paths.group, desired.claim.millicores, host.near(desired.claim.device_mask), former)
-        if shortage:
-            raise LaunchRefusedError(f"no cores: {shortage}")
         environment = environment_of(desired.spec, host.devices.environment(desired.claim.device_mask))
         async with host.launch_lock:
             files = await asyncio.to_thread(self._make_group, desired)
@@ -295,6 +296,14 @@ class Launching:
             if time.monotonic() > deadline:
                 return
             time.sleep(_STRAYS_LOOK_SECONDS)
+
+    def _take_cores(self, desired: agent_pb2.DesiredGang) -> str:
+        """What is missing of them, or empty."""
+        host, source = self._host, desired.restore.parked
+        is_resized = bool(source.epoch) and sum(len(member.ranks) for member in source.members) != self._part.world
+        former = host.paths.of(desired.job_uid, source.epoch).group if is_resized else ""
+        near = host.near(desired.claim.device_mask)
+        return host.take_cores(self._paths.group, desired.claim.millicores, near, former)
 
     def _write_gang(self, desired: agent_pb2.DesiredGang) -> None:
         make_directory(self._paths.orders)
