@@ -1,5 +1,5 @@
 """A job that was moved aside for a gang and is slower there goes back once the gang has ended, though the planner that
-found it out was killed meanwhile. (60 s)"""
+found it out was killed meanwhile. (chaos: 1 min)"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kit.waiting import eventually
 from system.harness import Run
 from system.test_moves import OPTIONS, node_of
 
-pytestmark = [pytest.mark.system, pytest.mark.torch]
+pytestmark = [pytest.mark.system, pytest.mark.torch, pytest.mark.chaos]
 
 PROGRAM = Path(__file__).parent / "hasty_planner.py"
 STEPS = 2048
