@@ -10,7 +10,7 @@ from ganger.resources.values import Claim
 from ganger_master.core.answers import JobAnswer, Refused
 from ganger_master.core.commands import Change, DrainNode, MoveJob, ObservedRows, ResizeJob
 from ganger_master.core.desired import desired_of
-from ganger_master.core.model import GangPhase, Intent, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.model import GangPhase, Intent, JobSpec, JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.node_sets import filled
 from ganger_master.core.purpose import Goal, Purpose
 from msgspec.structs import replace
@@ -21,13 +21,14 @@ SMALL = replace(job_of(1, 2 * GIB), gpu_memory_bytes=GIB)
 class Six(Turns):
     """Four devices, those of one node, and six jobs: two devices have two."""
 
-    def __init__(self, nodes: int = 1) -> None:
+    def __init__(self, nodes: int = 1, first: JobSpec = SMALL) -> None:
         super().__init__(nodes)
-        self.jobs = [self.run(SMALL) for _ in range(4)]
+        self.jobs = [self.run(spec) for spec in (first, SMALL, SMALL, SMALL)]
         self.jobs += [self.submit(SMALL) for _ in range(2)]
         one, two, three, four, five, six = self.jobs
         changes = [self.row(one, 0), self.row(two, 0), self.row(three, 0, 1), self.row(four, 0, 1)]
-        changes += [self.row(five, 1, claims=self.place(five, one)), self.row(six, 1, claims=self.place(six, two))]
+        there = self.place(five, one, millicores=(2_000, 0))
+        changes += [self.row(five, 1, claims=there), self.row(six, 1, claims=self.place(six, two))]
         assert self.propose(*changes) == [None] * 6
         (self.set,) = self.state.sets
         (node,) = self.state.sets[self.set].nodes
@@ -78,7 +79,7 @@ def test_one_moves_to_another_device_of_its_set_and_takes_turns_where_it_was_unt
     assert six.propose(*six.beside(five, three)) == [None] * 6
     destination = six.job(five).next_epoch
     newest = six.state.sets[six.set].newest
-    assert [source in row for row in newest.rows] == [False, True]
+    assert [source in row for row in newest.rows] == [True, False]
     assert [destination in row for row in newest.rows] == [False, True]
     wanted = {gang.epoch: gang.intent for gang in desired_of(six.state, "n1").gangs}
     assert (wanted[source], wanted[destination]) == (Intent.RUN, Intent.PREPARE)
@@ -86,6 +87,42 @@ def test_one_moves_to_another_device_of_its_set_and_takes_turns_where_it_was_unt
     gang = six.state.gangs[source]
     assert (gang.intent, gang.park_level) == (Intent.PARK, SuspendLevel.OFFLOAD)
     assert gang.node_set == six.set, "it is on its devices until it rests"
+
+
+def test_who_took_turns_with_it_has_its_row_while_its_destination_starts_in_that(six: Six) -> None:
+    one, two, three, _, five, six_ = six.jobs
+    source = six.epoch(five)
+    six.propose(*six.beside(five, three))
+    first, second = six.state.sets[six.set].newest.rows
+    assert (six.epoch(one) in first, six.epoch(one) in second) == (False, True)
+    assert {source, six.epoch(two), six.epoch(three)} <= set(first)
+    assert {six.job(five).next_epoch, six.epoch(six_)} <= set(second)
+
+
+def test_who_leaves_is_beside_its_destination_where_nobody_else_has_its_devices(six: Six) -> None:
+    four, one = six.jobs[3], six.jobs[0]
+    rows = dict(zip(six.jobs, [(0,), (0,), (0, 1), (1,), (2,), (1, 2)], strict=True))
+    moved = [
+        six.row(number, *own, claims=six.place(four, one) if number == four else (), node_set=six.set)
+        for number, own in rows.items()
+    ]
+    assert six.propose(*moved) == [None] * 6
+    newest = six.state.sets[six.set].newest
+    assert [six.epoch(four) in row for row in newest.rows] == [True, True, True]
+
+
+def test_who_took_turns_with_it_keeps_its_row_where_there_are_no_cores_for_it_beside_the_destination() -> None:
+    (role,) = SMALL.roles
+    # a socket has eight cores
+    many = replace(SMALL, roles=(replace(role, shape=replace(role.shape, millicores=6_000)),))
+    six = Six(first=many)
+    one, two, three, four, five, six_ = six.jobs
+    changes = six.beside(five, three)
+    changes[4] = replace(changes[4], claims=six.place(five, three, millicores=(4_000, 0)))
+    assert six.propose(*changes) == [None] * 6
+    first, second = six.state.sets[six.set].newest.rows
+    assert {six.epoch(one), six.epoch(two), six.epoch(three), six.epoch(four)} == set(first)
+    assert {six.epoch(five), six.job(five).next_epoch, six.epoch(six_), six.epoch(four)} == set(second)
 
 
 def test_once_it_has_moved_who_was_beside_it_has_the_device_in_every_row(six: Six) -> None:

@@ -103,7 +103,8 @@ def _judge(state: State, changes: Sequence[Change], proposer: str, now: float) -
         _check_complete(state, before, members)
     _check_nodes(state, before, members)
     _check_priorities(members, rows)
-    staying = _staying(members, rows, before)
+    held = _held(state, before, members)
+    rows, staying = _staying(state, members, rows, before, held)
     here = {**members, **{-number: member for number, (member, _) in staying.items()}}
     stays = {number: own for number, (_, own) in staying.items()}
     count = max([len(rows), *[index + 1 for own in stays.values() for index in own]])
@@ -111,7 +112,6 @@ def _judge(state: State, changes: Sequence[Change], proposer: str, now: float) -
         _refuse(first.number, Reason.CLAIM_MISMATCH, {"rows": count, "limit": ROWS_LIMIT}, detail="too many rows")
     rows = rows + ((),) * (count - len(rows))
     whole = [[*row, *[-number for number, own in stays.items() if index in own]] for index, row in enumerate(rows)]
-    held = _held(state, before, members)
     for member in members.values():
         if member.comes:
             _check_start(state, member, held)
@@ -143,10 +143,14 @@ def _judge(state: State, changes: Sequence[Change], proposer: str, now: float) -
 
 
 def _staying(
-    members: Mapping[int, _Member], rows: Sequence[Sequence[int]], before: NodeSet | None
-) -> dict[int, tuple[_Member, tuple[int, ...]]]:
-    """Of those who move and take turns in this set: where they are now, and the rows they have there, all in which
-    their devices idle, or one of their own."""
+    state: State,
+    members: Mapping[int, _Member],
+    rows: Sequence[Sequence[int]],
+    before: NodeSet | None,
+    held: Mapping[str, Claim],
+) -> tuple[tuple[tuple[int, ...], ...], dict[int, tuple[_Member, tuple[int, ...]]]]:
+    """The rows, and of those who move and take turns in this set where they are now and the rows they have there: all
+    in which their devices idle, or one of their own."""
     found: dict[int, tuple[_Member, tuple[int, ...]]] = {}
     taken = [[members[number] for number in row] for row in rows]
     for number, member in members.items():
@@ -154,14 +158,55 @@ def _staying(
         if not member.moves or gang is None or before is None or gang.node_set != before.number:
             continue
         one = _Member(member.change, member.job, gang, gang.claims, gang.level)
-        own = [i for i, row in enumerate(taken) if node_sets.is_free_of_turns([one.claims, *[m.claims for m in row]])]
+        own = [i for i, row in enumerate(taken) if _are_apart([one, *row])]
+        if own and all(member in taken[index] for index in own):
+            own = _changed_places(state, taken, one, member, own, held)
         if not own:
             own = [len(taken)]
             taken.append([])
         for index in own:
             taken[index].append(one)
         found[number] = one, tuple(own)
-    return found
+    known = set(map(id, members.values()))
+    named = [tuple(sorted([one.job.number for one in row if id(one) in known])) for row in taken]
+    return tuple(named[: len(rows)]), found
+
+
+def _changed_places(
+    state: State,
+    taken: list[list[_Member]],
+    leaving: _Member,
+    coming: _Member,
+    own: list[int],
+    held: Mapping[str, Claim],
+) -> list[int]:
+    """The rows for who leaves, whose devices idle only beside where it comes to be. There it would be woken for the
+    moment that its program takes to start, and its neighbours would wait for it twice. So who takes turns with it has
+    one in its place, if that is possible, and it has theirs."""
+    for index, row in enumerate(taken):
+        if index in own or coming in row:
+            continue
+        others = [one for one in row if not _are_apart([leaving, one])]
+        for at in own:
+            beside = [*taken[at], *others]
+            if any(one.moves for one in others) or not _are_apart(beside) or not _fits(state, beside, held):
+                continue
+            taken[at] = beside
+            taken[index] = [one for one in row if one not in others]
+            return [index]
+    return own
+
+
+def _are_apart(members: Sequence[_Member]) -> bool:
+    return node_sets.is_free_of_turns([one.claims for one in members])
+
+
+def _fits(state: State, row: Sequence[_Member], held: Mapping[str, Claim]) -> bool:
+    try:
+        _check_row(state, row, held)
+    except _RefusedError:
+        return False
+    return True
 
 
 def _rests_by_plan(gang: Gang) -> bool:
