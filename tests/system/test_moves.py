@@ -25,19 +25,24 @@ def node_of(job: Run) -> str:
     return str(job.show()["gang"]["claims"][0]["node"])
 
 
-def test_a_gang_of_two_gets_a_node_by_one_move_and_nobody_loses_a_step(cluster: Cluster) -> None:
-    small = [Run.submit(cluster, f"small-{number}", "--memory", "1G") for number in range(4)]
-    for job in small:
+def one_of_each_node_ends(jobs: list[Run]) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """They, and those who stay: of four that fill two nodes. Between them there is room for a pair."""
+    for job in jobs:
         job.wait_step(3, within_seconds=180)
-    # One of each node stays, and between them there is room for a pair.
     by_node: dict[str, list[Run]] = {}
-    for job in small:
+    for job in jobs:
         by_node.setdefault(node_of(job), []).append(job)
     assert sorted(map(len, by_node.values())) == [2, 2]
     ended, stays = zip(*by_node.values(), strict=True)
     for job in ended:
         job.hurry()
         job.wait_state("SUCCEEDED", within_seconds=180)
+    return ended, stays
+
+
+def test_a_gang_of_two_gets_a_node_by_one_move_and_nobody_loses_a_step(cluster: Cluster) -> None:
+    small = [Run.submit(cluster, f"small-{number}", "--memory", "1G") for number in range(4)]
+    ended, stays = one_of_each_node_ends(small)
 
     pair = Run.submit(cluster, "pair", "--locality", "node", "--memory", "1G", world=2)
     pair.wait_step(1, within_seconds=180)

@@ -12,7 +12,7 @@ import pytest
 from kit.cluster import Cluster, Service
 from kit.waiting import eventually
 from system.harness import Run
-from system.test_moves import OPTIONS, node_of
+from system.test_moves import OPTIONS, node_of, one_of_each_node_ends
 
 pytestmark = [pytest.mark.system, pytest.mark.torch, pytest.mark.chaos]
 
@@ -45,17 +45,8 @@ def test_who_is_slower_where_it_was_moved_for_a_gang_goes_back_when_that_has_end
     cluster: Cluster, planner: Service
 ) -> None:
     small = [Run.submit(cluster, f"small-{n}", "--memory", "1G", steps=STEPS, job=("--homesick",)) for n in range(4)]
-    for job in small:
-        job.wait_step(3, within_seconds=180)
-    by_node: dict[str, list[Run]] = {}
-    for job in small:
-        by_node.setdefault(node_of(job), []).append(job)
-    assert sorted(map(len, by_node.values())) == [2, 2]
-    ended, stays = zip(*by_node.values(), strict=True)
+    ended, stays = one_of_each_node_ends(small)
     homes = {job.name: node_of(job) for job in stays}
-    for job in ended:
-        job.hurry()
-        job.wait_state("SUCCEEDED", within_seconds=180)
     # Before it moves, it is known how fast it was.
     for job in stays:
         job.wait_step(job.last_step() + 40)
