@@ -408,6 +408,40 @@ def test_who_turns_out_to_be_unable_to_stop_waits_for_devices_of_its_own(drive: 
     assert drive.job(host).state is JobState.HOLDING
 
 
+def ends_by(drive: Turns, number: int, kind: OutcomeKind) -> None:
+    gang = drive.state.gangs[drive.job(number).epoch]
+    ended = replace(drive.report(gang, ObservedPhase.ENDED), outcome=Outcome(kind))
+    drive.observe("n1", ended, *drive.others("n1", gang.epoch))
+    drive.seen_without("n1", number)
+
+
+def test_who_was_killed_because_it_did_not_leave_its_turn_takes_none_any_more(drive: Turns) -> None:
+    host, guest = drive.share()
+    ends_by(drive, guest, OutcomeKind.ESCALATED)
+    assert drive.job(guest).state is JobState.PENDING
+    again = drive.row(guest, 1, claims=drive.place(guest, host))
+    refused = blamed(drive.propose(drive.row(host, 0), again))
+    assert refused.job == f"jobs/{guest}"
+    assert refused.detail == "it did not stop when its turn was over, and was killed"
+    # It has a node to itself, and its next attempt says that it can do anything.
+    drive.step(CancelJob(host))
+    drive.seen_without("n1", host)
+    drive.start(guest)
+    drive.runs(guest)
+    assert drive.job(guest).capabilities.offload
+    newcomer = drive.submit(job_of(4))
+    joining = drive.row(newcomer, 1, claims=drive.place(newcomer, guest))
+    assert blamed(drive.propose(drive.row(guest, 0), joining)).job == f"jobs/{guest}"
+
+
+@pytest.mark.parametrize("kind", [OutcomeKind.UNKNOWN, OutcomeKind.FENCED])
+def test_whose_attempt_ended_otherwise_takes_turns_again(drive: Turns, kind: OutcomeKind) -> None:
+    host, guest = drive.share()
+    ends_by(drive, guest, kind)
+    again = drive.row(guest, 1, claims=drive.place(guest, host))
+    assert drive.propose(drive.row(host, 0), again) == [None, None]
+
+
 def test_a_node_set_whose_leader_is_lost_is_led_by_another_with_a_higher_epoch() -> None:
     drive = Turns(2)
     host = drive.run(job_of(8))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 from core.drive import GIB, SERVER, Drive, job_of
+from ganger.resources.reasons import Reason
 from ganger.resources.values import Claim
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer, SessionAnswer
 from ganger_master.core.commands import CancelJob, Change, Observe, ObservedGang, ObservedRows, OpenSession, ProposePlan
 from ganger_master.core.desired import desired_of
-from ganger_master.core.model import JobSpec, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.explain import told_blockers
+from ganger_master.core.model import Capabilities, JobSpec, JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.settings import Settings
 from ganger_master.planner.matrices import Sharer, plan_matrices, rows_of
 from ganger_master.planner.refused import NOBODY, KeptOut
@@ -214,6 +216,49 @@ def test_nobody_is_asked_who_cannot_stop_or_has_another_priority() -> None:
             assert drive.plan() == ()
         else:
             assert {change.number for change in drive.plan()}.isdisjoint({2} - {number})
+
+
+LIMITED = replace(job_of(4), time_limit_seconds=60.0)
+OUTSTAYED = Capabilities(offload=True, known=True).without_turns("it did not stop when its turn was over")
+
+
+def test_who_did_not_stop_when_its_turn_was_over_waits_for_devices_of_its_own() -> None:
+    drive = Sharing()
+    _, second = drive.submitted(job_of(4), job_of(4))
+    drive.go_on()
+    drive.state.put_job(replace(drive.job(second), capabilities=OUTSTAYED))
+    assert drive.plan() == ()
+
+
+def test_nobody_comes_to_take_turns_with_who_did_not_stop_when_one_was_over() -> None:
+    drive = Sharing()
+    first, _ = drive.submitted(job_of(4), job_of(4))
+    drive.go_on()
+    drive.state.put_job(replace(drive.job(first), capabilities=OUTSTAYED))
+    assert drive.plan() == ()
+
+
+@pytest.mark.parametrize(
+    ("spec", "capabilities", "why"),
+    [
+        (replace(job_of(4), preemptible=False), Capabilities(), "it is not to be suspended"),
+        (LIMITED, Capabilities(), "it has a time limit, which goes on while it rests"),
+        (job_of(4), OUTSTAYED, "it did not stop when its turn was over"),
+    ],
+)
+def test_who_waits_is_told_why_it_takes_no_turns_where_others_do(
+    spec: JobSpec, capabilities: Capabilities, why: str
+) -> None:
+    drive = Sharing()
+    drive.submitted(job_of(4), job_of(4))
+    drive.go_on()
+    drive.go_on()
+    number = drive.submit(spec)
+    drive.state.put_job(replace(drive.job(number), capabilities=capabilities))
+    drive.state.ranks[number] = 1
+    (told,) = told_blockers(drive.state, drive.job(number))
+    assert told.reason is Reason.RANKED
+    assert told.detail.endswith(f"; it takes no turns, for {why}")
 
 
 def test_what_was_refused_is_not_asked_again_at_once() -> None:

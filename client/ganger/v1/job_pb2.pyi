@@ -740,7 +740,8 @@ class Capabilities(google.protobuf.message.Message):
     @property
     def missing(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Why something cannot be had, by name: PAUSE, OFFLOAD, CHECKPOINT, or MOVE for a job that can be parked and resumed
-        in place, but not brought back in another process, or RESIZE for one that only goes on with as many ranks as before.
+        in place, but not brought back in another process, or RESIZE for one that only goes on with as many ranks as before,
+        or TURNS for one that takes none any more, because it did not stop when one was over.
         """
 
     def __init__(

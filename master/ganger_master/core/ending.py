@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -20,6 +21,8 @@ from ganger_master.core.model import (
     SuspendLevel,
 )
 from ganger_master.core.state import State
+
+_OUTSTAYED: Final = "it did not stop when its turn was over, and was killed"
 
 
 def end(
@@ -85,6 +88,9 @@ def fail(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
         _fall_back(state, job, gang, job.checkpoint, outcome, now, cause)
         return
     failure = _failure_of(gang, outcome)
+    if outcome.kind is OutcomeKind.ESCALATED and gang.node_set:
+        # Others waited for it until it was killed, and would again, turn after turn.
+        job = replace(job, capabilities=job.capabilities.without_turns(_OUTSTAYED))
     if _is_users(outcome):
         began = job if outcome.kind is OutcomeKind.LAUNCH_FAILED else started(job, gang)
         job = replace(began, failures=job.failures + 1)

@@ -78,10 +78,24 @@ def _ranked(state: State, job: Job) -> Refusal:
     rank, policy = state.ranks.get(job.number, 0), state.ranked_by or state.settings.policy
     if not rank:
         return Refusal(Reason.RANKED, detail=f"the planner of policy {policy} has not ranked it yet")
+    why = _takes_no_turns(state, job)
+    alone = f"; it takes no turns, for {why}" if why else ""
     if rank == 1:
-        text = f"first of those that wait, it starts once the planner of policy {policy} finds it a place"
+        text = f"first of those that wait, it starts once the planner of policy {policy} finds it a place{alone}"
         return Refusal(Reason.RANKED, detail=text)
-    return Refusal(Reason.RANKED, {"ahead": rank - 1}, detail=f"the planner of policy {policy} lets others go first")
+    text = f"the planner of policy {policy} lets others go first{alone}"
+    return Refusal(Reason.RANKED, {"ahead": rank - 1}, detail=text)
+
+
+def _takes_no_turns(state: State, job: Job) -> str:
+    """Why it waits for devices of its own, where others take turns; empty if it does not."""
+    if not state.sets:
+        return ""
+    if not job.spec.preemptible:
+        return "it is not to be suspended"
+    if job.spec.time_limit_seconds is not None:
+        return "it has a time limit, which goes on while it rests"
+    return job.capabilities.no_turns
 
 
 def blockers_of(state: State, job: Job, now: float) -> tuple[Refusal, ...]:

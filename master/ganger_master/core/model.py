@@ -226,9 +226,10 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
-    """Which levels the job offers; `missing` says why not, by level name, and under MOVE why it can go nowhere else.
-    Nothing is known before `known`. `resize`: its state can be brought back with another number of ranks, by which
-    `resize_divides` can be divided (zero: any). `presumed`: no agent has spoken up so far; it may be only starting."""
+    """Which levels the job offers; `missing` says why not, by level name, under MOVE why it can go nowhere else, under
+    TURNS why it takes no turns. Nothing is known before `known`. `resize`: its state can be brought back with another
+    number of ranks, by which `resize_divides` can be divided (zero: any). `presumed`: no agent has spoken up so far; it
+    may be only starting."""
 
     pause: bool = False
     offload: bool = False
@@ -238,6 +239,14 @@ class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
     resize: bool = False
     resize_divides: int = 0
     presumed: bool = False
+
+    @property
+    def no_turns(self) -> str:
+        """Why it takes no turns though it can rest; empty if it may."""
+        return self.missing.get("TURNS", "")
+
+    def without_turns(self, why: str) -> Capabilities:
+        return replace(self, missing={**self.missing, "TURNS": why}) if why else self
 
     def offers(self, level: SuspendLevel) -> bool:
         match level:

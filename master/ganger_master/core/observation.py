@@ -178,7 +178,9 @@ def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: fl
         used_device_bytes=max(job.used_device_bytes, used),
     )
     if observed.capabilities.known and gang.role is not GangRole.DESTINATION:
-        fresh = replace(fresh, capabilities=_common(state.gangs[gang.epoch]))
+        # What an earlier attempt did in its turn is not for this one to deny.
+        common = _common(state.gangs[gang.epoch]).without_turns(job.capabilities.no_turns)
+        fresh = replace(fresh, capabilities=common)
     if observed.progress is not None and _is_further(observed.progress, fresh.progress):
         fresh = replace(fresh, progress=replace(observed.progress, time=now))
     if fresh != job:

@@ -251,6 +251,8 @@ def _member(state: State, change: Change, before: NodeSet | None) -> _Member:
         _refuse(job.number, Reason.WRONG_STATE, detail="the job is not to be suspended, so it takes no turns")
     if job.spec.time_limit_seconds is not None:
         _refuse(job.number, Reason.WRONG_STATE, detail="the job has a time limit, which goes on while it rests")
+    if job.capabilities.no_turns:
+        _refuse(job.number, Reason.WRONG_STATE, detail=job.capabilities.no_turns)
     gang = state.gangs.get(job.epoch)
     if state.is_waiting(job) and gang is not None:
         return _resting(state, change, job, gang)

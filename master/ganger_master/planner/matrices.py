@@ -169,7 +169,7 @@ def _fits(one: Sharer, row: Sequence[Sharer], cores: Mapping[str, Sequence[int]]
 def may_take_turns(job: Job, gang: Gang | None) -> bool:
     """Whether it would be let in (`core.taking_turns`), as far as can be told from here."""
     spec, offered = job.spec, job.capabilities
-    if not spec.preemptible or spec.time_limit_seconds is not None or len(spec.roles) != 1:
+    if not spec.preemptible or spec.time_limit_seconds is not None or len(spec.roles) != 1 or offered.no_turns:
         return False
     if gang is None:
         return not (job.epoch or (offered.known and not offered.offload))
