@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+from ganger_master.policies import selection
 from ganger_master.policies.facts import Facts
 from ganger_master.policies.order import Order, ranked
 from ganger_master.policies.order.aging import with_aging
@@ -49,28 +51,31 @@ def naive(
     ),
     free=st.integers(-2, 20),
     is_strict=st.booleans(),
+    few=st.sampled_from([0, 5, 15]),
     random=st.randoms(use_true_random=False),
 )
-def test_stretches_choose_whom_one_after_the_other_would(
-    jobs: list[tuple[int, bool, bool, bool]], free: int, is_strict: bool, random: Random
+def test_those_are_chosen_whom_one_after_the_other_would(
+    jobs: list[tuple[int, bool, bool, bool]], free: int, is_strict: bool, few: int, random: Random
 ) -> None:
     order = list(range(len(jobs)))
     random.shuffle(order)
     gpus = [job[0] for job in jobs]
     kept, guarded, passing = [[bool(job[column]) for job in jobs] for column in (1, 2, 3)]
     expected = naive(order, gpus, free, is_strict, kept, guarded, passing)
-    found = chosen(
-        np.array(order, np.int64),
-        np.array(gpus, np.int64),
-        free,
-        is_strict,
-        np.array(kept, bool),
-        np.array(guarded, bool),
-        np.array(passing, bool),
-    )
-    assert found.tolist() == expected
-    plain = chosen(np.array(order, np.int64), np.array(gpus, np.int64), free, is_strict)
-    nobody = [False] * len(jobs)
+    # By stretches where there are more of them than few.
+    with patch.object(selection, "_FEW", few):
+        found = chosen(
+            np.array(order, np.int64),
+            np.array(gpus, np.int64),
+            free,
+            is_strict,
+            np.array(kept, bool),
+            np.array(guarded, bool),
+            np.array(passing, bool),
+        )
+        assert found.tolist() == expected
+        plain = chosen(np.array(order, np.int64), np.array(gpus, np.int64), free, is_strict)
+        nobody = [False] * len(jobs)
     assert plain.tolist() == naive(order, gpus, free, is_strict, nobody, nobody, nobody)
 
 

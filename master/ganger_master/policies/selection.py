@@ -33,16 +33,46 @@ def chosen(
     """Positions of the jobs that fit into `free` GPUs, in order: `ranked` are positions, first job first; `gpus` is by
     position. Who does not fit is passed over, or ends the pass if that `is_strict`. `kept` (by position) hold theirs
     whatever comes, and are chosen before all others. Once one of the `guarded` does not fit only the `passing` go on.
-
-    Whole stretches of the order are taken at once: each look takes the longest stretch that fits and drops all that
-    can no longer fit, so there are about as many looks as there are sizes of gangs.
     """
-    taken: list[Integers] = []
+    staying = ranked[:0]
     if kept is not None:
-        staying = ranked[kept[ranked]]
-        taken.append(staying)
+        is_kept = kept[ranked]
+        staying, ranked = ranked[is_kept], ranked[~is_kept]
         free -= int(gpus[staying].sum())
-        ranked = ranked[~kept[ranked]]
+    choose = one_by_one if len(ranked) <= _FEW else by_stretches
+    taken = choose(ranked, gpus, free, is_strict, guarded, passing)
+    return np.concatenate((staying, taken)) if len(staying) else taken
+
+
+# To look at a stretch takes as long as to look at so many jobs.
+_FEW = 128
+
+
+def one_by_one(
+    ranked: Integers, gpus: Integers, free: int, is_strict: bool, guarded: Flags | None, passing: Flags | None
+) -> Integers:
+    """As `chosen`, none of whom is kept."""
+    taken: list[int] = []
+    is_guarded = False
+    for job, size in zip(ranked.tolist(), gpus[ranked].tolist(), strict=True):
+        if is_guarded and passing is not None and not passing[job]:
+            continue
+        if size <= free:
+            taken.append(job)
+            free -= size
+        elif is_strict:
+            break
+        elif guarded is not None and guarded[job]:
+            is_guarded = True
+    return np.array(taken, np.int64)
+
+
+def by_stretches(
+    ranked: Integers, gpus: Integers, free: int, is_strict: bool, guarded: Flags | None, passing: Flags | None
+) -> Integers:
+    """The same, taken in whole stretches of the order: each look takes the longest one that fits and drops all that can
+    no longer fit, so there are about as many looks as there are sizes of gangs."""
+    taken: list[Integers] = []
     while len(ranked):
         sizes = gpus[ranked]
         together = np.cumsum(sizes)
