@@ -49,6 +49,8 @@ def _job_submitted(state: State, event: events.JobSubmitted) -> None:
 def _put_submitted(state: State, job: Job, cause: str) -> None:
     state.counters.next_job = max(state.counters.next_job, job.number + 1)
     state.put_job(job)
+    # Nothing follows from a job that has nothing yet.
+    state.dirty.jobs.pop(job.number, None)
     state.history(job.create_time, job.name, "job_submitted", cause, gpus=job.spec.gpus, tasks=job.spec.tasks)
 
 

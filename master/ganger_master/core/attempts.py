@@ -145,7 +145,8 @@ def _review_once(state: State, number: int, now: float, cause: str) -> bool:
     if job.ending is not None:
         if all(gang.is_gone or gang.role is GangRole.SOURCE for gang in gangs):
             ending.complete(state, job, gangs, now, cause)
-            return True
+            # Of nothing nothing follows.
+            return bool(gangs)
         return False
     for gang, act in zip(gangs, acts, strict=True):
         if act is not Act.WAIT and gang.role is not GangRole.LEAVING and _follow(state, job, gang, act, now, cause):
@@ -208,7 +209,8 @@ def _stepped(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool
                 moves_aborted=0,
             )
         )
-        return True
+        # What it came from may go now.
+        return len(state.gangs_of_job(job.number)) > 1
     return copies.reap(state, job, now)
 
 

@@ -64,6 +64,8 @@ def begin_with(state: State, job: Job, source: Gang, claims: Sequence[Claim], le
 def share_pieces(state: State, job: Job, gangs: Sequence[Gang]) -> bool:
     """Of two worlds of a job the present one holds what it wants, the other what it wants beside that. Whether somebody
     holds something else than before."""
+    if len(gangs) < 2:
+        return False
     # One that is left alone holds its own, and its cores may be those of several who take turns.
     present = state.gangs.get(job.epoch) if has_two_worlds(state, job.number) else None
     if present is None:
