@@ -68,7 +68,8 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
             acknowledged.append(observed.epoch)
         else:
             state.last_said[report.node, said.epoch] = (said, state.gangs[gang.epoch], state.jobs[gang.job])
-    for epoch in sorted(state.gangs_on.get(report.node, ())):
+    # Of who has applied nothing yet it means nothing what is not there.
+    for epoch in sorted(state.gangs_on.get(report.node, ())) if report.desired_version else ():
         if epoch not in seen:
             _observe_absence(state, state.gangs[epoch], report)
     _note_quarantine(state, node, strays, now, cause)

@@ -1,7 +1,7 @@
 """Modelled nodes: they start, stop and end gangs after the time that takes, and report as daemons do.
 
-A gang starts and stops on all of its nodes at once, so it is followed as one; each of its nodes reports its own part,
-in a complete observed set.
+A gang starts and stops on all of its nodes at once, so it is followed as one; each of its nodes reports its own part.
+What a report leaves out is as it was: it speaks of no desired version, so that absence means nothing.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class Nodes:
         self._moved = moved
         self._peak_bytes = peak_bytes
         self._followed: dict[int, _Followed] = {}
-        self._observed: dict[str, dict[int, ObservedGang]] = {}
         self._observation: dict[str, int] = {}
-        self._unsaid: dict[str, None] = {}
+        # By node and epoch.
+        self._unsaid: dict[str, dict[int, ObservedGang]] = {}
 
     @property
     def longest_stop_s(self) -> float:
@@ -262,8 +262,7 @@ class Nodes:
             checkpoint = Checkpoint(gang.epoch, gang.epoch, f"{job.uid}/{gang.epoch}")
         for piece in gang.pieces:
             node = piece.claim.node
-            self._unsaid[node] = None
-            self._observed.setdefault(node, {})[gang.epoch] = ObservedGang(
+            self._unsaid.setdefault(node, {})[gang.epoch] = ObservedGang(
                 job=job.number,
                 uid=job.uid,
                 epoch=gang.epoch,
@@ -282,16 +281,12 @@ class Nodes:
             )
 
     def report(self) -> bool:
-        """Every node with news tells its complete observed set; whether any had."""
+        """Every node with news tells it; whether any had."""
         if not self._unsaid:
             return False
         said, self._unsaid = self._unsaid, {}
-        for node in said:
-            observed = self._observed.get(node, {})
+        for node, observed in said.items():
             self.report_of(node, tuple(observed.values()))
-            # What has ended is told once.
-            for epoch in [gang.epoch for gang in observed.values() if gang.phase is ObservedPhase.ENDED]:
-                del observed[epoch]
         return True
 
     def report_of(self, node: str, observed: tuple[ObservedGang, ...] = ()) -> None:
