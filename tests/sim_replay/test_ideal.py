@@ -66,3 +66,9 @@ def _workload(rows: list[tuple[int, int, int]]) -> Workload:
 
 def _options(round_s: int | None) -> Options:
     return Options(ideal=True, round_s=None if round_s is None else float(round_s))
+
+
+def test_more_jobs_may_end_at_once_than_are_kept() -> None:
+    rows = [(0, 1, 10)] * 1_010 + [(20, 1_020, 10)]
+    run = simulate(_workload(rows), servers_from_flags(nodes=16, gpus_per_node=64), "srtf", Options(ideal=True))
+    assert run.outcomes.end_s.tolist() == [10.0] * 1_010 + [30.0]

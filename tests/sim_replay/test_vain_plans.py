@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from ganger_master.core.commands import Command
 from ganger_master.policies.order.registry import ORDERS
+from ganger_master.policies.place.anywhere import ANYWHERE
+from ganger_master.sim.replay import run
 from ganger_master.sim.replay.options import Options
-from ganger_master.sim.replay.planning import Planning
+from ganger_master.sim.replay.planning import NOTHING_PLANNED, Planning
 from ganger_master.sim.replay.run import _Replay
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.workload import Workload, workload
@@ -72,13 +74,30 @@ def test_a_plan_that_finds_a_place_for_all_it_chose_is_the_last_of_its_instant(
     some = _Counted(jobs, policy, options)
     some.run()
     with (
-        patch.object(Planning, "_leaves_nothing_to_do", lambda self, found: False),
+        patch.object(Planning, "_carried_out", lambda self, now: NOTHING_PLANNED),
         patch.object(Planning, "_starts_nobody", lambda self: False),
     ):
         every = _Counted(jobs, policy, options)
         every.run()
     assert some.told == every.told
     assert some.passes < 0.95 * every.passes, "many were passed over"
+
+
+@pytest.mark.parametrize("round_s", [None, 300.0])
+@pytest.mark.parametrize("policy", [name for name, order in ORDERS.items() if order.is_steady])
+def test_who_is_known_to_be_chosen_is_started_as_if_all_had_been_ranked(policy: str, round_s: float | None) -> None:
+    jobs, options = crowd(), Options(ideal=True, round_s=round_s)
+    some = _Counted(jobs, policy, options)
+    some.run()
+    with (
+        patch.object(Planning, "_known_pass", lambda self, now, planned: None),
+        patch.object(run, "BY_COUNTS", ANYWHERE),
+    ):
+        every = _Counted(jobs, policy, options)
+        every.run()
+    assert some.told == every.told
+    # Where nobody is stopped a round begins as the last one ended.
+    assert some.passes < every.passes or (policy, round_s) in (("fifo", 300.0), ("fifo-backfill", 300.0))
 
 
 @pytest.mark.parametrize("policy", ["fifo", "fifo-backfill"])

@@ -42,14 +42,16 @@ class Pass:
     """`waits`: somebody chosen has no place yet, so a later pass may find it one though nothing happens.
     `next_change_s`: when the order may change by itself; infinite if it does not in jumps. `line`: numbers of all who
     waited, first job first, the started ones among them. `unplaced`: numbers of chosen ones for whom no place was
-    found, whoever were stopped for them; without leave to stop anybody, of those known to be such. `resizing`: what to
-    remember of changes of size if it is proposed; None: what was before."""
+    found, whoever were stopped for them; without leave to stop anybody, of those known to be such. `follow`: numbers of
+    those who have a place once all that it stops is gone, first job first. `resizing`: what to remember of changes of
+    size if it is proposed; None: what was before."""
 
     changes: tuple[Change, ...] = ()
     waits: bool = False
     next_change_s: float = math.inf
     line: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
     unplaced: frozenset[int] = frozenset()
+    follow: tuple[int, ...] = ()
     resizing: Resizing | None = None
 
     @property
@@ -136,12 +138,29 @@ def plan(
     room.refresh()
     if few and sum([job.gpus for job in few]) <= room.free_devices:
         # Where there is room for all who wait, it makes no difference who goes first.
-        fitting = _Fitting(placement, room, table, now, kept_out, terms)
-        if fitting.starts_all(few):
-            return Pass(fitting.changes, line=np.array([job.number for job in few], np.int64))
-        fitting.undo()
+        found = started(few, placement, table, now, room, kept_out, terms)
+        if found is not None:
+            return found
     choice = choose(order, table, now, capacity, remaining_s, kept_out)
     return carried_out(choice, order, placement, table, now, room, may_stop, kept_out, terms)
+
+
+def started(
+    jobs: Sequence[Job],
+    placement: Placement,
+    table: LiveTable,
+    now: float,
+    room: Room,
+    kept_out: KeptOut = NOBODY,
+    terms: Terms = AS_ASKED,
+) -> Pass | None:
+    """The pass that starts these jobs, which wait, in this order, and no others; None if one of them finds no room."""
+    room.refresh()
+    fitting = _Fitting(placement, room, table, now, kept_out, terms)
+    if fitting.starts_all(jobs):
+        return Pass(fitting.changes, line=np.array([job.number for job in jobs], np.int64))
+    fitting.undo()
+    return None
 
 
 def may_start(placement: Placement, table: LiveTable, room: Room) -> bool:
@@ -190,6 +209,7 @@ def carried_out(
     if not crowded:
         return Pass(fitting.changes, next_change_s=choice.changes_at, line=choice.told)
     unplaced = frozenset(job.number for job in crowded if job.number in kept_out.unplaced)
+    follow: tuple[int, ...] = ()
     if may_stop:
         leaving = _gangs(table, rows, line[(choice.facts.is_running & ~is_chosen)[line]])
         staying = _Staying(order, table, choice, terms, room) if order.preempts else None
@@ -198,8 +218,9 @@ def carried_out(
             # What they cannot use serves those behind them.
             fitting.start(_jobs(table, rows, line[(waiting & ~is_chosen)[line]]), beside_others=True)
         unplaced = frozenset(job.number for job in left)
+        follow = tuple([job.number for job in crowded if job.number not in unplaced])
     fitting.undo()
-    return Pass(fitting.changes, waits=True, next_change_s=choice.changes_at, line=choice.told, unplaced=unplaced)
+    return Pass(fitting.changes, True, choice.changes_at, choice.told, unplaced, follow)
 
 
 # To place so many in vain takes less than to rank all who are live.
@@ -347,13 +368,16 @@ class _Fitting:
 
     def make_way(
         self,
-        crowded: Iterable[Job],
-        leaving: Iterable[tuple[Job, Gang]],
-        going: Iterable[tuple[Job, Gang]],
+        crowded: Sequence[Job],
+        leaving: Sequence[tuple[Job, Gang]],
+        going: Sequence[tuple[Job, Gang]],
         staying: _Staying | None,
     ) -> list[Job]:
         """Stops who is `leaving` and in the way of the crowded, in order, and who is `staying` where that is not
         enough; who of these finds no place even so. Who is `going` has been told already."""
+        if self._placement.by_counts and self._takes_all(crowded, leaving, going):
+            self.stop(leaving)
+            return []
         held = [(job, self._terms.held(gang)) for job, gang in leaving]
         gone = [_held(gang) for _, gang in going]
         for back in (*(claims for _, claims in held), *gone):
@@ -378,6 +402,15 @@ class _Fitting:
         self._busy.update(wanted)
         self._busy.update(claim.node for claims in (*(claims for _, claims in held), *gone) for claim in claims)
         return unplaced
+
+    def _takes_all(
+        self, crowded: Iterable[Job], leaving: Iterable[tuple[Job, Gang]], going: Iterable[tuple[Job, Gang]]
+    ) -> bool:
+        """By counts: whether there is room for the crowded, but for none beside them of those who are leaving."""
+        held = [sum([claim.device_mask.bit_count() for claim in self._terms.held(gang)]) for _, gang in leaving]
+        gone = [claim.device_mask.bit_count() for _, gang in going for claim in _held(gang)]
+        taken = sum([self._terms.shape(job).gpus for job in crowded])
+        return 0 <= self._room.free_devices + sum(held) + sum(gone) - taken < min(held, default=math.inf)
 
     def undo(self, done: int = 0) -> None:
         """The room is as it was when so much was done."""

@@ -35,7 +35,8 @@ class Order:
     waited too long, of a cluster of so many GPUs, so that nobody may pass them for good (`selection.selected`).
     `overdue_share`: the part of the cluster that may go to them at once (`aging`). `regroups`: those it runs change
     places where that makes room for a gang that finds none. `placement`: where gangs go unless a policy's name says.
-    `is_steady`: nobody ranks otherwise for having been started, until time has passed.
+    `is_steady`: nobody ranks otherwise for having been started or stopped, until time has passed. `by_arrival`: who
+    waits does so in the order of submission, as in the master's queue.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Order:
     placement: str = "gandiva"
     with_history: Callable[[History], Order] | None = None
     is_steady: bool = False
+    by_arrival: bool = False
 
 
 def ranked(order: Order, facts: Facts, now: float, capacity: Capacity) -> Integers:

@@ -19,5 +19,5 @@ def keys_passing(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[
     return ()
 
 
-FIFO = Order("fifo", keys, preempts=False, is_strict=True, is_steady=True)
-FIFO_BACKFILL = Order("fifo-backfill", keys_passing, preempts=False, is_steady=True)
+FIFO = Order("fifo", keys, preempts=False, is_strict=True, is_steady=True, by_arrival=True)
+FIFO_BACKFILL = Order("fifo-backfill", keys_passing, preempts=False, is_steady=True, by_arrival=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -55,3 +56,5 @@ def _from_the_first(room: Room, ask: Ask, level: Level, number: int) -> Claims |
 
 
 ANYWHERE = Placement("anywhere", "any free devices, the first node first, for ideal runs", search)
+# Of servers that have nothing but devices.
+BY_COUNTS = replace(ANYWHERE, by_counts=True)

@@ -38,11 +38,12 @@ _NOTHING_ELSE: Final = Want()
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`summary`: one line for people."""
+    """`summary`: one line for people. `by_counts`: a gang finds a place wherever so many devices are free."""
 
     name: str
     summary: str
     search: Search
+    by_counts: bool = False
 
     def place(self, room: Room, shape: GangShape, want: Want = _NOTHING_ELSE) -> Claims | None:
         """Claims that fit, or None. Nothing is taken."""

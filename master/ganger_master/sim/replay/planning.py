@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ import numpy as np
 from ganger_master.core import commands
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import Command
-from ganger_master.core.model import JobState
+from ganger_master.core.model import Job, JobState
 from ganger_master.core.purpose import Finding
 from ganger_master.core.state import State
 from ganger_master.planner.acting import Moving, Terms
@@ -25,7 +25,7 @@ from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.shared import NOTHING as NOTHING_REMEMBERED
 from ganger_master.planner.shared import plan_shared
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass, may_start
+from ganger_master.planner.target import Pass, may_start, started
 from ganger_master.policies import Places, Policy
 from ganger_master.policies.facts import Capacity, Flags, Floats, Integers
 from ganger_master.policies.introspect.slicing import quantum_s
@@ -45,6 +45,22 @@ from ganger_master.sim.traces.workload import Workload
 
 if TYPE_CHECKING:
     from ganger_master.sim.replay.measured import Measured
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What the last plan said: whom it started and stopped, and who follows once those have gone, first job first."""
+
+    at: float
+    started: frozenset[int] = frozenset()
+    stopped: frozenset[int] = frozenset()
+    follow: tuple[int, ...] = ()
+
+    def __contains__(self, number: int) -> bool:
+        return number in self.started or number in self.stopped
+
+
+NOTHING_PLANNED = _Planned(-np.inf)
 
 
 class Planning:
@@ -106,11 +122,11 @@ class Planning:
         self._moves_at = np.inf
         # Somebody found no place in the last plan.
         self._is_waited_for = False
-        # Jobs came, started, stopped or ended since the last plan.
+        # Jobs came, started, stopped or ended since the last plan; those that the table does not show as they are now.
         self._is_news = False
-        # Whom the last plan started when it left nothing for another one to do, and when that was.
-        self._placed: frozenset[int] = frozenset()
-        self._placed_at = -np.inf
+        self._told: dict[int, None] = {}
+        # If at its instant nothing has happened since but what it said, and no order ranks otherwise for that.
+        self._planned = NOTHING_PLANNED
         self._back_at = self._last_plan = self._packed_at = -np.inf
 
     @cached_property
@@ -120,16 +136,12 @@ class Planning:
 
     def told(self, numbers: Collection[int]) -> None:
         """These jobs came, changed or ended."""
-        if not numbers:
+        if not numbers or self._policy.places is Places.JOBS:
             return
         self._is_news = True
-        state, has_planner = self._state, self._policy.places is Places.PLANNER
-        for number in numbers:
-            job = state.jobs.get(number)
-            if self._placed and (number not in self._placed or job is None or job.state is not JobState.HOLDING):
-                self._placed = frozenset()
-            if job is not None and has_planner:
-                self.table.put(job, state.gangs.get(job.epoch))
+        self._told.update(dict.fromkeys(numbers))
+        if not all(number in self._planned for number in numbers):
+            self._planned = NOTHING_PLANNED
 
     def learn(self) -> None:
         """There is more to go by than before."""
@@ -137,13 +149,16 @@ class Planning:
 
     def plan(self) -> bool:
         """Proposes a plan if it is time for one; whether it changed anything."""
-        if self._policy.places is Places.JOBS or not len(self.table):
+        if self._told:
+            self._follow()
+        if not len(self.table):
             return False
         if self._policy.shares:
             return self._share()
         now = self._clock.now
-        if self._placed and now == self._placed_at:
-            # All that happened since is what that plan said.
+        planned = self._carried_out(now)
+        if planned.started and not planned.follow:
+            # All who were chosen have a place now, and would be chosen again.
             self._is_news = False
             return False
         may_stop = self._may_stop()
@@ -161,7 +176,7 @@ class Planning:
         if self._policy.moves:
             found, findings = self._moved(now, may_stop, is_news)
         else:
-            found = self._pass(now, may_stop)
+            found = self._known_pass(now, planned) or self._pass(now, may_stop)
         self._is_waited_for = found.waits
         if found.next_change_s < np.inf and self._options.round_s is None:
             self._come_back(max(found.next_change_s, self._last_plan + self._options.plan_every_s))
@@ -169,26 +184,72 @@ class Planning:
             found = with_sizes(found, sizes)
         self._resizing = found.resizing or self._resizing
         is_carried_out = self._propose(found, (*findings, *sizes.findings))
-        if self._leaves_nothing_to_do(found):
-            self._placed, self._placed_at = frozenset(change.number for change in found.changes), now
+        self._planned = self._said(found, now)
         return is_carried_out
 
-    def _leaves_nothing_to_do(self, found: Pass) -> bool:
-        """Whether another plan at this instant would change nothing: all who were chosen have a place now, and would be
-        chosen again."""
-        if found.waits or not self._is_plain or self._policy.moves or self.sizing is not None:
-            return False
-        if not self._order.is_steady or self._order.next_change is not None:
-            return False
-        jobs = self._state.jobs
-        return all(change.kind == "START" and jobs[change.number].state is JobState.HOLDING for change in found.changes)
+    def _follow(self) -> None:
+        """The table shows everybody as they are now."""
+        state, table = self._state, self.table
+        for number in self._told:
+            job = state.jobs.get(number)
+            if job is not None:
+                table.put(job, state.gangs.get(job.epoch))
+            elif table.get(number) is not None:
+                # So many ended at once that it is not kept.
+                table.forget(number)
+        self._told.clear()
+
+    def _said(self, found: Pass, now: float) -> _Planned:
+        """What a plan said, where the next one of its instant will choose the same jobs."""
+        is_steady = self._order.is_steady and self._order.next_change is None
+        if not is_steady or not self._is_plain or self._policy.moves or self.sizing is not None:
+            return NOTHING_PLANNED
+        if found.waits and not (found.follow and not found.unplaced and self._policy.placement.by_counts):
+            return NOTHING_PLANNED
+        return _Planned(
+            now,
+            frozenset([change.number for change in found.changes if change.kind == "START"]),
+            frozenset([change.number for change in found.changes if change.kind == "SUSPEND"]),
+            found.follow,
+        )
+
+    def _carried_out(self, now: float) -> _Planned:
+        """What the last plan of this instant said, if all of it has come about."""
+        planned, jobs = self._planned, self._state.jobs
+        is_done = planned.at == now and all(jobs[number].state is JobState.HOLDING for number in planned.started)
+        if is_done and all(number not in jobs or not jobs[number].epoch for number in planned.stopped):
+            return planned
+        return NOTHING_PLANNED
+
+    def _known_pass(self, now: float, planned: _Planned) -> Pass | None:
+        """The pass that would be made, where it is known without ranking anybody who is chosen and finds room."""
+        jobs: Sequence[Job] = [self._state.jobs[number] for number in planned.follow]
+        if not jobs and self._only_starts and self._order.by_arrival and self.table.has_waiting:
+            jobs = self._first_of_queue()
+        if not jobs:
+            return None
+        return started(jobs, self._policy.placement, self.table, now, self._room)
+
+    def _first_of_queue(self) -> list[Job]:
+        """Whom an order by arrival starts on the GPUs that are free."""
+        state, found = self._state, []
+        free, least = state.free_devices, self.table.least_waiting_gpus
+        for number in state.waiting:
+            if free < least:
+                break
+            job = state.jobs[number]
+            if job.gpus <= free:
+                found.append(job)
+                free -= job.gpus
+            elif self._order.is_strict:
+                break
+        return found
 
     def _starts_nobody(self) -> bool:
         """Whether a plan that can do no more than start somebody finds too few GPUs free, wherever they are."""
         state = self._state
-        if not self._order.is_strict:
+        if not (self._order.is_strict and self._order.by_arrival):
             return not self.table.has_waiting or self.table.least_waiting_gpus > state.free_devices
-        # A strict order is that of submission, as the master's queue is.
         first = next(iter(state.waiting), None)
         return first is None or state.jobs[first].gpus > state.free_devices
 

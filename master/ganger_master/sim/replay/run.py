@@ -19,7 +19,7 @@ from ganger_master.core.sharing import CAPABILITY
 from ganger_master.core.state import State
 from ganger_master.policies import Places, policy_named
 from ganger_master.policies.order.las2d import LAS2D
-from ganger_master.policies.place.anywhere import ANYWHERE
+from ganger_master.policies.place.anywhere import BY_COUNTS
 from ganger_master.sim.replay.clock import EPOCH_S, Clock
 from ganger_master.sim.replay.footprints import Footprints
 from ganger_master.sim.replay.ledger import Ledger
@@ -96,7 +96,7 @@ class _Replay:
         if options.ideal:
             # Where any free devices serve there is nothing for a job's own scheduler to weigh.
             order = _CONTINUOUS.get(self.policy.order.name, self.policy.order)
-            self.policy = replace(self.policy, order=order, placement=ANYWHERE, places=Places.PLANNER)
+            self.policy = replace(self.policy, order=order, placement=BY_COUNTS, places=Places.PLANNER)
         self.jobs = jobs
         self.options = options
         self.progress = progress
