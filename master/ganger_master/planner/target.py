@@ -313,7 +313,9 @@ class _Fitting:
         self, placement: Placement, room: Room, table: LiveTable, now: float, kept_out: KeptOut, terms: Terms
     ) -> None:
         self._placement = placement
-        self._room = room
+        self._what_if = room
+        # What was found last and the room does not show yet: of the last one of all nobody asks.
+        self._unseen: Claims = ()
         self._table = table
         self._now = now
         self._closed = kept_out.nodes
@@ -327,9 +329,20 @@ class _Fitting:
         self._busy: set[str] = set()
 
     @property
+    def _room(self) -> Room:
+        """With all that is held in it by now."""
+        self._see()
+        return self._what_if
+
+    def _see(self) -> None:
+        if self._unseen:
+            self._what_if.take(self._unseen)
+            self._done.append((self._unseen, None))
+            self._unseen = ()
+
+    @property
     def changes(self) -> tuple[Change, ...]:
-        if self._done:
-            self.undo()
+        self.undo()
         return (*self._stops, *self._starts)
 
     def stop(self, gangs: Iterable[tuple[Job, Gang]]) -> None:
@@ -414,13 +427,15 @@ class _Fitting:
 
     def undo(self, done: int = 0) -> None:
         """The room is as it was when so much was done."""
+        self._unseen = ()
+        room = self._what_if
         while len(self._done) > done:
             claims, affinities = self._done.pop()
             if affinities is None:
-                self._room.give(claims)
+                room.give(claims)
                 continue
             for claim, affinity in zip(claims, affinities, strict=True):
-                self._room.take((claim,), affinity)
+                room.take((claim,), affinity)
 
     def _make_hole(self, job: Job, staying: _Staying, wanted: set[str]) -> Claims | None:
         """Stops those who are in the way of one who ranks higher, or can be elsewhere; its place, taken in the room as
@@ -428,6 +443,7 @@ class _Fitting:
         shape = self._terms.shape(job)
         locality = replace_of(shape.locality, widest=widest_now(shape, self._waited(job)), wish=None)
         closed = self._closed.get(job.number, _NOWHERE)
+        self._see()
         hole = staying.hole(self._placement, job, replace_of(shape, locality=locality), closed)
         if hole is None:
             return None
@@ -444,6 +460,7 @@ class _Fitting:
 
     def _comes_to(self, job: Job, going: Iterable[tuple[Job, Gang]], avoid: frozenset[str]) -> frozenset[str]:
         """The nodes where a job will be once those have gone who were told to; none if that is not enough."""
+        self._see()
         done = len(self._done)
         for _, gang in going:
             self._give(_held(gang))
@@ -488,8 +505,8 @@ class _Fitting:
         return view.free[slot] & claim.device_mask == claim.device_mask and has_cores and has_memory
 
     def _take(self, claims: Claims) -> None:
-        self._room.take(claims)
-        self._done.append((claims, None))
+        self._see()
+        self._unseen = claims
 
     def _give(self, claims: Claims) -> None:
         view = self._room.view
