@@ -181,6 +181,44 @@ class View:
         if mask and not self.affinity[slot]:
             self.affinity[slot] = gang_gpus or mask.bit_count()
 
+    def take_all(self, claims: Iterable[Claim], gang_gpus: int = 0) -> list[list[int]]:
+        """Takes all claims of a gang; the slots, together those of neighbours that were alike and are alike again: what
+        becomes of one of them becomes of the others."""
+        runs: list[list[int]] = []
+        before: tuple[object, ...] = ()
+        first = 0
+        for claim in claims:
+            slot = self.slots[claim.node]
+            now = (
+                self.topologies[slot],
+                self.free[slot],
+                self.millicores[slot],
+                self.memory[slot],
+                self.socket_jobs[slot],
+                self.group_jobs[slot],
+                self.device_rows[slot],
+                self.affinity[slot],
+                self.parked.get(slot),
+                claim.device_mask,
+                claim.millicores,
+                claim.memory_bytes + claim.arena_bytes,
+            )
+            if now != before or claim.shared_mask or claim.parked_bytes:
+                self.take(claim, gang_gpus)
+                before, first = now, slot
+                runs.append([slot])
+                continue
+            self.free[slot] = self.free[first]
+            self.millicores[slot] = self.millicores[first]
+            self.memory[slot] = self.memory[first]
+            self.socket_jobs[slot] = self.socket_jobs[first]
+            self.group_jobs[slot] = self.group_jobs[first]
+            self.device_rows[slot] = self.device_rows[first]
+            self.affinity[slot] = self.affinity[first]
+            self._touch(slot)
+            runs[-1].append(slot)
+        return runs
+
     def give(self, claim: Claim) -> None:
         """The inverse of `take`; claims of nodes that left are ignored. The last gang takes the affinity along, and
         a device that several hold is free once the last of them lets go."""

@@ -54,10 +54,8 @@ class Room:
         that are idle, where it is not to be the gang's devices, as it was not before these pieces were given back."""
         claims = tuple(claims)
         gpus = affinity or sum([claim.device_mask.bit_count() for claim in claims])
-        view = self.view
-        for claim in claims:
-            view.take(claim, gpus)
-        self._all_changed([view.slots[claim.node] for claim in claims])
+        for run in self.view.take_all(claims, gpus):
+            self._run_changed(run)
 
     def give(self, claims: Iterable[Claim]) -> None:
         """The inverse of `take`; claims of nodes that left are ignored."""
@@ -337,6 +335,20 @@ class Room:
         before, alike = self._alike[slot], self._found(slot)
         if before is not alike:
             self._put((slot,), 1 << slot, before, alike)
+
+    def _run_changed(self, slots: Sequence[int]) -> None:
+        """Nodes that were alike and are alike again, but for those that are not to be found at all."""
+        if len(slots) == 1:
+            self._changed(slots[0])
+            return
+        versions, now = self._versions, self.view.versions
+        for slot in slots:
+            versions[slot] = now[slot]
+        found = [slot for slot in slots if self._alike[slot] is not None]
+        if found:
+            before, alike = self._alike[found[0]], self._found(found[0])
+            if before is not alike:
+                self._put(found, together(found, len(self._alike)), before, alike)
 
     def _all_changed(self, slots: Sequence[int]) -> None:
         """Most nodes of a large gang were alike and are alike again: those go from one entry to another at once."""
