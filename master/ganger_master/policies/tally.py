@@ -21,8 +21,10 @@ class Tally:
         self._most = most
         self._racks = racks
         self._fabrics = fabrics
-        # What belongs to no span is summed up behind the last one, where -1 points.
-        self._by_rack = self._by_fabric = self._counts = np.zeros(0, np.int64)
+        self._counts = np.zeros(0, np.int64)
+        # What belongs to no span is summed up behind the last one, where -1 points; None until somebody asks.
+        self._by_rack: Counts | None = None
+        self._by_fabric: Counts | None = None
         self._whole = np.zeros(1, np.int64)
         self._seen = 0
 
@@ -32,8 +34,7 @@ class Tally:
         behind = len(journal) - self._seen
         if not len(self._counts) or behind * _MANY > len(entries):
             self._counts = np.minimum(room_of[entries], self._most)
-            self._by_rack = _summed(self._racks, self._counts)
-            self._by_fabric = _summed(self._fabrics, self._counts)
+            self._by_rack = self._by_fabric = None
             self._whole = self._counts.sum(keepdims=True)
         elif behind:
             changed = set(journal[self._seen :])
@@ -41,16 +42,24 @@ class Tally:
             counts = np.minimum(room_of[entries[slots]], self._most)
             more = counts - self._counts[slots]
             self._counts[slots] = counts
-            np.add.at(self._by_rack, self._racks[slots], more)
-            np.add.at(self._by_fabric, self._fabrics[slots], more)
+            if self._by_rack is not None:
+                np.add.at(self._by_rack, self._racks[slots], more)
+            if self._by_fabric is not None:
+                np.add.at(self._by_fabric, self._fabrics[slots], more)
             self._whole += more.sum()
         self._seen = len(journal)
 
     def totals(self, level: Level) -> Counts:
         """By number of rack or fabric, or of the whole cluster; not to be written to."""
         if level is Level.RACK:
+            if self._by_rack is None:
+                self._by_rack = _summed(self._racks, self._counts)
             return self._by_rack[:-1]
-        return self._by_fabric[:-1] if level is Level.FABRIC else self._whole
+        if level is Level.FABRIC:
+            if self._by_fabric is None:
+                self._by_fabric = _summed(self._fabrics, self._counts)
+            return self._by_fabric[:-1]
+        return self._whole
 
 
 def _summed(spans: NDArray[np.int32], counts: Counts) -> Counts:

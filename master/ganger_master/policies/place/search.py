@@ -248,6 +248,15 @@ def _by_room_of_few(room: Room, ask: Ask, level: Level, number: int) -> Iterator
     """Node by node."""
     entries = room.entries_in(level, number)
     rooms = ask.rooms[0].by_number(room.entries)[entries]
+    if len(entries) <= _FEW:
+        every = room.entries.alikes
+        by_room: dict[int, set[int]] = {}
+        for tasks, entry in zip(rooms.tolist(), entries.tolist(), strict=True):
+            by_room.setdefault(tasks, set()).add(entry)
+        by_room.pop(0, None)
+        for most in sorted(by_room, reverse=True):
+            yield most, [every[entry - 1] for entry in by_room[most]]
+        return
     while most := int(rooms.max(initial=0)):
         yield most, _named(room, entries[rooms == most])
         less = rooms < most
