@@ -12,7 +12,9 @@ from ganger_master.core.commands import CancelJob, Change, Observe, ObservedGang
 from ganger_master.core.desired import desired_of
 from ganger_master.core.explain import told_blockers
 from ganger_master.core.model import Capabilities, JobSpec, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.purpose import Goal
 from ganger_master.core.settings import Settings
+from ganger_master.planner.fairness import NOTHING, Fairness
 from ganger_master.planner.matrices import Sharer, plan_matrices, rows_of
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
@@ -56,7 +58,9 @@ class Sharing(Drive):
         found = [gang for gang in self.on(node) if gang.epoch != epoch]
         return [self.reported(gang, node) or self.report(gang, ObservedPhase.STARTING) for gang in found]
 
-    def plan(self, quantum_s: float | None = 60.0, kept_out: KeptOut = NOBODY) -> tuple[Change, ...]:
+    def plan(
+        self, quantum_s: float | None = 60.0, kept_out: KeptOut = NOBODY, fairness: Fairness = NOTHING
+    ) -> tuple[Change, ...]:
         table = LiveTable()
         for job in self.state.jobs.values():
             message = scheduling_pb2.LiveJob()
@@ -65,7 +69,9 @@ class Sharing(Drive):
         view = self.state.view.copy()
         rows = [replace(row, version=0) for row in view.rows()]
         changing = [one.number for one in self.state.sets.values() if one.coming is not None]
-        found = plan_matrices(POLICY.placement, table, self.now, Room(view), quantum_s, kept_out, changing=changing)
+        found = plan_matrices(
+            POLICY.placement, table, self.now, Room(view), quantum_s, kept_out, fairness=fairness, changing=changing
+        )
         assert rows == [replace(row, version=0) for row in view.rows()], "the view is left as it was"
         return found.changes
 
@@ -134,6 +140,32 @@ def test_six_on_four_take_turns_and_no_device_idles_in_any_row() -> None:
     for row in drive.rows:
         assert sum(masks[number] for number in row) == shared
     assert drive.state.rows["n1"].free_mask == 0
+
+
+@pytest.mark.parametrize(
+    "waiting",
+    [
+        (),
+        (replace(job_of(1), time_limit_seconds=60.0),),
+        (replace(job_of(1), preemptible=False), replace(job_of(1), priority=-1)),
+    ],
+    ids=["nobody", "one with a time limit", "one that is not to be suspended and one of lower priority"],
+)
+def test_who_is_behind_changes_places_with_who_is_ahead_whoever_waits_in_vain(waiting: tuple[JobSpec, ...]) -> None:
+    drive = Sharing()
+    numbers = drive.submitted(*[job_of(1, GIB)] * 6)
+    drive.go_on()
+    drive.go_on()
+    drive.submitted(*waiting)
+    masks = {number: drive.state.gangs[drive.job(number).epoch].claims[0].device_mask for number in numbers}
+    alone = {number for number, mask in masks.items() if list(masks.values()).count(mask) == 1}
+    behind_s = {number: -200.0 if number in alone else 100.0 for number in numbers}
+    drive.now += 1_000.0
+    fairness = Fairness(behind_s=behind_s, since_s=dict.fromkeys(numbers, 0.0))
+    changes = drive.plan(fairness=fairness)
+    gone = {change.number: change.claims[0].device_mask for change in changes if change.purpose.goal is Goal.FAIRNESS}
+    assert len(gone) == 2, changes
+    assert set(gone.values()) == {masks[number] for number in alone}
 
 
 def test_a_matrix_is_named_after_one_of_its_jobs_so_that_no_pack_of_the_same_pass_has_its_name() -> None:

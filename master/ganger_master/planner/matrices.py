@@ -102,7 +102,8 @@ def plan_matrices(
             if not (crowded or parked):
                 filling.part(joining.sharers)
             joining.leave(draining, fairness)
-            if not (crowded or parked or filling.changes or joining.has_news):
+            # Who waits and may join nobody is no reason to leave those who share as they are.
+            if not (filling.changes or joining.has_news):
                 joining.balance(fairness, running, now, quantum_s)
         changes = (*filling.changes, *(joining.changes(quantum_s, changing) if quantum_s is not None else ()))
     finally:
