@@ -13,6 +13,7 @@ from ganger_master.core.purpose import Finding, Goal
 from ganger_master.planner import packs as packs_of
 from ganger_master.planner.packs import Packs, plan_packs, with_refusals
 from ganger_master.planner.table import LiveTable
+from ganger_master.policies.introspect.packing import ALONE_WINDOWS
 from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 
@@ -27,10 +28,11 @@ class Seen:
 
     now: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     mates: Mapping[int, frozenset[int]] = field(default_factory=dict)
-    knows: bool = True
+    # Windows in which each was measured alone.
+    windows: int = 16
 
     def alone(self, number: int) -> tuple[float, ...]:
-        return STEADY if self.knows else ()
+        return STEADY[: self.windows]
 
     def present(self, number: int) -> tuple[float, ...]:
         return self.now.get(number, ())
@@ -99,6 +101,11 @@ def test_nothing_is_tried_while_everybody_has_a_device() -> None:
     assert Tried().plan(Seen(), is_crowded=False) == []
 
 
+def test_nobody_is_tried_of_whom_too_little_is_known_alone_for_a_verdict() -> None:
+    assert Tried().plan(Seen(windows=ALONE_WINDOWS - 1)) == []
+    assert Tried().plan(Seen(windows=ALONE_WINDOWS)) != []
+
+
 def test_a_pack_that_pays_is_kept_and_its_figures_are_told(tried: Tried) -> None:
     assert tried.plan(tried.together(())) == []
     assert tried.plan(tried.together(SLOWER)) == []
@@ -158,7 +165,7 @@ def test_a_planner_that_was_started_anew_parts_those_of_whom_nobody_knows_how_th
     guest = tried.packs.packs[0].guest
     tried.packs = Packs()
     seen = tried.together(SLOWER)
-    assert tried.plan(Seen(seen.now, seen.mates, knows=False)) == [("SUSPEND", guest)]
+    assert tried.plan(Seen(seen.now, seen.mates, windows=0)) == [("SUSPEND", guest)]
     (stopped,) = told(tried, "suspend_ordered")
     assert stopped["detail"].startswith("nobody knows any more")
 

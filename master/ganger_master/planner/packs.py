@@ -29,6 +29,7 @@ from ganger_master.planner.slices import shares_all
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies.introspect.failed import Failed
 from ganger_master.policies.introspect.packing import (
+    ALONE_WINDOWS,
     Berth,
     Pair,
     Proposal,
@@ -323,7 +324,7 @@ def _berth(job: Job, gang: Gang, view: View, seen: Seen) -> Berth | None:
         return None
     windows = seen.alone(job.number)
     needed = job.shape.device_memory_bytes
-    if len(windows) < 2 or not needed or seen.beside(job.number) or not job.capabilities.offload:
+    if len(windows) < ALONE_WINDOWS or not needed or seen.beside(job.number) or not job.capabilities.offload:
         return None
     made = view.topology(gang.claims[0].node).configuration_set
     pressure = Pressure(seen.utilisation(job.number), float(needed))

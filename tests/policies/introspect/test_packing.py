@@ -12,6 +12,7 @@ import pytest
 from ganger_master.models.interference import UNKNOWN_DEVICE, Contention, Pressure, forecast, learn, shared_speeds
 from ganger_master.policies.introspect.failed import Failed
 from ganger_master.policies.introspect.packing import (
+    ALONE_WINDOWS,
     Berth,
     Pair,
     Proposal,
@@ -194,6 +195,22 @@ def test_pack_that_slows_somebody_too_much_is_undone_though_the_sum_is_good() ->
     (proposal,) = proposals([berth(1, 0.3), berth(2, 0.3)], Failed(), 0.0)
     assert verdict(proposal, measured(random, {1: 1.0, 2: 0.7})).verdict is Verdict.KEEP
     assert verdict(proposal, measured(random, {1: 1.0, 2: 0.4})).verdict is Verdict.UNDO
+
+
+def test_pack_that_pays_by_half_is_known_for_it_by_as_many_windows_alone_as_a_trial_asks_for() -> None:
+    """Windows scatter by a tenth. With two of them alone, one in six would be kept."""
+    random = np.random.default_rng(2)
+    host, guest = berth(1, 0.6), berth(2, 0.6)
+    proposal = Proposal(guest, host, forecast([*host.pressures, *guest.pressures], 24 * GB))
+
+    def trial() -> Verdict:
+        rates = {
+            number: Rates(windows(random, 10.0, ALONE_WINDOWS, 0.1), windows(random, 7.5, MOST_WINDOWS, 0.1))
+            for number in (1, 2)
+        }
+        return verdict(proposal, rates).verdict
+
+    assert sum(trial() is Verdict.KEEP for _ in range(50)) >= 45
 
 
 def test_third_resident_must_make_more_of_the_gpu_than_the_two_did() -> None:
