@@ -344,18 +344,24 @@ def test_of_two_planners_the_second_finds_what_the_first_began() -> None:
     assert drive.proposed() == [("START", large)]
 
 
-def apart() -> tuple[Moved, int]:
-    """A pair lies on two nodes, each of which has room for both by now; others like it were slower so."""
+def between(*gpus: int) -> tuple[Moved, int, list[int]]:
+    """A pair lies on two full nodes beside gangs of so many devices; others like it were slower so."""
     drive = Moved()
-    three = [drive.running(together(3)) for _ in range(2)]
+    others = [drive.running(together(count)) for count in gpus]
     pair = drive.running(replace(job_of(2, memory=GIB), locality=Locality(Level.CLUSTER)), seconds=1_000.0)
     assert len(drive.state.gangs[drive.job(pair).epoch].claims) == 2
-    for number in three:
-        drive.ends(number)
-    drive.runs(pair)
     drive.rates.rates[pair] = 10.0
     seen = (LocalityPoint(2, 2, 0.6, Level.CLUSTER), LocalityPoint(2, 1, 0.95, Level.SOCKET))
     drive.moving = Moving(brought=Brought(points={"alike": seen}))
+    return drive, pair, others
+
+
+def apart() -> tuple[Moved, int]:
+    """A pair lies on two nodes, each of which has room for both by now."""
+    drive, pair, others = between(3, 3)
+    for number in others:
+        drive.ends(number)
+    drive.runs(pair)
     return drive, pair
 
 
@@ -406,6 +412,30 @@ def test_a_pair_of_which_too_little_is_left_stays_apart() -> None:
     drive, pair = apart()
     drive.state.put_job(replace(drive.job(pair), move_pause_seconds=500.0))
     assert drive.proposed() == []
+
+
+def test_a_pair_that_lies_apart_is_looked_at_again_once_a_move_would_pay_though_nothing_happens() -> None:
+    drive, pair = apart()
+    drive.state.put_job(replace(drive.job(pair), move_pause_seconds=500.0))
+    assert drive.proposed() == []
+    assert drive.now < drive.again_s < float("inf")
+    drive.now = drive.again_s
+    assert drive.proposed() == [("MOVE", pair)]
+
+
+def test_room_that_comes_free_just_after_a_look_is_found_though_nothing_happens_then() -> None:
+    drive, pair, others = between(3, 3)
+    looked_s = drive.now
+    assert drive.proposed() == []
+    assert drive.again_s == float("inf"), "it has run for so long that time changes nothing"
+    drive.now += 10.0
+    for number in others:
+        drive.ends(number)
+    drive.runs(pair)
+    assert drive.proposed() == []
+    assert drive.again_s == looked_s + 30.0
+    drive.now = drive.again_s
+    assert drive.proposed() == [("MOVE", pair)]
 
 
 def slower_together() -> tuple[Moved, int, tuple[str, ...]]:

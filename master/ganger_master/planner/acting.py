@@ -46,8 +46,9 @@ class Moving:
     # When each job was last sent away, for a while.
     moved_at: Mapping[int, float] = field(default_factory=dict)
     brought: Brought = field(default_factory=Brought)
-    # When who lies badly was looked for last.
+    # When who lies badly was looked for last, and when they are again though nothing happens.
     closer_s: float = -math.inf
+    closer_again_s: float = math.inf
     # What the other pass said last, but for its changes.
     found: Pass | None = None
 

@@ -67,7 +67,10 @@ def moves_nobody(moving: Moving, terms: Terms, table: LiveTable, now: float, roo
     urgent, least = table.most_urgent_waiting, table.least_urgent_running
     if urgent is None or (least is not None and urgent > least):
         return False
-    return now < moving.closer_s + CLOSER_S or all(len(gang.pieces) < 2 for _, gang in table.running)
+    next_s = moving.closer_s + CLOSER_S
+    if now < next_s and moving.closer_again_s <= next_s:
+        return True
+    return all(len(gang.pieces) < 2 for _, gang in table.running)
 
 
 class _Pass:
@@ -107,7 +110,7 @@ class _Pass:
                 found = inner(self._kept_out(kept_out), True)
                 self._take_starts(found)
         bring_back(acting, [one for one in resting if urgent is not None and one[0].spec.priority < urgent])
-        tidying = Tidying(acting, brought, self._moved_at, self._old.closer_s)
+        tidying = Tidying(acting, brought, self._moved_at, self._old.closer_s, self._old.closer_again_s)
         tidying.go_back()
         if not acting.errands and not found.changes:
             tidying.closer()
@@ -125,8 +128,19 @@ class _Pass:
                     goal = change.purpose.goal
                     brought = brought.begun(change.number, goal, got[1], change.claims, terms.rated, acting.now)
         acting.come_back(brought.look_s)
+        if tidying.closer_again_s > acting.now:
+            # Else there is an errand or a change in its way, whose end is news.
+            acting.come_back(tidying.closer_again_s)
         plain = None if found.changes else found
-        moving = Moving(tuple(acting.errands), self._holes.looked, self._moved_at, brought, tidying.closer_s, plain)
+        moving = Moving(
+            errands=tuple(acting.errands),
+            looked=self._holes.looked,
+            moved_at=self._moved_at,
+            brought=brought,
+            closer_s=tidying.closer_s,
+            closer_again_s=tidying.closer_again_s,
+            found=plain,
+        )
         return self._with_own(found), moving, findings, acting.again_s
 
     def _takes(self, job: Job, gang: Gang) -> tuple[float, float]:

@@ -28,6 +28,7 @@ from ganger_master.policies.introspect.migration import (
     closer,
     defragmented,
     exchanged,
+    pays_anywhere_s,
     unpacked,
 )
 from ganger_master.policies.introspect.trial import DOUBT, FIRST_WINDOWS, Rates, normalised
@@ -38,6 +39,8 @@ CLOSER_S: Final = 30.0
 _LEAST_AN_HOUR: Final = 16
 # Who is slower beside others is looked for so often where nothing happens.
 _BALANCE_S: Final = 60.0
+# For a place closer together one gang moves, or two that change theirs.
+_MOVES: Final = 2
 # Of a pack the latest windows count.
 _WINDOWS: Final = 16
 _GOALS: Final = {
@@ -53,13 +56,22 @@ _GOALS: Final = {
 
 
 class Tidying:
-    """Of one pass. `moved_at`: when each job was last sent away; `closer_s`: when who lies badly was looked for."""
+    """Of one pass. `moved_at`: when each job was last sent away; `closer_s`: when who lies badly was looked for;
+    `closer_again_s`: when that is to be, though nothing happens."""
 
-    def __init__(self, acting: Acting, brought: Brought, moved_at: Mapping[int, float], closer_s: float) -> None:
+    def __init__(
+        self,
+        acting: Acting,
+        brought: Brought,
+        moved_at: Mapping[int, float],
+        closer_s: float,
+        closer_again_s: float,
+    ) -> None:
         self._acting = acting
         self._brought = brought
         self._moved_at = moved_at
         self.closer_s = closer_s
+        self.closer_again_s = closer_again_s
 
     def go_back(self) -> None:
         """Who was faster where it was, and can be there again."""
@@ -76,15 +88,23 @@ class Tidying:
     def closer(self) -> None:
         """Gangs over several nodes that lie further apart than is good for them, as far as is known of their kind, into
         what is free."""
-        acting = self._acting
-        if acting.now < self.closer_s + CLOSER_S:
+        acting, next_s = self._acting, self.closer_s + CLOSER_S
+        if acting.now < next_s and self.closer_again_s <= next_s:
             return
         apart = [(job, gang) for job, gang in acting.running if len(gang.pieces) > 1 and job.spec.movable]
+        if acting.now < next_s:
+            # What has happened since is looked at then.
+            self.closer_again_s = next_s if apart else self.closer_again_s
+            return
         gangs = acting.movable(apart).values()
+        self.closer_again_s = math.inf
         if not gangs:
             return
         self.closer_s = acting.now
         spreads = self._spreads(gangs)
+        # Who has run for so long that any place would pay is looked at again only when something happens.
+        waits = [_MOVES * pays_anywhere_s(one.gang) - one.remaining_s for one in spreads]
+        self.closer_again_s = acting.now + max(CLOSER_S, min([one for one in waits if one > 0.0], default=math.inf))
         failed, placement = self._brought.failed, acting.terms.placement
         self._propose(closer(acting.room, spreads, now=acting.now, failed=failed, placement=placement))
         if not acting.errands:

@@ -101,6 +101,11 @@ def worth_going_back(gain: float, remaining_s: float, pause_s: float) -> bool:
     return gain < 1.0 - _MOST_LOSS and (1.0 - gain) * remaining_s > pause_s
 
 
+def pays_anywhere_s(gang: Movable) -> float:
+    """How long a gang must be expected to run for its move to pay wherever it is faster at all."""
+    return gang.move_cost / max(1, gang.shape.gpus) * (1.0 + LEAST_GAIN) / LEAST_GAIN
+
+
 def movable(view: View, number: int, shape: GangShape, claims: Claims, pause_s: float, kind: str = "") -> Movable:
     """A gang that pays with a pause for a move, and goes nowhere where it would lie further apart than now."""
     widest = min(shape.locality.widest, max(gang_level(view, claims), _of_one_node(shape)))
