@@ -3,6 +3,8 @@ becomes of it when something else happens meanwhile. (4 s)"""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from core.drive import GIB, job_of
 from ganger.resources.values import Level, Locality
@@ -436,6 +438,44 @@ def test_room_that_comes_free_just_after_a_look_is_found_though_nothing_happens_
     assert drive.again_s == looked_s + 30.0
     drive.now = drive.again_s
     assert drive.proposed() == [("MOVE", pair)]
+
+
+def resting_on_its_way() -> tuple[Moved, int]:
+    """A pair goes to one node, where it has a device already, by way of host memory."""
+    drive, pair, (_, leaves, _) = between(2, 1, 3)
+    drive.ends(leaves)
+    drive.runs(pair)
+    assert drive.proposed() == [("SUSPEND", pair)]
+    drive.rests(pair)
+    del drive.rates.rates[pair]
+    return drive, pair
+
+
+def test_who_rested_on_its_way_is_judged_as_well_by_what_it_was_before_it_rested() -> None:
+    drive, pair = resting_on_its_way()
+    assert drive.proposed() == [("MOVE", pair)]
+    drive.moves(pair)
+    assert len(drive.state.gangs[drive.job(pair).epoch].claims) == 1
+    drive.rates.rates[pair] = 14.0
+    drive.now += 60.0
+    assert drive.proposed() == []
+    (finding,) = drive.findings
+    assert (finding.number, finding.goal, finding.kept) == (pair, Goal.LOCALITY, True)
+    assert finding.gain == pytest.approx(1.4, rel=0.02)
+    assert len(drive.moving.brought.points["alike"]) == 3
+
+
+def test_who_stays_after_all_is_not_judged() -> None:
+    drive, pair = resting_on_its_way()
+    assert drive.moving.brought.trials.keys() == {pair}
+    drive.moving = dataclasses.replace(drive.moving, errands=())
+    assert drive.proposed() == [("RESUME", pair)]
+    drive.runs(pair)
+    drive.rates.rates[pair] = 10.0
+    drive.now += 20.0
+    assert drive.proposed() == []
+    assert drive.findings == ()
+    assert drive.moving.brought.trials == {}
 
 
 def slower_together() -> tuple[Moved, int, tuple[str, ...]]:

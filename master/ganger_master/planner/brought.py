@@ -128,7 +128,8 @@ class Brought:
     owed: Mapping[int, Owed] = field(default_factory=dict)
 
     def begun(self, number: int, goal: Goal, gang: Gang, claims: Claims, rated: Rated, now: float) -> Brought:
-        """With a move that begins now; of whom too little was measured before, nothing is to be told afterwards."""
+        """With a move that begins now, be it that it goes to rest on its way; of whom too little was measured before,
+        nothing is to be told afterwards."""
         before = rated.present(number)[-_MOST_BEFORE:]
         if len(before) < 2 or not sum(before) > 0.0 or goal not in _WHY:
             return self
@@ -242,10 +243,11 @@ def _where(job: Job, gang: Gang | None, trial: Trial) -> bool | None:
     """Whether it runs where it was moved to; None while it is on its way."""
     if job.next_epoch or job.ending is not None or gang is None:
         return None
+    runs = gang.intent is Intent.RUN and gang.phase is GangPhase.RUNNING
     if same_place(gang.claims, trial.claims):
-        return None if gang.intent is not Intent.RUN or gang.phase is not GangPhase.RUNNING else True
-    # It has not left yet, or has been sent elsewhere.
-    return None if same_place(gang.claims, trial.source) else False
+        return runs or None
+    # It rests on its way; else it has been sent elsewhere, or stays after all.
+    return None if same_place(gang.claims, trial.source) and not runs else False
 
 
 def _point(view: View, trial: Trial, gain: float, model: LocalityModel) -> LocalityPoint | None:

@@ -17,6 +17,7 @@ from ganger.resources.view import Mode
 from ganger_master.core.model import Gang, Job
 from ganger_master.core.purpose import Finding
 from ganger_master.planner.acting import Acting, Moving, Terms
+from ganger_master.planner.brought import Brought
 from ganger_master.planner.emptying import bring_back, drain, parked
 from ganger_master.planner.errands import Errand, carry_on, is_free, keep
 from ganger_master.planner.holes import Holes
@@ -120,13 +121,7 @@ class _Pass:
                 tidying.balance()
             if acting.room.view.mode is Mode.PACK and not acting.errands:
                 tidying.defragment()
-        for change in acting.changes:
-            got = table.get(change.number)
-            if change.kind == "MOVE":
-                self._moved_at[change.number] = acting.now
-                if got is not None and got[1] is not None:
-                    goal = change.purpose.goal
-                    brought = brought.begun(change.number, goal, got[1], change.claims, terms.rated, acting.now)
+        brought = self._begun(brought)
         acting.come_back(brought.look_s)
         if tidying.closer_again_s > acting.now:
             # Else there is an errand or a change in its way, whose end is news.
@@ -142,6 +137,19 @@ class _Pass:
             found=plain,
         )
         return self._with_own(found), moving, findings, acting.again_s
+
+    def _begun(self, brought: Brought) -> Brought:
+        """With the moves that begin now. Who rests in host memory on its way is measured before it rests."""
+        acting = self._acting
+        bound_for = {leg.number: leg.claims for errand in acting.errands for leg in errand.legs}
+        for change in acting.changes:
+            number, got = change.number, acting.table.get(change.number)
+            if change.kind == "MOVE":
+                self._moved_at[number] = acting.now
+            claims = change.claims if change.kind == "MOVE" else bound_for.get(number, ())
+            if change.kind in ("MOVE", "SUSPEND") and claims and got is not None and got[1] is not None:
+                brought = brought.begun(number, change.purpose.goal, got[1], claims, acting.terms.rated, acting.now)
+        return brought
 
     def _takes(self, job: Job, gang: Gang) -> tuple[float, float]:
         return self._acting.ran_s(job), self._acting.costs.pause_s(job, gang)
