@@ -34,24 +34,38 @@ class Run:
 
     @classmethod
     def submit(
-        cls, cluster: Cluster, label: str, *options: str, world: int = 1, steps: int = 64, job: tuple[str, ...] = ()
+        cls,
+        cluster: Cluster,
+        label: str,
+        *options: str,
+        world: int = 1,
+        steps: int = 64,
+        job: tuple[str, ...] = (),
+        alike: bool = False,
     ) -> Run:
-        words = cls.words(cluster, label, *options, world=world, steps=steps, job=job)
+        words = cls.words(cluster, label, *options, world=world, steps=steps, job=job, alike=alike)
         answer = Shell(cluster.master_directory).json("submit", *words)
         return cls(cluster, str(answer["name"]), cls.record_of(cluster, label), world, steps)
 
     @classmethod
     def words(
-        cls, cluster: Cluster, label: str, *options: str, world: int = 1, steps: int = 64, job: tuple[str, ...] = ()
+        cls,
+        cluster: Cluster,
+        label: str,
+        *options: str,
+        world: int = 1,
+        steps: int = 64,
+        job: tuple[str, ...] = (),
+        alike: bool = False,
     ) -> list[str]:
-        """What stands behind `ganger submit`."""
+        """What stands behind `ganger submit`. `alike`: its command is that of all with these steps and this `job`."""
         record = cls.record_of(cluster, label)
+        hidden = ("--env", f"STEPS_RECORD={record}") if alike else ()
+        shown = () if alike else ("--record", str(record), "--slow-until", f"{record}.go")
         return [
             *("--name", label, "--gpus", str(world), "--checkpoint-every", "never", "--directory", str(SCRIPT.parent)),
-            *options,
-            "--",
-            *(sys.executable, str(SCRIPT), "--steps", str(steps), "--record", str(record)),
-            *("--slow-until", f"{record}.go", *job),
+            *(*hidden, *options, "--"),
+            *(sys.executable, str(SCRIPT), "--steps", str(steps), *shown, *job),
         ]
 
     @staticmethod

@@ -3,20 +3,18 @@ found it out was killed meanwhile. (chaos: 1 min)"""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kit.cluster import Cluster, Service
 from kit.waiting import eventually
 from system.harness import Run
+from system.hasty import events, hasty_planner, story
 from system.test_moves import OPTIONS, node_of, one_of_each_node_ends
 
 pytestmark = [pytest.mark.system, pytest.mark.torch, pytest.mark.chaos]
 
-PROGRAM = Path(__file__).parent / "hasty_planner.py"
 STEPS = 2048
 
 
@@ -28,17 +26,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def planner(cluster: Cluster) -> Iterator[Service]:
-    directory = cluster.directory
-    words = [sys.executable, str(PROGRAM), str(cluster.master_directory), str(directory / "planner.note")]
-    environment = cluster.master.environment
-    service = Service("planner", words, directory / "planner.log", environment, directory / "planner.failpoints")
-    service.start()
-    yield service
-    service.stop()
-
-
-def events(job: Run, kind: str) -> list[dict[str, Any]]:
-    return [event for event in job.shell.json("history") if event["kind"] == kind]
+    with hasty_planner(cluster) as running:
+        yield running
 
 
 def test_who_is_slower_where_it_was_moved_for_a_gang_goes_back_when_that_has_ended(
@@ -57,7 +46,7 @@ def test_who_is_slower_where_it_was_moved_for_a_gang_goes_back_when_that_has_end
         lambda: events(pair, "change_undone"),
         what="it is found to be slower",
         within_seconds=120,
-        story=lambda: pair.story() + (cluster.directory / "planner.log").read_text(),
+        story=lambda: story(cluster, pair),
         every_seconds=0.2,
     )
     (moved,) = [job for job in stays if job.name == undone["subject"]]

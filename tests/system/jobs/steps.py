@@ -1,7 +1,8 @@
 """A small job for system tests: trains a little model and tells, outside the system, each step it did.
 
 Appends one line per step to FILE.RANK: `step loss-as-hex pid`, and at the end `done sha256-of-weights pid`. The file is
-the test harness's own record: nothing of Ganger writes or reads it.
+the test harness's own record: nothing of Ganger writes or reads it. With FILE in STEPS_RECORD, not in its command, a
+job is slow until there is FILE.go.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ from torch import nn
 
 
 def main() -> None:
+    known = os.environ.get("STEPS_RECORD", "")
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--record", required=True)
+    parser.add_argument("--record", default=known, required=not known)
     parser.add_argument("--step-seconds", type=float, default=0.0, help="how long a step takes, in place of a device")
-    parser.add_argument("--slow-until", default="", help="take tenths of a second a step until this file is there")
+    go = f"{known}.go" if known else ""
+    parser.add_argument("--slow-until", default=go, help="take tenths of a second a step until this file is there")
+    parser.add_argument("--computes", type=float, default=0.0, help="CPU seconds of a slow step")
+    parser.add_argument("--waits", type=float, default=0.1, help="how long a slow step takes besides")
     parser.add_argument("--homesick", action="store_true", help="take three times as long where it did not begin")
+    parser.add_argument("--close-knit", action="store_true", help="take three times as long on several nodes")
     parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--state-megabytes", type=int, default=0)
     options = parser.parse_args()
@@ -43,7 +49,9 @@ def main() -> None:
     job = ganger.attach(model=net, optimizer=optimizer)
     loader = job.dataloader(data, global_batch=8 * world, shuffle=True)
     record = f"{options.record}.{os.environ.get('RANK', '0')}"
-    slower = 3 if options.homesick and not is_at_home(options.record) else 1
+    is_away = options.homesick and not is_at_home(options.record)
+    is_apart = options.close_knit and os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]
+    slower = 3 if is_away or is_apart else 1
     for _ in job.epochs(options.steps // 8):
         for x, y in loader:
             loss = nn.functional.mse_loss(trained(x), y)
@@ -51,8 +59,10 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             is_slow = options.slow_until and not os.path.exists(options.slow_until)
+            compute(options.computes if is_slow else 0.0)
             # the ranks of a gang come to a boundary one after the other, as with real stragglers
-            time.sleep(slower * (0.1 + 0.1 * int(os.environ.get("RANK", "0"))) if is_slow else options.step_seconds)
+            waits = slower * (options.waits + 0.1 * int(os.environ.get("RANK", "0")))
+            time.sleep(waits if is_slow else options.step_seconds)
             with open(record, "a") as out:
                 out.write(f"{job.step_count + 1} {float(loss).hex()} {os.getpid()}\n")
             if job.step_count + 1 == options.fail_at:
@@ -63,6 +73,13 @@ def main() -> None:
         weights.update(tensor.numpy().tobytes())
     with open(record, "a") as out:
         out.write(f"done {weights.hexdigest()} {os.getpid()}\n")
+
+
+def compute(seconds: float) -> None:
+    """Has its device busy for so long, if it has it to itself."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
 
 
 def is_at_home(record: str) -> bool:
