@@ -196,6 +196,40 @@ def found_in(room: Room) -> dict[tuple[object, ...], tuple[int, int]]:
     }
 
 
+def test_room_follows_a_row_whose_version_is_that_of_a_change_it_made_itself() -> None:
+    """As where a planner takes and gives back on trial, and hears of the master's view, which counts for itself."""
+    first_fit, one = PLACEMENTS["first-fit"], gang(1)
+    for heard in range(12):
+        view = cluster(1)
+        name = view.nodes[0]
+        full = replace(view.row(name), free_mask=0, version=view.row(name).version + heard)
+        room = Room(view)
+        found = first_fit.place(room, one)
+        assert found is not None
+        for _ in range(3):
+            room.take(found)
+            room.give(found)
+        assert view.put(full)
+        room.refresh()
+        assert first_fit.place(room, one) is None
+
+
+def test_room_of_a_copied_view_follows_what_changes_there() -> None:
+    first_fit, one = PLACEMENTS["first-fit"], gang(1)
+    for changes in range(1, 12):
+        view = cluster(1).copy()
+        for gib in range(5):
+            view.put(replace(view.row(view.nodes[0]), free_memory_bytes=(40 + gib) << 30, version=0))
+        twin = view.copy()
+        room = Room(twin)
+        assert first_fit.place(room, one) is not None
+        for gib in range(1, changes):
+            twin.put(replace(twin.row(twin.nodes[0]), free_memory_bytes=(10 + gib) << 30, version=0))
+        twin.put(replace(twin.row(twin.nodes[0]), free_mask=0, version=0))
+        room.refresh()
+        assert first_fit.place(room, one) is None
+
+
 @given(st.sets(st.integers(0, 300)))
 def test_sets_of_slots_are_walked_in_order(slots: set[int]) -> None:
     whole = together(sorted(slots), 301)

@@ -78,6 +78,8 @@ class View:
         self.parked: dict[int, tuple[int, ...]] = {}
         self._in_service: list[int] = []
         self._versions: list[int] = []
+        # By slot: how many changes there were with its last one.
+        self._changed_at: list[int] = []
         self._topology_of: dict[str, Topology] = {}
         self._vacant: list[int] = []
         self._place_codes: dict[tuple[str, str], int] = {("", ""): 0}
@@ -268,9 +270,10 @@ class View:
                 self.freed = self.version
 
     @property
-    def versions(self) -> Sequence[int]:
-        """By slot: the version of its last change, zero without a node; not to be written to."""
-        return self._versions
+    def changed_at(self) -> Sequence[int]:
+        """By slot: how many changes there were (`changes`) with its last one; not to be written to. No two changes have
+        one number, which versions may have: rows bring those of another view."""
+        return self._changed_at
 
     @property
     def changes(self) -> int:
@@ -361,6 +364,8 @@ class View:
         twin.slots = dict(self.slots)
         for name in _LISTS:
             setattr(twin, name, getattr(self, name).copy())
+        # It counts its own changes.
+        twin._changed_at = [0] * len(self.nodes)
         twin._topology_of = dict(self._topology_of)
         twin._place_codes = dict(self._place_codes)
         twin._set_codes = dict(self._set_codes)
@@ -442,6 +447,7 @@ class View:
     def _note(self, slot: int) -> None:
         journal = self._journal
         journal.append(slot)
+        self._changed_at[slot] = self._forgotten + len(journal)
         if len(journal) > _MOST_NOTED + 4 * len(self.nodes):
             self._forgotten += len(journal)
             journal.clear()
@@ -466,6 +472,7 @@ class View:
         self.affinity.append(0)
         self._in_service.append(0)
         self._versions.append(0)
+        self._changed_at.append(0)
         return len(self.nodes) - 1
 
     def _same(self, slot: int, row: NodeRow, topology: Topology) -> bool:

@@ -78,9 +78,9 @@ class Room:
             return
         self._passed_over.clear()
         changed = view.changed_since(self._followed)
-        versions, now = self._versions, view.versions
-        for slot in range(len(now)) if changed is None else changed:
-            if versions[slot] != now[slot]:
+        seen_at, changed_at = self._seen_at, view.changed_at
+        for slot in range(len(changed_at)) if changed is None else changed:
+            if seen_at[slot] != changed_at[slot]:
                 nodes, racks, fabrics = self._places
                 if (nodes[slot], racks[slot], fabrics[slot]) != (
                     view.nodes[slot],
@@ -247,7 +247,8 @@ class Room:
         self._entries = Entries()
         # Slots whose entry changed, for the tallies to follow.
         self._journal: list[int] = []
-        self._versions = list(view.versions)
+        # By slot: the last change of the view that the index shows.
+        self._seen_at = list(view.changed_at)
         self._followed = view.changes
         devices = max((item.devices for item in view.sets.values()), default=0)
         # By number of free devices, each an ordered set.
@@ -331,7 +332,7 @@ class Room:
         return self._by_state.get(state) or self._met(state, slot)
 
     def _changed(self, slot: int) -> None:
-        self._versions[slot] = self.view.versions[slot]
+        self._seen_at[slot] = self.view.changed_at[slot]
         before, alike = self._alike[slot], self._found(slot)
         if before is not alike:
             self._put((slot,), 1 << slot, before, alike)
@@ -341,9 +342,9 @@ class Room:
         if len(slots) == 1:
             self._changed(slots[0])
             return
-        versions, now = self._versions, self.view.versions
+        seen_at, changed_at = self._seen_at, self.view.changed_at
         for slot in slots:
-            versions[slot] = now[slot]
+            seen_at[slot] = changed_at[slot]
         found = [slot for slot in slots if self._alike[slot] is not None]
         if found:
             before, alike = self._alike[found[0]], self._found(found[0])
@@ -357,7 +358,7 @@ class Room:
             return
         moved: dict[tuple[Alike | None, Alike | None], list[int]] = {}
         for slot in dict.fromkeys(slots):
-            self._versions[slot] = self.view.versions[slot]
+            self._seen_at[slot] = self.view.changed_at[slot]
             moved.setdefault((self._alike[slot], self._found(slot)), []).append(slot)
         for (before, alike), some in moved.items():
             if before is not alike:
