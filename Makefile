@@ -4,8 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 PROTOC := .venv-protos
-# much of a test is waiting for processes; more testers than this have not been tried
-TESTERS ?= 2
+# half of a test is waiting for processes: three keep two cores busy
+TESTERS ?= 3
 
 # Hundreds of programs are started in a run of the tests: each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
