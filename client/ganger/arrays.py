@@ -19,6 +19,8 @@ from ganger.wire.errors import SpecInvalid, Violation
 MEMBERS_LIMIT = 1_000
 _KEYS = ("grid", "list", "indices", "at_once", "stop")
 _STOP_KEYS = ("rule", "metric", "goal", "resource", "first", "factor", "every", "bound")
+# Of steps or another resource, as the master has it.
+_LARGEST = 1e15
 _LIMITED = re.compile(r"(.*?)%(\d{1,9})", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
 _RANGE = re.compile(r"(\d{1,10})(?:-(\d{1,10})(?::(\d{1,10}))?)?")
@@ -76,6 +78,8 @@ def from_flags(words: Sequence[str], stop: str | None, present: Any) -> dict[str
             if not equals or key == "rule" or key not in _STOP_KEYS:
                 known = ", ".join(_STOP_KEYS[1:])
                 violations.append(Violation("--stop", f"{pair!r}: write RULE,KEY=VALUE,...; keys are {known}"))
+            elif key in result["stop"]:
+                violations.append(Violation("--stop", f"{key} is given twice"))
             result["stop"][key] = value
     if violations:
         raise SpecInvalid("the array cannot be submitted as described", violations=violations)
@@ -197,8 +201,12 @@ def _rule(value: Any) -> StopRule:
             numbers[key] = math.nan
         if not math.isfinite(numbers[key]) or isinstance(value[key], bool):
             wrong.append(Violation(f"array.stop.{key}", f"must be a number, not {value[key]!r}"))
-    if numbers.get("first", 1.0) <= 0:
-        wrong.append(Violation("array.stop.first", "must be more than zero"))
+    if not 0 < numbers.get("first", 1.0) <= _LARGEST:
+        wrong.append(Violation("array.stop.first", "must be more than zero, at most 1e15"))
+    if rule in ("halving", "asha") and not 1 < numbers.get("factor", 2.0) <= 1_000:
+        wrong.append(Violation("array.stop.factor", "must be more than 1, at most 1000"))
+    if not 0 <= numbers.get("every", 0.0) <= _LARGEST:
+        wrong.append(Violation("array.stop.every", "must not be below zero, at most 1e15"))
     if "first" not in numbers:
         wrong.append(Violation("array.stop.first", "missing: say at which step, or other resource, to compare first"))
     if rule == "threshold" and "bound" not in numbers:

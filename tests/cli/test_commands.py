@@ -5,57 +5,17 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from ganger.cli import job_lines
 from ganger.cli.main import run
-from ganger.cli.top import Changes, picture
-from ganger.client import Client
 from ganger.console.tables import aligned, fitted
 from ganger.v1 import array_pb2, job_pb2, node_pb2, resources_pb2
 from ganger.wire import errors, times
-from kit.canned import CannedMaster
+from kit.canned import Call, CannedMaster, running_job
 
 Output = pytest.CaptureFixture[str]
-Call = Callable[..., int]
-
-
-@pytest.fixture
-def master(tmp_path: Path) -> Iterator[CannedMaster]:
-    with CannedMaster(tmp_path) as master:
-        yield master
-
-
-@pytest.fixture
-def call(master: CannedMaster, monkeypatch: pytest.MonkeyPatch) -> Call:
-    monkeypatch.setenv("XDG_STATE_HOME", str(master.directory))
-    return lambda *arguments: run(["--master", str(master.directory), *arguments])
-
-
-def running_job(master: CannedMaster) -> job_pb2.Job:
-    job = job_pb2.Job(
-        name="jobs/1",
-        user="ann",
-        state=job_pb2.Job.STATE_HOLDING,
-        revision=3,
-        spec=job_pb2.JobSpec(
-            display_name="digits [bold]",
-            command=["python", "train.py"],
-            roles=[resources_pb2.Role(name="worker", tasks=2, shape=resources_pb2.TaskShape(gpus=1))],
-            environment={"SECRET": "hidden"},
-        ),
-        gang=job_pb2.Gang(
-            epoch=2,
-            phase=job_pb2.Gang.PHASE_RUNNING,
-            claims=[resources_pb2.Claim(node="nodes/n1", device_mask=0b1011, millicores=[2_000, 500])],
-        ),
-        progress=job_pb2.Progress(step=120, steps_per_second=7.25, loss=0.5),
-        create_time=times.timestamp(1_000),
-    )
-    master.jobs["jobs/1"] = job
-    return job
 
 
 def test_submit_prints_the_number_alone_on_stdout(call: Call, master: CannedMaster, capsys: Output) -> None:
@@ -147,14 +107,6 @@ def test_what_was_given_back_is_not_shown_as_held(call: Call, master: CannedMast
     assert "0-1" not in shown
     assert call("queue") == 0
     assert capsys.readouterr().out.splitlines()[1].endswith("  n1")
-
-
-def test_a_repin_names_the_cores_it_went_to(call: Call, master: CannedMaster, capsys: Output) -> None:
-    job = running_job(master)
-    job.gang.cores[:] = ["0-1", "2-3"]
-    master.changing = lambda: job.gang.cores.__setitem__(slice(None), ["4-5", "6-7"])
-    assert call("repin", "1") == 0
-    assert capsys.readouterr().out == "job 1 is running on n1[0-1,3], cores rank 0: 4-5 | rank 1: 6-7\n"
 
 
 def test_why_puts_the_true_blocker_first_and_says_when(call: Call, master: CannedMaster, capsys: Output) -> None:
@@ -258,18 +210,6 @@ def test_a_choice_that_was_not_made_is_null(call: Call, capsys: Output) -> None:
     assert json.loads(capsys.readouterr().out)["preemptible"] is None
 
 
-def test_top_fills_the_screen_with_who_runs_first(master: CannedMaster) -> None:
-    running_job(master)
-    for number in range(2, 60):
-        pending = job_pb2.Job(name=f"jobs/{number}", state=job_pb2.Job.STATE_PENDING, queue_rank=100 - number)
-        master.jobs[pending.name] = pending
-    master.cluster = node_pb2.Cluster(jobs_holding=1, jobs_pending=58)
-    with Client(str(master.directory)) as client:
-        now = picture(client, 15)
-    assert [row[0] for row in now.jobs] == ["1", *(str(number) for number in range(59, 50, -1))]
-    assert now.jobs_left_out == 49
-
-
 def test_logs_are_the_bytes_themselves(
     call: Call, master: CannedMaster, capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -289,35 +229,6 @@ def test_a_followed_job_that_fails_makes_the_command_fail(call: Call, master: Ca
     assert call("wait", "1") == 1
     assert call("logs", "-f", "--all", "1") == 0
     assert "0: bye" in capsys.readouterr().out
-
-
-def test_cancelling_goes_on_after_one_that_is_not_there(call: Call, master: CannedMaster, capsys: Output) -> None:
-    running_job(master)
-    assert call("cancel", "9", "1") == 3
-    captured = capsys.readouterr()
-    assert "job 1 is cancelled" in captured.out
-    assert "there is no jobs/9" in captured.err
-
-
-def test_suspend_waits_until_the_job_rests(call: Call, master: CannedMaster, capsys: Output) -> None:
-    job = running_job(master)
-    job.gang.phase = job_pb2.Gang.PHASE_PARKED
-    job.gang.stop_step = 121
-    assert call("suspend", "1", "--level", "offload") == 0
-    assert capsys.readouterr().out == "job 1 is suspended(offload) at step 121 on n1[0-1,3]\n"
-
-
-def test_a_suspend_that_takes_too_long_stands_and_is_said(call: Call, master: CannedMaster, capsys: Output) -> None:
-    running_job(master).gang.phase = job_pb2.Gang.PHASE_STOPPING
-    assert call("suspend", "1", "--level", "offload", "--timeout", "0.01s") == 4
-    assert "the order stands" in capsys.readouterr().err
-
-
-def test_a_move_that_was_called_off_is_no_success(call: Call, master: CannedMaster, capsys: Output) -> None:
-    running_job(master)
-    assert call("move", "1", "--to", "n2") == 4
-    assert "called off" in capsys.readouterr().err
-    assert next(request for request in master.requests if hasattr(request, "nodes")).nodes == ["nodes/n2"]
 
 
 def test_nodes_are_listed_and_drained_with_a_reason(call: Call, master: CannedMaster, capsys: Output) -> None:
@@ -351,9 +262,12 @@ def test_declaring_a_node_lost_asks_first(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert call("lost", "n1") == 130
-    assert not master.requests
+    assert [type(request).__name__ for request in master.requests] == ["GetNodeRequest"], "that there is such a node"
     assert call("nodes", "lost", "n1", "--yes") == 0
     assert "node n1 is lost" in capsys.readouterr().out
+    master.failing = errors.NodeNotFound("there is no nodes/n9")
+    assert call("lost", "n9") == 3
+    assert "powered off" not in capsys.readouterr().err, "nobody is asked about it"
 
 
 @pytest.mark.parametrize(
@@ -476,12 +390,6 @@ def test_a_bug_is_a_number_with_the_details_in_a_file(
     assert str(log) in text
 
 
-def test_without_a_terminal_top_prints_once(call: Call, master: CannedMaster, capsys: Output) -> None:
-    running_job(master)
-    assert call("top") == 0
-    assert "120" in capsys.readouterr().out
-
-
 def test_version_speaks_of_both_sides(call: Call, capsys: Output) -> None:
     assert call("version", "--json") == 0
     assert json.loads(capsys.readouterr().out)["master"] == "9.9"
@@ -602,108 +510,3 @@ def test_drain_says_of_each_job_where_it_goes_or_what_it_waits_for(
     assert told() == "  job 1: moves to n2"
     job.gang.parked_level = job_pb2.SUSPEND_LEVEL_CHECKPOINT
     assert told() == "  job 1: is being saved on storage"
-
-
-def test_top_draws_rows_of_turns_and_the_last_changes(call: Call, master: CannedMaster, capsys: Output) -> None:
-    running_job(master).gang.beside.append("jobs/9")
-    node_set = master.nodes.node_sets.add(name="nodeSets/1", nodes=["nodes/n1", "nodes/n2"], leader="nodes/n1")
-    node_set.quantum.FromSeconds(60)
-    node_set.level = job_pb2.SUSPEND_LEVEL_OFFLOAD
-    node_set.rows.add(jobs=["jobs/1", "jobs/9"])
-    # it moves from one GPU of the row to another
-    node_set.rows.add(jobs=["jobs/4", "jobs/4"])
-    told = (("gang_running", {}), ("move_begun", {"goal": "HOLE", "nodes": "n2"}), ("change_kept", {"gain": "1.42"}))
-    master.events = [
-        job_pb2.Event(
-            sequence=n, subject="jobs/1", kind=kind, figures=figures, cause="planner", time=times.timestamp(n)
-        )
-        for n, (kind, figures) in enumerate(told, 1)
-    ]
-    master.cluster = node_pb2.Cluster(jobs_holding=1, event_sequence=3)
-    assert call("top", "--once") == 0
-    _, _, turns, jobs, changes = capsys.readouterr().out.split("\n\n")
-    assert jobs.endswith("n1[0-1,3], beside 9")
-    assert [line.split() for line in turns.splitlines()[1:]] == [
-        ["n1", "n2", "1", "1", "of", "2", "1m", "offload", "1", "9"],
-        ["2", "1", "of", "2", "1m", "offload", "4"],
-    ]
-    assert [line.split(None, 2)[2] for line in changes.splitlines()[1:]] == [
-        "moves to n2 by planner, to make room for a gang that waits",
-        "the change was kept: its rate was 1.42 times that of before",
-    ]
-
-
-def test_top_reads_the_changes_that_came_since_it_looked_last(master: CannedMaster) -> None:
-    changes = Changes()
-    with Client(str(master.directory)) as client:
-        for number in range(1, 10):
-            event = job_pb2.Event(
-                sequence=number, subject=f"jobs/{number}", kind="move_done", figures={"pause_ms": str(number)}
-            )
-            master.events.append(event)
-            shown = changes.read(client, number)
-        assert [row[1] for row in shown] == ["4", "5", "6", "7", "8", "9"]
-        asked = len(master.requests)
-        assert changes.read(client, 9) == shown
-        assert len(master.requests) == asked
-
-
-def test_top_tells_in_one_line_of_all_whom_one_change_befell(master: CannedMaster) -> None:
-    turns = {"node_set": "1", "of_rows": "2", "quantum_seconds": "60"}
-    for number, row in ((1, "0"), (2, "0"), (3, "1")):
-        event = job_pb2.Event(
-            sequence=number, subject=f"jobs/{number}", kind="rows_changed", figures={**turns, "rows": row}
-        )
-        master.events.append(event)
-    with Client(str(master.directory)) as client:
-        ((_, jobs, told),) = Changes().read(client, 3)
-    assert (jobs, told) == ("1 2 3", "takes turns on its GPUs with others, 1 of 2 turns of 60 s in nodeSets/1")
-
-
-def test_a_suspend_waits_for_an_agent_that_has_not_spoken_up_yet_but_not_for_one_that_is_silent_for_long(
-    call: Call, master: CannedMaster
-) -> None:
-    job = running_job(master)
-    job.capabilities.presumed = True
-    job.start_time.GetCurrentTime()
-    looks = 0
-
-    def speak() -> None:
-        nonlocal looks
-        looks += 1
-        if looks == 3:
-            job.capabilities.presumed = False
-
-    def looks_before_the_order() -> int:
-        kinds = [type(request).__name__ for request in master.requests]
-        del master.requests[:]
-        return kinds.index("SuspendJobRequest")
-
-    master.looked_at = speak
-    assert call("suspend", "1", "--level", "offload") == 0
-    assert looks_before_the_order() == 3
-    job.state, job.gang.phase = job_pb2.Job.STATE_HOLDING, job_pb2.Gang.PHASE_RUNNING
-    job.capabilities.presumed = True
-    job.start_time.FromSeconds(1_000)
-    assert call("suspend", "1", "--level", "offload") == 0
-    assert looks_before_the_order() == 1
-
-
-def test_an_order_to_a_job_that_starts_waits_until_it_can_be_carried_out(
-    call: Call, master: CannedMaster, capsys: Output
-) -> None:
-    job = running_job(master)
-    job.gang.phase = job_pb2.Gang.PHASE_STARTING
-    looks = 0
-
-    def start() -> None:
-        nonlocal looks
-        looks += 1
-        if looks == 3:
-            job.gang.phase = job_pb2.Gang.PHASE_RUNNING
-
-    master.looked_at = start
-    assert call("suspend", "1", "--level", "pause") == 0
-    kinds = [type(request).__name__ for request in master.requests]
-    assert kinds[: kinds.index("SuspendJobRequest")] == ["GetJobRequest"] * 3
-    assert "suspended(pause)" in capsys.readouterr().out

@@ -102,6 +102,9 @@ def test_every_mistake_is_named_at_once() -> None:
         ({"indices": "0-1", "stop": {"rule": "asha", "first": 1, "metric": "a b"}}, "array.stop.metric"),
         ({"indices": "0-1", "stop": {"rule": "asha", "first": float("nan")}}, "array.stop.first"),
         ({"indices": "0-1", "stop": {"rule": "asha", "first": 0}}, "array.stop.first"),
+        ({"indices": "0-1", "stop": {"rule": "asha", "first": 2e15}}, "array.stop.first"),
+        ({"indices": "0-1", "stop": {"rule": "halving", "first": 1, "factor": 1}}, "array.stop.factor"),
+        ({"indices": "0-1", "stop": {"rule": "median", "first": 1, "every": -1}}, "array.stop.every"),
     ],
 )
 def test_what_makes_no_array_is_said(array: Any, path: str) -> None:
@@ -110,7 +113,14 @@ def test_what_makes_no_array_is_said(array: Any, path: str) -> None:
 
 @pytest.mark.parametrize(
     ("words", "stop"),
-    [([""], None), (["lr="], None), (["lr=1,,2"], None), ([], "halving,first"), ([], "halving,colour=red")],
+    [
+        ([""], None),
+        (["lr="], None),
+        (["lr=1,,2"], None),
+        ([], "halving,first"),
+        ([], "halving,colour=red"),
+        ([], "halving,first=1,first=2"),
+    ],
 )
 def test_flags_that_mean_nothing_are_said(words: list[str], stop: str | None) -> None:
     with pytest.raises(SpecInvalid):

@@ -12,10 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ganger.v1 import array_pb2, job_pb2, job_service_pb2, job_service_pb2_grpc, node_pb2, node_pb2_grpc
-from ganger.wire import endpoints
-from ganger.wire.errors import JobNotFound, NotSupported, OffsetBeyondEnd
+from ganger.v1 import array_pb2, job_pb2, job_service_pb2, job_service_pb2_grpc, node_pb2, node_pb2_grpc, resources_pb2
+from ganger.wire import endpoints, times
+from ganger.wire.errors import JobNotFound, OffsetBeyondEnd
 from ganger.wire.servers import bind, make_server
+
+Call = Callable[..., int]
 
 
 class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeServiceServicer):
@@ -195,8 +197,32 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         return await self._changed(request, lambda job: setattr(job, "state", job_pb2.Job.STATE_PENDING))
 
     async def ResizeJob(self, request: Any, context: Any) -> job_pb2.Job:
-        raise NotSupported("resizing is not built yet")
+        return await self._changed(request, lambda job: None)
 
     async def GetCluster(self, request: Any, context: Any) -> node_pb2.Cluster:
         self._taken(request)
         return self.cluster
+
+
+def running_job(master: CannedMaster) -> job_pb2.Job:
+    job = job_pb2.Job(
+        name="jobs/1",
+        user="ann",
+        state=job_pb2.Job.STATE_HOLDING,
+        revision=3,
+        spec=job_pb2.JobSpec(
+            display_name="digits [bold]",
+            command=["python", "train.py"],
+            roles=[resources_pb2.Role(name="worker", tasks=2, shape=resources_pb2.TaskShape(gpus=1))],
+            environment={"SECRET": "hidden"},
+        ),
+        gang=job_pb2.Gang(
+            epoch=2,
+            phase=job_pb2.Gang.PHASE_RUNNING,
+            claims=[resources_pb2.Claim(node="nodes/n1", device_mask=0b1011, millicores=[2_000, 500])],
+        ),
+        progress=job_pb2.Progress(step=120, steps_per_second=7.25, loss=0.5),
+        create_time=times.timestamp(1_000),
+    )
+    master.jobs["jobs/1"] = job
+    return job

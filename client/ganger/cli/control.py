@@ -50,7 +50,7 @@ def suspend(job: str, level: str | None, is_waiting: bool, timeout: str, as_json
     with open_client() as client:
         if is_waiting:
             # Before it has said what it can, no suspend would be accepted.
-            _let_start(client, job, timeout, lambda now: _can_rest(now, level))
+            _let_settle(client, job, timeout, lambda now: _can_rest(now, level))
         message = client.suspend_job(job, level)
         if is_waiting:
             message = _until(client, message, is_settled, timeout, "at rest")
@@ -90,7 +90,7 @@ def move(job: str, nodes: tuple[str, ...], is_waiting: bool, timeout: str, as_js
 
     with open_client() as client:
         if is_waiting:
-            _let_start(client, job, timeout, _can_move)
+            _let_settle(client, job, timeout, _can_move)
         before = client.get_job(job)
         message = client.move_job(job, nodes)
         if is_waiting:
@@ -114,6 +114,8 @@ def resize(job: str, gpus: int, is_waiting: bool, timeout: str, as_json: bool) -
     from ganger.v1.job_pb2 import Gang, Job
 
     with open_client() as client:
+        if is_waiting:
+            _let_settle(client, job, timeout, _can_move)
         before = client.get_job(job)
         message = client.resize_job(job, gpus)
         if is_waiting:
@@ -269,16 +271,17 @@ def _until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout
     return message
 
 
-def _let_start(client: Client, job: str, timeout: str, is_ready: Callable[[Job], bool]) -> None:
-    """Waits while a job has its gang and has not stepped, or its agent has not spoken up, unless it is ready before.
-    What cannot be the order says."""
+def _let_settle(client: Client, job: str, timeout: str, is_ready: Callable[[Job], bool]) -> None:
+    """Waits while a job has its gang and has not stepped, or its agent has not spoken up, unless it is ready before;
+    and while it is on its way to other places or another size. What cannot be the order says."""
     from ganger.v1.job_pb2 import Gang, Job
 
     deadline = time.monotonic() + _seconds(timeout)
     while time.monotonic() < deadline:
         now = client.get_job(job)
+        is_on_its_way = now.gang.phase in (Gang.PHASE_MOVING, Gang.PHASE_RESIZING)
         starts = now.gang.phase == Gang.PHASE_STARTING or _is_young(now)
-        if now.state != Job.STATE_HOLDING or not starts or is_ready(now):
+        if now.state != Job.STATE_HOLDING or (not is_on_its_way and (not starts or is_ready(now))):
             return
         time.sleep(_POLL_SECONDS)
 

@@ -103,9 +103,10 @@ def lost(node: str, yes: bool, as_json: bool) -> None:
 
     If it is not down its jobs run twice; the master refuses while the node still answers.
     """
-    if not yes:
-        click.confirm(f"is {number(node)} powered off, or sure never to come back as it is?", abort=True, err=True)
     with open_client() as client:
+        if not yes:
+            client.get_node(node)  # Nobody is asked about a node that there is not.
+            click.confirm(f"is {number(node)} powered off, or sure never to come back as it is?", abort=True, err=True)
         _tell(client.declare_node_lost(node), as_json)
 
 

@@ -1,0 +1,117 @@
+"""What the commands that change a job send, wait for and say, against a server with canned answers."""
+
+from __future__ import annotations
+
+import pytest
+from ganger.v1 import job_pb2
+from kit.canned import Call, CannedMaster, running_job
+
+Output = pytest.CaptureFixture[str]
+
+
+def test_a_repin_names_the_cores_it_went_to(call: Call, master: CannedMaster, capsys: Output) -> None:
+    job = running_job(master)
+    job.gang.cores[:] = ["0-1", "2-3"]
+    master.changing = lambda: job.gang.cores.__setitem__(slice(None), ["4-5", "6-7"])
+    assert call("repin", "1") == 0
+    assert capsys.readouterr().out == "job 1 is running on n1[0-1,3], cores rank 0: 4-5 | rank 1: 6-7\n"
+
+
+def test_cancelling_goes_on_after_one_that_is_not_there(call: Call, master: CannedMaster, capsys: Output) -> None:
+    running_job(master)
+    assert call("cancel", "9", "1") == 3
+    captured = capsys.readouterr()
+    assert "job 1 is cancelled" in captured.out
+    assert "there is no jobs/9" in captured.err
+
+
+def test_suspend_waits_until_the_job_rests(call: Call, master: CannedMaster, capsys: Output) -> None:
+    job = running_job(master)
+    job.gang.phase = job_pb2.Gang.PHASE_PARKED
+    job.gang.stop_step = 121
+    assert call("suspend", "1", "--level", "offload") == 0
+    assert capsys.readouterr().out == "job 1 is suspended(offload) at step 121 on n1[0-1,3]\n"
+
+
+def test_a_suspend_that_takes_too_long_stands_and_is_said(call: Call, master: CannedMaster, capsys: Output) -> None:
+    running_job(master).gang.phase = job_pb2.Gang.PHASE_STOPPING
+    assert call("suspend", "1", "--level", "offload", "--timeout", "0.01s") == 4
+    assert "the order stands" in capsys.readouterr().err
+
+
+def test_a_move_that_was_called_off_is_no_success(call: Call, master: CannedMaster, capsys: Output) -> None:
+    running_job(master)
+    assert call("move", "1", "--to", "n2") == 4
+    assert "called off" in capsys.readouterr().err
+    assert next(request for request in master.requests if hasattr(request, "nodes")).nodes == ["nodes/n2"]
+
+
+def test_a_suspend_waits_for_an_agent_that_has_not_spoken_up_yet_but_not_for_one_that_is_silent_for_long(
+    call: Call, master: CannedMaster
+) -> None:
+    job = running_job(master)
+    job.capabilities.presumed = True
+    job.start_time.GetCurrentTime()
+    looks = 0
+
+    def speak() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            job.capabilities.presumed = False
+
+    def looks_before_the_order() -> int:
+        kinds = [type(request).__name__ for request in master.requests]
+        del master.requests[:]
+        return kinds.index("SuspendJobRequest")
+
+    master.looked_at = speak
+    assert call("suspend", "1", "--level", "offload") == 0
+    assert looks_before_the_order() == 3
+    job.state, job.gang.phase = job_pb2.Job.STATE_HOLDING, job_pb2.Gang.PHASE_RUNNING
+    job.capabilities.presumed = True
+    job.start_time.FromSeconds(1_000)
+    assert call("suspend", "1", "--level", "offload") == 0
+    assert looks_before_the_order() == 1
+
+
+def test_an_order_to_a_job_that_starts_waits_until_it_can_be_carried_out(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    job = running_job(master)
+    job.gang.phase = job_pb2.Gang.PHASE_STARTING
+    looks = 0
+
+    def start() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            job.gang.phase = job_pb2.Gang.PHASE_RUNNING
+
+    master.looked_at = start
+    assert call("suspend", "1", "--level", "pause") == 0
+    kinds = [type(request).__name__ for request in master.requests]
+    assert kinds[: kinds.index("SuspendJobRequest")] == ["GetJobRequest"] * 3
+    assert "suspended(pause)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [("suspend", "1", "--level", "pause"), ("resize", "1", "2"), ("move", "1")])
+def test_an_order_to_a_job_on_its_way_to_other_places_waits_until_it_has_come(
+    call: Call, master: CannedMaster, words: tuple[str, ...]
+) -> None:
+    job = running_job(master)
+    job.gang.phase = job_pb2.Gang.PHASE_MOVING
+    looks = 0
+
+    def come() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            job.gang.phase = job_pb2.Gang.PHASE_RUNNING
+
+    master.looked_at = come
+    call(*words)
+    kinds = [type(request).__name__ for request in master.requests]
+    order = next(kind for kind in kinds if kind != "GetJobRequest")
+    assert order == f"{words[0].title()}JobRequest"
+    assert kinds.index(order) >= 3

@@ -1,0 +1,86 @@
+"""What `ganger top` draws, against a server with canned answers."""
+
+from __future__ import annotations
+
+import pytest
+from ganger.cli.top import Changes, picture
+from ganger.client import Client
+from ganger.v1 import job_pb2, node_pb2
+from ganger.wire import times
+from kit.canned import Call, CannedMaster, running_job
+
+Output = pytest.CaptureFixture[str]
+
+
+def test_top_fills_the_screen_with_who_runs_first(master: CannedMaster) -> None:
+    running_job(master)
+    for number in range(2, 60):
+        pending = job_pb2.Job(name=f"jobs/{number}", state=job_pb2.Job.STATE_PENDING, queue_rank=100 - number)
+        master.jobs[pending.name] = pending
+    master.cluster = node_pb2.Cluster(jobs_holding=1, jobs_pending=58)
+    with Client(str(master.directory)) as client:
+        now = picture(client, 15)
+    assert [row[0] for row in now.jobs] == ["1", *(str(number) for number in range(59, 50, -1))]
+    assert now.jobs_left_out == 49
+
+
+def test_without_a_terminal_top_prints_once(call: Call, master: CannedMaster, capsys: Output) -> None:
+    running_job(master)
+    assert call("top") == 0
+    assert "120" in capsys.readouterr().out
+
+
+def test_top_draws_rows_of_turns_and_the_last_changes(call: Call, master: CannedMaster, capsys: Output) -> None:
+    running_job(master).gang.beside.append("jobs/9")
+    node_set = master.nodes.node_sets.add(name="nodeSets/1", nodes=["nodes/n1", "nodes/n2"], leader="nodes/n1")
+    node_set.quantum.FromSeconds(60)
+    node_set.level = job_pb2.SUSPEND_LEVEL_OFFLOAD
+    node_set.rows.add(jobs=["jobs/1", "jobs/9"])
+    # it moves from one GPU of the row to another
+    node_set.rows.add(jobs=["jobs/4", "jobs/4"])
+    told = (("gang_running", {}), ("move_begun", {"goal": "HOLE", "nodes": "n2"}), ("change_kept", {"gain": "1.42"}))
+    master.events = [
+        job_pb2.Event(
+            sequence=n, subject="jobs/1", kind=kind, figures=figures, cause="planner", time=times.timestamp(n)
+        )
+        for n, (kind, figures) in enumerate(told, 1)
+    ]
+    master.cluster = node_pb2.Cluster(jobs_holding=1, event_sequence=3)
+    assert call("top", "--once") == 0
+    _, _, turns, jobs, changes = capsys.readouterr().out.split("\n\n")
+    assert jobs.endswith("n1[0-1,3], beside 9")
+    assert [line.split() for line in turns.splitlines()[1:]] == [
+        ["n1", "n2", "1", "1", "of", "2", "1m", "offload", "1", "9"],
+        ["2", "1", "of", "2", "1m", "offload", "4"],
+    ]
+    assert [line.split(None, 2)[2] for line in changes.splitlines()[1:]] == [
+        "moves to n2 by planner, to make room for a gang that waits",
+        "the change was kept: its rate was 1.42 times that of before",
+    ]
+
+
+def test_top_reads_the_changes_that_came_since_it_looked_last(master: CannedMaster) -> None:
+    changes = Changes()
+    with Client(str(master.directory)) as client:
+        for number in range(1, 10):
+            event = job_pb2.Event(
+                sequence=number, subject=f"jobs/{number}", kind="move_done", figures={"pause_ms": str(number)}
+            )
+            master.events.append(event)
+            shown = changes.read(client, number)
+        assert [row[1] for row in shown] == ["4", "5", "6", "7", "8", "9"]
+        asked = len(master.requests)
+        assert changes.read(client, 9) == shown
+        assert len(master.requests) == asked
+
+
+def test_top_tells_in_one_line_of_all_whom_one_change_befell(master: CannedMaster) -> None:
+    turns = {"node_set": "1", "of_rows": "2", "quantum_seconds": "60"}
+    for number, row in ((1, "0"), (2, "0"), (3, "1")):
+        event = job_pb2.Event(
+            sequence=number, subject=f"jobs/{number}", kind="rows_changed", figures={**turns, "rows": row}
+        )
+        master.events.append(event)
+    with Client(str(master.directory)) as client:
+        ((_, jobs, told),) = Changes().read(client, 3)
+    assert (jobs, told) == ("1 2 3", "takes turns on its GPUs with others, 1 of 2 turns of 60 s in nodeSets/1")
