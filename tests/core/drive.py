@@ -44,7 +44,7 @@ class Drive:
         return done.answer
 
     def join(self, node: str) -> None:
-        answer = self.step(OpenSession(node, f"machine-{node}", SERVER))
+        answer = self.step(OpenSession(node, f"machine-{node}", SERVER, peer_address=f"{node}:1"))
         assert isinstance(answer, SessionAnswer)
         self.sessions[node] = answer.session
         self.observe(node, version=0)

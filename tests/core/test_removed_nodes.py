@@ -70,6 +70,21 @@ def test_a_gang_that_is_still_being_stopped_elsewhere_outlives_the_removed_node(
     assert set(drive.state.gangs_on) == {"n2"}
 
 
+def test_who_still_stops_is_told_that_the_removed_node_has_no_address_any_more() -> None:
+    drive = Drive(nodes=2)
+    number = drive.submit(job_of(8))
+    epoch = drive.start(number)
+    drive.runs(number)
+    drive.observe("n1", drive.report(drive.state.gangs[epoch], ObservedPhase.ENDED))
+    drive.observe("n2", drive.report(drive.state.gangs[epoch], ObservedPhase.RUNNING))
+    fall_silent(drive)
+    assert isinstance(drive.step(RemoveNode("n1")), Done)
+    (told,) = drive.state.desired["n2"].gangs
+    assert {member.node: member.peer_address for member in told.members} == {"n1": "", "n2": "n2:1"}
+    restarted(drive)
+    assert drive.state.desired["n2"].gangs == (told,), "as a master tells it that has never heard of the removed one"
+
+
 def test_a_node_is_not_removed_while_it_answers_or_a_job_has_something_on_it() -> None:
     drive = Drive(nodes=1)
     assert refusal(drive, "n1") == "NODE_ALIVE"

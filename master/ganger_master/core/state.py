@@ -240,12 +240,7 @@ class State:
                 self.dirty.sets[self.set_on[node.name]] = None
         self.dirty.wants[node.name] = []
         if old is None or (old.peer_address, old.stream_address) != (node.peer_address, node.stream_address):
-            for epoch in self.gangs_on[node.name]:
-                self.parties.pop(epoch, None)
-                for other in self._listeners(self.gangs[epoch]):
-                    self.dirty.wants[other] = []
-            if node.name in self.set_on:
-                self._tell_set(self.sets[self.set_on[node.name]])
+            self._tell_peers(node.name)
 
     def forget_node(self, name: str) -> None:
         """Of a node on which no job has anything any more. Gangs that are still being stopped elsewhere may name it."""
@@ -258,6 +253,7 @@ class State:
         self._note_view()
         self.kept = None
         del self.nodes[name]
+        self._tell_peers(name)
         for known in (self.draining, self.choosy, self.desired, self.projected, self.last_answer, self.left_by):
             known.pop(name, None)
         for touched in (self.dirty.rows, self.dirty.wants, self.dirty.shown):
@@ -562,6 +558,15 @@ class State:
         for node_set in node_sets:
             for node in node_set.nodes:
                 self.dirty.wants[node] = []
+
+    def _tell_peers(self, name: str) -> None:
+        """Whoever is told a node's addresses, that they are others, or gone: as one would be told who asked anew."""
+        for epoch in self.gangs_on[name]:
+            self.parties.pop(epoch, None)
+            for other in self._listeners(self.gangs[epoch]):
+                self.dirty.wants[other] = []
+        if name in self.set_on:
+            self._tell_set(self.sets[self.set_on[name]])
 
     def _listeners(self, gang: Gang) -> list[str]:
         """Nodes whose orders name the addresses of this gang's members: its own, and those of a destination."""
