@@ -125,6 +125,56 @@ def test_who_took_turns_with_it_keeps_its_row_where_there_are_no_cores_for_it_be
     assert {six.epoch(five), six.job(five).next_epoch, six.epoch(six_), six.epoch(four)} == set(second)
 
 
+def test_who_leaves_has_no_row_in_which_there_are_no_cores_for_it() -> None:
+    drive = Turns()
+    stays = drive.run(SMALL)
+    (role,) = SMALL.roles
+    many = replace(SMALL, roles=(replace(role, shape=replace(role.shape, millicores=7_000)),))
+    goes, host = drive.submit(SMALL), drive.submit(many)
+    # beside the first one, whose device idles in its row; a socket has eight cores
+    (claim,) = drive.place(host, stays, millicores=(7_000, 0))
+    there = (replace(claim, device_mask=claim.device_mask << 1),)
+    beside = drive.place(goes, stays)
+    changes = [drive.row(stays, 0), drive.row(goes, 1, claims=beside), drive.row(host, 2, claims=there)]
+    assert drive.propose(*changes) == [None] * 3
+    drive.observe("n1", *(drive.report(gang, ObservedPhase.RUNNING) for gang in drive.on("n1")))
+    (number,) = drive.state.sets
+    moved = drive.place(goes, host, millicores=(2_000, 0))
+    changes = [
+        drive.row(stays, 0, node_set=number),
+        drive.row(goes, 1, claims=moved, node_set=number),
+        drive.row(host, 2, node_set=number),
+    ]
+    assert drive.propose(*changes) == [None] * 3
+    epoch, matrix = drive.job(goes).epoch, drive.state.sets[number].newest
+    (row,) = [row for row in matrix.rows if epoch in row]
+    assert drive.job(host).epoch not in row
+
+
+def test_of_two_who_leave_one_device_by_one_plan_each_has_a_row_there_until_it_rests() -> None:
+    drive = Turns()
+    stays, first, second, idle = [drive.run(SMALL) for _ in range(4)]
+    one, other = drive.submit(SMALL), drive.submit(SMALL)
+    others = [drive.row(number, 0, 1, 2) for number in (first, second, idle)]
+    guests = [drive.row(guest, row, claims=drive.place(guest, stays)) for row, guest in ((1, one), (2, other))]
+    assert drive.propose(drive.row(stays, 0), *others, *guests) == [None] * 6
+    drive.observe("n1", *(drive.report(gang, ObservedPhase.RUNNING) for gang in drive.on("n1")))
+    (number,) = drive.state.sets
+    changes = [
+        drive.row(stays, 0, node_set=number),
+        drive.row(one, 1, 2, claims=drive.place(one, first), node_set=number),
+        drive.row(other, 2, claims=drive.place(other, second), node_set=number),
+        drive.row(first, 0, node_set=number),
+        drive.row(second, 0, 1, node_set=number),
+        drive.row(idle, 0, 1, 2, node_set=number),
+    ]
+    assert drive.propose(*changes) == [None] * 6
+    rows = drive.state.sets[number].newest.rows
+    there = [drive.job(name).epoch for name in (stays, one, other)]
+    assert [sum(epoch in row for epoch in there) for row in rows] == [1] * len(rows)
+    assert all(any(epoch in row for row in rows) for epoch in there)
+
+
 def test_once_it_has_moved_who_was_beside_it_has_the_device_in_every_row(six: Six) -> None:
     one, _, three, _, five, _ = six.jobs
     six.propose(*six.beside(five, three))

@@ -8,7 +8,7 @@ takes turns where it is until it does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NoReturn, TypeAlias
 
 from ganger.resources.fit import MEMORY_SHARE, fit
@@ -150,7 +150,7 @@ def _staying(
     held: Mapping[str, Claim],
 ) -> tuple[tuple[tuple[int, ...], ...], dict[int, tuple[_Member, tuple[int, ...]]]]:
     """The rows, and of those who move and take turns in this set where they are now and the rows they have there: all
-    in which their devices idle, or one of their own."""
+    in which their devices idle and there are cores for them, or one of their own."""
     found: dict[int, tuple[_Member, tuple[int, ...]]] = {}
     taken = [[members[number] for number in row] for row in rows]
     for number, member in members.items():
@@ -158,9 +158,9 @@ def _staying(
         if not member.moves or gang is None or before is None or gang.node_set != before.number:
             continue
         one = _Member(member.change, member.job, gang, gang.claims, gang.level)
-        own = [i for i, row in enumerate(taken) if _are_apart([one, *row])]
+        own = [i for i, row in enumerate(taken) if _fits(state, [one, *row], held)]
         if own and all(member in taken[index] for index in own):
-            own = _changed_places(state, taken, one, member, own, held)
+            own = _changed_places(state, taken, one, member, own, held, found)
         if not own:
             own = [len(taken)]
             taken.append([])
@@ -179,26 +179,26 @@ def _changed_places(
     coming: _Member,
     own: list[int],
     held: Mapping[str, Claim],
+    settled: Collection[int],
 ) -> list[int]:
     """The rows for who leaves, whose devices idle only beside where it comes to be. There it would be woken for the
     moment that its program takes to start, and its neighbours would wait for it twice. So who takes turns with it has
-    one in its place, if that is possible, and it has theirs."""
+    one in its place, if that is possible, and it has theirs. `settled`: numbers of others who leave, and have
+    their rows already."""
     for index, row in enumerate(taken):
         if index in own or coming in row:
             continue
-        others = [one for one in row if not _are_apart([leaving, one])]
+        others = [one for one in row if not node_sets.is_free_of_turns([leaving.claims, one.claims])]
+        rest = [one for one in row if one not in others]
+        stay = any(one.moves or one.job.number in settled for one in others)
+        if stay or not _fits(state, [*rest, leaving], held):
+            continue
         for at in own:
             beside = [*taken[at], *others]
-            if any(one.moves for one in others) or not _are_apart(beside) or not _fits(state, beside, held):
-                continue
-            taken[at] = beside
-            taken[index] = [one for one in row if one not in others]
-            return [index]
+            if _fits(state, beside, held):
+                taken[at], taken[index] = beside, rest
+                return [index]
     return own
-
-
-def _are_apart(members: Sequence[_Member]) -> bool:
-    return node_sets.is_free_of_turns([one.claims for one in members])
 
 
 def _fits(state: State, row: Sequence[_Member], held: Mapping[str, Claim]) -> bool:
