@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from core.drive import GIB, Drive, job_of
-from ganger_master.core.model import Gang, GangPhase, Job
+from ganger.resources.values import Role, TaskShape
+from ganger_master.core.model import Gang, GangPhase, Job, JobSpec
 from ganger_master.planner.fairness import NOTHING, Fairness, credited
 from msgspec.structs import replace
 
@@ -37,4 +38,18 @@ def test_who_starts_where_it_moved_to_is_not_behind_for_that() -> None:
     fairness = after(fairness, 50.0, 150.0, 150.0, 106.0)
     assert round(fairness.behind_s[3], 3) == 3.333, "from here on it is looked at again"
     fairness = after(fairness, 60.0, 160.0, 160.0, 116.0)
+    assert round(fairness.behind_s[3], 3) == 3.333
+
+
+def test_who_has_no_devices_is_never_behind_and_counts_for_nobody() -> None:
+    drive, three = pairs()
+    number = drive.submit(JobSpec(("train",), (Role("worker", 1, TaskShape(0, 2_000, GIB)),)))
+    drive.start(number)
+    drive.runs(number)
+    everybody = [*three, (drive.job(number), drive.state.gangs[drive.job(number).epoch])]
+    fairness = NOTHING
+    for now in (0.0, 10.0):
+        received = {1: now, 2: now, 3: 0.5 * now, number: now}
+        fairness = credited(fairness, everybody, {}, received, drive.state.view, now, 10.0)
+    assert fairness.behind_s[number] == 0.0
     assert round(fairness.behind_s[3], 3) == 3.333

@@ -56,7 +56,8 @@ def credited(
     groups: dict[_Kind, list[tuple[Job, Gang]]] = {}
     steps = {job.number for job, gang in pairs if gang.phase is not GangPhase.STARTING and job.number in received_s}
     for job, gang in pairs:
-        if job.number in steps and job.number in before.heard_s:
+        # Who has no devices shares none.
+        if job.gpus and job.number in steps and job.number in before.heard_s:
             groups.setdefault(_kind(job, gang, view), []).append((job, gang))
     behind = {job.number: before.behind_s.get(job.number, 0.0) for job, _ in pairs}
     most = _MOST_OWED * quantum_s
