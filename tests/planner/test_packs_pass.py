@@ -161,6 +161,19 @@ def test_a_trial_in_which_nobody_gets_on_is_over_after_an_hour(tried: Tried) -> 
     assert tried.found == ()
 
 
+def test_a_trial_in_which_somebody_stops_getting_on_is_over_after_an_hour_and_what_was_seen_is_told(
+    tried: Tried,
+) -> None:
+    guest = tried.packs.packs[0].guest
+    seen = tried.together((14.0, 4.0, 9.0, 5.0, 11.0))
+    assert tried.plan(seen) == []
+    tried.now += packs_of._LONGEST_TRIAL_S
+    assert tried.plan(seen) == [("SUSPEND", guest)]
+    assert [one.kept for one in tried.found] == [False, False]
+    assert "by 5 windows" in tried.found[0].detail
+    assert tried.packs.packs == ()
+
+
 def test_a_planner_that_was_started_anew_parts_those_of_whom_nobody_knows_how_they_did_alone(tried: Tried) -> None:
     guest = tried.packs.packs[0].guest
     tried.packs = Packs()

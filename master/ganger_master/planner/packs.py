@@ -44,7 +44,7 @@ from ganger_master.policies.introspect.trial import FIRST_WINDOWS, Rates, Verdic
 
 # Of all devices, one in so many is in a trial at once at most.
 _DEVICES_PER_TRIAL: Final = 8
-# A trial in which nobody gets on well enough to be measured is over.
+# A trial in which somebody does not get on well enough to be judged by then is over.
 _LONGEST_TRIAL_S: Final = 3600.0
 # A pack that was kept goes by its latest windows: interference that has come is not to be outvoted by what was before.
 _WATCHED_WINDOWS: Final = 16
@@ -283,13 +283,12 @@ def _judged(
             return packs, pack, []
         packs = replace(packs, failed=packs.failed.noted(proposal.pair, now))
         return packs, None, _told(numbers, latest, is_kept=False)
-    if min(len(one.after) for one in rates.values()) < FIRST_WINDOWS:
-        if now < pack.since_s + _LONGEST_TRIAL_S:
-            return packs, pack, []
-        return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None, []
-    found = verdict(proposal, rates).verdict
-    if found is Verdict.MEASURE:
+    is_measured = min(len(one.after) for one in rates.values()) >= FIRST_WINDOWS
+    found = verdict(proposal, rates).verdict if is_measured else Verdict.MEASURE
+    if found is Verdict.MEASURE and now < pack.since_s + _LONGEST_TRIAL_S:
         return packs, pack, []
+    if not is_measured:
+        return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None, []
     known = packs.contention.get(proposal.host.device_type, UNKNOWN_DEVICE)
     learned = {**packs.contention, proposal.host.device_type: learn(known, [lesson(proposal, rates)])}
     packs = replace(packs, contention=learned)
