@@ -234,6 +234,20 @@ def test_who_was_parked_and_finds_no_room_goes_on_in_turns_where_it_was() -> Non
     assert drive.job(one).state is JobState.HOLDING
 
 
+def test_who_was_parked_and_takes_no_turns_waits_for_devices_of_its_own_and_keeps_nobody_from_theirs() -> None:
+    drive = Sharing()
+    one, other = drive.submitted(LIMITED, job_of(4, GIB))
+    drive.go_on()
+    drive.step(ProposePlan((Change(one, drive.job(one).revision, "SUSPEND", level=SuspendLevel.OFFLOAD),)))
+    drive.seen(one, drive.job(one).epoch, ObservedPhase.PARKED, 5)
+    (place, *_) = drive.places(other)
+    drive.step(ProposePlan((Change(other, drive.job(other).revision, "START", place),)))
+    drive.runs(other)
+    third = drive.submit(job_of(4, GIB))
+    assert drive.go_on() == ["ROW", "ROW"]
+    assert drive.rows == [[other], [third]]
+
+
 def test_nobody_is_asked_who_cannot_stop_or_has_another_priority() -> None:
     for spec in (
         replace(job_of(4), preemptible=False),

@@ -106,6 +106,16 @@ def test_nobody_is_tried_of_whom_too_little_is_known_alone_for_a_verdict() -> No
     assert Tried().plan(Seen(windows=ALONE_WINDOWS)) != []
 
 
+@pytest.mark.parametrize("why", ["it has a time limit", "it was killed in its turn"])
+def test_nobody_is_packed_who_takes_no_turns_for_then_nobody_could_go_on_once_that_is_undone(why: str) -> None:
+    drive = Tried()
+    job = drive.job(drive.pair[1])
+    limited = replace(job, spec=replace(job.spec, time_limit_seconds=600.0))
+    killed = replace(job, capabilities=job.capabilities.without_turns(why))
+    drive.state.put_job(limited if "limit" in why else killed)
+    assert drive.plan(Seen()) == []
+
+
 def test_a_pack_that_pays_is_kept_and_its_figures_are_told(tried: Tried) -> None:
     assert tried.plan(tried.together(())) == []
     assert tried.plan(tried.together(SLOWER)) == []

@@ -31,7 +31,7 @@ from ganger_master.core.purpose import NO_PURPOSE, Goal, Purpose
 from ganger_master.planner.fairness import NOTHING as NOTHING_OWED
 from ganger_master.planner.fairness import Fairness, Pairs, can_go, going
 from ganger_master.planner.refused import NOBODY, KeptOut
-from ganger_master.planner.slices import MOST_ROWS, Claims, seat_of, thin
+from ganger_master.planner.slices import MOST_ROWS, Claims, seat_of, takes_turns, thin
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
 from ganger_master.policies.introspect.slicing import Seat
@@ -169,9 +169,9 @@ def _fits(one: Sharer, row: Sequence[Sharer], cores: Mapping[str, Sequence[int]]
 
 def may_take_turns(job: Job, gang: Gang | None) -> bool:
     """Whether it would be let in (`core.taking_turns`), as far as can be told from here."""
-    spec, offered = job.spec, job.capabilities
-    if not spec.preemptible or spec.time_limit_seconds is not None or len(spec.roles) != 1 or offered.no_turns:
+    if not takes_turns(job):
         return False
+    offered = job.capabilities
     if gang is None:
         return not (job.epoch or (offered.known and not offered.offload))
     settled = gang.intent is Intent.RUN and gang.phase in (GangPhase.STARTING, GangPhase.RUNNING)
@@ -286,7 +286,7 @@ class _Joining:
     def come_back(self, stranded: Iterable[tuple[Job, Gang]]) -> None:
         """Who rests, and finds no room, takes turns where it was."""
         for job, gang in stranded:
-            if job.number in self._kept_out.not_started:
+            if job.number in self._kept_out.not_started or not takes_turns(job):
                 continue
             claims = tuple([structs.replace(claim, shared_mask=0) for claim in gang.claims])
             one = Sharer(job, gang, claims)

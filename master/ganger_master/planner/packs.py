@@ -25,7 +25,7 @@ from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangPhase, Job, SuspendLevel
 from ganger_master.core.purpose import Finding, Goal, Purpose
 from ganger_master.models.interference import UNKNOWN_DEVICE, Contention, Pressure, learn
-from ganger_master.planner.slices import shares_all
+from ganger_master.planner.slices import shares_all, takes_turns
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies.introspect.failed import Failed
 from ganger_master.policies.introspect.packing import (
@@ -318,8 +318,9 @@ def is_settled(job: Job, gang: Gang) -> bool:
 
 
 def _berth(job: Job, gang: Gang, view: View, seen: Seen) -> Berth | None:
-    """A gang alone on its devices that was measured there."""
-    if gang.phase is not GangPhase.RUNNING or job.next_epoch or not job.spec.preemptible or len(job.spec.roles) != 1:
+    """A gang alone on its devices that was measured there. Who takes no turns is in no pack: once that is undone, its
+    guest could not go on where the host is, in turns."""
+    if gang.phase is not GangPhase.RUNNING or job.next_epoch or not takes_turns(job):
         return None
     windows = seen.alone(job.number)
     needed = job.shape.device_memory_bytes

@@ -182,6 +182,14 @@ def seat_of(claims: Claims) -> Seat:
     return tuple([(claim.node, claim.device_mask) for claim in claims if claim.device_mask])
 
 
+def takes_turns(job: Job) -> bool:
+    """Whether it is let into a matrix at all (`core.taking_turns`), whatever it does just now."""
+    spec = job.spec
+    return (
+        spec.preemptible and spec.time_limit_seconds is None and len(spec.roles) == 1 and not job.capabilities.no_turns
+    )
+
+
 def shares_all(claims: Claims) -> bool:
     """Whether others may be on all of its devices."""
     return all(claim.device_mask == claim.shared_mask for claim in claims)
