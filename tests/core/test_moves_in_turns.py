@@ -273,8 +273,16 @@ def moved(claims: tuple[Claim, ...], **fields: object) -> tuple[Claim, ...]:
         (lambda drive: moved(drive.place(drive.jobs[4], drive.jobs[3])), Reason.GPUS),
         (lambda drive: moved(drive.place(drive.jobs[4], drive.jobs[2]), node="n9"), Reason.NODE_GONE),
         (lambda drive: moved(drive.place(drive.jobs[4], drive.jobs[2]), shared_mask=1), Reason.NOT_SUPPORTED),
+        (lambda drive: moved(drive.place(drive.jobs[4], drive.jobs[2]), millicores=(2_000,)), Reason.CLAIM_MISMATCH),
     ],
-    ids=["no room for its state", "of another size", "where somebody runs in its row", "nowhere", "at once"],
+    ids=[
+        "no room for its state",
+        "of another size",
+        "where somebody runs in its row",
+        "nowhere",
+        "at once",
+        "of fewer sockets than there are",
+    ],
 )
 def test_what_cannot_be_is_refused_and_nothing_changes(six: Six, claims: object, reason: Reason | None) -> None:
     five = six.jobs[4]

@@ -104,6 +104,9 @@ def _judge(state: State, changes: Sequence[Change], proposer: str, now: float) -
     _check_nodes(state, before, members)
     _check_priorities(members, rows)
     held = _held(state, before, members)
+    for member in members.values():
+        if member.comes:
+            _check_start(state, member, held)
     rows, staying = _staying(state, members, rows, before, held)
     here = {**members, **{-number: member for number, (member, _) in staying.items()}}
     stays = {number: own for number, (_, own) in staying.items()}
@@ -112,9 +115,6 @@ def _judge(state: State, changes: Sequence[Change], proposer: str, now: float) -
         _refuse(first.number, Reason.CLAIM_MISMATCH, {"rows": count, "limit": ROWS_LIMIT}, detail="too many rows")
     rows = rows + ((),) * (count - len(rows))
     whole = [[*row, *[-number for number, own in stays.items() if index in own]] for index, row in enumerate(rows)]
-    for member in members.values():
-        if member.comes:
-            _check_start(state, member, held)
     for row in whole:
         _check_row(state, [here[number] for number in row], held)
     beginning = [member for member in members.values() if member.begins]
