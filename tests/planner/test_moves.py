@@ -440,6 +440,27 @@ def test_room_that_comes_free_just_after_a_look_is_found_though_nothing_happens_
     assert drive.proposed() == [("MOVE", pair)]
 
 
+def test_who_was_moved_a_moment_ago_is_looked_at_again_once_it_may_be_moved_though_nothing_happens() -> None:
+    drive, pair = apart()
+    moved_s = drive.now - 100.0
+    drive.moving = dataclasses.replace(drive.moving, moved_at={pair: moved_s})
+    assert drive.proposed() == []
+    assert drive.again_s == moved_s + 600.0
+    drive.now = drive.again_s
+    assert drive.proposed() == [("MOVE", pair)]
+
+
+def test_once_as_many_were_moved_in_an_hour_as_may_be_the_next_one_is_though_nothing_happens() -> None:
+    drive, pair = apart()
+    drive.per_hour = 0.5
+    moved_s = drive.now - 100.0
+    drive.moving = dataclasses.replace(drive.moving, moved_at={99: moved_s})
+    assert drive.proposed() == []
+    assert drive.again_s == moved_s + 3600.0
+    drive.now = drive.again_s
+    assert drive.proposed() == [("MOVE", pair)]
+
+
 def resting_on_its_way() -> tuple[Moved, int]:
     """A pair goes to one node, where it has a device already, by way of host memory."""
     drive, pair, (_, leaves, _) = between(2, 1, 3)

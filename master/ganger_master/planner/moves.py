@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Final
 
 import numpy as np
 from ganger.resources.view import Mode
@@ -24,11 +23,9 @@ from ganger_master.planner.holes import Holes
 from ganger_master.planner.refused import KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
-from ganger_master.planner.tidying import CLOSER_S, Tidying
+from ganger_master.planner.tidying import CLOSER_S, HOUR_S, Tidying
 from ganger_master.policies.introspect.whatif import WhatIf
 from ganger_master.policies.room import Room
-
-_HOUR_S: Final = 3600.0
 
 Inner = Callable[[KeptOut, bool], Pass]
 
@@ -79,7 +76,7 @@ class _Pass:
         self._acting = acting
         self._old = moving
         now = acting.now
-        self._moved_at = {number: at for number, at in moving.moved_at.items() if now < at + _HOUR_S}
+        self._moved_at = {number: at for number, at in moving.moved_at.items() if now < at + HOUR_S}
         self._holes = Holes(acting, moving.looked)
 
     def run(

@@ -7,7 +7,7 @@ Each must save more than it costs, by what was measured; in an hour there are no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from ganger_master.core.model import Gang, Job
@@ -29,12 +29,14 @@ from ganger_master.policies.introspect.migration import (
     defragmented,
     exchanged,
     pays_anywhere_s,
+    rested_s,
     unpacked,
 )
 from ganger_master.policies.introspect.trial import DOUBT, FIRST_WINDOWS, Rates, normalised
 
 # Who lies badly is looked for so often.
 CLOSER_S: Final = 30.0
+HOUR_S: Final = 3600.0
 # Moves begun in an hour that neither a gang nor an operator waits for, at least: else one for each GPU in use.
 _LEAST_AN_HOUR: Final = 16
 # Who is slower beside others is looked for so often where nothing happens.
@@ -102,11 +104,13 @@ class Tidying:
             return
         self.closer_s = acting.now
         spreads = self._spreads(gangs)
-        # Who has run for so long that any place would pay is looked at again only when something happens.
+        # Who has run for so long that any place would pay, and may be moved, is looked at again only when something
+        # happens.
         waits = [_MOVES * pays_anywhere_s(one.gang) - one.remaining_s for one in spreads]
-        self.closer_again_s = acting.now + max(CLOSER_S, min([one for one in waits if one > 0.0], default=math.inf))
+        again_s = acting.now + min([one for one in waits if one > 0.0], default=math.inf)
         failed, placement = self._brought.failed, acting.terms.placement
-        self._propose(closer(acting.room, spreads, now=acting.now, failed=failed, placement=placement))
+        proposals = closer(acting.room, spreads, now=acting.now, failed=failed, placement=placement)
+        again_s = min(again_s, self._propose(proposals))
         if not acting.errands:
             # Of whom nothing was measured nothing is known that would be worth two moves.
             known = [one for one in spreads if one.locality.error != NOT_FITTED]
@@ -114,7 +118,9 @@ class Tidying:
                 others = self._spreads(
                     [found for found in acting.gangs.values() if found[2].shape.gpus > 1 and found[0].spec.movable]
                 )
-                self._propose(exchanged(acting.room, known, others, now=acting.now, failed=failed, placement=placement))
+                proposals = exchanged(acting.room, known, others, now=acting.now, failed=failed, placement=placement)
+                again_s = min(again_s, self._propose(proposals))
+        self.closer_again_s = max(again_s, acting.now + CLOSER_S)
 
     def unpack(self) -> None:
         """Out of packs in which somebody is slower than alone, onto devices that nobody wants."""
@@ -182,8 +188,20 @@ class Tidying:
         begun = sum(len(errand.legs) for errand in acting.errands if errand.began_s == acting.now)
         return min(MOST_AT_ONCE, int(most - len(self._moved_at) - begun))
 
-    def _propose(self, proposals: Iterable[Proposal]) -> None:
-        for proposal in capped(proposals, self._acting.now, self._moved_at, (), max(0, self._left)):
+    def _propose(self, proposals: Sequence[Proposal]) -> float:
+        """Begins those that may begin; when the first one may, though nothing happens, if none may now."""
+        acting = self._acting
+        chosen = capped(proposals, acting.now, self._moved_at, (), max(0, self._left))
+        for proposal in chosen:
             goal, moves = _GOALS[proposal.why], Hole((), proposal.moves)
             last = Goal.LOCALITY if proposal.why is Why.EXCHANGE else None
-            self._acting.begin(goal, moves, saved=proposal.saves, last_goal=last)
+            acting.begin(goal, moves, saved=proposal.saves, last_goal=last)
+        if chosen:
+            # Its end is news.
+            return math.inf
+        # Once there is one move less in the last hour.
+        allowed_s = min(self._moved_at.values(), default=math.inf) + HOUR_S
+        rests = [rested_s(proposal, self._moved_at) for proposal in proposals]
+        when_s = min([rest_s if acting.now < rest_s else allowed_s for rest_s in rests], default=math.inf)
+        acting.come_back(when_s)
+        return when_s

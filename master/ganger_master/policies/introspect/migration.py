@@ -333,12 +333,16 @@ def capped(
     busy = set(busy_nodes)
     left = most
     for proposal in proposals:
-        rested = all(now >= moved_at.get(move.number, -math.inf) + _REST_S for move in proposal.moves)
-        if rested and len(proposal.moves) <= left and not busy & proposal.nodes:
+        if now >= rested_s(proposal, moved_at) and len(proposal.moves) <= left and not busy & proposal.nodes:
             chosen.append(proposal)
             busy |= proposal.nodes
             left -= len(proposal.moves)
     return chosen
+
+
+def rested_s(proposal: Proposal, moved_at: Mapping[int, float]) -> float:
+    """When all who would move have been left alone for long enough since they were moved last."""
+    return max([moved_at.get(move.number, -math.inf) for move in proposal.moves], default=-math.inf) + _REST_S
 
 
 def _better_place(trying: WhatIf, one: Spread, others: Movables | None, placement: Placement) -> tuple[float, Hole]:
