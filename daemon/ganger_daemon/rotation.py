@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 from ganger.agent.v1 import agent_pb2, peer_pb2
@@ -39,7 +40,8 @@ _SWITCHING_SECONDS = 0.005
 _RUNNING_SECONDS = 0.1
 # Between two questions to each member of a set that has several.
 _ASK_SECONDS = 0.1
-# Of the last switches the median counts.
+# Of the last switches the median counts, of two the shorter one: else one that was late keeps quanta long until a third
+# has been measured, which takes such a quantum.
 _SWITCHES = 5
 
 
@@ -76,7 +78,7 @@ class Standing:
 
     @property
     def switch_seconds(self) -> float:
-        return sorted(self.switches)[len(self.switches) // 2] if self.switches else 0.0
+        return median_low(self.switches) if self.switches else 0.0
 
     @property
     def epochs(self) -> frozenset[int]:
