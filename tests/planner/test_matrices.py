@@ -268,19 +268,12 @@ LIMITED = replace(job_of(4), time_limit_seconds=60.0)
 OUTSTAYED = Capabilities(offload=True, known=True).without_turns("it did not stop when its turn was over")
 
 
-def test_who_did_not_stop_when_its_turn_was_over_waits_for_devices_of_its_own() -> None:
+@pytest.mark.parametrize("which", [0, 1], ids=["it runs, and nobody comes to take turns with it", "it waits"])
+def test_who_did_not_stop_when_its_turn_was_over_has_devices_of_its_own(which: int) -> None:
     drive = Sharing()
-    _, second = drive.submitted(job_of(4), job_of(4))
+    numbers = drive.submitted(job_of(4), job_of(4))
     drive.go_on()
-    drive.state.put_job(replace(drive.job(second), capabilities=OUTSTAYED))
-    assert drive.plan() == ()
-
-
-def test_nobody_comes_to_take_turns_with_who_did_not_stop_when_one_was_over() -> None:
-    drive = Sharing()
-    first, _ = drive.submitted(job_of(4), job_of(4))
-    drive.go_on()
-    drive.state.put_job(replace(drive.job(first), capabilities=OUTSTAYED))
+    drive.state.put_job(replace(drive.job(numbers[which]), capabilities=OUTSTAYED))
     assert drive.plan() == ()
 
 

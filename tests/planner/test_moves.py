@@ -369,14 +369,7 @@ def apart() -> tuple[Moved, int]:
 
 def move_closer(drive: Moved, pair: int) -> None:
     assert drive.proposed() == [("MOVE", pair)]
-    nodes = drive.state.gangs[drive.job(pair).epoch].nodes
-    source, destination = drive.job(pair).epoch, drive.job(pair).next_epoch
-    drive.seen(pair, destination, ObservedPhase.PREPARED)
-    drive.seen(pair, source, ObservedPhase.PARKED, 40)
-    drive.seen(pair, destination, ObservedPhase.READY, 40)
-    drive.seen(pair, destination, ObservedPhase.RUNNING)
-    for node in nodes:
-        drive.observe(node, *drive.others(node, source))
+    drive.moves(pair)
 
 
 def test_a_pair_that_lies_apart_is_moved_closer_and_stays_if_it_is_faster() -> None:
@@ -521,13 +514,7 @@ def test_a_move_that_did_not_help_is_undone_and_not_made_again() -> None:
     assert gang.purpose.goal is Goal.UNDO
     # By what is left at half the pace.
     assert gang.purpose.saved > 0.0
-    here, back = drive.job(pair).epoch, drive.job(pair).next_epoch
-    drive.seen(pair, back, ObservedPhase.PREPARED)
-    drive.seen(pair, here, ObservedPhase.PARKED, 80)
-    drive.seen(pair, back, ObservedPhase.READY, 80)
-    drive.seen(pair, back, ObservedPhase.RUNNING)
-    for node in source:
-        drive.observe(node, *drive.others(node, here))
+    drive.moves(pair)
     drive.rates.rates[pair] = 10.0
     for _ in range(5):
         drive.now += 700.0
