@@ -6,7 +6,7 @@ It is given up when somebody on it goes where it did not send him, or when its p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final
@@ -116,16 +116,20 @@ def carry_on(errands: Iterable[Errand], table: LiveTable, trying: WhatIf, now: f
             done.given_up.append(errand)
         else:
             done.errands.append(followed)
-    for errand in done.errands:
-        begun = {change.number for change in done.changes}
-        stages = [stage_of(leg, table) for leg in errand.legs]
-        for leg, stage in zip(errand.legs, stages, strict=True):
+    hold(done.errands, table, trying, {change.number for change in done.changes})
+    return done
+
+
+def hold(errands: Iterable[Errand], table: LiveTable, trying: WhatIf, begun: Collection[int] = ()) -> None:
+    """Takes what is free of the places that are still needed. `begun`: whose changes have taken theirs."""
+    for errand in errands:
+        for leg in errand.legs:
+            stage = stage_of(leg, table)
             has_none_yet = stage in (Stage.TO_BEGIN, Stage.RESTS) and leg.number not in begun
             if has_none_yet or (stage is Stage.UNDER_WAY and leg.is_parked and not _moves(table, leg.number)):
                 keep(trying, leg.claims)
         if errand.waiting and errand.waiting not in begun:
             keep(trying, errand.hole)
-    return done
 
 
 def keep(trying: WhatIf, claims: Claims) -> None:

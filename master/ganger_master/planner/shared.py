@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final
 
 from ganger_master.core.purpose import Finding, Goal
+from ganger_master.planner.errands import LONGEST_S, Errand, hold
 from ganger_master.planner.fairness import NOTHING as NOTHING_OWED
 from ganger_master.planner.fairness import Fairness, credited, moved, stayed
 from ganger_master.planner.leaving import follow, places_of
@@ -18,6 +19,7 @@ from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.slices import Turns, plan_slices
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
+from ganger_master.policies.introspect.whatif import WhatIf
 from ganger_master.policies.place import Placement
 from ganger_master.policies.room import Room
 
@@ -55,12 +57,14 @@ def plan_shared(
     received_s: Mapping[int, float] = MappingProxyType({}),
     draining: Collection[str] = (),
     changing: Collection[int] = (),
+    errands: Sequence[Errand] = (),
 ) -> tuple[Pass, Shared, tuple[Finding, ...]]:
     """The changes to propose now, what to remember if they are proposed, and what was found. `gpus`: of the cluster.
     `kept_out`: what was found not to be possible for some. `matrices`: the nodes switch rows by themselves, every
     `turn_s` seconds (None: they do not), and all there is to propose is who takes turns. `received_s`: for how long
     each has run on its devices, by number. `draining`: names of nodes that are to be emptied. `changing`: numbers
-    of node sets of which nothing else becomes before their last change is made."""
+    of node sets of which nothing else becomes before their last change is made. `errands`: moves under way: their
+    places are kept, and nobody on them is disturbed."""
     turns, packs, fairness = remembered.turns, remembered.packs, remembered.fairness
     is_due = now >= turns.since_s + quantum_s
     tried = Pass()
@@ -72,25 +76,32 @@ def plan_shared(
     # Where the planner leads the turns, they keep nobody from its cores.
     followed, packs = follow(packs, table, room.view, now, seen) if matrices else ((), replace(packs, parting=()))
     tried = Pass((*tried.changes, *followed))
+    # One that is not looked after any more keeps nobody.
+    errands = [errand for errand in errands if now < errand.began_s + LONGEST_S]
     busy = packs.on_trial | {change.number for change in tried.changes}
-    if matrices:
-        together = {number for unit in packs.together for number in unit}
-        if turn_s is not None:
-            _, facts = table.facts(now)
-            weights = dict(zip(facts.number.tolist(), facts.weight.tolist(), strict=True))
-            fairness = credited(fairness, table.running, weights, received_s, room.view, now, turn_s)
-        coming = [claim for change in followed if change.kind == "RESUME" for claim in places_of(table, change)]
-        room.take(coming)
-        try:
+    busy = busy.union(*[errand.numbers for errand in errands])
+    room.refresh()
+    trying = WhatIf(room)
+    try:
+        hold(errands, table, trying)
+        if matrices:
+            together = {number for unit in packs.together for number in unit}
+            if turn_s is not None:
+                _, facts = table.facts(now)
+                weights = dict(zip(facts.number.tolist(), facts.weight.tolist(), strict=True))
+                fairness = credited(fairness, table.running, weights, received_s, room.view, now, turn_s)
+            for change in followed:
+                if change.kind == "RESUME":
+                    trying.take(places_of(table, change))
             found = plan_matrices(
                 placement, table, now, room, turn_s, kept_out, busy | together, fairness, draining, changing
             )
-        finally:
-            room.give(coming)
-        fairness = moved(fairness, [change for change in found.changes if change.purpose.goal in _GOING], now)
-        turns = replace(turns, since_s=now) if is_due else turns
-    else:
-        found, turns = plan_slices(placement, table, now, room, turns, quantum_s, kept_out, busy, packs.together)
+            fairness = moved(fairness, [change for change in found.changes if change.purpose.goal in _GOING], now)
+            turns = replace(turns, since_s=now) if is_due else turns
+        else:
+            found, turns = plan_slices(placement, table, now, room, turns, quantum_s, kept_out, busy, packs.together)
+    finally:
+        trying.undo()
     next_s = found.next_change_s
     if packs.packs or (matrices and _take_turns(table)):
         # They are watched as long as they last, and who takes turns is measured meanwhile.

@@ -132,6 +132,9 @@ class _Live:
                 continue
             elif gang.intent is Intent.RUN:
                 self.running[job.number] = (job, gang)
+            elif job.number in busy:
+                # It rests on its way.
+                continue
             elif gang.phase is GangPhase.PARKED and gang.park_level is SuspendLevel.OFFLOAD:
                 self.parked[job.number] = (job, gang)
 

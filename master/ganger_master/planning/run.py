@@ -374,6 +374,7 @@ class Planner:
             received_s=self._seen.attained.received_s,
             draining=live.draining,
             changing=live.changing,
+            errands=self._moving.errands,
         )
         if found.changes or findings or not policy.moves:
             return found, findings, inf

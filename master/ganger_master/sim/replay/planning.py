@@ -289,6 +289,7 @@ class Planning:
                 self._windows,
                 self._capacity.gpus,
                 self.quantum_s,
+                errands=self.moving.errands,
             )
             findings = (*findings, *packed)
             self._switches_at = found.next_change_s

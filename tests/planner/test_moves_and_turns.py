@@ -1,0 +1,97 @@
+"""Moves that nobody waits for beside the pass that lets jobs share GPUs: neither undoes what the other has begun."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from core.drive import GIB, job_of
+from ganger.resources.values import Level, Locality
+from ganger_master.models.locality import LocalityPoint
+from ganger_master.planner.acting import Terms
+from ganger_master.planner.brought import Brought
+from ganger_master.planner.errands import LONGEST_S
+from ganger_master.planner.moves import plan_moves
+from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.shared import NOTHING, plan_shared
+from ganger_master.planner.table import LiveTable
+from ganger_master.planner.target import Pass
+from ganger_master.policies.room import Room
+from msgspec.structs import replace
+from planner.test_moves import Moved, Rates, together
+
+
+class Busy(Rates):
+    """Nobody is packed who keeps its devices busy."""
+
+    def utilisation(self, number: int) -> float:
+        return 1.0
+
+
+class Shared(Moved):
+    """A state that the planner of `gandiva` looks after."""
+
+    def __init__(self, nodes: int = 2) -> None:
+        super().__init__(nodes, "gandiva")
+        self.rates = Busy()
+        self.remembered = NOTHING
+
+    def found(self, kept_out: KeptOut = NOBODY, may_stop: bool = False) -> Pass:
+        table = LiveTable()
+        for job in self.state.jobs.values():
+            table.put(*self.as_told(job))
+        room, placement = Room(self.state.view.copy()), self.policy.placement
+        found, self.remembered, self.findings = plan_shared(
+            placement,
+            table,
+            self.now,
+            room,
+            self.remembered,
+            self.rates,
+            8,
+            60.0,
+            matrices=True,
+            errands=self.moving.errands,
+        )
+        if found.changes or self.findings:
+            return found
+        terms = Terms(placement, tuple(self.state.draining), holes=False, rated=self.rates)
+        moved, self.moving, self.findings, self.again_s = plan_moves(
+            lambda kept_out, may_stop: found, terms, table, self.now, room, self.moving, NOBODY, False
+        )
+        return moved
+
+
+def resting() -> tuple[Shared, int]:
+    """A pair over two nodes that rests on its way to one of them, where it has a device already."""
+    drive = Shared()
+    leaves, _ = drive.running(together(3)), drive.running(together(3))
+    pair = drive.running(replace(job_of(2, memory=GIB), locality=Locality(Level.CLUSTER)), seconds=1_000.0)
+    drive.rates.rates[pair] = 10.0
+    seen = (LocalityPoint(2, 2, 0.6, Level.CLUSTER), LocalityPoint(2, 1, 0.95, Level.SOCKET))
+    drive.moving = dataclasses.replace(drive.moving, brought=Brought(points={"alike": seen}))
+    drive.ends(leaves)
+    drive.running(together(2))
+    drive.runs(pair)
+    assert drive.proposed() == [("SUSPEND", pair)]
+    drive.rests(pair)
+    return drive, pair
+
+
+def test_who_rests_on_its_way_goes_there_and_not_back_to_where_it_was() -> None:
+    drive, pair = resting()
+    assert drive.proposed() == [("MOVE", pair)]
+    drive.moves(pair)
+    assert drive.node_of(pair) == "n1"
+    assert drive.proposed() == []
+
+
+def test_who_comes_meanwhile_does_not_get_the_place_that_is_kept() -> None:
+    drive, pair = resting()
+    drive.submit(together(2))
+    assert drive.proposed() == [("MOVE", pair)]
+
+
+def test_who_rests_for_moves_that_nobody_looks_after_any_more_goes_on() -> None:
+    drive, pair = resting()
+    drive.now += LONGEST_S
+    assert drive.proposed() == [("RESUME", pair)]
