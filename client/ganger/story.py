@@ -250,7 +250,7 @@ def _given_up(teller: _Teller, event: Happening) -> str:
 
 
 def _judged(teller: _Teller, event: Happening) -> str:
-    what = "was kept" if event.kind == "change_kept" else "did not pay"
+    what = "was kept" if event.kind == "change_kept" else "was not seen to pay"
     found = purposes.gain(event.figures) or event.message
     return f"{purposes.aim(event.figures)} {what}{f': {found}' if found else ''}"
 

@@ -149,10 +149,10 @@ def test_time_in_turns_is_not_told_as_time_that_it_ran() -> None:
          "the move to make room for a gang that waits was kept: its rate was 1.02 (± 0.03) times that of "
          "before"),
         ("change_undone", {"goal": "PACK", "gain": "0.910", "detail": "jobs/1 at 0.40"},
-         "sharing its GPUs at once did not pay: together they made 0.91 of what one does alone: jobs/1 at "
+         "sharing its GPUs at once was not seen to pay: together they made 0.91 of what one does alone: jobs/1 at "
          "0.40"),
         ("change_undone", {"goal": "GROW", "gain": "1.1"},
-         "its growth onto idle GPUs did not pay: its rate was 1.10 times that of before"),
+         "its growth onto idle GPUs was not seen to pay: its rate was 1.10 times that of before"),
         ("gang_joined", {"epoch": "3", "node": "n1"},
          "another gang comes to its GPUs on n1, to share them at once by planner"),
         ("mode_changed", {"mode": "PACK", "held": "3", "of": "4"}, "gangs are packed: 3 of 4 GPUs are held"),

@@ -398,7 +398,7 @@ def test_a_pair_that_is_no_faster_together_is_not_tried_again_nor_are_others_lik
     assert not finding.kept
     assert finding.gain == pytest.approx(1.0, rel=0.01)
     node = drive.node_of(pair)
-    assert finding.detail == "it stays: the way back would take more than it saves"
+    assert finding.detail == "64 windows leave that open; it stays: the way back would take more than it saves"
     assert drive.moving.brought.failed.holds(("alike", frozenset([node])), drive.now)
     assert drive.moving.brought.locality("alike").relative_speed(2, 2, Level.CLUSTER) > 0.75
 

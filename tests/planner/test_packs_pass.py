@@ -138,13 +138,22 @@ def test_a_pack_that_costs_too_much_is_undone_and_not_tried_again_at_once(tried:
     assert tried.packs.packs == ()
     (stopped,) = told(tried, "suspend_ordered")
     assert (stopped["goal"], stopped["level"]) == ("UNPACK", "OFFLOAD")
-    assert "at 0.50 of the rate alone" in stopped["detail"]
+    assert "at 0.50 of the rate alone, by 16 windows; in turns" in stopped["detail"]
     gang = tried.state.gangs[tried.job(guest).epoch]
     assert gang.park_level is SuspendLevel.OFFLOAD
     assert gang.phase is GangPhase.STOPPING
     again = Tried()
     again.packs = tried.packs
     assert again.plan(Seen()) == []
+
+
+def test_of_a_pack_that_is_undone_because_nothing_can_be_told_just_that_is_told(tried: Tried) -> None:
+    guest = tried.packs.packs[0].guest
+    assert tried.plan(tried.together((3.0, 9.0) * 16)) == []
+    assert tried.plan(tried.together((3.0, 9.0) * 32)) == [("SUSPEND", guest)]
+    for one in tried.found:
+        assert one.kept is False
+        assert "by 64 windows, which leave open whether that pays; in turns" in one.detail
 
 
 def test_interference_that_comes_later_undoes_a_pack_whatever_was_before(tried: Tried) -> None:
@@ -180,7 +189,7 @@ def test_a_trial_in_which_somebody_stops_getting_on_is_over_after_an_hour_and_wh
     tried.now += packs_of._LONGEST_TRIAL_S
     assert tried.plan(seen) == [("SUSPEND", guest)]
     assert [one.kept for one in tried.found] == [False, False]
-    assert "by 5 windows" in tried.found[0].detail
+    assert "by 5 windows, which leave open whether that pays" in tried.found[0].detail
     assert tried.packs.packs == ()
 
 

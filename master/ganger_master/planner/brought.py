@@ -187,6 +187,8 @@ class Brought:
                 if pays:
                     owed[number] = Owed(trial.source, trial.claims, gain, now + _LONGEST_S)
                 detail = _what_becomes(view, trial, pays=pays)
+                if judged.is_open:
+                    detail = f"{len(after)} windows leave that open; {detail}"
             findings.append(Finding(number, trial.goal, is_kept, gain, judged.gain.deviation, detail))
             point = _point(view, trial, judged.gain.value, self.locality(kind))
             if kind and point is not None:

@@ -258,7 +258,9 @@ def _judged(
         del trials[number]
         keeps = judged.verdict is Verdict.KEEP
         if not math.isnan(judged.gain.value):
-            findings.append(Finding(number, Goal.GROW, keeps, judged.gain.value, judged.gain.deviation))
+            is_open = judged.verdict is Verdict.MEASURE or judged.is_open
+            detail = "its windows leave open whether it gained enough" if is_open else ""
+            findings.append(Finding(number, Goal.GROW, keeps, judged.gain.value, judged.gain.deviation, detail))
         if keeps:
             failed = failed.forgotten((number, trial.more))
             continue

@@ -40,7 +40,7 @@ from ganger_master.policies.introspect.packing import (
     verdict,
 )
 from ganger_master.policies.introspect.slicing import Seat
-from ganger_master.policies.introspect.trial import FIRST_WINDOWS, Rates, Verdict, normalised
+from ganger_master.policies.introspect.trial import FIRST_WINDOWS, Judged, Rates, Verdict, normalised
 
 # Of all devices, one in so many is in a trial at once at most.
 _DEVICES_PER_TRIAL: Final = 8
@@ -284,7 +284,8 @@ def _judged(
         packs = replace(packs, failed=packs.failed.noted(proposal.pair, now))
         return packs, None, _told(numbers, latest, is_kept=False)
     is_measured = min(len(one.after) for one in rates.values()) >= FIRST_WINDOWS
-    found = verdict(proposal, rates).verdict if is_measured else Verdict.MEASURE
+    judged = verdict(proposal, rates) if is_measured else Judged(Verdict.MEASURE)
+    found = judged.verdict
     if found is Verdict.MEASURE and now < pack.since_s + _LONGEST_TRIAL_S:
         return packs, pack, []
     if not is_measured:
@@ -292,19 +293,21 @@ def _judged(
     known = packs.contention.get(proposal.host.device_type, UNKNOWN_DEVICE)
     learned = {**packs.contention, proposal.host.device_type: learn(known, [lesson(proposal, rates)])}
     packs = replace(packs, contention=learned)
-    told = _told(numbers, rates, is_kept=found is Verdict.KEEP)
+    is_open = found is Verdict.MEASURE or judged.is_open
+    told = _told(numbers, rates, is_kept=found is Verdict.KEEP, is_open=is_open)
     if found is Verdict.KEEP:
         packs = replace(packs, failed=packs.failed.forgotten(proposal.pair), kept=packs.kept + 1)
         return packs, replace(pack, is_kept=True), told
     return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None, told
 
 
-def _told(numbers: Sequence[int], rates: Mapping[int, Rates], is_kept: bool) -> list[Finding]:
+def _told(numbers: Sequence[int], rates: Mapping[int, Rates], is_kept: bool, is_open: bool = False) -> list[Finding]:
     """For the history of everybody in the pack."""
     gain = normalised(rates.values())
     each = ", ".join([f"jobs/{number} at {normalised([rates[number]]).value:.2f}" for number in numbers])
     windows = min(len(one.after) for one in rates.values())
-    detail = f"{each} of the rate alone, by {windows} windows; in turns they would make 1.00 together"
+    seen = f"by {windows} windows" + (", which leave open whether that pays" if is_open else "")
+    detail = f"{each} of the rate alone, {seen}; in turns they would make 1.00 together"
     return [Finding(number, Goal.PACK, is_kept, gain.value, gain.deviation, detail) for number in numbers]
 
 

@@ -153,10 +153,11 @@ def verdict(proposal: Proposal, rates: Mapping[int, Rates]) -> Judged:
     found = judge([rates[one.number] for one in everybody], proposal.threshold)
     if found.verdict is Verdict.UNDO:
         return found
-    slow = [judge([rates[one.number]], one.least_speed).verdict for one in everybody]
-    if Verdict.UNDO in slow:
-        return Judged(Verdict.UNDO, found.gain)
-    if Verdict.MEASURE in slow:
+    each = [judge([rates[one.number]], one.least_speed) for one in everybody]
+    too_slow = [one for one in each if one.verdict is Verdict.UNDO]
+    if too_slow:
+        return Judged(Verdict.UNDO, found.gain, all(one.is_open for one in too_slow))
+    if any(one.verdict is Verdict.MEASURE for one in each):
         return Judged(Verdict.MEASURE, found.gain)
     return found
 

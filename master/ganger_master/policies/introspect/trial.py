@@ -56,10 +56,12 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """`gain`: the sum over jobs of the rate after by the rate before; NaN before the first look."""
+    """`gain`: the sum over jobs of the rate after by the rate before; NaN before the first look. `is_open`: undone
+    because the last look told neither a gain nor a loss."""
 
     verdict: Verdict
     gain: Estimate = Estimate(math.nan)
+    is_open: bool = False
 
 
 def judge(jobs: Sequence[Rates], threshold: float, doubt: float = DOUBT, most_windows: int = MOST_WINDOWS) -> Judged:
@@ -79,7 +81,8 @@ def judge(jobs: Sequence[Rates], threshold: float, doubt: float = DOUBT, most_wi
             return Judged(Verdict.KEEP, gain)
         if high < threshold:
             return Judged(Verdict.UNDO, gain)
-        found = Judged(Verdict.MEASURE if 2 * used <= most_windows else Verdict.UNDO, gain)
+        is_last = 2 * used > most_windows
+        found = Judged(Verdict.UNDO if is_last else Verdict.MEASURE, gain, is_last)
         used *= 2
     return found
 
