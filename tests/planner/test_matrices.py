@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from core.drive import GIB, SERVER, Drive, job_of
+from ganger.placement.claims import split_cores
 from ganger.resources.reasons import Reason
 from ganger.resources.values import Claim
 from ganger.v1 import scheduling_pb2
@@ -14,6 +17,7 @@ from ganger_master.core.explain import told_blockers
 from ganger_master.core.model import Capabilities, JobSpec, JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.purpose import Goal
 from ganger_master.core.settings import Settings
+from ganger_master.planner import matrices
 from ganger_master.planner.fairness import NOTHING, Fairness
 from ganger_master.planner.matrices import Sharer, plan_matrices, rows_of
 from ganger_master.planner.refused import NOBODY, KeptOut
@@ -184,6 +188,22 @@ def test_the_next_one_to_come_goes_where_the_fewest_are() -> None:
     for _ in range(5):
         drive.go_on()
     assert sorted(drive.state.rows["n1"].device_rows) == [2, 2, 3, 3]
+
+
+def test_where_one_joins_no_more_places_are_weighed_in_full_than_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = Sharing(4)
+    drive.submitted(*[job_of(1, GIB)] * 16)
+    drive.go_on()
+    drive.submit(job_of(1, GIB))
+    asked = []
+
+    def counted(*args: Any) -> tuple[int, ...] | None:
+        asked.append(args)
+        return split_cores(*args)
+
+    monkeypatch.setattr(matrices, "split_cores", counted)
+    assert drive.go_on() == ["ROW", "ROW"]
+    assert len(asked) == 1
 
 
 def test_of_places_alike_the_one_is_taken_where_the_fewest_lose_turns() -> None:

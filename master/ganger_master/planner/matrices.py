@@ -265,6 +265,8 @@ class _Joining:
         # Devices of somebody who takes no turns.
         self._closed: set[_Device] = set()
         self._memory: dict[str, int] = {}
+        # By node: what those hold together who take turns there, or may.
+        self._held_cores: dict[str, tuple[int, ...]] = {}
         self._joined: dict[int, Sharer] = {}
         # Where they are to be.
         self._moved: dict[int, Sharer] = {}
@@ -278,6 +280,7 @@ class _Joining:
             is_alone = all(crowds[device] == 1 for device in one.devices)
             if gang.node_set or (is_alone and may_take_turns(job, gang) and job.number not in barred):
                 self._put(one)
+                self._count_cores(gang)
             else:
                 self._closed.update(one.devices)
         self._seen = set(self._on)
@@ -326,12 +329,11 @@ class _Joining:
 
     def _best(self, job: Job) -> Sharer | None:
         """On the devices with the fewest gangs."""
-        found = [
-            (key, one)
-            for seat in self._seats(job)
-            if (key := self._key(seat)) is not None and (one := self._at(job, seat)) is not None and self._may_join(one)
-        ]
-        return min(found, key=lambda pair: pair[0])[1] if found else None
+        for *_, seat in sorted([key for seat in self._seats(job) if (key := self._key(seat)) is not None]):
+            one = self._at(job, seat)
+            if one is not None and self._may_join(one):
+                return one
+        return None
 
     def _is_settled(self, claims: Claims, fairness: Fairness) -> bool:
         """Whether nobody who takes turns on these nodes is on its way: nothing else becomes of a set meanwhile."""
@@ -445,14 +447,18 @@ class _Joining:
 
     def _free_cores(self, name: str) -> tuple[int, ...]:
         """What a row may have of a node: what is free, and what those hold who take turns there or will."""
-        free = list(self._view.millicores[self._view.slots[name]])
-        for one in self.sharers.values():
-            if one.gang is None or one.number in self._joined:
-                continue
-            for piece in one.gang.pieces:
-                if piece.claim.node == name and piece.held is not None:
-                    free = [have + more for have, more in zip(free, piece.held.millicores, strict=True)]
-        return tuple(free)
+        free = self._view.millicores[self._view.slots[name]]
+        return tuple(
+            [have + more for have, more in zip(free, self._held_cores.get(name, (0,) * len(free)), strict=True)]
+        )
+
+    def _count_cores(self, gang: Gang) -> None:
+        for piece in gang.pieces:
+            if piece.held is not None:
+                cores, known = piece.held.millicores, self._held_cores.get(piece.claim.node)
+                if known is not None:
+                    cores = tuple([have + more for have, more in zip(known, cores, strict=True)])
+                self._held_cores[piece.claim.node] = cores
 
     def _fits_cores(self, claim: Claim) -> bool:
         slot = self._view.slots.get(claim.node)
