@@ -88,6 +88,7 @@ class Packed:
 # What behaves like a job, or the job, and the nodes where it was slow.
 Tried: TypeAlias = tuple[str, frozenset[str]]
 _NOTHING: Final[Failed[Tried]] = Failed()
+_AT_ONCE: Final = Want(math.inf)
 _NOBODY_ELSE: Final = Movables(View(), ())
 
 
@@ -192,24 +193,26 @@ def _exchange(trying: WhatIf, one: Spread, other: Spread, placement: Placement) 
     trying.give(one.gang.claims)
     trying.give(other.gang.claims)
     best: tuple[float, Proposal] | None = None
-    for level in range(Level.NVLINK, gang_level(room.view, one.gang.claims)):
-        shape = replace(one.gang.shape, locality=replace(one.gang.shape.locality, widest=Level(level), wish=None))
-        claims = placement.place(room, shape, Want(math.inf, avoid=elsewhere))
-        if claims is None:
-            continue
-        trying.take(claims)
-        others = placement.place(room, _wide(other), Want(math.inf, avoid=elsewhere))
-        trying.undo(mark + len(one.gang.claims) + len(other.gang.claims))
-        # Who stays need not be asked: that is a move of one.
-        if others is None or not _overlap(claims, other.gang.claims):
-            continue
-        speeds = [_speed(room.view, other, place) for place in (other.gang.claims, others)]
-        if speeds[1] < (1.0 - _MOST_LOSS) * speeds[0]:
-            continue
-        loses = other.remaining_s * other.gang.shape.gpus * (1.0 - speeds[1] / speeds[0])
-        saves = _saves(room.view, one, claims) - loses - one.gang.move_cost - other.gang.move_cost
-        if saves > 0.0 and (best is None or saves > best[0]):
-            best = saves, Proposal(Why.EXCHANGE, (Move(other.gang, others), Move(one.gang, claims)), saves)
+    # Once for all levels: to hide a node takes as long as to look for a place on it.
+    with room.without(elsewhere):
+        for level in range(Level.NVLINK, gang_level(room.view, one.gang.claims)):
+            shape = replace(one.gang.shape, locality=replace(one.gang.shape.locality, widest=Level(level), wish=None))
+            claims = placement.place(room, shape, _AT_ONCE)
+            if claims is None:
+                continue
+            trying.take(claims)
+            others = placement.place(room, _wide(other), _AT_ONCE)
+            trying.undo(mark + len(one.gang.claims) + len(other.gang.claims))
+            # Who stays need not be asked: that is a move of one.
+            if others is None or not _overlap(claims, other.gang.claims):
+                continue
+            speeds = [_speed(room.view, other, place) for place in (other.gang.claims, others)]
+            if speeds[1] < (1.0 - _MOST_LOSS) * speeds[0]:
+                continue
+            loses = other.remaining_s * other.gang.shape.gpus * (1.0 - speeds[1] / speeds[0])
+            saves = _saves(room.view, one, claims) - loses - one.gang.move_cost - other.gang.move_cost
+            if saves > 0.0 and (best is None or saves > best[0]):
+                best = saves, Proposal(Why.EXCHANGE, (Move(other.gang, others), Move(one.gang, claims)), saves)
     trying.undo(mark)
     return best
 
