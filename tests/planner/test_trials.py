@@ -45,6 +45,15 @@ def test_windows_are_long_enough_and_of_enough_steps(moves: list[tuple[int, int]
     assert list(windows.rates) == naive_rates(looks, float(least), 7 - least)
 
 
+def test_a_clock_that_is_set_back_costs_no_more_than_the_open_window() -> None:
+    windows = Windows()
+    for at in range(8):
+        windows = windows.after(Look(10_000.0 + at, 10 * at), 2.0, 5)
+    for at in range(8, 16):
+        windows = windows.after(Look(10_000.0 + at - 3_600.0, 10 * at), 2.0, 5)
+    assert windows.rates == (10.0,) * 6
+
+
 def test_an_evaluation_in_one_window_does_not_change_the_usual_rate() -> None:
     assert Windows(rates=(10.0, 10.2, 0.4, 10.1, 9.9)).rate == 10.0
     assert math.isnan(Windows().rate)

@@ -25,8 +25,10 @@ class Look:
     since_s: float = float("nan")
 
     def goes_on_from(self, began: Look) -> bool:
-        """Whether the job has neither rested in between nor gone back."""
-        return self.step >= began.step and not began.time_s < self.since_s - _CLOCK_S
+        """Whether neither the job nor its clock has gone back, nor has it rested in between."""
+        if self.step < began.step or self.time_s < began.time_s - _CLOCK_S:
+            return False
+        return not began.time_s < self.since_s - _CLOCK_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,8 @@ class Windows:
     rates: tuple[float, ...] = ()
 
     def after(self, look: Look, least_s: float, least_steps: int) -> Windows:
-        """With one look more. Who rested, or went back (it was started again), begins its window anew."""
+        """With one look more. Who rested, or went back (it was started again, or its clock was set), begins its window
+        anew."""
         began = self.open
         if began is None or not look.goes_on_from(began):
             return replace(self, open=look)
