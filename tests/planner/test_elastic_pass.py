@@ -8,8 +8,8 @@ from core.drive import job_of
 from core.worlds import World, elastic
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer
-from ganger_master.core.commands import Change, ProposePlan
-from ganger_master.core.model import ObservedPhase
+from ganger_master.core.commands import CancelJob, Change, ProposePlan
+from ganger_master.core.model import ObservedPhase, SuspendLevel
 from ganger_master.core.purpose import Goal
 from ganger_master.planner.elastic import Growing, Sizes, plan_sizes, with_sizes
 from ganger_master.planner.speeds import Speeds
@@ -105,6 +105,20 @@ def as_far_as_it_goes() -> tuple[Planned, int]:
     assert [drive.grows(number) for _ in range(3)] == [2, 3, 4]
     drive.plan()
     return drive, number
+
+
+def test_nobody_grows_onto_what_one_who_rests_by_a_plan_may_need_to_go_on() -> None:
+    drive = Planned()
+    number, rests = drive.running(elastic(1, 1, 4)), drive.running(job_of(3))
+    drive.step(ProposePlan((Change(rests, drive.job(rests).revision, "SUSPEND", level=SuspendLevel.OFFLOAD),)))
+    drive.seen(rests, drive.job(rests).epoch, ObservedPhase.PARKED, 5)
+    drive.running(job_of(2))
+    drive.plan()
+    drive.trains(IDLE_S + 100.0)
+    assert drive.plan().changes == ()
+    drive.step(CancelJob(rests))
+    drive.seen(rests, drive.job(rests).epoch, ObservedPhase.ENDED)
+    assert drive.grows(number) == 2
 
 
 def test_a_job_grows_onto_idle_gpus_one_at_a_time_as_long_as_it_gains() -> None:

@@ -124,7 +124,8 @@ def plan_sizes(
     changing = {change.number for change in changes} | growing.trials.keys() | growing.giving.keys()
     growable = [pair for number, pair in running.items() if number not in changing]
     growing = replace(growing, idle=_idle(growing.idle, room.view, list(running.values()), now))
-    growth = _grown(growable, speeds, growing, room.view, now, idle_s)
+    # Who rests in host memory by a plan needs GPUs to go on, as who waits does, and maybe more than are free yet.
+    growth = None if table.parked else _grown(growable, speeds, growing, room.view, now, idle_s)
     if growth is not None:
         change, trial = growth
         changes = (*changes, change)
