@@ -194,10 +194,17 @@ _RETURN_SECONDS = 10.0
 def next_time(state: State, now: float) -> float | None:
     """When a lease runs out, or a job that found no place is to be asked again."""
     times = [time for turn in state.turns.values() if (time := turn.expires + _JUST_AFTER) > now]
-    if state.passed:
-        again = [_asked_again(state, number) for _, number in _window(state) if number in state.passed]
-        # One that may be asked already waits for a turn to become free, not for time to pass.
-        times.extend([time for time in again if time > now])
+    left = len(state.passed)
+    if left:
+        for _, number in _window(state):
+            if number in state.passed:
+                time = _asked_again(state, number)
+                # One that may be asked already waits for a turn to become free, not for time to pass.
+                if time > now:
+                    times.append(time)
+                left -= 1
+                if not left:
+                    break
     return min(times, default=None)
 
 

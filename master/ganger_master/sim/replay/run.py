@@ -144,7 +144,6 @@ class _Replay:
         self.turns = Turns(self.state, self.send)
         self.events = 0
         self._happened = False
-        self._wake: float | None = None
         self.ledger = Ledger(jobs)
         self.planning = Planning(
             jobs,
@@ -306,14 +305,14 @@ class _Replay:
         if effects.turns:
             self.turns.take(effects.turns, now)
         if effects.wake_at is not None:
-            self._wake = wake = effects.wake_at
+            wake = effects.wake_at
             # For what is never to be, nothing is kept in mind.
             if wake < _NEVER_S:
                 self.clock.at(wake, lambda: self._tick(wake))
 
     def _tick(self, wake: float) -> None:
-        if self._wake == wake:
-            self._wake = None
+        # Most leases are used long before they would run out.
+        if self.state.wake_at == wake:
             self.send(commands.Tick())
 
 

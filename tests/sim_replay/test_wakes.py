@@ -1,0 +1,81 @@
+"""When a replay tells the core that time has passed: no oftener than the core asks, and nothing is other for it."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from ganger_master.core import queue
+from ganger_master.core.commands import Command, Tick
+from ganger_master.core.state import State
+from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.run import _Replay
+from ganger_master.sim.traces.servers import servers_from_flags
+from ganger_master.sim.traces.workload import Workload, workload
+
+JOBS = 80
+
+
+class _Told(_Replay):
+    """Keeps what the core was told and when."""
+
+    def __init__(self, policy: str) -> None:
+        self.told: list[tuple[float, Command]] = []
+        super().__init__(crowd(), servers_from_flags(nodes=3, gpus_per_node=4), policy, Options(), None)
+
+    def send(self, command: Command) -> object:
+        self.told.append((self.clock.now, command))
+        return super().send(command)
+
+    @property
+    def ticks(self) -> int:
+        return sum(isinstance(command, Tick) for _, command in self.told)
+
+    @property
+    def all_but_ticks(self) -> list[tuple[float, Command]]:
+        return [(time, command) for time, command in self.told if not isinstance(command, Tick)]
+
+
+def crowd() -> Workload:
+    """Now more work than the cluster can do, now less."""
+    draw = np.random.default_rng(5)
+    return workload(
+        [str(job) for job in range(JOBS)],
+        np.sort(draw.uniform(0.0, 40_000.0, JOBS)),
+        draw.choice([1, 1, 2, 4, 8], JOBS),
+        np.exp(draw.normal(7.0, 1.3, JOBS)),
+    )
+
+
+@pytest.mark.parametrize("policy", ["fifo", "fifo-backfill"])
+def test_a_lease_that_was_used_wakes_nobody(policy: str) -> None:
+    some = _Told(policy)
+    some.run()
+    with patch.object(_Replay, "_tick", lambda self, wake: self.send(Tick())):
+        every = _Told(policy)
+        every.run()
+    assert some.all_but_ticks == every.all_but_ticks
+    assert some.ticks < 0.2 * every.ticks
+
+
+def looked_for_in_the_whole_window(state: State, now: float) -> float | None:
+    """The naive twin of `queue.next_time`."""
+    times = [turn.expires + queue._JUST_AFTER for turn in state.turns.values()]
+    times += [queue._asked_again(state, number) for _, number in queue._window(state) if number in state.passed]
+    return min([time for time in times if time > now], default=None)
+
+
+@pytest.mark.parametrize("policy", ["fifo", "fifo-backfill"])
+def test_the_next_time_is_that_of_the_whole_window(policy: str) -> None:
+    found = []
+    of_the_queue = queue.next_time
+
+    def twice(state: State, now: float) -> float | None:
+        found.append((of_the_queue(state, now), looked_for_in_the_whole_window(state, now)))
+        return found[-1][0]
+
+    with patch.object(queue, "next_time", twice):
+        _Told(policy).run()
+    assert all(one == other for one, other in found)
+    assert len({one for one, _ in found}) > JOBS
