@@ -31,6 +31,7 @@ from ganger_master.models.accuracy import Floats
 _FIRST_LOG2, _LAST_LOG2, _PER_DOUBLING = 3, 27, 2
 BUCKETS: Final = (_LAST_LOG2 - _FIRST_LOG2) * _PER_DOUBLING
 EDGES_S: Final = 2.0 ** (_FIRST_LOG2 + np.arange(BUCKETS + 1) / _PER_DOUBLING)
+_FIRST_EDGE_S: Final = float(EDGES_S[0])
 # Where a job stands that is in the bucket: its lower edge; in the first one nothing is attained.
 _STARTS_S: Final = np.concatenate(((0.0,), EDGES_S[1:-1]))
 # Of those who end in a bucket, as if they were spread evenly over its logarithms.
@@ -44,11 +45,16 @@ _ALL_LEAN, _LEAN = 2.0, 0.5
 # The next neighbour but one counts for so much of the next one, and so on, up to so many places away.
 _NEARNESS, _REACH = 0.8, 16
 _WEIGHTS: Final[Floats] = _NEARNESS ** np.arange(_REACH, dtype=np.float64)
-# By places away less one, and by how many buckets, from the first one on, a neighbour counts for: what it adds to each.
-_ADDED: Final[Floats] = _WEIGHTS[:, None, None] * (np.arange(BUCKETS) < np.arange(BUCKETS + 1)[:, None])
-_PLACES: Final = np.arange(_REACH)
+# The same, to be asked for one by one.
+_WEIGHT: Final = tuple(_WEIGHTS.tolist())
+# What a neighbour adds to each bucket: a row for each number of buckets, from the first one on, that it counts for, of
+# the nearest one first.
+_ADDED: Final[Floats] = (_WEIGHTS[:, None, None] * (np.arange(BUCKETS) < np.arange(BUCKETS + 1)[:, None])).reshape(
+    -1, BUCKETS
+)
 # Of all places from the one furthest back to the one furthest on; a job is no neighbour of itself.
 _BESIDE: Final[Floats] = np.concatenate((_WEIGHTS[::-1], (0.0,), _WEIGHTS))
+_FURTHEST_ON: Final = len(_BESIDE) - 1
 # All indices are made anew once there is so much more news, by share; until then only where neighbours tell some.
 STALE: Final = 0.05
 
@@ -99,39 +105,39 @@ class ServiceMemory:
         self._kind_of[slot], self._place[slot] = found, place
         self._bucket[slot], self._leaves_s[slot], self._is_fresh[slot] = 0, _ALMOST_NEXT_S[0], False
         self._ended[slot], self._came[slot], self._beside[slot] = 0.0, 0.0, -1
-        came_to = []
+        ended: dict[int, float] = {}
+        added = []
         for distance, bucket in enumerate(reversed(found.ended)):
-            other = found.slots.get(place - 1 - distance)
             if bucket >= 0:
-                self._ended[slot, bucket] += _WEIGHTS[distance]
-                came_to.append(bucket + 1)
-            elif other is not None:
-                came_to.append(self._bucket[other])
+                ended[bucket] = ended.get(bucket, 0.0) + _WEIGHT[distance]
+                added.append(distance * (BUCKETS + 1) + bucket + 1)
+            elif (other := found.slots.get(place - 1 - distance)) is not None:
+                added.append(distance * (BUCKETS + 1) + self._bucket.item(other))
                 self._beside[slot, _REACH - 1 - distance] = other
                 self._beside[other, _REACH + 1 + distance] = slot
-            else:
-                came_to.append(0)
-        if came_to:
+        for bucket, weight in ended.items():
+            self._ended[slot, bucket] = weight
+        if added:
             # Row by row, so that sums are those of one neighbour after the other.
-            self._came[slot] = np.add.reduce(_ADDED[_PLACES[: len(came_to)], came_to])
+            self._came[slot] = np.add.reduce(_ADDED.take(added, axis=0))
         found.slots[place] = slot
         found.ended.append(-1)
 
     def end(self, slot: int, ran_s: float) -> None:
         """The job in that slot ended by itself after running so long."""
-        self._goes_on(slot, bucket_of(ran_s))
+        begun = self._bucket.item(slot)
         # Running times never fall, but what was told of them may have been ahead by what the last stop took.
-        bucket = int(self._bucket[slot])
+        bucket = max(begun, bucket_of(ran_s))
         kind, place = self._kind_of[slot], self._place[slot]
         assert kind is not None, f"slot {slot} is free"
         near, weights = self._neighbours(slot)
         if len(near):
             self._ended[near, bucket] += weights
-            self._came[near, bucket] += weights
+            self._came[near, begun : bucket + 1] += weights[:, None]
             self._is_fresh[near] = False
         self._all_ended[bucket] += 1.0
-        self._all_came[bucket] += 1.0
-        self._news += 1
+        self._all_came[begun : bucket + 1] += 1.0
+        self._news += bucket + 1 - begun
         behind = kind.submitted - place
         if behind <= len(kind.ended):
             kind.ended[-behind] = bucket
@@ -147,7 +153,7 @@ class ServiceMemory:
         at = (beside >= 0).nonzero()[0]
         if len(at):
             # Who is so far on from it has it as far back.
-            self._beside[beside[at], len(_BESIDE) - 1 - at] = -1
+            self._beside[beside[at], _FURTHEST_ON - at] = -1
 
     def index(self, slots: Integers, ran_s: Floats) -> Floats:
         """Gittins's index of the jobs in these slots, which have run so long, in 1 / seconds."""
@@ -200,8 +206,8 @@ class ServiceMemory:
     def _neighbours(self, slot: int) -> tuple[Integers, Floats]:
         """Slots of those that live next to this one's place, and how much they make of each other."""
         beside = self._beside[slot]
-        lives = beside >= 0
-        return beside[lives], _BESIDE[lives]
+        at = (beside >= 0).nonzero()[0]
+        return beside[at], _BESIDE[at]
 
     def _grow(self) -> None:
         more = max(64, len(self._bucket))
@@ -218,7 +224,7 @@ class ServiceMemory:
 
 def bucket_of(ran_s: float) -> int:
     """The bucket in which a running time lies."""
-    if ran_s < EDGES_S[0]:
+    if ran_s < _FIRST_EDGE_S:
         return 0
     return min(int((np.log2(ran_s) - _FIRST_LOG2) * _PER_DOUBLING), BUCKETS - 1)
 
