@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from ganger.resources.view import View
 
 from ganger_master.core.state import State
 from ganger_master.policies.fragmentation import Demand, fragmented_gpus
@@ -27,6 +26,10 @@ class Meters:
         self._fragmented = Recorder(0.0)
         types = tuple(sorted({one.device_type for one in state.view.sets.values() if one.devices}))
         self._demand = demand_of(jobs, types) if len(jobs) and types else None
+        # By node, all of which have joined.
+        sets = [topology.configuration_set for topology in state.view.topologies]
+        self._devices = np.array([one.devices for one in sets], np.int64)
+        self._types = np.array([types.index(one.device_type) if one.devices else 0 for one in sets], np.int64)
         span = float(jobs.submit_s[-1] - jobs.submit_s[0]) if len(jobs) else 0.0
         self._every = span / _LOOKS
         self._next_look = 0.0
@@ -40,7 +43,7 @@ class Meters:
         self._next_look = now + self._every
         self._cores.record(now, (self._millicores - sum(map(sum, state.view.millicores))) / 1000)
         # What is not free nobody can use, as in a crowd most of the time.
-        self._fragmented.record(now, _fragmented(state.view, self._demand) if any(state.view.free) else 0.0)
+        self._fragmented.record(now, self._lost(self._demand) if any(state.view.free) else 0.0)
 
     def series(self, end: float) -> dict[str, StepSeries]:
         return {
@@ -50,13 +53,8 @@ class Meters:
             "fragmented_gpus": self._fragmented.series(end),
         }
 
-
-def _fragmented(view: View, demand: Demand) -> float:
-    columns = view.columns()
-    size = len(view.nodes)
-    sets = [topology.configuration_set for topology in view.topologies]
-    types = np.array([demand.device_types.index(one.device_type) if one.devices else 0 for one in sets], np.int64)
-    devices = np.array([one.devices for one in sets], np.int64)
-    free = np.bitwise_count(columns.free[:size]).astype(np.int64)
-    lost = fragmented_gpus(demand, free, columns.millicores[:size], columns.memory[:size], devices, types)
-    return float(lost.sum())
+    def _lost(self, demand: Demand) -> float:
+        columns, size = self._state.view.columns(), len(self._devices)
+        free = np.bitwise_count(columns.free[:size]).astype(np.int64)
+        millicores, memory = columns.millicores[:size], columns.memory[:size]
+        return float(fragmented_gpus(demand, free, millicores, memory, self._devices, self._types).sum())

@@ -86,7 +86,6 @@ class Nodes:
         self._moved = moved
         self._peak_bytes = peak_bytes
         self._followed: dict[int, _Followed] = {}
-        self._observation: dict[str, int] = {}
         # By node and epoch.
         self._unsaid: dict[str, dict[int, ObservedGang]] = {}
 
@@ -290,9 +289,9 @@ class Nodes:
         return True
 
     def report_of(self, node: str, observed: tuple[ObservedGang, ...] = ()) -> None:
-        self._observation[node] = observation = self._observation.get(node, 0) + 1
         session = self._state.nodes[node].session
-        self._send(Observe(node, session, observation, 0, observed, storage_proved=True))
+        # No report overtakes another one here, so they need no numbers.
+        self._send(Observe(node, session, 1, 0, observed, storage_proved=True))
 
     def _later(self, seconds: float, followed: _Followed, act: Callable[[_Followed], None]) -> None:
         self._at(self._clock.now + seconds, followed, act)
