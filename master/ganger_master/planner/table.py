@@ -16,6 +16,10 @@ from ganger_master.policies.facts import Facts, Flags, Floats, Integers
 from ganger_master.policies.history import NO_HISTORY, History
 from ganger_master.policies.order import Order
 
+# To look up a member of an enumeration takes Python 3.11 as long as a call, and these are asked for all the time.
+_RUN, _PARK, _STOP, _PARKED = Intent.RUN, Intent.PARK, Intent.STOP, GangPhase.PARKED
+_PENDING, _HOLDING, _SUSPENDED = JobState.PENDING, JobState.HOLDING, JobState.SUSPENDED
+
 _FIRST_ROOM = 64
 # Ended jobs that a history is made from, and by what share it may be behind.
 _HISTORY, _STALE = 20_000, 0.05
@@ -87,27 +91,26 @@ class LiveTable:
             self._integers[1, row] = job.gpus
         self.jobs[row] = job
         self.gangs[row] = gang
-        # One that has not said yet what it can may be able to.
-        self._flags[0, row] = job.spec.preemptible and (job.capabilities.checkpoint or not job.capabilities.known)
-        waiting_since = self._numbers[7, row]
+        waiting_since = self._numbers.item(7, row)
         if job.pending_since:
             self._numbers[9, row] = 0.0
         elif waiting_since and gang is not None:
             # The wait that ended when this gang was approved or resumed; a table made anew does not know it.
             self._numbers[9, row] = max(0.0, max(gang.create_time, gang.since) - waiting_since)
         self._numbers[5:9, row] = job.run_seconds, job.running_since, job.pending_since, job.start_time
-        holds = gang is not None and gang.intent is Intent.RUN and job.ending is None
-        self._flags[1, row] = holds and job.state is JobState.HOLDING
-        rests = gang is None or (gang.intent is Intent.PARK and gang.phase is GangPhase.PARKED)
-        waits = job.state is JobState.PENDING and rests and job.ending is None and not job.next_epoch
-        self._flags[2, row] = waits
+        # One that has not said yet what it can may be able to.
+        is_preemptible = job.spec.preemptible and (job.capabilities.checkpoint or not job.capabilities.known)
+        holds = gang is not None and gang.intent is _RUN and job.ending is None and job.state is _HOLDING
+        rests = gang is None or (gang.intent is _PARK and gang.phase is _PARKED)
+        waits = job.state is _PENDING and rests and job.ending is None and not job.next_epoch
+        goes = gang is not None and _gives_back(gang)
+        self._flags[:, row] = is_preemptible, holds, waits, goes
         if waits:
             self._waiting[row] = None
         else:
             self._waiting.pop(row, None)
-        self._flags[3, row] = gang is not None and _gives_back(gang)
         # Who rests for its user wants nothing.
-        self._live[row] = job.state is not JobState.SUSPENDED or self._flags[3, row]
+        self._live[row] = job.state is not _SUSPENDED or goes
 
     def forget(self, number: int) -> None:
         """A live job of which nobody said how it ended. KeyError for another one."""
@@ -320,6 +323,6 @@ def _stretch_s(running_since: Floats, now: float) -> Floats:
 
 
 def _gives_back(gang: Gang) -> bool:
-    if gang.intent is Intent.PARK:
-        return gang.park_level is not SuspendLevel.PAUSE and gang.phase is not GangPhase.PARKED
-    return gang.intent is Intent.STOP
+    if gang.intent is _PARK:
+        return gang.park_level is not SuspendLevel.PAUSE and gang.phase is not _PARKED
+    return gang.intent is _STOP
