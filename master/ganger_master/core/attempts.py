@@ -45,7 +45,8 @@ def review(state: State, number: int, now: float, cause: str) -> None:
 def start(state: State, number: int, claims: Sequence[Claim], level: Level, now: float, cause: str) -> int:
     """A PENDING job got a gang: in place from its parked pieces, by a move from them, or afresh. Its epoch."""
     job = state.jobs[number]
-    waited, why = _waited(state, job, claims, now)
+    # Before it waits no more, and only where somebody reads its history.
+    waited, why = _waited(state, job, claims, now) if state.tells else ({}, "")
     parked = state.gangs.get(job.epoch)
     epoch = job.epoch if parked is not None else state.take_epoch()
     job = replace(job, state=JobState.HOLDING, revision=job.revision + 1, pending_since=0.0, epoch=epoch)

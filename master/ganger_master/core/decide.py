@@ -33,20 +33,14 @@ class Decision(Struct, frozen=True, gc=False):
 
 
 def decide(state: State, command: Command, now: float) -> Decision:
-    match command:
-        case commands.RequestGang():
-            return Decision(*request_gang(state, command, now))
-        case commands.ReleaseGang():
-            return Decision(*release_gang(state, command, now))
-        case commands.ProposePlan():
-            return Decision(*propose_plan(state, command, now))
-        case commands.SubmitArray():
-            return Decision(*arrays.submit(state, command, now))
-        case commands.CancelArray():
-            return Decision(*arrays.cancel(state, command, now))
-        case commands.RecordMetric():
-            return Decision(*arrays.record(state, command, now))
     return _DECIDERS[type(command)](state, command, now)
+
+
+def _as_told(
+    told: Callable[[State, Any, float], tuple[tuple[Event, ...], Answer]],
+) -> Callable[[State, Any, float], Decision]:
+    """Of what is decided elsewhere."""
+    return lambda state, command, now: Decision(*told(state, command, now))
 
 
 def _submit(state: State, command: commands.SubmitJob, now: float) -> Decision:
@@ -313,6 +307,12 @@ def _user(user: str) -> str:
 
 
 _DECIDERS: Final[dict[type, Callable[[State, Any, float], Decision]]] = {
+    commands.RequestGang: _as_told(request_gang),
+    commands.ReleaseGang: _as_told(release_gang),
+    commands.ProposePlan: _as_told(propose_plan),
+    commands.SubmitArray: _as_told(arrays.submit),
+    commands.CancelArray: _as_told(arrays.cancel),
+    commands.RecordMetric: _as_told(arrays.record),
     commands.SubmitJob: _submit,
     commands.CancelJob: _cancel,
     commands.SuspendJob: _suspend,

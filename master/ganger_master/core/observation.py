@@ -171,20 +171,22 @@ def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: fl
     job = state.jobs[gang.job]
     if gang.epoch not in (job.epoch, job.next_epoch) or job.state.is_final:
         return
-    peak = observed.peak_device_bytes
-    used = min(peak, state.configuration_sets[node.configuration_set].device_memory_bytes or peak)
-    fresh = replace(
-        job,
-        peak_device_bytes=max(job.peak_device_bytes, peak),
-        used_device_bytes=max(job.used_device_bytes, used),
-    )
+    fresh, peak = job, observed.peak_device_bytes
+    if peak:
+        used = min(peak, state.configuration_sets[node.configuration_set].device_memory_bytes or peak)
+        fresh = replace(
+            job,
+            peak_device_bytes=max(job.peak_device_bytes, peak),
+            used_device_bytes=max(job.used_device_bytes, used),
+        )
     if observed.capabilities.known and gang.role is not GangRole.DESTINATION:
         # What an earlier attempt did in its turn is not for this one to deny.
         common = _common(state.gangs[gang.epoch]).without_turns(job.capabilities.no_turns)
-        fresh = replace(fresh, capabilities=common)
+        if common != fresh.capabilities:
+            fresh = replace(fresh, capabilities=common)
     if observed.progress is not None and _is_further(observed.progress, fresh.progress):
         fresh = replace(fresh, progress=replace(observed.progress, time=now))
-    if fresh != job:
+    if fresh is not job and fresh != job:
         state.put_job(fresh)
         if fresh.spec.array is not None and fresh.progress is not None and fresh.progress is not job.progress:
             arrays.learn(state, fresh, fresh.progress, now)

@@ -62,20 +62,18 @@ def finish(state: State, now: float) -> Effects:
 
 def next_wake(state: State, now: float) -> float | None:
     """The earliest time at which something happens by itself."""
-    times = [queue.next_time(state, now)]
+    times = [queue.next_time(state, now), state.next_lost_check]
     for number in state.running_limited:
         job = state.jobs[number]
         limit = job.spec.time_limit_seconds
         if limit is not None and job.running_since:
             times.append(job.running_since + limit - job.run_seconds)
-    times.extend(
-        state.gangs[state.jobs[number].next_epoch].since + state.settings.move_deadline_seconds
-        for number in state.moving
-    )
+    if state.moving:
+        moved_since = [state.gangs[state.jobs[number].next_epoch].since for number in state.moving]
+        times.append(min(moved_since) + state.settings.move_deadline_seconds)
     if state.promised:
         times.append(state.promised_at + state.settings.move_deadline_seconds)
-    times.append(state.next_lost_check)
-    return min((time for time in times if time is not None), default=None)
+    return min([time for time in times if time is not None], default=None)
 
 
 def _tell_mode(state: State, now: float) -> None:
