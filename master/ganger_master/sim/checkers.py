@@ -108,6 +108,12 @@ class Oracle:
             self._check_users(device, uid, epoch)
             self._check_memory(device)
 
+    def shared(self, uid: str, epoch: int, devices: Sequence[tuple[str, int]]) -> None:
+        """Who is on these devices knows from now on that others may be, too."""
+        for device in devices:
+            if (uid, epoch) in self.users.get(device, {}):
+                self.users[device][uid, epoch] = True
+
     def left(self, uid: str, epoch: int, devices: Sequence[tuple[str, int]]) -> None:
         for device in devices:
             self.users.get(device, {}).pop((uid, epoch), None)

@@ -194,6 +194,7 @@ class SimDaemon:
         self.heard_version = desired.version
         self.last_contact = max(self.last_contact, sent)
         self.physics.thaw(self.name)
+        self.physics.share(self.name, desired.gangs)
         if desired.version > self.desired_version and self.engine.chance(self.network.faults.late):
             self._obey_slowly(session, desired)
         else:

@@ -6,6 +6,7 @@ tells the oracle what happened; it does not know why anything was ordered.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -66,14 +67,14 @@ class Ranks:
 
     @property
     def devices(self) -> list[tuple[str, int]]:
-        return self._named(self.order.claim.device_mask)
+        return self.named(self.order.claim.device_mask)
 
     @property
     def shared(self) -> list[tuple[str, int]]:
         """Those of its devices of which it was told that others may be there, too."""
-        return self._named(self.wanted.claim.shared_mask)
+        return self.named(self.wanted.claim.shared_mask)
 
-    def _named(self, mask: int) -> list[tuple[str, int]]:
+    def named(self, mask: int) -> list[tuple[str, int]]:
         return [(self.node, device) for device in bits(mask)]
 
     @property
@@ -142,6 +143,13 @@ class Physics:
                 self._fork(node, order)
             return
         self.follow(ranks, order, (0, 0))
+
+    def share(self, node: str, orders: Iterable[DesiredGang]) -> None:
+        """A set is read whole before any gang goes on by it: who shares with whom is known of all by then."""
+        for order in orders:
+            ranks = self.ranks.get((order.epoch, node))
+            if ranks is not None and ranks.occupies and order.master_sequence > ranks.wanted.master_sequence:
+                self.oracle.shared(order.uid, order.epoch, ranks.named(order.claim.shared_mask))
 
     def follow(self, ranks: Ranks, order: DesiredGang, switch: tuple[int, int]) -> None:
         """The order of the highest rank counts: a switch outranks the master's order under which it is made. One of the
