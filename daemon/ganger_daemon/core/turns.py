@@ -74,7 +74,11 @@ def _when_over(told: Wanted, obeyed: Wanted, turn: Turn, stop: Switch, is_new: b
         return _own_stop(told, obeyed, turn, is_parked)
     if _rests_by_turn(obeyed):
         gives_up_more = told.intent in (Intent.RUN, Intent.PARK) and obeyed.level < turn.level
-        return _resting(told, turn.switch, obeyed.stop_sequence, turn.level) if gives_up_more else None
+        # What was to be saved and ended, and is to run after all, may still have all that it had on its devices.
+        is_spared = is_new and told.intent is Intent.RUN and obeyed.level is Level.CHECKPOINT
+        if gives_up_more or is_spared:
+            return _resting(told, turn.switch, obeyed.stop_sequence, turn.level)
+        return None
     if _is_under_own_stop(obeyed):
         if told.intent is not Intent.RUN:
             return None

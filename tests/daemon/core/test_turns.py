@@ -122,6 +122,17 @@ def test_who_rests_by_a_stop_of_the_master_goes_on_once_the_matrix_is_active_tha
     assert next_of(told(1), RESTS, changes) is not None
 
 
+def test_who_was_to_be_saved_and_is_not_gives_up_what_its_turn_wants() -> None:
+    """There was no room on storage, so it had all on its devices yet, and nobody after it could have its turn."""
+    ends = replace(RESTS, order=OrderKey(EPOCH, 2, 1, 8), level=Level.CHECKPOINT)
+    stays = next_of(told(3), ends, OVER)
+    assert stays is not None
+    assert stays.order > ends.order
+    assert (stays.intent, stays.level, stays.stop_sequence) == (PARK, Level.OFFLOAD, RESTS.stop_sequence)
+    assert next_of(told(3), stays, OVER) is None
+    assert next_of(told(2, PARK, Level.CHECKPOINT), ends, OVER) is None, "that it is to be is no news"
+
+
 @pytest.mark.parametrize("turn", [NOW, OVER, Turn(SET, Switch(), None, Level.OFFLOAD)])
 def test_a_newer_stop_of_the_master_does_not_wake_who_rests_by_a_former_one(turn: Turn) -> None:
     """It was to run between them, and others were on its devices all the time."""
