@@ -421,9 +421,10 @@ def _has_begun(gang: LocalGang) -> bool:
 
 
 def _turn_of(standing: Standing, epoch: int) -> Turn:
-    position = standing.position
+    position, active = standing.position, standing.active
     changes = position.version < max(standing.matrices)
-    return Turn(standing.number, position.switch, position.stops.get(epoch), _level_of(standing), changes)
+    has_row = active is not None and epoch in active.epochs
+    return Turn(standing.number, position.switch, position.stops.get(epoch), _level_of(standing), changes, has_row)
 
 
 def _level_of(standing: Standing) -> Level:

@@ -270,9 +270,12 @@ class DaemonTurns:
 
 
 def _turn_of(standing: Standing, epoch: int) -> Turn:
-    position = standing.position
+    position, active = standing.position, standing.active
     changes = position.version < max(standing.matrices)
-    return Turn(standing.number, position.switch, position.stops.get(epoch), Level(_level_of(standing)), changes)
+    has_row = active is not None and epoch in active.epochs
+    return Turn(
+        standing.number, position.switch, position.stops.get(epoch), Level(_level_of(standing)), changes, has_row
+    )
 
 
 def _wanted(desired: DesiredGang, switch: tuple[int, int]) -> Wanted:

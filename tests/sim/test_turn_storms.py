@@ -87,6 +87,12 @@ def test_who_was_to_stop_and_goes_on_after_all_does_so_on_all_its_nodes_or_on_no
     run(624, jobs=10, seconds=150.0)
 
 
+@pytest.mark.parametrize("seed", [127, 208])
+def test_nobody_keeps_others_from_their_turns_for_ever(seed: int) -> None:
+    """Storms in which one that could not be saved stayed on its devices, and one was woken on a part of its nodes."""
+    run(seed, jobs=14, seconds=300.0)
+
+
 @pytest.mark.parametrize("seed", [725, 736])
 def test_nodes_that_are_lost_or_removed_break_no_rule_of_turns(seed: int) -> None:
     """Storms in which a matrix forgot the lost gangs of jobs that began anew, and a removed node stopped the master."""

@@ -22,13 +22,15 @@ _FIRST = Switch(1, 0)
 @dataclass(frozen=True, slots=True)
 class Turn:
     """How a gang stands in its node set: under which switch, by which one its turn is over (None: it is not), what who
-    rests there gives up, and whether a newer matrix is known here that is not active yet."""
+    rests there gives up, whether a newer matrix is known here that is not active yet, and whether the active one has a
+    row for it."""
 
     node_set: int
     switch: Switch
     stop: Switch | None
     level: Level
     changes: bool = False
+    has_row: bool = True
 
 
 def may_wait_its_turn(told: Wanted) -> bool:
@@ -97,9 +99,10 @@ def _is_under_own_stop(obeyed: Wanted) -> bool:
 
 
 def _waits_for_peers(obeyed: Wanted, turn: Turn | None) -> bool:
-    """Whether its peers may not have heard yet that they go on, and would rest if a switch came first. Who stopped by
-    an order of the master knows that they have once the matrix is active that was told with it."""
-    return turn is not None and turn.changes and obeyed.stop_sequence < _TURN_BIT
+    """Whether its peers may not have heard yet that they go on, or find others on their devices, and would rest if a
+    switch came first. Who stopped by an order of the master, or has no row yet, knows that they go on with it once the
+    matrix is active that was told with it."""
+    return turn is not None and turn.changes and (not turn.has_row or obeyed.stop_sequence < _TURN_BIT)
 
 
 def _resting(told: Wanted, switch: Switch, stop_sequence: int, level: Level) -> Wanted:

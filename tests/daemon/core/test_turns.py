@@ -122,6 +122,17 @@ def test_who_rests_by_a_stop_of_the_master_goes_on_once_the_matrix_is_active_tha
     assert next_of(told(1), RESTS, changes) is not None
 
 
+@pytest.mark.parametrize("rests", [RESTS, replace(RESTS, order=OrderKey(EPOCH, 2, 1, 8))])
+def test_who_has_no_row_yet_waits_for_the_matrix_that_was_told_with_its_order_though_its_devices_idle(
+    rests: Wanted,
+) -> None:
+    """On another node they may not, and a part of the gang alone would never come to a boundary."""
+    assert next_of(told(3), rests, replace(NOW, changes=True, has_row=False)) is None
+    goes_on = next_of(told(3), rests, replace(NOW, changes=True))
+    assert goes_on is not None
+    assert goes_on.intent is Intent.RUN
+
+
 def test_who_was_to_be_saved_and_is_not_gives_up_what_its_turn_wants() -> None:
     """There was no room on storage, so it had all on its devices yet, and nobody after it could have its turn."""
     ends = replace(RESTS, order=OrderKey(EPOCH, 2, 1, 8), level=Level.CHECKPOINT)
