@@ -22,7 +22,6 @@ from msgspec.structs import replace
 
 from ganger_master.core import machine
 from ganger_master.core.answers import Answer
-from ganger_master.core.changes import Changes
 from ganger_master.core.commands import Command, Tick
 from ganger_master.core.desired import desired_of
 from ganger_master.core.effects import Effects
@@ -37,7 +36,7 @@ from ganger_master.runtime.recorder import Recorded, Recording
 from ganger_master.runtime.store_thread import StoreThread
 from ganger_master.runtime.turn_streams import TurnStreams
 from ganger_master.store.codec import Codec
-from ganger_master.store.contract import HistoryEntry, Problem, Store, StoreError
+from ganger_master.store.contract import Batch, HistoryEntry, Problem, Store, StoreError
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -74,15 +73,11 @@ class _Batch:
 class _Sealed:
     """A batch as it goes to the store; nothing in it changes any more."""
 
-    changes: Changes
+    rows: Batch
     effects: Effects
     publication: Publication
     turns: Sequence[Turn]
     callers: Sequence[_Caller]
-
-    @property
-    def is_durable_already(self) -> bool:
-        return not (self.changes.puts or self.changes.removes or self.effects.history)
 
     @property
     def commits_a_move(self) -> bool:
@@ -248,13 +243,15 @@ class Writer:
         state, now = self.state, self._clock()
         try:
             effects = machine.finish(state, now)
+            changes = state.take_changes()
+            # Here and not in the store's thread, which would have to take the interpreter from this one for it.
+            rows = self._codec.batch(changes.puts, changes.removes, effects.history)
         except Exception as error:
             if self._recording is not None:
                 self._recording.broke(now, None, error)
             self._crashed("batch")
             return
         batch, self._open = self._open, _Batch()
-        changes = state.take_changes()
         publication = Publication(
             puts=changes.puts,
             removes=changes.removes,
@@ -271,8 +268,8 @@ class Writer:
             self._recording.batch(now, effects, turns)
         if self._recording_next is not None or self._recording_ends:
             self._begin_or_end_recording(now)
-        sealed = _Sealed(changes, effects, publication, turns, batch.callers)
-        if sealed.is_durable_already:
+        sealed = _Sealed(rows, effects, publication, turns, batch.callers)
+        if rows.is_empty:
             self._let_out(sealed)
             return
         self._committing = True
@@ -319,12 +316,10 @@ class Writer:
         self._seal_soon()
 
     def _write(self, sealed: _Sealed) -> None:
-        # In the store's thread, so that encoding does not hold up the loop.
-        batch = self._codec.batch(sealed.changes.puts, sealed.changes.removes, sealed.effects.history)
         self._failpoints.passing(failpoints.BEFORE_COMMIT)
         if sealed.commits_a_move:
             self._failpoints.passing(failpoints.BEFORE_MOVE_COMMIT)
-        self._store.commit(batch)
+        self._store.commit(sealed.rows)
         self._failpoints.passing(failpoints.AFTER_COMMIT)
         if sealed.commits_a_move:
             self._failpoints.passing(failpoints.AFTER_MOVE_COMMIT)
