@@ -1,7 +1,7 @@
 """The store on a SQL database: SQLite in WAL mode with synchronous=FULL by default, any SQLAlchemy URL otherwise.
 
 A commit is one transaction. Statements are built by SQLAlchemy once per table and then run as the driver's own text,
-because at small batches building them costs more than the disk does. On SQLite a commit is even one statement.
+because at small batches building them costs more than the disk does. SQLite has a way of its own (`sqlite_commit`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlch
 from sqlalchemy.pool import NullPool
 from sqlalchemy.sql import Executable
 
-from ganger_master.store import migrate, one_statement
+from ganger_master.store import migrate, sqlite_commit
 from ganger_master.store.contract import Batch, Cell, HistoryEntry, Problem, StoredRow, StoreError
 from ganger_master.store.tables import COLUMNS, STATE, events, writer
 
@@ -29,6 +29,10 @@ _HISTORY_COLUMNS: Final = tuple(column.name for column in events.columns)
 _ROWS_PER_STATEMENT: Final = 5_000
 _ROWS_PER_FETCH: Final = 1_000
 _BUSY_MILLISECONDS: Final = 5_000
+_SQLITE_ARGUMENTS: Final = {
+    "timeout": _BUSY_MILLISECONDS / 1000,
+    "cached_statements": sqlite_commit.STATEMENTS_KEPT,
+}
 
 
 class SqlStore:
@@ -38,7 +42,7 @@ class SqlStore:
     def __init__(self, url: str, row_by_row: bool = False) -> None:
         self._url = url
         self._engine = _engine_for(url)
-        self._takes_batches = self._engine.dialect.name == "sqlite" and not row_by_row
+        self._takes_many_rows = self._engine.dialect.name == "sqlite" and not row_by_row
         self._connection: Connection | None = None
         self._generation = 0
         self._statements: dict[tuple[str, str], _Statement] = {}
@@ -66,8 +70,9 @@ class SqlStore:
             return
         with _explained(self._url):
             connection = self._open_connection()
-            if self._takes_batches:
-                self._write_as_one(connection, batch)
+            if self._takes_many_rows:
+                if not sqlite_commit.commit(_driver_of(connection), self._generation, batch):
+                    raise self._fenced()
                 return
             try:
                 with connection.begin():
@@ -112,17 +117,7 @@ class SqlStore:
     def _open_connection(self) -> Connection:
         if self._connection is None:
             self._connection = self._engine.connect()
-            if self._takes_batches:
-                one_statement.prepare(_driver_of(self._connection))
         return self._connection
-
-    def _write_as_one(self, connection: Connection, batch: Batch) -> None:
-        try:
-            one_statement.commit(_driver_of(connection), self._generation, batch)
-        except sqlite3.IntegrityError as error:
-            if one_statement.FENCED in str(error):
-                raise self._fenced() from error
-            raise
 
     def _fenced(self) -> StoreError:
         return StoreError(Problem.FENCED, f"{_shown(self._url)} has a newer master")
@@ -218,7 +213,7 @@ def _engine_for(url: str) -> Engine:
         if parsed.get_backend_name() != "sqlite":
             return create_engine(parsed, pool_pre_ping=True)
         # One file handle per use: a pool would keep handles of a file that was replaced.
-        engine = create_engine(parsed, poolclass=NullPool, connect_args={"timeout": _BUSY_MILLISECONDS / 1000})
+        engine = create_engine(parsed, poolclass=NullPool, connect_args=_SQLITE_ARGUMENTS)
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
         raise StoreError(Problem.URL, f"database URL {_shown(url)} cannot be used: {error}") from error
 
