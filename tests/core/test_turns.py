@@ -90,8 +90,9 @@ def test_in_a_strict_queue_several_are_asked_at_once_only_where_there_is_room_fo
 
 def test_in_a_strict_queue_nobody_is_asked_before_who_was_refused_has_asked_again() -> None:
     drive = Drive(12)
-    for _ in range(12):
-        drive.start(drive.submit(job_of(3)))
+    large = [drive.submit(job_of(3)) for _ in range(12)]
+    for number in large:
+        drive.start(number)
     small = drive.submit(job_of(1))
     drive.start(small)
     (gang,) = drive.state.gangs_of_job(small)
@@ -104,6 +105,11 @@ def test_in_a_strict_queue_nobody_is_asked_before_who_was_refused_has_asked_agai
     assert refused.refusals[0].reason is Reason.PROTECTED
     drive.step(CancelJob(small))
     drive.seen_without(gang.nodes[0], small)
+    assert drive.state.free_devices == 12
+    assert not drive.state.turns, "it needs four devices of one node, and no node has as many"
+    (beside,) = [number for number in large if drive.state.gangs_of_job(number)[0].nodes == gang.nodes]
+    drive.step(CancelJob(beside))
+    drive.seen_without(gang.nodes[0], beside)
     assert [turn.number for turn in drive.state.turns.values()] == [head]
     drive.submit(job_of(1))
     assert [turn.number for turn in drive.state.turns.values()] == [head]

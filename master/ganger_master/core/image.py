@@ -6,6 +6,7 @@ all of it is there, and what can be derived from the rest is derived again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from ganger.resources.reasons import Refusal
@@ -172,7 +173,10 @@ def state_of(image: Image) -> State:
 
 
 def _index(state: State) -> None:
-    """What follows from jobs, gangs and nodes."""
+    """What follows from jobs, gangs, nodes and the view."""
+    view = state.view
+    free = [mask.bit_count() for mask, available in zip(view.free, view.available, strict=True) if mask and available]
+    state.nodes_with = dict(Counter(free))
     state.gangs_on = {name: {} for name in state.nodes}
     for epoch in sorted(state.gangs):
         gang = state.gangs[epoch]

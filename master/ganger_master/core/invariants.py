@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from ganger.resources.fit import MEMORY_SHARE
@@ -238,9 +239,11 @@ def _derived(state: State) -> Iterator[str]:
         if state.turn_of.get(turn.number) != turn.turn or not state.is_waiting(state.jobs[turn.number]):
             yield f"turn {turn.turn} belongs to jobs/{turn.number}, which does not wait for it"
     rows = state.rows.values()
-    free = sum(row.free_mask.bit_count() for row in rows if row.available)
-    if free != state.free_devices:
-        yield f"{free} devices are free, not {state.free_devices}"
+    counts = [row.free_mask.bit_count() for row in rows if row.available]
+    if sum(counts) != state.free_devices:
+        yield f"{sum(counts)} devices are free, not {state.free_devices}"
+    if Counter(filter(None, counts)) != state.nodes_with:
+        yield f"{state.nodes_with} nodes have so many devices free, not {dict(Counter(filter(None, counts)))}"
     available = [state.configuration_sets[row.configuration_set] for row in rows if row.available]
     if sum(configuration_set.devices for configuration_set in available) != state.devices:
         yield f"{state.devices} devices are not those of the nodes that take gangs"

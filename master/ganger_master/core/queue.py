@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from ganger.resources.reasons import Kind, Reason
-from ganger.resources.values import GangShape
+from ganger.resources.values import GangShape, Level
 from msgspec.structs import replace
 
 from ganger_master.core.capacity import first_blocked, has_place, lacks_memory, reservations_of
@@ -294,9 +294,14 @@ def _asking(state: State) -> int:
 
 
 def _is_too_large(state: State, job: Job, asking: int) -> bool:
-    """Whether it lacks devices wherever they may be, beside those that others ask for at the moment. Schedulers of
-    their own are asked all the same: that they answer shows that they are there."""
-    return job.gpus > state.free_devices - asking and not scheduler_of(state, job)
+    """Whether it lacks devices wherever they may be, beside those that others ask for at the moment; of who holds up
+    all others also whether it does on every node, where it may lie on no more than one. (Others are refused three times
+    before room is kept for them.) Schedulers of their own are asked all the same: that they answer shows that they are
+    there."""
+    lacks = job.gpus > state.free_devices - asking
+    if not lacks and state.policy.protects_all and job.shape.locality.widest <= Level.NODE:
+        lacks = job.gpus > state.largest_free and _holds_up(state, job.number)
+    return lacks and not scheduler_of(state, job)
 
 
 def _asked_in_vain(state: State) -> int:

@@ -53,6 +53,8 @@ class State:
         # Of the nodes that take gangs.
         self.devices = 0
         self.free_devices = 0
+        # How many of them have so many devices free, of those that have any.
+        self.nodes_with: dict[int, int] = {}
         self.gangs_of: dict[int, list[int]] = {}
         # By node and epoch, in the order of epochs: which of the gang's pieces is there.
         self.gangs_on: dict[str, dict[int, int]] = {}
@@ -337,6 +339,11 @@ class State:
         """The view by node, without versions."""
         return {name: replace(self.view.row(name), version=0) for name in self.nodes if name in self.view}
 
+    @property
+    def largest_free(self) -> int:
+        """Devices that are free on one node that takes gangs, at most."""
+        return max(self.nodes_with, default=0)
+
     def held_on(self, node: str) -> list[Claim]:
         """What the gangs of a node hold there, by epoch."""
         places = self.gangs_on.get(node, {}).items()
@@ -424,7 +431,7 @@ class State:
             in_service &= ~(1 << device)
         if not view.put(row, in_service):
             return False
-        self.free_devices += (row.free_mask.bit_count() if row.available else 0) - was_free
+        self._note_free(was_free, row.free_mask.bit_count() if row.available else 0)
         self.devices += topology.devices * (row.available - was_available)
         self._note_view()
         return True
@@ -446,11 +453,25 @@ class State:
             if held is None or slot is None or node in dirty.rows or held.shared_mask:
                 dirty.rows[node] = None
                 continue
+            was_free = view.free[slot].bit_count()
             view.take(held, devices)
             dirty.shown[node] = None
             if view.available[slot]:
-                self.free_devices -= held.device_mask.bit_count()
+                self._note_free(was_free, was_free - held.device_mask.bit_count())
         self._note_view()
+
+    def _note_free(self, before: int, now: int) -> None:
+        """A node that takes gangs has so many devices free; none before it does, and none once it does not."""
+        if before == now:
+            return
+        self.free_devices += now - before
+        counts = self.nodes_with
+        if now:
+            counts[now] = counts.get(now, 0) + 1
+        if before:
+            counts[before] -= 1
+            if not counts[before]:
+                del counts[before]
 
     def _note_view(self) -> None:
         # After a restart the load is not known before every node has been heard: until then the mode stands.
