@@ -415,6 +415,19 @@ def test_a_full_disk_leaves_no_half_file(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"figures.csv", "waiting.csv"}
 
 
+def test_a_replay_loads_nothing_of_what_its_policy_does_not_do() -> None:
+    script = (
+        "import sys\nfrom ganger.cli.main import run\n"
+        "run('simulate example -p srtf --ideal --jobs 2 --nodes 24 --gpus-per-node 8'.split())\n"
+        "others = ('shared', 'moves', 'elastic', 'packed', 'tuned', 'tetris', 'optimus')\n"
+        "others = ['ganger_master.planner.' + one for one in others]\n"
+        "others += ['ganger_master.policies.tune', 'yaml', 'scipy', 'numpy.ma']\n"
+        "print([name for name in others if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_help_of_both_imports_nothing_heavy() -> None:
     script = (
         "import sys\nfrom ganger.cli.main import run\nrun(['simulate', '--help'])\nrun(['compare', '--help'])\n"

@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from ganger_master.sim.replay.moves import Moves
 from ganger_master.sim.replay.options import Options, SwitchCosts
-from ganger_master.sim.replay.planning import Planning
 from ganger_master.sim.replay.run import simulate
 from ganger_master.sim.report.outcomes import Outcomes
 from ganger_master.sim.traces.servers import servers_from_flags
@@ -116,14 +116,16 @@ def test_every_job_ends_and_nothing_is_promised_twice_and_what_is_passed_over_wo
     )
     ends = []
     # The second asks whoever moves jobs also where nobody could be moved.
-    for moves_nobody in (Planning._moves_nobody, lambda planning: False):
+    for moves_nobody in (Moves.moves_nobody, lambda moves: False):
         replay = Watched(
             jobs, servers_from_flags(nodes=nodes, gpus_per_node=4), policy, replace(OPTIONS, plan_every_s=20.0)
         )
-        with patch.object(Planning, "_moves_nobody", moves_nobody):
+        with patch.object(Moves, "moves_nobody", moves_nobody):
             replay.run()
         outcomes = replay.ledger.outcomes()
         assert outcomes.finished.all()
         ends.append(outcomes.end_s)
-        assert all(not one.legs or one.waiting not in replay.state.live for one in replay.planning.moving.errands)
+        assert replay.planning.moves is not None
+        errands = replay.planning.moves.moving.errands
+        assert all(not one.legs or one.waiting not in replay.state.live for one in errands)
     assert np.array_equal(ends[0], ends[1])

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from ganger_master.core.commands import CancelJob
+from ganger_master.planner.packs import Packs
+from ganger_master.policies.introspect.slicing import quantum_s
 from ganger_master.sim.replay.footprints import Footprints
 from ganger_master.sim.replay.options import Options
 from ganger_master.sim.replay.run import _Replay, simulate
@@ -29,10 +31,15 @@ def replayed(rows: Workload, seed: int = 0) -> _Replay:
     return replay
 
 
+def packs_of(replay: _Replay) -> Packs:
+    assert replay.planning.sharing is not None
+    return replay.planning.sharing.remembered.packs
+
+
 def test_light_jobs_are_packed_and_the_cluster_does_more() -> None:
     replay = replayed(jobs(*["vae"] * 8))
     found = replay.ledger.outcomes()
-    assert replay.planning.shared.packs.kept >= 2
+    assert packs_of(replay).kept >= 2
     # Eight on four GPUs: in turns alone it would take all of them twice as long.
     assert found.end_s.max() < 1.6 * 3000.0
     assert found.migrations.sum() >= 2
@@ -41,13 +48,13 @@ def test_light_jobs_are_packed_and_the_cluster_does_more() -> None:
 def test_who_has_a_gpu_to_itself_again_has_its_cores_again() -> None:
     rows = jobs(*["vae"] * 8).with_columns(duration_s=[4000.0] + [600.0] * 7)
     replay = _Replay(rows, SERVERS, "gandiva", Options(), None)
-    while replay.ledger.ended < 7 or any(not pack.is_kept for pack in replay.planning.shared.packs.packs):
+    while replay.ledger.ended < 7 or any(not pack.is_kept for pack in packs_of(replay).packs):
         replay.clock.run_instant()
         replay._settle()
-    assert replay.planning.shared.packs.kept >= 1
+    assert packs_of(replay).kept >= 1
     # Those who share it gave theirs at the end of the quantum.
-    replay.clock.at(replay.clock.now + replay.planning.quantum_s, lambda: None)
-    while replay.clock.next_time() is not None and len(replay.planning.shared.packs.packs):
+    replay.clock.at(replay.clock.now + quantum_s(replay.nodes.switch_s), lambda: None)
+    while replay.clock.next_time() is not None and len(packs_of(replay).packs):
         replay.clock.run_instant()
         replay._settle()
     left = replay.state.gangs[replay.state.jobs[next(iter(replay.state.live))].epoch]
@@ -67,13 +74,13 @@ def test_a_pack_in_which_somebody_is_too_slow_is_undone_and_not_tried_again_at_o
     rows = jobs(*["mi-lstm"] * 6)
     # Of the seeds by which such a pair is slower than expected: nobody knows before it is tried.
     seed = next(s for s in range(500) if Footprints(rows, SERVERS, s).speed(0, [1]) < 0.56)
-    packs = replayed(rows, seed).planning.shared.packs
+    packs = packs_of(replayed(rows, seed))
     assert packs.tried == 1
     assert packs.kept == 0
 
 
 def test_what_is_not_expected_to_pay_is_not_tried() -> None:
-    assert replayed(jobs(*["resnext50"] * 6)).planning.shared.packs.tried == 0
+    assert packs_of(replayed(jobs(*["resnext50"] * 6))).tried == 0
 
 
 def test_rates_beside_others_are_those_of_the_published_law_but_for_its_error() -> None:
@@ -114,8 +121,8 @@ def after_room_appeared(model: str, seed: int = 0) -> _Replay:
             replay.clock.run_instant()
             replay._settle()
 
-    run_until(lambda: any(pack.is_kept for pack in replay.planning.shared.packs.packs))
-    (pack,) = replay.planning.shared.packs.packs
+    run_until(lambda: any(pack.is_kept for pack in packs_of(replay).packs))
+    (pack,) = packs_of(replay).packs
     replay.send(CancelJob(next(number for number in sorted(replay.state.live) if number not in pack.numbers)))
     until = replay.clock.now + 3_000.0
     replay.clock.at(until, lambda: None)
@@ -125,7 +132,7 @@ def after_room_appeared(model: str, seed: int = 0) -> _Replay:
 
 def test_a_pack_in_which_both_are_slower_is_taken_apart_once_there_is_room_and_that_is_kept() -> None:
     replay = after_room_appeared("rhn")
-    assert replay.planning.shared.packs.packs == ()
+    assert packs_of(replay).packs == ()
     gangs = [replay.state.gangs[replay.state.jobs[number].epoch] for number in replay.state.live]
     assert len(gangs) == 4
     assert not any(claim.shared_mask for gang in gangs for claim in gang.claims)
@@ -134,4 +141,4 @@ def test_a_pack_in_which_both_are_slower_is_taken_apart_once_there_is_room_and_t
 
 def test_a_pack_that_costs_nobody_anything_stays_though_there_is_room() -> None:
     # Of the seeds by which two of them have room on one device.
-    assert len(after_room_appeared("vae", seed=1).planning.shared.packs.packs) == 1
+    assert len(packs_of(after_room_appeared("vae", seed=1)).packs) == 1

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from ganger_master.planner.in_place import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass, plan
-from ganger_master.planner.tetris import plan_tetris
-from ganger_master.planner.tuned import NO_TRIALS, plan_tuned
 from ganger_master.policies import Policy
 from ganger_master.policies.facts import Capacity, Floats, Integers
 from ganger_master.policies.optimus_belief import Believed, nothing_believed
 from ganger_master.policies.order import Order
 from ganger_master.policies.room import Room
-from ganger_master.policies.tune.known import NOTHING, Known
+
+if TYPE_CHECKING:
+    # What makes a pass of its own is loaded for those policies alone: it takes longer than many passes.
+    from ganger_master.planner.in_place import Resizing
+    from ganger_master.policies.tune.known import Known
 
 
 def plan_by(
@@ -29,26 +32,33 @@ def plan_by(
     *,
     remaining_s: Callable[[Integers], Floats] | None = None,
     kept_out: KeptOut = NOBODY,
-    known: Known = NOTHING,
-    trials: Mapping[int, int] = NO_TRIALS,
+    known: Known | None = None,
+    trials: Mapping[int, int] = MappingProxyType({}),
     believed: Believed = nothing_believed,
     resize_s: float = 0.0,
-    resizing: Resizing = NOTHING_UNDER_WAY,
+    resizing: Resizing | None = None,
 ) -> Pass:
     """The changes to propose now, as `plan` has them. `order`: the policy's, or what is made of it. `remaining_s`: an
     oracle, for policies that ask one. `known` and `trials` are for policies that tune, `believed`, `resize_s`
     and `resizing` for one that resizes."""
     if policy.resizes:
         # Its models need SciPy, for which no other policy's planner is to wait.
+        from ganger_master.planner.in_place import NOTHING_UNDER_WAY
         from ganger_master.planner.optimus import plan_optimus
 
+        under_way = resizing or NOTHING_UNDER_WAY
         return plan_optimus(
-            order, policy.placement, table, now, capacity, room, believed, may_stop, resize_s, kept_out, resizing
+            order, policy.placement, table, now, capacity, room, believed, may_stop, resize_s, kept_out, under_way
         )
     if policy.tetris is not None:
+        from ganger_master.planner.tetris import plan_tetris
+
         oracle = remaining_s if policy.order.knows_durations else None
         return plan_tetris(policy.tetris, table, now, capacity, room, oracle, kept_out)
     if policy.tuning is not None:
+        from ganger_master.planner.tuned import plan_tuned
+        from ganger_master.policies.tune.known import NOTHING
+
         return plan_tuned(
             policy.tuning,
             order,
@@ -60,7 +70,7 @@ def plan_by(
             may_stop,
             remaining_s,
             kept_out,
-            known,
+            known or NOTHING,
             trials,
         )
     return plan(order, policy.placement, table, now, capacity, room, may_stop, remaining_s, kept_out)

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
-from ganger_master.models.service import ServiceMemory
 from ganger_master.policies.facts import Facts, Flags, Floats, Integers
 from ganger_master.policies.history import NO_HISTORY, History
 from ganger_master.policies.order import Order
+
+if TYPE_CHECKING:
+    from ganger_master.models.service import ServiceMemory
 
 # To look up a member of an enumeration takes Python 3.11 as long as a call, and these are asked for all the time.
 _RUN, _PARK, _STOP, _PARKED = Intent.RUN, Intent.PARK, Intent.STOP, GangPhase.PARKED
@@ -44,7 +47,7 @@ class LiveTable:
         self._waiting: dict[int, None] = {}
         self._unknown = _unknown(_FIRST_ROOM)
         # What jobs like the live ones took, by row, and the GPU-seconds of those that ended last.
-        self.memory = ServiceMemory() if learns else None
+        self.memory = _memory() if learns else None
         self._services: deque[float] = deque(maxlen=_HISTORY)
         self._history, self._since_history = NO_HISTORY, 0
 
@@ -303,6 +306,13 @@ class LiveTable:
             new = np.zeros((len(old), room), old.dtype)
             new[:, : room // 2] = old
             setattr(self, name, new)
+
+
+def _memory() -> ServiceMemory:
+    # For the orders that learn alone.
+    from ganger_master.models.service import ServiceMemory
+
+    return ServiceMemory()
 
 
 def _or_most(priority: int | None) -> int:

@@ -6,9 +6,10 @@ See docs/design/003-policies.md for the parts a policy is made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from ganger_master.core.model import Job
 from ganger_master.policies.order import Order
@@ -18,8 +19,9 @@ from ganger_master.policies.order.registry import ORDERS, order_named
 from ganger_master.policies.place import PLACEMENTS, Placement, placement_named
 from ganger_master.policies.place.alignment import Alignment
 from ganger_master.policies.place.tetris_pass import Knobs
-from ganger_master.policies.tune import Tuning
-from ganger_master.policies.tune.catalogue import TUNINGS
+
+if TYPE_CHECKING:
+    from ganger_master.policies.tune import Tuning
 
 
 class Places(Enum):
@@ -140,17 +142,25 @@ def policy_named(name: str) -> Policy:
         order = replace(FIFO_BACKFILL, name=order_name)
         return Policy(name, order, placement_named(order_name), Places.PLANNER, shares=True, moves=True, grows=True)
     order = order_named(_ALIASES.get(order_name, order_name))
-    unknown = [part for part in parts if part not in PLACEMENTS and part not in TUNINGS]
+    tunable = _tunings() if any(part not in PLACEMENTS for part in parts) else {}
+    unknown = [part for part in parts if part not in PLACEMENTS and part not in tunable]
     if unknown:
-        known = f"{', '.join(PLACEMENTS)}, {', '.join(TUNINGS)}, {_MOVES} and {_GROWS}"
+        known = f"{', '.join(PLACEMENTS)}, {', '.join(tunable)}, {_MOVES} and {_GROWS}"
         raise KeyError(f"there is no placement or tuning {unknown[0]!r}; there are {known}")
     placements = [part for part in parts if part in PLACEMENTS]
-    tunings = [part for part in parts if part in TUNINGS]
+    tunings = [part for part in parts if part in tunable]
     for kind, named in (("placement", placements), ("tuning", tunings)):
         if len(named) > 1:
             raise KeyError(f"policy {name!r} names more than one {kind}")
     placement = placement_named(placements[0] if placements else order.placement)
     # Who stops nobody has nothing to weigh against each other: each job looks for its own place.
     places = Places.PLANNER if order.preempts or parts else Places.JOBS
-    tuning = TUNINGS[tunings[0]] if tunings else None
+    tuning = tunable[tunings[0]] if tunings else None
     return Policy(name, order, placement, places, tuning=tuning, is_placement_named=bool(placements))
+
+
+def _tunings() -> Mapping[str, Tuning]:
+    # Most policies have none, and to load what they need takes longer than to replay a hundred jobs.
+    from ganger_master.policies.tune.catalogue import TUNINGS
+
+    return TUNINGS

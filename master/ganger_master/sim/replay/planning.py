@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,36 +14,31 @@ from ganger_master.core.commands import Command
 from ganger_master.core.model import Job, JobState
 from ganger_master.core.purpose import Finding
 from ganger_master.core.state import State
-from ganger_master.planner.acting import Moving, Terms
-from ganger_master.planner.elastic import Sizes, with_sizes
-from ganger_master.planner.in_place import NOTHING_UNDER_WAY
-from ganger_master.planner.moves import Inner, moves_nobody, plan_moves
-from ganger_master.planner.packed import plan_packed
 from ganger_master.planner.passes import plan_by
 from ganger_master.planner.refused import NOBODY, KeptOut
-from ganger_master.planner.shared import NOTHING as NOTHING_REMEMBERED
-from ganger_master.planner.shared import plan_shared
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass, may_start, started
 from ganger_master.policies import Places, Policy
 from ganger_master.policies.facts import Capacity, Flags, Floats, Integers
-from ganger_master.policies.introspect.slicing import quantum_s
 from ganger_master.policies.optimus_belief import nothing_believed
 from ganger_master.policies.room import Room
-from ganger_master.policies.tune.known import NOTHING
 from ganger_master.sim.replay.clock import EPOCH_S, Clock
 from ganger_master.sim.replay.nodes import Nodes
 from ganger_master.sim.replay.options import Options
-from ganger_master.sim.replay.rates import Rates
-from ganger_master.sim.replay.scaling import Scaling
-from ganger_master.sim.replay.sizes import Sizing
-from ganger_master.sim.replay.windows import Windows
 from ganger_master.sim.replay.work import Work
 from ganger_master.sim.traces.servers import Servers
 from ganger_master.sim.traces.workload import Workload
 
 if TYPE_CHECKING:
+    # What most policies do not do is loaded only for those that do: it takes longer than to replay a hundred jobs.
+    from ganger_master.planner.in_place import Resizing
     from ganger_master.sim.replay.measured import Measured
+    from ganger_master.sim.replay.moves import Moves
+    from ganger_master.sim.replay.rates import Rates
+    from ganger_master.sim.replay.scaling import Scaling
+    from ganger_master.sim.replay.sharing import Sharing
+    from ganger_master.sim.replay.sizes import Sizing
+    from ganger_master.sim.replay.windows import Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,22 +98,14 @@ class Planning:
             float(servers.memory_bytes),
             max(group.configuration_set.devices for group in servers.groups),
         )
-        self._known = NOTHING if rates is None else rates.known(self._is_profiled)
+        self._known = None if rates is None else rates.known(self._is_profiled)
         self.measured = self._measured(scaling)
         # What is under way of the sizes that a policy which weighs them has decided.
-        self._resizing = NOTHING_UNDER_WAY
-        # None: nobody grows onto idle GPUs.
-        self.sizing = (
-            Sizing(policy.placement, self.table, self._room, windows, clock, options.plan_every_s, self.learn)
-            if scaling is not None and policy.grows and windows is not None
-            else None
-        )
-        # What is remembered of those who share GPUs, and when they change places.
-        self.shared = NOTHING_REMEMBERED
-        self._switches_at = -np.inf
-        # What is under way of moves, and when that is looked at though nothing happens.
-        self.moving = Moving()
-        self._moves_at = np.inf
+        self._resizing: Resizing | None = None
+        # None: nobody grows onto idle GPUs, is moved, or shares GPUs.
+        self.sizing = self._sizing() if scaling is not None and policy.grows else None
+        self.moves = self._moves() if policy.moves else None
+        self.sharing = self._sharing() if policy.shares else None
         # Somebody found no place in the last plan.
         self._is_waited_for = False
         # Jobs came, started, stopped or ended since the last plan; those that the table does not show as they are now.
@@ -128,11 +114,6 @@ class Planning:
         # If at its instant nothing has happened since but what it said, and no order ranks otherwise for that.
         self._planned = NOTHING_PLANNED
         self._back_at = self._last_plan = self._packed_at = -np.inf
-
-    @cached_property
-    def quantum_s(self) -> float:
-        """Seconds for which gangs that share a device have it; to be asked once all nodes have joined."""
-        return quantum_s(self._nodes.switch_s) if self._options.round_s is None else self._options.round_s
 
     def told(self, numbers: Collection[int]) -> None:
         """These jobs came, changed or ended."""
@@ -153,8 +134,8 @@ class Planning:
             self._follow()
         if not len(self.table):
             return False
-        if self._policy.shares:
-            return self._share()
+        if self.sharing is not None:
+            return self._share(self.sharing)
         now = self._clock.now
         planned = self._carried_out(now)
         if planned.started and not planned.follow:
@@ -162,28 +143,31 @@ class Planning:
             self._is_news = False
             return False
         may_stop = self._may_stop()
-        if not may_stop and now < self._moves_at and not (self._is_news and self._may_start()):
+        moves, sizing = self.moves, self.sizing
+        is_due = may_stop or (moves is not None and moves.is_due)
+        if not is_due and not (self._is_news and self._may_start()):
             return False
         is_news, self._is_news = self._is_news, False
-        looks = may_stop or self.sizing is not None or (self._policy.moves and not self._moves_nobody())
+        looks = may_stop or sizing is not None or (moves is not None and not moves.moves_nobody())
         if self._starts_nobody() if self._only_starts else not looks and self._is_vain():
             return False
-        sizes = Sizes() if self.sizing is None else self.sizing.plan(())
-        # Nobody need be stopped for GPUs that are on their way, and who finds room need not wait for a plan that stops
-        # others.
-        may_stop = may_stop and not sizes.is_giving
+        if sizing is not None:
+            sizing.plan(())
+            # Nobody need be stopped for GPUs that are on their way, and who finds room need not wait for a plan that
+            # stops others.
+            may_stop = may_stop and not sizing.is_giving
         findings: tuple[Finding, ...] = ()
-        if self._policy.moves:
-            found, findings = self._moved(now, may_stop, is_news)
+        if moves is not None:
+            found, findings = moves.around(lambda kept_out, may: self._pass(now, may, kept_out), may_stop, is_news)
         else:
             found = self._known_pass(now, planned) or self._pass(now, may_stop)
         self._is_waited_for = found.waits
         if found.next_change_s < np.inf and self._options.round_s is None:
             self._come_back(max(found.next_change_s, self._last_plan + self._options.plan_every_s))
-        if self.sizing is not None:
-            found = with_sizes(found, sizes)
+        if sizing is not None:
+            found, findings = sizing.beside(found), (*findings, *sizing.findings)
         self._resizing = found.resizing or self._resizing
-        is_carried_out = self._propose(found, (*findings, *sizes.findings))
+        is_carried_out = self._propose(found, findings)
         self._planned = self._said(found, now)
         return is_carried_out
 
@@ -264,84 +248,35 @@ class Planning:
         self.table.look(self._clock.now, self._order)
         return True
 
-    def _share(self) -> bool:
+    def _share(self, sharing: Sharing) -> bool:
         """The same where jobs share GPUs: on news, and at the end of every quantum."""
-        now = self._clock.now
+        now, sizing, moves = self._clock.now, self.sizing, self.moves
         if self._options.round_s is not None and not (self._may_stop() or self._may_start()):
             return False
-        if not self._is_news and now < self._switches_at:
+        if not self._is_news and now < sharing.switches_at:
             return False
         self._is_news = False
-        assert self._windows is not None
-        self._windows.now = now
-        before, sizes = self.shared, Sizes()
-        if self.sizing is not None:
-            sizes = self.sizing.plan({*before.turns.sharers, *before.packs.on_trial})
-        found, findings = Pass(), sizes.findings
+        found, findings, before = Pass(), tuple[Finding, ...](), sharing.remembered
+        if sizing is not None:
+            sizing.plan({*before.turns.sharers, *before.packs.on_trial})
+            findings = sizing.findings
         # Else who waits is about to have devices of its own.
-        if not sizes.is_giving:
-            found, self.shared, packed = plan_shared(
-                self._policy.placement,
-                self.table,
-                now,
-                self._room,
-                before,
-                self._windows,
-                self._capacity.gpus,
-                self.quantum_s,
-                errands=self.moving.errands,
-            )
+        if sizing is None or not sizing.is_giving:
+            errands = () if moves is None else moves.moving.errands
+            found, packed = sharing.plan(self._nodes.switch_s, errands)
             findings = (*findings, *packed)
-            self._switches_at = found.next_change_s
-            if self._switches_at < np.inf:
-                self._come_back(self._switches_at)
-        found = with_sizes(found, sizes)
+            if sharing.switches_at < np.inf:
+                self._come_back(sharing.switches_at)
+        if sizing is not None:
+            found = sizing.beside(found)
         if not found.changes and not findings:
-            terms = Terms(
-                self._policy.placement,
-                holes=False,
-                per_hour=self._options.moves_per_hour,
-                on_trial=self.shared.packs.on_trial,
-            )
-            return self._propose(*self._with_moves(lambda kept_out, may_stop: Pass(), terms))
+            return moves is not None and self._propose(*moves.of_sharers(sharing.remembered.packs.on_trial))
         answer = self._answer(found.changes, findings)
         if answer is None:
             return False
         refused = frozenset(verdict.number for verdict in answer.verdicts if not verdict.approved)
-        self.shared = self.shared.without(before, refused)
+        sharing.remembered = sharing.remembered.without(before, refused)
         return len(refused) < len(answer.verdicts)
-
-    def _moved(self, now: float, may_stop: bool, is_news: bool) -> tuple[Pass, tuple[Finding, ...]]:
-        """The pass, where jobs are moved too."""
-        return self._with_moves(
-            lambda kept_out, may: self._pass(now, may, kept_out), self._terms_of_moves(), may_stop, is_news
-        )
-
-    def _terms_of_moves(self) -> Terms:
-        return Terms(
-            self._policy.placement,
-            draining=tuple(self._state.draining),
-            is_strict=self._order.is_strict,
-            per_hour=self._options.moves_per_hour,
-        )
-
-    def _moves_nobody(self) -> bool:
-        return moves_nobody(self.moving, self._terms_of_moves(), self.table, self._clock.now, self._room)
-
-    def _with_moves(
-        self, inner: Inner, terms: Terms, may_stop: bool = False, is_news: bool = True
-    ) -> tuple[Pass, tuple[Finding, ...]]:
-        assert self._windows is not None
-        self._windows.now = self._clock.now
-        terms = replace(terms, rated=self._windows)
-        found, self.moving, findings, again_s = plan_moves(
-            inner, terms, self.table, self._clock.now, self._room, self.moving, NOBODY, may_stop, is_news
-        )
-        if again_s != self._moves_at:
-            self._moves_at = again_s
-            if again_s < np.inf:
-                self._clock.at(max(again_s, self._clock.now), _nothing)
-        return found, findings
 
     def _propose(self, found: Pass, findings: tuple[Finding, ...] = ()) -> bool:
         answer = self._answer(found.changes, findings)
@@ -350,11 +285,12 @@ class Planning:
     def _answer(self, changes: tuple[commands.Change, ...], findings: tuple[Finding, ...] = ()) -> PlanAnswer | None:
         if not changes and not findings:
             return None
-        promises = self.moving.promises if self._policy.moves else None
+        promises = None if self.moves is None else self.moves.moving.promises
         answer = self._send(commands.ProposePlan(changes, promises=promises, findings=findings))
         assert isinstance(answer, PlanAnswer)
         refused = {verdict.number for verdict in answer.verdicts if not verdict.approved}
-        self._resizing = self._resizing.without(refused)
+        if self._resizing is not None:
+            self._resizing = self._resizing.without(refused)
         if self.sizing is not None:
             self.sizing.refused(refused)
         return answer
@@ -363,6 +299,9 @@ class Planning:
         tuning = self._policy.tuning
         is_packed = tuning is not None and tuning.place is not None and not self._policy.is_placement_named
         if tuning is not None and is_packed and self._options.round_s is not None and may_stop:
+            from ganger_master.planner.packed import plan_packed
+            from ganger_master.policies.tune.known import NOTHING
+
             # Whoever was stopped may go before others then, but a round stops nobody twice.
             may_stop, self._packed_at = self._packed_at != now, now
             packed = plan_packed(
@@ -374,7 +313,7 @@ class Planning:
                 self._room.view,
                 may_stop,
                 self._oracle,
-                known=self._known,
+                known=self._known or NOTHING,
             )
             if packed is not None:
                 return packed
@@ -426,6 +365,45 @@ class Planning:
         if self._back_at <= self._clock.now or time < self._back_at:
             self._back_at = time
             self._clock.at(time, _nothing)
+
+    def _sizing(self) -> Sizing | None:
+        from ganger_master.sim.replay.sizes import Sizing
+
+        if self._windows is None:
+            return None
+        most_idle_s = self._options.plan_every_s
+        return Sizing(
+            self._policy.placement, self.table, self._room, self._windows, self._clock, most_idle_s, self.learn
+        )
+
+    def _moves(self) -> Moves:
+        from ganger_master.sim.replay.moves import Moves
+
+        assert self._windows is not None
+        return Moves(
+            self._policy.placement,
+            self._order.is_strict,
+            self._state,
+            self.table,
+            self._room,
+            self._windows,
+            self._clock,
+            self._options.moves_per_hour,
+        )
+
+    def _sharing(self) -> Sharing:
+        from ganger_master.sim.replay.sharing import Sharing
+
+        assert self._windows is not None
+        return Sharing(
+            self._policy.placement,
+            self.table,
+            self._room,
+            self._windows,
+            self._clock,
+            self._capacity.gpus,
+            self._options.round_s,
+        )
 
     def _measured(self, scaling: Scaling | None) -> Measured | None:
         """What a policy that resizes jobs measures; None for all others."""

@@ -6,6 +6,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from ganger.resources.topology import bits
@@ -21,23 +22,25 @@ from ganger_master.policies import Places, policy_named
 from ganger_master.policies.order.las2d import LAS2D
 from ganger_master.policies.place.anywhere import BY_COUNTS
 from ganger_master.sim.replay.clock import EPOCH_S, Clock
-from ganger_master.sim.replay.footprints import Footprints
 from ganger_master.sim.replay.ledger import Ledger
 from ganger_master.sim.replay.meters import Meters
 from ganger_master.sim.replay.nodes import Nodes
 from ganger_master.sim.replay.options import FREE, Options
 from ganger_master.sim.replay.planning import Planning
-from ganger_master.sim.replay.rates import Rates, without_arenas
-from ganger_master.sim.replay.scaling import Scaling
 from ganger_master.sim.replay.specs import devices_only, specs_of
 from ganger_master.sim.replay.turns import Turns
-from ganger_master.sim.replay.windows import Windows
 from ganger_master.sim.replay.work import Work
 from ganger_master.sim.report.outcomes import Run
 from ganger_master.sim.traces.profiles import with_models
 from ganger_master.sim.traces.servers import Servers
 from ganger_master.sim.traces.statistics import offered_load
 from ganger_master.sim.traces.workload import Workload
+
+if TYPE_CHECKING:
+    from ganger_master.sim.replay.footprints import Footprints
+    from ganger_master.sim.replay.rates import Rates
+    from ganger_master.sim.replay.scaling import Scaling
+    from ganger_master.sim.replay.windows import Windows
 
 _NEVER_S = 1e12
 _DEFAULTS = Options()
@@ -61,6 +64,8 @@ def simulate(
     if options.ideal:
         servers = devices_only(servers)
     if options.rates == "profiles":
+        from ganger_master.sim.replay.rates import without_arenas
+
         jobs, servers = with_models(jobs, options.seed), without_arenas(servers)
     replay = _Replay(jobs, servers, policy, options, progress)
     replay.run()
@@ -128,16 +133,16 @@ class _Replay:
             self._peak_bytes,
         )
         # None: every job runs at its recorded pace.
-        self.rates = Rates(jobs, servers) if options.rates == "profiles" else None
+        self.rates = _rates(jobs, servers) if options.rates == "profiles" else None
         # None: no job has another size than that of its trace.
         is_elastic = bool((jobs.min_gpus < jobs.max_gpus).any())
-        self.scaling = Scaling(jobs, options.seed) if is_elastic else None
+        self.scaling = _scaling(jobs, options.seed) if is_elastic else None
         # None: nobody shares GPUs.
-        self.footprints = Footprints(jobs, servers, options.seed) if self.policy.shares else None
+        self.footprints = _footprints(jobs, servers, options.seed) if self.policy.shares else None
         # What daemons measure of memory is what says who can rest in that of its host.
         measures = self.policy.moves or (is_elastic and (self.policy.grows or self.policy.resizes))
-        self.memory = Footprints(jobs, servers, options.seed) if measures else self.footprints
-        self.windows = None if self.memory is None else Windows(self.memory, options.seed)
+        self.memory = _footprints(jobs, servers, options.seed) if measures else self.footprints
+        self.windows = None if self.memory is None else _windows(self.memory, options.seed)
         # Who trains on a device, by node and number of the device, and where they do, by position.
         self._on: dict[tuple[str, int], set[int]] = {}
         self._where: dict[int, Gang] = {}
@@ -318,3 +323,30 @@ class _Replay:
 
 def _devices(gang: Gang) -> Iterator[tuple[str, int]]:
     return ((claim.node, device) for claim in gang.claims for device in bits(claim.device_mask))
+
+
+# Of what most replays do without, and whose loading takes longer than to replay a hundred jobs.
+
+
+def _rates(jobs: Workload, servers: Servers) -> Rates:
+    from ganger_master.sim.replay.rates import Rates
+
+    return Rates(jobs, servers)
+
+
+def _scaling(jobs: Workload, seed: int) -> Scaling:
+    from ganger_master.sim.replay.scaling import Scaling
+
+    return Scaling(jobs, seed)
+
+
+def _footprints(jobs: Workload, servers: Servers, seed: int) -> Footprints:
+    from ganger_master.sim.replay.footprints import Footprints
+
+    return Footprints(jobs, servers, seed)
+
+
+def _windows(memory: Footprints, seed: int) -> Windows:
+    from ganger_master.sim.replay.windows import Windows
+
+    return Windows(memory, seed)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 
-from ganger_master.planner.elastic import Growing, Sizes, plan_sizes
+from ganger_master.core.purpose import Finding
+from ganger_master.planner.elastic import Growing, Sizes, plan_sizes, with_sizes
 from ganger_master.planner.table import LiveTable
+from ganger_master.planner.target import Pass
 from ganger_master.policies.introspect.elastic import IDLE_S
 from ganger_master.policies.place import Placement
 from ganger_master.policies.room import Room
@@ -31,7 +33,7 @@ class Sizing:
         self._placement, self._table, self._room = placement, table, room
         self._windows, self._clock, self._wake = windows, clock, wake
         self._idle_s = min(IDLE_S, most_idle_s)
-        self._growing, self._changed = Growing(), frozenset[int]()
+        self._growing, self._planned = Growing(), Sizes()
         # What is under way of wakes, by time.
         self._wakes: set[float] = set()
 
@@ -40,19 +42,32 @@ class Sizing:
         self._windows.now = self._clock.now
         self._come_back(self._windows.next_look_s(number))
 
-    def plan(self, busy: Collection[int]) -> Sizes:
-        """The changes to propose now. `busy`: who is to be left alone."""
+    def plan(self, busy: Collection[int]) -> None:
+        """Decides on the changes to propose now. `busy`: who is to be left alone."""
         now = self._windows.now = self._clock.now
         found, self._growing = plan_sizes(
             self._placement, self._table, now, self._room, self._windows, self._growing, self._idle_s, busy
         )
-        self._changed = frozenset(change.number for change in found.changes)
+        self._planned = found
         self._come_back(min(found.next_s, *map(self._windows.next_look_s, self._growing.trials), math.inf))
-        return found
+
+    @property
+    def is_giving(self) -> bool:
+        """GPUs are on their way to who waits by the last plan, so that nobody need be stopped."""
+        return self._planned.is_giving
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        return self._planned.findings
+
+    def beside(self, found: Pass) -> Pass:
+        """What another pass found, after the changes planned last."""
+        return with_sizes(found, self._planned)
 
     def refused(self, numbers: Collection[int]) -> None:
         """What was planned last was proposed, and refused of these."""
-        self._growing = self._growing.without(self._changed.intersection(numbers), self._clock.now)
+        changed = frozenset(change.number for change in self._planned.changes)
+        self._growing = self._growing.without(changed.intersection(numbers), self._clock.now)
 
     def _come_back(self, time: float) -> None:
         if time < math.inf and time > self._clock.now and time not in self._wakes:

@@ -140,7 +140,7 @@ def figures(run: Run, window_s: tuple[float, float] | None = None) -> Figures:
 def by_gang_size(jobs: Outcomes) -> dict[str, SizeFigures]:
     """By size class, smallest first."""
     names = size_names(jobs.gpus)
-    class_of = {int(size): names.index(size_class(int(size))) for size in np.unique(jobs.gpus)}
+    class_of = {size: names.index(size_class(size)) for size in set(jobs.gpus.tolist())}
     codes = np.array([class_of[size] for size in jobs.gpus.tolist()], int)
     found = {}
     for code, name in enumerate(names):

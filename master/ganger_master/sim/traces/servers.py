@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from ganger.resources.topology import parse_topology
 from ganger.resources.values import ConfigurationSet, NodeRow, Socket
 from ganger.resources.view import Mode, View
@@ -56,19 +55,6 @@ class ClusterError(ValueError):
     def __init__(self, problems: list[str]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(problems))
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML would take the last in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
 
 
 @dataclass(frozen=True)
@@ -166,15 +152,13 @@ def servers_from_file(path: Path) -> Servers:
         raise ClusterError([f"{path}: cannot be read: {error.strerror or error}"]) from error
     if len(text) > _MOST_FILE_BYTES:
         raise ClusterError([f"{path}: longer than {_MOST_FILE_BYTES:,} bytes: this is no description of a cluster"])
+    # Most clusters are described by a few flags.
+    from ganger_master.sim.traces.yaml_text import YamlError, parsed
+
     try:
-        description = yaml.load(text.decode(), _Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f" line {mark.line + 1}:" if mark is not None else ""
-        raise ClusterError([f"{path}:{where} not readable as YAML: {error.problem}"]) from error
-    # A date that is none is a ValueError, too many brackets a RecursionError.
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ClusterError([f"{path}: not readable as YAML: {' '.join(str(error).split())}"]) from error
+        description = parsed(text)
+    except YamlError as error:
+        raise ClusterError([f"{path}:{error}"]) from error
     try:
         return servers_from_description(description)
     except ClusterError as error:

@@ -99,7 +99,7 @@ def size_class(gpus: int) -> str:
 
 def size_names(gpus: Integers) -> list[str]:
     """The size classes that occur, smallest first."""
-    return list(dict.fromkeys(size_class(size) for size in np.unique(gpus).tolist()))
+    return list(dict.fromkeys(size_class(size) for size in sorted(set(gpus.tolist()))))
 
 
 def text(figures: Statistics) -> str:

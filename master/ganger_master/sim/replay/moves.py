@@ -1,0 +1,83 @@
+"""Moves in a replay: the pass that goes around another one, and what is remembered of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+
+from ganger_master.core.purpose import Finding
+from ganger_master.core.state import State
+from ganger_master.planner.acting import Moving, Terms
+from ganger_master.planner.moves import Inner, moves_nobody, plan_moves
+from ganger_master.planner.refused import NOBODY
+from ganger_master.planner.table import LiveTable
+from ganger_master.planner.target import Pass
+from ganger_master.policies.place import Placement
+from ganger_master.policies.room import Room
+from ganger_master.sim.replay.clock import Clock
+from ganger_master.sim.replay.windows import Windows
+
+
+class Moves:
+    """`is_strict` and `per_hour`: as `acting.Terms` has them."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        is_strict: bool,
+        state: State,
+        table: LiveTable,
+        room: Room,
+        windows: Windows,
+        clock: Clock,
+        per_hour: float | None,
+    ) -> None:
+        self._placement, self._is_strict = placement, is_strict
+        self._state, self._table, self._room = state, table, room
+        self._windows, self._clock, self._per_hour = windows, clock, per_hour
+        # What is under way, and when that is looked at though nothing happens.
+        self.moving = Moving()
+        self._again_s = math.inf
+
+    @property
+    def is_due(self) -> bool:
+        return self._clock.now >= self._again_s
+
+    def around(self, inner: Inner, may_stop: bool, is_news: bool) -> tuple[Pass, tuple[Finding, ...]]:
+        """The pass, where jobs are moved too."""
+        return self._plan(inner, self._terms, may_stop, is_news)
+
+    def of_sharers(self, on_trial: Collection[int]) -> tuple[Pass, tuple[Finding, ...]]:
+        """What is moved where jobs share GPUs, whose own pass has nothing to change. `on_trial`: whose packs are."""
+        terms = Terms(self._placement, holes=False, per_hour=self._per_hour, on_trial=frozenset(on_trial))
+        return self._plan(lambda kept_out, may_stop: Pass(), terms, False, True)
+
+    def moves_nobody(self) -> bool:
+        """As `moves.moves_nobody` has it."""
+        return moves_nobody(self.moving, self._terms, self._table, self._clock.now, self._room)
+
+    @property
+    def _terms(self) -> Terms:
+        return Terms(
+            self._placement,
+            draining=tuple(self._state.draining),
+            is_strict=self._is_strict,
+            per_hour=self._per_hour,
+        )
+
+    def _plan(self, inner: Inner, terms: Terms, may_stop: bool, is_news: bool) -> tuple[Pass, tuple[Finding, ...]]:
+        self._windows.now = self._clock.now
+        terms = replace(terms, rated=self._windows)
+        found, self.moving, findings, again_s = plan_moves(
+            inner, terms, self._table, self._clock.now, self._room, self.moving, NOBODY, may_stop, is_news
+        )
+        if again_s != self._again_s:
+            self._again_s = again_s
+            if again_s < math.inf:
+                self._clock.at(max(again_s, self._clock.now), _nothing)
+        return found, findings
+
+
+def _nothing() -> None:
+    """Time passes."""

@@ -1,0 +1,55 @@
+"""Jobs that share GPUs in a replay: the pass that has them take turns and packs them, and what is remembered of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ganger_master.core.purpose import Finding
+from ganger_master.planner.errands import Errand
+from ganger_master.planner.shared import NOTHING, plan_shared
+from ganger_master.planner.table import LiveTable
+from ganger_master.planner.target import Pass
+from ganger_master.policies.introspect.slicing import quantum_s
+from ganger_master.policies.place import Placement
+from ganger_master.policies.room import Room
+from ganger_master.sim.replay.clock import Clock
+from ganger_master.sim.replay.windows import Windows
+
+
+class Sharing:
+    """`gpus`: of the cluster. `round_s`: gangs that share a device have it for so long; None: for as long as a switch
+    is worth."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        table: LiveTable,
+        room: Room,
+        windows: Windows,
+        clock: Clock,
+        gpus: int,
+        round_s: float | None,
+    ) -> None:
+        self._placement, self._table, self._room = placement, table, room
+        self._windows, self._clock, self._gpus, self._round_s = windows, clock, gpus, round_s
+        self.remembered = NOTHING
+        # When they change places.
+        self.switches_at = -math.inf
+
+    def plan(self, switch_s: float, errands: Sequence[Errand]) -> tuple[Pass, tuple[Finding, ...]]:
+        """The changes to propose now. `switch_s`: how long a switch takes. `errands`: moves under way."""
+        now = self._windows.now = self._clock.now
+        found, self.remembered, findings = plan_shared(
+            self._placement,
+            self._table,
+            now,
+            self._room,
+            self.remembered,
+            self._windows,
+            self._gpus,
+            quantum_s(switch_s) if self._round_s is None else self._round_s,
+            errands=errands,
+        )
+        self.switches_at = found.next_change_s
+        return found, findings
