@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -25,6 +26,7 @@ from ganger.wire.channels import MAX_MESSAGE_BYTES, open_channel
 from ganger.wire.endpoints import Endpoint, EndpointError, find_endpoint
 from ganger.wire.errors import (
     ApiError,
+    CertificateInvalid,
     DeadlineExceeded,
     JobNotFound,
     MessageTooLarge,
@@ -49,7 +51,8 @@ _PUBLISH_SECONDS = 60.0
 
 class Client:
     """Talks to one master: `master` is an address or a directory holding endpoint.json (default: $GANGER_MASTER, else
-    the cluster of `ganger up`). `patience_seconds` is how long streams try to find a master that went away.
+    the cluster of `ganger up`). On another machine it asks for a certificate: $GANGER_TLS names the directory, or
+    `Endpoint(address, tls=directory)`. `patience_seconds` is how long streams try to find a master that went away.
     Thread-safe. Raises EndpointError if no master can be named."""
 
     def __init__(self, master: str | Endpoint | None = None, *, patience_seconds: float = 60.0) -> None:
@@ -261,7 +264,8 @@ class Client:
                 given += 1
                 if given == limit:
                     return
-            if not page.events or page.next_sequence <= after:
+            # Those of others' jobs are left out of a page, so that it may be empty and not the last.
+            if page.next_sequence <= after:
                 return
             after = page.next_sequence
 
@@ -373,6 +377,8 @@ class Client:
     def _explained(self, error: ApiError) -> ApiError:
         if isinstance(error, Unreachable):
             address = self.endpoint.address
+            if self.endpoint.tls and (trouble := _trouble_with(self.endpoint)):
+                return CertificateInvalid(f"cannot talk to the master at {address}: {trouble}")
             self._find_again()
             # gRPC tells of every address and layer; its last clause is the one that says something.
             cause = error.message.rpartition(": ")[2] or "no answer"
@@ -382,6 +388,13 @@ class Client:
         if isinstance(error, MessageTooLarge) and "larger than max" in error.message:
             return MessageTooLarge(f"the message is larger than {MAX_MESSAGE_BYTES} bytes: ask for or send less")
         return error
+
+
+def _trouble_with(endpoint: Endpoint) -> str:
+    """gRPC does not tell what is wrong with certificates."""
+    from ganger.wire.tls import trouble_with
+
+    return trouble_with(endpoint.address, Path(endpoint.tls))
 
 
 def _array(array: str | int) -> str:

@@ -42,6 +42,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "history": ("ganger.cli.history", "history", "Tell what happened to a job, and why."),
     "events": ("ganger.cli.history", "events", "List what happened, event by event."),
     "record": ("ganger.cli.record", "record", "Write down every decision of the master for some time."),
+    "certs": ("ganger.cli.certs", "certs", "Make certificates for a cluster of several machines."),
     "completion": ("ganger.cli.completion", "completion", "Print the completion script of a shell."),
     "version": ("ganger.cli.version", "version", "Print versions of client and master."),
 }

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from ganger.wire.endpoints import TOKEN_VARIABLE, Endpoint, default_state_directory
+from ganger.wire.endpoints import TLS_VARIABLE, TOKEN_VARIABLE, Endpoint, default_state_directory
 from ganger.wire.errors import SpecInvalid, Violation
 
 READY = b"ready\n"
@@ -37,7 +37,7 @@ class DetachedScheduler:
         self._environment = dict(os.environ)
         if isinstance(master, Endpoint):
             # Not among the arguments: those are for everybody to read.
-            self._environment[TOKEN_VARIABLE] = master.token
+            self._environment |= {TOKEN_VARIABLE: master.token, TLS_VARIABLE: master.tls}
             master = master.address
         if master:
             self._arguments += ["--master", master]

@@ -1,4 +1,5 @@
-"""Channels towards a server: loopback TCP or a Unix socket, with token, deadlines, keepalive and bounded messages.
+"""Channels towards a server: with token on loopback TCP or a Unix socket, with a certificate anywhere; with deadlines,
+keepalive and bounded messages.
 
 A channel made here puts the start-up token and the method's default deadline on every call that brings none of its own.
 """
@@ -6,12 +7,13 @@ A channel made here puts the start-up token and the method's default deadline on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
 import grpc.aio
 
-from ganger.wire.endpoints import Endpoint, check_address
+from ganger.wire.endpoints import Endpoint, check_dial_address
 from ganger.wire.methods import deadline_seconds, retry_service_config
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -35,17 +37,34 @@ _CLIENT_OPTIONS: tuple[tuple[str, int | str], ...] = (
 
 
 def open_channel(endpoint: Endpoint, options: Sequence[tuple[str, int | str]] = ()) -> grpc.Channel:
-    """A blocking channel. Close it. Raises EndpointError for an address that cannot be dialled."""
-    check_address(endpoint.address)
-    channel = grpc.insecure_channel(_target(endpoint), options=(*_CLIENT_OPTIONS, *options))
+    """A blocking channel. Close it. Raises EndpointError for an address that cannot be dialled, or a certificate that
+    cannot be read."""
+    credentials, all_options = _credentials(endpoint), (*_CLIENT_OPTIONS, *options)
+    if credentials is None:
+        channel = grpc.insecure_channel(_target(endpoint), options=all_options)
+    else:
+        channel = grpc.secure_channel(_target(endpoint), credentials, options=all_options)
     return cast(grpc.Channel, _Channel(channel, endpoint.token))
 
 
 def open_aio_channel(endpoint: Endpoint, options: Sequence[tuple[str, int | str]] = ()) -> grpc.aio.Channel:
-    """A channel of the running event loop. Close it. Raises EndpointError for an address that cannot be dialled."""
-    check_address(endpoint.address)
-    channel = grpc.aio.insecure_channel(_target(endpoint), options=(*_CLIENT_OPTIONS, *options))
+    """A channel of the running event loop. Close it. Raises EndpointError as `open_channel`."""
+    credentials, all_options = _credentials(endpoint), (*_CLIENT_OPTIONS, *options)
+    if credentials is None:
+        channel = grpc.aio.insecure_channel(_target(endpoint), options=all_options)
+    else:
+        channel = grpc.aio.secure_channel(_target(endpoint), credentials, options=all_options)
     return cast(grpc.aio.Channel, _Channel(channel, endpoint.token))
+
+
+def _credentials(endpoint: Endpoint) -> grpc.ChannelCredentials | None:
+    check_dial_address(endpoint.address, has_certificate=bool(endpoint.tls))
+    if not endpoint.tls:
+        return None
+    # Loaded here: most clients are on their master's machine.
+    from ganger.wire.tls import channel_credentials
+
+    return channel_credentials(Path(endpoint.tls))
 
 
 def _target(endpoint: Endpoint) -> str:

@@ -1,7 +1,8 @@
 """Where a server listens and what opens its door: addresses, start-up tokens, and the file that tells clients.
 
 An address is "unix:PATH" or "HOST:PORT". A server that starts writes STATE_DIR/endpoint.json {"address", "token_file"};
-clients on the same machine read it. Until there are certificates a server listens on this machine only.
+clients on the same machine read it. Without certificates (`ganger.wire.tls`) a server listens on this machine only, and
+nobody dials another.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ ENDPOINT_FILE = "endpoint.json"
 TOKEN_FILE = "token"
 MASTER_VARIABLE = "GANGER_MASTER"
 TOKEN_VARIABLE = "GANGER_TOKEN"
+TLS_VARIABLE = "GANGER_TLS"
 # sockaddr_un holds 108 bytes, the last one a NUL.
 _MAX_SOCKET_PATH_BYTES = 107
 
@@ -30,11 +32,15 @@ class EndpointError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
+    """`tls`: the directory of the caller's certificate, for a server that asks for one; it needs no token."""
+
     address: str
     token: str = ""
+    tls: str = ""
 
     def __repr__(self) -> str:
-        return f"Endpoint({self.address!r}, token={'set' if self.token else 'none'})"
+        guard = f"tls={self.tls!r}" if self.tls else f"token={'set' if self.token else 'none'}"
+        return f"Endpoint({self.address!r}, {guard})"
 
 
 def default_state_directory() -> Path:
@@ -43,10 +49,11 @@ def default_state_directory() -> Path:
     return Path(base) / "ganger" / "cluster"
 
 
-def find_endpoint(master: str | None = None) -> Endpoint:
+def find_endpoint(master: str | None = None, tls: str | None = None) -> Endpoint:
     """The master to talk to: `master` (an address or a directory that holds endpoint.json), else $GANGER_MASTER, else
-    the default state directory. For a bare address the token is $GANGER_TOKEN, or that of an endpoint.json beside the
-    socket or in the default state directory that names the same address. Raises EndpointError."""
+    the default state directory. HOST:PORT is dialled with the certificate in the directory `tls`, else $GANGER_TLS, if
+    there is one. Otherwise the token of a bare address is $GANGER_TOKEN, or that of an endpoint.json beside the socket
+    or in the default state directory that names the same address. Raises EndpointError."""
     wanted = master or os.environ.get(MASTER_VARIABLE) or ""
     if not wanted:
         directory = default_state_directory()
@@ -61,6 +68,9 @@ def find_endpoint(master: str | None = None) -> Endpoint:
         path = Path(wanted).expanduser()
         return read_endpoint(path.parent if path.name == ENDPOINT_FILE else path)
     check_address(wanted)
+    tls = tls if tls is not None else os.environ.get(TLS_VARIABLE, "")
+    if tls and not wanted.startswith("unix:"):
+        return Endpoint(wanted, tls=str(Path(tls).expanduser()))
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
         beside = [Path(wanted.removeprefix("unix:")).parent] if wanted.startswith("unix:") else []
@@ -164,7 +174,16 @@ def check_listen_address(address: str, *, has_certificates: bool = False) -> Non
     if not address.startswith("unix:") and not has_certificates and not is_loopback(address):
         raise EndpointError(
             f"refuse to listen on {address} without certificates: others on the network could take over jobs;"
-            " listen on 127.0.0.1:PORT or unix:PATH"
+            " listen on 127.0.0.1:PORT or unix:PATH, or give --tls DIR (`ganger certs`)"
+        )
+
+
+def check_dial_address(address: str, *, has_certificate: bool = False) -> None:
+    """Raises EndpointError for an address that cannot be dialled, and without a certificate for another machine's."""
+    check_address(address)
+    if not address.startswith("unix:") and not has_certificate and not is_loopback(address):
+        raise EndpointError(
+            f"refuse to talk to {address} without a certificate: name the directory of yours by ${TLS_VARIABLE}"
         )
 
 

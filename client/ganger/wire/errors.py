@@ -197,6 +197,22 @@ class JobNotYours(ApiError):
     code, reason = grpc.StatusCode.PERMISSION_DENIED, "JOB_NOT_YOURS"
 
 
+class RoleNotPermitted(ApiError):
+    """metadata: `method`, `permitted` (roles, by commas), and of a certificate `role` and `name`."""
+
+    code, reason = grpc.StatusCode.PERMISSION_DENIED, "ROLE_NOT_PERMITTED"
+
+
+class NodeNotYours(ApiError):
+    code, reason = grpc.StatusCode.PERMISSION_DENIED, "NODE_NOT_YOURS"
+
+
+class CertificateInvalid(ApiError):
+    """A certificate that was made by the right authority, but says nothing of whom it stands for."""
+
+    code, reason = grpc.StatusCode.UNAUTHENTICATED, "CERTIFICATE_INVALID"
+
+
 class TokenInvalid(ApiError):
     code, reason = grpc.StatusCode.UNAUTHENTICATED, "TOKEN_INVALID"
 

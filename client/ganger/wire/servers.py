@@ -1,4 +1,4 @@
-"""What every server does alike: options, binding, the token check, and errors onto the wire.
+"""What every server does alike: options, binding, the check of who calls, and errors onto the wire.
 
 Handlers raise `ApiError`; anything else they raise is our bug and reaches the caller as INTERNAL with an id that is in
 the log beside the traceback. What cannot be read as the method's message is refused before it reaches a handler.
@@ -14,6 +14,7 @@ import os
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
@@ -23,11 +24,13 @@ from google.protobuf.message import DecodeError
 from ganger.wire.channels import MAX_MESSAGE_BYTES, TOKEN_KEY
 from ganger.wire.endpoints import EndpointError, check_listen_address, prepare_socket
 from ganger.wire.errors import ApiError, Internal, RequestInvalid, TokenInvalid, to_trailing_metadata
+from ganger.wire.roles import Identity, check_call, check_local_call, identity_of
 
 log = logging.getLogger(__name__)
 
 # Health answers to anyone who can connect: a probe has no token.
 _OPEN_SERVICES = ("/grpc.health.v1.Health/",)
+_SSL: Final = b"ssl"
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -44,11 +47,14 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def make_server(token: str = "", options: Sequence[tuple[str, int]] = ()) -> grpc.aio.Server:
+def make_server(token: str = "", options: Sequence[tuple[str, int]] = (), *, by_role: bool = False) -> grpc.aio.Server:
     """A grpc.aio server with our options and interceptors; `token` is what callers must bring, "" lets everybody in.
-    A later option of the same name wins."""
+    `by_role`: who comes with a certificate may call what is for its role, who brings the token what is for whoever is
+    at this machine, and nobody else anything. A later option of the same name wins."""
     interceptors: list[grpc.aio.ServerInterceptor[Any, Any]] = [ErrorInterceptor()]
-    if token:
+    if by_role:
+        interceptors.append(RoleInterceptor(token))
+    elif token:
         interceptors.append(TokenInterceptor(token))
     return grpc.aio.server(interceptors=interceptors, options=list(dict((*SERVER_OPTIONS, *options)).items()))
 
@@ -142,7 +148,7 @@ class TokenInterceptor(_WrappingInterceptor):
 
     def __init__(self, token: str) -> None:
         super().__init__()
-        self._expected = f"Bearer {token}".encode()
+        self._expected = f"Bearer {token}".encode() if token else b""
 
     def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
         if method.startswith(_OPEN_SERVICES):
@@ -150,17 +156,17 @@ class TokenInterceptor(_WrappingInterceptor):
         behaviour = _behaviour(handler)
 
         async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            self._check(context)
+            self._check(method, context)
             return await behaviour(request, context)
 
         async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            self._check(context)
+            self._check(method, context)
             async for response in behaviour(request, context):
                 yield response
 
         return _rebuilt(handler, stream if inspect.isasyncgenfunction(behaviour) else answer)
 
-    def _check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    def _check(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         for key, value in context.invocation_metadata() or ():
             if key == TOKEN_KEY:
                 brought = value if isinstance(value, bytes) else value.encode()
@@ -168,6 +174,42 @@ class TokenInterceptor(_WrappingInterceptor):
                     return
                 raise TokenInvalid("the token is not this server's: use the one its endpoint.json names")
         raise TokenInvalid("no token came with the call: use the endpoint.json of the server's state directory")
+
+
+class RoleInterceptor(TokenInterceptor):
+    """Lets callers with a certificate do what is for its role, and those with the token what is for this machine."""
+
+    def _check(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        caller = identity_in(context)
+        if caller is not None:
+            check_call(method, caller)
+            return
+        super()._check(method, context)
+        check_local_call(method)
+
+
+class Callers:
+    """Who calls, for handlers. Without certificates that is always `local`, who has the token, and costs nothing."""
+
+    def __init__(self, local: Identity, *, by_role: bool = False) -> None:
+        self._local = local
+        self._by_role = by_role
+
+    def of(self, context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
+        return (identity_in(context) or self._local) if self._by_role else self._local
+
+
+def identity_in(context: grpc.aio.ServicerContext[Any, Any]) -> Identity | None:
+    """Whom the caller's certificate names; None for one that came without TLS. Raises CertificateInvalid."""
+    found = context.auth_context()
+    if _SSL not in found.get("transport_security_type", ()):
+        return None
+    return _identity_of(tuple(found.get("peer_uri", ())))
+
+
+@lru_cache(4_096)
+def _identity_of(uris: tuple[bytes, ...]) -> Identity:
+    return identity_of([uri.decode("utf-8", "replace") for uri in uris])
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], method: str, error: Exception) -> None:

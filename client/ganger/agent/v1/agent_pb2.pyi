@@ -108,7 +108,9 @@ class CreateSessionRequest(google.protobuf.message.Message):
     def configuration_set(self) -> ganger.v1.resources_pb2.ConfigurationSet: ...
     @property
     def capabilities(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """cgroup, switch_user, virtual_devices, shared_cores, ... by name."""
+        """cgroup, switch_user ("no": only jobs of its own user; "shared": everybody's, as its own user), virtual_devices,
+        shared_cores, ... by name.
+        """
 
     def __init__(
         self,

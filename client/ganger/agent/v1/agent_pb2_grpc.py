@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class AgentServiceStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Where there are certificates every method may answer PERMISSION_DENIED/{ROLE_NOT_PERMITTED, NODE_NOT_YOURS (the node, or
+    the session, is not of the name on the daemon's certificate)}.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -52,7 +54,9 @@ class AgentServiceStub(object):
 
 
 class AgentServiceServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Where there are certificates every method may answer PERMISSION_DENIED/{ROLE_NOT_PERMITTED, NODE_NOT_YOURS (the node, or
+    the session, is not of the name on the daemon's certificate)}.
+    """
 
     def CreateSession(self, request, context):
         """Opens a session; older sessions of this node are void. Gangs that run keep running.
@@ -105,7 +109,9 @@ def add_AgentServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AgentService(object):
-    """Missing associated documentation comment in .proto file."""
+    """Where there are certificates every method may answer PERMISSION_DENIED/{ROLE_NOT_PERMITTED, NODE_NOT_YOURS (the node, or
+    the session, is not of the name on the daemon's certificate)}.
+    """
 
     @staticmethod
     def CreateSession(request,

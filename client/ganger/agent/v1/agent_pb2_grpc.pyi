@@ -21,6 +21,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AgentServiceStub:
+    """Where there are certificates every method may answer PERMISSION_DENIED/{ROLE_NOT_PERMITTED, NODE_NOT_YOURS (the node, or
+    the session, is not of the name on the daemon's certificate)}.
+    """
+
     @typing.overload
     def __new__(cls, channel: grpc.Channel) -> AgentServiceStub: ...
     @typing.overload
@@ -39,6 +43,10 @@ class AgentServiceStub:
 
 @typing.type_check_only
 class AgentServiceAsyncStub(AgentServiceStub):
+    """Where there are certificates every method may answer PERMISSION_DENIED/{ROLE_NOT_PERMITTED, NODE_NOT_YOURS (the node, or
+    the session, is not of the name on the daemon's certificate)}.
+    """
+
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     CreateSession: grpc.aio.UnaryUnaryMultiCallable[ganger.agent.v1.agent_pb2.CreateSessionRequest, ganger.agent.v1.agent_pb2.Session]  # type: ignore[assignment]
     """Opens a session; older sessions of this node are void. Gangs that run keep running.
@@ -53,6 +61,10 @@ class AgentServiceAsyncStub(AgentServiceStub):
     """One batch per node every 1-10 s; lossy. Errors: ABORTED/SESSION_SUPERSEDED."""
 
 class AgentServiceServicer(metaclass=abc.ABCMeta):
+    """Where there are certificates every method may answer PERMISSION_DENIED/{ROLE_NOT_PERMITTED, NODE_NOT_YOURS (the node, or
+    the session, is not of the name on the daemon's certificate)}.
+    """
+
     @abc.abstractmethod
     def CreateSession(
         self,

@@ -1,0 +1,168 @@
+"""A small authority of one's own: makes it, and certificates of roles and names by it.
+
+Keys are EC P-256, certificates X.509 v3 (RFC 5280) with the hosts, and the URI that says role and name
+(`ganger.wire.roles`), as subject alternative names. Who dials only (users, operators, ...) gets a certificate that does
+not do for a server. Nothing is written over: a directory that holds files of these names is refused.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Final
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from ganger.wire.roles import Identity, Role
+from ganger.wire.tls import AUTHORITY, CERTIFICATE, KEY
+
+AUTHORITY_KEY: Final = "ca-key.pem"
+AUTHORITY_DAYS: Final = 3650
+# Clocks of machines differ.
+_BEFORE: Final = timedelta(minutes=5)
+_HOST = re.compile(
+    r"(\*\.)?([A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?\.)*[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?"
+)
+
+
+class CertificateError(Exception):
+    """What was asked for cannot be made; the message says why and what to do."""
+
+
+def make_authority(directory: Path) -> Path:
+    """Writes ca-key.pem (mode 0600) and ca.pem of a new authority; the latter. Raises CertificateError."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "ganger cluster authority")])
+    usage = _usage(key_cert_sign=True, crl_sign=True)
+    certificate = (
+        _builder(name, name, key.public_key(), AUTHORITY_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    _write(directory, {AUTHORITY_KEY: _pem_of(key), AUTHORITY: certificate.public_bytes(serialization.Encoding.PEM)})
+    return directory / AUTHORITY
+
+
+def issue(authority: Path, identity: Identity, hosts: Sequence[str], days: float, out: Path) -> datetime:
+    """Writes key.pem (mode 0600), cert.pem and ca.pem into `out`: a certificate of `identity`, by the authority in the
+    directory `authority`, with `hosts` (DNS names and IP addresses). When it ends. Raises CertificateError."""
+    serves = identity.role in (Role.MASTER, Role.DAEMON)
+    if serves and not hosts:
+        raise CertificateError(
+            f"a {identity.role} is dialled by others: name the host under which they reach it with --host"
+        )
+    if hosts and not serves:
+        raise CertificateError(f"nobody dials a {identity.role}: leave --host out")
+    signer, signing_key = _authority(authority)
+    if (left := signer.not_valid_after_utc - datetime.now(UTC)) < timedelta(days=days):
+        raise CertificateError(
+            f"the authority {authority / AUTHORITY} itself ends in {max(0, left.days)} days: take fewer --days, or make"
+            " a new one"
+        )
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, identity.name)])
+    purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if serves else [])]
+    names = [x509.UniformResourceIdentifier(identity.uri), *(_general_name(host) for host in hosts)]
+    certificate = (
+        _builder(name, signer.subject, key.public_key(), days)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(digital_signature=True), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()), critical=False)
+        .sign(signing_key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    _write(
+        out,
+        {KEY: _pem_of(key), CERTIFICATE: certificate.public_bytes(pem), AUTHORITY: signer.public_bytes(pem)},
+    )
+    return certificate.not_valid_after_utc
+
+
+def _authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    try:
+        certificate = x509.load_pem_x509_certificate((directory / AUTHORITY).read_bytes())
+        key = serialization.load_pem_private_key((directory / AUTHORITY_KEY).read_bytes(), None)
+    except FileNotFoundError as error:
+        raise CertificateError(
+            f"there is no authority in {directory} ({error.filename} is missing): `ganger certs init {directory}` makes"
+            " one"
+        ) from error
+    except OSError as error:
+        raise CertificateError(f"cannot read {error.filename}: {(error.strerror or '').lower()}") from error
+    except (ValueError, TypeError) as error:
+        raise CertificateError(f"{directory} holds no authority that can be used: {error}") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+        raise CertificateError(f"{directory / AUTHORITY_KEY} is not the key of {directory / AUTHORITY}")
+    return certificate, key
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: float
+) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _BEFORE)
+        .not_valid_after(now + timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def _usage(*, digital_signature: bool = False, key_cert_sign: bool = False, crl_sign: bool = False) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=digital_signature,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=key_cert_sign,
+        crl_sign=crl_sign,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    if len(host) > 253 or _HOST.fullmatch(host) is None:
+        raise CertificateError(f"--host {host!r} is neither a host name nor an IP address; leave the port out")
+    return x509.DNSName(host)
+
+
+def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _write(directory: Path, files: dict[str, bytes]) -> None:
+    """All of them, or none: what is there already is somebody's."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        taken = [name for name in files if (directory / name).exists()]
+        if taken:
+            raise CertificateError(f"{directory / taken[0]} is there already: choose another directory, or remove it")
+        for name, content in files.items():
+            mode = 0o644 if name in (CERTIFICATE, AUTHORITY) else 0o600
+            descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+    except OSError as error:
+        raise CertificateError(f"cannot write into {directory}: {(error.strerror or str(error)).lower()}") from error

@@ -1,0 +1,68 @@
+"""`ganger certs`: an authority of the cluster's own, and certificates for those who take part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ganger.console.numbers import Within
+from ganger.console.paths import Directory
+
+_ROLES = ("master", "daemon", "user", "operator", "scheduler", "planner")
+
+
+@click.group()
+def certs() -> None:
+    """Make certificates for a cluster of several machines."""
+
+
+@certs.command()
+@click.argument("directory", type=Directory())
+def init(directory: Path) -> None:
+    """Make the authority of a cluster in DIRECTORY.
+
+    ca-key.pem there makes certificates: who has it can be anybody in the cluster. Keep it where no job runs.
+    """
+    from ganger.certificates import AUTHORITY_KEY, CertificateError, make_authority
+    from ganger.console.exits import CommandError
+
+    try:
+        made = make_authority(directory)
+    except CertificateError as error:
+        raise CommandError(str(error)) from error
+    click.echo(f"made the authority {made}; keep {directory / AUTHORITY_KEY} to yourself")
+
+
+@certs.command()
+@click.argument("directory", type=Directory())
+@click.option("--role", type=click.Choice(_ROLES), required=True, help="What its holder is there for.")
+@click.option("--name", required=True, help="Of a user the user's, of a daemon that of its node.")
+@click.option("--host", "hosts", multiple=True, help="Name or address others reach it at; repeat for more.")
+@click.option(
+    "--out", type=Directory(), required=True, help="Directory for key.pem, cert.pem, ca.pem; made if missing."
+)
+@click.option(
+    "--days", type=Within(min=0.0001, max=3650.0), default=365.0, show_default=True, help="How long it lasts."
+)
+def issue(directory: Path, role: str, name: str, hosts: tuple[str, ...], out: Path, days: float) -> None:
+    """Issue a certificate by the authority in DIRECTORY.
+
+    A master and a daemon are dialled by others and need --host; nobody else has one.
+    """
+    from ganger import certificates
+    from ganger.console.exits import CommandError
+    from ganger.wire.names import is_node_id
+    from ganger.wire.roles import Identity, Role, is_name
+
+    if not is_name(name) or (role == Role.DAEMON and not is_node_id(name)):
+        raise click.UsageError(
+            f"--name {name!r}: letters, digits, '.', '-', '_'{'' if role == Role.DAEMON else ', @'}, at most 63,"
+            " starting and ending with a letter or digit"
+        )
+    identity = Identity(Role(role), name)
+    try:
+        end = certificates.issue(directory, identity, hosts, days, out)
+    except certificates.CertificateError as error:
+        raise CommandError(str(error)) from error
+    click.echo(f"issued {out} to {identity}, until {end:%Y-%m-%d %H:%M} UTC")

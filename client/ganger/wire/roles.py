@@ -1,0 +1,139 @@
+"""Who may call what: the roles that certificates name, and one table of every method with the roles it is for.
+
+A certificate says who its holder is by one URI among its subject alternative names, `ganger://ROLE/NAME`, for example
+`ganger://daemon/n1`. Who holds a server's start-up token, on the server's own machine, has the roles of `LOCAL`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from ganger.wire.errors import CertificateInvalid, RoleNotPermitted
+
+SCHEME: Final = "ganger://"
+# A job's user is kept in a column of this many characters and shown in tables.
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._@-]{0,61}[A-Za-z0-9])?")
+
+
+class Role(StrEnum):
+    """What a party of a cluster is there for."""
+
+    USER = "user"
+    OPERATOR = "operator"
+    SCHEDULER = "scheduler"
+    PLANNER = "planner"
+    DAEMON = "daemon"
+    MASTER = "master"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Whom a certificate, or the token, stands for."""
+
+    role: Role
+    name: str
+
+    @property
+    def uri(self) -> str:
+        return f"{SCHEME}{self.role}/{self.name}"
+
+    @property
+    def sees_everything(self) -> bool:
+        """Whether all jobs are its business, not only those that were submitted by its name."""
+        return self.role is not Role.USER
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.name!r}"
+
+
+def is_name(name: str) -> bool:
+    """Letters, digits, dots, dashes, underscores and @, at most 63, starting and ending with a letter or digit."""
+    return _NAME.fullmatch(name) is not None
+
+
+def identity_of(uris: Iterable[str]) -> Identity:
+    """Whom the URIs of a certificate name; those of other schemes are nobody's business here. Raises
+    CertificateInvalid unless exactly one names a role and a name."""
+    ours = [uri for uri in uris if uri.startswith(SCHEME)]
+    if len(ours) != 1:
+        found = "names no role" if not ours else f"names {len(ours)} roles"
+        raise CertificateInvalid(
+            f"the certificate {found}: it needs one URI ganger://ROLE/NAME among its subject alternative names"
+        )
+    role, _, name = ours[0].removeprefix(SCHEME).partition("/")
+    if role not in set(Role) or not is_name(name):
+        raise CertificateInvalid(
+            f"the certificate's URI {ours[0][:100]!r} is not ganger://ROLE/NAME with one of the roles {', '.join(Role)}"
+        )
+    return Identity(Role(role), name)
+
+
+_PEOPLE: Final = frozenset({Role.USER, Role.OPERATOR})
+_READERS: Final = _PEOPLE | {Role.SCHEDULER, Role.PLANNER}
+_ALL: Final = frozenset(Role)
+_OPERATORS: Final = frozenset({Role.OPERATOR})
+_DAEMONS: Final = frozenset({Role.DAEMON})
+# A user's own job scheduler runs as that user, for that user's jobs: the services look at whose they are.
+_SCHEDULERS: Final = _PEOPLE | {Role.SCHEDULER}
+_PLANNERS: Final = frozenset({Role.OPERATOR, Role.PLANNER})
+
+# By method, "/package.Service/Method".
+ROLES: Final[Mapping[str, frozenset[Role]]] = {
+    f"/{service}/{method}": roles
+    for service, rows in {
+        "ganger.v1.JobService": (
+            ("CreateJob CreateArray", _PEOPLE),
+            ("CancelJob SuspendJob ResumeJob MoveJob RetuneJob ResizeJob ReadLog CancelArray", _PEOPLE),
+            ("GetJob ListJobs WatchJob ExplainJob ListEvents GetArray ListArrays", _READERS),
+        ),
+        "ganger.v1.SchedulingService": (
+            ("GetView WatchView WatchProgress", _READERS),
+            ("WatchTurns RequestGang RequestGangs ReleaseGang", _SCHEDULERS),
+            ("ProposePlan", _SCHEDULERS | _PLANNERS),
+            ("WatchCluster", _PLANNERS),
+        ),
+        "ganger.v1.NodeService": (
+            ("ListNodes GetNode GetCluster", _READERS),
+            ("DrainNode CordonNode UncordonNode DeclareNodeLost RemoveNode RecordDecisions", _OPERATORS),
+        ),
+        "ganger.agent.v1.AgentService": (("CreateSession Reconcile ReportProgress", _DAEMONS),),
+        "ganger.agent.v1.PeerService": (
+            ("RelayBoundary GetRendezvous ShardWritten SwitchRow", _DAEMONS),
+            ("ReadLog", frozenset({Role.MASTER})),
+        ),
+        "grpc.health.v1.Health": (("Check List Watch", _ALL),),
+        "grpc.reflection.v1alpha.ServerReflection": (("ServerReflectionInfo", _ALL),),
+    }.items()
+    for methods, roles in rows
+    for method in methods.split()
+}
+# What the master starts beside itself, and whoever is at its machine and may read its directory. Daemons are not among
+# them: where there are certificates, a daemon has one, or it could speak for any node.
+LOCAL: Final = frozenset({Role.OPERATOR, Role.SCHEDULER, Role.PLANNER})
+
+
+def check_call(method: str, caller: Identity) -> None:
+    """Raises RoleNotPermitted unless the caller may call "/package.Service/Method". A method that is not in the table
+    is nobody's."""
+    permitted = ROLES.get(method, frozenset())
+    if caller.role not in permitted:
+        raise _not_permitted(method, permitted, f"this certificate is of {caller}", role=caller.role, name=caller.name)
+
+
+def check_local_call(method: str) -> None:
+    """The same for who brings the start-up token, on a server that asks others for certificates."""
+    permitted = ROLES.get(method, frozenset())
+    if not permitted & LOCAL:
+        raise _not_permitted(method, permitted, "the token does not do for it here: come with a certificate")
+
+
+def _not_permitted(method: str, permitted: frozenset[Role], but: str, **caller: str) -> RoleNotPermitted:
+    who = " or ".join(sorted(f"{'an' if role[0] in 'aeio' else 'a'} {role}" for role in permitted)) or "nobody"
+    name = method.rpartition("/")[2]
+    error = RoleNotPermitted(f"{name} is for {who}; {but}")
+    error.metadata = {"method": name, "permitted": ",".join(sorted(permitted)), **caller}
+    return error

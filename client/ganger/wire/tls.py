@@ -1,0 +1,264 @@
+"""Certificates in use: a directory's files as what gRPC and sockets want, and what is wrong with them, in a sentence.
+
+A directory holds cert.pem (the certificate, intermediate ones after it), key.pem (its key, not encrypted, its owner's
+alone) and ca.pem (the authorities that all parties trust). Every link is mutual: both ends show a certificate of one of
+these authorities, who is called has the host that was dialled among its names, and what the caller may do is told by
+`ganger.wire.roles`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc
+
+from ganger.wire.endpoints import EndpointError
+from ganger.wire.errors import CertificateInvalid
+from ganger.wire.roles import Identity, Role, identity_of
+
+if TYPE_CHECKING:
+    from cryptography.x509 import Certificate
+
+CERTIFICATE: Final = "cert.pem"
+KEY: Final = "key.pem"
+AUTHORITY: Final = "ca.pem"
+
+_MOST_BYTES: Final = 1 << 20
+_PROBE_SECONDS: Final = 2.0
+# Parties that others dial: their certificates must do for servers, too.
+_SERVERS: Final = frozenset({Role.MASTER, Role.DAEMON})
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Files:
+    certificate: bytes
+    key: bytes
+    authority: bytes
+
+
+def read_files(directory: Path) -> Files:
+    """Raises EndpointError for a file that is missing, unreadable or empty, and for a key that others could read."""
+    return Files(*(_read(directory / name) for name in (CERTIFICATE, KEY, AUTHORITY)))
+
+
+def channel_credentials(directory: Path) -> grpc.ChannelCredentials:
+    """Raises EndpointError."""
+    files = read_files(directory)
+    return grpc.ssl_channel_credentials(files.authority, files.key, files.certificate)
+
+
+def server_credentials(directory: Path) -> grpc.ServerCredentials:
+    """Of a server that lets nobody in without a certificate. Raises EndpointError."""
+    files = read_files(directory)
+    pair = [(files.key, files.certificate)]
+    return grpc.ssl_server_credentials(pair, root_certificates=files.authority, require_client_auth=True)
+
+
+def client_context(directory: Path) -> ssl.SSLContext:
+    """For sockets that dial. Raises EndpointError."""
+    return _loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), directory)
+
+
+def server_context(directory: Path) -> ssl.SSLContext:
+    """For sockets that are dialled. Raises EndpointError."""
+    context = _loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), directory)
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def identity_at(connection: ssl.SSLSocket | ssl.SSLObject) -> Identity:
+    """Who is at the other end. Raises CertificateInvalid."""
+    return _identity_in(connection.getpeercert())
+
+
+def check_directory(directory: Path, roles: Iterable[Role] = Role) -> Identity:
+    """Whom the certificate is of, after a handshake with itself: key and certificate belong together, are of the
+    authority, valid now, and of one of `roles`. Raises EndpointError saying which of that is wrong."""
+    serving, calling = server_context(directory), client_context(directory)
+    calling.check_hostname = False
+    calling.verify_mode = ssl.CERT_NONE
+    try:
+        identity = identity_at(_shake_hands(serving, calling)[0])
+        if identity.role in _SERVERS:
+            calling.verify_mode = ssl.CERT_REQUIRED
+            _shake_hands(serving, calling)
+    except ssl.SSLCertVerificationError as error:
+        raise EndpointError(_own_trouble(directory, error)) from error
+    except ssl.SSLError as error:
+        raise EndpointError(f"cannot use the certificate {directory / CERTIFICATE}: {_reason(error)}") from error
+    except CertificateInvalid as error:
+        raise EndpointError(f"cannot use {directory / CERTIFICATE}: {error.message}") from error
+    wanted = tuple(roles)
+    if identity.role not in wanted:
+        raise EndpointError(
+            f"{directory / CERTIFICATE} is the certificate of {identity}, here one of role {' or '.join(wanted)} is"
+            f" needed: `ganger certs issue --role {wanted[0]}` makes one"
+        )
+    return identity
+
+
+def trouble_with(address: str, directory: Path) -> str:
+    """Why no connection to a server comes about that should: what is wrong with the certificates of either end. Empty
+    where nothing is, or nobody listens. Asks the server, for two seconds at most."""
+    try:
+        check_directory(directory)
+        context = client_context(directory)
+    except EndpointError as error:
+        return str(error)
+    context.set_alpn_protocols(["h2"])
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        with (
+            socket.create_connection((host, int(port)), _PROBE_SECONDS) as plain,
+            context.wrap_socket(plain, server_hostname=host) as connection,
+        ):
+            # Whether it takes our certificate a server says after the handshake: one that does speaks first, another
+            # sends an alert or just hangs up.
+            if not _first_byte(connection):
+                return _not_taken(directory)
+    except ssl.SSLCertVerificationError as error:
+        return _their_trouble(host, directory, error)
+    except ssl.SSLError as error:
+        return _refusal(directory, error)
+    except OSError:
+        pass
+    return ""
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            content = file.read(_MOST_BYTES)
+    except FileNotFoundError as error:
+        raise EndpointError(
+            f"there is no {path}: a directory for TLS holds {CERTIFICATE}, {KEY} and {AUTHORITY}, as `ganger certs"
+            " issue` writes them"
+        ) from error
+    except OSError as error:
+        raise EndpointError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+    if path.name == KEY and mode & 0o077:
+        raise EndpointError(f"the key {path} can be read by others (mode {mode:04o}): chmod 600 it")
+    if not content.strip():
+        raise EndpointError(f"{path} is empty: copy it anew, or issue another certificate")
+    return content
+
+
+def _loaded(context: ssl.SSLContext, directory: Path) -> ssl.SSLContext:
+    files = read_files(directory)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_verify_locations(cadata=files.authority.decode("ascii"))
+    except (ssl.SSLError, UnicodeDecodeError) as error:
+        raise EndpointError(f"{directory / AUTHORITY} holds no certificate in PEM form") from error
+    try:
+        # Without a word for it OpenSSL would ask the terminal.
+        context.load_cert_chain(directory / CERTIFICATE, directory / KEY, password=lambda: b"")
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            why = f"{directory / KEY} is not the key of {directory / CERTIFICATE}: copy both anew"
+        elif b"ENCRYPTED" in files.key:
+            why = f"the key {directory / KEY} is encrypted: store it without a password, readable by its owner alone"
+        elif b"PRIVATE KEY-----" not in files.key:
+            why = f"{directory / KEY} holds no key in PEM form"
+        else:
+            why = f"cannot read {directory / CERTIFICATE} and {directory / KEY} as certificate and key in PEM form"
+        raise EndpointError(why) from error
+    except OSError as error:
+        raise EndpointError(f"cannot read the certificate in {directory}: {error.strerror}") from error
+    return context
+
+
+def _shake_hands(serving: ssl.SSLContext, calling: ssl.SSLContext) -> tuple[ssl.SSLObject, ssl.SSLObject]:
+    """A handshake in memory. Raises ssl.SSLError where one end will not have the other."""
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server, client = serving.wrap_bio(up, down, server_side=True), calling.wrap_bio(down, up)
+    undone = [client, server]
+    while undone:
+        for end in tuple(undone):
+            try:
+                end.do_handshake()
+                undone.remove(end)
+            except ssl.SSLWantReadError:
+                continue
+    return server, client
+
+
+def _identity_in(shown: Mapping[str, Any] | None) -> Identity:
+    names = (shown or {}).get("subjectAltName", ())
+    return identity_of([str(value) for kind, value in names if kind == "URI"])
+
+
+def _own_trouble(directory: Path, error: ssl.SSLCertVerificationError) -> str:
+    path, now = directory / CERTIFICATE, datetime.now(UTC)
+    for name in (CERTIFICATE, AUTHORITY):
+        for found in _certificates(directory / name):
+            if now > found.not_valid_after_utc:
+                return f"{directory / name} expired on {_day(found.not_valid_after_utc)}: issue a new certificate"
+            if now < found.not_valid_before_utc:
+                return f"{directory / name} is valid from {_day(found.not_valid_before_utc)} on: is the clock right?"
+    if "purpose" in error.verify_message:
+        return f"{path} may not be used for this (extended key usage): issue it for servers and clients"
+    return f"{path} was not made by the authority in {directory / AUTHORITY} ({error.verify_message})"
+
+
+def _their_trouble(host: str, directory: Path, error: ssl.SSLCertVerificationError) -> str:
+    said = error.verify_message.lower()
+    if "mismatch" in said:
+        return f"its certificate does not name the host {host}: issue it with --host {host}, or dial a name it has"
+    if "expired" in said:
+        return "its certificate has expired: it needs a new one, and a restart"
+    if "not yet valid" in said:
+        return "its certificate is not valid yet: are the clocks right?"
+    if "purpose" in said:
+        return "its certificate is not that of a server"
+    return f"its certificate was not made by the authority in {directory / AUTHORITY}: are both of one cluster?"
+
+
+def _refusal(directory: Path, error: ssl.SSLError) -> str:
+    """What the server's alert means; of ours nothing is wrong that can be seen here."""
+    reason, own = (error.reason or "").upper(), directory / CERTIFICATE
+    if "WRONG_VERSION" in reason or "PACKET_LENGTH" in reason or "HTTP_REQUEST" in reason:
+        return "the server there speaks no TLS: was it started with --tls?"
+    if "EXPIRED" in reason:
+        return f"the server takes {own} for expired: is its clock right?"
+    return _not_taken(directory) if "ALERT" in reason else _reason(error)
+
+
+def _not_taken(directory: Path) -> str:
+    own = directory / CERTIFICATE
+    return f"the server does not accept {own}: are both of the same cluster, and are their clocks right?"
+
+
+def _first_byte(connection: ssl.SSLSocket) -> bytes:
+    try:
+        return connection.recv(1)
+    except ConnectionError:
+        return b""
+
+
+def _reason(error: ssl.SSLError) -> str:
+    return (error.reason or str(error)).lower().replace("_", " ")
+
+
+def _certificates(path: Path) -> list[Certificate]:
+    # Loaded where something is wrong only: it takes a tenth of a second.
+    from cryptography import x509
+
+    try:
+        return x509.load_pem_x509_certificates(path.read_bytes())
+    except (OSError, ValueError):
+        return []
+
+
+def _day(moment: datetime) -> str:
+    return moment.strftime("%Y-%m-%d %H:%M UTC")

@@ -1,0 +1,68 @@
+"""`ganger certs` makes what the programs take, and says what it cannot make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ganger.console.exits import Exit
+from ganger.wire.roles import Identity, Role
+from ganger.wire.tls import check_directory
+from kit.shell import Done, Shell
+
+
+def certs(*arguments: str) -> Done:
+    return Shell("unused:1").try_("certs", *arguments)
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> str:
+    assert certs("init", str(tmp_path / "ca")).code == Exit.OK
+    return str(tmp_path / "ca")
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "hosts"),
+    [
+        ("master", "m", ("m.lab", "10.0.0.1")),
+        ("daemon", "n1", ("n1.lab",)),
+        *((role, "x@lab", ()) for role in ("user", "operator", "scheduler", "planner")),
+    ],
+)
+def test_a_certificate_of_each_role_is_issued(
+    authority: str, tmp_path: Path, role: str, name: str, hosts: tuple[str, ...]
+) -> None:
+    words = [word for host in hosts for word in ("--host", host)]
+    out = tmp_path / "out"
+    done = certs("issue", authority, "--role", role, "--name", name, *words, "--out", str(out), "--days", "3")
+    assert (done.code, done.err) == (Exit.OK, "")
+    assert done.out.startswith(f"issued {out} to {role} {name!r}, until ")
+    assert check_directory(out) == Identity(Role(role), name)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--role", "user", "--name", "a b"), Exit.USAGE, "--name 'a b': letters, digits"),
+        (("--role", "daemon", "--name", "n@1", "--host", "n1"), Exit.USAGE, "--name 'n@1': letters, digits"),
+        (("--role", "root", "--name", "a"), Exit.USAGE, "'root' is not one of"),
+        (("--role", "user", "--name", "a", "--days", "nan"), Exit.USAGE, "not a number"),
+        (("--role", "user", "--name", "a", "--days", "0"), Exit.USAGE, "not in the range"),
+        (("--role", "master", "--name", "m"), Exit.REFUSED, "name the host under which they reach it"),
+        (("--role", "user", "--name", "a", "--host", "h"), Exit.REFUSED, "leave --host out"),
+    ],
+)
+def test_what_cannot_be_issued_is_said(
+    authority: str, tmp_path: Path, words: tuple[str, ...], code: Exit, said: str
+) -> None:
+    done = certs("issue", authority, *words, "--out", str(tmp_path / "out"))
+    assert (done.code, said in done.err) == (code, True), done
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_authority_is_not_made_twice_and_none_is_not_used(authority: str, tmp_path: Path) -> None:
+    again = certs("init", authority)
+    assert (again.code, "is there already" in again.err) == (Exit.REFUSED, True)
+    words = ("--role", "user", "--name", "a", "--out", str(tmp_path / "out"))
+    none = certs("issue", str(tmp_path / "nowhere"), *words)
+    assert (none.code, "`ganger certs init" in none.err) == (Exit.REFUSED, True)

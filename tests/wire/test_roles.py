@@ -1,0 +1,122 @@
+"""Every method of every service names the roles that may call it, and nobody else may."""
+
+from __future__ import annotations
+
+import pytest
+from ganger.agent.v1 import agent_pb2, peer_pb2
+from ganger.v1 import job_service_pb2, node_pb2, scheduling_pb2
+from ganger.wire.errors import CertificateInvalid, RoleNotPermitted, from_status, to_status
+from ganger.wire.roles import LOCAL, ROLES, Identity, Role, check_call, check_local_call, identity_of, is_name
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+FILES = (job_service_pb2, scheduling_pb2, node_pb2, agent_pb2, peer_pb2, health_pb2, reflection_pb2)
+METHODS = {
+    f"/{service.full_name}/{method.name}"
+    for file in FILES
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+}
+JOBS, NODES, AGENTS, PEERS = (
+    "/ganger.v1.JobService",
+    "/ganger.v1.NodeService",
+    "/ganger.agent.v1.AgentService",
+    "/ganger.agent.v1.PeerService",
+)
+ANN = Identity(Role.USER, "ann")
+
+
+def test_the_table_names_exactly_the_methods_of_the_services() -> None:
+    assert set(ROLES) == METHODS
+
+
+@pytest.mark.parametrize("method", sorted(ROLES))
+def test_a_method_is_for_its_roles_and_for_no_other(method: str) -> None:
+    assert ROLES[method], "a method that nobody may call"
+    for role in Role:
+        caller = Identity(role, "x")
+        if role in ROLES[method]:
+            check_call(method, caller)
+        else:
+            with pytest.raises(RoleNotPermitted):
+                check_call(method, caller)
+
+
+# What a leaked certificate of each kind is worth, and what it is not.
+@pytest.mark.parametrize(
+    ("role", "method"),
+    [
+        (Role.USER, f"{NODES}/DrainNode"),
+        (Role.USER, f"{NODES}/RecordDecisions"),
+        (Role.USER, "/ganger.v1.SchedulingService/WatchCluster"),
+        (Role.USER, f"{AGENTS}/CreateSession"),
+        (Role.USER, f"{PEERS}/ReadLog"),
+        (Role.DAEMON, f"{JOBS}/CreateJob"),
+        (Role.DAEMON, f"{JOBS}/GetJob"),
+        (Role.DAEMON, f"{JOBS}/ReadLog"),
+        (Role.DAEMON, f"{NODES}/DrainNode"),
+        (Role.SCHEDULER, f"{JOBS}/CancelJob"),
+        (Role.PLANNER, f"{JOBS}/CreateJob"),
+        (Role.MASTER, f"{JOBS}/CreateJob"),
+        (Role.OPERATOR, f"{AGENTS}/Reconcile"),
+        (Role.OPERATOR, f"{PEERS}/SwitchRow"),
+    ],
+)
+def test_what_a_role_never_may(role: Role, method: str) -> None:
+    assert role not in ROLES[method]
+
+
+def test_a_refusal_says_who_may() -> None:
+    with pytest.raises(
+        RoleNotPermitted, match=r"DrainNode is for an operator; this certificate is of user 'ann'"
+    ) as it:
+        check_call(f"{NODES}/DrainNode", ANN)
+    heard = from_status(to_status(it.value))
+    assert (heard.reason, heard.metadata) == (
+        "ROLE_NOT_PERMITTED",
+        {"method": "DrainNode", "permitted": "operator", "role": "user", "name": "ann"},
+    )
+
+
+def test_a_method_that_is_not_in_the_table_is_nobodys() -> None:
+    with pytest.raises(RoleNotPermitted, match="is for nobody"):
+        check_call("/some.Service/Method", Identity(Role.OPERATOR, "o"))
+
+
+def test_the_token_does_for_all_but_what_daemons_say() -> None:
+    for method, roles in ROLES.items():
+        if roles & LOCAL:
+            check_local_call(method)
+        else:
+            assert method.startswith((AGENTS, PEERS))
+            with pytest.raises(RoleNotPermitted, match="come with a certificate"):
+                check_local_call(method)
+
+
+@pytest.mark.parametrize("identity", [ANN, Identity(Role.DAEMON, "n-1.rack_2"), Identity(Role.USER, "ann@lab.example")])
+def test_a_certificate_names_whom_it_was_made_for(identity: Identity) -> None:
+    assert identity_of(["https://elsewhere", identity.uri, "spiffe://lab/ann"]) == identity
+
+
+@pytest.mark.parametrize(
+    ("uris", "said"),
+    [
+        ([], "names no role"),
+        (["spiffe://lab/ann"], "names no role"),
+        (["ganger://user/ann", "ganger://operator/ann"], "names 2 roles"),
+        (["ganger://root/ann"], "one of the roles"),
+        (["ganger://user"], "ganger://ROLE/NAME"),
+        (["ganger://user/"], "ganger://ROLE/NAME"),
+        (["ganger://user/ann/bob"], "ganger://ROLE/NAME"),
+        (["ganger://User/ann"], "one of the roles"),
+        (["ganger://user/a b"], "ganger://ROLE/NAME"),
+        ([f"ganger://user/{'a' * 64}"], "ganger://ROLE/NAME"),
+    ],
+)
+def test_a_certificate_that_names_nobody_is_said_to(uris: list[str], said: str) -> None:
+    with pytest.raises(CertificateInvalid, match=said):
+        identity_of(uris)
+
+
+def test_names_begin_and_end_with_a_letter_or_digit() -> None:
+    assert [is_name(name) for name in ("a", "a-b", "-a", "a.", "ä", "a/b", "")] == [True, True, *[False] * 5]

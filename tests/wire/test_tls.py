@@ -1,0 +1,228 @@
+"""Certificates are used when they do, and what is wrong with them otherwise is said in one sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from ganger.certificates import CertificateError, issue, make_authority
+from ganger.wire.endpoints import Endpoint, EndpointError, check_dial_address, check_listen_address, find_endpoint
+from ganger.wire.roles import Identity, Role
+from ganger.wire.servers import bind, make_server
+from ganger.wire.tls import AUTHORITY, CERTIFICATE, KEY, check_directory, read_files, server_credentials, trouble_with
+from kit.certified import Authority
+
+# Ended a minute ago: certificates begin five minutes before they are made.
+ENDED = -60.0 / 86_400.0
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+def test_a_certificate_is_checked_by_shaking_hands_with_itself(authority: Authority) -> None:
+    for role in Role:
+        assert check_directory(authority.issue(role, "x")) == Identity(role, "x")
+
+
+def test_a_certificate_says_role_name_and_hosts_and_for_how_long(authority: Authority) -> None:
+    directory = authority.issue("daemon", "n1", ("n1.lab", "10.0.0.7", "fd00::7"), days=2)
+    made = x509.load_pem_x509_certificate((directory / CERTIFICATE).read_bytes())
+    names = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.UniformResourceIdentifier) == ["ganger://daemon/n1"]
+    assert names.get_values_for_type(x509.DNSName) == ["n1.lab"]
+    assert [str(address) for address in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.7", "fd00::7"]
+    assert timedelta(hours=47) < made.not_valid_after_utc - datetime.now(UTC) < timedelta(hours=49)
+
+
+def test_keys_are_their_owners_alone(authority: Authority, tmp_path: Path) -> None:
+    for key in (authority.issue("user", "ann") / KEY, tmp_path / "authority" / "ca-key.pem"):
+        assert key.stat().st_mode & 0o777 == 0o600
+
+
+def test_nothing_is_written_over(authority: Authority, tmp_path: Path) -> None:
+    key = (tmp_path / "authority" / "ca-key.pem").read_bytes()
+    with pytest.raises(CertificateError, match="is there already"):
+        make_authority(tmp_path / "authority")
+    assert (tmp_path / "authority" / "ca-key.pem").read_bytes() == key
+    out = authority.issue("user", "ann")
+    with pytest.raises(CertificateError, match="is there already"):
+        issue(tmp_path / "authority", Identity(Role.USER, "ann"), (), 1.0, out)
+
+
+@pytest.mark.parametrize(
+    ("role", "hosts", "days", "said"),
+    [
+        (Role.DAEMON, (), 1.0, "name the host"),
+        (Role.USER, ("n1",), 1.0, "leave --host out"),
+        (Role.DAEMON, ("n1:7070",), 1.0, "leave the port out"),
+        (Role.DAEMON, ("a b",), 1.0, "neither a host name nor an IP address"),
+        (Role.USER, (), 9_999.0, "take fewer --days"),
+    ],
+)
+def test_what_cannot_be_issued_is_said(
+    authority: Authority, tmp_path: Path, role: Role, hosts: tuple[str, ...], days: float, said: str
+) -> None:
+    with pytest.raises(CertificateError, match=said):
+        issue(tmp_path / "authority", Identity(role, "x"), hosts, days, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_who_has_no_authority_is_told_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(CertificateError, match="`ganger certs init"):
+        issue(tmp_path, Identity(Role.USER, "x"), (), 1.0, tmp_path / "out")
+
+
+def encrypted(directory: Path) -> None:
+    key = serialization.load_pem_private_key((directory / KEY).read_bytes(), None)
+    words = serialization.BestAvailableEncryption(b"secret")
+    (directory / KEY).write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, words)
+    )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda d: (d / KEY).unlink(), "there is no .*key.pem"),
+        (lambda d: (d / CERTIFICATE).unlink(), "there is no .*cert.pem"),
+        (lambda d: (d / AUTHORITY).unlink(), "there is no .*ca.pem"),
+        (lambda d: (d / KEY).chmod(0o644), r"can be read by others \(mode 0644\): chmod 600"),
+        (lambda d: (d / KEY).chmod(0o640), r"can be read by others \(mode 0640\)"),
+        (lambda d: (d / CERTIFICATE).write_text(""), "cert.pem is empty"),
+        (lambda d: (d / KEY).write_text("not a key"), "key.pem holds no key"),
+        (lambda d: (d / CERTIFICATE).write_text("no certificate"), "cannot read .*cert.pem and .*key.pem"),
+        (lambda d: (d / AUTHORITY).write_text("ä"), "ca.pem holds no certificate"),
+        (encrypted, "is encrypted"),
+    ],
+)
+def test_what_is_wrong_with_files_is_said(authority: Authority, spoil: Callable[[Path], None], said: str) -> None:
+    directory = authority.issue("user", "ann")
+    spoil(directory)
+    with pytest.raises(EndpointError, match=said):
+        check_directory(directory)
+
+
+def test_a_key_of_another_certificate_is_said(authority: Authority) -> None:
+    ann, bob = authority.issue("user", "ann"), authority.issue("user", "bob")
+    (ann / KEY).write_bytes((bob / KEY).read_bytes())
+    with pytest.raises(EndpointError, match=r"key\.pem is not the key of .*cert\.pem"):
+        check_directory(ann)
+
+
+def test_an_expired_certificate_is_said_with_its_day(authority: Authority) -> None:
+    with pytest.raises(EndpointError, match=rf"cert\.pem expired on {datetime.now(UTC):%Y-%m}"):
+        check_directory(authority.issue("user", "ann", days=ENDED))
+
+
+def test_a_certificate_of_another_authority_is_said(authority: Authority, tmp_path: Path) -> None:
+    ann, other = authority.issue("user", "ann"), Authority(tmp_path, "other").issue("user", "ann")
+    (ann / AUTHORITY).write_bytes((other / AUTHORITY).read_bytes())
+    with pytest.raises(EndpointError, match=r"cert\.pem was not made by the authority in .*ca\.pem"):
+        check_directory(ann)
+
+
+def test_a_certificate_of_another_role_is_said(authority: Authority) -> None:
+    with pytest.raises(EndpointError, match=r"is the certificate of user 'ann'.*--role master"):
+        check_directory(authority.issue("user", "ann"), (Role.MASTER,))
+
+
+def test_secrets_are_not_shown(authority: Authority) -> None:
+    assert b"PRIVATE" not in repr(read_files(authority.issue("user", "ann"))).encode()
+
+
+def test_an_address_is_dialled_with_the_certificate_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GANGER_TLS", "/certs")
+    assert find_endpoint("m.lab:7070") == Endpoint("m.lab:7070", tls="/certs")
+    assert find_endpoint("m.lab:7070", "/others") == Endpoint("m.lab:7070", tls="/others")
+    assert find_endpoint("unix:/run/m") == Endpoint("unix:/run/m")
+
+
+def test_other_machines_need_certificates_at_both_ends() -> None:
+    for check in (check_dial_address, check_listen_address):
+        with pytest.raises(EndpointError, match=r"without (a certificate|certificates)"):
+            check("10.0.0.7:7070")
+    check_dial_address("10.0.0.7:7070", has_certificate=True)
+    check_listen_address("10.0.0.7:7070", has_certificates=True)
+
+
+def served(certificate: Path, story: Callable[[str], str]) -> str:
+    """What `story` says of a server with this certificate; it blocks, so it has a thread."""
+
+    async def run() -> str:
+        server = make_server(by_role=True)
+        address = bind(server, "127.0.0.1:0", server_credentials(certificate))
+        await server.start()
+        try:
+            return await asyncio.to_thread(story, address)
+        finally:
+            await server.stop(None)
+
+    return asyncio.run(run())
+
+
+def test_nothing_is_wrong_where_nothing_is(authority: Authority) -> None:
+    ann = authority.issue("user", "ann")
+    assert served(authority.issue("master", "m"), lambda address: trouble_with(address, ann)) == ""
+
+
+def test_a_server_that_is_not_there_is_no_trouble_with_certificates(authority: Authority) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    assert trouble_with(address, authority.issue("user", "ann")) == ""
+
+
+def test_a_server_of_another_name_is_said(authority: Authority) -> None:
+    ann = authority.issue("user", "ann")
+    said = served(authority.issue("master", "m", ("m.lab",)), lambda address: trouble_with(address, ann))
+    assert "does not name the host 127.0.0.1: issue it with --host 127.0.0.1" in said
+
+
+def test_a_server_whose_certificate_has_ended_is_said(authority: Authority) -> None:
+    ann = authority.issue("user", "ann")
+    said = served(authority.issue("master", "m", days=ENDED), lambda address: trouble_with(address, ann))
+    assert "its certificate has expired" in said
+
+
+def test_a_user_is_no_server(authority: Authority) -> None:
+    ann = authority.issue("user", "ann")
+    assert "not that of a server" in served(ann, lambda address: trouble_with(address, ann))
+
+
+def test_a_server_of_another_authority_is_said(authority: Authority, tmp_path: Path) -> None:
+    ann = authority.issue("user", "ann")
+    other = Authority(tmp_path, "other").issue("master", "m")
+    assert "was not made by the authority" in served(other, lambda address: trouble_with(address, ann))
+
+
+def test_a_server_that_does_not_take_ours_is_said(authority: Authority, tmp_path: Path) -> None:
+    """Its certificate is good, but it trusts another authority than that of ours."""
+    server, other = authority.issue("master", "m"), Authority(tmp_path, "other")
+    ann = other.issue("user", "ann")
+    own = (ann / AUTHORITY).read_bytes()
+    (ann / AUTHORITY).write_bytes(own + (server / AUTHORITY).read_bytes())
+    assert "does not accept" in served(server, lambda address: trouble_with(address, ann))
+
+
+def test_a_server_without_tls_is_said(authority: Authority) -> None:
+    ann = authority.issue("user", "ann")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert "speaks no TLS" in trouble_with(f"127.0.0.1:{listening.getsockname()[1]}", ann)
+        thread.join()
