@@ -20,9 +20,11 @@ from typing import TypeVar
 import grpc
 from ganger.agent.v1 import agent_pb2, peer_pb2_grpc
 from ganger.wire.convert import configuration_set_to_wire
-from ganger.wire.endpoints import Endpoint, EndpointError, find_endpoint
+from ganger.wire.endpoints import Endpoint, EndpointError, check_listen_address, find_endpoint
 from ganger.wire.names import is_node_id
+from ganger.wire.roles import Role
 from ganger.wire.servers import bind, make_server
+from ganger.wire.tls import check_directory, server_credentials
 
 from ganger_daemon.cgroups.contract import is_done
 from ganger_daemon.cgroups.probe import choose_cgroups
@@ -82,6 +84,8 @@ class Settings:
     fabric: str = ""
     storage: Path | None = None
     listen_host: str = "127.0.0.1"
+    # Directory of the daemon's certificate: with it all links are mutual TLS, and `listen_host` may be any.
+    tls: Path | None = None
     preload: bool = True
     order_patience_seconds: float = escalation.PATIENCE_SECONDS
     order_deadline_seconds: float = escalation.DEADLINE_SECONDS
@@ -100,6 +104,7 @@ class Daemon:
             )
         run = settings.run_directory or default_run_directory(self.node)
         self.paths = DaemonPaths(settings.state_directory.absolute(), run.absolute())
+        self._tls = str(settings.tls or "")
         self._lock: int | None = None
         self._server: grpc.aio.Server | None = None
         self._stream: StreamServer | None = None
@@ -112,6 +117,7 @@ class Daemon:
         except DirectoryError as error:
             named = isinstance(error, DirectoryNameError)
             raise DaemonError(str(error), Obstacle.SETTING if named else _obstacle_of(error)) from error
+        self._check_certificate()
         self._take_lock()
         self.paths.sweep()
         settings = self._settings
@@ -134,6 +140,7 @@ class Daemon:
         self.host = Host(
             node=self.node,
             token="",
+            tls=self._tls,
             paths=self.paths,
             cgroups=cgroups,
             devices=devices,
@@ -149,9 +156,9 @@ class Daemon:
         )
         endpoint = await self._wait_for_endpoint()
         self.host.token = endpoint.token
-        self._peers = PeerCalls(endpoint.token)
+        self._peers = PeerCalls(endpoint.token, self._tls)
         self.gangs = GangSet(self.host, self._peers)
-        self.session = Session(self.host, self.gangs, lambda: find_endpoint(settings.master), self._describe)
+        self.session = Session(self.host, self.gangs, self._find_master, self._describe)
         self.host.changed = self.session.news
         self.host.storage_learned = self._write_node
         self.gangs.adopt()
@@ -211,12 +218,40 @@ class Daemon:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
+    def _check_certificate(self) -> None:
+        """Raises DaemonError unless it is this node's, and does; and where one is needed and there is none."""
+        tls = self._settings.tls
+        try:
+            check_listen_address(f"{self._settings.listen_host}:0", has_certificates=tls is not None)
+            if tls is None:
+                return
+            identity = check_directory(tls, (Role.DAEMON,))
+        except EndpointError as error:
+            denied = _obstacle_of(error) is Obstacle.RIGHTS
+            raise DaemonError(str(error), Obstacle.RIGHTS if denied else Obstacle.SETTING) from error
+        if identity.name != self.node:
+            raise DaemonError(
+                f"the certificate in {tls} is of nodes/{identity.name}, this daemon is nodes/{self.node}:"
+                f" give it --node {identity.name}, or the certificate of {self.node}",
+                Obstacle.SETTING,
+            )
+
+    def _find_master(self) -> Endpoint:
+        """Raises EndpointError."""
+        found = find_endpoint(self._settings.master, self._tls)
+        if self._tls and not found.tls:
+            raise EndpointError(
+                f"--master {self._settings.master}: a daemon with a certificate needs the address others reach the"
+                " master at, HOST:PORT"
+            )
+        return found
+
     async def _wait_for_endpoint(self) -> Endpoint:
         """The master may start after its daemons; what runs here goes on meanwhile."""
         said = False
         while True:
             try:
-                return find_endpoint(self._settings.master)
+                return self._find_master()
             except EndpointError as error:
                 if error.found:
                     obstacle = _obstacle_of(error)
@@ -229,15 +264,17 @@ class Daemon:
 
     async def _listen(self, token: str, known: dict[str, object]) -> None:
         host = self._settings.listen_host
-        server = make_server(token)
+        tls = self._settings.tls
+        server = make_server(token, by_role=tls is not None)
         peer_pb2_grpc.add_PeerServiceServicer_to_server(PeerServicer(self.host, self.gangs), server)
         try:
             # the same ports as before, where they are free: members of running gangs know them
             self._peer_address = _first_that_works(
-                lambda port: bind(server, f"{host}:{port}"), _port_of(known.get("peer_address"))
+                lambda port: bind(server, f"{host}:{port}", None if tls is None else server_credentials(tls)),
+                _port_of(known.get("peer_address")),
             )
             self._stream = _first_that_works(
-                lambda port: StreamServer(ParkedArenas(self.gangs), token, host, port),
+                lambda port: StreamServer(ParkedArenas(self.gangs), token, host, port, tls=self._tls),
                 _port_of(known.get("stream_address")),
             )
         except (EndpointError, OSError) as error:
@@ -263,7 +300,7 @@ class Daemon:
             **self.host.cgroups.capabilities,
             **self.host.devices.capabilities,
             "user": own_user(),
-            "switch_user": "no",
+            "switch_user": "shared" if self.host.serves_all_users else "no",
             "rotation": "yes",
         }
         return agent_pb2.CreateSessionRequest(

@@ -33,6 +33,20 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
 @click.command()
 @click.option("--state-dir", required=True, type=Directory(), help="Directory of this daemon, its own.")
 @click.option("--master", required=True, help="Address of the master, or its state directory.")
+@click.option(
+    "--listen",
+    "listen_host",
+    metavar="HOST",
+    default="127.0.0.1",
+    show_default=True,
+    help="Name or address of this node under which the master and other daemons reach it.",
+)
+@click.option(
+    "--tls",
+    type=Directory(),
+    envvar="GANGER_DAEMON_TLS",
+    help="Certificate of this daemon (`ganger certs`): needed beyond loopback.  [env: GANGER_DAEMON_TLS]",
+)
 @click.option("--node", default="", help="Name of this node. Default: the host name.")
 @click.option("--run-dir", type=Directory(), help="Directory in a tmpfs for control pages and sockets.")
 @click.option("--virtual-gpus", type=click.IntRange(0, 64), help="Declare this many devices that are not there.")
@@ -67,6 +81,8 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
 def daemon(
     state_dir: Path,
     master: str,
+    listen_host: str,
+    tls: Path | None,
     node: str,
     run_dir: Path | None,
     virtual_gpus: int | None,
@@ -107,6 +123,8 @@ def daemon(
     settings = Settings(
         state_directory=state_dir,
         master=master,
+        listen_host=listen_host,
+        tls=tls,
         node=node,
         run_directory=run_dir,
         virtual=virtual,

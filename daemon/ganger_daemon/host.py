@@ -40,6 +40,8 @@ class Host:
 
     node: str
     token: str
+    # The directory of the certificate that this daemon shows; empty where the token guards all links.
+    tls: str
     paths: DaemonPaths
     cgroups: Cgroups
     devices: Devices
@@ -62,6 +64,11 @@ class Host:
     device_cores: float = 0.0
     # One at a time: two launches that rewrite cpusets at once would fight over the same files.
     launch_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def serves_all_users(self) -> bool:
+        """Whether it runs everybody's jobs, as its own user: names on certificates are no accounts of this machine."""
+        return bool(self.tls)
 
     @property
     def name(self) -> str:

@@ -155,8 +155,10 @@ async def _listen(messages: AsyncIterator[peer_pb2.RankPoints], gang: LocalGang)
 class PeerCalls:
     """Calls to other daemons, over one channel each."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, tls: str = "") -> None:
+        """`tls`: the directory of the certificate to show, where they ask for one."""
         self._token = token
+        self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def rendezvous(self, address: str, job_uid: str, epoch: int) -> tuple[str, int]:
@@ -212,6 +214,6 @@ class PeerCalls:
     def _stub(self, address: str) -> Any:
         channel = self._channels.get(address)
         if channel is None:
-            channel = open_aio_channel(Endpoint(address, self._token))
+            channel = open_aio_channel(Endpoint(address, self._token, self._tls))
             self._channels[address] = channel
         return peer_pb2_grpc.PeerServiceStub(channel)

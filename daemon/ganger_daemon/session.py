@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -22,6 +23,7 @@ from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger.wire.errors import from_rpc_error, reason_of
 from ganger.wire.times import duration, seconds
+from ganger.wire.tls import trouble_with
 
 from ganger_daemon.checkpoints.storage import token_found
 from ganger_daemon.core.leases import lease_until
@@ -39,8 +41,11 @@ _LASTING_RETRY_SECONDS = 10.0
 _LOOK_SECONDS = 0.05
 # Reasons that will not go away by asking again soon; a person has to do something.
 _LASTING = frozenset(
-    {"NODE_NAME_TAKEN", "STORAGE_MISMATCH", "CONFIGURATION_SET_MISMATCH", "NAME_INVALID", "TOKEN_INVALID"}
-)
+    {
+        "NODE_NAME_TAKEN", "STORAGE_MISMATCH", "CONFIGURATION_SET_MISMATCH", "NAME_INVALID", "TOKEN_INVALID",
+        "CERTIFICATE_INVALID", "ROLE_NOT_PERMITTED", "NODE_NOT_YOURS",
+    }
+)  # fmt: skip
 
 
 class SupersededError(Exception):
@@ -109,12 +114,20 @@ class Session:
             except grpc.aio.AioRpcError as error:
                 reason = reason_of(from_rpc_error(error))
                 level = logging.ERROR if reason in _LASTING else logging.INFO
-                log.log(level, "master not reached", extra={"reason": reason, "error": error.details()})
+                trouble = await self._trouble(endpoint) if reason == "UNREACHABLE" else ""
+                level = logging.ERROR if trouble else level
+                log.log(level, "master not reached", extra={"reason": reason, "error": trouble or error.details()})
                 if reason in _LASTING:
                     self._wait = _LASTING_RETRY_SECONDS
             self.connected.clear()
             await self._pause(endpoint)
             self._wait = min(_LAST_RETRY_SECONDS, self._wait * 2)
+
+    async def _trouble(self, endpoint: Endpoint | None) -> str:
+        """What is wrong with the certificates of either end, if that is it: gRPC does not tell."""
+        if endpoint is None or not endpoint.tls:
+            return ""
+        return await asyncio.to_thread(trouble_with, endpoint.address, Path(endpoint.tls))
 
     async def _pause(self, tried: Endpoint | None) -> None:
         """Waits before the next attempt, no longer than until a master announces itself elsewhere."""

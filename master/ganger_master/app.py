@@ -10,10 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
 from ganger.wire.endpoints import EndpointError
+from ganger.wire.roles import Role
+from ganger.wire.tls import check_directory
 
 from ganger_master.config import Config
 from ganger_master.core.settings import Settings
@@ -55,6 +58,8 @@ class Master:
     ) -> None:
         self.config = config
         self.address = ""
+        # Where the token opens the door: the same, or with certificates one of its own, for this machine.
+        self.local_address = ""
         self.token = ""
         self.progress = ProgressBoard()
         self._clock = clock
@@ -86,6 +91,8 @@ class Master:
         config = self.config
         self._directory = StateDirectory(config.state_dir)
         self.token = self._directory.token()
+        if config.tls is not None:
+            _check_certificate(config.tls)
         try:
             places = live_policy_named(config.policy).places
         except (KeyError, ValueError) as error:
@@ -116,11 +123,12 @@ class Master:
             version=version(),
             clock=self._clock,
             captures=config.state_dir / recorder.DIRECTORY,
+            tls=config.tls,
             more_handlers=self._more_handlers,
         )
-        self.address = self._server.address
+        self.address, self.local_address = self._server.address, self._server.local_address
         await self._server.start()
-        self._directory.write_endpoint(self.address)
+        self._directory.write_endpoint(self.local_address)
         if places is Places.JOBS and config.scheduler_host:
             self._child = SupervisedProcess(host_command(config.state_dir))
         elif places is Places.PLANNER and config.planner:
@@ -159,6 +167,15 @@ class Master:
                 log.warning("history not compacted", extra={"error": str(error)})
             self.progress.forget(n for n, job in self.writer.committed.jobs.items() if not job.state.is_final)
             await asyncio.sleep(_HOUSEKEEPING_SECONDS)
+
+
+def _check_certificate(directory: Path) -> None:
+    """Raises StartError unless it is a master's, and does."""
+    try:
+        check_directory(directory, (Role.MASTER,))
+    except EndpointError as error:
+        is_denied = obstacle_of(error) is Obstacle.RIGHTS
+        raise StartError(str(error), Obstacle.RIGHTS if is_denied else Obstacle.SETTING) from error
 
 
 def _obstacle_of(error: StoreError | EndpointError) -> Obstacle:

@@ -42,6 +42,8 @@ class Config:
 
     state_dir: Path
     listen: str = "127.0.0.1:0"
+    # Directory of the master's certificate; with one it may listen anywhere.
+    tls: Path | None = None
     database_url: str = ""
     storage: Path | None = None
     lost_after_seconds: float | None = 600.0
@@ -87,12 +89,14 @@ def parse_duration(text: str) -> float | None:
     return float(match[1]) * _SECONDS[match[2] or ""]
 
 
-def check_listen(listen: str) -> str:
+def check_listen(listen: str, *, has_certificates: bool = False) -> str:
     """What is wrong with an address to listen on; empty when nothing is."""
     try:
-        check_listen_address(listen)
+        check_listen_address(listen, has_certificates=has_certificates)
     except EndpointError as error:
         return f"listen: {error}"
+    if has_certificates and listen.startswith("unix:"):
+        return f"listen {listen!r}: certificates are for HOST:PORT; leave --tls out, or listen there"
     if listen.startswith("unix:") and not listen.startswith("unix:/"):
         return f"listen {listen!r}: the path of a Unix socket must be absolute"
     return ""
@@ -117,10 +121,11 @@ def load(
     raw.update({name: value for name, value in flags.items() if value is not None})
 
     values: dict[str, object] = {}
+    has_certificates = bool(raw.get("tls"))
     for given, value in raw.items():
         name = given if given in _NAMES or f"{given}_seconds" not in _NAMES else f"{given}_seconds"
         try:
-            values[name] = _parse_one(name, value)
+            values[name] = _parse_one(name, value, has_certificates)
         except ValueError as error:
             problems.append(str(error))
     if "state_dir" not in values and not any(problem.startswith("state_dir") for problem in problems):
@@ -130,13 +135,13 @@ def load(
     return Config(**values)  # type: ignore[arg-type]
 
 
-def _parse_one(name: str, value: object) -> object:
-    if name in ("state_dir", "storage"):
+def _parse_one(name: str, value: object, has_certificates: bool) -> object:
+    if name in ("state_dir", "storage", "tls"):
         if not isinstance(value, str) or not value:
             raise ValueError(f"{name}: must be a path")
         return Path(value).expanduser().absolute()
     if name == "listen":
-        problem = check_listen(str(value))
+        problem = check_listen(str(value), has_certificates=has_certificates)
         if problem:
             raise ValueError(problem)
         return str(value)

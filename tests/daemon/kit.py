@@ -22,8 +22,10 @@ from ganger.v1 import job_pb2, resources_pb2
 from ganger.wire.endpoints import ensure_token, write_endpoint
 from ganger.wire.errors import SessionSuperseded
 from ganger.wire.servers import bind, make_server
+from ganger.wire.tls import server_credentials
 from ganger_daemon.app import Daemon, Settings
 from ganger_daemon.devices.virtual import VirtualSpec
+from kit.certified import Authority
 
 TINY_JOB = Path(__file__).parent / "tiny_job.py"
 PATIENCE = 30.0
@@ -153,8 +155,9 @@ class FakeMaster(agent_pb2_grpc.AgentServiceServicer):
 class Cluster:
     """A fake master with its directory, and what daemons need to find it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, certified: bool = False) -> None:
         self.directory = directory
+        self.authority = Authority(directory) if certified else None
         self.storage = directory / "storage"
         self.storage.mkdir()
         (self.storage / ".ganger-token").write_text("the-token\n")
@@ -166,11 +169,12 @@ class Cluster:
 
     async def start(self) -> None:
         token, token_file = ensure_token(self.directory / "master")
-        self._server = make_server(token)
+        own = self.authority and self.authority.issue("master", "m")
+        self._server = make_server(token, by_role=own is not None)
         agent_pb2_grpc.add_AgentServiceServicer_to_server(self.master, self._server)
-        address = bind(self._server, "127.0.0.1:0")
+        self.address = bind(self._server, "127.0.0.1:0", server_credentials(own) if own else None)
         await self._server.start()
-        write_endpoint(self.directory / "master", address, token_file)
+        write_endpoint(self.directory / "master", self.address, token_file)
 
     async def stop_master(self) -> None:
         """The master goes away; what it knows and wants stays."""
@@ -189,6 +193,8 @@ class Cluster:
             "cgroups": "none",
             "preload": False,
         }
+        if self.authority is not None:
+            values |= {"master": self.address, "tls": self.authority.issue("daemon", node)}
         values.update(changes)
         daemon = Daemon(Settings(**values))
         await daemon.start()
@@ -313,10 +319,10 @@ def stop_launcher(socket_path: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def cluster() -> AsyncIterator[Cluster]:
+async def cluster(*, certified: bool = False) -> AsyncIterator[Cluster]:
     """Everything in a short directory, for sockets have short names."""
     directory = Path(tempfile.mkdtemp(prefix="gd", dir="/tmp"))
-    made = Cluster(directory)
+    made = Cluster(directory, certified=certified)
     await made.start()
     try:
         yield made
@@ -343,11 +349,11 @@ def in_phase(phase: int) -> Callable[[agent_pb2.ObservedGang], bool]:
     return lambda gang: gang.phase == phase
 
 
-def run(story: Callable[[Cluster], Awaitable[None]]) -> None:
-    """One story in a cluster of its own."""
+def run(story: Callable[[Cluster], Awaitable[None]], *, certified: bool = False) -> None:
+    """One story in a cluster of its own, guarded by a token or by certificates."""
 
     async def inside() -> None:
-        async with cluster() as made:
+        async with cluster(certified=certified) as made:
             await story(made)
 
     asyncio.run(inside())

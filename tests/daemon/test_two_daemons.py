@@ -17,6 +17,7 @@ from ganger.v1 import job_pb2
 pytestmark = pytest.mark.system
 
 PARK = Intents.INTENT_PARK
+GUARDS = pytest.mark.parametrize("certified", [False, True], ids=["token", "certificates"])
 
 
 def lines_of(made: Cluster, node: str, uid: str, rank: int, epoch: int) -> list[str]:
@@ -27,7 +28,8 @@ def last_step(lines: list[str]) -> int:
     return int(lines[-1].split()[1]) if lines else 0
 
 
-def test_a_gang_on_two_nodes_stops_at_one_step_and_goes_on() -> None:
+@GUARDS
+def test_a_gang_on_two_nodes_stops_at_one_step_and_goes_on(certified: bool) -> None:
     async def story(made: Cluster) -> None:
         await asyncio.gather(made.daemon("n1"), made.daemon("n2"))
         uid = str(uuid.uuid4())
@@ -55,7 +57,7 @@ def test_a_gang_on_two_nodes_stops_at_one_step_and_goes_on() -> None:
             for node in placement:
                 await made.master.until(node, 1, in_phase(Observed.PHASE_RUNNING))
 
-    run(story)
+    run(story, certified=certified)
 
 
 def test_a_gang_whose_leader_never_says_where_ranks_meet_stops_when_it_is_told_to() -> None:
@@ -71,7 +73,8 @@ def test_a_gang_whose_leader_never_says_where_ranks_meet_stops_when_it_is_told_t
     run(story)
 
 
-def test_a_checkpoint_of_a_gang_on_two_nodes_is_published_once_all_shards_are_there() -> None:
+@GUARDS
+def test_a_checkpoint_of_a_gang_on_two_nodes_is_published_once_all_shards_are_there(certified: bool) -> None:
     async def story(made: Cluster) -> None:
         await asyncio.gather(made.daemon("n1"), made.daemon("n2"))
         uid = str(uuid.uuid4())
@@ -110,7 +113,7 @@ def test_a_checkpoint_of_a_gang_on_two_nodes_is_published_once_all_shards_are_th
         first = lines_of(made, "n2", uid, 1, 2)[0]
         assert int(first.split()[1]) == parked[0].stop_step + 1
 
-    run(story)
+    run(story, certified=certified)
 
 
 def test_where_storage_is_full_for_one_rank_all_stay_and_go_on_and_can_be_asked_again() -> None:
@@ -193,7 +196,8 @@ async def move(
     return running, parked.stop_step
 
 
-def test_a_move_loses_no_step_and_changes_no_bit_of_state() -> None:
+@GUARDS
+def test_a_move_loses_no_step_and_changes_no_bit_of_state(certified: bool) -> None:
     async def story(made: Cluster) -> None:
         uid, gang = await trains_on_the_first_of_two(made, 3 << 20)
         gang, there = await move(made, uid, "n1", "n2", gang, 2, 2)
@@ -211,7 +215,7 @@ def test_a_move_loses_no_step_and_changes_no_bit_of_state() -> None:
         assert there < back < len(steps)
         assert [line.split()[3] for line in lines] == uninterrupted(len(lines), 3 << 20)
 
-    run(story)
+    run(story, certified=certified)
 
 
 def test_a_launcher_started_for_others_in_place_of_a_dead_one_finds_the_state_of_who_was_there_before() -> None:

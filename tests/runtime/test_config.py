@@ -87,6 +87,18 @@ def test_address_that_cannot_or_must_not_be_served_is_refused(listen: str) -> No
         load({"state_dir": "/s", "listen": listen}, {})
 
 
+def test_with_a_certificate_any_address_can_be_served_but_a_socket() -> None:
+    for flags, environment, text in (
+        ({"tls": "/c"}, {}, ""),
+        ({}, {"GANGER_MASTER_TLS": "/c"}, ""),
+        ({}, {}, 'tls = "/c"'),
+    ):
+        found = load({"state_dir": "/s", "listen": "m.lab:7070", **flags}, environment, text)
+        assert (found.listen, found.tls) == ("m.lab:7070", Path("/c"))
+        with pytest.raises(ConfigError, match="certificates are for HOST:PORT"):
+            load({"state_dir": "/s", "listen": "unix:/run/m", **flags}, environment, text)
+
+
 def test_file_that_is_no_toml_is_named() -> None:
     with pytest.raises(ConfigError, match=r"master\.toml"):
         load({"state_dir": "/s"}, {}, "= broken", "master.toml")

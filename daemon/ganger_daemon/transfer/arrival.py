@@ -28,6 +28,8 @@ class Leg:
     arena_bytes: int
     bytes_ahead: int
     available: Callable[[int], None]
+    # Directory of the certificate to show; empty: the token in the request does.
+    tls: str = ""
 
 
 class Arrival:
@@ -77,7 +79,7 @@ class Arrival:
                 with self._lock:
                     self._without_room.discard(leg.rank)
                 self._changed()
-                fetch(leg.address, leg.request, landing, leg.available, self._cancelled)
+                fetch(leg.address, leg.request, landing, leg.available, self._cancelled, tls=leg.tls)
         except (StreamError, OSError, ValueError) as error:
             if not self._cancelled.is_set():
                 self._fail(f"rank {leg.rank}: {error}")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from ganger.wire.endpoints import EndpointError
+
+from .guarded import to_daemon
 from .landing import Landing
 from .request import StreamError, StreamRequest, limit_silence, parse_line, read_line
 
@@ -29,6 +33,7 @@ def fetch(
     cancelled: threading.Event,
     attempts: int = 60,
     retry_seconds: float = 0.25,
+    tls: str = "",
 ) -> int:
     """Fetches one rank's image, telling `available` how many bytes are there; its size.
 
@@ -39,10 +44,10 @@ def fetch(
     offset = request.offset
     left = attempts
     while True:
-        leg = _Leg(landing, available, cancelled, offset)
+        leg = _Leg(landing, available, cancelled, offset, tls)
         try:
             return leg.travel(address, replace(request, offset=offset))
-        except (StreamError, OSError, KeyError, ValueError) as error:
+        except (StreamError, EndpointError, OSError, KeyError, ValueError) as error:
             why = str(error) if isinstance(error, StreamError) else f"the state stream from {address} broke: {error}"
             if cancelled.is_set():
                 raise StreamError("the transfer was cancelled", retry=False) from error
@@ -57,16 +62,16 @@ class _Leg:
     """One connection's part of the way."""
 
     def __init__(
-        self, landing: Landing, available: Callable[[int], None], cancelled: threading.Event, offset: int
+        self, landing: Landing, available: Callable[[int], None], cancelled: threading.Event, offset: int, tls: str
     ) -> None:
         self.offset = offset
         self._landing = landing
         self._available = available
         self._cancelled = cancelled
+        self._tls = tls
 
     def travel(self, address: str, request: StreamRequest) -> int:
-        host, _, port = address.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS) as connection:
+        with self._connect(address) as connection:
             connection.sendall(request.line())
             answer = parse_line(self._read_answer(connection))
             if "error" in answer:
@@ -81,6 +86,11 @@ class _Leg:
                 raise StreamError("the stop was over before the image was complete")
             return size
 
+    def _connect(self, address: str) -> socket.socket:
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
+        return to_daemon(connection, host, self._tls) if self._tls else connection
+
     def _receive(self, connection: socket.socket, size: int) -> None:
         heard = time.monotonic()
         while self.offset < size:
@@ -88,8 +98,8 @@ class _Leg:
                 raise StreamError("the transfer was cancelled", retry=False)
             try:
                 with self._landing.view[self.offset : min(self.offset + PIECE_BYTES, size)] as piece:
-                    count = connection.recv_into(piece, 0, socket.MSG_WAITALL)
-            except BlockingIOError:
+                    count = _receive_piece(connection, piece)
+            except (BlockingIOError, TimeoutError):
                 if time.monotonic() - heard > SILENCE_SECONDS:
                     raise
                 continue
@@ -104,11 +114,32 @@ class _Leg:
         connection.settimeout(0.25)
         while True:
             try:
-                if connection.recv(1, socket.MSG_PEEK) == b"":
+                first = connection.recv(1)
+                if first == b"":
                     raise StreamError("the other side closed the connection")
                 break
             except TimeoutError:
                 if self._cancelled.is_set():
                     raise StreamError("the transfer was cancelled", retry=False) from None
         connection.settimeout(LINE_SECONDS)
-        return read_line(connection)
+        return read_line(connection, first)
+
+
+def _receive_piece(connection: socket.socket, piece: memoryview) -> int:
+    """As many bytes as come within the piece's time; zero when the other side has closed. Raises BlockingIOError or
+    TimeoutError when none came."""
+    if not isinstance(connection, ssl.SSLSocket):
+        return connection.recv_into(piece, 0, socket.MSG_WAITALL)
+    end, count = time.monotonic() + PIECE_SECONDS, 0
+    while count < len(piece) and time.monotonic() < end:
+        try:
+            with piece[count:] as rest:
+                came = connection.recv_into(rest)
+        except TimeoutError:
+            if not count:
+                raise
+            break
+        if not came:
+            break
+        count += came
+    return count

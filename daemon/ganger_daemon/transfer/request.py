@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -76,9 +77,9 @@ def parse_line(line: bytes) -> dict[str, Any]:
     return fields
 
 
-def read_line(connection: socket.socket) -> bytes:
-    """One line, byte by byte: what follows it belongs to the image."""
-    line = bytearray()
+def read_line(connection: socket.socket, begun: bytes = b"") -> bytes:
+    """One line, byte by byte: what follows it belongs to the image. `begun`: what of it was read already."""
+    line = bytearray(begun)
     while not line.endswith(b"\n"):
         byte = connection.recv(1)
         if not byte:
@@ -91,7 +92,11 @@ def read_line(connection: socket.socket) -> bytes:
 
 def limit_silence(connection: socket.socket, seconds: float) -> None:
     """Lets one call wait so long. By the kernel's own limits and not by settimeout: a socket that Python polls returns
-    after every segment, one that blocks moves megabytes in one call and without the interpreter's lock."""
+    after every segment, one that blocks moves megabytes in one call and without the interpreter's lock. A TLS socket
+    takes a kernel's limit for a reason to ask again for ever; it moves 16 KiB in a call, polled or not."""
+    if isinstance(connection, ssl.SSLSocket):
+        connection.settimeout(seconds)
+        return
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

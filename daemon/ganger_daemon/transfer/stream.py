@@ -1,7 +1,8 @@
 """The stream port: serves the arenas of parked gangs as they fill.
 
-Threads with blocking sockets: the kernel sends the arena's pages as they are, no byte goes through the interpreter.
-What a connection may have is decided by the `Sources` the server is given; the token is checked before anything else.
+Threads with blocking sockets: the kernel sends the arena's pages as they are, no byte goes through the interpreter;
+only where certificates guard the links they are copied, to be encrypted. What a connection may have is decided by the
+`Sources` the server is given; token or certificate are checked before anything else.
 """
 
 from __future__ import annotations
@@ -9,13 +10,19 @@ from __future__ import annotations
 import hmac
 import logging
 import os
+import select
 import socket
+import ssl
 import threading
 import time
+from pathlib import Path
 from typing import Protocol
+
+from ganger.wire.tls import server_context
 
 from ganger_daemon.failpoints import hit
 
+from .guarded import from_daemon
 from .request import StreamError, StreamRequest, limit_silence, line_of, parse_request, read_line
 
 log = logging.getLogger(__name__)
@@ -29,6 +36,8 @@ FILL_POLL_SECONDS = 0.0005
 BROKEN_MOST = 1024
 # One call's share of the arena: between two it is seen whether the stop still lasts.
 PIECE_BYTES = 8 << 20
+# What is encrypted at once: it is copied before.
+GUARDED_PIECE_BYTES = 1 << 20
 
 
 class Source(Protocol):
@@ -50,14 +59,23 @@ class Sources(Protocol):
 
 
 class StreamServer:
-    """Listens on (host, port); `port` 0 takes a free one."""
+    """Listens on (host, port); `port` 0 takes a free one. `tls`: the directory of its certificate, which goes before
+    the token. Raises EndpointError for one that does not do."""
 
     def __init__(
-        self, sources: Sources, token: str, host: str = "127.0.0.1", port: int = 0, wait_seconds: float = 3600.0
-    ):
+        self,
+        sources: Sources,
+        token: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        wait_seconds: float = 3600.0,
+        tls: str = "",
+    ) -> None:
         self._sources = sources
         self._token = token
         self._wait_seconds = wait_seconds
+        self._context = server_context(Path(tls)) if tls else None
+        self._host = host
         self._closing = threading.Event()
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._socket = socket.create_server((host, port), backlog=128)
@@ -70,8 +88,7 @@ class StreamServer:
 
     @property
     def address(self) -> str:
-        host, port = self._socket.getsockname()[:2]
-        return f"{host}:{port}"
+        return f"{self._host}:{self._socket.getsockname()[1]}"
 
     def start(self) -> None:
         self._thread.start()
@@ -103,19 +120,32 @@ class StreamServer:
     def _serve(self, connection: socket.socket) -> None:
         request = None
         try:
-            with connection:
-                limit_silence(connection, SOCKET_TIMEOUT_SECONDS)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._guarded(connection) as guarded:
                 try:
-                    request = parse_request(read_line(connection))
-                    self._answer(connection, request)
+                    request = parse_request(read_line(guarded))
+                    self._answer(guarded, request)
                 except StreamError as error:
-                    connection.sendall(line_of({"error": str(error), "retry": error.retry}))
+                    guarded.sendall(line_of({"error": str(error), "retry": error.retry}))
+        except StreamError as error:
+            log.warning("state stream refused", extra={"error": str(error)})
         except OSError as error:
             self._note_broken(request, error)
         finally:
             self._workers.discard(threading.current_thread())
             self._slots.release()
+
+    def _guarded(self, connection: socket.socket) -> socket.socket:
+        """The connection to speak on. Closes it, and raises OSError or StreamError, where a certificate does not do."""
+        try:
+            limit_silence(connection, SOCKET_TIMEOUT_SECONDS)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._context is None:
+                return connection
+            connection.settimeout(SOCKET_TIMEOUT_SECONDS)
+            return from_daemon(connection, self._context)
+        except BaseException:
+            connection.close()
+            raise
 
     def _note_broken(self, request: StreamRequest | None, error: OSError) -> None:
         """Told once as long as it comes no further."""
@@ -134,7 +164,7 @@ class StreamServer:
             log.info("state stream broke off", extra={**figures, "error": str(error)})
 
     def _answer(self, connection: socket.socket, request: StreamRequest) -> None:
-        if not hmac.compare_digest(request.token.encode(), self._token.encode()):
+        if self._context is None and not hmac.compare_digest(request.token.encode(), self._token.encode()):
             raise StreamError("the token is wrong", retry=False)
         source = self._sources.find(request)
         # opened before the source stops: afterwards every millisecond counts
@@ -170,7 +200,7 @@ class StreamServer:
                 return False
             _, filled = source.progress()
             if filled > offset:
-                offset += os.sendfile(connection.fileno(), fd, offset, min(filled - offset, PIECE_BYTES))
+                offset += _send_piece(connection, fd, offset, min(filled - offset, PIECE_BYTES))
                 hit("mid-stream")
                 moved = time.monotonic()
             elif time.monotonic() - moved > self._wait_seconds:
@@ -181,8 +211,24 @@ class StreamServer:
         return source.valid()
 
 
+def _send_piece(connection: socket.socket, fd: int, offset: int, size: int) -> int:
+    """How many of the `size` bytes from `offset` on were sent: one at least."""
+    if not isinstance(connection, ssl.SSLSocket):
+        return os.sendfile(connection.fileno(), fd, offset, size)
+    piece = os.pread(fd, min(size, GUARDED_PIECE_BYTES), offset)
+    connection.sendall(piece)
+    return len(piece)
+
+
 def _see_that_it_is_there(client: socket.socket) -> None:
     """Raises OSError when the client has left: it says nothing after its request."""
+    if isinstance(client, ssl.SSLSocket):
+        # Below TLS, and only if there is something: this socket waits for what it is asked for.
+        poller = select.poll()
+        poller.register(client, select.POLLIN)
+        if poller.poll(0) and socket.socket.recv(client, 1, socket.MSG_PEEK) == b"":
+            raise ConnectionAbortedError("the client left")
+        return
     try:
         if client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b"":
             raise ConnectionAbortedError("the client left")

@@ -117,7 +117,8 @@ class Launching:
     ) -> dict[int, ProcessId] | None:
         """Processes by rank; None when the pieces are not free yet. Raises one of REFUSALS."""
         assert self.gang is not None, "set before the first launch"
-        check_user(desired.user)
+        if not self._host.serves_all_users:
+            check_user(desired.user)
         check_command(desired.spec)
         if self._blocked_by(self.gang):
             return None
@@ -210,6 +211,7 @@ class Launching:
                 self._arena_bytes,
                 ahead,
                 available,
+                self._host.tls,
             )
 
         return tuple(leg(rank, address, request) for rank, address, request in requests)

@@ -10,6 +10,8 @@ from typing import Any, Final
 
 from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
 from ganger.wire import errors, names, times
+from ganger.wire.roles import Identity, Role
+from ganger.wire.servers import Callers
 
 from ganger_master.core import commands
 from ganger_master.core.answers import Done, SessionAnswer
@@ -31,8 +33,9 @@ _JITTER: Final = 0.8
 
 
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
-    def __init__(self, writer: Writer, progress: ProgressBoard, clock: Callable[[], float]) -> None:
+    def __init__(self, writer: Writer, progress: ProgressBoard, callers: Callers, clock: Callable[[], float]) -> None:
         self._writer = writer
+        self._callers = callers
         self._progress = progress
         self._clock = clock
         self._node_of: dict[str, str] = {}
@@ -48,6 +51,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
 
     async def CreateSession(self, request: agent_pb2.CreateSessionRequest, context: Any) -> agent_pb2.Session:
         command = agent_messages.open_session_from_wire(request)
+        _check_node(self._callers.of(context), command.node)
         known = self._writer.committed.nodes.get(command.node)
         if known is not None and known.machine_uuid != command.machine_uuid and self.is_held(command.node):
             raise errors.NodeNameTaken(
@@ -73,6 +77,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
 
     async def Reconcile(self, request: agent_pb2.ReconcileRequest, context: Any) -> agent_pb2.ReconcileResponse:
         node = self._node_in(request.session)
+        _check_node(self._callers.of(context), node)
         call = object()
         self._newest[node] = call
         self._writer.committed.wake(f"nodes/{node}")
@@ -93,8 +98,10 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
     async def ReportProgress(
         self, request_iterator: AsyncIterator[agent_pb2.ProgressReport], context: Any
     ) -> agent_pb2.ReportProgressResponse:
+        caller = self._callers.of(context)
         async for report in request_iterator:
             node = self._node_in(report.session)
+            _check_node(caller, node)
             for gang in report.gangs:
                 self._note(node, gang)
         return agent_pb2.ReportProgressResponse()
@@ -171,6 +178,17 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         report = report_of(rule, sample.step, loss, sample.metrics)
         if report is not None and has_climbed(rule, job, report[1]):
             self._writer.tell(commands.RecordMetric(job.number, sample.epoch, *report))
+
+
+def _check_node(caller: Identity, node: str) -> None:
+    """Raises NodeNotYours: who has a daemon's certificate speaks for the node of its name."""
+    if caller.role is Role.DAEMON and caller.name != node:
+        raise errors.NodeNotYours(
+            f"nodes/{node} is not this daemon's: its certificate is of nodes/{caller.name}; give the daemon that name"
+            " (--node), or a certificate of the other",
+            node=node,
+            name=caller.name,
+        )
 
 
 def _response(desired: DesiredSet, request: agent_pb2.ReconcileRequest) -> agent_pb2.ReconcileResponse:

@@ -12,18 +12,22 @@ from typing import Any, Final
 import msgspec
 from ganger.v1 import array_pb2, job_pb2, job_service_pb2, job_service_pb2_grpc
 from ganger.wire import convert, errors, names, times
+from ganger.wire.roles import Identity
+from ganger.wire.servers import Callers
 
 from ganger_master.core import commands
 from ganger_master.core.answers import ArrayAnswer, JobAnswer
 from ganger_master.core.explain import explain
 from ganger_master.core.making_room import kept_for, making_room_for
 from ganger_master.core.membership import MEMBERS_LIMIT
+from ganger_master.core.memberships import members_of
 from ganger_master.core.model import Job
 from ganger_master.policies.order.edf import EDF
 from ganger_master.rpc import array_messages, job_messages
 from ganger_master.rpc.answers import Shown, expect
 from ganger_master.rpc.deadline_advice import deadline_advice
 from ganger_master.rpc.log_proxy import LogProxy
+from ganger_master.rpc.ownership import array_outline, check_jobs, check_owner, is_reached_by, outline
 from ganger_master.rpc.plan_messages import REASON_MOST, on_the_way_to_wire
 from ganger_master.runtime.writer import Writer
 
@@ -37,33 +41,37 @@ REQUEST_ID_MOST: Final = 200
 
 
 class JobService(job_service_pb2_grpc.JobServiceServicer):
-    def __init__(self, writer: Writer, shown: Shown, logs: LogProxy, user: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, writer: Writer, shown: Shown, logs: LogProxy, callers: Callers, clock: Callable[[], float]
+    ) -> None:
         self._writer = writer
         self._shown = shown
         self._logs = logs
-        self._user = user
+        self._callers = callers
         self._clock = clock
 
     async def CreateJob(self, request: job_service_pb2.CreateJobRequest, context: Any) -> job_pb2.Job:
         if len(request.request_id) > REQUEST_ID_MOST:
             raise errors.SpecInvalid(f"request_id: at most {REQUEST_ID_MOST} characters, better a UUID")
         spec = job_messages.spec_from_wire(request.spec)
-        return await self._change(commands.SubmitJob(spec, str(uuid.uuid4()), self._user, request.request_id))
+        user = self._callers.of(context).name
+        return await self._change(commands.SubmitJob(spec, str(uuid.uuid4()), user, request.request_id))
 
     async def CreateArray(self, request: job_service_pb2.CreateArrayRequest, context: Any) -> array_pb2.Array:
         if len(request.request_id) > REQUEST_ID_MOST:
             raise errors.SpecInvalid(f"request_id: at most {REQUEST_ID_MOST} characters, better a UUID")
         # More are refused, by the core with everything else that is wrong.
         uids = [str(uuid.uuid4()) for _ in range(min(len(request.members), MEMBERS_LIMIT))]
-        command = array_messages.submission_from_wire(request, uids, self._user)
+        command = array_messages.submission_from_wire(request, uids, self._callers.of(context).name)
         return self._shown.array(expect(await self._writer.submit(command), ArrayAnswer).number)
 
     async def GetArray(self, request: job_service_pb2.GetArrayRequest, context: Any) -> array_pb2.Array:
-        return self._shown.array(names.parse_array_name(request.name))
+        return self._array(names.parse_array_name(request.name), self._callers.of(context))
 
     async def ListArrays(
         self, request: job_service_pb2.ListArraysRequest, context: Any
     ) -> job_service_pb2.ListArraysResponse:
+        caller = self._callers.of(context)
         jobs = self._writer.committed.jobs.values()
         numbers = {
             job.spec.array.array
@@ -73,16 +81,19 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             and not (request.user and job.user != request.user)
         }
         return job_service_pb2.ListArraysResponse(
-            arrays=[self._shown.array(number) for number in sorted(numbers, reverse=True)]
+            arrays=[self._array(number, caller) for number in sorted(numbers, reverse=True)]
         )
 
     async def CancelArray(self, request: job_service_pb2.CancelArrayRequest, context: Any) -> array_pb2.Array:
         number = names.parse_array_name(request.name)
-        command = commands.CancelArray(number, request.reason[:REASON_MOST], self._user)
+        caller = self._callers.of(context)
+        if not caller.sees_everything:
+            check_owner(caller, request.name, self._shown.members(number)[0].user)
+        command = commands.CancelArray(number, request.reason[:REASON_MOST], caller.name)
         return self._shown.array(expect(await self._writer.submit(command), ArrayAnswer).number)
 
     async def GetJob(self, request: job_service_pb2.GetJobRequest, context: Any) -> job_pb2.Job:
-        return self._shown.job(names.parse_job_name(request.name), with_environment=True)
+        return self._job(names.parse_job_name(request.name), self._callers.of(context), with_environment=True)
 
     async def ListJobs(
         self, request: job_service_pb2.ListJobsRequest, context: Any
@@ -90,6 +101,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         size = min(request.page_size or _PAGE_DEFAULT, _PAGE_MOST)
         before = _parse_page_token(request.page_token)
         states = {job_messages.STATES_FROM_WIRE.get(state) for state in request.states}
+        caller = self._callers.of(context)
         response = job_service_pb2.ListJobsResponse()
         response_bytes = 0
         jobs = self._writer.committed.jobs
@@ -106,7 +118,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             if len(response.jobs) == size or response_bytes > _PAGE_BYTES:
                 response.next_page_token = _page_token(last)
                 break
-            message = self._shown.job(number)
+            message = self._job(number, caller)
             response.jobs.append(message)
             response_bytes += message.ByteSize()
             last = number
@@ -115,6 +127,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def WatchJob(self, request: job_service_pb2.WatchJobRequest, context: Any) -> AsyncIterator[job_pb2.Job]:
         number = names.parse_job_name(request.name)
         self._shown.job_named(number)
+        caller = self._callers.of(context)
         loop = asyncio.get_running_loop()
         end = loop.time() + STREAM_SECONDS
         sent = b""
@@ -127,7 +140,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
                     message.ClearField("progress")
                     if (shape := message.SerializeToString(deterministic=True)) != sent:
                         sent = shape
-                        yield self._shown.job(number)
+                        yield self._job(number, caller)
                 if job.state.is_final:
                     return
                 try:
@@ -136,39 +149,39 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
                     return
 
     async def CancelJob(self, request: job_service_pb2.CancelJobRequest, context: Any) -> job_pb2.Job:
-        number = names.parse_job_name(request.name)
-        return await self._change(commands.CancelJob(number, request.reason[:REASON_MOST], self._user))
+        number, user = self._reached(request.name, context)
+        return await self._change(commands.CancelJob(number, request.reason[:REASON_MOST], user))
 
     async def SuspendJob(self, request: job_service_pb2.SuspendJobRequest, context: Any) -> job_pb2.Job:
-        number = names.parse_job_name(request.name)
+        number, user = self._reached(request.name, context)
         level = job_messages.level_from_wire(request.level)
-        return await self._change(commands.SuspendJob(number, level, self._user))
+        return await self._change(commands.SuspendJob(number, level, user))
 
     async def ResumeJob(self, request: job_service_pb2.ResumeJobRequest, context: Any) -> job_pb2.Job:
-        return await self._change(commands.ResumeJob(names.parse_job_name(request.name), self._user))
+        return await self._change(commands.ResumeJob(*self._reached(request.name, context)))
 
     async def MoveJob(self, request: job_service_pb2.MoveJobRequest, context: Any) -> job_pb2.Job:
-        number = names.parse_job_name(request.name)
+        number, user = self._reached(request.name, context)
         nodes = tuple(names.parse_node_name(node) for node in request.nodes)
-        return await self._change(commands.MoveJob(number, nodes, self._user))
+        return await self._change(commands.MoveJob(number, nodes, user))
 
     async def RetuneJob(self, request: job_service_pb2.RetuneJobRequest, context: Any) -> job_pb2.Job:
-        number = names.parse_job_name(request.name)
-        return await self._change(commands.RetuneJob(number, request.millicores, request.repin, self._user))
+        number, user = self._reached(request.name, context)
+        return await self._change(commands.RetuneJob(number, request.millicores, request.repin, user))
 
     async def ResizeJob(self, request: job_service_pb2.ResizeJobRequest, context: Any) -> job_pb2.Job:
-        number = names.parse_job_name(request.name)
-        return await self._change(commands.ResizeJob(number, request.gpus, self._user))
+        number, user = self._reached(request.name, context)
+        return await self._change(commands.ResizeJob(number, request.gpus, user))
 
     async def ReadLog(
         self, request: job_service_pb2.ReadLogRequest, context: Any
     ) -> AsyncIterator[job_service_pb2.LogChunk]:
-        number = names.parse_job_name(request.name)
+        number, _ = self._reached(request.name, context)
         async for chunk in self._logs.read(number, request.rank, request.offset, follow=request.follow):
             yield chunk
 
     async def ExplainJob(self, request: job_service_pb2.ExplainJobRequest, context: Any) -> job_service_pb2.Explanation:
-        number = names.parse_job_name(request.name)
+        number, _ = self._reached(request.name, context)
         job = self._shown.job(number)
         if number not in self._writer.state.jobs:
             # Forgotten in the batch that is being committed.
@@ -202,6 +215,8 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         size = min(request.page_size or _PAGE_DEFAULT, _PAGE_MOST)
         if request.after_sequence and request.after_sequence + 1 < await self._writer.oldest_sequence():
             raise errors.EventsCompacted("these events are no longer kept: list again from zero")
+        caller = self._callers.of(context)
+        self._check_subject(caller, request.subject)
         entries = await self._writer.history(request.subject, request.after_sequence, size)
         return job_service_pb2.ListEventsResponse(
             events=[
@@ -215,9 +230,47 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
                     figures=msgspec.json.decode(entry.figures, type=dict[str, str]),
                 )
                 for entry in entries
+                if request.subject or self._is_told(caller, entry.subject)
             ],
             next_sequence=entries[-1].sequence if entries else request.after_sequence,
         )
+
+    def _reached(self, name: str, context: Any) -> tuple[int, str]:
+        """The job's number and who asks. Raises NameInvalid, and for a user JobNotFound and JobNotYours."""
+        number, caller = names.parse_job_name(name), self._callers.of(context)
+        check_jobs(caller, self._shown, (number,))
+        return number, caller.name
+
+    def _job(self, number: int, caller: Identity, *, with_environment: bool = False) -> job_pb2.Job:
+        message = self._shown.job(number, with_environment=with_environment)
+        return message if is_reached_by(caller, message.user) else outline(message)
+
+    def _array(self, number: int, caller: Identity) -> array_pb2.Array:
+        message = self._shown.array(number)
+        return message if is_reached_by(caller, message.user) else array_outline(message)
+
+    def _check_subject(self, caller: Identity, subject: str) -> None:
+        """Raises JobNotYours for the history of what is not the caller's, and of what nobody knows any more whose it
+        was."""
+        if subject and not self._is_told(caller, subject):
+            check_owner(caller, subject, self._owner_of(subject) or "somebody else")
+
+    def _is_told(self, caller: Identity, subject: str) -> bool:
+        """Nodes and the cluster are everybody's."""
+        if caller.sees_everything or not subject.startswith(("jobs/", "arrays/")):
+            return True
+        return self._owner_of(subject) == caller.name
+
+    def _owner_of(self, subject: str) -> str:
+        """Empty where it is not kept any more, or never was."""
+        jobs = self._writer.committed.jobs
+        kind, _, number = subject.partition("/")
+        if not number.isdecimal():
+            return ""
+        if kind == "jobs":
+            job = jobs.get(int(number))
+            return "" if job is None else job.user
+        return next((job.user for job in members_of(jobs, int(number))), "")
 
     async def _change(self, command: commands.Command) -> job_pb2.Job:
         answer = expect(await self._writer.submit(command), JobAnswer)

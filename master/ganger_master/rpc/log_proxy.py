@@ -46,10 +46,12 @@ class _Source:
 
 
 class LogProxy:
-    def __init__(self, writer: Writer, shown: Shown, token: str) -> None:
+    def __init__(self, writer: Writer, shown: Shown, token: str, tls: str = "") -> None:
+        """`tls`: the directory of the certificate to show to daemons; else they take the token."""
         self._writer = writer
         self._shown = shown
-        self._token = token
+        self._token = "" if tls else token
+        self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def read(
@@ -236,7 +238,7 @@ class LogProxy:
         channel = self._channels.get(address)
         if channel is None:
             try:
-                channel = channels.open_aio_channel(Endpoint(address, self._token))
+                channel = channels.open_aio_channel(Endpoint(address, self._token, self._tls))
             except EndpointError:
                 return None
             if len(self._channels) >= _CHANNELS_KEPT:

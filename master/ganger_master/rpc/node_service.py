@@ -10,6 +10,7 @@ from typing import Any, Final
 from ganger.resources.view import Mode
 from ganger.v1 import node_pb2, node_pb2_grpc
 from ganger.wire import convert, errors, names, times
+from ganger.wire.servers import Callers
 
 from ganger_master.core import commands
 from ganger_master.core.answers import Done, NodeAnswer
@@ -31,7 +32,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         self,
         writer: Writer,
         shown: Shown,
-        user: str,
+        callers: Callers,
         version: str,
         started: float,
         is_held: Callable[[str], bool],
@@ -39,7 +40,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
     ) -> None:
         self._writer = writer
         self._shown = shown
-        self._user = user
+        self._callers = callers
         self._version = version
         self._started = started
         self._is_held = is_held
@@ -64,26 +65,32 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
 
     async def DrainNode(self, request: node_pb2.DrainNodeRequest, context: Any) -> node_pb2.Node:
         node = names.parse_node_name(request.name)
-        return await self._change(commands.DrainNode(node, request.reason[:REASON_MOST], self._user))
+        return await self._change(
+            commands.DrainNode(node, request.reason[:REASON_MOST], self._callers.of(context).name)
+        )
 
     async def CordonNode(self, request: node_pb2.CordonNodeRequest, context: Any) -> node_pb2.Node:
         node = names.parse_node_name(request.name)
-        return await self._change(commands.CordonNode(node, request.reason[:REASON_MOST], self._user))
+        return await self._change(
+            commands.CordonNode(node, request.reason[:REASON_MOST], self._callers.of(context).name)
+        )
 
     async def UncordonNode(self, request: node_pb2.UncordonNodeRequest, context: Any) -> node_pb2.Node:
-        return await self._change(commands.UncordonNode(names.parse_node_name(request.name), self._user))
+        return await self._change(
+            commands.UncordonNode(names.parse_node_name(request.name), self._callers.of(context).name)
+        )
 
     async def DeclareNodeLost(self, request: node_pb2.DeclareNodeLostRequest, context: Any) -> node_pb2.Node:
         node = names.parse_node_name(request.name)
         if self._is_held(node):
             raise errors.NodeAlive(f"the daemon of nodes/{node} is connected: stop it first, or drain the node")
-        return await self._change(commands.DeclareLost(node, self._user))
+        return await self._change(commands.DeclareLost(node, self._callers.of(context).name))
 
     async def RemoveNode(self, request: node_pb2.RemoveNodeRequest, context: Any) -> node_pb2.RemoveNodeResponse:
         node = names.parse_node_name(request.name)
         if self._is_held(node):
             raise errors.NodeAlive(f"the daemon of nodes/{node} is connected: stop it first")
-        expect(await self._writer.submit(commands.RemoveNode(node, self._user)), Done)
+        expect(await self._writer.submit(commands.RemoveNode(node, self._callers.of(context).name)), Done)
         return node_pb2.RemoveNodeResponse()
 
     async def GetCluster(self, request: node_pb2.GetClusterRequest, context: Any) -> node_pb2.Cluster:

@@ -10,6 +10,8 @@ from ganger.resources.values import NodeRow
 from ganger.resources.view import Mode
 from ganger.v1 import job_pb2, node_pb2, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire import convert, errors, names, times
+from ganger.wire.roles import Identity
+from ganger.wire.servers import Callers
 from msgspec.structs import replace
 
 from ganger_master.core import commands
@@ -19,6 +21,7 @@ from ganger_master.rpc import job_messages
 from ganger_master.rpc.answers import Shown, change_verdict_of, expect, verdict_of
 from ganger_master.rpc.job_service import STREAM_SECONDS
 from ganger_master.rpc.live_jobs import live_job_to_wire
+from ganger_master.rpc.ownership import check_jobs
 from ganger_master.rpc.plan_messages import plan_from_wire
 from ganger_master.runtime.progress import ProgressBoard
 from ganger_master.runtime.writer import Writer
@@ -48,8 +51,11 @@ _Judged: TypeAlias = tuple[scheduling_pb2.GangRequests, asyncio.Future[Sequence[
 
 
 class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
-    def __init__(self, writer: Writer, shown: Shown, progress: ProgressBoard, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, writer: Writer, shown: Shown, progress: ProgressBoard, callers: Callers, clock: Callable[[], float]
+    ) -> None:
         self._writer = writer
+        self._callers = callers
         self._shown = shown
         self._progress = progress
         self._clock = clock
@@ -152,7 +158,13 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         jobs = tuple(names.parse_job_name(job) for job in request.jobs)
         for number in jobs:
             self._shown.job_named(number)
-        scheduler = request.scheduler
+        scheduler, caller = request.scheduler, self._callers.of(context)
+        if not caller.sees_everything:
+            if not jobs:
+                raise errors.RequestInvalid("name the jobs whose turns to take: a user's scheduler has own ones only")
+            check_jobs(caller, self._shown, jobs)
+            # Nobody takes over another's stream by its name.
+            scheduler = f"{caller.name}/{scheduler}"
         streams = self._writer.turn_streams
         with streams.opened(scheduler, jobs) as queue:
             try:
@@ -169,14 +181,16 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                     self._writer.tell(commands.ClaimTurns(scheduler, jobs, connected=False))
 
     async def RequestGang(self, request: scheduling_pb2.GangRequest, context: Any) -> scheduling_pb2.Verdict:
-        return verdict_of(request.job, await self._writer.submit(_gang_request(request)))
+        asked = _gang_request(request)
+        check_jobs(self._callers.of(context), self._shown, (asked.number,))
+        return verdict_of(request.job, await self._writer.submit(asked))
 
     async def RequestGangs(
         self, request_iterator: AsyncIterator[scheduling_pb2.GangRequests], context: Any
     ) -> AsyncIterator[scheduling_pb2.Verdicts]:
         # Judged as they come, answered in their order: the next message need not wait for the commit of this one.
         judged: asyncio.Queue[_Judged | None] = asyncio.Queue(_MESSAGES_AHEAD)
-        reading = asyncio.create_task(self._judge(request_iterator, judged))
+        reading = asyncio.create_task(self._judge(request_iterator, judged, self._callers.of(context)))
         try:
             while (found := await judged.get()) is not None:
                 message, answers = found
@@ -190,14 +204,20 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             await asyncio.gather(reading, return_exceptions=True)
 
     async def _judge(
-        self, messages: AsyncIterator[scheduling_pb2.GangRequests], judged: asyncio.Queue[_Judged | None]
+        self,
+        messages: AsyncIterator[scheduling_pb2.GangRequests],
+        judged: asyncio.Queue[_Judged | None],
+        caller: Identity,
     ) -> None:
         try:
             async for message in messages:
                 if len(message.requests) > _REQUESTS_MOST:
                     many = len(message.requests)
                     raise errors.RequestInvalid(f"{many} requests in a message: at most {_REQUESTS_MOST}")
-                answers = self._writer.submit_all([_gang_request(request) for request in message.requests])
+                requests = [_gang_request(request) for request in message.requests]
+                if not caller.sees_everything:
+                    check_jobs(caller, self._shown, (request.number for request in requests))
+                answers = self._writer.submit_all(requests)
                 await judged.put((message, answers))
         except Exception:
             # Told where it is awaited, after what was judged before it.
@@ -207,10 +227,16 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
 
     async def ReleaseGang(self, request: scheduling_pb2.ReleaseGangRequest, context: Any) -> job_pb2.Job:
         command = commands.ReleaseGang(names.parse_job_name(request.job), request.epoch)
+        check_jobs(self._callers.of(context), self._shown, (command.number,))
         return self._shown.job(expect(await self._writer.submit(command), JobAnswer).number)
 
     async def ProposePlan(self, request: scheduling_pb2.Plan, context: Any) -> scheduling_pb2.PlanVerdict:
         command = plan_from_wire(request)
+        caller = self._callers.of(context)
+        if not caller.sees_everything:
+            if command.line is not None or command.promises is not None or command.findings:
+                raise errors.PlanInvalid("a user's plan changes own jobs: it has no line, no places kept, no findings")
+            check_jobs(caller, self._shown, (change.number for change in command.changes))
         answer = expect(await self._writer.submit(command), PlanAnswer)
         return scheduling_pb2.PlanVerdict(
             verdicts=[change_verdict_of(verdict) for verdict in answer.verdicts], view_version=answer.view_version
@@ -220,6 +246,11 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         self, request: scheduling_pb2.WatchProgressRequest, context: Any
     ) -> AsyncIterator[scheduling_pb2.ProgressBatch]:
         jobs = [names.parse_job_name(job) for job in request.jobs] or None
+        caller = self._callers.of(context)
+        if not caller.sees_everything:
+            if jobs is None:
+                raise errors.RequestInvalid("name the jobs whose progress to watch: a user is told of own ones only")
+            check_jobs(caller, self._shown, jobs)
         interval = times.seconds(request.interval) if request.HasField("interval") else 1.0
         loop = asyncio.get_running_loop()
         end = loop.time() + STREAM_SECONDS

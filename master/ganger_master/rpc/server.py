@@ -1,4 +1,5 @@
-"""The master's server: all services on one address, with health, reflection, token and limits."""
+"""The master's server: all services, with health, reflection, limits and the check of who calls. On one address with
+the token; with certificates on that one for everybody, and by the token on loopback for this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from ganger.v1 import (
     scheduling_pb2,
     scheduling_pb2_grpc,
 )
-from ganger.wire.servers import bind, make_server
+from ganger.wire.roles import Identity, Role
+from ganger.wire.servers import Callers, bind, make_server
+from ganger.wire.tls import server_credentials
 from grpc_health.v1 import _async as aio_health
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -36,6 +39,8 @@ _OPTIONS: Final = (
     ("grpc.server.max_pending_requests", 40_000),
     ("grpc.server.max_pending_requests_hard_limit", 60_000),
 )
+# Where the master's own children find it, and who may read its directory.
+_LOCAL: Final = "127.0.0.1:0"
 _SERVICES: Final = (
     job_service_pb2.DESCRIPTOR.services_by_name["JobService"].full_name,
     scheduling_pb2.DESCRIPTOR.services_by_name["SchedulingService"].full_name,
@@ -45,7 +50,8 @@ _SERVICES: Final = (
 
 
 class MasterServer:
-    """Serves a writer. `address` is where, with the port that was chosen; `captures`: where recordings go."""
+    """Serves a writer. `address` is where, with the port that was chosen, and `local_address` where the token does;
+    `tls`: the directory of the certificate, if there is one; `captures`: where recordings go."""
 
     def __init__(
         self,
@@ -57,29 +63,34 @@ class MasterServer:
         version: str,
         clock: Callable[[], float],
         captures: Path,
+        tls: Path | None = None,
         more_handlers: Sequence[grpc.GenericRpcHandler[Any, Any]] = (),
     ) -> None:
         shown = Shown(writer, progress)
-        user = owner()
-        self._logs = LogProxy(writer, shown, token)
+        callers = Callers(Identity(Role.OPERATOR, owner()), by_role=tls is not None)
+        self._logs = LogProxy(writer, shown, token, str(tls or ""))
         self._health: Any = aio_health.HealthServicer()
-        self._server = make_server(token, _OPTIONS)
+        self._server = make_server(token, _OPTIONS, by_role=tls is not None)
         job_service_pb2_grpc.add_JobServiceServicer_to_server(
-            JobService(writer, shown, self._logs, user, clock), self._server
+            JobService(writer, shown, self._logs, callers, clock), self._server
         )
         scheduling_pb2_grpc.add_SchedulingServiceServicer_to_server(
-            SchedulingService(writer, shown, progress, clock), self._server
+            SchedulingService(writer, shown, progress, callers, clock), self._server
         )
-        self.agents = AgentService(writer, progress, clock)
+        self.agents = AgentService(writer, progress, callers, clock)
         node_pb2_grpc.add_NodeServiceServicer_to_server(
-            NodeService(writer, shown, user, version, clock(), self.agents.is_held, captures), self._server
+            NodeService(writer, shown, callers, version, clock(), self.agents.is_held, captures), self._server
         )
         agent_pb2_grpc.add_AgentServiceServicer_to_server(self.agents, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         if more_handlers:
             self._server.add_generic_rpc_handlers(tuple(more_handlers))
-        self.address = bind(self._server, listen)
+        if tls is None:
+            self.address = self.local_address = bind(self._server, listen)
+        else:
+            self.address = bind(self._server, listen, server_credentials(tls))
+            self.local_address = bind(self._server, _LOCAL)
 
     async def start(self) -> None:
         await self._server.start()

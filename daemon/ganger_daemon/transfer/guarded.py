@@ -1,0 +1,41 @@
+"""The state stream between machines: the same words and bytes in TLS, and only from daemon to daemon."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from pathlib import Path
+
+from ganger.wire.errors import CertificateInvalid
+from ganger.wire.roles import Role
+from ganger.wire.tls import client_context, identity_at
+
+from .request import StreamError
+
+
+def to_daemon(connection: socket.socket, host: str, tls: str) -> ssl.SSLSocket:
+    """A connection that was dialled. Raises OSError, EndpointError, and StreamError unless a daemon answers."""
+    try:
+        guarded = client_context(Path(tls)).wrap_socket(connection, server_hostname=host)
+    except BaseException:
+        connection.close()
+        raise
+    return _of_daemon(guarded)
+
+
+def from_daemon(connection: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
+    """A connection that was accepted, its limits of silence set. Raises OSError, and StreamError unless a daemon
+    calls."""
+    return _of_daemon(context.wrap_socket(connection, server_side=True))
+
+
+def _of_daemon(connection: ssl.SSLSocket) -> ssl.SSLSocket:
+    try:
+        identity = identity_at(connection)
+    except CertificateInvalid as error:
+        connection.close()
+        raise StreamError(error.message, retry=False) from error
+    if identity.role is not Role.DAEMON:
+        connection.close()
+        raise StreamError(f"states travel between daemons only, and this is {identity}", retry=False)
+    return connection
