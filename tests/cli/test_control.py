@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ganger.v1 import job_pb2
+from ganger.wire.errors import JobBusy
 from kit.canned import Call, CannedMaster, running_job
 
 Output = pytest.CaptureFixture[str]
@@ -96,3 +97,41 @@ def test_an_order_to_a_job_on_its_way_waits_until_it_can_be_carried_out(
     order = next(kind for kind in kinds if kind != "GetJobRequest")
     assert order == f"{words[0].title()}JobRequest"
     assert kinds.index(order) >= 3
+
+
+@pytest.mark.parametrize("words", [("suspend", "1", "--level", "pause"), ("resize", "1", "2"), ("move", "1")])
+def test_an_order_that_meets_a_move_which_began_after_the_look_waits_for_it(
+    call: Call, master: CannedMaster, words: tuple[str, ...]
+) -> None:
+    job = running_job(master)
+    looks = 0
+
+    def begin_and_end_a_move() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            master.failing = JobBusy("jobs/1 is busy: it is being moved; try again")
+        elif looks == 2:
+            job.revision, job.gang.phase = job.revision + 1, job_pb2.Gang.PHASE_MOVING
+        elif looks == 5:
+            job.gang.phase = job_pb2.Gang.PHASE_RUNNING
+
+    master.looked_at = begin_and_end_a_move
+    call(*words)
+    kinds = [type(request).__name__ for request in master.requests]
+    refused, carried_out = [at for at, kind in enumerate(kinds) if kind == f"{words[0].title()}JobRequest"]
+    assert refused == 1
+    assert carried_out - refused > 3
+
+
+def test_an_order_to_a_job_that_stays_busy_is_refused_at_once(call: Call, master: CannedMaster, capsys: Output) -> None:
+    running_job(master)
+
+    def refuse() -> None:
+        master.failing = (
+            JobBusy("jobs/1 is busy: a part of it has ended; try again") if not master.requests[1:] else None
+        )
+
+    master.looked_at = refuse
+    assert call("move", "1") == 4
+    assert "a part of it has ended" in capsys.readouterr().err

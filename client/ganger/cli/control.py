@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import click
@@ -48,11 +49,12 @@ def suspend(job: str, level: str | None, is_waiting: bool, timeout: str, as_json
         return stopped and (not now.HasField("gang") or now.gang.phase != Gang.PHASE_STOPPING)
 
     with open_client() as client:
-        if is_waiting:
+        if not is_waiting:
+            message = client.suspend_job(job, level)
+        else:
             # Before it has said what it can, no suspend would be accepted.
-            _let_settle(client, job, timeout, lambda now: _can_rest(now, level))
-        message = client.suspend_job(job, level)
-        if is_waiting:
+            order = partial(client.suspend_job, job, level)
+            _, message = _ordered(client, job, timeout, lambda now: _can_rest(now, level), order)
             message = _until(client, message, is_settled, timeout, "at rest")
             _check_suspended(message, level)
     _tell(message, as_json)
@@ -89,11 +91,10 @@ def move(job: str, nodes: tuple[str, ...], is_waiting: bool, timeout: str, as_js
     from ganger.v1.job_pb2 import Gang, Job
 
     with open_client() as client:
-        if is_waiting:
-            _let_settle(client, job, timeout, _can_move)
-        before = client.get_job(job)
-        message = client.move_job(job, nodes)
-        if is_waiting:
+        if not is_waiting:
+            message = client.move_job(job, nodes)
+        else:
+            before, message = _ordered(client, job, timeout, _can_move, partial(client.move_job, job, nodes))
 
             def is_settled(now: Job) -> bool:
                 return now.state != Job.STATE_HOLDING or now.gang.phase == Gang.PHASE_RUNNING
@@ -114,11 +115,10 @@ def resize(job: str, gpus: int, is_waiting: bool, timeout: str, as_json: bool) -
     from ganger.v1.job_pb2 import Gang, Job
 
     with open_client() as client:
-        if is_waiting:
-            _let_settle(client, job, timeout, _can_move)
-        before = client.get_job(job)
-        message = client.resize_job(job, gpus)
-        if is_waiting:
+        if not is_waiting:
+            message = client.resize_job(job, gpus)
+        else:
+            before, message = _ordered(client, job, timeout, _can_move, partial(client.resize_job, job, gpus))
 
             def is_settled(now: Job) -> bool:
                 return now.state != Job.STATE_HOLDING or now.gang.phase == Gang.PHASE_RUNNING
@@ -271,18 +271,35 @@ def _until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout
     return message
 
 
-def _let_settle(client: Client, job: str, timeout: str, is_ready: Callable[[Job], bool]) -> None:
+def _ordered(
+    client: Client, job: str, timeout: str, is_ready: Callable[[Job], bool], order: Callable[[], Job]
+) -> tuple[Job, Job]:
+    """The job as it was looked at before the order, and after it; once it can be carried out. What begins between look
+    and order (the planner moves it) is waited for as well; what lasts is the order's to say."""
+    from ganger.wire.errors import JobBusy, NotRunning
+
+    deadline = time.monotonic() + _seconds(timeout)
+    while True:
+        before = _let_settle(client, job, deadline, is_ready)
+        try:
+            return before, order()
+        except (JobBusy, NotRunning):
+            if time.monotonic() > deadline or client.get_job(job).revision == before.revision:
+                raise
+
+
+def _let_settle(client: Client, job: str, deadline: float, is_ready: Callable[[Job], bool]) -> Job:
     """Waits while a job has its gang and has not stepped, or its agent has not spoken up, unless it is ready before;
     and while it is on its way to other places or another size. What cannot be the order says."""
     from ganger.v1.job_pb2 import Gang, Job
 
-    deadline = time.monotonic() + _seconds(timeout)
-    while time.monotonic() < deadline:
+    while True:
         now = client.get_job(job)
         is_on_its_way = now.gang.phase in (Gang.PHASE_MOVING, Gang.PHASE_RESIZING)
         starts = now.gang.phase == Gang.PHASE_STARTING or _is_young(now)
-        if now.state != Job.STATE_HOLDING or (not is_on_its_way and (not starts or is_ready(now))):
-            return
+        waits = now.state == Job.STATE_HOLDING and (is_on_its_way or (starts and not is_ready(now)))
+        if not waits or time.monotonic() > deadline:
+            return now
         time.sleep(_POLL_SECONDS)
 
 
