@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -382,7 +381,8 @@ class Client:
             self._find_again()
             # gRPC tells of every address and layer; its last clause is the one that says something.
             cause = error.message.rpartition(": ")[2] or "no answer"
-            return Unreachable(f"no master answers at {address} ({cause}): is it running? `ganger up` starts one here")
+            hint = "can this machine reach it?" if self.endpoint.tls else "`ganger up` starts one here"
+            return Unreachable(f"no master answers at {address} ({cause}): is it running? {hint}")
         if isinstance(error, DeadlineExceeded):
             return DeadlineExceeded(f"the master at {self.endpoint.address} did not answer in time: try again")
         if isinstance(error, MessageTooLarge) and "larger than max" in error.message:
@@ -394,7 +394,7 @@ def _trouble_with(endpoint: Endpoint) -> str:
     """gRPC does not tell what is wrong with certificates."""
     from ganger.wire.tls import trouble_with
 
-    return trouble_with(endpoint.address, Path(endpoint.tls))
+    return trouble_with(endpoint)
 
 
 def _array(array: str | int) -> str:

@@ -22,8 +22,8 @@ from ganger.agent.v1 import agent_pb2, peer_pb2_grpc
 from ganger.wire.convert import configuration_set_to_wire
 from ganger.wire.endpoints import Endpoint, EndpointError, check_listen_address, find_endpoint
 from ganger.wire.names import is_node_id
-from ganger.wire.roles import Role
-from ganger.wire.servers import bind, make_server
+from ganger.wire.roles import Identity, Role
+from ganger.wire.servers import Callers, bind, make_server
 from ganger.wire.tls import check_directory, server_credentials
 
 from ganger_daemon.cgroups.contract import is_done
@@ -266,7 +266,9 @@ class Daemon:
         host = self._settings.listen_host
         tls = self._settings.tls
         server = make_server(token, by_role=tls is not None)
-        peer_pb2_grpc.add_PeerServiceServicer_to_server(PeerServicer(self.host, self.gangs), server)
+        # Who has the token is no daemon of any node in particular.
+        callers = Callers(Identity(Role.OPERATOR, own_user()), by_role=tls is not None)
+        peer_pb2_grpc.add_PeerServiceServicer_to_server(PeerServicer(self.host, self.gangs, callers), server)
         try:
             # the same ports as before, where they are free: members of running gangs know them
             self._peer_address = _first_that_works(

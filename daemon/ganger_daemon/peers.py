@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -16,9 +16,12 @@ from ganger.wire.errors import (
     DeadlineExceeded,
     EpochStale,
     GangNotFound,
+    NodeNotYours,
     OffsetBeyondEnd,
     RankNotFound,
 )
+from ganger.wire.roles import Identity, Role
+from ganger.wire.servers import Callers
 
 from ganger_daemon.checkpoints.publish import Shard
 from ganger_daemon.control.relaying import Heard, Link, from_wire
@@ -38,11 +41,12 @@ _SWITCH_SECONDS = 2.0
 
 
 class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
-    """Answers for the gangs of this node."""
+    """Answers for the gangs of this node, to daemons of nodes that have a part in what they speak of."""
 
-    def __init__(self, host: Host, gangs: GangSet) -> None:
+    def __init__(self, host: Host, gangs: GangSet, callers: Callers) -> None:
         self._host = host
         self._gangs = gangs
+        self._callers = callers
 
     async def RelayBoundary(  # noqa: N802
         self, request_iterator: AsyncIterator[peer_pb2.RankPoints], context: grpc.aio.ServicerContext[Any, Any]
@@ -50,7 +54,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         first = await anext(aiter(request_iterator), None)
         if first is None:
             return
-        gang = self._gang(first.job_uid, first.epoch)
+        gang = self._gang(first.job_uid, first.epoch, context)
         gang.hear(from_wire(first))
         outbox = gang.hub.join()
         listener = asyncio.create_task(_listen(request_iterator, gang))
@@ -71,6 +75,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
             # the member's desired set may come before the leader's
             gang = self._gangs.find(request.job_uid, request.epoch)
             if gang is not None:
+                self._check_part(gang, context)
                 if gang.launching.rendezvous is not None:
                     host, port = gang.launching.rendezvous
                     return peer_pb2.Rendezvous(host=host, port=port)
@@ -88,7 +93,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
     async def ShardWritten(  # noqa: N802
         self, request: peer_pb2.ShardWrittenRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> peer_pb2.ShardWrittenResponse:
-        gang = self._gang(request.job_uid, request.epoch)
+        gang = self._gang(request.job_uid, request.epoch, context)
         storage = self._host.storage.path
         if not gang.part.leads or storage is None:
             raise GangNotFound("this daemon does not lead the gang, or sees no storage")
@@ -103,6 +108,8 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
     async def SwitchRow(  # noqa: N802
         self, request: peer_pb2.RowOrder, context: grpc.aio.ServicerContext[Any, Any]
     ) -> peer_pb2.RowState:
+        if members := self._gangs.rotation.nodes_of(request.node_set):
+            check_node(self._callers.of(context), members, f"nodeSets/{request.node_set}")
         return await self._gangs.rotation.heard(request)
 
     async def ReadLog(  # noqa: N802
@@ -134,13 +141,24 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
     def _writes(self, job_uid: str) -> bool:
         return any(gang.desired.job_uid == job_uid and gang.phase is not Phase.ENDED for gang in self._gangs.all())
 
-    def _gang(self, job_uid: str, epoch: int) -> LocalGang:
+    def _gang(self, job_uid: str, epoch: int, context: grpc.aio.ServicerContext[Any, Any]) -> LocalGang:
         gang = self._gangs.find(job_uid, epoch)
         if gang is not None:
+            self._check_part(gang, context)
             return gang
         if self._gangs.newest_epoch(job_uid) > epoch:
             raise EpochStale(f"epoch {epoch} is over: the job has a newer one here")
         raise GangNotFound(f"epoch {epoch} of {job_uid} is not on this node")
+
+    def _check_part(self, gang: LocalGang, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        members = [member.node.removeprefix("nodes/") for member in gang.desired.members]
+        check_node(self._callers.of(context), members, f"epoch {gang.desired.epoch} of {gang.desired.job}")
+
+
+def check_node(caller: Identity, members: Collection[str], of: str) -> None:
+    """Raises NodeNotYours: a daemon speaks for its own node, and that must be one of the members."""
+    if caller.role is Role.DAEMON and caller.name not in members:
+        raise NodeNotYours(f"nodes/{caller.name} has no part in {of}", name=caller.name)
 
 
 def _next_chunk(logs: Any, job_uid: str, rank: int, offset: int) -> Any:

@@ -175,6 +175,12 @@ class Rotation:
             self._obey(standing, position_from_wire(message))
         return state_to_wire(standing.number, self._member(standing))
 
+    def nodes_of(self, node_set: int) -> frozenset[str]:
+        """Those that this node knows to have a part in it; none where it knows of no such set."""
+        standing = self._sets.get(node_set)
+        matrices = {} if standing is None else standing.matrices
+        return frozenset(one.node.removeprefix("nodes/") for rows in matrices.values() for one in rows.members)
+
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:

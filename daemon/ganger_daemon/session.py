@@ -13,7 +13,6 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -127,7 +126,7 @@ class Session:
         """What is wrong with the certificates of either end, if that is it: gRPC does not tell."""
         if endpoint is None or not endpoint.tls:
             return ""
-        return await asyncio.to_thread(trouble_with, endpoint.address, Path(endpoint.tls))
+        return await asyncio.to_thread(trouble_with, endpoint)
 
     async def _pause(self, tried: Endpoint | None) -> None:
         """Waits before the next attempt, no longer than until a master announces itself elsewhere."""

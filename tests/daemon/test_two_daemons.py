@@ -7,12 +7,17 @@ import json
 import os
 import signal
 import uuid
+from typing import Any
 
+import grpc
 import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
-from ganger.agent.v1 import agent_pb2
+from ganger.agent.v1 import agent_pb2, peer_pb2, peer_pb2_grpc
 from ganger.injob.launcher.client import Launcher
 from ganger.v1 import job_pb2
+from ganger.wire.channels import open_aio_channel
+from ganger.wire.endpoints import Endpoint
+from ganger.wire.errors import reason_of
 
 pytestmark = pytest.mark.system
 
@@ -58,6 +63,45 @@ def test_a_gang_on_two_nodes_stops_at_one_step_and_goes_on(certified: bool) -> N
                 await made.master.until(node, 1, in_phase(Observed.PHASE_RUNNING))
 
     run(story, certified=certified)
+
+
+def test_a_daemon_is_heard_by_who_shares_a_gang_with_it_and_by_nobody_else() -> None:
+    """Nor is a user, whatever it knows of the gang."""
+
+    async def story(made: Cluster) -> None:
+        await asyncio.gather(made.daemon("n1"), made.daemon("n2"))
+        uid, placement = str(uuid.uuid4()), {"n1": [0], "n2": [1]}
+        for node in placement:
+            await made.master.want(node, made.gang(placement, node, uid=uid))
+        for node in placement:
+            await made.master.until(node, 1, in_phase(Observed.PHASE_RUNNING))
+        assert made.authority is not None
+        asked = peer_pb2.GetRendezvousRequest(job_uid=uid, epoch=1)
+        written = peer_pb2.ShardWrittenRequest(job_uid=uid, epoch=1, stop_sequence=9)
+        points = peer_pb2.RankPoints(job_uid=uid, epoch=1)
+        for role, name, reason in (
+            ("daemon", "n2", ""),
+            ("daemon", "n3", "NODE_NOT_YOURS"),
+            ("user", "n2", "ROLE_NOT_PERMITTED"),
+            ("master", "n2", "ROLE_NOT_PERMITTED"),
+        ):
+            own = str(made.authority.issue(role, name))
+            async with open_aio_channel(Endpoint(made.daemons["n1"].peer_address, tls=own)) as channel:
+                stub: Any = peer_pb2_grpc.PeerServiceStub(channel)
+                assert await refusal(stub.GetRendezvous(asked)) == reason
+                if reason:
+                    assert await refusal(stub.ShardWritten(written)) == reason
+                    assert await refusal(anext(aiter(stub.RelayBoundary(iter([points]))))) == reason
+
+    run(story, certified=True)
+
+
+async def refusal(call: Any) -> str:
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return reason_of(error)
+    return ""
 
 
 def test_a_gang_whose_leader_never_says_where_ranks_meet_stops_when_it_is_told_to() -> None:

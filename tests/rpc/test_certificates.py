@@ -185,6 +185,16 @@ def test_of_anothers_job_only_what_stands_in_any_queue_is_seen(tmp_path: Path) -
     told(tmp_path, story)
 
 
+@pytest.mark.parametrize(("role", "name"), [("user", "bob"), ("scheduler", "ann"), ("planner", "ann")])
+def test_whoever_places_jobs_needs_not_know_what_they_run(tmp_path: Path, role: str, name: str) -> None:
+    async def story(certified: CertifiedMaster) -> None:
+        await certified.calls("user", "ann").submit(spec_of(environment={"SECRET": "s"}))
+        seen = await certified.calls(role, name).jobs.GetJob(job_service_pb2.GetJobRequest(name="jobs/1"))
+        assert (seen.user, list(seen.spec.command), dict(seen.spec.environment)) == ("ann", [], {})
+
+    told(tmp_path, story)
+
+
 def test_an_array_is_its_users(tmp_path: Path) -> None:
     async def story(certified: CertifiedMaster) -> None:
         ann, bob = certified.calls("user", "ann"), certified.calls("user", "bob")

@@ -20,6 +20,7 @@ from kit.cluster import GANGER, Cluster
 from kit.machines import Machine, apart, here
 from kit.waiting import eventually
 from system.harness import Run
+from system.test_turns import OPTIONS, WANTS
 
 pytestmark = [pytest.mark.system, pytest.mark.torch]
 
@@ -155,6 +156,34 @@ def test_users_have_their_jobs_trained_moved_and_suspended_on_machines_apart(clu
     cluster.wait_step(pair, pair.last_step() + 2)
     cluster.wait_done(pair)
     pair.check(pair)
+
+
+@pytest.mark.chaos
+def test_gangs_over_two_machines_take_turns_as_their_daemons_say_also_while_the_master_is_away(tmp_path: Path) -> None:
+    names = ("master", "n0", "n1", "desk")
+    with (
+        apart(names) as machines,
+        CertifiedCluster(
+            tmp_path, nodes=2, virtual_gpus=1, topology="1", virtual_cores=2, virtual_memory="32G",
+            master_options=OPTIONS, machines=machines or here(names),
+        ) as cluster,
+    ):  # fmt: skip
+        wants = (*WANTS, "--env", f"GLOO_SOCKET_IFNAME={cluster.machines['n0'].interface}")
+        first = cluster.submit("ann", "first", *wants, world=2, steps=240)
+        cluster.wait_step(first, 3)
+        second = cluster.submit("bob", "second", *wants, world=2, steps=240)
+        cluster.wait_step(second, 1)
+        assert "takes turns" in cluster.by("bob", "history", second.id)
+        cluster.master.kill()
+        for job in (first, second):
+            cluster.wait_step(job, job.last_step() + 3)
+        cluster.start_master()
+        for job in (first, second):
+            job.hurry()
+        for job in (first, second):
+            cluster.wait_done(job)
+        first.check(second)
+        second.check(first)
 
 
 def test_who_comes_without_the_right_certificate_is_told_so(cluster: CertifiedCluster, tmp_path: Path) -> None:

@@ -154,6 +154,10 @@ def test_other_machines_need_certificates_at_both_ends() -> None:
     check_listen_address("10.0.0.7:7070", has_certificates=True)
 
 
+def trouble_of(directory: Path) -> Callable[[str], str]:
+    return lambda address: trouble_with(Endpoint(address, tls=str(directory)))
+
+
 def served(certificate: Path, story: Callable[[str], str]) -> str:
     """What `story` says of a server with this certificate; it blocks, so it has a thread."""
 
@@ -171,36 +175,36 @@ def served(certificate: Path, story: Callable[[str], str]) -> str:
 
 def test_nothing_is_wrong_where_nothing_is(authority: Authority) -> None:
     ann = authority.issue("user", "ann")
-    assert served(authority.issue("master", "m"), lambda address: trouble_with(address, ann)) == ""
+    assert served(authority.issue("master", "m"), trouble_of(ann)) == ""
 
 
 def test_a_server_that_is_not_there_is_no_trouble_with_certificates(authority: Authority) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-    assert trouble_with(address, authority.issue("user", "ann")) == ""
+    assert trouble_of(authority.issue("user", "ann"))(address) == ""
 
 
 def test_a_server_of_another_name_is_said(authority: Authority) -> None:
     ann = authority.issue("user", "ann")
-    said = served(authority.issue("master", "m", ("m.lab",)), lambda address: trouble_with(address, ann))
+    said = served(authority.issue("master", "m", ("m.lab",)), trouble_of(ann))
     assert "does not name the host 127.0.0.1: issue it with --host 127.0.0.1" in said
 
 
 def test_a_server_whose_certificate_has_ended_is_said(authority: Authority) -> None:
     ann = authority.issue("user", "ann")
-    said = served(authority.issue("master", "m", days=ENDED), lambda address: trouble_with(address, ann))
+    said = served(authority.issue("master", "m", days=ENDED), trouble_of(ann))
     assert "its certificate has expired" in said
 
 
 def test_a_user_is_no_server(authority: Authority) -> None:
     ann = authority.issue("user", "ann")
-    assert "not that of a server" in served(ann, lambda address: trouble_with(address, ann))
+    assert "not that of a server" in served(ann, trouble_of(ann))
 
 
 def test_a_server_of_another_authority_is_said(authority: Authority, tmp_path: Path) -> None:
     ann = authority.issue("user", "ann")
     other = Authority(tmp_path, "other").issue("master", "m")
-    assert "was not made by the authority" in served(other, lambda address: trouble_with(address, ann))
+    assert "was not made by the authority" in served(other, trouble_of(ann))
 
 
 def test_a_server_that_does_not_take_ours_is_said(authority: Authority, tmp_path: Path) -> None:
@@ -209,7 +213,7 @@ def test_a_server_that_does_not_take_ours_is_said(authority: Authority, tmp_path
     ann = other.issue("user", "ann")
     own = (ann / AUTHORITY).read_bytes()
     (ann / AUTHORITY).write_bytes(own + (server / AUTHORITY).read_bytes())
-    assert "does not accept" in served(server, lambda address: trouble_with(address, ann))
+    assert "does not accept" in served(server, trouble_of(ann))
 
 
 def test_a_server_without_tls_is_said(authority: Authority) -> None:
@@ -224,5 +228,5 @@ def test_a_server_without_tls_is_said(authority: Authority) -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        assert "speaks no TLS" in trouble_with(f"127.0.0.1:{listening.getsockname()[1]}", ann)
+        assert "speaks no TLS" in trouble_of(ann)(f"127.0.0.1:{listening.getsockname()[1]}")
         thread.join()

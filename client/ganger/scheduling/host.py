@@ -24,6 +24,7 @@ import grpc.aio
 from ganger.placement.candidates import candidates
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import GangShape, Role, TaskShape
+from ganger.scheduling.away import why, why_away
 from ganger.scheduling.default import DefaultScheduler
 from ganger.scheduling.mirror import Mirror
 from ganger.scheduling.running import first_end, set_of, until_stopped
@@ -32,7 +33,7 @@ from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, scheduling
 from ganger.wire import convert, names, times
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError, find_endpoint
-from ganger.wire.errors import ApiError, JobNotFound, from_rpc_error
+from ganger.wire.errors import JobNotFound, from_rpc_error
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class Host:
             except (grpc.aio.AioRpcError, EndpointError, OSError) as error:
                 if isinstance(error, grpc.aio.AioRpcError) and isinstance(from_rpc_error(error), JobNotFound):
                     raise from_rpc_error(error) from error
-                log.info("master is away", extra={"reason": _why(error)})
+                log.info("master is away", extra={"reason": await why_away(error, self._find)})
             attempt = 0 if loop.time() - started > _HEALTHY_SECONDS else attempt + 1
             if self._is_needed():
                 await asyncio.sleep(_BACKOFF_SECONDS[min(attempt, len(_BACKOFF_SECONDS) - 1)])
@@ -161,7 +162,7 @@ class Host:
                 if proposal is None or not proposal.candidates:
                     proposal = Proposal((), proposal.blockers if proposal and proposal.blockers else refusals)
         except grpc.aio.AioRpcError as error:
-            log.info("turn came to nothing", extra={"job": message.job, "reason": _why(error)})
+            log.info("turn came to nothing", extra={"job": message.job, "reason": why(error)})
         except Exception:
             # A scheduler that raises loses this turn; the job goes on by the default one after three.
             log.exception("job scheduler failed", extra={"job": message.job})
@@ -247,13 +248,6 @@ def _turn_of(message: scheduling_pb2.Turn) -> Turn:
         reserved_nodes=tuple(names.parse_node_name(node) for node in message.reserved_nodes),
         may_preempt=message.may_preempt,
     )
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        found = from_rpc_error(error)
-        return found.reason if isinstance(found, ApiError) else str(found)
-    return str(error)
 
 
 async def run_host(host: Host, *, until_stdin_closes: bool = False) -> None:

@@ -42,9 +42,13 @@ class Identity:
         return f"{SCHEME}{self.role}/{self.name}"
 
     @property
-    def sees_everything(self) -> bool:
-        """Whether all jobs are its business, not only those that were submitted by its name."""
-        return self.role is not Role.USER
+    def has_own_jobs_only(self) -> bool:
+        """Whether those that were submitted by its name are all that it may touch."""
+        return self.role is Role.USER
+
+    def may_read(self, user: str) -> bool:
+        """Whether what `user` runs, and what comes of it, is for its eyes."""
+        return self.role is Role.OPERATOR or (self.role is Role.USER and self.name == user)
 
     def __str__(self) -> str:
         return f"{self.role} {self.name!r}"

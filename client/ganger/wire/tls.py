@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
-from ganger.wire.endpoints import EndpointError
+from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger.wire.errors import CertificateInvalid
 from ganger.wire.roles import Identity, Role, identity_of
 
@@ -105,16 +105,17 @@ def check_directory(directory: Path, roles: Iterable[Role] = Role) -> Identity:
     return identity
 
 
-def trouble_with(address: str, directory: Path) -> str:
+def trouble_with(endpoint: Endpoint) -> str:
     """Why no connection to a server comes about that should: what is wrong with the certificates of either end. Empty
     where nothing is, or nobody listens. Asks the server, for two seconds at most."""
+    directory = Path(endpoint.tls)
     try:
         check_directory(directory)
         context = client_context(directory)
     except EndpointError as error:
         return str(error)
     context.set_alpn_protocols(["h2"])
-    host, _, port = address.rpartition(":")
+    host, _, port = endpoint.address.rpartition(":")
     host = host.strip("[]")
     try:
         with (

@@ -20,12 +20,12 @@ import grpc
 import grpc.aio
 import numpy as np
 from ganger.resources.reasons import Reason, Refusal
+from ganger.scheduling.away import why_away
 from ganger.scheduling.running import first_end
 from ganger.v1 import job_pb2, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire import convert, names, times
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
-from ganger.wire.errors import ApiError, from_rpc_error
 
 from ganger_master.core.commands import Change, Promise
 from ganger_master.core.model import SuspendLevel
@@ -132,7 +132,7 @@ class Planner:
             try:
                 await self._serve()
             except (grpc.aio.AioRpcError, EndpointError, OSError) as error:
-                log.info("master is away", extra={"reason": _why(error)})
+                log.info("master is away", extra={"reason": await why_away(error, self._find)})
             except TimeoutError:
                 log.warning("what was approved was not told of: asking for everything anew")
             except NoPlannerError:
@@ -483,10 +483,3 @@ def _told_passes(progress: job_pb2.Progress) -> int:
     """Of a job with a loop of its own that reports its epoch by name."""
     told = [metric.value for metric in progress.metrics if metric.name == "epoch"]
     return int(max(0.0, told[0])) if told and isfinite(told[0]) else 0
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        found = from_rpc_error(error)
-        return found.reason if isinstance(found, ApiError) else str(found)
-    return str(error)

@@ -27,7 +27,7 @@ from ganger_master.rpc import array_messages, job_messages
 from ganger_master.rpc.answers import Shown, expect
 from ganger_master.rpc.deadline_advice import deadline_advice
 from ganger_master.rpc.log_proxy import LogProxy
-from ganger_master.rpc.ownership import array_outline, check_jobs, check_owner, is_reached_by, outline
+from ganger_master.rpc.ownership import array_outline, check_jobs, check_owner, outline
 from ganger_master.rpc.plan_messages import REASON_MOST, on_the_way_to_wire
 from ganger_master.runtime.writer import Writer
 
@@ -87,7 +87,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def CancelArray(self, request: job_service_pb2.CancelArrayRequest, context: Any) -> array_pb2.Array:
         number = names.parse_array_name(request.name)
         caller = self._callers.of(context)
-        if not caller.sees_everything:
+        if caller.has_own_jobs_only:
             check_owner(caller, request.name, self._shown.members(number)[0].user)
         command = commands.CancelArray(number, request.reason[:REASON_MOST], caller.name)
         return self._shown.array(expect(await self._writer.submit(command), ArrayAnswer).number)
@@ -182,7 +182,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
 
     async def ExplainJob(self, request: job_service_pb2.ExplainJobRequest, context: Any) -> job_service_pb2.Explanation:
         number, _ = self._reached(request.name, context)
-        job = self._shown.job(number)
+        job = self._job(number, self._callers.of(context))
         if number not in self._writer.state.jobs:
             # Forgotten in the batch that is being committed.
             raise self._shown.not_found(number)
@@ -243,11 +243,11 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
 
     def _job(self, number: int, caller: Identity, *, with_environment: bool = False) -> job_pb2.Job:
         message = self._shown.job(number, with_environment=with_environment)
-        return message if is_reached_by(caller, message.user) else outline(message)
+        return message if caller.may_read(message.user) else outline(message)
 
     def _array(self, number: int, caller: Identity) -> array_pb2.Array:
         message = self._shown.array(number)
-        return message if is_reached_by(caller, message.user) else array_outline(message)
+        return message if caller.may_read(message.user) else array_outline(message)
 
     def _check_subject(self, caller: Identity, subject: str) -> None:
         """Raises JobNotYours for the history of what is not the caller's, and of what nobody knows any more whose it
@@ -257,7 +257,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
 
     def _is_told(self, caller: Identity, subject: str) -> bool:
         """Nodes and the cluster are everybody's."""
-        if caller.sees_everything or not subject.startswith(("jobs/", "arrays/")):
+        if not caller.has_own_jobs_only or not subject.startswith(("jobs/", "arrays/")):
             return True
         return self._owner_of(subject) == caller.name
 

@@ -36,22 +36,17 @@ class Jobs(Protocol):
         """Raises JobNotFound."""
 
 
-def is_reached_by(caller: Identity, user: str) -> bool:
-    """Whether what `user` submitted is the caller's business."""
-    return caller.sees_everything or caller.name == user
-
-
 def check_jobs(caller: Identity, jobs: Jobs, numbers: Iterable[int]) -> None:
-    """Raises JobNotYours, or JobNotFound. For who sees everything nothing is looked up."""
-    if not caller.sees_everything:
+    """Raises JobNotYours, or JobNotFound, for a user; of nobody else anything is looked up."""
+    if caller.has_own_jobs_only:
         for number in numbers:
             job = jobs.job_named(number)
             check_owner(caller, job.name, job.user)
 
 
 def check_owner(caller: Identity, name: str, user: str) -> None:
-    """Raises JobNotYours unless the job or array, which `user` submitted, is the caller's business."""
-    if not is_reached_by(caller, user):
+    """Raises JobNotYours for a user, unless the job or array was submitted by it."""
+    if caller.has_own_jobs_only and caller.name != user:
         raise errors.JobNotYours(
             f"{name} is {user}'s: only that user and operators may do this; this certificate is of {caller}",
             job=name,

@@ -159,7 +159,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         for number in jobs:
             self._shown.job_named(number)
         scheduler, caller = request.scheduler, self._callers.of(context)
-        if not caller.sees_everything:
+        if caller.has_own_jobs_only:
             if not jobs:
                 raise errors.RequestInvalid("name the jobs whose turns to take: a user's scheduler has own ones only")
             check_jobs(caller, self._shown, jobs)
@@ -215,7 +215,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                     many = len(message.requests)
                     raise errors.RequestInvalid(f"{many} requests in a message: at most {_REQUESTS_MOST}")
                 requests = [_gang_request(request) for request in message.requests]
-                if not caller.sees_everything:
+                if caller.has_own_jobs_only:
                     check_jobs(caller, self._shown, (request.number for request in requests))
                 answers = self._writer.submit_all(requests)
                 await judged.put((message, answers))
@@ -233,7 +233,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
     async def ProposePlan(self, request: scheduling_pb2.Plan, context: Any) -> scheduling_pb2.PlanVerdict:
         command = plan_from_wire(request)
         caller = self._callers.of(context)
-        if not caller.sees_everything:
+        if caller.has_own_jobs_only:
             if command.line is not None or command.promises is not None or command.findings:
                 raise errors.PlanInvalid("a user's plan changes own jobs: it has no line, no places kept, no findings")
             check_jobs(caller, self._shown, (change.number for change in command.changes))
@@ -247,7 +247,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
     ) -> AsyncIterator[scheduling_pb2.ProgressBatch]:
         jobs = [names.parse_job_name(job) for job in request.jobs] or None
         caller = self._callers.of(context)
-        if not caller.sees_everything:
+        if caller.has_own_jobs_only:
             if jobs is None:
                 raise errors.RequestInvalid("name the jobs whose progress to watch: a user is told of own ones only")
             check_jobs(caller, self._shown, jobs)
