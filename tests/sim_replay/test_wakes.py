@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from unittest.mock import patch
 
 import numpy as np
@@ -9,12 +10,14 @@ import pytest
 from ganger_master.core import queue
 from ganger_master.core.commands import Command, Tick
 from ganger_master.core.state import State
+from ganger_master.sim.replay.clock import Clock
 from ganger_master.sim.replay.options import Options
 from ganger_master.sim.replay.run import _Replay
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.workload import Workload, workload
 
 JOBS = 80
+AT = Clock.at
 
 
 class _Told(_Replay):
@@ -48,15 +51,23 @@ def crowd() -> Workload:
     )
 
 
+def at_whatever_became_of_it(
+    clock: Clock, time: float, act: Callable[[], None], is_void: Callable[[], bool] | None = None
+) -> None:
+    """The core is told at every time that it ever asked for."""
+    AT(clock, time, act, None if act.__name__ == "_tick" else is_void)
+
+
 @pytest.mark.parametrize("policy", ["fifo", "fifo-backfill"])
 def test_a_lease_that_was_used_wakes_nobody(policy: str) -> None:
     some = _Told(policy)
     some.run()
-    with patch.object(_Replay, "_tick", lambda self, wake: self.send(Tick())):
+    with patch.object(Clock, "at", at_whatever_became_of_it):
         every = _Told(policy)
         every.run()
     assert some.all_but_ticks == every.all_but_ticks
     assert some.ticks < 0.2 * every.ticks
+    assert some.events < every.events, "not even the time comes of what is not to happen"
 
 
 def looked_for_in_the_whole_window(state: State, now: float) -> float | None:

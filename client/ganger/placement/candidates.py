@@ -177,21 +177,28 @@ def _on_one_node(
 
 def _over_nodes_within(scan: Scan, mode: Mode, widest: Level, limit: int, affinity: bool) -> list[tuple[Claim, ...]]:
     """Over several nodes, for when no single one does: the closer gang always wins."""
-    if scan.shape.tasks <= 1:
+    if scan.shape.tasks <= 1 or widest < _WIDE[0]:
         return []
-    found = (_over_nodes(scan, mode, level, limit, affinity) for level in _WIDE if level <= widest)
+    roles = sorted(range(len(scan.shape.roles)), key=lambda index: -scan.shape.roles[index].shape.gpus)
+    rooms = {index: scan.capacity(index) for index in roles}
+    found = (_over_nodes(scan, rooms, mode, level, limit, affinity) for level in _WIDE if level <= widest)
     return next(filter(None, found), [])
 
 
-def _over_nodes(scan: Scan, mode: Mode, level: Level, limit: int, affinity: bool) -> list[tuple[Claim, ...]]:
-    roles = sorted(range(len(scan.shape.roles)), key=lambda index: -scan.shape.roles[index].shape.gpus)
-    rooms = {index: scan.capacity(index) for index in roles}
+def _over_nodes(
+    scan: Scan, rooms: dict[int, NDArray[np.int64]], mode: Mode, level: Level, limit: int, affinity: bool
+) -> list[tuple[Claim, ...]]:
+    """`rooms`: by role how many of its tasks each node could take, the role of most devices first."""
+    roles = list(rooms)
+    spans = scan.spans(level)
+    if not spans.any():
+        # No node is in any rack, or fabric.
+        return []
     main = rooms[roles[0]]
     room = main
     if len(roles) > 1:
         # A node for the lesser roles alone comes after all that take the main one.
         room = main * PLENTY + np.minimum(sum(rooms[index] for index in roles[1:]), PLENTY - 1)
-    spans = scan.spans(level)
     found: list[tuple[Claim, ...]] = []
     for span in _fitting_spans(scan, rooms, spans)[: _MOST_SPANS if level < Level.CLUSTER else 1]:
         slots = np.flatnonzero((spans == span) & (room > 0))

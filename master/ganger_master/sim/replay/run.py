@@ -313,12 +313,11 @@ class _Replay:
             wake = effects.wake_at
             # For what is never to be, nothing is kept in mind.
             if wake < _NEVER_S:
-                self.clock.at(wake, lambda: self._tick(wake))
+                # Most leases are used long before they would run out.
+                self.clock.at(wake, self._tick, lambda: self.state.wake_at != wake)
 
-    def _tick(self, wake: float) -> None:
-        # Most leases are used long before they would run out.
-        if self.state.wake_at == wake:
-            self.send(commands.Tick())
+    def _tick(self) -> None:
+        self.send(commands.Tick())
 
 
 def _devices(gang: Gang) -> Iterator[tuple[str, int]]:
