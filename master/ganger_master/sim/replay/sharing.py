@@ -37,6 +37,10 @@ class Sharing:
         # When they change places.
         self.switches_at = -math.inf
 
+    def quantum_s(self, switch_s: float) -> float:
+        """Seconds for which gangs that share a device have it, if a switch takes so long."""
+        return quantum_s(switch_s) if self._round_s is None else self._round_s
+
     def plan(self, switch_s: float, errands: Sequence[Errand]) -> tuple[Pass, tuple[Finding, ...]]:
         """The changes to propose now. `switch_s`: how long a switch takes. `errands`: moves under way."""
         now = self._windows.now = self._clock.now
@@ -48,7 +52,7 @@ class Sharing:
             self.remembered,
             self._windows,
             self._gpus,
-            quantum_s(switch_s) if self._round_s is None else self._round_s,
+            self.quantum_s(switch_s),
             errands=errands,
         )
         self.switches_at = found.next_change_s
