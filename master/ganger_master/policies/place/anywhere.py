@@ -20,6 +20,8 @@ from ganger_master.policies.room import Room
 
 
 def search(room: Room, ask: Ask, widest: Level, demand: Demand | None) -> Claims | None:
+    if ask.gpus > room.free_devices:
+        return None
     if widest <= Level.NODE or ask.tasks == 1 or ask.shape.nodes == 1:
         return on_first_node(room, ask, widest)
     for number in fitting_spans(room, ask, widest, tightest_first=False):

@@ -43,15 +43,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """What the last plan said: whom it started and stopped, and who follows once those have gone, first job first."""
+    """What the last plan said: whom it started and stopped, which are its `jobs`, and who follows once those have gone,
+    first job first."""
 
     at: float
     started: frozenset[int] = frozenset()
     stopped: frozenset[int] = frozenset()
     follow: tuple[int, ...] = ()
-
-    def __contains__(self, number: int) -> bool:
-        return number in self.started or number in self.stopped
+    jobs: frozenset[int] = frozenset()
 
 
 NOTHING_PLANNED = _Planned(-np.inf)
@@ -121,7 +120,7 @@ class Planning:
             return
         self._is_news = True
         self._told.update(dict.fromkeys(numbers))
-        if not all(number in self._planned for number in numbers):
+        if not self._planned.jobs.issuperset(numbers):
             self._planned = NOTHING_PLANNED
 
     def learn(self) -> None:
@@ -190,12 +189,9 @@ class Planning:
             return NOTHING_PLANNED
         if found.waits and not (found.follow and not found.unplaced and self._policy.placement.by_counts):
             return NOTHING_PLANNED
-        return _Planned(
-            now,
-            frozenset([change.number for change in found.changes if change.kind == "START"]),
-            frozenset([change.number for change in found.changes if change.kind == "SUSPEND"]),
-            found.follow,
-        )
+        started = frozenset([change.number for change in found.changes if change.kind == "START"])
+        stopped = frozenset([change.number for change in found.changes if change.kind == "SUSPEND"])
+        return _Planned(now, started, stopped, found.follow, started | stopped)
 
     def _carried_out(self, now: float) -> _Planned:
         """What the last plan of this instant said, if all of it has come about."""
