@@ -24,7 +24,7 @@ from ganger.wire.endpoints import Endpoint, EndpointError, check_listen_address,
 from ganger.wire.names import is_node_id
 from ganger.wire.roles import Identity, Role
 from ganger.wire.servers import Callers, bind, make_server
-from ganger.wire.tls import check_directory, server_credentials
+from ganger.wire.tls import check_directory, server_credentials, tell_end
 
 from ganger_daemon.cgroups.contract import is_done
 from ganger_daemon.cgroups.probe import choose_cgroups
@@ -112,12 +112,12 @@ class Daemon:
 
     async def start(self) -> None:
         """Raises DaemonError."""
+        self._check_certificate()
         try:
             self.paths.prepare()
         except DirectoryError as error:
             named = isinstance(error, DirectoryNameError)
             raise DaemonError(str(error), Obstacle.SETTING if named else _obstacle_of(error)) from error
-        self._check_certificate()
         self._take_lock()
         self.paths.sweep()
         settings = self._settings
@@ -226,6 +226,7 @@ class Daemon:
             if tls is None:
                 return
             identity = check_directory(tls, (Role.DAEMON,))
+            tell_end(tls)
         except EndpointError as error:
             denied = _obstacle_of(error) is Obstacle.RIGHTS
             raise DaemonError(str(error), Obstacle.RIGHTS if denied else Obstacle.SETTING) from error

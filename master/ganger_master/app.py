@@ -16,7 +16,7 @@ from typing import Any, Final
 import grpc
 from ganger.wire.endpoints import EndpointError
 from ganger.wire.roles import Role
-from ganger.wire.tls import check_directory
+from ganger.wire.tls import check_directory, tell_end
 
 from ganger_master.config import Config
 from ganger_master.core.settings import Settings
@@ -173,6 +173,7 @@ def _check_certificate(directory: Path) -> None:
     """Raises StartError unless it is a master's, and does."""
     try:
         check_directory(directory, (Role.MASTER,))
+        tell_end(directory)
     except EndpointError as error:
         is_denied = obstacle_of(error) is Obstacle.RIGHTS
         raise StartError(str(error), Obstacle.RIGHTS if is_denied else Obstacle.SETTING) from error

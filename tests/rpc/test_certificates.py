@@ -236,6 +236,15 @@ def test_the_history_of_everything_leaves_others_jobs_out(tmp_path: Path) -> Non
     told(tmp_path, story)
 
 
+def test_of_what_nobody_knows_whose_it_was_a_user_is_told_nothing(tmp_path: Path) -> None:
+    async def story(certified: CertifiedMaster) -> None:
+        for subject in ("jobs/7", "arrays/7", "jobs/x"):
+            request = job_service_pb2.ListEventsRequest(subject=subject)
+            assert not (await certified.calls("user", "bob").jobs.ListEvents(request)).events
+
+    told(tmp_path, story)
+
+
 def test_a_daemon_speaks_for_its_own_node_only(tmp_path: Path) -> None:
     async def story(certified: CertifiedMaster) -> None:
         own = Speaker(certified.calls("daemon", "n1"), "n1")

@@ -128,7 +128,7 @@ def test_users_have_their_jobs_trained_moved_and_suspended_on_machines_apart(clu
         )
     done = cluster.try_("bob", "drain", "n0", "-m", "mine")
     assert done.returncode == Exit.NOT_PERMITTED
-    assert "DrainNode is for an operator" in done.stderr
+    assert "DrainNode is for operators" in done.stderr
     listed = {job["name"]: job for job in cluster.asked("bob", "queue")}
     assert (listed[moved.name]["user"], listed[moved.name]["spec"]["command"]) == ("ann", [])
     assert listed[stays.name]["spec"]["command"]

@@ -67,15 +67,18 @@ def test_what_a_role_never_may(role: Role, method: str) -> None:
 
 
 def test_a_refusal_says_who_may() -> None:
-    with pytest.raises(
-        RoleNotPermitted, match=r"DrainNode is for an operator; this certificate is of user 'ann'"
-    ) as it:
+    with pytest.raises(RoleNotPermitted, match=r"DrainNode is for operators; this certificate is of user 'ann'") as it:
         check_call(f"{NODES}/DrainNode", ANN)
     heard = from_status(to_status(it.value))
     assert (heard.reason, heard.metadata) == (
         "ROLE_NOT_PERMITTED",
         {"method": "DrainNode", "permitted": "operator", "role": "user", "name": "ann"},
     )
+
+
+def test_a_refusal_names_all_who_may() -> None:
+    with pytest.raises(RoleNotPermitted, match=r"ListJobs is for users, operators, schedulers and planners; "):
+        check_call(f"{JOBS}/ListJobs", Identity(Role.MASTER, "m"))
 
 
 def test_a_method_that_is_not_in_the_table_is_nobodys() -> None:

@@ -16,7 +16,16 @@ from ganger.certificates import CertificateError, issue, make_authority
 from ganger.wire.endpoints import Endpoint, EndpointError, check_dial_address, check_listen_address, find_endpoint
 from ganger.wire.roles import Identity, Role
 from ganger.wire.servers import bind, make_server
-from ganger.wire.tls import AUTHORITY, CERTIFICATE, KEY, check_directory, read_files, server_credentials, trouble_with
+from ganger.wire.tls import (
+    AUTHORITY,
+    CERTIFICATE,
+    KEY,
+    check_directory,
+    read_files,
+    server_credentials,
+    tell_end,
+    trouble_with,
+)
 from kit.certified import Authority
 
 # Ended a minute ago: certificates begin five minutes before they are made.
@@ -133,6 +142,16 @@ def test_a_certificate_of_another_authority_is_said(authority: Authority, tmp_pa
 def test_a_certificate_of_another_role_is_said(authority: Authority) -> None:
     with pytest.raises(EndpointError, match=r"is the certificate of user 'ann'.*--role master"):
         check_directory(authority.issue("user", "ann"), (Role.MASTER,))
+
+
+@pytest.mark.parametrize(("days", "level"), [(3.0, "WARNING"), (300.0, "INFO")])
+def test_the_end_of_a_certificate_is_told_in_time(
+    authority: Authority, caplog: pytest.LogCaptureFixture, days: float, level: str
+) -> None:
+    caplog.set_level("INFO")
+    tell_end(authority.issue("master", "m", days=days))
+    (said,) = caplog.records
+    assert (said.levelname, said.until[:4]) == (level, f"{datetime.now(UTC) + timedelta(days=days):%Y}")  # type: ignore[attr-defined]
 
 
 def test_secrets_are_not_shown(authority: Authority) -> None:

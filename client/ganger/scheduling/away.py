@@ -11,7 +11,11 @@ import grpc.aio
 from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger.wire.errors import Unreachable, from_rpc_error
 
-_FOR_A_PERSON = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+_FOR_A_PERSON = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+)
 
 
 def why(error: Exception) -> str:

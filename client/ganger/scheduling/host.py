@@ -86,7 +86,7 @@ class Host:
             except (grpc.aio.AioRpcError, EndpointError, OSError) as error:
                 if isinstance(error, grpc.aio.AioRpcError) and isinstance(from_rpc_error(error), JobNotFound):
                     raise from_rpc_error(error) from error
-                log.info("master is away", extra={"reason": await why_away(error, self._find)})
+                log.info("master is away: %s", await why_away(error, self._find))
             attempt = 0 if loop.time() - started > _HEALTHY_SECONDS else attempt + 1
             if self._is_needed():
                 await asyncio.sleep(_BACKOFF_SECONDS[min(attempt, len(_BACKOFF_SECONDS) - 1)])

@@ -136,7 +136,8 @@ def check_local_call(method: str) -> None:
 
 
 def _not_permitted(method: str, permitted: frozenset[Role], but: str, **caller: str) -> RoleNotPermitted:
-    who = " or ".join(sorted(f"{'an' if role[0] in 'aeio' else 'a'} {role}" for role in permitted)) or "nobody"
+    *most, last = [f"{role}s" for role in Role if role in permitted] or ["nobody"]
+    who = f"{', '.join(most)} and {last}" if most else last
     name = method.rpartition("/")[2]
     error = RoleNotPermitted(f"{name} is for {who}; {but}")
     error.metadata = {"method": name, "permitted": ",".join(sorted(permitted)), **caller}

@@ -8,13 +8,14 @@ these authorities, who is called has the host that was dialled among its names, 
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import ssl
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,12 +28,15 @@ from ganger.wire.roles import Identity, Role, identity_of
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
+log = logging.getLogger(__name__)
+
 CERTIFICATE: Final = "cert.pem"
 KEY: Final = "key.pem"
 AUTHORITY: Final = "ca.pem"
 
 _MOST_BYTES: Final = 1 << 20
 _PROBE_SECONDS: Final = 2.0
+_SOON: Final = timedelta(days=30)
 # Parties that others dial: their certificates must do for servers, too.
 _SERVERS: Final = frozenset({Role.MASTER, Role.DAEMON})
 
@@ -103,6 +107,14 @@ def check_directory(directory: Path, roles: Iterable[Role] = Role) -> Identity:
             f" needed: `ganger certs issue --role {wanted[0]}` makes one"
         )
     return identity
+
+
+def tell_end(directory: Path) -> None:
+    """Logs when a certificate that does ends: as a warning where that is soon."""
+    first, *_ = _certificates(directory / CERTIFICATE)
+    end = first.not_valid_after_utc
+    level = logging.WARNING if end - datetime.now(UTC) < _SOON else logging.INFO
+    log.log(level, "certificate", extra={"file": str(directory / CERTIFICATE), "until": _day(end)})
 
 
 def trouble_with(endpoint: Endpoint) -> str:
@@ -252,7 +264,7 @@ def _reason(error: ssl.SSLError) -> str:
 
 
 def _certificates(path: Path) -> list[Certificate]:
-    # Loaded where something is wrong only: it takes a tenth of a second.
+    # Loaded here, for it takes a tenth of a second: servers at their start, others where something is wrong.
     from cryptography import x509
 
     try:

@@ -230,7 +230,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
                     figures=msgspec.json.decode(entry.figures, type=dict[str, str]),
                 )
                 for entry in entries
-                if request.subject or self._is_told(caller, entry.subject)
+                if self._is_told(caller, entry.subject)
             ],
             next_sequence=entries[-1].sequence if entries else request.after_sequence,
         )
@@ -250,10 +250,9 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         return message if caller.may_read(message.user) else array_outline(message)
 
     def _check_subject(self, caller: Identity, subject: str) -> None:
-        """Raises JobNotYours for the history of what is not the caller's, and of what nobody knows any more whose it
-        was."""
-        if subject and not self._is_told(caller, subject):
-            check_owner(caller, subject, self._owner_of(subject) or "somebody else")
+        """Raises JobNotYours for the history of another's. What nobody knows (any more) whose it was has none."""
+        if not self._is_told(caller, subject) and (user := self._owner_of(subject)):
+            check_owner(caller, subject, user)
 
     def _is_told(self, caller: Identity, subject: str) -> bool:
         """Nodes and the cluster are everybody's."""
