@@ -165,6 +165,8 @@ class _Replay:
             self.send,
         )
         self._specs = specs_of(jobs, servers, options.ideal, EPOCH_S)
+        self._users = [user or tenant for user, tenant in zip(jobs.user.texts(), jobs.tenant.texts(), strict=True)]
+        self._submitted: list[float] = (EPOCH_S + jobs.submit_s).tolist()
         self._open(servers)
         self.meters = Meters(jobs, self.state, servers.millicores)
         if len(jobs):
@@ -203,11 +205,10 @@ class _Replay:
         self._finish()
 
     def _expect(self, job: int) -> None:
-        self.clock.at(EPOCH_S + float(self.jobs.submit_s[job]), lambda: self._submit(job))
+        self.clock.at(self._submitted[job], lambda: self._submit(job))
 
     def _submit(self, job: int) -> None:
-        user = self.jobs.user[job] or self.jobs.tenant[job]
-        self.send(commands.SubmitJob(self._specs[job], self.jobs.job_ids[job], user))
+        self.send(commands.SubmitJob(self._specs[job], self.jobs.job_ids[job], self._users[job]))
         if (self.rates is not None and self.policy.tuning is not None) or self.planning.measured is not None:
             self.clock.at(self.clock.now + self.options.profile_s, self.planning.learn)
         if job + 1 < len(self.jobs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,19 +26,27 @@ def specs_of(jobs: Workload, servers: Servers, ideal: bool, epoch_s: float = 0.0
     when the trace's clock begins."""
     largest = max(group.configuration_set.devices for group in servers.groups)
     made: dict[tuple[int, int, int, int, int, int, str, str, float, float], JobSpec] = {}
-    deadlines = np.where(np.isnan(jobs.deadline_s), 0.0, jobs.deadline_s + epoch_s).tolist()
+    nothing = [math.nan] * len(jobs)
+    # Of a hundred thousand jobs to take single elements of arrays takes seconds.
+    columns = zip(
+        jobs.gpus.tolist(),
+        jobs.min_gpus.tolist(),
+        jobs.max_gpus.tolist(),
+        nothing if ideal else jobs.cpus.tolist(),
+        nothing if ideal else jobs.memory_bytes.tolist(),
+        jobs.priority.tolist(),
+        [""] * len(jobs) if ideal else jobs.gpu_type.texts(),
+        jobs.model.texts(),
+        np.where(np.isnan(jobs.deadline_s), 0.0, jobs.deadline_s + epoch_s).tolist(),
+        jobs.weight.tolist(),
+        strict=True,
+    )
     specs = []
-    cpus, memory = jobs.cpus, jobs.memory_bytes
-    for job in range(len(jobs)):
-        gpus = int(jobs.gpus[job])
-        millicores = 0 if ideal or np.isnan(cpus[job]) else int(1000 * cpus[job]) // gpus
-        each = 0 if ideal or np.isnan(memory[job]) else int(memory[job]) // gpus
-        least, most = int(jobs.min_gpus[job]), int(jobs.max_gpus[job])
-        is_elastic = least < most
-        sizes = (least, most) if is_elastic else (0, 0)
-        device_type = "" if ideal else jobs.gpu_type[job]
-        priority, deadline, weight = int(jobs.priority[job]), deadlines[job], float(jobs.weight[job])
-        key = (gpus, *sizes, millicores, each, priority, device_type, jobs.model[job], deadline, weight)
+    for gpus, least, most, cpus, memory, priority, device_type, model, deadline, weight in columns:
+        millicores = 0 if math.isnan(cpus) else int(1000 * cpus) // gpus
+        each = 0 if math.isnan(memory) else int(memory) // gpus
+        sizes = (least, most) if least < most else (0, 0)
+        key = (gpus, *sizes, millicores, each, priority, device_type, model, deadline, weight)
         spec = made.get(key)
         if spec is None:
             spec = made[key] = JobSpec(
@@ -48,7 +57,7 @@ def specs_of(jobs: Workload, servers: Servers, ideal: bool, epoch_s: float = 0.0
                 gpus_min=sizes[0],
                 gpus_max=sizes[1],
                 device_type=device_type,
-                display_name=jobs.model[job],
+                display_name=model,
                 deadline=deadline,
                 weight=weight,
             )
