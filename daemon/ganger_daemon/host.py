@@ -26,7 +26,8 @@ class Storage:
     override: Path | None = None
 
     def learn(self, path: str, token: str) -> None:
-        self.path = self.override or (Path(path) if path else None)
+        # absolute: launchers, which publish what ranks have written, stand elsewhere
+        self.path = self.override.absolute() if self.override else (Path(path) if path else None)
         self.token = token
 
     @property

@@ -144,6 +144,22 @@ def test_what_storage_refuses_is_not_tried_again_before_somebody_asks_anew(tmp_p
     asyncio.run(story())
 
 
+def test_that_a_checkpoint_cannot_be_published_yet_is_told_at_once_and_once(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def publish(tmp: Path, final: Path, fields: dict[str, object]) -> None:
+        raise OSError("storage is away")
+
+    async def story() -> None:
+        keeper = Keeper(UID, 1, 1, True, publish, nobody, lambda: told.append(keeper.trouble))
+        shards = write_shards(tmp_path / UID / "checkpoints", 9, 1, 1)
+        for _ in range(2):
+            await keeper.gather(tmp_path, 5, 9, shards)
+
+    asyncio.run(story())
+    assert told == ["the checkpoint at step 9 is not published yet: storage is away"]
+
+
 def test_a_member_is_done_only_when_the_leader_has_published(tmp_path: Path) -> None:
     answers = [False, True]
 

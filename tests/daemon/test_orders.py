@@ -65,6 +65,21 @@ def test_checkpoints_come_as_often_as_the_job_asked_and_old_ones_go() -> None:
     run(story)
 
 
+def test_a_checkpoint_is_published_on_storage_that_is_named_from_where_the_daemon_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story(made: Cluster) -> None:
+        monkeypatch.chdir(made.directory)
+        await made.daemon("n1", storage=made.storage.relative_to(made.directory))
+        gang = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()))
+        gang.checkpoint_interval.FromMilliseconds(200)
+        await made.master.want("n1", gang)
+        seen = await made.master.until("n1", 1, lambda seen: bool(seen.checkpoint.step or seen.trouble))
+        assert (seen.checkpoint.step > 0, seen.trouble) == (True, "")
+
+    run(story)
+
+
 @pytest.mark.parametrize("mode", ["", "keeps"])
 def test_offloaded_is_said_only_of_memory_seen_free(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_TROUBLE_SECONDS", 0.3)

@@ -163,8 +163,10 @@ class Keeper:
                 self._changed()
                 return
             except OSError as error:
-                self.trouble = f"the checkpoint at step {step} is not published yet: {error}"
+                said, self.trouble = self.trouble, f"the checkpoint at step {step} is not published yet: {error}"
                 self._retry_at = time.monotonic() + _RETRY_SECONDS
+                if said != self.trouble:
+                    self._changed()
                 log.warning("checkpoint not published", extra={"job": self._job_uid, "step": step, "error": str(error)})
                 return
             self.trouble = ""
