@@ -159,6 +159,37 @@ def test_signs_that_take_two_columns_do_not_shift_the_others() -> None:
     assert (head, wide, narrow) == ("NAME  USER", "训练  ann", "ünï   bob")
 
 
+_HOSTILE = "a\x1b]0;b\x07\x1b[2J\x9b\u202ec\nd"
+
+
+@pytest.mark.parametrize("command", ["queue", "show 1", "why 1", "history 1", "events 1", "nodes", "top --once"])
+def test_what_others_wrote_never_commands_the_terminal(
+    call: Call, master: CannedMaster, capsys: Output, command: str
+) -> None:
+    job = running_job(master)
+    job.spec.command[:] = ["python", _HOSTILE]
+    job.spec.display_name = job.spec.working_directory = job.trouble = _HOSTILE
+    master.explanation.job.CopyFrom(job)
+    master.events = [
+        job_pb2.Event(sequence=1, subject="jobs/1", kind="job_submitted", message=_HOSTILE, cause=f"user:{_HOSTILE}"),
+        job_pb2.Event(sequence=2, subject="jobs/1", kind="job_failed", message=_HOSTILE, cause=f"user:{_HOSTILE}"),
+    ]
+    kind = resources_pb2.ConfigurationSet(name="v4", devices=4, sockets=[resources_pb2.Socket(millicores=8_000)])
+    node = node_pb2.Node(
+        name="nodes/n1", state=node_pb2.Node.STATE_DRAINING, state_reason=_HOSTILE, configuration_set="v4"
+    )
+    master.nodes = node_pb2.ListNodesResponse(nodes=[node], configuration_sets=[kind])
+    assert call(*command.split()) == 0
+    told = capsys.readouterr()
+    assert not set(told.out + told.err) & set("\x1b\x07\x9b\u202e")
+    assert "a\\x1b]0;b\\x07" in told.out, "but it can be seen what they wrote"
+
+
+def test_an_error_that_repeats_what_was_given_never_commands_the_terminal(call: Call, capsys: Output) -> None:
+    assert call("submit", "--directory", "/no/\x1b[31mred", "--", "x") == 2
+    assert "--directory: /no/\\x1b[31mred is not a directory here" in capsys.readouterr().err
+
+
 def test_the_last_lines_of_a_log_are_found_from_its_end(
     call: Call, master: CannedMaster, capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:

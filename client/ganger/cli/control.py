@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -366,6 +365,7 @@ def _tell_cores(client: Client, before: Job, message: Job, as_json: bool) -> Non
 def _tell(message: Job, as_json: bool, what: str = "") -> None:
     from ganger.cli import job_lines
     from ganger.console.plain import print_json
+    from ganger.console.visible import print_line
     from ganger.job import FINISHED
 
     if as_json:
@@ -378,8 +378,7 @@ def _tell(message: Job, as_json: bool, what: str = "") -> None:
     )
     place = job_lines.place(message)
     where = f" on {place}" if place and message.state not in FINISHED else ""
-    print(f"{job_lines.sentence(message)}{at}{where}{what}")
-    sys.stdout.flush()
+    print_line(f"{job_lines.sentence(message)}{at}{where}{what}")
 
 
 def _seconds(text: str) -> float:

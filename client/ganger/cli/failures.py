@@ -104,5 +104,7 @@ def _report_bug(error: BaseException) -> int:
 
 
 def _say(message: str) -> None:
+    from ganger.console.visible import visible
+
     sys.stdout.flush()
-    print(f"ganger: {message}", file=sys.stderr)
+    print(f"ganger: {visible(message, lines=True)}", file=sys.stderr)

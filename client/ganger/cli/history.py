@@ -45,6 +45,7 @@ def history(subject: str, follow: bool, as_json: bool) -> None:
     """
     from ganger.cli.change_lines import happening
     from ganger.console.plain import print_json
+    from ganger.console.visible import print_line
     from ganger.story import summary, tell
 
     with open_client() as client:
@@ -62,7 +63,7 @@ def history(subject: str, follow: bool, as_json: bool) -> None:
                 print_json(_json(name, chapters, totals))
                 return
             for chapter in chapters[told:]:
-                print(_chapter_line(chapter), flush=True)
+                print_line(_chapter_line(chapter))
             told = len(chapters)
             if not follow or (chapters and chapters[-1].kind in _LAST):
                 break
@@ -109,6 +110,7 @@ def _subject(client: Client, subject: str) -> str:
 
 def _print_events(client: Client, subject: str, follow: bool, after: int, limit: int | None, as_json: bool) -> None:
     from ganger.console.plain import print_json, print_json_line
+    from ganger.console.visible import print_line
 
     if as_json and not follow:
         print_json(list(client.list_events(subject, after, limit)))
@@ -119,7 +121,7 @@ def _print_events(client: Client, subject: str, follow: bool, after: int, limit:
             if as_json:
                 print_json_line(event)
             else:
-                print(line(event), flush=True)
+                print_line(line(event))
         if not follow:
             return
         time.sleep(_FOLLOW_SECONDS)

@@ -63,6 +63,7 @@ def logs(job: str, rank: int, everyone: bool, follow: bool, offset: int, tail: i
 
 def follow_job(client: Client, job: str) -> int:
     """Prints the log of rank 0 until the job ends, then how it ended. Ctrl-C leaves the job running."""
+    from ganger.console.visible import print_line
     from ganger.job import Job, JobState, state_of
 
     try:
@@ -77,7 +78,7 @@ def follow_job(client: Client, job: str) -> int:
     if state is JobState.SUCCEEDED:
         return Exit.OK
     reason = f": {message.failure.reason}, {message.failure.message}" if message.HasField("failure") else ""
-    print(f"ganger: job {number(job)} {state.lower()}{reason}", file=sys.stderr)
+    print_line(f"ganger: job {number(job)} {state.lower()}{reason}", sys.stderr)
     return Exit.JOB_FAILED
 
 

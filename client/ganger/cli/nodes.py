@@ -44,6 +44,7 @@ def drain(node: str, reason: str, as_json: bool) -> None:
 
     Says of each where it goes, or what it waits for; later `ganger why JOB` does.
     """
+    from ganger.console.visible import print_line
     from ganger.v1.job_pb2 import Job
     from ganger.wire.errors import JobNotFound
 
@@ -55,7 +56,7 @@ def drain(node: str, reason: str, as_json: bool) -> None:
             if any(claim.node == node for claim in job.gang.claims):
                 # One that has gone meanwhile is off it.
                 with contextlib.suppress(JobNotFound):
-                    print(f"  job {number(job.name)}: {_leaves(client.explain_job(job.name))}")
+                    print_line(f"  job {number(job.name)}: {_leaves(client.explain_job(job.name))}")
 
 
 def _leaves(answer: Explanation) -> str:
@@ -206,9 +207,10 @@ def state_text(node: Node) -> str:
 
 def _tell(node: Node, as_json: bool) -> None:
     from ganger.console.plain import print_json
+    from ganger.console.visible import print_line
 
     if as_json:
         print_json(node)
     else:
         reason = f": {node.state_reason}" if node.state_reason else ""
-        print(f"node {number(node.name)} is {state_text(node)}{reason}")
+        print_line(f"node {number(node.name)} is {state_text(node)}{reason}")

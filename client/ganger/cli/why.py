@@ -14,6 +14,7 @@ def why(job: str, as_json: bool) -> None:
     """Say why a job waits or rests, and when it may start."""
     from ganger.cli import job_lines
     from ganger.console.plain import print_json
+    from ganger.console.visible import print_line
     from ganger.job import FINISHED
     from ganger.units import format_duration
     from ganger.v1.job_pb2 import Job
@@ -25,29 +26,29 @@ def why(job: str, as_json: bool) -> None:
         return
     rank = f", place {answer.job.queue_rank} in the queue" if answer.job.queue_rank else ""
     where = f" on {job_lines.place(answer.job)}" if answer.job.state == Job.STATE_HOLDING else ""
-    print(f"{job_lines.sentence(answer.job)}{where}{rank}")
+    print_line(f"{job_lines.sentence(answer.job)}{where}{rank}")
     if answer.job.trouble:
-        print(f"trouble: {answer.job.trouble}")
+        print_line(f"trouble: {answer.job.trouble}")
     if answer.deadline_advice:
-        print(f"deadline: {answer.deadline_advice}")
+        print_line(f"deadline: {answer.deadline_advice}")
     if answer.kept_nodes:
-        print(f"a place is kept for it on {', '.join(answer.kept_nodes)}")
+        print_line(f"a place is kept for it on {', '.join(answer.kept_nodes)}")
     for mover in answer.movers:
-        print(f"room is being made: {job_lines.mover(mover)}")
+        print_line(f"room is being made: {job_lines.mover(mover)}")
     if not answer.blockers and (where or answer.job.state in FINISHED):
         return
     # Of one that runs it is no cause: it is to leave its node, and cannot yet.
     first = "but" if where else "because"
     for position, blocker in enumerate(answer.blockers):
-        print(f"{first if position == 0 else 'and':>{len(first)}} {blocker.reason}: {blocker.message}")
+        print_line(f"{first if position == 0 else 'and':>{len(first)}} {blocker.reason}: {blocker.message}")
         # The sentence carries the figures already where the master put them in.
         figures = " ".join(f"{name}={value}" for name, value in sorted(blocker.figures.items()))
         if figures and "=" not in blocker.message:
-            print(f"          {figures}")
+            print_line(f"          {figures}")
     if where:
         return
     if answer.start_before_seconds > 0:
         soonest, latest = format_duration(answer.start_after_seconds), format_duration(answer.start_before_seconds)
-        print(f"may start in {soonest} to {latest}, {answer.assumption}")
+        print_line(f"may start in {soonest} to {latest}, {answer.assumption}")
     elif answer.assumption:
-        print(answer.assumption if not answer.blockers else f"start {answer.assumption}")
+        print_line(answer.assumption if not answer.blockers else f"start {answer.assumption}")

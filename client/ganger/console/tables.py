@@ -6,6 +6,8 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from ganger.console.visible import visible
+
 _STYLES = {
     "running": "green",
     "succeeded": "green",
@@ -70,7 +72,7 @@ def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
     shown = [(name, value) for name, value in pairs if value]
     width = max((len(name) for name, _ in shown), default=0)
     for name, value in shown:
-        first, *more = value.splitlines() or [""]
+        first, *more = visible(value, lines=True).split("\n")
         print(f"{name.ljust(width)}  {first}")
         for line in more:
             print(f"{' ' * width}  {line}")
@@ -78,7 +80,7 @@ def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
 
 def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The table as plain text."""
-    table = [headings, *rows]
+    table = [headings, *(tuple(map(visible, row)) for row in rows)]
     widths = _widths(table)
     return "\n".join(
         "  ".join(cell + " " * (width - cells(cell)) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -123,6 +125,7 @@ def rich_table(headings: Sequence[str], rows: Sequence[Sequence[str]], width: in
     from rich.table import Table
     from rich.text import Text
 
+    rows = [tuple(map(visible, row)) for row in rows]
     table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
     for heading, column in zip(headings, fitted(_widths([headings, *rows]), width), strict=True):
         table.add_column(heading, no_wrap=True, overflow="ellipsis", min_width=column, max_width=column)
