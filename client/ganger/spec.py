@@ -57,13 +57,18 @@ KEYS = frozenset(
         "agent",
     ]
 )
+_EVERY_KEY = ", ".join(sorted(KEYS | {"array"}))
 _ROLE_KEYS = frozenset({"name", "tasks", "gpus", "cpus", "memory"})
 _DEFAULT_PATIENCE_SECONDS = 600.0
 _MAX_TASKS = 10_000
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.01, 100
 _MOST_PASSES = 1_000
+# Signs of what is said of one key.
+_LONGEST = 300
 _MAX_COMMAND_BYTES = 64 * 1024
 _MAX_ENVIRONMENT_BYTES = 256 * 1024
+# What a shell takes for the end of a command, its way to another, or its files; a newline among them.
+_SHELL_SIGNS = "\n;&|<>"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SCHEDULER = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -115,8 +120,10 @@ def load_job_file(path: Path) -> dict[str, Any]:
         description = _parse_yaml(path, text)
     else:
         raise SpecInvalid(f"the job file {path} must end in .yaml, .yml or .toml")
-    if not isinstance(description, dict) or not all(isinstance(key, str) for key in description):
+    if not isinstance(description, dict):
         raise SpecInvalid(f"the job file {path} must be a mapping, for example `command: [python, train.py]`")
+    if wrong := [key for key in description if not isinstance(key, str)]:
+        raise SpecInvalid(f"the job file {path}: the key {_short(wrong[0])} is no text: no key of a job is like that")
     directory = description.get("directory", ".")
     if isinstance(directory, str) and "\0" not in directory:
         description["directory"] = str((path.resolve().parent / Path(directory).expanduser()).resolve())
@@ -143,7 +150,7 @@ def make_spec(
     no_variables: dict[str, str] = {}
     no_words: list[str] = []
     for key in sorted(set(description) - KEYS):
-        reader.complain(key, f"there is no such key; there are {', '.join(sorted(KEYS))}")
+        reader.complain(key, _unknown(key))
     roles, (gpus_min, gpus_max) = _roles(reader)
     spec = JobSpec(
         display_name=reader.read("name", _name, ""),
@@ -187,6 +194,20 @@ def make_spec(
     return spec
 
 
+def _bounded(text: str) -> str:
+    """What was given may be anything, of any length; at the end of a sentence is what to do."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+
+
+def _unknown(key: str) -> str:
+    from difflib import get_close_matches
+
+    if key == "array":
+        return "a job has none: submit it as an array"
+    near = get_close_matches(key, KEYS, 1)
+    return f"there is no such key; is it {near[0]}?" if near else f"there is no such key; there are {_EVERY_KEY}"
+
+
 class _Reader:
     """Reads keys of one mapping and collects what is wrong with them."""
 
@@ -210,7 +231,7 @@ class _Reader:
         try:
             return parse(value)
         except ValueError as error:
-            self.complain(key, str(error))
+            self.complain(key, _bounded(str(error)))
             return default
 
 
@@ -354,16 +375,32 @@ def _text(value: object) -> str:
     return text
 
 
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 80 else f"{text[:80]}...")
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    shown = text if len(text) <= 80 else f"{text[:80]}..."
+    return repr(shown) if isinstance(value, str) else shown
+
+
+def _words(text: str) -> list[str]:
+    """As a shell would split it. What would make a shell do more than to run one program is no word."""
+    line = re.sub(r"\s*\n\s*\Z", "", text.replace("\\\n", " ").lstrip())
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=_SHELL_SIGNS)
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    words = list(lexer)
+    for word in words:
+        if word and not word.strip(_SHELL_SIGNS):
+            what = "a second line" if "\n" in word else repr(word)
+            raise ValueError(f"has {what}, and no shell runs it: quote it, or write for example [sh, -c, '... && ...']")
+    return words
 
 
 def _command(value: object) -> list[str]:
     if isinstance(value, str):
         try:
-            command = shlex.split(_text(value))
+            shlex.split(_text(value))
         except ValueError as error:
             raise ValueError(f"{value!r} cannot be split into words ({error}): write it as a list") from None
+        command = _words(value)
     else:
         command = [_text(word) for word in _sequence(value)]
     if not command or not command[0]:
@@ -419,6 +456,8 @@ def _mapping(value: object) -> Mapping[str, object]:
 def _labels(value: object) -> dict[str, str]:
     if not isinstance(value, Mapping) or len(value) > 100:
         raise ValueError("must be a mapping of at most 100 names to texts")
+    if "" in value:
+        raise ValueError("a label has no name: write NAME=VALUE")
     return {_name(name): _name(text) for name, text in value.items()}
 
 
@@ -540,7 +579,7 @@ def _parse_toml(path: Path, text: str) -> Any:
 
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecInvalid(f"the job file {path} is not TOML: {error}") from error
 
 
@@ -548,7 +587,18 @@ def _parse_yaml(path: Path, text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Leaves 2:8 and 1:30:00 as they are written: YAML 1.1 takes them for numbers to the base of sixty."""
+        """Leaves 2:8 and 1:30:00 as they are written: YAML 1.1 takes them for numbers to the base of sixty. A key
+        that is given twice is a mistake, of which YAML itself would keep the last."""
+
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            # Not where it is constructed: there `<<: *other` has brought in keys that are given again on purpose.
+            node = super().compose_mapping_node(anchor)
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
+                seen.add(str(key.value))
+            return node
 
     Loader.yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if not (tag.endswith(":int") and pattern.match("2:8"))]
@@ -566,3 +616,6 @@ def _parse_yaml(path: Path, text: str) -> Any:
         where = f" (at line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
         why = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise SpecInvalid(f"the job file {path} is not YAML: {why}{where}") from error
+    except (ValueError, RecursionError) as error:
+        # A date that is none, a number of thousands of digits, brackets without end.
+        raise SpecInvalid(f"the job file {path} cannot be read: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -116,6 +117,91 @@ def test_a_line_is_split_into_words_without_a_shell() -> None:
     assert list(spec(command="python 'a b.py' $HOME").command) == ["python", "a b.py", "$HOME"]
     assert "command" in wrong(command="python 'a")
     assert "command" in wrong(command=["x" * 70_000])
+
+
+@pytest.mark.parametrize(
+    ("line", "sign"),
+    [
+        ("python train.py && python eval.py", "'&&'"),
+        ("python train.py > out.txt", "'>'"),
+        ("cat data|python train.py", "'|'"),
+        ("python train.py;", "';'"),
+        ("python prepare.py\npython train.py\n", "a second line"),
+    ],
+)
+def test_what_only_a_shell_would_do_is_not_handed_to_the_program_as_words(line: str, sign: str) -> None:
+    told = wrong(command=line)["command"]
+    assert told.startswith(f"has {sign}, and no shell runs it")
+    assert told.endswith("write for example [sh, -c, '... && ...']")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("python train.py \\\n  --lr 0.1\n", ["python", "train.py", "--lr", "0.1"]),
+        ("\npython train.py\n  \n", ["python", "train.py"]),
+        ("python -c 'print(1)\nprint(2)'", ["python", "-c", "print(1)\nprint(2)"]),
+        ("sh -c 'a && b > c'", ["sh", "-c", "a && b > c"]),
+        ("grep a\\|b --x='|' #1", ["grep", "a|b", "--x=|", "#1"]),
+    ],
+)
+def test_what_is_quoted_or_goes_on_in_the_next_line_is_words(line: str, words: list[str]) -> None:
+    assert list(spec(command=line).command) == words
+
+
+@given(st.text("ab'\"\\ \t#=-{}$*", max_size=12))
+def test_other_lines_are_split_as_a_shell_does(line: str) -> None:
+    try:
+        expected = shlex.split(line)
+    except ValueError:
+        return
+    if expected and expected[0]:
+        assert list(spec(command=line).command) == expected
+
+
+def test_a_key_that_is_nearly_one_is_told_which() -> None:
+    assert wrong(command="x", gpuss=1, gpu_kind=1, zebra=1) == {
+        "gpuss": "there is no such key; is it gpus?",
+        "gpu_kind": wrong(command="x", gpu_kind=1)["gpu_kind"],
+        "zebra": wrong(command="x", zebra=1)["zebra"],
+    }
+    assert "there are agent, array, checkpoint_every, command" in wrong(command="x", zebra=1)["zebra"]
+    assert wrong(command="x", array="0-3") == {"array": "a job has none: submit it as an array"}
+
+
+def test_a_mistake_of_any_length_is_told_in_a_line() -> None:
+    told = wrong(command="x", gpus=[["x"] * 100] * 100)["gpus"]
+    assert len(told) < 400
+    assert told.startswith("must be a whole number from 0 to 65536, not [['x'")
+
+
+def test_a_label_has_a_name() -> None:
+    assert wrong(command="x", labels={"": "b"}) == {"labels": "a label has no name: write NAME=VALUE"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("job.yaml", "command: [x]\ngpus: 1\ngpus: 2\n", "gpus is given twice (at line 3, column 1)"),
+        ("job.yaml", "labels: {a: b, a: c}\n", "a is given twice (at line 1, column 16)"),
+        ("job.yaml", "1: 2\n", "the key 1 is no text"),
+        ("job.yaml", "deadline: 2026-02-30\n", "cannot be read: day is out of range for month"),
+        ("job.yaml", "gpus: " + "9" * 5_000, "cannot be read: Exceeds the limit"),
+        ("job.yaml", "gpus: " + "[" * 50_000, "cannot be read: maximum recursion depth"),
+        ("job.toml", "gpus = " + "9" * 5_000, "is not TOML: Exceeds the limit"),
+        ("job.toml", "gpus = " + "[" * 50_000, "is not TOML: maximum recursion depth"),
+    ],
+)
+def test_what_a_file_cannot_mean_is_a_sentence(tmp_path: Path, name: str, text: str, told: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SpecInvalid) as caught:
+        load_job_file(tmp_path / name)
+    assert told in str(caught.value)
+
+
+def test_what_a_file_takes_from_another_place_in_it_may_be_given_again(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("environment: &e {A: x, B: y}\nlabels: {<<: *e, A: z}\n")
+    assert load_job_file(tmp_path / "job.yaml")["labels"] == {"A": "z", "B": "y"}
 
 
 def test_never_is_an_interval_of_checkpoints() -> None:
