@@ -6,7 +6,7 @@ from core.drive import SERVER, Drive, job_of
 from ganger.resources.reasons import Reason
 from ganger.resources.values import Level, Locality
 from ganger_master.core.answers import SessionAnswer
-from ganger_master.core.commands import CordonNode, Observe, OpenSession
+from ganger_master.core.commands import CordonNode, DeclareLost, Observe, OpenSession
 from ganger_master.core.explain import explain
 from msgspec.structs import replace
 
@@ -44,6 +44,24 @@ def test_a_wish_is_named_while_the_patience_lasts_and_never_after() -> None:
     assert why(drive, picky)[0] is Reason.LOCALITY
     drive.now += 61.0
     assert why(drive, picky) == [Reason.GPUS]
+
+
+def test_of_a_job_on_a_node_that_is_silent_it_is_said_that_nobody_knows_and_when_it_goes_on() -> None:
+    drive = Drive(1)
+    number = drive.submit(job_of(4))
+    drive.start(number)
+    drive.runs(number)
+    drive.state.note_answer("n1", drive.now)
+    drive.now += 80.0
+    assert explain(drive.state, number, drive.now).blockers == (), "it may just be its turn to call"
+    drive.now += 20.0
+    (blocker,) = explain(drive.state, number, drive.now).blockers
+    assert blocker.reason is Reason.NODE_UNAVAILABLE
+    assert blocker.message.startswith("nodes/n1 has not called for 100 s: what is said of the job is what was known")
+    lost_after = drive.state.lost_after
+    assert f"elsewhere once its silence has lasted {lost_after:.0f} s, or when an operator" in blocker.message
+    drive.step(DeclareLost("n1"))
+    assert all(one.detail != blocker.detail for one in explain(drive.state, number, drive.now).blockers)
 
 
 def test_closed_nodes_are_named_with_their_condition_and_nothing_else_is_said_to_be_waited_for() -> None:

@@ -41,8 +41,9 @@ def _explain(state: State, job: Job, now: float) -> Explanation:
         return Explanation(told_blockers(state, job), assumption=_at_rest(state, job))
     if not state.is_waiting(job):
         leaving = tuple([as_it_is(state, one) for one in draining.held_up(state, job, now)])
-        if leaving:
-            return Explanation(leaving, assumption=_at_rest(state, job))
+        stuck = (*_silent_nodes(state, job, now), *leaving)
+        if stuck:
+            return Explanation(stuck, assumption=_at_rest(state, job))
         trouble = f"; {job.trouble}" if job.trouble and not job.state.is_final else ""
         return Explanation((), assumption=_at_rest(state, job) + trouble)
     blockers = blockers_of(state, job, now)
@@ -138,6 +139,26 @@ def as_it_is(state: State, refusal: Refusal) -> Refusal:
     return replace(refusal, node="", detail="; ".join([*told, *more]))
 
 
+def _silent_nodes(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
+    """The nodes of its gang whose daemon does not call: what it does there nobody knows, and no order reaches it."""
+    gang = state.gangs.get(job.epoch)
+    told = []
+    for name in gang.nodes if gang is not None else ():
+        node, answered = state.nodes.get(name), state.last_answer.get(name)
+        silent = 0.0 if answered is None else now - answered
+        if node is None or node.lost or (node.heard and silent <= _SILENT_SECONDS):
+            continue
+        how = f"has not called for {silent:.0f} s" if node.heard else "has not told yet what runs there"
+        lost = "" if state.lost_after is None else f"once its silence has lasted {state.lost_after:.0f} s, or "
+        told.append(
+            f"nodes/{name} {how}: what is said of the job is what was known then, and no order reaches"
+            f" it; it goes on elsewhere {lost}when an operator says so (`ganger lost {name}`)"
+        )
+    return tuple([Refusal(Reason.NODE_UNAVAILABLE, detail=one) for one in told])
+
+
+# A daemon calls at least once a minute, however little there is to tell.
+_SILENT_SECONDS = 90.0
 _NODES_TOLD = 3
 
 
