@@ -147,6 +147,21 @@ def test_the_queue_ends_with_those_who_wait_in_their_order(call: Call, master: C
     assert lines[3].endswith("(2 ahead)")
 
 
+def test_a_queue_that_is_cut_says_so_and_has_who_holds_something(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    for number in range(5, 1, -1):
+        master.jobs[f"jobs/{number}"] = job_pb2.Job(name=f"jobs/{number}", state=job_pb2.Job.STATE_PENDING)
+    # newest first, as a master lists them
+    running_job(master)
+    assert call("queue", "--limit", "3") == 0
+    told = capsys.readouterr()
+    assert [line.split()[0] for line in told.out.splitlines()[1:]] == ["1", "4", "5"]
+    assert told.err.startswith("only 3 are listed, ")
+    assert call("queue", "--limit", "5") == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_on_a_terminal_each_row_is_one_line_and_the_widest_columns_give_way() -> None:
     assert fitted([3, 20, 5], 80) == [3, 20, 5]
     assert fitted([3, 200, 30], 80) == [3, 43, 30]

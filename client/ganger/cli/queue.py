@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
 from ganger.cli.options import json_option, number, open_client
@@ -24,13 +26,21 @@ def queue(everything: bool, states: tuple[str, ...], user: str, limit: int, memb
     from ganger.console.tables import print_table
     from ganger.v1.job_pb2 import Job
 
-    wanted = [Job.State.Value(f"STATE_{state.upper()}") for state in states]
-    if not wanted and not everything:
-        wanted = [Job.STATE_PENDING, Job.STATE_HOLDING, Job.STATE_SUSPENDED]
+    wanted = [[Job.State.Value(f"STATE_{state.upper()}") for state in states]]
+    if not states and not everything:
+        # Those who have something first: however many wait, they are listed.
+        wanted = [[Job.STATE_HOLDING, Job.STATE_SUSPENDED], [Job.STATE_PENDING]]
     with open_client() as client:
-        jobs = sorted(client.list_jobs(wanted, user, limit, fold_arrays=not members), key=job_lines.order)
+        found: list[Job] = []
+        for group in wanted:
+            if len(found) <= limit:
+                found += client.list_jobs(group, user, limit + 1 - len(found), fold_arrays=not members)
+        jobs = sorted(found[:limit], key=job_lines.order)
         # A state that is asked for is a job's: an array may have members in several.
-        arrays = [] if members or states else client.list_arrays(user, live=not everything)[:limit]
+        arrays = [] if members or states else client.list_arrays(user, live=not everything)
+    if len(found) > limit or len(arrays) > limit:
+        print(f"only {limit} are listed, those that wait or have ended from the newest: --limit N", file=sys.stderr)
+    arrays = arrays[:limit]
     arrays.sort(key=lambda array: int(number(array.name)))
     if as_json:
         print_json([*jobs, *arrays])
