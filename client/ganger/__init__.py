@@ -12,14 +12,18 @@ _HOMES = {
     "attach": "ganger.training",
     "report": "ganger.injob.metrics",
     # towards a cluster
+    "ApiError": "ganger.wire.errors",
     "Client": "ganger.client",
     "Job": "ganger.job",
 }
+_MODULES = frozenset({"arrays"})
 
-__all__ = ["Client", "Job", "attach", "report"]
+__all__ = ["ApiError", "Client", "Job", "attach", "report"]
 
 
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'ganger' has no attribute {name!r}")

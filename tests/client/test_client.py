@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +27,15 @@ def master(tmp_path: Path) -> Iterator[CannedMaster]:
 def client(master: CannedMaster) -> Iterator[Client]:
     with Client(str(master.directory), patience_seconds=5) as client:
         yield client
+
+
+def test_what_the_documentation_says_of_python_needs_no_other_import() -> None:
+    script = (
+        "import ganger\n"
+        "assert ganger.arrays.make_array({'command': ['x'], 'array': {'indices': '0-3'}}) is not None\n"
+        "assert issubclass(ganger.ApiError, Exception)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_submission_carries_spec_and_request_id(client: Client, master: CannedMaster) -> None:
