@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from ganger.cli.top import Changes, picture
 from ganger.client import Client
@@ -57,6 +59,27 @@ def test_top_draws_rows_of_turns_and_the_last_changes(call: Call, master: Canned
         "moves to n2 by planner, to make room for a gang that waits",
         "the change was kept: its rate was 1.42 times that of before",
     ]
+
+
+def test_top_is_one_object_for_a_script(call: Call, master: CannedMaster, capsys: Output) -> None:
+    running_job(master)
+    master.jobs["jobs/2"] = job_pb2.Job(name="jobs/2", state=job_pb2.Job.STATE_PENDING)
+    master.jobs["jobs/3"] = job_pb2.Job(name="jobs/3", state=job_pb2.Job.STATE_SUCCEEDED)
+    event = job_pb2.Event(
+        sequence=1, subject="jobs/1", kind="move_begun", figures={"goal": "HOLE", "nodes": "n2"}, cause="planner"
+    )
+    master.events = [event]
+    master.cluster = node_pb2.Cluster(jobs_holding=1, event_sequence=1)
+    assert call("top", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["cluster"]["jobs_holding"] == 1
+    assert [job["name"] for job in told["jobs"]] == ["jobs/1", "jobs/2"]
+    (change,) = told["changes"]
+    assert (change["subjects"], change["text"]) == (
+        ["1"],
+        "moves to n2 by planner, to make room for a gang that waits",
+    )
+    assert {"nodes", "node_sets", "configuration_sets"} < told.keys()
 
 
 def test_top_reads_the_changes_that_came_since_it_looked_last(master: CannedMaster) -> None:

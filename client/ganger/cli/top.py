@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from ganger.cli.options import number, open_client
+from ganger.cli.options import json_option, number, open_client
 from ganger.console.numbers import Within
 
 if TYPE_CHECKING:
     from ganger.client import Client
+    from ganger.v1.job_pb2 import Job
     from ganger.v1.node_pb2 import Cluster, ListNodesResponse
 
 _JOB_HEADINGS = ("JOB", "NAME", "STATE", "GPUS", "TIME", "STEP", "STEPS/S", "LOSS", "DATA WAIT", "NODES")
@@ -85,9 +86,13 @@ class Changes:
 @click.command()
 @click.option("--interval", "-d", type=Within(0.1, 3_600), default=1.0, show_default=True, help="Seconds.")
 @click.option("--once", is_flag=True, help="Print once and end; so too if the output is no terminal.")
-def top(interval: float, once: bool) -> None:
-    """Watch nodes and jobs, live; q or ctrl-C ends it."""
+@json_option
+def top(interval: float, once: bool, as_json: bool) -> None:
+    """Watch nodes and jobs, live; q or ctrl-C ends it. With --json it prints this moment once."""
     with open_client() as client:
+        if as_json:
+            _print_json(client)
+            return
         if once or not sys.stdout.isatty():
             from ganger.console.tables import aligned
 
@@ -96,6 +101,35 @@ def top(interval: float, once: bool) -> None:
             return
         with contextlib.suppress(KeyboardInterrupt), _keys() as wait_for_key:
             _draw(client, lambda: wait_for_key(interval) == "q")
+
+
+def _print_json(client: Client) -> None:
+    from ganger.console.plain import plain, print_json
+
+    cluster = client.get_cluster()
+    print_json(
+        {
+            "cluster": plain(cluster),
+            **plain(client.list_nodes()),
+            "jobs": [plain(job) for job in _live_jobs(client, _MAX_JOBS)],
+            "changes": [
+                {"time": when, "subjects": whom.split(), "text": text}
+                for when, whom, text in Changes().read(client, cluster.event_sequence)
+            ],
+        }
+    )
+
+
+def _live_jobs(client: Client, enough: int) -> list[Job]:
+    """Who has a gang first, then who rests, then who waits, until there are enough."""
+    from ganger.cli import job_lines
+    from ganger.v1.job_pb2 import Job
+
+    jobs: list[Job] = []
+    for states in ((Job.STATE_HOLDING,), (Job.STATE_SUSPENDED,), (Job.STATE_PENDING,)):
+        if len(jobs) < enough:
+            jobs += sorted(client.list_jobs(states, limit=_MAX_JOBS), key=job_lines.order)
+    return jobs[:enough]
 
 
 def _draw(client: Client, is_over: Callable[[], bool]) -> None:
@@ -151,9 +185,6 @@ def _keys() -> Iterator[Callable[[float], str]]:
 def picture(client: Client, lines: int, changes: Changes | None = None) -> Picture:
     """This moment in so many lines: nodes, and rows of turns, take a quarter at most each; jobs with a gang come first,
     then who waits longest."""
-    from ganger.cli import job_lines
-    from ganger.v1.job_pb2 import Job
-
     cluster = client.get_cluster()
     answer = client.list_nodes()
     nodes = _node_rows(answer)
@@ -163,17 +194,13 @@ def picture(client: Client, lines: int, changes: Changes | None = None) -> Pictu
     # The headline, and of each table its headings and the line that says what was left out.
     others = sum(len(table) + 2 for table in (turns, changed) if table)
     room = max(1, lines - len(nodes_shown) - 5 - others)
-    jobs: list[Job] = []
-    for states in ((Job.STATE_HOLDING,), (Job.STATE_SUSPENDED,), (Job.STATE_PENDING,)):
-        if len(jobs) < room:
-            jobs += sorted(client.list_jobs(states, limit=_MAX_JOBS), key=job_lines.order)
     every = cluster.jobs_holding + cluster.jobs_pending + cluster.jobs_suspended
     headline = (
         f"{cluster.devices_held} of {cluster.devices} GPUs held   {cluster.jobs_holding} holding"
         f"  {cluster.jobs_pending} pending  {cluster.jobs_suspended} suspended   policy {cluster.policy}"
         f"{_mode(cluster)}   {time.strftime('%H:%M:%S')}"
     )
-    shown = jobs[:room]
+    shown = _live_jobs(client, room)
     left_out = max(0, every - len(shown))
     jobs_shown = [_job_row(job) for job in shown]
     return Picture(headline, nodes_shown, jobs_shown, len(nodes) - len(nodes_shown), left_out, turns, changed)
