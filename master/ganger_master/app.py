@@ -184,7 +184,7 @@ def _obstacle_of(error: StoreError | EndpointError) -> Obstacle:
     if found is Obstacle.RIGHTS or isinstance(error, EndpointError):
         return found
     match error.problem:
-        case Problem.URL:
+        case Problem.URL | Problem.DRIVER:
             return Obstacle.SETTING
         case Problem.UNREADABLE:
             return Obstacle.UNREACHABLE

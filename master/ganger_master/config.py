@@ -177,7 +177,8 @@ def _parse_one(name: str, value: object, has_certificates: bool) -> object:
         if not isinstance(value, str):
             raise ValueError(f"{name}: must be text")
         return value
-    raise ValueError(f"{name}: no such setting; known are {', '.join(sorted(_NAMES))}")
+    known = ", ".join(sorted(one.removesuffix("_seconds") for one in _NAMES))
+    raise ValueError(f"{name}: no such setting; known are {known}")
 
 
 def _quotas_of(value: object) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,13 @@ def test_unknown_database_url_is_an_error_without_its_password() -> None:
     with pytest.raises(StoreError) as refused:
         SqlStore("nosuchdatabase://user:secret@host/name")
     assert refused.value.problem is Problem.URL
+    assert "secret" not in str(refused.value)
+
+
+def test_a_driver_that_is_not_installed_is_told_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(StoreError, match=r"pip install 'ganger\[postgresql\]'") as refused:
+        SqlStore("postgresql+psycopg://user:secret@host/name")
     assert "secret" not in str(refused.value)
 
 

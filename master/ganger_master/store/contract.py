@@ -21,6 +21,7 @@ class Problem(Enum):
     """How a store fails; the value says what an operator can do."""
 
     URL = "correct the database URL"
+    DRIVER = "install its driver; for PostgreSQL pip install 'ganger[postgresql]'"
     LOCKED = "another program holds it: stop that program"
     FULL = "the disk is full: free some space; nothing accepted was lost"
     NEWER = "a newer ganger wrote it: start that version, or restore the backup made before its upgrade"

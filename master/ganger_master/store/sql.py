@@ -214,7 +214,9 @@ def _engine_for(url: str) -> Engine:
             return create_engine(parsed, pool_pre_ping=True)
         # One file handle per use: a pool would keep handles of a file that was replaced.
         engine = create_engine(parsed, poolclass=NullPool, connect_args=_SQLITE_ARGUMENTS)
-    except (ArgumentError, NoSuchModuleError, ImportError) as error:
+    except ImportError as error:
+        raise StoreError(Problem.DRIVER, f"database URL {_shown(url)} cannot be used: {error}") from error
+    except (ArgumentError, NoSuchModuleError) as error:
         raise StoreError(Problem.URL, f"database URL {_shown(url)} cannot be used: {error}") from error
 
     @event.listens_for(engine, "connect")
