@@ -72,7 +72,8 @@ class CertifiedCluster(Cluster):
             what="two nodes are ready", within_seconds=60, story=self.story,
         )  # fmt: skip
 
-    def submit(self, who: str, label: str, *options: str, world: int = 1, steps: int = 64) -> Run:
+    # A step takes a tenth of a second until the test is through with what it does meanwhile, by many commands.
+    def submit(self, who: str, label: str, *options: str, world: int = 1, steps: int = 1600) -> Run:
         words = Run.words(self, label, "--memory", "1G", *options, world=world, steps=steps)
         answer = self.asked(who, "submit", *words)
         return Run(self, str(answer["name"]), Run.record_of(self, label), world, steps)
@@ -169,9 +170,9 @@ def test_gangs_over_two_machines_take_turns_as_their_daemons_say_also_while_the_
         ) as cluster,
     ):  # fmt: skip
         wants = (*WANTS, "--env", f"GLOO_SOCKET_IFNAME={cluster.machines['n0'].interface}")
-        first = cluster.submit("ann", "first", *wants, world=2, steps=240)
+        first = cluster.submit("ann", "first", *wants, world=2)
         cluster.wait_step(first, 3)
-        second = cluster.submit("bob", "second", *wants, world=2, steps=240)
+        second = cluster.submit("bob", "second", *wants, world=2)
         cluster.wait_step(second, 1)
         assert "takes turns" in cluster.by("bob", "history", second.id)
         cluster.master.kill()
