@@ -290,18 +290,24 @@ def test_a_users_own_scheduler_has_own_jobs_and_takes_nobodys_stream(tmp_path: P
     told(tmp_path, story)
 
 
+async def placed(certified: CertifiedMaster, node: Speaker) -> agent_pb2.DesiredGang:
+    """A job of ann's, on the node, by a job scheduler that has nothing but a certificate."""
+    own = str(certified.authority.issue("scheduler", "h"))
+    host = asyncio.create_task(Host(lambda: Endpoint(certified.master.address, tls=own)).run())
+    poll = asyncio.ensure_future(node.reconcile(max_wait_seconds=30.0))
+    await certified.calls("user", "ann").submit()
+    (gang,) = (await poll).gangs
+    host.cancel()
+    await asyncio.gather(host, return_exceptions=True)
+    return gang
+
+
 def test_job_schedulers_of_another_machine_place_everybodys_jobs(tmp_path: Path) -> None:
     async def story(certified: CertifiedMaster) -> None:
         node = Speaker(certified.calls("daemon", "n1"), "n1")
         await node.join()
-        own = str(certified.authority.issue("scheduler", "h"))
-        host = asyncio.create_task(Host(lambda: Endpoint(certified.master.address, tls=own)).run())
-        poll = asyncio.ensure_future(node.reconcile(max_wait_seconds=30.0))
-        await certified.calls("user", "ann").submit()
-        (gang,) = (await poll).gangs
+        gang = await placed(certified, node)
         assert (gang.job, gang.user) == ("jobs/1", "ann")
-        host.cancel()
-        await asyncio.gather(host, return_exceptions=True)
 
     told(tmp_path, story)
 
@@ -393,6 +399,29 @@ def test_logs_come_from_daemons_to_their_user_through_the_master_only(tmp_path: 
                 certified.over(open_aio_channel(Endpoint(address, tls=str(own)))).channel
             )
             assert await reason(stub.ReadLog(peer_pb2.ReadPeerLogRequest(job_uid="x"))) == "ROLE_NOT_PERMITTED"
+        finally:
+            await server.stop(None)
+
+    told(tmp_path, story)
+
+
+def test_a_daemon_whose_certificate_has_ended_is_named_where_its_logs_are_missed(tmp_path: Path) -> None:
+    async def story(certified: CertifiedMaster) -> None:
+        ended = certified.authority.issue("daemon", "n1", days=-60.0 / 86_400.0, to="ended")
+        server = make_server(by_role=True)
+        address = bind(server, "127.0.0.1:0", server_credentials(ended))
+        await server.start()
+        try:
+            node = Speaker(certified.calls("daemon", "n1"), "n1", peer_address=address)
+            await node.join()
+            await placed(certified, node)
+            ann = certified.calls("user", "ann")
+            with pytest.raises(grpc.RpcError) as missed:
+                async for _ in ann.jobs.ReadLog(job_service_pb2.ReadLogRequest(name="jobs/1")):
+                    pass
+            error = from_rpc_error(missed.value)
+            assert error.reason == "NODE_SILENT"
+            assert "may be on nodes/n1: its certificate has expired" in error.message
         finally:
             await server.stop(None)
 

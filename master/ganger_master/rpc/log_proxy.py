@@ -18,6 +18,7 @@ from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
 from ganger.v1 import job_service_pb2
 from ganger.wire import channels, errors
 from ganger.wire.endpoints import Endpoint, EndpointError
+from ganger.wire.tls import trouble_with
 
 from ganger_master.core.desired import ranks_by_claim
 from ganger_master.core.model import Job
@@ -178,9 +179,15 @@ class LogProxy:
         silent = sorted(node for node, end in (await self._ends(job, rank)).items() if end is None)
         if silent:
             where = ", ".join(f"nodes/{node}" for node in silent)
-            raise errors.NodeSilent(
-                f"what rank {rank} of {job.name} has written may be on {where}: no answer from there"
-            )
+            why = await self._trouble_with(silent[0]) or "no answer from there"
+            raise errors.NodeSilent(f"what rank {rank} of {job.name} has written may be on {where}: {why}")
+
+    async def _trouble_with(self, node: str) -> str:
+        """What is wrong with certificates, if that is why a node does not answer."""
+        known = self._writer.committed.nodes.get(node)
+        if not self._tls or known is None or not known.peer_address:
+            return ""
+        return await asyncio.to_thread(trouble_with, Endpoint(known.peer_address, tls=self._tls))
 
     async def _ends(self, job: Job, rank: int) -> dict[str, int | None]:
         """By node where the job may have been."""
