@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from ganger.training.image import ArenaSink, ArenaSource, open_image, write_image
+from ganger.training.job import attach
 from ganger.training.randomness import capture_random, restore_random
 from ganger.training.state import Restored, StateMismatchError, Training, capture, restore
 from torch import nn
@@ -225,3 +226,19 @@ def test_schedulers_with_functions_and_nested_schedulers_come_back() -> None:
     rates = [training.optimizers["optimizer"].param_groups[0]["lr"] for training in (first, second)]
     assert rates[0] == rates[1]
     assert second.schedulers["plateau"].best == 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"model": 5}, "model 'model' is a int"),
+        ({"model": nn.Linear(1, 1).parameters()}, "model 'model' is a generator"),
+        ({"model": [nn.Linear(1, 1), None]}, "model 'model1' is a NoneType"),
+        ({"scheduler": {"warm up": lambda step: step}}, "scheduler 'warm up' is a function"),
+    ],
+)
+def test_what_has_no_state_is_refused_when_it_is_attached_and_not_when_it_is_saved(
+    given: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(TypeError, match=rf"^attach: {told}, which has no state_dict\(\) and load_state_dict\(\)$"):
+        attach(**given)

@@ -36,7 +36,8 @@ def attach(
     """Register what is trained and restore it if a state is assigned to this job. Call it before the training loop.
 
     Each argument may be one object, a list or a dictionary of them; names must be the same in every run. `seed` decides
-    the order of samples in this job's loaders. Ends the process with EXIT_NO_STATE if an assigned state is unreadable.
+    the order of samples in this job's loaders. TypeError for what has no state. Ends the process with EXIT_NO_STATE
+    if an assigned state is unreadable.
     """
     agent.stand_down()
     training = Training(
@@ -57,6 +58,16 @@ def attach(
 
 
 def _named(given: Any, kind: str) -> dict[str, Any]:
+    named = _by_name(given, kind)
+    for name, item in named.items():
+        if not hasattr(item, "state_dict") or not hasattr(item, "load_state_dict"):
+            raise TypeError(
+                f"attach: {kind} {name!r} is a {type(item).__name__}, which has no state_dict() and load_state_dict()"
+            )
+    return named
+
+
+def _by_name(given: Any, kind: str) -> dict[str, Any]:
     if given is None:
         return {}
     if isinstance(given, dict):
