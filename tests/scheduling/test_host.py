@@ -75,6 +75,11 @@ class Broken(JobScheduler):
         raise RuntimeError("this scheduler is broken on purpose")
 
 
+class Forgetful(JobScheduler):
+    def propose(self, turn: Turn, view: View) -> Proposal:  # type: ignore[return]
+        candidates(view, turn.shape)
+
+
 class Absurd(JobScheduler):
     """Keeps asking for what cannot be."""
 
@@ -143,7 +148,7 @@ def test_job_whose_scheduler_never_came_is_placed_by_the_default(tmp_path: Path)
     on_a_master(tmp_path, story)
 
 
-@pytest.mark.parametrize("make", [Broken, Absurd])
+@pytest.mark.parametrize("make", [Broken, Forgetful, Absurd])
 def test_job_whose_scheduler_is_useless_is_placed_by_the_default(tmp_path: Path, make: type[JobScheduler]) -> None:
     async def story(served: Served) -> None:
         job = await served.submit(spec_of(1, scheduler="mine:Bad"))

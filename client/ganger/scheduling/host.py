@@ -169,7 +169,11 @@ class Host:
 
     def _propose(self, scheduler: JobScheduler, turn: Turn) -> Proposal:
         with self._bounded():
-            return scheduler.propose(turn, self.mirror.view)
+            proposal: object = scheduler.propose(turn, self.mirror.view)
+        # Of a `return` that was forgotten the job would wait for ever: to pass is to say so.
+        if not isinstance(proposal, Proposal):
+            raise TypeError(f"propose() of {type(scheduler).__name__} gave a {type(proposal).__name__}, not a Proposal")
+        return proposal
 
     @contextlib.contextmanager
     def _bounded(self) -> Iterator[None]:
