@@ -84,6 +84,13 @@ def test_a_program_that_will_not_start_is_told_with_its_log(tmp_path: Path) -> N
     assert not (tmp_path / "up.json").exists()
 
 
+@pytest.mark.parametrize("detach", [[], ["--detach"]])
+def test_a_flag_that_a_program_finds_wrong_is_wrong_usage_of_up_too(tmp_path: Path, detach: list[str]) -> None:
+    arguments = ["up", "--state-dir", str(tmp_path / "c"), "--nodes", "1", "--policy", "nope", *detach]
+    done = subprocess.run([sys.executable, "-m", "ganger.cli.main", *arguments], capture_output=True, text=True)
+    assert (done.returncode, "master ended at once" in done.stderr) == (2, True), done.stderr
+
+
 def test_a_program_that_dies_again_and_again_is_left_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,7 +164,8 @@ class Supervisor:
         for program in self._programs:
             code = self._running[program.name].poll()
             if code is not None:
-                raise CommandError(f"{program.name} ended at once ({describe(code)}):\n{self._told(program)}")
+                text = f"{program.name} ended at once ({describe(code)}):\n{self._told(program)}"
+                raise CommandError(text, exit_of(code))
 
     def stop(self) -> None:
         """Daemons first, so that the master still learns what they report."""
@@ -303,6 +304,12 @@ def tail(path: Path, lines: int = 15, after: int = 0) -> str:
     except OSError:
         return f"  (no log at {path})"
     return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
+
+
+def exit_of(code: int) -> Exit:
+    """What to exit with when a program that is needed has ended so: with the same, where it said what was wrong."""
+    said = code in (Exit.USAGE, Exit.UNREACHABLE, Exit.NOT_PERMITTED)
+    return Exit(code) if said else Exit.REFUSED
 
 
 def describe(code: int) -> str:

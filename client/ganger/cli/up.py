@@ -163,7 +163,8 @@ def _detach(directory: Path) -> None:
     deadline = time.monotonic() + _READY_SECONDS + 5.0
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise CommandError(f"the cluster did not start:\n{cluster.tail(path, after=begin)}")
+            text = f"the cluster did not start:\n{cluster.tail(path, after=begin)}"
+            raise CommandError(text, cluster.exit_of(process.returncode))
         is_ready, started = cluster.read_up_file(directory)
         if is_ready and any(each.pid == process.pid for each in started):
             click.echo(path.read_bytes()[begin:].decode(errors="replace").rstrip())
