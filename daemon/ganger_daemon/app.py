@@ -119,6 +119,14 @@ class Daemon:
             named = isinstance(error, DirectoryNameError)
             raise DaemonError(str(error), Obstacle.SETTING if named else _obstacle_of(error)) from error
         self._take_lock()
+        known = read_json(self.paths.state / "node.json")
+        former = str(known.get("node") or self.node)
+        if former != self.node:
+            # What runs here is of gangs of that node: nobody would adopt it, and its devices would be given again.
+            raise DaemonError(
+                f"{self.paths.state} is that of node {former}, whose jobs may still run: give --node {former}, or, once"
+                " they have ended, another --state-dir",
+            )
         self.paths.sweep()
         settings = self._settings
         try:
@@ -133,7 +141,6 @@ class Daemon:
         except ValueError as error:
             raise DaemonError(str(error), Obstacle.SETTING) from error
         inventory = devices.discover()
-        known = read_json(self.paths.state / "node.json")
         self._machine_uuid = str(known.get("machine_uuid") or uuid.uuid4())
         storage = Storage(override=settings.storage)
         storage.learn(str(known.get("storage", "")), str(known.get("storage_token", "")))

@@ -17,6 +17,7 @@ from ganger.agent.v1 import agent_pb2
 from ganger.injob.launcher.client import Launcher
 from ganger.injob.page import MAGIC, VERSION, Page, Word, page_path
 from ganger.v1 import job_pb2
+from ganger_daemon.app import DaemonError
 from ganger_daemon.workers.belonging import Child, Found, holds_files_of_rank, recognise
 from ganger_daemon.workers.processes import NOBODY, ProcessId, start_ticks
 from kit.waiting import eventually
@@ -206,5 +207,15 @@ def test_a_job_under_pages_of_another_version_is_left_to_run_watched_and_can_be_
         await made.master.want("n1", with_changes(gang, 4, intent=Intents.INTENT_STOP))
         ended = await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
         assert ended.outcome.kind == 5
+
+    run(story)
+
+
+def test_a_daemon_of_another_name_does_not_take_the_directory_of_a_node_whose_jobs_may_run() -> None:
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1")
+        await made.stop_daemon("n1")
+        with pytest.raises(DaemonError, match=r"is that of node n1, whose jobs may still run: give --node n1, or, "):
+            await made.daemon("n2", state_directory=made.directory / "n1")
 
     run(story)
