@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
+from ganger.agent.v1 import agent_pb2
 from ganger.v1 import job_pb2
 from ganger_daemon.core import concern
 from ganger_daemon.workers import watching
@@ -28,6 +29,22 @@ def is_stopped(pid: int) -> bool:
 
 async def until(holds: object, what: str) -> None:
     await asyncio.to_thread(eventually, holds, what=what)  # type: ignore[arg-type]
+
+
+def test_a_command_that_cannot_be_executed_is_its_own_failure_and_not_the_nodes(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text("true\n")
+
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1")
+        for epoch, command in ((1, "no-such-program"), (2, str(tmp_path / "train.sh"))):
+            gang = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), epoch=epoch, command=[command])
+            gang.job = f"jobs/{epoch}"
+            await made.master.want("n1", gang)
+            ended = await made.master.until("n1", epoch, in_phase(Observed.PHASE_ENDED))
+            assert (ended.outcome.kind, ended.outcome.exit_code) == (agent_pb2.Outcome.KIND_LAUNCH_FAILED, 127)
+            await made.master.forget("n1", epoch)
+
+    run(story)
 
 
 def test_a_plain_command_runs_at_once_is_paused_by_freezing_and_says_what_it_cannot() -> None:

@@ -197,6 +197,7 @@ def test_a_command_that_is_not_there_fails_its_job_by_name(shell: Shell) -> None
     _, job = ended(shell, "--", "no-such-command-anywhere")
     assert job["state"] == "FAILED"
     assert "cannot execute 'no-such-command-anywhere': No such file or directory" in str(job["failure"])
+    assert (job["failures"], job["preemptions"]) == (1, 0), "another try would meet the same"
 
 
 def test_a_directory_that_is_gone_on_the_node_fails_its_job_by_name(shell: Shell, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ganger.agent.v1 import agent_pb2
 from ganger.injob import metrics
+from ganger.injob.launcher.client import LauncherError
 from ganger.injob.metrics import Metric
 from ganger.injob.page import PageError, now_ns
 
@@ -53,6 +54,8 @@ from .watching import Watching
 
 log = logging.getLogger(__name__)
 
+# What a shell exits with where it could not execute a command.
+_NOT_EXECUTED = 127
 _COPYING = {Phase.STOPPING: core.RankState.SAVING, Phase.PREPARED: core.RankState.RESTORING}
 _YOUNG_SECONDS = 60.0
 _LOG_SECONDS = 10.0
@@ -406,7 +409,11 @@ class LocalGang:
                 log.exception("launch failed", extra={"job": self.desired.job})
             unreadable = isinstance(error, StateUnreadableError)
             kind = OutcomeKind.STATE_UNREADABLE if unreadable else OutcomeKind.LAUNCH_FAILED
-            self._launch_failure = Outcome(kind, message=str(error) or type(error).__name__)
+            # By its having an exit code the master knows that the command is to blame, and not the node.
+            is_command = isinstance(error, LauncherError) and error.reason == "COMMAND"
+            self._launch_failure = Outcome(
+                kind, _NOT_EXECUTED if is_command else 0, message=str(error) or type(error).__name__
+            )
             self.wake()
             return
         if launched is None:
