@@ -171,6 +171,8 @@ def make_spec(
         labels=reader.read("labels", _labels, no_variables),
         agent=reader.read("agent", _agent, JobSpec.AGENT_AUTOMATIC),
     )
+    if spec.nodes > (tasks := sum(role.tasks for role in roles)) > 0:
+        reader.complain("nodes", f"{spec.nodes} nodes are more than there are tasks ({tasks}): each has one at least")
     preemptible = reader.read("preemptible", _truth, None)
     if preemptible is not None:
         spec.preemptible = preemptible

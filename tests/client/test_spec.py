@@ -175,6 +175,12 @@ def test_a_mistake_of_any_length_is_told_in_a_line() -> None:
     assert told.startswith("must be a whole number from 0 to 65536, not [['x'")
 
 
+def test_more_nodes_than_tasks_are_found_before_the_master_is_asked() -> None:
+    assert spec(nodes=2, gpus=2).nodes == 2
+    told = {"nodes": "5 nodes are more than there are tasks (2): each has one at least"}
+    assert wrong(command="x", nodes=5, gpus=2) == told
+
+
 def test_a_label_has_a_name() -> None:
     assert wrong(command="x", labels={"": "b"}) == {"labels": "a label has no name: write NAME=VALUE"}
 
