@@ -198,6 +198,27 @@ def test_who_connects_and_says_nothing_is_not_waited_for_forever(
         assert silent.recv(1) == b""
 
 
+def test_who_is_at_the_door_and_says_nothing_keeps_nobody_out(
+    stage: Callable[[bytes], Scene], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ganger_daemon.transfer.stream.MAX_CONNECTIONS", 4)
+    monkeypatch.setattr("ganger_daemon.transfer.stream.MAX_STRANGERS", 4)
+    scene = stage(b"x" * 4096)
+    scene.arena.fill(4096)
+    host, _, port = scene.server.address.rpartition(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(8)]
+    try:
+        assert scene.target.fetch(scene.server.address, scene.destination, attempts=1) == 4096
+        # The longest there went for those who came; the last is still waited for.
+        assert silent[0].recv(1) == b""
+        silent[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent[-1].recv(1)
+    finally:
+        for connection in silent:
+            connection.close()
+
+
 def test_a_tls_socket_is_limited_like_any_other(stage: Callable[[bytes], Scene]) -> None:
     scene = stage(b"x" * 4096)
     host, _, port = scene.server.address.rpartition(":")

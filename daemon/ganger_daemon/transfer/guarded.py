@@ -20,22 +20,19 @@ def to_daemon(connection: socket.socket, host: str, tls: str) -> ssl.SSLSocket:
     except BaseException:
         connection.close()
         raise
-    return _of_daemon(guarded)
+    try:
+        check_daemon(guarded)
+    except StreamError:
+        guarded.close()
+        raise
+    return guarded
 
 
-def from_daemon(connection: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
-    """A connection that was accepted, its limits of silence set. Raises OSError, and StreamError unless a daemon
-    calls."""
-    return _of_daemon(context.wrap_socket(connection, server_side=True))
-
-
-def _of_daemon(connection: ssl.SSLSocket) -> ssl.SSLSocket:
+def check_daemon(connection: ssl.SSLSocket) -> None:
+    """Raises StreamError unless a daemon is at the other end of a connection whose handshake is done."""
     try:
         identity = identity_at(connection)
     except CertificateInvalid as error:
-        connection.close()
         raise StreamError(error.message, retry=False) from error
     if identity.role is not Role.DAEMON:
-        connection.close()
         raise StreamError(f"states travel between daemons only, and this is {identity}", retry=False)
-    return connection

@@ -7,6 +7,7 @@ only where certificates guard the links they are copied, to be encrypted. What a
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import os
@@ -22,13 +23,15 @@ from ganger.wire.tls import server_context
 
 from ganger_daemon.failpoints import hit
 
-from .guarded import from_daemon
+from .guarded import check_daemon
 from .request import StreamError, StreamRequest, limit_silence, line_of, parse_request, read_line
 
 log = logging.getLogger(__name__)
 
 # A host serves at most this many ranks' states at once: more would only share the same link.
 MAX_CONNECTIONS = 128
+# So many may be at the door of whom nothing is known yet; who has stood there longest goes for who comes then.
+MAX_STRANGERS = 128
 SOCKET_TIMEOUT_SECONDS = 30.0
 # While the arena fills: well below the time a piece takes on a fast link.
 FILL_POLL_SECONDS = 0.0005
@@ -82,6 +85,8 @@ class StreamServer:
         self._socket.settimeout(0.5)
         self._thread = threading.Thread(target=self._accept, name="state-stream", daemon=True)
         self._workers: set[threading.Thread] = set()
+        # Connections whose token or certificate is not checked yet, by when they came. Who leaves it is closed after.
+        self._strangers: dict[socket.socket, None] = {}
         # Which broke off where, the latest last: a client may come again several times a second, for minutes.
         self._broken: dict[tuple[str, int, int, int, int], None] = {}
         self._lock = threading.Lock()
@@ -110,42 +115,76 @@ class StreamServer:
                 continue
             except OSError:
                 return
-            if not self._slots.acquire(blocking=False):
+            try:
+                stranger = self._stranger(connection)
+            except OSError:
                 connection.close()
                 continue
-            worker = threading.Thread(target=self._serve, args=(connection,), name="state-stream-out", daemon=True)
+            worker = threading.Thread(target=self._serve, args=(stranger,), name="state-stream-out", daemon=True)
             self._workers.add(worker)
             worker.start()
+
+    def _stranger(self, connection: socket.socket) -> socket.socket:
+        """The connection to speak on, before a word is said. Raises OSError."""
+        if self._context is not None:
+            connection = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        with self._lock:
+            self._strangers[connection] = None
+            if len(self._strangers) > MAX_STRANGERS:
+                longest = next(iter(self._strangers))
+                del self._strangers[longest]
+                with contextlib.suppress(OSError):
+                    # Its thread wakes up and closes it. By SSLSocket's own shutdown it would speak in the clear then.
+                    socket.socket.shutdown(longest, socket.SHUT_RDWR)
+        return connection
 
     def _serve(self, connection: socket.socket) -> None:
         request = None
         try:
-            with self._guarded(connection) as guarded:
+            with connection:
                 try:
-                    request = parse_request(read_line(guarded))
-                    self._answer(guarded, request)
+                    request = self._request(connection)
+                    if not self._slots.acquire(blocking=False):
+                        raise StreamError(f"{MAX_CONNECTIONS} states are on their way from this node: as many as may be")
+                    try:
+                        self._answer(connection, request)
+                    finally:
+                        self._slots.release()
                 except StreamError as error:
-                    guarded.sendall(line_of({"error": str(error), "retry": error.retry}))
-        except StreamError as error:
-            log.warning("state stream refused", extra={"error": str(error)})
+                    connection.sendall(line_of({"error": str(error), "retry": error.retry}))
         except OSError as error:
             self._note_broken(request, error)
         finally:
             self._workers.discard(threading.current_thread())
-            self._slots.release()
 
-    def _guarded(self, connection: socket.socket) -> socket.socket:
-        """The connection to speak on. Closes it, and raises OSError or StreamError, where a certificate does not do."""
+    def _request(self, connection: socket.socket) -> StreamRequest:
+        """Of one that may ask. Raises OSError and StreamError."""
         try:
             limit_silence(connection, SOCKET_TIMEOUT_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._context is None:
-                return connection
-            connection.settimeout(SOCKET_TIMEOUT_SECONDS)
-            return from_daemon(connection, self._context)
-        except BaseException:
-            connection.close()
+            if isinstance(connection, ssl.SSLSocket):
+                self._check_certificate(connection)
+                self._forget_stranger(connection)
+                return parse_request(read_line(connection))
+            request = parse_request(read_line(connection))
+            if not hmac.compare_digest(request.token.encode(), self._token.encode()):
+                raise StreamError("the token is wrong", retry=False)
+            return request
+        finally:
+            self._forget_stranger(connection)
+
+    def _check_certificate(self, connection: ssl.SSLSocket) -> None:
+        """Raises OSError, and StreamError unless it is a daemon's."""
+        connection.do_handshake()
+        try:
+            check_daemon(connection)
+        except StreamError as error:
+            log.warning("state stream refused", extra={"error": str(error)})
             raise
+
+    def _forget_stranger(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers.pop(connection, None)
 
     def _note_broken(self, request: StreamRequest | None, error: OSError) -> None:
         """Told once as long as it comes no further."""
@@ -164,8 +203,6 @@ class StreamServer:
             log.info("state stream broke off", extra={**figures, "error": str(error)})
 
     def _answer(self, connection: socket.socket, request: StreamRequest) -> None:
-        if self._context is None and not hmac.compare_digest(request.token.encode(), self._token.encode()):
-            raise StreamError("the token is wrong", retry=False)
         source = self._sources.find(request)
         # opened before the source stops: afterwards every millisecond counts
         fd = source.open_arena()
