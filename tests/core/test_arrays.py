@@ -36,6 +36,16 @@ def command(
     return SubmitArray(spec, tuple(members), uids, at_once, rule, "ann", request_id)
 
 
+def test_anothers_request_id_is_nothing_to_an_array() -> None:
+    drive = Drive()
+    one = command("0.1", request_id="nightly")
+    first, of_bob = drive.step(one), drive.step(replace(one, user="bob", uids=("b",)))
+    assert isinstance(first, ArrayAnswer)
+    assert isinstance(of_bob, ArrayAnswer), of_bob
+    assert of_bob.number != first.number
+    assert drive.step(one) == first
+
+
 def submitted(drive: Drive, *lrs: str, at_once: int = 0, rule: StopRule | None = None) -> list[int]:
     """The numbers of its members."""
     answer = drive.step(command(*lrs, at_once=at_once, rule=rule))

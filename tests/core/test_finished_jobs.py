@@ -57,7 +57,7 @@ def test_what_is_known_of_forgotten_jobs_outlives_the_master_and_ends_with_its_d
     ended(drive, 3)
     store = stored(drive, {})
     assert {key for key in store if key[0] == "request"} == {("request", "1"), ("request", "2")}
-    assert store["request", "1"] == Request(1, "id-1", store["request", "1"].time)  # type: ignore[union-attr]
+    assert store["request", "1"] == Request(1, "id-1", store["request", "1"].time, "ann")  # type: ignore[union-attr]
     drive.state = restored(FEW, store.values(), drive.now)
     assert again(drive, "id-1") == "REQUEST_REUSED jobs/1"
     # In the order in which they ended, also after a restart.
@@ -66,6 +66,14 @@ def test_what_is_known_of_forgotten_jobs_outlives_the_master_and_ends_with_its_d
     drive.step(Tick())
     assert not drive.state.former
     assert not [key for key in stored(drive, store) if key[0] == "request"]
+
+
+def test_an_id_of_a_forgotten_job_is_still_its_users() -> None:
+    drive = Drive(settings=FEW)
+    ended(drive, 5)
+    assert again(drive, "id-1") == "REQUEST_REUSED jobs/1"
+    answer = drive.step(SubmitJob(job_of(1), "of-bob", "bob", "id-1"))
+    assert answer == JobAnswer(6)
 
 
 def test_ids_are_bounded_too() -> None:

@@ -52,6 +52,16 @@ def test_a_request_id_gives_the_first_answer_again_and_never_another_job() -> No
     assert answer.reason == "REQUEST_REUSED"
 
 
+def test_each_user_has_request_ids_of_its_own() -> None:
+    state, _ = joined()
+    other = JobSpec(("other",), SPEC.roles)
+    assert machine.step(state, SubmitJob(SPEC, "u1", "ann", "nightly"), 3.0).answer == JobAnswer(1)
+    assert machine.step(state, SubmitJob(other, "u2", "bob", "nightly"), 4.0).answer == JobAnswer(2)
+    state = restored(Settings(), state.take_changes().puts.values(), 5.0)
+    assert machine.step(state, SubmitJob(SPEC, "u3", "ann", "nightly"), 5.0).answer == JobAnswer(1)
+    assert machine.step(state, SubmitJob(other, "u4", "bob", "nightly"), 5.0).answer == JobAnswer(2)
+
+
 def test_all_mistakes_of_a_spec_are_told_at_once() -> None:
     state, _ = joined()
     bad = JobSpec((), (), working_directory="here", priority=5_000, weight=0.0, least_decrease=1.5)

@@ -35,10 +35,10 @@ _TOLD: Final = 3
 
 def submit(state: State, command: commands.SubmitArray, now: float) -> tuple[tuple[Event, ...], answers.Answer]:
     """All members or none. The same request again is the same array."""
-    known = state.requests.get(command.request_id) if command.request_id else None
+    known = state.requests.get((command.user, command.request_id)) if command.request_id else None
     if known is not None and now - state.jobs[known].create_time <= state.settings.request_kept_seconds:
         return (), _repeated(state, command, state.jobs[known])
-    former = state.former.get(command.request_id)
+    former = state.former.get((command.user, command.request_id))
     if former is not None and now - former.time <= state.settings.request_kept_seconds:
         text = f"request id {command.request_id} was accepted as jobs/{former.number}, which is no longer kept"
         return (), Refused("REQUEST_REUSED", text, {"job": f"jobs/{former.number}"})
@@ -205,8 +205,7 @@ def _repeated(state: State, command: commands.SubmitArray, first: Job) -> answer
     if array is not None:
         specs = _specs(command, array.array)
         kept = members_of(state.jobs, array.array)
-        same = len(specs) == array.size and first.user == command.user
-        if same and all(job.spec == specs[job.number - array.array - 1] for job in kept):
+        if len(specs) == array.size and all(job.spec == specs[job.number - array.array - 1] for job in kept):
             return answers.ArrayAnswer(array.array)
     text = f"request id {command.request_id} was used for {first.name} with another description; use a new one"
     return Refused("REQUEST_REUSED", text, {"job": first.name})

@@ -44,15 +44,15 @@ def _as_told(
 
 
 def _submit(state: State, command: commands.SubmitJob, now: float) -> Decision:
-    number = state.requests.get(command.request_id) if command.request_id else None
+    number = state.requests.get((command.user, command.request_id)) if command.request_id else None
     if number is not None:
         job = state.jobs[number]
         if now - job.create_time <= state.settings.request_kept_seconds:
-            if job.spec == command.spec and job.user == command.user:
+            if job.spec == command.spec:
                 return Decision((), JobAnswer(number))
             text = f"request id {command.request_id} was used for {job.name} with another spec; use a new one"
             return Decision((), Refused("REQUEST_REUSED", text, {"job": job.name}))
-    former = state.former.get(command.request_id)
+    former = state.former.get((command.user, command.request_id))
     if former is not None and now - former.time <= state.settings.request_kept_seconds:
         name = f"jobs/{former.number}"
         text = f"request id {command.request_id} was accepted as {name}, which has ended and is no longer kept"

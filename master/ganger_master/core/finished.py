@@ -23,7 +23,7 @@ def forget(state: State, now: float) -> None:
         oldest = next(iter(state.former.values()))
         if _must_be_known(state, oldest.time, now) and len(state.former) <= state.settings.former_requests_limit:
             return
-        state.forget_request(oldest.request_id)
+        state.forget_request(oldest.user, oldest.request_id)
 
 
 def _may_go(state: State) -> Iterator[int]:
@@ -42,10 +42,10 @@ def _may_go(state: State) -> Iterator[int]:
 def _forget_job(state: State, number: int, now: float) -> None:
     job = state.jobs[number]
     # After its day an id may be another's.
-    has_id = state.requests.get(job.request_id) == number
+    has_id = state.requests.get((job.user, job.request_id)) == number
     state.forget_job(number)
     if has_id and _must_be_known(state, job.create_time, now):
-        state.put_request(Request(number, job.request_id, job.create_time))
+        state.put_request(Request(number, job.request_id, job.create_time, job.user))
 
 
 def _must_be_known(state: State, submitted: float, now: float) -> bool:

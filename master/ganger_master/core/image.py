@@ -156,7 +156,7 @@ def state_of(image: Image) -> State:
     for node_set in image.sets:
         state.put_set(node_set)
     state.rows_seen = {(seen.node_set, node): seen for node, seen in image.rows_seen}
-    state.former = {request.request_id: request for request in image.former}
+    state.former = {(request.user, request.request_id): request for request in image.former}
     state.turns = {turn.turn: turn for turn in image.turns}
     state.turn_of = {turn.number: turn.turn for turn in image.turns}
     _index(state)

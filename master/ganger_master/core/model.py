@@ -391,8 +391,9 @@ class Request(Struct, frozen=True, gc=False):
 
     number: int
     request_id: str
-    # When the job was submitted.
+    # When the job was submitted, and by whom: each user has ids of its own.
     time: float
+    user: str = ""
 
 
 class Outcome(Struct, frozen=True, gc=False, omit_defaults=True):

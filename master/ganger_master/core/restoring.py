@@ -46,7 +46,7 @@ def restored(settings: Settings, elements: Iterable[Element], now: float) -> Sta
         assert isinstance(node_set, NodeSet)
         state.put_set(node_set)
     for request in sorted((r for r in by_kind["request"] if isinstance(r, Request)), key=lambda one: one.time):
-        state.former[request.request_id] = request
+        state.former[request.user, request.request_id] = request
     for name in sorted(state.nodes):
         node = state.nodes[name]
         state.refresh_row(name)

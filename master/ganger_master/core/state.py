@@ -58,9 +58,9 @@ class State:
         self.gangs_of: dict[int, list[int]] = {}
         # By node and epoch, in the order of epochs: which of the gang's pieces is there.
         self.gangs_on: dict[str, dict[int, int]] = {}
-        self.requests: dict[str, int] = {}
-        # By request id, those that were forgotten first at the front.
-        self.former: dict[str, Request] = {}
+        # By user and request id; of `former` those that were forgotten first at the front.
+        self.requests: dict[tuple[str, str], int] = {}
+        self.former: dict[tuple[str, str], Request] = {}
         # In the order in which they ended.
         self.finished: dict[int, None] = {}
         self.live: dict[int, None] = {}
@@ -188,20 +188,20 @@ class State:
         """One that has ended, with nothing left anywhere."""
         job = self.jobs.pop(number)
         del self.finished[number]
-        if self.requests.get(job.request_id) == number:
-            del self.requests[job.request_id]
+        if self.requests.get((job.user, job.request_id)) == number:
+            del self.requests[job.user, job.request_id]
         for known in (self.claimed_by, self.lost_turns):
             known.pop(number, None)
         self._remove(("job", str(number)))
         self._forget_refusals(number)
 
     def put_request(self, request: Request) -> None:
-        self.forget_request(request.request_id)
-        self.former[request.request_id] = request
+        self.forget_request(request.user, request.request_id)
+        self.former[request.user, request.request_id] = request
         self._put(("request", str(request.number)), request)
 
-    def forget_request(self, request_id: str) -> None:
-        former = self.former.pop(request_id, None)
+    def forget_request(self, user: str, request_id: str) -> None:
+        former = self.former.pop((user, request_id), None)
         if former is not None:
             self._remove(("request", str(former.number)))
 
@@ -518,7 +518,7 @@ class State:
     def _index_job(self, old: Job | None, job: Job) -> None:
         number, is_final = job.number, job.state.is_final
         if old is None and job.request_id:
-            self.requests[job.request_id] = number
+            self.requests[job.user, job.request_id] = number
         if is_final:
             self.live.pop(number, None)
             self.finished[number] = None
