@@ -27,6 +27,28 @@ def ends(drive: Drive, number: int, outcome: Outcome) -> None:
     drive.observe("n1")
 
 
+def test_a_node_tells_of_checkpoints_of_gangs_that_it_has_a_part_in() -> None:
+    drive = Drive(nodes=2)
+    number = drive.submit(job_of(2))
+    drive.start(number)
+    gang = drive.state.gangs[drive.job(number).epoch]
+    (own,) = gang.nodes
+    (other,) = {"n1", "n2"} - {own}
+    told = replace(drive.report(gang, ObservedPhase.RUNNING), checkpoint=Checkpoint(10, gang.epoch, "a"))
+    drive.observe(other, told)
+    assert drive.job(number).checkpoint is None
+    drive.observe(own, told)
+    assert drive.job(number).checkpoint == told.checkpoint
+
+
+def test_no_checkpoint_is_of_a_later_epoch_than_who_tells_of_it() -> None:
+    drive, number = begun()
+    gang = drive.state.gangs[drive.job(number).epoch]
+    later = Checkpoint(10, gang.epoch + 1, "a")
+    drive.observe("n1", replace(drive.report(gang, ObservedPhase.RUNNING), checkpoint=later))
+    assert drive.job(number).checkpoint is None
+
+
 def unreadable(name: str) -> Outcome:
     return Outcome(OutcomeKind.STATE_UNREADABLE, message=f"checkpoint /storage/{name} cannot be restored: rank-0.shard")
 

@@ -201,6 +201,7 @@ def _give_up_unable(state: State, node_set: NodeSet, now: float, cause: str) -> 
         for node in node_set.nodes
         if (seen := state.rows_seen.get((node_set.number, node))) is not None
         for epoch in seen.unable
+        if epoch in state.gangs_on.get(node, ())
     }
     for epoch in sorted(unable):
         gang = state.gangs.get(epoch)

@@ -48,7 +48,7 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
                 continue
         piece = gang.piece(report.node) if gang is not None else None
         if gang is None or piece is None or (piece.gone and not piece.lost) or not _same_job(state, observed, gang):
-            _learn_checkpoint(state, observed, now)
+            _learn_checkpoint(state, report.node, observed, now)
             stray = _stray_of(state, node, observed)
             if stray is not None:
                 strays.append(stray)
@@ -63,7 +63,7 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
             observed = replace(observed, capabilities=replace(observed.capabilities, presumed=True))
         _observe_piece(state, gang, piece, observed, now)
         _learn(state, gang, node, observed, now)
-        _learn_checkpoint(state, observed, now)
+        _learn_checkpoint(state, report.node, observed, now)
         if observed.phase is ObservedPhase.ENDED:
             acknowledged.append(observed.epoch)
         else:
@@ -193,12 +193,19 @@ def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: fl
     state.dirty.arenas[job.number] = None
 
 
-def _learn_checkpoint(state: State, observed: ObservedGang, now: float) -> None:
+def _learn_checkpoint(state: State, node: str, observed: ObservedGang, now: float) -> None:
     """A complete checkpoint counts whichever attempt wrote it, be it one that was cut off from here when it did."""
     job, checkpoint = state.jobs.get(observed.job), observed.checkpoint
     if job is None or job.uid != observed.uid or job.state.is_final or checkpoint is None:
         return
     if observed.epoch >= state.counters.next_epoch or checkpoint.path in job.unreadable:
+        return
+    # No more than can be known: of who is where, only while the gang is kept.
+    gang = state.gangs.get(observed.epoch)
+    if gang is not None and (gang.job != job.number or node not in gang.nodes):
+        return
+    # It would be the newest for ever.
+    if checkpoint.epoch > observed.epoch:
         return
     if _is_newer(checkpoint, job.checkpoint):
         unreadable = () if checkpoint.epoch == job.epoch else job.unreadable
