@@ -263,13 +263,13 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     def _owner_of(self, subject: str) -> str:
         """Empty where it is not kept any more, or never was."""
         jobs = self._writer.committed.jobs
-        kind, _, number = subject.partition("/")
-        if not number.isdecimal():
+        try:
+            if subject.startswith("jobs/"):
+                job = jobs.get(names.parse_job_name(subject))
+                return "" if job is None else job.user
+            return next((job.user for job in members_of(jobs, names.parse_array_name(subject))), "")
+        except errors.NameInvalid:
             return ""
-        if kind == "jobs":
-            job = jobs.get(int(number))
-            return "" if job is None else job.user
-        return next((job.user for job in members_of(jobs, int(number))), "")
 
     async def _change(self, command: commands.Command) -> job_pb2.Job:
         answer = expect(await self._writer.submit(command), JobAnswer)
