@@ -47,10 +47,15 @@ class CertifiedMaster:
 
 
 @asynccontextmanager
-async def serving_certified(directory: Path) -> AsyncIterator[CertifiedMaster]:
+async def serving_certified(directory: Path, policy: str = "fifo") -> AsyncIterator[CertifiedMaster]:
     authority = Authority(directory)
     config = Config(
-        state_dir=directory / "state", listen="127.0.0.1:0", tls=authority.issue("master", "m"), scheduler_host=False
+        state_dir=directory / "state",
+        listen="127.0.0.1:0",
+        tls=authority.issue("master", "m"),
+        scheduler_host=False,
+        policy=policy,
+        planner=False,
     )
     served = CertifiedMaster(Master(config), authority)
     await served.master.start()

@@ -14,7 +14,7 @@ import pytest
 from ganger.agent.v1 import agent_pb2, peer_pb2, peer_pb2_grpc
 from ganger.client import Client
 from ganger.scheduling.host import Host
-from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, scheduling_pb2
+from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, resources_pb2, scheduling_pb2
 from ganger.wire import errors
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, read_endpoint
@@ -35,9 +35,9 @@ DESCRIPTORS = {
 }
 
 
-def told(tmp_path: Path, story: Callable[[CertifiedMaster], Awaitable[None]]) -> None:
+def told(tmp_path: Path, story: Callable[[CertifiedMaster], Awaitable[None]], policy: str = "fifo") -> None:
     async def run() -> None:
-        async with serving_certified(tmp_path) as certified:
+        async with serving_certified(tmp_path, policy) as certified:
             await story(certified)
 
     asyncio.run(run())
@@ -288,6 +288,58 @@ def test_a_users_own_scheduler_has_own_jobs_and_takes_nobodys_stream(tmp_path: P
         host.cancel()
 
     told(tmp_path, story)
+
+
+def starting(job: job_pb2.Job, shared_mask: int = 0) -> scheduling_pb2.Plan:
+    claim = resources_pb2.Claim(node="nodes/n1", device_mask=1, shared_mask=shared_mask, tasks=[1])
+    start = scheduling_pb2.StartChange(claims=[claim])
+    return scheduling_pb2.Plan(changes=[scheduling_pb2.Change(job=job.name, revision=job.revision, start=start)])
+
+
+def test_a_users_plan_puts_nobody_onto_anothers_gpus(tmp_path: Path) -> None:
+    async def story(certified: CertifiedMaster) -> None:
+        node = Speaker(certified.calls("daemon", "n1"), "n1")
+        await node.join()
+        gang = await placed(certified, node)
+        for user, told_why in (("bob", "JOB_NOT_YOURS"), ("ann", "")):
+            caller = certified.calls("user", user)
+            mask = gang.claim.device_mask
+            assert await reason(caller.scheduling.ProposePlan(starting(await caller.submit(), mask))) == told_why
+
+    told(tmp_path, story)
+
+
+def test_what_a_users_plan_does_is_told_as_that_users(tmp_path: Path) -> None:
+    async def story(certified: CertifiedMaster) -> None:
+        node = Speaker(certified.calls("daemon", "n1"), "n1")
+        await node.join()
+        gang = await placed(certified, node)
+        ann = certified.calls("user", "ann")
+        job = await ann.submit()
+        plan = starting(job)
+        (claim,) = plan.changes[0].start.claims
+        claim.CopyFrom(gang.claim)
+        claim.device_mask = gang.claim.device_mask << 1
+        (verdict,) = (await ann.scheduling.ProposePlan(plan)).verdicts
+        assert verdict.approved, verdict
+        events = (await ann.jobs.ListEvents(job_service_pb2.ListEventsRequest(subject=job.name))).events
+        assert (events[-1].kind, events[-1].cause) == ("gang_approved", "user:ann")
+
+    told(tmp_path, story)
+
+
+def test_where_the_planner_places_all_jobs_a_user_starts_none(tmp_path: Path) -> None:
+    async def story(certified: CertifiedMaster) -> None:
+        ann = certified.calls("user", "ann")
+        job = await ann.submit()
+        with pytest.raises(grpc.RpcError) as refused:
+            await ann.scheduling.ProposePlan(starting(job))
+        assert from_rpc_error(refused.value).message == (
+            "policy edf: the planner places all jobs, a user's plan starts none and has none take turns"
+        )
+        assert await reason(certified.calls("planner", "p").scheduling.ProposePlan(starting(job))) == ""
+
+    told(tmp_path, story, "edf")
 
 
 async def placed(certified: CertifiedMaster, node: Speaker) -> agent_pb2.DesiredGang:

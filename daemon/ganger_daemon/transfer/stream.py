@@ -145,7 +145,9 @@ class StreamServer:
                 try:
                     request = self._request(connection)
                     if not self._slots.acquire(blocking=False):
-                        raise StreamError(f"{MAX_CONNECTIONS} states are on their way from this node: as many as may be")
+                        raise StreamError(
+                            f"{MAX_CONNECTIONS} states are on their way from this node: as many as may be"
+                        )
                     try:
                         self._answer(connection, request)
                     finally:

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, Done, JobAnswer, PlanAnswer, Refused
 from ganger_master.core.waiting import Turn
+from ganger_master.policies import Places
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.answers import Shown, change_verdict_of, expect, verdict_of
 from ganger_master.rpc.job_service import STREAM_SECONDS
@@ -234,13 +235,30 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         command = plan_from_wire(request)
         caller = self._callers.of(context)
         if caller.has_own_jobs_only:
-            if command.line is not None or command.promises is not None or command.findings:
-                raise errors.PlanInvalid("a user's plan changes own jobs: it has no line, no places kept, no findings")
-            check_jobs(caller, self._shown, (change.number for change in command.changes))
+            self._check_plan(caller, command)
+            command = replace(command, proposer=f"user:{caller.name}")
         answer = expect(await self._writer.submit(command), PlanAnswer)
         return scheduling_pb2.PlanVerdict(
             verdicts=[change_verdict_of(verdict) for verdict in answer.verdicts], view_version=answer.view_version
         )
+
+    def _check_plan(self, caller: Identity, plan: commands.ProposePlan) -> None:
+        """Raises PlanInvalid, JobNotFound and JobNotYours for a user's plan that changes others' jobs, or goes where a
+        user's scheduler may not: onto devices of others, and past the policy's planner."""
+        if plan.line is not None or plan.promises is not None or plan.findings:
+            raise errors.PlanInvalid("a user's plan changes own jobs: it has no line, no places kept, no findings")
+        check_jobs(caller, self._shown, (change.number for change in plan.changes))
+        state = self._writer.state
+        if state.policy.places is Places.PLANNER and any(change.kind in ("START", "ROW") for change in plan.changes):
+            raise errors.PlanInvalid(
+                f"policy {state.settings.policy}: the planner places all jobs, a user's plan starts none and has none"
+                " take turns"
+            )
+        for claim in [claim for change in plan.changes for claim in change.claims if claim.shared_mask]:
+            for epoch in state.gangs_on.get(claim.node, ()):
+                piece = state.gangs[epoch].piece(claim.node)
+                if piece is not None and piece.claim.device_mask & claim.shared_mask:
+                    check_jobs(caller, self._shown, (state.gangs[epoch].job,))
 
     async def WatchProgress(
         self, request: scheduling_pb2.WatchProgressRequest, context: Any
