@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ganger.certificates import issue, make_authority
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from ganger.certificates import AUTHORITY_KEY, issue, make_authority
 from ganger.wire.roles import Identity, Role
+from ganger.wire.tls import AUTHORITY, CERTIFICATE
 
 HOSTS = ("127.0.0.1", "localhost")
 
@@ -27,4 +31,26 @@ class Authority:
             identity = Identity(Role(role), name)
             serves = identity.role in (Role.MASTER, Role.DAEMON)
             issue(self._own, identity, (HOSTS if hosts is None else hosts) if serves else (), days, out)
+        return out
+
+    def issue_with(self, uris: Sequence[str], identity: Identity) -> Path:
+        """That of the identity, but with these URIs in the place of its own."""
+        out = self.issue(identity.role, identity.name)
+        before = x509.load_pem_x509_certificate((out / CERTIFICATE).read_bytes())
+        authority = x509.load_pem_x509_certificate((self._own / AUTHORITY).read_bytes())
+        key = serialization.load_pem_private_key((self._own / AUTHORITY_KEY).read_bytes(), None)
+        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(before.subject)
+            .issuer_name(authority.subject)
+            .public_key(before.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(before.not_valid_before_utc)
+            .not_valid_after(before.not_valid_after_utc)
+        )
+        if uris:
+            names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri) for uri in uris])
+            builder = builder.add_extension(names, critical=False)
+        (out / CERTIFICATE).write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
         return out

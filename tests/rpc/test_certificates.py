@@ -19,7 +19,7 @@ from ganger.wire import errors
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, read_endpoint
 from ganger.wire.errors import from_rpc_error
-from ganger.wire.roles import ROLES, Role
+from ganger.wire.roles import ROLES, Identity, Role
 from ganger.wire.servers import bind, make_server
 from ganger.wire.tls import read_files, server_credentials
 from kit.certified import Authority
@@ -400,6 +400,31 @@ def test_nobody_comes_in_without_a_certificate_of_the_authority(tmp_path: Path) 
             node_pb2.GetClusterRequest(), timeout=5.0, metadata=(("authorization", f"Bearer {master.token}"),)
         )
         assert await reason(call) == "UNREACHABLE"
+
+    told(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    "uris",
+    [
+        (),
+        ("ganger://operator/olga", "ganger://user/olga"),
+        ("ganger://operator/olga\0",),
+        ("ganger://operator/olga\0.elsewhere",),
+        ("ganger://Operator/olga",),
+        ("GANGER://operator/olga",),
+        ("ganger://operator/%6flga",),
+        ("ganger://operator/olga/x",),
+        ("ganger://operator/olga?x",),
+        ("ganger://operator/olga\n",),
+    ],
+)
+def test_a_certificate_that_names_nobody_is_nobodys(tmp_path: Path, uris: tuple[str, ...]) -> None:
+    async def story(certified: CertifiedMaster) -> None:
+        odd = certified.authority.issue_with(uris, Identity(Role.USER, "x"))
+        assert await reason(certified.with_certificate(odd).nodes.GetCluster(node_pb2.GetClusterRequest())) == (
+            "CERTIFICATE_INVALID"
+        )
 
     told(tmp_path, story)
 

@@ -24,7 +24,7 @@ from google.protobuf.message import DecodeError
 from ganger.wire.channels import MAX_MESSAGE_BYTES, TOKEN_KEY
 from ganger.wire.endpoints import EndpointError, check_listen_address, prepare_socket
 from ganger.wire.errors import ApiError, Internal, RequestInvalid, TokenInvalid, to_trailing_metadata
-from ganger.wire.roles import Identity, check_call, check_local_call, identity_of
+from ganger.wire.roles import Identity, check_call, check_local_call
 
 log = logging.getLogger(__name__)
 
@@ -204,12 +204,16 @@ def identity_in(context: grpc.aio.ServicerContext[Any, Any]) -> Identity | None:
     found = context.auth_context()
     if _SSL not in found.get("transport_security_type", ()):
         return None
-    return _identity_of(tuple(found.get("peer_uri", ())))
+    # Not its "peer_uri": that ends at a NUL, and what names nobody would name somebody.
+    return _identity_of(*found.get("x509_pem_cert", ()))
 
 
 @lru_cache(4_096)
-def _identity_of(uris: tuple[bytes, ...]) -> Identity:
-    return identity_of([uri.decode("utf-8", "replace") for uri in uris])
+def _identity_of(certificate: bytes) -> Identity:
+    # Loaded here: only servers with certificates come by.
+    from ganger.wire.tls import identity_in_pem
+
+    return identity_in_pem(certificate)
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], method: str, error: Exception) -> None:

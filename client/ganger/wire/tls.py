@@ -83,6 +83,20 @@ def identity_at(connection: ssl.SSLSocket | ssl.SSLObject) -> Identity:
     return _identity_in(connection.getpeercert())
 
 
+def identity_in_pem(certificate: bytes) -> Identity:
+    """Whom a certificate that was checked names. Raises CertificateInvalid."""
+    from cryptography import x509
+
+    try:
+        names = x509.load_pem_x509_certificate(certificate).extensions
+        found = names.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return identity_of([])
+    except (ValueError, x509.DuplicateExtension, x509.UnsupportedGeneralNameType) as error:
+        raise CertificateInvalid(f"the certificate cannot be read: {error}") from error
+    return identity_of(found.get_values_for_type(x509.UniformResourceIdentifier))
+
+
 def check_directory(directory: Path, roles: Iterable[Role] = Role) -> Identity:
     """Whom the certificate is of, after a handshake with itself: key and certificate belong together, are of the
     authority, valid now, and of one of `roles`. Raises EndpointError saying which of that is wrong."""
