@@ -380,7 +380,7 @@ class Client:
                 return CertificateInvalid(f"cannot talk to the master at {address}: {trouble}")
             self._find_again()
             # gRPC tells of every address and layer; its last clause is the one that says something.
-            cause = error.message.rpartition(": ")[2] or "no answer"
+            cause = error.message.rpartition(": ")[2].rstrip(")]}") or "no answer"
             hint = "can this machine reach it?" if self.endpoint.tls else "`ganger up` starts one here"
             return Unreachable(f"no master answers at {address} ({cause}): is it running? {hint}")
         if isinstance(error, DeadlineExceeded):

@@ -122,3 +122,14 @@ def test_a_copy_that_was_moved_away_from_counts_beside_the_gang_that_starts_from
     # the copy may never run: even in its own place the job is a new gang, which needs memory of its own
     answer = drive.request(number, drive.state.gangs[copy].claims)
     assert isinstance(answer, Approved if fits else Rejected), answer
+
+
+def test_who_moves_a_suspended_job_is_told_to_resume_it_first() -> None:
+    drive = Drive(2)
+    number = drive.submit(job_of(2))
+    drive.start(number)
+    drive.runs(number)
+    drive.step(SuspendJob(number))
+    answer = drive.step(MoveJob(number))
+    assert isinstance(answer, Refused)
+    assert (answer.reason, answer.message.endswith("; resume it first")) == ("NOT_RUNNING", True)

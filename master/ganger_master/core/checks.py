@@ -138,7 +138,8 @@ def busy(job: Job, why: str) -> Refused:
 
 def not_running(job: Job, gang: Gang | None) -> Refused:
     present = gang.phase.value if gang is not None else job.state.value
-    return Refused("NOT_RUNNING", f"{job.name} is not running: it is {present}", {"job": job.name})
+    remedy = "; resume it first" if job.state is JobState.SUSPENDED else ""
+    return Refused("NOT_RUNNING", f"{job.name} is not running: it is {present}{remedy}", {"job": job.name})
 
 
 def _unavailable(job: Job, level: str) -> Refused:
