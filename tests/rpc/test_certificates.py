@@ -266,6 +266,27 @@ def test_a_daemon_speaks_for_its_own_node_only(tmp_path: Path) -> None:
     told(tmp_path, story)
 
 
+@pytest.mark.parametrize(
+    "report",
+    [
+        agent_pb2.ReconcileRequest(device_faults={(1 << 32) - 1: "broken"}),
+        agent_pb2.ReconcileRequest(
+            gangs=[
+                agent_pb2.ObservedGang(job_uid="u", epoch=1, order=agent_pb2.OrderKey(master_sequence=(1 << 64) - 1))
+            ]
+        ),
+    ],
+)
+def test_numbers_that_no_node_has_are_refused(tmp_path: Path, report: agent_pb2.ReconcileRequest) -> None:
+    async def story(certified: CertifiedMaster) -> None:
+        node = Speaker(certified.calls("daemon", "n1"), "n1")
+        await node.join()
+        report.session, report.changed, report.observation = node.session, True, 9
+        assert await reason(node.served.agents.Reconcile(report, timeout=20.0)) == "REQUEST_INVALID"
+
+    told(tmp_path, story)
+
+
 def test_a_users_own_scheduler_has_own_jobs_and_takes_nobodys_stream(tmp_path: Path) -> None:
     async def story(certified: CertifiedMaster) -> None:
         await Speaker(certified.calls("daemon", "n1"), "n1").join()

@@ -7,7 +7,7 @@ from typing import Final
 
 from ganger.agent.v1 import agent_pb2
 from ganger.v1 import job_pb2
-from ganger.wire import convert, names, times
+from ganger.wire import convert, errors, names, times
 
 from ganger_master.core import commands
 from ganger_master.core.model import Capabilities, Intent, ObservedPhase, Outcome, OutcomeKind
@@ -16,6 +16,9 @@ from ganger_master.rpc import job_messages
 
 # No quantum is fifty times as long as that.
 _LONGEST_SWITCH_SECONDS: Final = 3600.0
+# As many as a mask has bits.
+_DEVICES_MOST: Final = 64
+_SEQUENCE_MOST: Final = (1 << 63) - 1
 _INTENTS: Final[Mapping[Intent, agent_pb2.Intent.ValueType]] = {
     intent: agent_pb2.Intent.Value(f"INTENT_{intent.name}") for intent in Intent
 }
@@ -47,6 +50,13 @@ def open_session_from_wire(message: agent_pb2.CreateSessionRequest) -> commands.
 
 
 def observe_from_wire(node: str, message: agent_pb2.ReconcileRequest) -> commands.Observe:
+    """Raises NameInvalid, and RequestInvalid for numbers that nothing has and that would be reckoned with."""
+    if any(device >= _DEVICES_MOST for device in message.device_faults):
+        raise errors.RequestInvalid(
+            f"device {max(message.device_faults)} has a fault: a node has devices 0 to {_DEVICES_MOST - 1}"
+        )
+    if any(gang.order.master_sequence > _SEQUENCE_MOST for gang in message.gangs):
+        raise errors.RequestInvalid("an order with a number beyond 2^63 was never given")
     return commands.Observe(
         node=node,
         session=message.session,
