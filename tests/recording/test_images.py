@@ -19,7 +19,7 @@ from recording.kit import busy, stormy
 # Attributes of a state that are not in its image: what follows from the rest, and what a batch has not handed over.
 DERIVED = {
     *("policy", "configuration_sets", "gangs_of", "gangs_on", "live", "shares", "waiting", "lacking", "turn_of"),
-    *("set_of", "set_on", "nodes_with"),
+    *("set_of", "set_on", "nodes_with", "requests"),
 }
 OF_A_BATCH = {"parties", "projected", "dirty", "outbox", "_puts", "_removes", "_counters_taken"}
 # Whether anybody is told: of who has it, not of what it knows.
@@ -27,7 +27,7 @@ OF_ITS_SHELL = {"tells"}
 
 
 def test_whatever_a_state_knows_is_in_its_image_or_follows_from_it() -> None:
-    imaged = set(Image.__struct_fields__) - {"told"}
+    imaged = set(Image.__struct_fields__) - {"told", "requested"}
     assert set(vars(State(Settings()))) == imaged | DERIVED | OF_A_BATCH | OF_ITS_SHELL
 
 
@@ -39,7 +39,7 @@ def test_a_state_made_again_has_all_that_was_derived() -> None:
     image = image_of(before)
     after = state_of(msgspec.json.decode(msgspec.json.encode(image), type=Image))
     assert image_of(after) == image
-    names = ("jobs", "gangs", "nodes", "gangs_of", "gangs_on", "live", "turn_of", "nodes_with")
+    names = ("jobs", "gangs", "nodes", "gangs_of", "gangs_on", "live", "turn_of", "nodes_with", "requests")
     for name in (*names, "configuration_sets", "ranks"):
         assert getattr(after, name) == getattr(before, name), name
     assert list(after.waiting) == list(before.waiting)

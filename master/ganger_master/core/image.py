@@ -50,7 +50,8 @@ class Image(Struct, frozen=True, gc=False):
     former: tuple[Request, ...] = ()
     devices: int = 0
     free_devices: int = 0
-    requests: Mapping[str, int] = field(default_factory=dict)
+    # Numbers of the jobs that their request ids mean.
+    requested: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
     resuming: tuple[int, ...] = ()
     running_limited: tuple[int, ...] = ()
@@ -99,7 +100,6 @@ _SAME = (
     "wake_at",
 )
 _MAPPINGS = (
-    "requests",
     "last_answer",
     "left_by",
     "refusals",
@@ -133,6 +133,7 @@ def image_of(state: State) -> Image:
         desired={name: desired.version for name, desired in state.desired.items()},
         told=tuple(_told(state)),
         last_said=tuple(_last_said(state)),
+        requested=tuple(state.requests.values()),
         rows_seen=tuple([(node, seen) for (_, node), seen in state.rows_seen.items()]),
         **parts,  # type: ignore[arg-type]  # as the lists of names say
     )
@@ -156,6 +157,8 @@ def state_of(image: Image) -> State:
     for node_set in image.sets:
         state.put_set(node_set)
     state.rows_seen = {(seen.node_set, node): seen for node, seen in image.rows_seen}
+    requested = [state.jobs[number] for number in image.requested]
+    state.requests = {(job.user, job.request_id): job.number for job in requested}
     state.former = {(request.user, request.request_id): request for request in image.former}
     state.turns = {turn.turn: turn for turn in image.turns}
     state.turn_of = {turn.number: turn.turn for turn in image.turns}
