@@ -36,7 +36,7 @@ from ganger_master.runtime.recorder import Recorded, Recording
 from ganger_master.runtime.store_thread import StoreThread
 from ganger_master.runtime.turn_streams import TurnStreams
 from ganger_master.store.codec import Codec
-from ganger_master.store.contract import Batch, HistoryEntry, Problem, Store, StoreError
+from ganger_master.store.contract import HistoryEntry, Problem, Store, StoreError
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -73,7 +73,8 @@ class _Batch:
 class _Sealed:
     """A batch as it goes to the store; nothing in it changes any more."""
 
-    rows: Batch
+    # Makes what was changed durable, in the store's thread.
+    commit: Callable[[], None]
     effects: Effects
     publication: Publication
     turns: Sequence[Turn]
@@ -246,6 +247,7 @@ class Writer:
             changes = state.take_changes()
             # Here and not in the store's thread, which would have to take the interpreter from this one for it.
             rows = self._codec.batch(changes.puts, changes.removes, effects.history)
+            commit = self._store.prepare(rows)
         except Exception as error:
             if self._recording is not None:
                 self._recording.broke(now, None, error)
@@ -268,7 +270,7 @@ class Writer:
             self._recording.batch(now, effects, turns)
         if self._recording_next is not None or self._recording_ends:
             self._begin_or_end_recording(now)
-        sealed = _Sealed(rows, effects, publication, turns, batch.callers)
+        sealed = _Sealed(commit, effects, publication, turns, batch.callers)
         if rows.is_empty:
             self._let_out(sealed)
             return
@@ -319,7 +321,7 @@ class Writer:
         self._failpoints.passing(failpoints.BEFORE_COMMIT)
         if sealed.commits_a_move:
             self._failpoints.passing(failpoints.BEFORE_MOVE_COMMIT)
-        self._store.commit(sealed.rows)
+        sealed.commit()
         self._failpoints.passing(failpoints.AFTER_COMMIT)
         if sealed.commits_a_move:
             self._failpoints.passing(failpoints.AFTER_MOVE_COMMIT)

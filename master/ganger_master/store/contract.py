@@ -7,7 +7,7 @@ not know what elements mean: `codec` turns the core's values into rows and back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -71,7 +71,7 @@ class StoredRow(Struct, frozen=True, gc=False):
 
 
 class Store(Protocol):
-    """Called from one thread at a time, except `history`, which may run beside the others."""
+    """Called from one thread at a time, except `history` and `prepare`, which may run beside the others."""
 
     def open(self) -> None:
         """Brings the schema up to date and takes the store over from any former master. Raises StoreError."""
@@ -81,6 +81,9 @@ class Store(Protocol):
 
     def commit(self, batch: Batch) -> None:
         """Durable and whole when it returns; nothing kept when it raises StoreError."""
+
+    def prepare(self, batch: Batch) -> Callable[[], None]:
+        """Does of `commit` what needs no disk; what is left of it, to be called in the order of the batches."""
 
     def history(self, subject: str, after_sequence: int, limit: int) -> Sequence[HistoryEntry]:
         """Oldest first; subject "" means all. Raises StoreError."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from ganger_master.store.contract import Batch, HistoryEntry, StoredRow
 from ganger_master.store.tables import COLUMNS, STATE
@@ -32,6 +33,9 @@ class MemoryStore:
                 key = str(row[0])
                 self._rows[table][key] = StoredRow(table, key, dict(zip(COLUMNS[table], row[1:], strict=True)))
         self._history.extend(batch.history)
+
+    def prepare(self, batch: Batch) -> Callable[[], None]:
+        return partial(self.commit, batch)
 
     def history(self, subject: str, after_sequence: int, limit: int) -> Sequence[HistoryEntry]:
         start = bisect_right(self._history, after_sequence, key=lambda entry: entry.sequence)

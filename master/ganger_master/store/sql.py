@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -66,14 +67,25 @@ class SqlStore:
                     yield StoredRow(table.name, row[0], dict(zip(names, row[1:], strict=True)))
 
     def commit(self, batch: Batch) -> None:
+        self.prepare(batch)()
+
+    def prepare(self, batch: Batch) -> Callable[[], None]:
+        if self._takes_many_rows:
+            return partial(self._run_all, sqlite_commit.statements(batch))
+        return partial(self._write_all, batch)
+
+    def _run_all(self, statements: Sequence[sqlite_commit.Statement]) -> None:
+        if not statements:
+            return
+        with _explained(self._url):
+            if not sqlite_commit.commit(_driver_of(self._open_connection()), self._generation, statements):
+                raise self._fenced()
+
+    def _write_all(self, batch: Batch) -> None:
         if batch.is_empty:
             return
         with _explained(self._url):
             connection = self._open_connection()
-            if self._takes_many_rows:
-                if not sqlite_commit.commit(_driver_of(connection), self._generation, batch):
-                    raise self._fenced()
-                return
             try:
                 with connection.begin():
                     self._check_generation(connection)

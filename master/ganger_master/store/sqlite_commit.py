@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import chain
-from typing import Final
+from typing import Final, TypeAlias
 
 from msgspec.structs import astuple
 from sqlalchemy import Table
@@ -23,39 +23,51 @@ from ganger_master.store.tables import STATE, events, writer
 # Statements that the driver keeps: one for each table and number of rows it has seen.
 STATEMENTS_KEPT: Final = 512
 _MOST_ROWS: Final = 64
+
+Statement: TypeAlias = tuple[str, list[Cell]]
+
 _IS_OURS: Final = f"SELECT 1 FROM {writer.name} WHERE generation = ?"
 _quote: Final = sqlite.dialect().identifier_preparer.quote
 
 
-def commit(connection: sqlite3.Connection, generation: int, batch: Batch) -> bool:
+def statements(batch: Batch) -> list[Statement]:
+    """What is to be run for a batch, in this order: texts with their parameters."""
+    found: list[Statement] = []
+    for table, keys in batch.removes.items():
+        _add(found, _removal, table, [(key,) for key in keys])
+    for table, rows in batch.puts.items():
+        _add(found, _put, table, rows)
+    if batch.history:
+        _add(found, _insertion, events.name, [astuple(entry) for entry in batch.history])
+    return found
+
+
+def commit(connection: sqlite3.Connection, generation: int, batch: Sequence[Statement]) -> bool:
     """As one transaction, durable on return; False, and nothing done, if the writer's generation is another.
 
     Raises sqlite3.Error, with nothing done. Of a connection that begins no transactions of its own."""
+    run = connection.execute
     # At once as a writer, so that nobody becomes one between the look at the generation and the first change.
-    connection.execute("BEGIN IMMEDIATE").close()
+    run("BEGIN IMMEDIATE")
     try:
-        is_ours = connection.execute(_IS_OURS, (generation,)).fetchone() is not None
+        is_ours = run(_IS_OURS, (generation,)).fetchone() is not None
         if is_ours:
-            for table, keys in batch.removes.items():
-                _run(connection, _removal, table, [(key,) for key in keys])
-            for table, rows in batch.puts.items():
-                _run(connection, _put, table, rows)
-            if batch.history:
-                _run(connection, _insertion, events.name, [astuple(entry) for entry in batch.history])
-            connection.execute("COMMIT").close()
+            for text, parameters in batch:
+                run(text, parameters)
+            run("COMMIT")
         return is_ours
     finally:
         # Not ours, or an error; some end the transaction themselves.
         if connection.in_transaction:
-            connection.execute("ROLLBACK").close()
+            run("ROLLBACK")
 
 
-def _run(
-    connection: sqlite3.Connection, text_of: Callable[[str, int], str], table: str, rows: Sequence[Sequence[Cell]]
+def _add(
+    found: list[Statement], text_of: Callable[[str, int], str], table: str, rows: Sequence[Sequence[Cell]]
 ) -> None:
     for start in range(0, len(rows), _MOST_ROWS):
         part = rows[start : start + _MOST_ROWS]
-        connection.execute(text_of(table, len(part)), list(chain.from_iterable(part))).close()
+        found.append((text_of(table, len(part)), list(chain.from_iterable(part))))
 
 
 @cache
