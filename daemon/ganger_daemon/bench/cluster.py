@@ -15,6 +15,7 @@ from pathlib import Path
 
 START_SECONDS = 90.0
 GANGER = (sys.executable, "-m", "ganger.cli.main")
+_PAGE = "rank-0.page"
 
 
 class ClusterError(Exception):
@@ -85,9 +86,9 @@ class BenchCluster:
 
     def pages(self) -> dict[str, Path]:
         """The control pages there are, by "JOB/EPOCH"."""
-        return {
-            "/".join(path.relative_to(self._run).parts[1:-1]): path for path in sorted(self._run.rglob("rank-0.page"))
-        }
+        # A directory may go while it is looked through, which a walk takes for empty.
+        found = sorted(Path(where) / _PAGE for where, _, names in os.walk(self._run) if _PAGE in names)
+        return {"/".join(path.relative_to(self._run).parts[1:-1]): path for path in found}
 
     def until(self, holds: Callable[[], bool], seconds: float, what: str) -> None:
         deadline = time.monotonic() + seconds
