@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -135,6 +135,41 @@ def test_master_that_was_taken_over_stops() -> None:
         await writer.close()
 
     run(story())
+
+
+def test_a_batch_that_cannot_be_laid_out_is_refused_whole_and_what_is_durable_stays() -> None:
+    class Fussy(GatedStore):
+        breaks = False
+
+        def prepare(self, batch: Batch) -> Callable[[], None]:
+            if self.breaks:
+                self.breaks = False
+                raise TypeError("laid out wrong on purpose")
+            return super().prepare(batch)
+
+    async def story() -> None:
+        store = Fussy()
+        writer = await started(store)
+        kept = await writer.submit(submission(1))
+        assert isinstance(kept, JobAnswer)
+        store.breaks = True
+        answers = await asyncio.gather(*(writer.submit(submission(n)) for n in (2, 3)), return_exceptions=True)
+        assert [type(answer) for answer in answers] == [NotReady, NotReady]
+        for _ in range(1_000):
+            if isinstance(await _tried(writer, submission(4)), JobAnswer):
+                break
+            await asyncio.sleep(0.01)
+        assert [job.uid for job in writer.committed.jobs.values()] == ["uid-1", "uid-4"]
+        await writer.close()
+
+    run(story())
+
+
+async def _tried(writer: Writer, command: SubmitJob) -> object:
+    try:
+        return await writer.submit(command)
+    except NotReady as error:
+        return error
 
 
 def test_command_that_breaks_the_core_costs_its_caller_an_error_and_nobody_a_job(

@@ -107,7 +107,7 @@ def test_a_certificate_names_whom_it_was_made_for(identity: Identity) -> None:
         ([], "names no role"),
         (["spiffe://lab/ann"], "names no role"),
         (["ganger://user/ann", "ganger://operator/ann"], "names 2 roles"),
-        (["ganger://root/ann"], "one of the roles"),
+        (["ganger://admin/ann"], "one of the roles"),
         (["ganger://user"], "ganger://ROLE/NAME"),
         (["ganger://user/"], "ganger://ROLE/NAME"),
         (["ganger://user/ann/bob"], "ganger://ROLE/NAME"),
