@@ -147,6 +147,25 @@ def test_a_new_world_that_fails_after_the_commit_is_followed_by_one_in_the_place
     assert free(drive) == 3
 
 
+def test_of_two_new_worlds_that_were_given_up_one_holds_what_the_lost_old_one_did() -> None:
+    """The first is still leaving a node that is silent when the second begins there; then that node restarts."""
+    drive = World(2)
+    number = drive.running(elastic(3, 1, 8))
+    assert drive.state.gangs[drive.job(number).epoch].nodes == ("n1",)
+    for attempt in (1, 2):
+        drive.step(ResizeJob(number, 6))
+        new = drive.job(number).next_epoch
+        assert drive.state.gangs[new].nodes == ("n1", "n2")
+        if attempt == 1:
+            drive.part_fails(new, "n2")
+            assert not drive.job(number).next_epoch
+    drive.restarts("n1")
+    assert drive.held(number) == {0: 1, 1: 1, 2: 1, 3: 1}
+    drive.observe("n1")
+    drive.observe("n2")
+    assert (drive.held(number), free(drive), free(drive, "n2")) == ({}, 4, 4)
+
+
 def test_who_may_not_be_resized_is_told_why() -> None:
     drive = World()
     fixed = drive.running(job_of(1))
@@ -215,7 +234,7 @@ def test_a_user_s_share_bounds_how_far_a_job_grows() -> None:
     assert drive.step(ResizeJob(number, 2)) == JobAnswer(number)
 
 
-_SEEN = ["prepared", "parked", "ready", "runs", "fails", "gone"]
+_SEEN = ["prepared", "parked", "ready", "runs", "fails", "gone", "part fails", "restarts"]
 
 
 @given(
@@ -259,6 +278,10 @@ def _report(drive: World, number: int, gang: Gang, act: str) -> None:
         drive.fails(number, gang.epoch)
     elif act == "gone" and gang.intent is Intent.STOP:
         drive.gone(number, gang.epoch)
+    elif act == "part fails":
+        drive.part_fails(gang.epoch, next(piece.claim.node for piece in gang.pieces if not piece.gone))
+    elif act == "restarts":
+        drive.restarts(gang.nodes[0])
     elif act == "prepared" and is_new:
         drive.seen(number, gang.epoch, ObservedPhase.PREPARED)
     elif act == "parked" and gang.intent in (Intent.PARK, Intent.HAND_OVER):

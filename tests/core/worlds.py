@@ -55,5 +55,16 @@ class World(Drive):
                 ended = replace(self.report(gang, ObservedPhase.ENDED), outcome=Outcome(OutcomeKind.FAILED, 1))
                 self.observe(node, *self.others(node, epoch), ended)
 
+    def part_fails(self, epoch: int, node: str) -> None:
+        ended = replace(self.report(self.state.gangs[epoch], ObservedPhase.ENDED), outcome=Outcome(OutcomeKind.UNKNOWN))
+        self.observe(node, *self.others(node, epoch), ended)
+
+    def restarts(self, node: str) -> None:
+        """Whatever was known to run there has ended with it."""
+        there = [gang for gang in self.on(node) if (piece := gang.piece(node)) and piece.phase is not ObservedPhase.NONE]
+        self.join(node)
+        ended = [replace(self.report(gang, ObservedPhase.ENDED), outcome=Outcome(OutcomeKind.UNKNOWN)) for gang in there]
+        self.observe(node, *ended, version=0)
+
     def gone(self, number: int, epoch: int) -> None:
         self.seen(number, epoch, ObservedPhase.ENDED)

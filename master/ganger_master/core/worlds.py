@@ -9,6 +9,7 @@ one is ready. Until the commit the old world is the job.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 from ganger.placement.resized import beside
 from ganger.resources.fit import MEMORY_SHARE
@@ -62,20 +63,25 @@ def begin_with(state: State, job: Job, source: Gang, claims: Sequence[Claim], le
 
 
 def share_pieces(state: State, job: Job, gangs: Sequence[Gang]) -> bool:
-    """Of two worlds of a job the present one holds what it wants, the other what it wants beside that. Whether somebody
-    holds something else than before."""
+    """Of the worlds of a job the present one holds what it wants, the others what they want beside that: first the one
+    that is to follow, then those that were given up and are leaving. Whether somebody holds something else than
+    before."""
     if len(gangs) < 2:
         return False
-    # One that is left alone holds its own, and its cores may be those of several who take turns.
-    present = state.gangs.get(job.epoch) if has_two_worlds(state, job.number) else None
-    if present is None:
+    sources = {gang.restore.parked_epoch for gang in gangs if gang.resizes}
+    worlds = [gang for gang in gangs if gang.resizes or gang.epoch in sources]
+    if len(worlds) < 2:
         return False
-    changed = _hold(state, present, {})
-    taken = {piece.claim.node: piece.held for piece in state.gangs[present.epoch].pieces}
-    for gang in gangs:
-        follows = gang.resizes and gang.restore.parked_epoch == present.epoch
-        if follows or (present.resizes and present.restore.parked_epoch == gang.epoch):
+    changed = False
+    taken = _Taken()
+    if job.epoch in [gang.epoch for gang in worlds]:
+        # One that is left alone holds its own, and its cores may be those of several who take turns.
+        changed = has_two_worlds(state, job.number) and _hold(state, state.gangs[job.epoch], taken)
+        taken.present = {piece.claim.node: piece.held for piece in state.gangs[job.epoch].pieces}
+    for gang in sorted(worlds, key=lambda gang: (gang.epoch != job.next_epoch, gang.epoch)):
+        if gang.epoch != job.epoch:
             changed = _hold(state, gang, taken) or changed
+            taken.add(state.gangs[gang.epoch])
     return changed
 
 
@@ -102,8 +108,41 @@ def taken_by(gang: Gang, claims: Sequence[Claim]) -> tuple[Claim, ...]:
     return tuple([beside(claim, held.get(claim.node)) for claim in claims])
 
 
-def _hold(state: State, gang: Gang, taken: Mapping[str, Claim | None]) -> bool:
-    pieces = tuple([_holding(gang, piece, taken.get(piece.claim.node)) for piece in gang.pieces])
+class _Taken:
+    """What worlds hold on nodes before it is another's turn to say what it holds beside."""
+
+    def __init__(self) -> None:
+        self.present: Mapping[str, Claim | None] = {}
+        self._others: dict[str, Claim] = {}
+
+    def add(self, gang: Gang) -> None:
+        for piece in gang.pieces:
+            if piece.held is not None:
+                before = self._others.get(piece.held.node)
+                self._others[piece.held.node] = piece.held if before is None else _sum(before, piece.held)
+
+    def on(self, node: str) -> Claim | None:
+        present, others = self.present.get(node), self._others.get(node)
+        if present is None or others is None:
+            return present or others
+        # Of those that leave each still has its own memory, beside what the present one has.
+        both = _sum(present, others)
+        return replace(both, memory_bytes=present.memory_bytes, arena_bytes=present.arena_bytes)
+
+
+def _sum(one: Claim, other: Claim) -> Claim:
+    cores = zip_longest(one.millicores, other.millicores, fillvalue=0)
+    return replace(
+        one,
+        device_mask=one.device_mask | other.device_mask,
+        millicores=tuple([own + beside for own, beside in cores]),
+        memory_bytes=one.memory_bytes + other.memory_bytes,
+        arena_bytes=one.arena_bytes + other.arena_bytes,
+    )
+
+
+def _hold(state: State, gang: Gang, taken: _Taken) -> bool:
+    pieces = tuple([_holding(gang, piece, taken.on(piece.claim.node)) for piece in gang.pieces])
     if pieces == gang.pieces:
         return False
     state.put_gang(replace(gang, pieces=pieces))
