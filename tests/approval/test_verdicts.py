@@ -30,6 +30,12 @@ def take(view: View, shape: GangShape, verdict: Approved | Rejected) -> tuple[Cl
     return verdict.claims
 
 
+def test_a_place_is_kept_on_no_node_that_is_closed_to_the_job() -> None:
+    view = cluster(2)
+    assert reserve(view, [Wanting("jobs/1", 1, gang(4), closed=("s0",))])[0].nodes == ("s1",)
+    assert reserve(view, [Wanting("jobs/1", 1, gang(8), closed=("s0",))]) == ()
+
+
 def test_stale_view_is_fine_if_what_it_claims_is_still_free() -> None:
     view = cluster(2)
     stale = view.copy()

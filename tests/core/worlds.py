@@ -61,9 +61,14 @@ class World(Drive):
 
     def restarts(self, node: str) -> None:
         """Whatever was known to run there has ended with it."""
-        there = [gang for gang in self.on(node) if (piece := gang.piece(node)) and piece.phase is not ObservedPhase.NONE]
+        outcome = Outcome(OutcomeKind.UNKNOWN)
+        there = [(gang, gang.piece(node)) for gang in self.on(node)]
+        ended = [
+            replace(self.report(gang, ObservedPhase.ENDED), outcome=outcome)
+            for gang, piece in there
+            if piece is not None and piece.phase is not ObservedPhase.NONE
+        ]
         self.join(node)
-        ended = [replace(self.report(gang, ObservedPhase.ENDED), outcome=Outcome(OutcomeKind.UNKNOWN)) for gang in there]
         self.observe(node, *ended, version=0)
 
     def gone(self, number: int, epoch: int) -> None:

@@ -235,6 +235,13 @@ def test_nodes_that_are_closed_to_a_job_add_up() -> None:
     assert refused.at(911.0) is NOBODY
 
 
+def test_a_node_on_which_launches_failed_is_looked_at_again_soon() -> None:
+    refused = Refused()
+    refused.note(START, [Refusal(Reason.LAUNCH_FAILED, node="n1")], 10.0)
+    assert refused.at(20.0).nodes == {2: {"n1"}}
+    assert refused.at(41.0) is NOBODY
+
+
 def test_a_planner_is_told_the_size_that_a_job_has_or_is_bound_to() -> None:
     drive = Planned()
     number = drive.submit(replace(job_of(2), gpus_min=1, gpus_max=4))

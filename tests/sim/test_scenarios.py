@@ -222,6 +222,14 @@ class _Story:
         self.cluster.daemons[node].storage_proved = False
         yield from ()
 
+    def _full(self, node: str) -> Iterator[str]:
+        self.cluster.physics.full.add(node)
+        yield from ()
+
+    def _emptied(self, node: str) -> Iterator[str]:
+        self.cluster.physics.full.discard(node)
+        yield from ()
+
     def _residue(self, mebibytes: str) -> Iterator[str]:
         self.cluster.physics.residue_bytes = int(mebibytes) << 20
         yield from ()

@@ -371,6 +371,25 @@ def test_a_job_whose_checkpoint_finds_no_room_runs_on_and_says_why(cluster: Clus
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_a_node_whose_disk_is_full_fails_no_job_that_can_run_elsewhere(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        shell, jobs = Shell(cluster.master_directory), tmp_path / "n0" / "jobs"
+        jobs.mkdir(exist_ok=True)
+        with small_disk(jobs, "64k") as filler:
+            fill(filler)
+            # The second has its first place on either node, as the first may still lie on the other.
+            numbers = [shell.submit("--gpus", "4", "--", "true") for _ in range(4)]
+            for number in numbers:
+                assert shell.try_("wait", number, "--timeout", "60").code == 0, shell("events", number)
+            (bad,) = [node for node in shell.json("nodes")["nodes"] if node["name"] == "nodes/n0"]
+            assert bad["launch_failures"] > 0
+            assert "No space left on device" in shell("nodes")
+            filler.unlink()
+            assert shell.try_("wait", shell.submit("--gpus", "8", "--", "true"), "--timeout", "60").code == 0
+        assert "failed" not in shell("nodes")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_a_full_disk_under_the_database_is_said_and_loses_nothing(tmp_path: Path) -> None:
     directory = tmp_path / "master"
     directory.mkdir()

@@ -90,7 +90,7 @@ def cordon(node: str, reason: str, as_json: bool) -> None:
 @click.argument("node", type=NodeType())
 @json_option
 def uncordon(node: str, as_json: bool) -> None:
-    """Undo drain and cordon."""
+    """Undo drain and cordon, and forget that launches failed on it."""
     with open_client() as client:
         _tell(client.uncordon_node(node), as_json)
 
@@ -137,6 +137,7 @@ def show(node: str, as_json: bool) -> None:
             ("place", " ".join(filter(None, (message.rack, message.fabric)))),
             ("address", message.peer_address),
             ("faults", "\n".join(f"device {index}: {why}" for index, why in sorted(message.device_faults.items()))),
+            ("failed starts", launches_text(message)),
             ("quarantined", "\n".join(message.quarantined)),
             ("can", "\n".join(f"{name}: {text}" for name, text in sorted(message.capabilities.items()))),
             ("machine", message.machine_uuid),
@@ -183,6 +184,7 @@ def rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
         reason = [node.state_reason] if node.state_reason else []
         reason += [f"{faults} devices out of service"] if faults else []
         reason += [f"{len(node.quarantined)} unknown gangs quarantined"] if node.quarantined else []
+        reason += [launches_text(node)] if node.launch_failures else []
         result.append(
             (
                 number(node.name),
@@ -203,6 +205,14 @@ def rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
 
 def state_text(node: Node) -> str:
     return node.State.Name(node.state).removeprefix("STATE_").lower()
+
+
+def launches_text(node: Node) -> str:
+    """ "" where the last gang started."""
+    if not node.launch_failures:
+        return ""
+    starts = "the last start" if node.launch_failures == 1 else f"the last {node.launch_failures} starts"
+    return f"{starts} failed here, {node.launch_failure}"
 
 
 def _tell(node: Node, as_json: bool) -> None:

@@ -46,6 +46,7 @@ class Reason(Enum):
     ARRAY_LIMIT = "ARRAY_LIMIT", Kind.BLOCKER, "so many members of its array as may run at once do or wait to"
     STORAGE_NOT_SHARED = "STORAGE_NOT_SHARED", Kind.BLOCKER, "the checkpoint lies on storage the node does not see"
     CANNOT_SWITCH_USER = "CANNOT_SWITCH_USER", Kind.BLOCKER, "the daemon cannot become the job's user"
+    LAUNCH_FAILED = "LAUNCH_FAILED", Kind.BLOCKER, "the job could not be launched there, and nobody has been since"
 
     STALE_REVISION = "STALE_REVISION", Kind.RACE, "the job has changed since the request was computed"
     OUT_OF_TURN = "OUT_OF_TURN", Kind.RACE, "the turn has expired or belongs to another"

@@ -11,10 +11,17 @@ from ganger.scheduling.scheduler import JobScheduler, Proposal, Turn
 
 # A second candidate costs little and saves a round trip when the first was just taken.
 _CANDIDATES = 4
-# Nodes kept for others are left alone for the rest of the turn, and in the next ones while there is any other place:
-# the view does not show what is kept.
-_OF_OTHERS = frozenset(
-    {Reason.PROTECTED, Reason.RESERVED, Reason.STORAGE_NOT_SHARED, Reason.CANNOT_SWITCH_USER, Reason.NODE_UNAVAILABLE}
+# Nodes kept for others or closed to it are left alone for the rest of the turn, and in the next ones while there is any
+# other place: the view does not show it.
+_CLOSED = frozenset(
+    {
+        Reason.PROTECTED,
+        Reason.RESERVED,
+        Reason.STORAGE_NOT_SHARED,
+        Reason.CANNOT_SWITCH_USER,
+        Reason.NODE_UNAVAILABLE,
+        Reason.LAUNCH_FAILED,
+    }
 )
 
 
@@ -51,14 +58,16 @@ class DefaultScheduler(JobScheduler):
         )
 
     def on_rejected(self, turn: Turn, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
-        kept = [refusal for refusal in refusals if refusal.reason in _OF_OTHERS]
+        kept = [refusal for refusal in refusals if refusal.reason in _CLOSED]
         nodes = {refusal.node for refusal in kept if refusal.node}
         conflict = {refusal.node for refusal in refusals if refusal.reason.kind is not Kind.MISTAKE and refusal.node}
         if not conflict or (kept and not nodes - self._avoid):
             # A strict queue, a quota, a mistake: no other place would help.
             return Proposal((), tuple(refusals[:_MOST_BLOCKERS]))
         self._avoid |= nodes
-        self._refused = (*self._refused, *kept)[:_MOST_BLOCKERS]
+        # Where it could not be launched it lacks nothing but a place elsewhere.
+        keepers = [refusal for refusal in kept if refusal.reason is not Reason.LAUNCH_FAILED]
+        self._refused = (*self._refused, *keepers)[:_MOST_BLOCKERS]
         return self.propose(turn, view)
 
 

@@ -97,6 +97,8 @@ class Node(google.protobuf.message.Message):
     QUARANTINED_FIELD_NUMBER: builtins.int
     RACK_FIELD_NUMBER: builtins.int
     FABRIC_FIELD_NUMBER: builtins.int
+    LAUNCH_FAILURES_FIELD_NUMBER: builtins.int
+    LAUNCH_FAILURE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """"nodes/{node}"."""
     machine_uuid: builtins.str
@@ -107,6 +109,11 @@ class Node(google.protobuf.message.Message):
     """Peer address host:port of its daemon."""
     rack: builtins.str
     fabric: builtins.str
+    launch_failures: builtins.int
+    """Gangs in a row that could not be launched here, since its daemon began its session or it was uncordoned, and what was
+    said of the last. It is closed to their jobs until one of others has stepped here, if these can go elsewhere.
+    """
+    launch_failure: builtins.str
     @property
     def row(self) -> Global___NodeRow: ...
     @property
@@ -139,10 +146,12 @@ class Node(google.protobuf.message.Message):
         quarantined: collections.abc.Iterable[builtins.str] | None = ...,
         rack: builtins.str = ...,
         fabric: builtins.str = ...,
+        launch_failures: builtins.int = ...,
+        launch_failure: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["last_seen_time", b"last_seen_time", "row", b"row"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "configuration_set", b"configuration_set", "device_faults", b"device_faults", "fabric", b"fabric", "last_seen_time", b"last_seen_time", "machine_uuid", b"machine_uuid", "name", b"name", "peer_address", b"peer_address", "quarantined", b"quarantined", "rack", b"rack", "row", b"row", "state", b"state", "state_reason", b"state_reason"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "configuration_set", b"configuration_set", "device_faults", b"device_faults", "fabric", b"fabric", "last_seen_time", b"last_seen_time", "launch_failure", b"launch_failure", "launch_failures", b"launch_failures", "machine_uuid", b"machine_uuid", "name", b"name", "peer_address", b"peer_address", "quarantined", b"quarantined", "rack", b"rack", "row", b"row", "state", b"state", "state_reason", b"state_reason"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Node: typing_extensions.TypeAlias = Node

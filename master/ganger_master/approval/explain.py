@@ -14,7 +14,13 @@ from ganger_master.approval.protected import NOTHING, Protected, trespass
 
 _KINDS = (Kind.MISTAKE, Kind.BLOCKER, Kind.RACE)
 # What no other change of the cluster helps against comes before what the next release may solve.
-_FIRST = (Reason.QUOTA, Reason.DEVICE_TYPE, Reason.STORAGE_NOT_SHARED, Reason.CANNOT_SWITCH_USER)
+_FIRST = (
+    Reason.QUOTA,
+    Reason.DEVICE_TYPE,
+    Reason.STORAGE_NOT_SHARED,
+    Reason.CANNOT_SWITCH_USER,
+    Reason.LAUNCH_FAILED,
+)
 # Candidates asked about before a job counts as kept out: the way may be free elsewhere.
 _CANDIDATES = 16
 _NEVER = 1e12

@@ -6,7 +6,7 @@ free already is taken, so that the last piece frees soonest. Being recomputed, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from ganger.placement.candidates import places
@@ -27,11 +27,12 @@ _NODES_TRIED = 8
 
 
 class Wanting(Struct, frozen=True, gc=False):
-    """A waiting job that has earned a place."""
+    """A waiting job that has earned a place, and the nodes that are closed to it."""
 
     job: str
     rank: int
     shape: GangShape
+    closed: tuple[str, ...] = ()
 
 
 class Reservation(Struct, frozen=True, gc=False):
@@ -56,7 +57,7 @@ def reserve(view: View, wanting: Sequence[Wanting], limit: int = 8) -> tuple[Res
         return ()
     idle = view.vacant()
     for one in sorted(wanting, key=lambda wanted: (wanted.rank, wanted.job))[:limit]:
-        claims = _place(view, idle, replace(one.shape, arena_bytes_per_device=0))
+        claims = _place(view, idle, replace(one.shape, arena_bytes_per_device=0), one.closed)
         if claims is not None:
             for claim in claims:
                 idle.take(claim, one.shape.gpus)
@@ -67,20 +68,20 @@ def reserve(view: View, wanting: Sequence[Wanting], limit: int = 8) -> tuple[Res
     return tuple(found)
 
 
-def _place(view: View, idle: View, shape: GangShape) -> tuple[Claim, ...] | None:
+def _place(view: View, idle: View, shape: GangShape, closed: Collection[str]) -> tuple[Claim, ...] | None:
     if shape.nodes <= 1:
-        claim = _on_one_node(view, idle, shape)
+        claim = _on_one_node(view, idle, shape, closed)
         if claim is not None:
             return (claim,)
     patient = replace(shape, locality=replace(shape.locality, wish=None))
-    found = places(idle, patient, mode=Mode.PACK, limit=4, affinity=False)
+    found = places(idle, patient, mode=Mode.PACK, limit=4, affinity=False, avoid=closed)
     return min(found, key=lambda claims: -_free_already(view, claims), default=None)
 
 
-def _on_one_node(view: View, idle: View, shape: GangShape) -> Claim | None:
+def _on_one_node(view: View, idle: View, shape: GangShape, closed: Collection[str]) -> Claim | None:
     """The node that lacks the fewest devices, then cores. Both views have the same slots."""
     everything = tuple(role.tasks for role in shape.roles)
-    slots = np.flatnonzero(Scan.of(idle, shape).hosts(shape.locality.widest))
+    slots = np.flatnonzero(Scan.of(idle, shape, closed).hosts(shape.locality.widest))
     now = Scan.of(view, shape)
     free = np.bitwise_count(now.free[slots] & idle.columns().free[slots]).astype(np.int64)
     lacking = np.maximum(0, shape.gpus - free)

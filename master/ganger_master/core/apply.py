@@ -145,6 +145,8 @@ def _session_opened(state: State, event: events.SessionOpened) -> None:
         lost=False,
         observation=0,
         applied_version=0,
+        launch_failures=0,
+        launch_failure="",
         storage_proved=bool(request.storage_token) and request.storage_token == state.counters.storage_token,
     )
     if not node.draining and not node.cordoned:
@@ -166,6 +168,8 @@ def _node_answered(state: State, event: events.NodeAnswered) -> None:
 def _node_marked(state: State, event: events.NodeMarked) -> None:
     node = state.nodes[event.node]
     drain, cordon = event.mark == "DRAIN", event.mark in ("DRAIN", "CORDON")
+    if event.mark == "UNCORDON":
+        node = replace(node, launch_failures=0, launch_failure="")
     state.put_node(replace(node, draining=drain, cordoned=cordon, state_reason=event.reason))
     state.history(event.time, f"nodes/{node.name}", f"node_{_MARKED[event.mark]}", event.cause, event.reason)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ganger_master.core import copies, ending, going_on, moving, orders, sharing
+from ganger_master.core import copies, ending, going_on, launches, moving, orders, sharing
 from ganger_master.core.lifecycle import Act, act_of, is_refused
 from ganger_master.core.model import (
     Claim,
@@ -172,7 +172,7 @@ def _follow(state: State, job: Job, gang: Gang, act: Act, now: float, cause: str
             # The source may not have been told yet, as long as its destination was not seen on its way.
             return moving.commit(state, job, now, cause) or moving.let_hand_over(state, job, now)
         case Act.ABORT:
-            moving.abort(state, job, gang, now, cause)
+            moving.abort(state, launches.note_failure(state, job, gang), gang, now, cause)
             return True
         case Act.REST:
             return _rest(state, job, gang, now, cause)
@@ -181,6 +181,7 @@ def _follow(state: State, job: Job, gang: Gang, act: Act, now: float, cause: str
             return True
         case Act.SUCCEED:
             state.history(now, job.name, "gang_done", cause, epoch=gang.epoch)
+            launches.note_success(state, gang)
             state.put_job(ending.started(job, gang))
             ending.end(state, job.number, JobState.SUCCEEDED, now, "every rank has finished")
             return True
@@ -207,9 +208,11 @@ def _stepped(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool
                 start_time=job.start_time or now,
                 running_since=job.running_since or now,
                 launch_failures=0,
+                launch_failed_on=(),
                 moves_aborted=0,
             )
         )
+        launches.note_success(state, gang)
         # What it came from may go now.
         return len(state.gangs_of_job(job.number)) > 1
     return copies.reap(state, job, now)

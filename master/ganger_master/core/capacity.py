@@ -5,7 +5,7 @@ Adds to them what only the state knows: quotas, shared storage, users a daemon c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ganger.placement.candidates import candidates, places
 from ganger.resources.fit import Company, demand, fit, gang_level
@@ -16,7 +16,7 @@ from ganger_master.approval import explain
 from ganger_master.approval.protected import NOTHING, Protected, protect, trespass
 from ganger_master.approval.reservations import Reservation, Wanting, begins_at, reserve
 from ganger_master.approval.verdicts import Approved, Rejected, approve
-from ganger_master.core import orders, sharing
+from ganger_master.core import launches, orders, sharing
 from ganger_master.core.model import Claim, Job, Level, Node
 from ganger_master.core.state import State
 from ganger_master.core.waiting import Blocked, Kept
@@ -150,18 +150,43 @@ def rules(state: State, job: Job, gpus: int | None = None) -> tuple[Refusal, ...
 def node_rules(state: State, job: Job, claims: Sequence[Claim]) -> tuple[Refusal, ...]:
     """What keeps the job from one of these nodes, whatever is free there."""
     refusals = []
+    failed = _launch_failed_on(state, job)
     for claim in claims:
         node = claim.node
         if node not in state.nodes:
             refusals.append(Refusal(Reason.NODE_GONE, node=node))
         elif node in state.choosy:
-            reason = node_rule(job, state.nodes[node])
+            reason = _node_rule(job, state.nodes[node], failed)
             if reason is not None:
-                refusals.append(Refusal(reason, node=node, job=job.name))
+                refusals.append(_closed(state, job, node, reason))
     return tuple(refusals)
 
 
-def node_rule(job: Job, node: Node) -> Reason | None:
+def _launch_failed_on(state: State, job: Job) -> Collection[str]:
+    """Nodes closed to a job that could not be launched there; none where it could go nowhere else."""
+    if not job.launch_failed_on:
+        return ()
+    failed = launches.failed_on(state, job)
+    if not failed:
+        return ()
+    others = [name for name in state.choosy if _node_rule(job, state.nodes[name], ()) is not None]
+    return failed if launches.could_go_elsewhere(state, job, [*failed, *others]) else ()
+
+
+def _closed(state: State, job: Job, node: str, reason: Reason) -> Refusal:
+    if reason is not Reason.LAUNCH_FAILED:
+        return Refusal(reason, node=node, job=job.name)
+    said = state.nodes[node].launch_failure
+    return Refusal(
+        reason,
+        node=node,
+        detail=f"{reason.meaning}: {said}; it waits for another node, or for `ganger uncordon {node}`",
+    )
+
+
+def _node_rule(job: Job, node: Node, failed: Collection[str]) -> Reason | None:
+    if node.name in failed:
+        return Reason.LAUNCH_FAILED
     if job.checkpoint is not None and not node.storage_proved:
         return Reason.STORAGE_NOT_SHARED
     if not can_become(node, job.user):
@@ -178,11 +203,12 @@ def can_become(node: Node, user: str) -> bool:
 def forbidden_nodes(state: State, job: Job) -> tuple[Refusal, ...]:
     """Available nodes the job may not use, with the reason."""
     found = []
+    failed = _launch_failed_on(state, job)
     for name in sorted(state.choosy):
         node = state.nodes[name]
-        reason = node_rule(job, node) if node.takes_gangs else None
+        reason = _node_rule(job, node, failed) if node.takes_gangs else None
         if reason is not None:
-            found.append(Refusal(reason, node=name, job=job.name))
+            found.append(_closed(state, job, name, reason))
     return tuple(found)
 
 
@@ -280,7 +306,10 @@ def _places_for(state: State, waited: Sequence[Job], now: float) -> Mapping[str,
         or kept.numbers != numbers
         or (kept.view_version != state.view.version and not 0.0 <= now - kept.time < _KEPT_SECONDS)
     ):
-        wanting = [Wanting(job.name, rank, job.shape) for rank, job in enumerate(waited, 1)]
+        wanting = [
+            Wanting(job.name, rank, job.shape, tuple(_launch_failed_on(state, job)))
+            for rank, job in enumerate(waited, 1)
+        ]
         found = {one.job: one.claims for one in reserve(state.view, wanting)}
         kept = state.kept = Kept(numbers, state.view.version, now, found)
     return kept.places

@@ -234,7 +234,8 @@ def _mark(
             text = f"say why nodes/{command.node} goes out of service (--reason)"
             return Decision((), Refused("REASON_MISSING", text, {"node": f"nodes/{command.node}"}))
     present = (node.draining, node.cordoned, node.state_reason)
-    if present == (mark == "DRAIN", mark != "UNCORDON", reason):
+    is_news = mark == "UNCORDON" and node.launch_failures > 0
+    if present == (mark == "DRAIN", mark != "UNCORDON", reason) and not is_news:
         return Decision((), NodeAnswer(node.name))
     event = events.NodeMarked(now, _user(command.user), node.name, mark, reason)
     return Decision((event,), NodeAnswer(node.name))

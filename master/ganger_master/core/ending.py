@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ganger_master.core import copies, finished, memberships, orders
+from ganger_master.core import copies, finished, launches, memberships, orders
 from ganger_master.core.lifecycle import bad_outcome
 from ganger_master.core.model import (
     Checkpoint,
@@ -92,17 +92,20 @@ def fail(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
         # Others waited for it until it was killed, and would again, turn after turn.
         job = replace(job, capabilities=job.capabilities.without_turns(_OUTSTAYED))
     if _is_users(outcome):
-        began = job if outcome.kind is OutcomeKind.LAUNCH_FAILED else started(job, gang)
-        job = replace(began, failures=job.failures + 1)
+        if outcome.kind is not OutcomeKind.LAUNCH_FAILED:
+            launches.note_success(state, gang)
+            job = started(job, gang)
+        job = replace(job, failures=job.failures + 1)
         state.put_job(job)
         if job.failures > job.spec.max_failures:
             end(state, job.number, JobState.FAILED, now, failure.message, failure)
             return
     else:
-        launches = job.launch_failures + (outcome.kind is OutcomeKind.LAUNCH_FAILED)
-        job = replace(job, preemptions=job.preemptions + 1, launch_failures=launches)
+        failed = job.launch_failures + (outcome.kind is OutcomeKind.LAUNCH_FAILED)
+        job = replace(job, preemptions=job.preemptions + 1, launch_failures=failed)
+        job = launches.note_failure(state, job, gang)
         state.put_job(job)
-        if launches > state.settings.launch_failures_allowed:
+        if job.launch_failures > state.settings.launch_failures_allowed:
             end(state, job.number, JobState.FAILED, now, failure.message, failure)
             return
     requeue(state, job, now, failure.message)

@@ -327,8 +327,9 @@ class Job(Struct, frozen=True, gc=False, omit_defaults=True):
     moves_aborted: int = 0
     # How long its last move made it stand still; zero if it was never moved.
     move_pause_seconds: float = 0.0
-    # Failed starts since the last step.
+    # Failed starts since the last step, and the nodes that failed at them.
     launch_failures: int = 0
+    launch_failed_on: tuple[str, ...] = ()
     # The newest epoch a committed move left behind: it and older ones never step again.
     moved_from: int = 0
     checkpoint: Checkpoint | None = None
@@ -568,6 +569,10 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
     strays: tuple[Stray, ...] = ()
     # Ended gangs in the newest report whose outcome is kept: the daemon may forget them.
     acknowledged: tuple[int, ...] = ()
+    # Gangs in a row that could not be launched here, since its session began or an operator uncordoned it, and what was
+    # said of the last.
+    launch_failures: int = 0
+    launch_failure: str = ""
     create_time: float = 0.0
 
     @property
@@ -587,7 +592,8 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
     @property
     def is_choosy(self) -> bool:
         """Whether there may be jobs that it cannot take, whatever is free."""
-        return not self.storage_proved or self.capabilities.get("switch_user", "yes") == "no"
+        is_closed_to_some = not self.storage_proved or self.capabilities.get("switch_user", "yes") == "no"
+        return is_closed_to_some or self.launch_failures > 0
 
 
 class Matrix(Struct, frozen=True, gc=False, omit_defaults=True):

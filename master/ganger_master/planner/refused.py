@@ -16,9 +16,13 @@ from ganger_master.core.commands import Change
 
 # What other jobs do may end it, and nobody says so.
 _NOTED_SECONDS: Final = 5.0
-# Of nodes and users: an operator has to do something.
-_CLOSED_SECONDS: Final = 900.0
-_OF_NODES: Final = frozenset({Reason.STORAGE_NOT_SHARED, Reason.CANNOT_SWITCH_USER})
+# Nodes closed to a job, and for how long they probably are: where users and storage are concerned an operator has to do
+# something; any other job may show that a node launches again.
+_CLOSED_SECONDS: Final = {
+    Reason.STORAGE_NOT_SHARED: 900.0,
+    Reason.CANNOT_SWITCH_USER: 900.0,
+    Reason.LAUNCH_FAILED: 30.0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +57,10 @@ class Refused:
         number = change.number
         if change.kind in ("SUSPEND", "RESIZE"):
             self._not_stopped[number] = now + _NOTED_SECONDS
-        elif refusal.reason in _OF_NODES:
-            nodes = frozenset(one.node for one in refusals if one.reason in _OF_NODES and one.node)
+        elif refusal.reason in _CLOSED_SECONDS:
+            nodes = frozenset(one.node for one in refusals if one.reason in _CLOSED_SECONDS and one.node)
             known = self._closed.get(number, (0.0, frozenset[str]()))[1]
-            self._closed[number] = now + _CLOSED_SECONDS, known | nodes
+            self._closed[number] = now + _CLOSED_SECONDS[refusal.reason], known | nodes
         else:
             self._not_started[number] = now + _NOTED_SECONDS
 

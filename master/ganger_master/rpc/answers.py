@@ -131,6 +131,8 @@ class Shown:
             quarantined=[f"{stray.uid} epoch {stray.epoch}" for stray in node.strays if stray.quarantined],
             rack=node.rack,
             fabric=node.fabric,
+            launch_failures=node.launch_failures,
+            launch_failure=node.launch_failure,
         )
 
 

@@ -35,6 +35,8 @@ class Faults:
     late_step: float = 0.0
     # Storage has no room for a checkpoint that a stop asks for: it rests where it stands.
     full_storage: float = 0.0
+    # A gang cannot be launched on one of its nodes, by no fault of its own.
+    failed_launch: float = 0.0
     # An operator takes silent nodes for gone.
     removal_seconds: float = 0.0
     # The master's clock may be off by up to this much after a restart.
@@ -65,6 +67,7 @@ def storm(seed_engine: Engine) -> Faults:
         "spoiled_image": seed_engine.between(0.0, 0.3),
         "late_step": seed_engine.between(0.0, 0.3),
         "full_storage": seed_engine.between(0.0, 0.5),
+        "failed_launch": seed_engine.between(0.0, 0.1),
         "clock_jump_seconds": seed_engine.between(0.0, 3600.0),
         "removal_seconds": seed_engine.between(1.0, 10.0),
     }

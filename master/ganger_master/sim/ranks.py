@@ -131,6 +131,8 @@ class Physics:
         self.turns: dict[str, Turns] = {}
         # Nodes whose ranks hold still: their lease ran out.
         self.frozen: set[str] = set()
+        # Nodes on which nothing can be launched.
+        self.full: set[str] = set()
         self.faults = NONE
 
     def obey(self, node: str, order: DesiredGang) -> None:
@@ -254,6 +256,10 @@ class Physics:
 
     def _forked(self, ranks: Ranks) -> None:
         if ranks.doing is not Doing.FORKING or self.ranks.get((ranks.order.epoch, ranks.node)) is not ranks:
+            return
+        failed = self.faults.failed_launch
+        if ranks.node in self.full or (failed and self.engine.chance(failed)):
+            self._end(ranks, OutcomeKind.LAUNCH_FAILED, "No space left on device")
             return
         ranks.doing = Doing.PREPARED
         self._follow(ranks)

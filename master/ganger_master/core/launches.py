@@ -1,0 +1,65 @@
+"""What follows from launches that fail by no fault of the command: a full disk, a launcher that does not start, a
+directory that is not there.
+
+The node is closed to the job from then on, so that one bad node does not use up all its attempts, until a gang of
+whomever has run there, its daemon begins a new session or an operator uncordons it; a node without which the job would
+find no place in the whole cluster stays open to it. Other jobs are not kept from the node: one that can be launched
+nowhere would close one node after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from ganger.placement.candidates import places
+from ganger.resources.view import Mode
+from msgspec.structs import replace
+
+from ganger_master.core.model import Gang, Job, OutcomeKind, Piece
+from ganger_master.core.state import State
+
+# Nodes of a job that are remembered; a gang may be as wide as the cluster.
+_MOST_NODES: Final = 64
+
+
+def note_failure(state: State, job: Job, gang: Gang) -> Job:
+    """Has the nodes that could not launch their part of the gang count it, and the job remember them."""
+    failed = _failed(gang)
+    if not failed:
+        return job
+    for piece in failed:
+        node = state.nodes.get(piece.claim.node)
+        if node is not None:
+            said = f"{job.name}: {piece.outcome.message}"
+            state.put_node(replace(node, launch_failures=node.launch_failures + 1, launch_failure=said))
+    nodes = dict.fromkeys([*job.launch_failed_on, *(piece.claim.node for piece in failed)])
+    return replace(job, launch_failed_on=tuple(nodes)[-_MOST_NODES:])
+
+
+def note_success(state: State, gang: Gang) -> None:
+    """The gang stepped, or its command ended by itself: its nodes can launch."""
+    for name in gang.nodes:
+        node = state.nodes.get(name)
+        if node is not None and node.launch_failures:
+            state.put_node(replace(node, launch_failures=0, launch_failure=""))
+
+
+def failed_on(state: State, job: Job) -> list[str]:
+    """Nodes on which the job could not be launched, and nobody has been since."""
+    return [name for name in job.launch_failed_on if (node := state.nodes.get(name)) and node.launch_failures]
+
+
+def could_go_elsewhere(state: State, job: Job, closed: Sequence[str]) -> bool:
+    """Whether the nodes that serve, but for the closed ones, could hold the job if nothing else were there."""
+    shape = job.shape
+    shape = replace(shape, locality=replace(shape.locality, wish=None), arena_bytes_per_device=0)
+    return bool(places(state.view.vacant(), shape, mode=Mode.PACK, limit=1, affinity=False, avoid=closed))
+
+
+def _failed(gang: Gang) -> list[Piece]:
+    return [
+        piece
+        for piece in gang.pieces
+        if piece.outcome.kind is OutcomeKind.LAUNCH_FAILED and not piece.outcome.exit_code
+    ]
