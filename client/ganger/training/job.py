@@ -27,6 +27,9 @@ from ganger.training.replicas import why_not_replicated
 from ganger.training.sampler import mixed, seed_everything
 from ganger.training.state import Restored, Training, apply_object
 
+# Process and page of the call that has the job; a process forked from it may have one of its own.
+_attached: tuple[int, str] | None = None
+
 FIVE_LINE = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT | Capability.FIVE_LINE
 
 
@@ -36,9 +39,10 @@ def attach(
     """Register what is trained and restore it if a state is assigned to this job. Call it before the training loop.
 
     Each argument may be one object, a list or a dictionary of them; names must be the same in every run. `seed` decides
-    the order of samples in this job's loaders. TypeError for what has no state. Ends the process with EXIT_NO_STATE
-    if an assigned state is unreadable.
+    the order of samples in this job's loaders. TypeError for what has no state, RuntimeError for a second call in one
+    job: of two only one would be saved. Ends the process with EXIT_NO_STATE if an assigned state is unreadable.
     """
+    global _attached
     agent.stand_down()
     training = Training(
         models=_named(model, "model"),
@@ -51,6 +55,15 @@ def attach(
         # a helper process of a script: the one that trains has the page
         control.close()
         control = None
+    if control is not None:
+        here = (os.getpid(), control.page.path)
+        if _attached == here:
+            control.close()
+            raise RuntimeError(
+                "attach was called twice in one job: name all models and optimizers in one call,"
+                " attach(model={'generator': g, 'discriminator': d}, optimizer=[...])"
+            )
+        _attached = here
     job = TrainingJob(training, control, seed)
     if control is not None:
         job._start(control)
