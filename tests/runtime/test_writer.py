@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from core.test_taking_turns import Turns
 from ganger.resources.values import Role, TaskShape
 from ganger.wire.errors import Internal, NotReady
 from ganger_master.core import machine
@@ -16,6 +17,7 @@ from ganger_master.core.commands import CancelJob, SubmitJob
 from ganger_master.core.model import JobSpec, JobState
 from ganger_master.core.settings import Settings
 from ganger_master.runtime.writer import Writer
+from ganger_master.store.codec import Codec
 from ganger_master.store.contract import Batch, Problem, StoreError
 from ganger_master.store.memory import MemoryStore
 
@@ -119,6 +121,24 @@ def test_failed_commit_refuses_every_caller_of_it_and_those_behind_and_starts_ov
                 await asyncio.sleep(0.01)
         assert answer == JobAnswer(2)
         assert {n: job.uid for n, job in writer.committed.jobs.items()} == {1: "uid-1", 2: "uid-4"}
+        await writer.close()
+
+    run(story())
+
+
+def test_master_that_starts_shows_every_element_that_its_store_holds() -> None:
+    drive = Turns()
+    drive.share()
+    store, changes = MemoryStore(), drive.state.take_changes()
+    store.commit(Codec().batch(changes.puts, changes.removes, ()))
+
+    async def story() -> None:
+        writer = await started(store)
+        shown, kept = writer.committed, drive.state
+        assert shown.sets == kept.sets != {}
+        assert (shown.jobs, shown.gangs) == (kept.jobs, kept.gangs)
+        assert shown.configuration_sets == kept.configuration_sets
+        assert list(shown.nodes) == list(kept.nodes)
         await writer.close()
 
     run(story())

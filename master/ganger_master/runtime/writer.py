@@ -415,6 +415,7 @@ class Writer:
                 *state.nodes.values(),
                 *state.jobs.values(),
                 *state.gangs.values(),
+                *state.sets.values(),
             ],
             {node: desired_of(state, node) for node in state.nodes},
             [state.view.row(node) for node in state.nodes],
