@@ -487,9 +487,10 @@ def test_logs_come_from_daemons_to_their_user_through_the_master_only(tmp_path: 
         address = bind(server, "127.0.0.1:0", server_credentials(directory))
         await server.start()
         try:
-            await Speaker(certified.calls("daemon", "n1"), "n1", peer_address=address).join()
+            node = Speaker(certified.calls("daemon", "n1"), "n1", peer_address=address)
+            await node.join()
+            await placed(certified, node)
             ann = certified.calls("user", "ann")
-            await ann.submit()
             chunks = [chunk async for chunk in ann.jobs.ReadLog(job_service_pb2.ReadLogRequest(name="jobs/1"))]
             assert b"".join(chunk.data for chunk in chunks) == b"a line\n"
             own = certified.authority.issue("user", "ann")

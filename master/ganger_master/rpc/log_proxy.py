@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeVar
 
 import grpc
 from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
@@ -31,6 +32,11 @@ _FIRST_CHUNK_SECONDS: Final = 5.0
 # How often a follower looks again where nothing tells it that there is more.
 _LOOK_AGAIN_SECONDS: Final = 0.5
 _CHANNELS_KEPT: Final = 64
+# Nodes that one reader asks at once.
+_ASKED_AT_ONCE: Final = 64
+# Logs of which it is remembered where they may lie.
+_PLACES_KEPT: Final = 1_000
+_T = TypeVar("_T")
 _END: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
@@ -46,6 +52,15 @@ class _Source:
         return int(self.first.offset) - int(self.first.lost_bytes)
 
 
+class _Log(NamedTuple):
+    """A rank's log as far as a job has been placed until now."""
+
+    uid: str
+    rank: int
+    revision: int
+    is_somewhere: bool
+
+
 class LogProxy:
     def __init__(self, writer: Writer, shown: Shown, token: str, tls: str = "") -> None:
         """`tls`: the directory of the certificate to show to daemons; else they take the token."""
@@ -54,6 +69,7 @@ class LogProxy:
         self._token = "" if tls else token
         self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._former: dict[_Log, tuple[str, ...]] = {}
 
     async def read(
         self, number: int, rank: int, offset: int, *, follow: bool
@@ -72,8 +88,7 @@ class LogProxy:
         async for chunk in self._sweep(job, rank, position):
             position = chunk.offset + len(chunk.data)
             yield chunk
-        # A job that never had a gang has written nothing anywhere.
-        if not follow and position == begin and (job.start_time or job.epoch):
+        if not follow and position == begin:
             await self._check_heard(job, rank)
         if follow:
             async for chunk in self._follow(number, rank, position):
@@ -191,8 +206,10 @@ class LogProxy:
 
     async def _ends(self, job: Job, rank: int) -> dict[str, int | None]:
         """By node where the job may have been."""
-        nodes = await self._places(job, rank)
-        ends = await asyncio.gather(*(self._end_on(node, job, rank) for node in nodes))
+        return await self._ends_on(await self._places(job, rank), job, rank)
+
+    async def _ends_on(self, nodes: Sequence[str], job: Job, rank: int) -> dict[str, int | None]:
+        ends = await _side_by_side([partial(self._end_on, node, job, rank) for node in nodes])
         return dict(zip(nodes, ends, strict=True))
 
     async def _end_on(self, node: str, job: Job, rank: int) -> int | None:
@@ -215,9 +232,8 @@ class LogProxy:
         return 0
 
     async def _sources(self, job: Job, rank: int, position: int) -> list[_Source]:
-        found = await asyncio.gather(
-            *(self._source(node, job, rank, position) for node in await self._places(job, rank))
-        )
+        nodes = await self._places(job, rank)
+        found = await _side_by_side([partial(self._source, node, job, rank, position) for node in nodes])
         return [source for source in found if source is not None]
 
     async def _source(self, node: str, job: Job, rank: int, position: int) -> _Source | None:
@@ -266,20 +282,43 @@ class LogProxy:
 
     async def _places(self, job: Job, rank: int) -> list[str]:
         """Nodes that may have a part of the log: where the job is, where its history says it was."""
-        committed = self._writer.committed
         nodes: dict[str, None] = {}
         if (home := self._home_of(job, rank)) is not None:
             nodes[home] = None
-        for gang in committed.gangs.values():
+        for gang in self._writer.committed.gangs.values():
             if gang.job == job.number:
                 nodes.update(dict.fromkeys(gang.nodes))
-        for entry in await self._writer.history(job.name, 0, 10_000):
-            if '"nodes"' in entry.figures:
-                nodes.update(dict.fromkeys(_nodes_in(entry.figures)))
-        if not nodes:
-            # Its history is no longer kept.
-            nodes.update(dict.fromkeys(sorted(committed.nodes)))
-        return list(nodes)
+        # Between two approvals nothing is added to where it was: a follower asks all the time.
+        log = _Log(job.uid, rank, job.revision, is_somewhere=bool(nodes))
+        if log not in self._former:
+            found = await self._former_places(job, log)
+            if len(self._former) >= _PLACES_KEPT:
+                del self._former[next(iter(self._former))]
+            self._former[log] = found
+        return list(nodes | dict.fromkeys(self._former[log]))
+
+    async def _former_places(self, job: Job, log: _Log) -> tuple[str, ...]:
+        history = await self._writer.history(job.name, 0, 10_000)
+        nodes = dict.fromkeys(
+            node for entry in history if '"nodes"' in entry.figures for node in _nodes_in(entry.figures)
+        )
+        is_whole = bool(history) and history[0].kind == "job_submitted"
+        if nodes or is_whole or log.is_somewhere:
+            return tuple(nodes)
+        # Where it was is no longer kept: whoever has a part, or does not say.
+        ends = await self._ends_on(sorted(self._writer.committed.nodes), job, log.rank)
+        return tuple(node for node, end in ends.items() if end != 0)
+
+
+async def _side_by_side(calls: Sequence[Callable[[], Awaitable[_T]]]) -> list[_T]:
+    """What they return, in their order."""
+    turn = asyncio.Semaphore(_ASKED_AT_ONCE)
+
+    async def one(call: Callable[[], Awaitable[_T]]) -> _T:
+        async with turn:
+            return await call()
+
+    return await asyncio.gather(*(one(call) for call in calls))
 
 
 def _nodes_in(figures: str) -> list[str]:
