@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import grpc
 
 from ganger.job import FINISHED, Job, suspend_level
-from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2
+from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, resources_pb2
 from ganger.v1.job_service_pb2_grpc import JobServiceStub
 from ganger.v1.node_pb2_grpc import NodeServiceStub
 from ganger.wire import times
@@ -282,7 +282,19 @@ class Client:
     # nodes
 
     def list_nodes(self) -> node_pb2.ListNodesResponse:
-        return self._call(self._nodes.ListNodes, node_pb2.ListNodesRequest())
+        """All of them, by name, with their configuration sets and the node sets."""
+        request, found = node_pb2.ListNodesRequest(page_size=1_000), node_pb2.ListNodesResponse()
+        kinds: dict[str, resources_pb2.ConfigurationSet] = {}
+        while True:
+            page = self._call(self._nodes.ListNodes, request)
+            found.nodes.MergeFrom(page.nodes)
+            found.node_sets.MergeFrom(page.node_sets)
+            # Each page has those of its nodes.
+            kinds.update((kind.name, kind) for kind in page.configuration_sets)
+            request.page_token = page.next_page_token
+            if not request.page_token:
+                found.configuration_sets.MergeFrom(kinds.values())
+                return found
 
     def get_node(self, node: str) -> node_pb2.Node:
         return self._call(self._nodes.GetNode, node_pb2.GetNodeRequest(name=node_name_from_text(node)))

@@ -167,7 +167,15 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
 
     async def ListNodes(self, request: Any, context: Any) -> node_pb2.ListNodesResponse:
         self._taken(request)
-        return self.nodes
+        # One by one: whoever wants all has to turn the pages.
+        first = int(request.page_token or 0)
+        more = str(first + 1) if first + 1 < len(self.nodes.nodes) else ""
+        return node_pb2.ListNodesResponse(
+            nodes=self.nodes.nodes[first : first + 1],
+            configuration_sets=self.nodes.configuration_sets,
+            node_sets=() if more else self.nodes.node_sets,
+            next_page_token=more,
+        )
 
     async def DrainNode(self, request: Any, context: Any) -> node_pb2.Node:
         self._taken(request)

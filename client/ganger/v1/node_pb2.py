@@ -28,7 +28,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14ganger/v1/node.proto\x12\tganger.v1\x1a\x13ganger/v1/job.proto\x1a\x19ganger/v1/resources.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xa9\x05\n\x04Node\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0cmachine_uuid\x18\x02 \x01(\t\x12\x19\n\x11\x63onfiguration_set\x18\x03 \x01(\t\x12$\n\x05state\x18\x04 \x01(\x0e\x32\x15.ganger.v1.Node.State\x12\x14\n\x0cstate_reason\x18\x05 \x01(\t\x12\x1f\n\x03row\x18\x06 \x01(\x0b\x32\x12.ganger.v1.NodeRow\x12\x37\n\x0c\x63\x61pabilities\x18\x07 \x03(\x0b\x32!.ganger.v1.Node.CapabilitiesEntry\x12\x14\n\x0cpeer_address\x18\x08 \x01(\t\x12\x32\n\x0elast_seen_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x38\n\rdevice_faults\x18\n \x03(\x0b\x32!.ganger.v1.Node.DeviceFaultsEntry\x12\x13\n\x0bquarantined\x18\x0b \x03(\t\x12\x0c\n\x04rack\x18\x0c \x01(\t\x12\x0e\n\x06\x66\x61\x62ric\x18\r \x01(\t\x12\x17\n\x0flaunch_failures\x18\x0e \x01(\r\x12\x16\n\x0elaunch_failure\x18\x0f \x01(\t\x1a\x33\n\x11\x43\x61pabilitiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x33\n\x11\x44\x65viceFaultsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"z\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_UNKNOWN\x10\x01\x12\x0f\n\x0bSTATE_READY\x10\x02\x12\x12\n\x0eSTATE_CORDONED\x10\x03\x12\x12\n\x0eSTATE_DRAINING\x10\x04\x12\x0e\n\nSTATE_LOST\x10\x05\"\xa1\x02\n\x07NodeRow\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x19\n\x11\x63onfiguration_set\x18\x02 \x01(\t\x12\x11\n\tfree_mask\x18\x03 \x01(\x06\x12\x17\n\x0f\x66ree_millicores\x18\x04 \x03(\r\x12\x19\n\x11\x66ree_memory_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07version\x18\x06 \x01(\x04\x12\x11\n\tavailable\x18\x07 \x01(\x08\x12\x0c\n\x04rack\x18\x08 \x01(\t\x12\x0e\n\x06\x66\x61\x62ric\x18\t \x01(\t\x12\x13\n\x0bsocket_jobs\x18\n \x03(\r\x12\x12\n\ngroup_jobs\x18\x0b \x03(\r\x12\x13\n\x0b\x64\x65vice_rows\x18\x0c \x03(\r\x12\x10\n\x08\x61\x66\x66inity\x18\r \x01(\r\x12\x14\n\x0cparked_bytes\x18\x0e \x03(\x04\"\x12\n\x10ListNodesRequest\"\x93\x01\n\x11ListNodesResponse\x12\x1e\n\x05nodes\x18\x01 \x03(\x0b\x32\x0f.ganger.v1.Node\x12\x37\n\x12\x63onfiguration_sets\x18\x02 \x03(\x0b\x32\x1b.ganger.v1.ConfigurationSet\x12%\n\tnode_sets\x18\x03 \x03(\x0b\x32\x12.ganger.v1.NodeSet\"\xfc\x01\n\x07NodeSet\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05nodes\x18\x02 \x03(\t\x12\x0e\n\x06leader\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12*\n\x07quantum\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x05level\x18\x06 \x01(\x0e\x32\x17.ganger.v1.SuspendLevel\x12$\n\x04rows\x18\x07 \x03(\x0b\x32\x16.ganger.v1.NodeSet.Row\x12\x0f\n\x07\x63hanges\x18\x08 \x01(\x08\x12\x13\n\x0brunning_row\x18\t \x01(\r\x1a\x13\n\x03Row\x12\x0c\n\x04jobs\x18\x01 \x03(\t\"\x1e\n\x0eGetNodeRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"0\n\x10\x44rainNodeRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"1\n\x11\x43ordonNodeRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"#\n\x13UncordonNodeRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"&\n\x16\x44\x65\x63lareNodeLostRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"!\n\x11RemoveNodeRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x14\n\x12RemoveNodeResponse\"\x13\n\x11GetClusterRequest\"\x9f\x03\n\x07\x43luster\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x14\n\x0cview_version\x18\x02 \x01(\x04\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06policy\x18\x04 \x01(\t\x12\x14\n\x0cjobs_pending\x18\x05 \x01(\r\x12\x14\n\x0cjobs_holding\x18\x06 \x01(\r\x12\x16\n\x0ejobs_suspended\x18\x07 \x01(\r\x12\x0f\n\x07\x64\x65vices\x18\x08 \x01(\r\x12\x14\n\x0c\x64\x65vices_held\x18\t \x01(\r\x12\x19\n\x11verdicts_approved\x18\n \x01(\x04\x12\x19\n\x11verdicts_rejected\x18\x0b \x01(\x04\x12\x0f\n\x07storage\x18\x0c \x01(\t\x12\x16\n\x0e\x65vent_sequence\x18\r \x01(\x04\x12%\n\x04mode\x18\x0e \x01(\x0e\x32\x17.ganger.v1.Cluster.Mode\"<\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bMODE_SPREAD\x10\x01\x12\r\n\tMODE_PACK\x10\x02\"s\n\x16RecordDecisionsRequest\x12+\n\x08\x64uration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nmost_bytes\x18\x02 \x01(\x04\x12\x18\n\x10with_environment\x18\x03 \x01(\x08\"\x91\x01\n\tRecording\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nend_reason\x18\x02 \x01(\t\x12+\n\x08\x64uration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08\x63ommands\x18\x04 \x01(\x04\x12\x0f\n\x07\x62\x61tches\x18\x05 \x01(\x04\x12\x12\n\nsize_bytes\x18\x06 \x01(\x04\x32\xe3\x04\n\x0bNodeService\x12\x46\n\tListNodes\x12\x1b.ganger.v1.ListNodesRequest\x1a\x1c.ganger.v1.ListNodesResponse\x12\x35\n\x07GetNode\x12\x19.ganger.v1.GetNodeRequest\x1a\x0f.ganger.v1.Node\x12\x39\n\tDrainNode\x12\x1b.ganger.v1.DrainNodeRequest\x1a\x0f.ganger.v1.Node\x12;\n\nCordonNode\x12\x1c.ganger.v1.CordonNodeRequest\x1a\x0f.ganger.v1.Node\x12?\n\x0cUncordonNode\x12\x1e.ganger.v1.UncordonNodeRequest\x1a\x0f.ganger.v1.Node\x12\x45\n\x0f\x44\x65\x63lareNodeLost\x12!.ganger.v1.DeclareNodeLostRequest\x1a\x0f.ganger.v1.Node\x12I\n\nRemoveNode\x12\x1c.ganger.v1.RemoveNodeRequest\x1a\x1d.ganger.v1.RemoveNodeResponse\x12>\n\nGetCluster\x12\x1c.ganger.v1.GetClusterRequest\x1a\x12.ganger.v1.Cluster\x12J\n\x0fRecordDecisions\x12!.ganger.v1.RecordDecisionsRequest\x1a\x14.ganger.v1.Recordingb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14ganger/v1/node.proto\x12\tganger.v1\x1a\x13ganger/v1/job.proto\x1a\x19ganger/v1/resources.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xa9\x05\n\x04Node\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0cmachine_uuid\x18\x02 \x01(\t\x12\x19\n\x11\x63onfiguration_set\x18\x03 \x01(\t\x12$\n\x05state\x18\x04 \x01(\x0e\x32\x15.ganger.v1.Node.State\x12\x14\n\x0cstate_reason\x18\x05 \x01(\t\x12\x1f\n\x03row\x18\x06 \x01(\x0b\x32\x12.ganger.v1.NodeRow\x12\x37\n\x0c\x63\x61pabilities\x18\x07 \x03(\x0b\x32!.ganger.v1.Node.CapabilitiesEntry\x12\x14\n\x0cpeer_address\x18\x08 \x01(\t\x12\x32\n\x0elast_seen_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x38\n\rdevice_faults\x18\n \x03(\x0b\x32!.ganger.v1.Node.DeviceFaultsEntry\x12\x13\n\x0bquarantined\x18\x0b \x03(\t\x12\x0c\n\x04rack\x18\x0c \x01(\t\x12\x0e\n\x06\x66\x61\x62ric\x18\r \x01(\t\x12\x17\n\x0flaunch_failures\x18\x0e \x01(\r\x12\x16\n\x0elaunch_failure\x18\x0f \x01(\t\x1a\x33\n\x11\x43\x61pabilitiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x33\n\x11\x44\x65viceFaultsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"z\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_UNKNOWN\x10\x01\x12\x0f\n\x0bSTATE_READY\x10\x02\x12\x12\n\x0eSTATE_CORDONED\x10\x03\x12\x12\n\x0eSTATE_DRAINING\x10\x04\x12\x0e\n\nSTATE_LOST\x10\x05\"\xa1\x02\n\x07NodeRow\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x19\n\x11\x63onfiguration_set\x18\x02 \x01(\t\x12\x11\n\tfree_mask\x18\x03 \x01(\x06\x12\x17\n\x0f\x66ree_millicores\x18\x04 \x03(\r\x12\x19\n\x11\x66ree_memory_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07version\x18\x06 \x01(\x04\x12\x11\n\tavailable\x18\x07 \x01(\x08\x12\x0c\n\x04rack\x18\x08 \x01(\t\x12\x0e\n\x06\x66\x61\x62ric\x18\t \x01(\t\x12\x13\n\x0bsocket_jobs\x18\n \x03(\r\x12\x12\n\ngroup_jobs\x18\x0b \x03(\r\x12\x13\n\x0b\x64\x65vice_rows\x18\x0c \x03(\r\x12\x10\n\x08\x61\x66\x66inity\x18\r \x01(\r\x12\x14\n\x0cparked_bytes\x18\x0e \x03(\x04\"9\n\x10ListNodesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"\xac\x01\n\x11ListNodesResponse\x12\x1e\n\x05nodes\x18\x01 \x03(\x0b\x32\x0f.ganger.v1.Node\x12\x37\n\x12\x63onfiguration_sets\x18\x02 \x03(\x0b\x32\x1b.ganger.v1.ConfigurationSet\x12%\n\tnode_sets\x18\x03 \x03(\x0b\x32\x12.ganger.v1.NodeSet\x12\x17\n\x0fnext_page_token\x18\x04 \x01(\t\"\xfc\x01\n\x07NodeSet\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05nodes\x18\x02 \x03(\t\x12\x0e\n\x06leader\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12*\n\x07quantum\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x05level\x18\x06 \x01(\x0e\x32\x17.ganger.v1.SuspendLevel\x12$\n\x04rows\x18\x07 \x03(\x0b\x32\x16.ganger.v1.NodeSet.Row\x12\x0f\n\x07\x63hanges\x18\x08 \x01(\x08\x12\x13\n\x0brunning_row\x18\t \x01(\r\x1a\x13\n\x03Row\x12\x0c\n\x04jobs\x18\x01 \x03(\t\"\x1e\n\x0eGetNodeRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"0\n\x10\x44rainNodeRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"1\n\x11\x43ordonNodeRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"#\n\x13UncordonNodeRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"&\n\x16\x44\x65\x63lareNodeLostRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"!\n\x11RemoveNodeRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x14\n\x12RemoveNodeResponse\"\x13\n\x11GetClusterRequest\"\x9f\x03\n\x07\x43luster\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x14\n\x0cview_version\x18\x02 \x01(\x04\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06policy\x18\x04 \x01(\t\x12\x14\n\x0cjobs_pending\x18\x05 \x01(\r\x12\x14\n\x0cjobs_holding\x18\x06 \x01(\r\x12\x16\n\x0ejobs_suspended\x18\x07 \x01(\r\x12\x0f\n\x07\x64\x65vices\x18\x08 \x01(\r\x12\x14\n\x0c\x64\x65vices_held\x18\t \x01(\r\x12\x19\n\x11verdicts_approved\x18\n \x01(\x04\x12\x19\n\x11verdicts_rejected\x18\x0b \x01(\x04\x12\x0f\n\x07storage\x18\x0c \x01(\t\x12\x16\n\x0e\x65vent_sequence\x18\r \x01(\x04\x12%\n\x04mode\x18\x0e \x01(\x0e\x32\x17.ganger.v1.Cluster.Mode\"<\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bMODE_SPREAD\x10\x01\x12\r\n\tMODE_PACK\x10\x02\"s\n\x16RecordDecisionsRequest\x12+\n\x08\x64uration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nmost_bytes\x18\x02 \x01(\x04\x12\x18\n\x10with_environment\x18\x03 \x01(\x08\"\x91\x01\n\tRecording\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nend_reason\x18\x02 \x01(\t\x12+\n\x08\x64uration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08\x63ommands\x18\x04 \x01(\x04\x12\x0f\n\x07\x62\x61tches\x18\x05 \x01(\x04\x12\x12\n\nsize_bytes\x18\x06 \x01(\x04\x32\xe3\x04\n\x0bNodeService\x12\x46\n\tListNodes\x12\x1b.ganger.v1.ListNodesRequest\x1a\x1c.ganger.v1.ListNodesResponse\x12\x35\n\x07GetNode\x12\x19.ganger.v1.GetNodeRequest\x1a\x0f.ganger.v1.Node\x12\x39\n\tDrainNode\x12\x1b.ganger.v1.DrainNodeRequest\x1a\x0f.ganger.v1.Node\x12;\n\nCordonNode\x12\x1c.ganger.v1.CordonNodeRequest\x1a\x0f.ganger.v1.Node\x12?\n\x0cUncordonNode\x12\x1e.ganger.v1.UncordonNodeRequest\x1a\x0f.ganger.v1.Node\x12\x45\n\x0f\x44\x65\x63lareNodeLost\x12!.ganger.v1.DeclareNodeLostRequest\x1a\x0f.ganger.v1.Node\x12I\n\nRemoveNode\x12\x1c.ganger.v1.RemoveNodeRequest\x1a\x1d.ganger.v1.RemoveNodeResponse\x12>\n\nGetCluster\x12\x1c.ganger.v1.GetClusterRequest\x1a\x12.ganger.v1.Cluster\x12J\n\x0fRecordDecisions\x12!.ganger.v1.RecordDecisionsRequest\x1a\x14.ganger.v1.Recordingb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,37 +50,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NODEROW']._serialized_start=833
   _globals['_NODEROW']._serialized_end=1122
   _globals['_LISTNODESREQUEST']._serialized_start=1124
-  _globals['_LISTNODESREQUEST']._serialized_end=1142
-  _globals['_LISTNODESRESPONSE']._serialized_start=1145
-  _globals['_LISTNODESRESPONSE']._serialized_end=1292
-  _globals['_NODESET']._serialized_start=1295
-  _globals['_NODESET']._serialized_end=1547
-  _globals['_NODESET_ROW']._serialized_start=1528
-  _globals['_NODESET_ROW']._serialized_end=1547
-  _globals['_GETNODEREQUEST']._serialized_start=1549
-  _globals['_GETNODEREQUEST']._serialized_end=1579
-  _globals['_DRAINNODEREQUEST']._serialized_start=1581
-  _globals['_DRAINNODEREQUEST']._serialized_end=1629
-  _globals['_CORDONNODEREQUEST']._serialized_start=1631
-  _globals['_CORDONNODEREQUEST']._serialized_end=1680
-  _globals['_UNCORDONNODEREQUEST']._serialized_start=1682
-  _globals['_UNCORDONNODEREQUEST']._serialized_end=1717
-  _globals['_DECLARENODELOSTREQUEST']._serialized_start=1719
-  _globals['_DECLARENODELOSTREQUEST']._serialized_end=1757
-  _globals['_REMOVENODEREQUEST']._serialized_start=1759
-  _globals['_REMOVENODEREQUEST']._serialized_end=1792
-  _globals['_REMOVENODERESPONSE']._serialized_start=1794
-  _globals['_REMOVENODERESPONSE']._serialized_end=1814
-  _globals['_GETCLUSTERREQUEST']._serialized_start=1816
-  _globals['_GETCLUSTERREQUEST']._serialized_end=1835
-  _globals['_CLUSTER']._serialized_start=1838
-  _globals['_CLUSTER']._serialized_end=2253
-  _globals['_CLUSTER_MODE']._serialized_start=2193
-  _globals['_CLUSTER_MODE']._serialized_end=2253
-  _globals['_RECORDDECISIONSREQUEST']._serialized_start=2255
-  _globals['_RECORDDECISIONSREQUEST']._serialized_end=2370
-  _globals['_RECORDING']._serialized_start=2373
-  _globals['_RECORDING']._serialized_end=2518
-  _globals['_NODESERVICE']._serialized_start=2521
-  _globals['_NODESERVICE']._serialized_end=3132
+  _globals['_LISTNODESREQUEST']._serialized_end=1181
+  _globals['_LISTNODESRESPONSE']._serialized_start=1184
+  _globals['_LISTNODESRESPONSE']._serialized_end=1356
+  _globals['_NODESET']._serialized_start=1359
+  _globals['_NODESET']._serialized_end=1611
+  _globals['_NODESET_ROW']._serialized_start=1592
+  _globals['_NODESET_ROW']._serialized_end=1611
+  _globals['_GETNODEREQUEST']._serialized_start=1613
+  _globals['_GETNODEREQUEST']._serialized_end=1643
+  _globals['_DRAINNODEREQUEST']._serialized_start=1645
+  _globals['_DRAINNODEREQUEST']._serialized_end=1693
+  _globals['_CORDONNODEREQUEST']._serialized_start=1695
+  _globals['_CORDONNODEREQUEST']._serialized_end=1744
+  _globals['_UNCORDONNODEREQUEST']._serialized_start=1746
+  _globals['_UNCORDONNODEREQUEST']._serialized_end=1781
+  _globals['_DECLARENODELOSTREQUEST']._serialized_start=1783
+  _globals['_DECLARENODELOSTREQUEST']._serialized_end=1821
+  _globals['_REMOVENODEREQUEST']._serialized_start=1823
+  _globals['_REMOVENODEREQUEST']._serialized_end=1856
+  _globals['_REMOVENODERESPONSE']._serialized_start=1858
+  _globals['_REMOVENODERESPONSE']._serialized_end=1878
+  _globals['_GETCLUSTERREQUEST']._serialized_start=1880
+  _globals['_GETCLUSTERREQUEST']._serialized_end=1899
+  _globals['_CLUSTER']._serialized_start=1902
+  _globals['_CLUSTER']._serialized_end=2317
+  _globals['_CLUSTER_MODE']._serialized_start=2257
+  _globals['_CLUSTER_MODE']._serialized_end=2317
+  _globals['_RECORDDECISIONSREQUEST']._serialized_start=2319
+  _globals['_RECORDDECISIONSREQUEST']._serialized_end=2434
+  _globals['_RECORDING']._serialized_start=2437
+  _globals['_RECORDING']._serialized_end=2582
+  _globals['_NODESERVICE']._serialized_start=2585
+  _globals['_NODESERVICE']._serialized_end=3196
 # @@protoc_insertion_point(module_scope)

@@ -235,9 +235,19 @@ Global___NodeRow: typing_extensions.TypeAlias = NodeRow
 class ListNodesRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    page_size: builtins.int
+    """Nodes and node sets, at most 1,000; zero means as many as fit into one message (of nodes some thousands)."""
+    page_token: builtins.str
     def __init__(
         self,
+        *,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
     ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["page_size", b"page_size", "page_token", b"page_token"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ListNodesRequest: typing_extensions.TypeAlias = ListNodesRequest
 
@@ -248,13 +258,18 @@ class ListNodesResponse(google.protobuf.message.Message):
     NODES_FIELD_NUMBER: builtins.int
     CONFIGURATION_SETS_FIELD_NUMBER: builtins.int
     NODE_SETS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Empty: this is the last page."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Node]: ...
     @property
-    def configuration_sets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.resources_pb2.ConfigurationSet]: ...
+    def configuration_sets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.resources_pb2.ConfigurationSet]:
+        """Those of these nodes."""
+
     @property
     def node_sets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NodeSet]:
-        """Where gangs take turns."""
+        """Where gangs take turns; they follow the last node."""
 
     def __init__(
         self,
@@ -262,8 +277,9 @@ class ListNodesResponse(google.protobuf.message.Message):
         nodes: collections.abc.Iterable[Global___Node] | None = ...,
         configuration_sets: collections.abc.Iterable[ganger.v1.resources_pb2.ConfigurationSet] | None = ...,
         node_sets: collections.abc.Iterable[Global___NodeSet] | None = ...,
+        next_page_token: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["configuration_sets", b"configuration_sets", "node_sets", b"node_sets", "nodes", b"nodes"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["configuration_sets", b"configuration_sets", "next_page_token", b"next_page_token", "node_sets", b"node_sets", "nodes", b"nodes"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ListNodesResponse: typing_extensions.TypeAlias = ListNodesResponse

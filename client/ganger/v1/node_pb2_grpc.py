@@ -87,7 +87,8 @@ class NodeServiceServicer(object):
     """
 
     def ListNodes(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """By name. Errors: INVALID_ARGUMENT/PAGE_TOKEN_INVALID.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

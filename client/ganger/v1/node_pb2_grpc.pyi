@@ -28,6 +28,7 @@ class NodeServiceStub:
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> NodeServiceAsyncStub: ...
     ListNodes: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.ListNodesRequest, ganger.v1.node_pb2.ListNodesResponse]
+    """By name. Errors: INVALID_ARGUMENT/PAGE_TOKEN_INVALID."""
     GetNode: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.GetNodeRequest, ganger.v1.node_pb2.Node]
     """Errors: NOT_FOUND/NODE_NOT_FOUND."""
     DrainNode: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.DrainNodeRequest, ganger.v1.node_pb2.Node]
@@ -62,6 +63,7 @@ class NodeServiceAsyncStub(NodeServiceStub):
 
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     ListNodes: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.ListNodesRequest, ganger.v1.node_pb2.ListNodesResponse]  # type: ignore[assignment]
+    """By name. Errors: INVALID_ARGUMENT/PAGE_TOKEN_INVALID."""
     GetNode: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.GetNodeRequest, ganger.v1.node_pb2.Node]  # type: ignore[assignment]
     """Errors: NOT_FOUND/NODE_NOT_FOUND."""
     DrainNode: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.DrainNodeRequest, ganger.v1.node_pb2.Node]  # type: ignore[assignment]
@@ -98,7 +100,8 @@ class NodeServiceServicer(metaclass=abc.ABCMeta):
         self,
         request: ganger.v1.node_pb2.ListNodesRequest,
         context: _ServicerContext,
-    ) -> typing.Union[ganger.v1.node_pb2.ListNodesResponse, collections.abc.Awaitable[ganger.v1.node_pb2.ListNodesResponse]]: ...
+    ) -> typing.Union[ganger.v1.node_pb2.ListNodesResponse, collections.abc.Awaitable[ganger.v1.node_pb2.ListNodesResponse]]:
+        """By name. Errors: INVALID_ARGUMENT/PAGE_TOKEN_INVALID."""
 
     @abc.abstractmethod
     def GetNode(

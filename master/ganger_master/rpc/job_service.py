@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
@@ -28,13 +26,10 @@ from ganger_master.rpc.answers import Shown, expect
 from ganger_master.rpc.deadline_advice import deadline_advice
 from ganger_master.rpc.log_proxy import LogProxy
 from ganger_master.rpc.ownership import array_outline, check_jobs, check_owner, outline
+from ganger_master.rpc.pages import PAGE_BYTES, PAGE_DEFAULT, PAGE_MOST, page_token, place_of
 from ganger_master.rpc.plan_messages import REASON_MOST, on_the_way_to_wire
 from ganger_master.runtime.writer import Writer
 
-_PAGE_DEFAULT: Final = 100
-_PAGE_MOST: Final = 1_000
-# A page of large jobs must still fit into one message.
-_PAGE_BYTES: Final = 3 * 1024 * 1024
 STREAM_SECONDS: Final = 30 * 60.0
 REQUEST_ID_MOST: Final = 200
 # Of what somebody writes for others to read; the rest is left out.
@@ -98,8 +93,8 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def ListJobs(
         self, request: job_service_pb2.ListJobsRequest, context: Any
     ) -> job_service_pb2.ListJobsResponse:
-        size = min(request.page_size or _PAGE_DEFAULT, _PAGE_MOST)
-        before = _parse_page_token(request.page_token)
+        size = min(request.page_size or PAGE_DEFAULT, PAGE_MOST)
+        before = place_of(request.page_token, names.parse_job_name, 0)
         states = {job_messages.STATES_FROM_WIRE.get(state) for state in request.states}
         caller = self._callers.of(context)
         response = job_service_pb2.ListJobsResponse()
@@ -115,8 +110,8 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
                 continue
             if (states and job.state not in states) or (request.user and job.user != request.user):
                 continue
-            if len(response.jobs) == size or response_bytes > _PAGE_BYTES:
-                response.next_page_token = _page_token(last)
+            if len(response.jobs) == size or response_bytes > PAGE_BYTES:
+                response.next_page_token = page_token(names.job_name(last))
                 break
             message = self._job(number, caller)
             response.jobs.append(message)
@@ -212,7 +207,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def ListEvents(
         self, request: job_service_pb2.ListEventsRequest, context: Any
     ) -> job_service_pb2.ListEventsResponse:
-        size = min(request.page_size or _PAGE_DEFAULT, _PAGE_MOST)
+        size = min(request.page_size or PAGE_DEFAULT, PAGE_MOST)
         if request.after_sequence and request.after_sequence + 1 < await self._writer.oldest_sequence():
             raise errors.EventsCompacted("these events are no longer kept: list again from zero")
         caller = self._callers.of(context)
@@ -281,19 +276,3 @@ def _is_in(job: Job, array: int, is_folded: bool) -> bool:
     if membership is None:
         return not array
     return membership.array == array if array else not is_folded
-
-
-def _page_token(number: int) -> str:
-    return base64.urlsafe_b64encode(b"before:%d" % number).decode()
-
-
-def _parse_page_token(token: str) -> int:
-    if not token:
-        return 0
-    try:
-        word, _, number = base64.urlsafe_b64decode(token.encode()).partition(b":")
-        if word == b"before" and number.isdigit() and int(number) > 0:
-            return int(number)
-    except (ValueError, binascii.Error):
-        pass
-    raise errors.PageTokenInvalid(f"page_token {token[:40]!r} was not made by this method: start without one")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ganger.resources.view import Mode
 from ganger.v1 import node_pb2, node_pb2_grpc
@@ -17,6 +18,7 @@ from ganger_master.core.answers import Done, NodeAnswer
 from ganger_master.core.model import JobState
 from ganger_master.rpc.answers import Shown, expect
 from ganger_master.rpc.node_set_messages import node_set_to_wire
+from ganger_master.rpc.pages import PAGE_BYTES, PAGE_MOST, page_token, place_of
 from ganger_master.rpc.plan_messages import REASON_MOST
 from ganger_master.runtime import recorder
 from ganger_master.runtime.writer import Writer
@@ -25,6 +27,16 @@ _MODES: Final = {
     Mode.SPREAD: node_pb2.Cluster.MODE_SPREAD,
     Mode.PACK: node_pb2.Cluster.MODE_PACK,
 }
+
+# Where one is in the list of nodes and node sets: the kind of an entry, and its node or number.
+_Place: TypeAlias = tuple[int, Any]
+_FIRST: Final[_Place] = (0, "")
+
+
+def _place_of(name: str) -> _Place:
+    if name.startswith("nodes/"):
+        return 0, names.parse_node_name(name)
+    return 1, names.parse_node_set_name(name)
 
 
 class NodeService(node_pb2_grpc.NodeServiceServicer):
@@ -47,18 +59,36 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         self._captures = captures
 
     async def ListNodes(self, request: node_pb2.ListNodesRequest, context: Any) -> node_pb2.ListNodesResponse:
+        size = min(request.page_size, PAGE_MOST) or sys.maxsize
         committed = self._writer.committed
-        return node_pb2.ListNodesResponse(
-            nodes=[self._shown.node(node) for node in sorted(committed.nodes)],
-            configuration_sets=[
-                convert.configuration_set_to_wire(committed.configuration_sets[name])
-                for name in sorted(committed.configuration_sets)
-            ],
-            node_sets=[
-                node_set_to_wire(one, committed.gangs, self._writer.state.rows_seen)
-                for _, one in sorted(committed.sets.items())
-            ],
-        )
+        response, response_bytes, last = node_pb2.ListNodesResponse(), 0, ""
+        kinds: set[str] = set()
+        for message in self._after(place_of(request.page_token, _place_of, _FIRST)):
+            if len(response.nodes) + len(response.node_sets) == size or response_bytes > PAGE_BYTES:
+                response.next_page_token = page_token(last)
+                break
+            if isinstance(message, node_pb2.NodeSet):
+                response.node_sets.append(message)
+            else:
+                response.nodes.append(message)
+                if message.configuration_set not in kinds:
+                    kinds.add(message.configuration_set)
+                    kind = convert.configuration_set_to_wire(committed.configuration_sets[message.configuration_set])
+                    response.configuration_sets.append(kind)
+                    response_bytes += kind.ByteSize()
+            response_bytes += message.ByteSize()
+            last = message.name
+        return response
+
+    def _after(self, place: _Place) -> Iterator[node_pb2.Node | node_pb2.NodeSet]:
+        """Nodes by name, then node sets by number."""
+        committed = self._writer.committed
+        for node in sorted(committed.nodes):
+            if (0, node) > place:
+                yield self._shown.node(node)
+        for number, node_set in sorted(committed.sets.items()):
+            if (1, number) > place:
+                yield node_set_to_wire(node_set, committed.gangs, self._writer.state.rows_seen)
 
     async def GetNode(self, request: node_pb2.GetNodeRequest, context: Any) -> node_pb2.Node:
         return self._shown.node(names.parse_node_name(request.name))
