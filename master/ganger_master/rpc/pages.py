@@ -23,7 +23,7 @@ def page_token(name: str) -> str:
 
 
 def place_of(token: str, parse: Callable[[str], _Place], first: _Place) -> _Place:
-    """What the name in a token means; `first` without a token. Raises PageTokenInvalid; `parse` may raise NameInvalid."""
+    """What the name in a token means; `first` without a token. Raises PageTokenInvalid."""
     if not token:
         return first
     try:
