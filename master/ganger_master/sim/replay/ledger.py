@@ -18,7 +18,7 @@ class Ledger:
         count = len(jobs)
         self._jobs = jobs
         self._first_start, self._end = np.full(count, np.nan), np.full(count, np.nan)
-        self._service, self._overhead = np.zeros(count), np.zeros(count)
+        self._service, self._trained = np.zeros(count), np.zeros(count)
         self._gpu_seconds, self._core_seconds = np.zeros(count), np.zeros(count)
         self._trains_since = np.full(count, np.nan)
         self._preemptions, self._migrations = np.zeros(count, np.int64), np.zeros(count, np.int64)
@@ -31,16 +31,18 @@ class Ledger:
             self._first_start[job] = held_since
         self._trains_since[job] = now
 
+    def halts(self, job: int, now: float) -> None:
+        """It does no more steps, though it may hold its gang still; told as often as one likes."""
+        if not math.isnan(self._trains_since[job]):
+            self._trained[job] += now - self._trains_since[job]
+            self._trains_since[job] = np.nan
+
     def leaves(self, job: int, gang: Gang, held_since: float, now: float, finished: bool) -> None:
-        """It gave its gang back."""
+        """It gave its gang back, and has halted before."""
         held = now - held_since
-        since = self._trains_since[job]
-        trained = 0.0 if math.isnan(since) else now - since
         self._service[job] += held
-        self._overhead[job] += held - trained
         self._gpu_seconds[job] += held * gang.devices
         self._core_seconds[job] += held * sum([sum(claim.millicores) for claim in gang.claims]) / 1000
-        self._trains_since[job] = np.nan
         if finished:
             self._end[job] = now
             self.ended += 1
@@ -57,7 +59,7 @@ class Ledger:
             self._first_start,
             self._end,
             self._service,
-            overhead_s=self._overhead,
+            overhead_s=self._service - self._trained,
             gpu_seconds=self._gpu_seconds,
             core_seconds=self._core_seconds,
             preemptions=self._preemptions,

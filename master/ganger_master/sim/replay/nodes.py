@@ -40,6 +40,8 @@ class _Followed:
     job: Job
     turn: int = 0
     is_training: bool = False
+    # It did its last step, and its state is on its way to where it rests.
+    is_saving: bool = False
     # When it will have finished, if nobody stops it.
     finishes: float = math.inf
     is_told_to_stop: bool = False
@@ -58,9 +60,10 @@ class _Followed:
 class Nodes:
     """`send` gives the core a command. `begins(job number, gang, held since)` is called when a gang's first step is
     done, and when it goes on, and returns when it will have finished; `changes(job number, gang)` when it trains on
-    with other cores or memory, and returns the same, None if it makes no difference; `ends(job number, gang, held
-    since, finished)` when it is gone, and when it has given its devices back but may go on; `moved(job number, gang)`
-    when it goes on elsewhere, or with another number of devices.
+    with other cores or memory, and returns the same, None if it makes no difference; `halts(job number, gang)` when it
+    has done its last step for now and has yet to save its state; `ends(job number, gang, held since, finished)` when it
+    is gone, and when it has given its devices back but may go on; `moved(job number, gang)` when it goes on elsewhere,
+    or with another number of devices.
 
     `peak_bytes(job number)`: what daemons measure of each of its devices; 0: they measure nothing."""
 
@@ -71,6 +74,7 @@ class Nodes:
         costs: SwitchCosts,
         send: Callable[[Command], object],
         begins: Callable[[int, Gang, float], float],
+        halts: Callable[[int, Gang], None],
         ends: Callable[[int, Gang, float, bool], None],
         changes: Callable[[int, Gang], float | None],
         moved: Callable[[int, Gang], None],
@@ -81,6 +85,7 @@ class Nodes:
         self._costs = costs
         self._send = send
         self._begins = begins
+        self._halts = halts
         self._ends = ends
         self._changes = changes
         self._moved = moved
@@ -125,9 +130,7 @@ class Nodes:
         finishes = self._changes(number, followed.gang)
         if finishes is not None and followed.is_training:
             followed.finishes = finishes
-            # Who has been told to stop does so at its next boundary all the same.
-            if not followed.is_told_to_stop:
-                self._at(finishes, followed, self._finished)
+            self._at(finishes, followed, self._finished)
 
     def _start(self, gang: Gang, job: Job) -> None:
         followed = self._followed[gang.epoch] = _Followed(gang, job, held_since=self._clock.now)
@@ -135,7 +138,7 @@ class Nodes:
         self._later(takes, followed, self._trains)
 
     def _trains(self, followed: _Followed) -> None:
-        followed.is_training = True
+        followed.is_training, followed.is_saving = True, False
         followed.first_step = self._clock.now
         self._report(followed, ObservedPhase.RUNNING)
         followed.finishes = self._begins(followed.job.number, followed.gang, followed.held_since)
@@ -164,29 +167,34 @@ class Nodes:
             self._at(followed.finishes, followed, self._finished)
             self._report(followed, ObservedPhase.RUNNING)
         elif was_stopping:
-            self._later(self._costs.start_s, followed, self._trains)
+            self._later(0.0 if followed.is_saving else self._costs.start_s, followed, self._trains)
 
     def _finished(self, followed: _Followed) -> None:
         self._gone(followed, OutcomeKind.DONE)
 
     def _stop(self, followed: _Followed) -> None:
+        """At its next boundary, which is at once. Then it does no step, but has its devices until its state is kept."""
+        if followed.is_training and followed.finishes <= self._clock.now:
+            # It has finished before it has stopped.
+            return
         followed.is_told_to_stop = True
         gang = followed.gang
         rests = gang.intent is Intent.HAND_OVER or (gang.intent is Intent.PARK and gang.park_level < _TO_STORAGE)
         keeps = gang.intent is Intent.PARK or gang.checkpoint_first
         takes = self._costs.offload_s if rests else self._costs.suspend_s if keeps else 0.0
-        if not followed.is_training:
+        if followed.is_training:
+            followed.is_training, followed.is_saving, followed.finishes = False, True, math.inf
+            followed.last_step = self._clock.now
+            self._halts(followed.job.number, gang)
+        else:
             takes = 0.0
-        if followed.finishes > self._clock.now + takes:
-            self._later(takes, followed, self._rests if rests else self._stopped)
-        # Else it has finished before it has stopped.
+        self._later(takes, followed, self._rests if rests else self._stopped)
 
     def _rests(self, followed: _Followed) -> None:
         """Its state is in host memory, for the same gang to go on from, or for another one."""
-        followed.is_told_to_stop = followed.is_training = False
-        followed.finishes, followed.phase = math.inf, ObservedPhase.PARKED
+        followed.is_told_to_stop = followed.is_saving = False
+        followed.phase = ObservedPhase.PARKED
         followed.stop_step = followed.gang.stop_sequence
-        followed.last_step = self._clock.now
         self._leaves(followed)
         self._rest_deeper(followed)
 
@@ -215,7 +223,7 @@ class Nodes:
         source = self._followed.get(gang.restore.parked_epoch)
         if source is not None and source.phase is ObservedPhase.PARKED:
             # What that takes, a start included, is the cost of a move.
-            self._fetch(followed)
+            self._fetch(followed, self._clock.now)
         elif gang.restore.alone:
             followed.there_s = math.inf
         else:
@@ -225,8 +233,8 @@ class Nodes:
     def _prepared(self, followed: _Followed) -> None:
         self._report(followed, ObservedPhase.PREPARED)
 
-    def _fetch(self, followed: _Followed) -> None:
-        """The state is fetched once the source rests."""
+    def _fetch(self, followed: _Followed, begun: float = -math.inf) -> None:
+        """The state is fetched once the source rests; the move's time counts from its last step, if not from later."""
         source = self._followed.get(followed.gang.restore.parked_epoch)
         if source is not None and source.phase is ObservedPhase.PARKED and math.isnan(followed.held_since):
             followed.held_since = self._clock.now
@@ -234,7 +242,8 @@ class Nodes:
             there_s = followed.there_s
             if math.isinf(there_s) and there_s > 0.0:
                 there_s = self._clock.now + self._costs.start_s
-            self._at(max(self._clock.now, there_s) + self._costs.move_s, followed, self._ready)
+            begun = max(begun, there_s, source.last_step)
+            self._at(max(self._clock.now, begun + self._costs.move_s), followed, self._ready)
 
     def _ready(self, followed: _Followed) -> None:
         followed.phase = ObservedPhase.READY

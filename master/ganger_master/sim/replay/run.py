@@ -127,6 +127,7 @@ class _Replay:
             FREE if options.ideal else options.costs,
             self.send,
             self._begins,
+            self._halts,
             self._ends,
             self._changes,
             lambda number, gang: self.ledger.moves(number - 1, gang),
@@ -273,14 +274,21 @@ class _Replay:
         # Held to the end of the round.
         return EPOCH_S + step * float(np.ceil(round((ends - EPOCH_S) / step, 9)))
 
-    def _ends(self, number: int, gang: Gang, held_since: float, finished: bool) -> None:
+    def _halts(self, number: int, gang: Gang) -> None:
         job, now = number - 1, self.clock.now
         self.work.stop(job, now)
+        self.ledger.halts(job, now - EPOCH_S)
         if self.windows is not None and self._where.pop(job, None) is not None:
             for device in _devices(gang):
                 self._on[device].discard(job)
-            self.windows.forget(number) if finished else self.windows.rests(number, now)
+            self.windows.rests(number, now)
             self._retime(self._company(job, gang))
+
+    def _ends(self, number: int, gang: Gang, held_since: float, finished: bool) -> None:
+        job, now = number - 1, self.clock.now
+        if finished and self.windows is not None:
+            self.windows.forget(number)
+        self._halts(number, gang)
         self.ledger.leaves(job, gang, held_since - EPOCH_S, now - EPOCH_S, finished)
         if finished and self.planning.measured is not None:
             self.planning.measured.forget(number)

@@ -1,0 +1,34 @@
+"""What switching costs a replayed job: its devices are held all the while, and no step is done."""
+
+from __future__ import annotations
+
+import pytest
+from ganger_master.sim.replay.options import Options, SwitchCosts
+from ganger_master.sim.replay.run import simulate
+from ganger_master.sim.traces.servers import servers_from_flags
+from ganger_master.sim.traces.workload import workload
+
+ONE_GPU = servers_from_flags(nodes=1, gpus_per_node=1)
+
+
+def test_who_is_suspended_trains_no_more_while_its_state_is_saved() -> None:
+    costs = SwitchCosts(start_s=2.0, suspend_s=30.0, resume_s=4.0)
+    jobs = workload(["long", "short"], [0.0, 500.0], [1, 1], [1000.0, 100.0])
+    found = simulate(jobs, ONE_GPU, "srtf", Options(costs=costs, plan_every_s=1.0)).outcomes
+    # The short one starts once the state of the long one is saved; that goes on from the step it had at 500 s.
+    assert found.end_s == pytest.approx([1000.0 + 2.0 + 30.0 + (2.0 + 100.0) + (2.0 + 4.0), 500.0 + 30.0 + 2.0 + 100.0])
+    assert found.overhead_s == pytest.approx([2.0 + 30.0 + 2.0 + 4.0, 2.0])
+    assert found.service_s - found.overhead_s == pytest.approx([1000.0, 100.0])
+
+
+def test_in_turns_nobody_trains_on_the_way_to_host_memory_and_back() -> None:
+    costs = SwitchCosts(start_s=0.0, offload_s=3.0, restore_s=2.0)
+    jobs = workload(["a", "b"], [0.0, 0.0], [1, 1], [2000.0, 2000.0], numbers={"memory_bytes": [4 << 30] * 2})
+    one_gpu = servers_from_flags(nodes=1, gpus_per_node=1, gpu_memory=16 << 30)
+    found = simulate(jobs, one_gpu, "gandiva", Options(costs=costs)).outcomes
+    assert found.service_s - found.overhead_s == pytest.approx([2000.0, 2000.0])
+    # One device: all of its time is somebody's step or somebody's switch.
+    assert found.end_s.max() == pytest.approx(4000.0 + found.overhead_s.sum(), abs=0.1)
+    # Each time that one gives way to the other.
+    assert found.overhead_s.sum() == pytest.approx(found.preemptions.sum() * 5.0)
+    assert found.preemptions.sum() > 4
