@@ -271,7 +271,14 @@ def test_variable_only_a_fresh_interpreter_honours_gets_one(zygote: Place) -> No
 
 @pytest.mark.parametrize(
     ("body", "code"),
-    [("print('fine')", 0), ("import sys; sys.exit(3)", 3), ("1 / 0", 1), ("raise SystemExit('word')", 1)],
+    [
+        ("print('fine')", 0),
+        ("import sys; sys.exit(3)", 3),
+        ("exit(3)", 3),
+        ("quit('word')", 1),
+        ("1 / 0", 1),
+        ("raise SystemExit('word')", 1),
+    ],
 )
 @pytest.mark.torch
 def test_exit_code_is_in_the_record_and_in_the_page(either: Place, body: str, code: int) -> None:

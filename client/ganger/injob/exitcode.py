@@ -1,16 +1,18 @@
 """The exit code of a rank, kept in its page for the case that no launcher is there to see it.
 
-Python does not tell exit handlers the code it will end with, so the ways out are watched: uncaught exceptions, sys.exit
-and os._exit. A rank killed by a signal leaves no code; then nobody knows.
+Python does not tell exit handlers the code it will end with, so the ways out are watched: uncaught exceptions,
+sys.exit, exit, quit and os._exit. A SystemExit that the script raises itself is seen only where its first line was run
+by us (see launcher.script), and taken for 0 elsewhere. A rank killed by a signal leaves no code; then nobody knows.
 """
 
 from __future__ import annotations
 
 import atexit
+import builtins
 import os
 import sys
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, Callable, NoReturn
 
 from ganger.injob.page import Page, Word
 
@@ -45,7 +47,21 @@ def watch(page: Page) -> None:
     sys.excepthook = hook
     sys.exit = exit_recorded
     os._exit = exit_at_once
+    _watch_quitter(type(getattr(builtins, "exit", None)))
     atexit.register(record)
+
+
+def _watch_quitter(quitter: Any) -> None:
+    """`exit` and `quit` of the site module raise SystemExit by themselves."""
+    if quitter.__name__ != "Quitter":
+        return  # Python was started without site
+    original: Callable[..., NoReturn] = quitter.__call__
+
+    def quit_recorded(self: object, code: str | int | None = None) -> NoReturn:
+        set_code(code_of(code))
+        original(self, code)
+
+    quitter.__call__ = quit_recorded
 
 
 def code_of(status: object) -> int:
