@@ -6,7 +6,7 @@ import pytest
 from core.drive import Drive, job_of
 from ganger.resources.reasons import Reason
 from ganger_master.core.answers import Approved, Rejected
-from ganger_master.core.commands import CordonNode, ObservedGang, UncordonNode
+from ganger_master.core.commands import CordonNode, DeclareLost, ObservedGang, UncordonNode
 from ganger_master.core.explain import explain
 from ganger_master.core.model import JobState, ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.settings import Settings
@@ -67,6 +67,42 @@ def test_a_node_that_it_cannot_do_without_stays_open_and_its_attempts_are_counte
     failure = drive.job(number).failure
     assert failure is not None
     assert failure.reason == "LAUNCH_FAILED"
+
+
+@pytest.mark.parametrize("kind", [OutcomeKind.UNKNOWN, OutcomeKind.YIELDED, OutcomeKind.FENCED])
+def test_so_are_those_that_end_before_a_step_and_nobody_says_why(kind: OutcomeKind) -> None:
+    drive = Launching(settings=Settings(launch_failures_allowed=2))
+    number = drive.submit(job_of(4))
+
+    def begins_and_ends(*, steps: bool = False) -> None:
+        drive.start(number)
+        if steps:
+            drive.runs(number)
+        drive.observe("n1", drive.ended(number, kind))
+        drive.observe("n1")
+
+    begins_and_ends()
+    begins_and_ends()
+    # By now it can do something, whatever ends it.
+    for _ in range(4):
+        begins_and_ends(steps=True)
+    assert drive.job(number).state is JobState.PENDING
+    begins_and_ends()
+    begins_and_ends()
+    begins_and_ends()
+    assert drive.job(number).state is JobState.FAILED
+
+
+def test_starts_on_nodes_that_are_lost_are_no_failures() -> None:
+    drive = Launching(settings=Settings(launch_failures_allowed=2))
+    number = drive.submit(job_of(4))
+    for _ in range(4):
+        drive.start(number)
+        drive.now += drive.state.settings.session_alive_seconds
+        drive.step(DeclareLost("n1"))
+        drive.join("n1")
+        drive.observe("n1")
+    assert (drive.job(number).state, drive.job(number).launch_failures) == (JobState.PENDING, 0)
 
 
 def test_nodes_that_do_not_serve_are_no_other_place() -> None:

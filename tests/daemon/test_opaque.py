@@ -47,6 +47,19 @@ def test_a_command_that_cannot_be_executed_is_its_own_failure_and_not_the_nodes(
     run(story)
 
 
+@pytest.mark.parametrize("code", [75, 76])
+def test_a_job_that_ends_with_a_code_of_ours_has_failed_like_any_other(code: int) -> None:
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1")
+        command = [sys.executable, "-c", f"raise SystemExit({code})"]
+        await made.master.want("n1", made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), command=command))
+        ended = await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
+        assert (ended.outcome.kind, ended.outcome.exit_code) == (agent_pb2.Outcome.KIND_FAILED, code)
+        assert ended.outcome.message == f"rank 0 exited with code {code}"
+
+    run(story)
+
+
 def test_a_plain_command_runs_at_once_is_paused_by_freezing_and_says_what_it_cannot() -> None:
     async def story(made: Cluster) -> None:
         await made.daemon("n1")

@@ -203,6 +203,8 @@ class ControlPages:
                     first_step=_stepped(progress, mark, rank),
                     hello=progress.hello_time_ns != 0,
                     opaque=bool(progress.capabilities & Capability.OPAQUE),
+                    let_go=0 < progress.reached_seq <= self[rank].get(Word.LEAVE_SEQ),
+                    fenced=self[rank].fenced,
                 )
             )
         return tuple(found)

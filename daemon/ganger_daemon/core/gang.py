@@ -73,6 +73,8 @@ class Rank:
     first_step: bool = False  # a boundary passed since the present RUN order
     hello: bool = False
     opaque: bool = False
+    let_go: bool = False  # what it saved for the order it reached is published: it may end with EXIT_YIELDED
+    fenced: bool = False  # its epoch is over: it is to end with EXIT_FENCED
     exit: Exit | None = None
 
 
@@ -304,12 +306,14 @@ def _controllable(gang: Gang) -> bool:
 
 
 def _first_failure(gang: Gang) -> Rank | None:
-    failed = [rank for rank in gang.ranks if rank.exit is not None and not _is_good(rank.exit)]
+    failed = [rank for rank in gang.ranks if rank.exit is not None and not _is_good(rank, rank.exit)]
     return min(failed, key=lambda rank: (rank.exit.at if rank.exit else 0.0, rank.rank), default=None)
 
 
-def _is_good(ending: Exit) -> bool:
-    return ending.known and ending.signal == 0 and ending.code in (0, EXIT_YIELDED)
+def _is_good(rank: Rank, ending: Exit) -> bool:
+    # the code alone says nothing: a job may use it for something of its own
+    yielded = ending.code == EXIT_YIELDED and rank.let_go
+    return ending.known and ending.signal == 0 and (ending.code == 0 or yielded)
 
 
 def awaits_publication(gang: Gang) -> bool:
@@ -342,7 +346,7 @@ def settle(gang: Gang) -> Outcome:
         return Outcome(OutcomeKind.STOPPED, code, failed.rank)
     if not ending.known and not gang.damage:
         return Outcome(OutcomeKind.UNKNOWN, 0, failed.rank, f"rank {failed.rank} is gone and nobody recorded its exit")
-    if ending.code == EXIT_FENCED and not ending.signal:
+    if ending.code == EXIT_FENCED and not ending.signal and failed.fenced:
         return Outcome(OutcomeKind.FENCED, code, failed.rank, "its epoch was over")
     if ending.code == EXIT_NO_STATE and not ending.signal:
         return Outcome(OutcomeKind.FAILED, code, failed.rank, f"rank {failed.rank} could not restore its state")

@@ -355,7 +355,11 @@ class LocalGang:
             if self.pages.readable:
                 ranks = self.pages.ranks(self._mark)
             else:
-                ranks = tuple(core.Rank(rank, opaque=bool(self.pages.foreign)) for rank in self.part.ranks)
+                # pages that went with the machine's memory do not say any more who was let go
+                is_gone = not self.pages.damage()
+                ranks = tuple(
+                    core.Rank(rank, opaque=bool(self.pages.foreign), let_go=is_gone) for rank in self.part.ranks
+                )
             ranks = tuple(replace(rank, exit=self.deaths.exits.get(rank.rank)) for rank in ranks)
         facts = self._facts(ranks)
         return replace(

@@ -101,7 +101,7 @@ def fail(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
             end(state, job.number, JobState.FAILED, now, failure.message, failure)
             return
     else:
-        failed = job.launch_failures + (outcome.kind is OutcomeKind.LAUNCH_FAILED)
+        failed = job.launch_failures + _is_failed_start(gang, outcome)
         job = replace(job, preemptions=job.preemptions + 1, launch_failures=failed)
         job = launches.note_failure(state, job, gang)
         state.put_job(job)
@@ -177,6 +177,15 @@ def _is_users(outcome: Outcome) -> bool:
         # A command that cannot be executed has an exit code; a node that cannot launch has none.
         return outcome.exit_code != 0
     return outcome.kind in (OutcomeKind.FAILED, OutcomeKind.OUT_OF_MEMORY)
+
+
+def _is_failed_start(gang: Gang, outcome: Outcome) -> bool:
+    """Whether a job that only ever ends like this would be started for ever, and free of charge. Losing a node is not
+    the job's to answer for."""
+    if outcome.kind is OutcomeKind.LAUNCH_FAILED:
+        return True
+    is_explained = outcome.kind not in (OutcomeKind.UNKNOWN, OutcomeKind.FENCED)
+    return not is_explained and not gang.stepped and not any(piece.lost for piece in gang.pieces)
 
 
 def _failure_of(gang: Gang, outcome: Outcome) -> Failure:

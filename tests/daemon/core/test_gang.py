@@ -31,8 +31,10 @@ def resting(rank: int, state: RankState, step: int, sequence: int = 5) -> Rank:
     return Rank(rank, state=state, hello=True, reached_sequence=number(sequence), reached_step=step)
 
 
-def ended(rank: int, code: int = 0, signal: int = 0, known: bool = True, at: float = 0.0) -> Rank:
-    return Rank(rank, hello=True, exit=Exit(code, signal, known, at))
+def ended(
+    rank: int, code: int = 0, signal: int = 0, known: bool = True, at: float = 0.0, let_go: bool = False, **more: bool
+) -> Rank:
+    return Rank(rank, hello=True, let_go=let_go, exit=Exit(code, signal, known, at), **more)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_offload_is_parked_only_when_the_memory_was_seen_free() -> None:
 
 
 def test_a_checkpoint_is_parked_only_when_it_is_published() -> None:
-    ranks = (ended(0, code=75), ended(1, code=75))
+    ranks = (ended(0, code=75, let_go=True), ended(1, code=75, let_go=True))
     assert judge(Gang(SAVE, ranks, launched=True), 1.0).phase is Phase.STOPPING
     parked = judge(Gang(SAVE, ranks, launched=True, published_step=9), 1.0)
     assert (parked.phase, parked.level, parked.stop_step) == (Phase.PARKED, Level.CHECKPOINT, 9)
@@ -87,8 +89,13 @@ def test_a_checkpoint_is_parked_only_when_it_is_published() -> None:
         (RUN, (ended(0, signal=9),), {"out_of_memory": True}, OutcomeKind.OUT_OF_MEMORY),
         (RUN, (ended(0, signal=9),), {}, OutcomeKind.FAILED),
         (RUN, (ended(0, known=False),), {}, OutcomeKind.UNKNOWN),
-        (RUN, (ended(0, code=76),), {}, OutcomeKind.FENCED),
-        (RUN, (ended(0, code=75),), {}, OutcomeKind.YIELDED),
+        (RUN, (ended(0, code=76, fenced=True),), {}, OutcomeKind.FENCED),
+        (RUN, (ended(0, code=75, let_go=True),), {}, OutcomeKind.YIELDED),
+        # codes that a job gave itself, whatever was ordered
+        (RUN, (ended(0, code=76),), {}, OutcomeKind.FAILED),
+        (RUN, (ended(0, code=75),), {}, OutcomeKind.FAILED),
+        (PAUSE, (ended(0, code=75),), {}, OutcomeKind.FAILED),
+        (SAVE, (ended(0, code=75), ended(1, code=75, let_go=True)), {}, OutcomeKind.FAILED),
         (STOP, (ended(0, signal=15),), {"stop_signalled": True}, OutcomeKind.STOPPED),
         (PAUSE, (ended(0, signal=15),), {"escalated": True}, OutcomeKind.ESCALATED),
     ],
@@ -178,6 +185,7 @@ RANKS = st.lists(
         first_step=st.booleans(),
         hello=st.booleans(),
         opaque=st.booleans(),
+        let_go=st.booleans(),
         exit=st.none() | st.builds(Exit, st.integers(0, 80), st.sampled_from([0, 9, 15]), st.booleans()),
     ),
     min_size=1,
