@@ -34,7 +34,7 @@ class Planned(Drive):
         told, gang = live_job_from_wire(scheduling_pb2.LiveJob.FromString(message.SerializeToString()))
         assert (told.shape, told.capabilities, told.spec.priority) == (job.shape, job.capabilities, job.spec.priority)
         clocks = ("create_time", "pending_since", "start_time", "run_seconds", "running_since")
-        assert [getattr(told, name) for name in clocks] == [round(getattr(job, name), 9) for name in clocks]
+        assert [round(getattr(told, name) - getattr(job, name), 9) for name in clocks] == [0.0] * len(clocks)
         return told, gang
 
     def found(self, kept_out: KeptOut = NOBODY, may_stop: bool = True) -> Pass:

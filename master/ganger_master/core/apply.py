@@ -128,6 +128,10 @@ def _session_opened(state: State, event: events.SessionOpened) -> None:
     old = state.nodes.get(request.node)
     if request.configuration_set.name not in state.configuration_sets:
         state.put_configuration_set(request.configuration_set)
+    if old is not None and old.configuration_set != request.configuration_set.name:
+        observation.change_hardware(state, old.name, request.configuration_set.name, event.time, event.cause)
+        # They name devices it had.
+        old = replace(old, device_faults={}, strays=())
     base = old or Node(request.node, request.machine_uuid, request.configuration_set.name, create_time=event.time)
     node = replace(
         base,

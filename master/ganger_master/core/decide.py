@@ -159,8 +159,8 @@ def _open_session(state: State, command: commands.OpenSession, now: float) -> De
         silent = now - state.last_answer.get(command.node, 0.0)
         if silent < state.settings.session_alive_seconds or state.gangs_on.get(command.node):
             text = (
-                f"nodes/{command.node} belongs to another machine ({node.machine_uuid}) that answered {silent:.0f} s "
-                "ago; give this daemon another --node name"
+                f"nodes/{node.name} belongs to another machine ({node.machine_uuid}) that answered {silent:.0f} s ago; "
+                f"give this daemon another --node name, or, if it takes that one's place, `ganger lost {node.name}`"
             )
             return Decision((), Refused("NODE_NAME_TAKEN", text, {"node": f"nodes/{command.node}"}))
     wanted = command.configuration_set
@@ -171,9 +171,10 @@ def _open_session(state: State, command: commands.OpenSession, now: float) -> De
     if not _is_possible(wanted):
         text = f"configuration set {wanted.name!r}: at most {_DEVICES_LIMIT} devices, all groups of these, and a socket"
         return Decision((), Refused("CONFIGURATION_SET_MISMATCH", text, {"configuration_set": wanted.name}))
-    if node is not None and node.configuration_set != wanted.name and state.gangs_on.get(command.node):
-        text = f"nodes/{command.node} has gangs and belonged to {node.configuration_set!r}; let them end first"
-        return Decision((), Refused("CONFIGURATION_SET_MISMATCH", text, {"node": f"nodes/{command.node}"}))
+    if node is not None and node.configuration_set != wanted.name:
+        refused = _check_hardware(state, node, command)
+        if refused is not None:
+            return Decision((), refused)
     token = state.counters.storage_token
     if command.storage_token and token and command.storage_token != token:
         text = "the storage directory belongs to another cluster; mount the right one or correct --storage"
@@ -181,6 +182,23 @@ def _open_session(state: State, command: commands.OpenSession, now: float) -> De
     session = f"{command.node}-{state.counters.next_session}"
     event = events.SessionOpened(now, f"daemon:{command.node}", command, session)
     return Decision((event,), SessionAnswer(command.node, session))
+
+
+def _check_hardware(state: State, node: Node, command: commands.OpenSession) -> Refused | None:
+    """Other hardware is that of a machine with nothing on it: claims name devices and sockets by their numbers."""
+    if node.boot_id and command.boot_id and node.boot_id != command.boot_id:
+        # Nothing outlives a boot.
+        return None
+    there = state.gangs_there(node.name)
+    if not there:
+        return None
+    jobs = ", ".join(dict.fromkeys(f"jobs/{gang.job}" for gang in there))
+    was, wanted = node.configuration_set, command.configuration_set.name
+    text = (
+        f"nodes/{node.name} has something of {jobs} and was {was!r}, now it says {wanted!r}: start its daemon as "
+        f"before, boot the machine, or `ganger lost {node.name}`, and they go on elsewhere"
+    )
+    return Refused("CONFIGURATION_SET_MISMATCH", text, {"node": f"nodes/{node.name}", "job": f"jobs/{there[0].job}"})
 
 
 _DEVICES_LIMIT: Final = 64
@@ -261,9 +279,7 @@ def _remove_node(state: State, command: commands.RemoveNode, now: float) -> Deci
     refused = None if node.lost else _check_silent(state, node, now)
     if refused is not None:
         return Decision((), refused)
-    gangs = [state.gangs[epoch] for epoch in state.gangs_on.get(node.name, ())]
-    # What was there when the node was lost is gone for its job.
-    there = [gang for gang in gangs if any(piece.claim.node == node.name and not piece.gone for piece in gang.pieces)]
+    there = state.gangs_there(node.name)
     if there:
         text = (
             f"jobs/{there[0].job} has a gang on nodes/{node.name}: drain the node and wait, or declare it lost if it "

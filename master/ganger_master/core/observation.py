@@ -98,13 +98,26 @@ def lose(state: State, name: str, now: float, cause: str, reason: str) -> None:
     """Counts every part on the node as gone for its job; what it held stays held until the node says otherwise."""
     node = state.nodes[name]
     state.put_node(replace(node, lost=True, heard=False, session="", state_reason=reason))
-    outcome = Outcome(OutcomeKind.UNKNOWN, message=f"nodes/{name} is lost: {reason}")
+    _lose_parts(state, name, f"nodes/{name} is lost: {reason}")
+    state.history(now, f"nodes/{name}", "node_lost", cause, reason)
+
+
+def change_hardware(state: State, name: str, wanted: str, now: float, cause: str) -> None:
+    """The machine comes back as another: nothing of what was there is left, so nothing is held. What all the same is
+    found there is stopped as that of any node that was taken for lost."""
+    reason = f"was {state.nodes[name].configuration_set!r}, came back as {wanted!r}"
+    _lose_parts(state, name, f"nodes/{name} {reason}")
+    give_up(state, name)
+    state.history(now, f"nodes/{name}", "node_changed", cause, reason)
+
+
+def _lose_parts(state: State, name: str, message: str) -> None:
+    outcome = Outcome(OutcomeKind.UNKNOWN, message=message)
     for epoch in sorted(state.gangs_on.get(name, ())):
         gang = state.gangs[epoch]
         piece = gang.piece(name)
         if piece is not None and not piece.gone:
             state.put_gang(_with_piece(gang, replace(piece, gone=True, lost=True, outcome=outcome)))
-    state.history(now, f"nodes/{name}", "node_lost", cause, reason)
 
 
 def give_up(state: State, name: str) -> None:

@@ -350,6 +350,11 @@ class State:
         held = [self.gangs[epoch].pieces[place].held for epoch, place in places]
         return [claim for claim in held if claim is not None]
 
+    def gangs_there(self, node: str) -> list[Gang]:
+        """Those that may have something on a node, by epoch; what was there when it was lost is gone for its job."""
+        places = self.gangs_on.get(node, {}).items()
+        return [self.gangs[epoch] for epoch, place in places if not self.gangs[epoch].pieces[place].gone]
+
     def affinity_of(self, node: str) -> int:
         """Devices of the gangs that live on a node, by its oldest one; zero when it is idle."""
         for epoch, place in self.gangs_on.get(node, {}).items():
@@ -424,15 +429,17 @@ class State:
         row = row_of(node, topology, held, affinity)
         view = self.view
         slot = view.slots.get(name)
-        was_free = view.free[slot].bit_count() if slot is not None and view.available[slot] else 0
-        was_available = slot is not None and view.available[slot]
+        was_free = was_devices = 0
+        if slot is not None and view.available[slot]:
+            # It may have been other hardware.
+            was_free, was_devices = view.free[slot].bit_count(), view.topologies[slot].devices
         in_service = topology.all_mask
         for device in node.device_faults:
             in_service &= ~(1 << device)
         if not view.put(row, in_service):
             return False
         self._note_free(was_free, row.free_mask.bit_count() if row.available else 0)
-        self.devices += topology.devices * (row.available - was_available)
+        self.devices += (topology.devices if row.available else 0) - was_devices
         self._note_view()
         return True
 
