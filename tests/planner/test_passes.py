@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from core.drive import GIB, Drive, job_of
 from ganger.placement.candidates import candidates
 from ganger.resources.reasons import Reason, Refusal
@@ -11,13 +12,16 @@ from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import Change, ProposePlan, ResumeJob, SuspendJob
 from ganger_master.core.model import Capabilities, Gang, Job, JobSpec, JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.settings import Settings
+from ganger_master.planner.passes import plan_by
 from ganger_master.planner.refused import NOBODY, KeptOut, Refused
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass, plan
+from ganger_master.planner.target import Pass, nodes_for
 from ganger_master.planner.totals import capacity_of
 from ganger_master.policies import policy_named
+from ganger_master.policies.order.aging import WEEK_S
 from ganger_master.policies.room import Room
 from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
+from kit.clusters import cluster, gang, idle_row, server
 from msgspec.structs import replace
 
 
@@ -44,9 +48,8 @@ class Planned(Drive):
         view = self.state.view.copy()
         rows = [replace(row, version=0) for row in view.rows()]
         capacity = capacity_of(view, table)
-        found = plan(
-            self.policy.order, self.policy.placement, table, self.now, capacity, Room(view), may_stop, kept_out=kept_out
-        )
+        order = self.policy.aging_order
+        found = plan_by(self.policy, order, table, self.now, capacity, Room(view), may_stop, kept_out=kept_out)
         assert rows == [replace(row, version=0) for row in view.rows()], "the view is left as it was"
         return found
 
@@ -185,6 +188,35 @@ def test_who_finds_no_place_whoever_is_stopped_keeps_nobody_from_what_is_free() 
         assert [change.number for change in drive.found(refused.at(drive.now), may_stop).changes] == [other]
         drive.now += 5.0
     assert drive.found(may_stop=False).unplaced == set(), "it is not known that stopping others would not help"
+
+
+@pytest.mark.parametrize(
+    "policy", ["fifo-backfill+best-fit", "fifo-backfill+proportional", "tetris", "tetris-cos", "las"]
+)
+def test_a_gang_that_waits_too_long_for_one_node_has_what_gets_free_kept_for_it(policy: str) -> None:
+    drive = Planned(nodes=2, policy=policy)
+    drive.running(job_of(3))
+    drive.running(job_of(3))
+    for number in drive.state.live:
+        # Nobody can be stopped for it.
+        drive.state.put_job(replace(drive.job(number), capabilities=Capabilities(known=True)))
+    wide = drive.submit(replace(job_of(2), locality=Locality(widest=Level.NODE)))
+    small = drive.submit(replace(job_of(1), preemptible=False))
+    assert [change.number for change in drive.found().changes] == [small]
+    drive.now += WEEK_S
+    found = drive.found()
+    assert (found.changes, found.line.tolist()) == ((), [wide, small])
+    assert found.unplaced == frozenset(), "a planner that left it out for a while would let others pass"
+    # As if the nodes on which two could be had left: nobody waits for what will not come.
+    assert [change.number for change in drive.found(KeptOut(nodes={wide: frozenset({"n1", "n2"})})).changes] == [small]
+
+
+def test_a_gang_that_waits_too_long_has_nothing_kept_where_it_could_not_be() -> None:
+    view = cluster(2, server(device_type="A100"))
+    view.put_configuration_set(server(device_type="V100"))
+    view.put(idle_row("other", server(device_type="V100")))
+    assert nodes_for(view, gang(4, device_type="V100")) == {"other"}
+    assert nodes_for(view, gang(4)) == nodes_for(view, gang(0, device_type="V100")) == {"s0", "s1", "other"}
 
 
 def test_devices_are_counted_where_gangs_can_have_them() -> None:

@@ -54,6 +54,7 @@ from ganger_master.policies.order import Order, ranked
 from ganger_master.policies.place import Placement
 from ganger_master.policies.place.placement import Claims
 from ganger_master.policies.room import Room
+from ganger_master.policies.selection import guarded
 
 
 def plan_optimus(
@@ -111,6 +112,7 @@ def plan_optimus(
         facts.number[line[wanting.waiting[line]]],
         wanting.waiting,
         gpus > 0,
+        *guarded(order, facts, capacity.gpus),
         # Speeds are measured and losses fall all the time: whoever could have another size is weighed once more as soon
         # as somebody may be stopped for it.
         now if wanting.may_change_later else math.inf,

@@ -54,7 +54,7 @@ def plan_by(
         from ganger_master.planner.tetris import plan_tetris
 
         oracle = remaining_s if policy.order.knows_durations else None
-        return plan_tetris(policy.tetris, table, now, capacity, room, oracle, kept_out)
+        return plan_tetris(policy.tetris, order, table, now, capacity, room, oracle, kept_out)
     if policy.tuning is not None:
         from ganger_master.planner.tuned import plan_tuned
         from ganger_master.policies.tune.known import NOTHING

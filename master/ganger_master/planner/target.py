@@ -5,7 +5,8 @@ placed in order: into what is free, else into what would be free without those w
 where they are in the way. Who finds no place even so has a hole made by stopping those that rank lower, as few GPUs of
 them as will do: else a large gang would wait for ever behind fragments. Under an order that regroups others make room
 first, whoever they are, if they find places elsewhere, where they start in a later pass. What somebody has to leave
-first waits for a later pass, too, and nobody who ranks lower starts there meanwhile. The pass remembers nothing.
+first waits for a later pass, too, and nobody who ranks lower starts there meanwhile. Where somebody who has waited too
+long could be, nobody takes what gets free who could not be stopped for it again. The pass remembers nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from operator import ge
 import numpy as np
 from ganger.placement.candidates import widest_now
 from ganger.resources.values import Claim, GangShape
+from ganger.resources.view import View
 from msgspec.structs import replace as replace_of
 
 from ganger_master.core.commands import Change
@@ -32,7 +34,7 @@ from ganger_master.policies.introspect.hole import Hole, Movable, Movables, hole
 from ganger_master.policies.order import Order, next_change_s, ranked
 from ganger_master.policies.place import Placement, Want
 from ganger_master.policies.room import Room
-from ganger_master.policies.selection import selected
+from ganger_master.policies.selection import guarded, selected
 
 Claims = tuple[Claim, ...]
 
@@ -66,7 +68,8 @@ NOTHING_TO_DO = Pass()
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
     """Who should run, by counts. `line`: positions of all who may, first job first; `told`: numbers of all who wait, in
-    the same order. The rest is by position; `changes_at` as `Pass.next_change_s`."""
+    the same order. The rest is by position; `overdue` and `passing` as `selection.guarded` has them, `changes_at` as
+    `Pass.next_change_s`."""
 
     rows: Integers
     facts: Facts
@@ -75,6 +78,8 @@ class Choice:
     # Could be started.
     waiting: Flags
     is_chosen: Flags
+    overdue: Flags
+    passing: Flags
     changes_at: float
 
 
@@ -103,7 +108,7 @@ def choose(
     changes_at = next_change_s(order, facts, now)
     is_chosen = np.zeros(len(rows), bool)
     is_chosen[selected(order, facts, line, capacity.gpus)] = True
-    return Choice(rows, facts, line, told, waiting, is_chosen, changes_at)
+    return Choice(rows, facts, line, told, waiting, is_chosen, *guarded(order, facts, capacity.gpus), changes_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +206,9 @@ def carried_out(
     room.refresh()
     fitting = _Fitting(placement, room, table, now, kept_out, terms)
     fitting.stop(resized)
+    if choice.overdue.any():
+        numbers = choice.facts.number
+        fitting.keep_for(set(numbers[choice.overdue & waiting].tolist()), set(numbers[choice.passing].tolist()))
     if going is None:
         going = _gangs(table, rows, np.flatnonzero(table.is_going(rows)))
     going = [*going, *resized]
@@ -220,6 +228,7 @@ def carried_out(
         unplaced = frozenset(job.number for job in left)
         follow = tuple([job.number for job in crowded if job.number not in unplaced])
     fitting.undo()
+    unplaced -= fitting.waited_for
     return Pass(fitting.changes, True, choice.changes_at, choice.told, unplaced, follow)
 
 
@@ -327,6 +336,12 @@ class _Fitting:
         self._done: list[tuple[Claims, list[int] | None]] = []
         # Nodes where pieces are somebody's who leaves, or are kept for somebody.
         self._busy: set[str] = set()
+        # By number: who has waited too long, and who may start past them; those of the former who are waited for, and
+        # the nodes where they could be.
+        self._overdue: Set[int] = frozenset()
+        self._passing: Set[int] = frozenset()
+        self.waited_for: set[int] = set()
+        self._kept: frozenset[str] = _NOWHERE
 
     @property
     def _room(self) -> Room:
@@ -348,6 +363,10 @@ class _Fitting:
     def stop(self, gangs: Iterable[tuple[Job, Gang]]) -> None:
         self._stops += [Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT) for job, _ in gangs]
 
+    def keep_for(self, overdue: Set[int], passing: Set[int]) -> None:
+        """Once one of the `overdue` finds no room only the `passing` start where it could be."""
+        self._overdue, self._passing = overdue, passing
+
     def starts_all(self, jobs: Iterable[Job]) -> bool:
         """Whether all of them find room; if so, they start."""
         for job in jobs:
@@ -365,12 +384,18 @@ class _Fitting:
         avoid = frozenset(self._busy) if beside_others else _NOWHERE
         crowded = []
         vain: set[GangShape] = set()
+        held_up: set[GangShape] = set()
         kept: set[GangShape] = set()
         most_kept = _MOST_KEPT if going else 0
         for job in jobs:
-            claims = self._hold(job, avoid, vain)
+            is_held_up = bool(self._kept) and job.number not in self._passing
+            claims = self._hold(job, avoid | self._kept, held_up) if is_held_up else self._hold(job, avoid, vain)
             if claims is not None:
                 self._starts.append(Change(job.number, job.revision, "START", claims))
+                continue
+            if job.number in self._overdue:
+                self._wait_for(job)
+            elif is_held_up:
                 continue
             crowded.append(job)
             # Whoever is like one before it comes after it.
@@ -460,13 +485,23 @@ class _Fitting:
 
     def _comes_to(self, job: Job, going: Iterable[tuple[Job, Gang]], avoid: frozenset[str]) -> frozenset[str]:
         """The nodes where a job will be once those have gone who were told to; none if that is not enough."""
+        return self._would_be(job, [_held(gang) for _, gang in going], avoid)
+
+    def _would_be(self, job: Job, given: Iterable[Claims], avoid: frozenset[str]) -> frozenset[str]:
+        """The nodes where a job would be if these were given back; none if that is not enough."""
         self._see()
         done = len(self._done)
-        for _, gang in going:
-            self._give(_held(gang))
+        for back in given:
+            self._give(back)
         claims = self._hold(job, avoid, set())
         self.undo(done)
         return frozenset(claim.node for claim in claims or ())
+
+    def _wait_for(self, job: Job) -> None:
+        """Keeps what gets free where a job could be, if it would be somewhere once all who run are gone."""
+        if self._would_be(job, held_by_all(self._table, self._terms.held), _NOWHERE):
+            self.waited_for.add(job.number)
+            self._kept |= nodes_for(self._room.view, self._terms.shape(job))
 
     def _waited(self, job: Job) -> float:
         return max(0.0, self._now - job.pending_since)
@@ -522,3 +557,17 @@ _NOWHERE: frozenset[str] = frozenset()
 
 def _held(gang: Gang) -> Claims:
     return tuple([piece.held for piece in gang.pieces if piece.held is not None])
+
+
+def held_by_all(table: LiveTable, held: Callable[[Gang], Claims] = _held) -> list[Claims]:
+    """What everybody holds who runs, which counts as `held`, or is giving it back."""
+    rows = np.arange(len(table.jobs))
+    going = _gangs(table, rows, rows[table.is_going(rows)])
+    return [*[held(gang) for _, gang in table.running], *[_held(gang) for _, gang in going]]
+
+
+def nodes_for(view: View, shape: GangShape) -> frozenset[str]:
+    """Where pieces of such a gang could be, whoever is there now."""
+    kind = shape.device_type if all(role.shape.gpus for role in shape.roles) else ""
+    there = zip(view.nodes, view.topologies, strict=True)
+    return frozenset(name for name, topology in there if name and kind in ("", topology.configuration_set.device_type))

@@ -3,23 +3,34 @@
 Grandl et al., SIGCOMM 2014: alignment, less eps times the remaining work, among those furthest below their fair
 share. Its authors estimate durations from earlier runs of the same job: so does this one where no oracle tells them
 (`models.service`).
+
+Whoever has waited too long (`order.aging`) goes before all of that, in order; while one of them finds no place only
+those of a higher priority start where it could be. The paper bounds no wait: a gang that needs many places free at
+once would never start among jobs that need one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from ganger.resources.values import GangShape
 
 from ganger_master.core.commands import Change
+from ganger_master.core.model import Job
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass
+from ganger_master.planner.target import Pass, held_by_all, nodes_for
 from ganger_master.policies.facts import Capacity, Facts, Floats, Integers
+from ganger_master.policies.introspect.whatif import WhatIf
+from ganger_master.policies.order import Order, next_change_s, ranked
 from ganger_master.policies.order.ftf import expected_s
-from ganger_master.policies.place.tetris_gangs import tetris_gangs
+from ganger_master.policies.place import Placement, Want
+from ganger_master.policies.place.placement import Claims
+from ganger_master.policies.place.tetris_gangs import placement_by, tetris_gangs
 from ganger_master.policies.place.tetris_pass import Knobs
 from ganger_master.policies.room import Room
+from ganger_master.policies.selection import guarded
 
 # Who came first of those who wait: the others wait longer, so that a pass has a bound.
 _MOST_WEIGHED = 1_000
@@ -27,6 +38,7 @@ _MOST_WEIGHED = 1_000
 
 def plan_tetris(
     knobs: Knobs,
+    order: Order,
     table: LiveTable,
     now: float,
     capacity: Capacity,
@@ -34,8 +46,8 @@ def plan_tetris(
     remaining_s: Callable[[Integers], Floats] | None = None,
     kept_out: KeptOut = NOBODY,
 ) -> Pass:
-    """The starts to propose now; `room` is left as it is. Whom the master would not have on some nodes (`kept_out`) is
-    left out altogether for that time."""
+    """The starts to propose now; `room` is left as it is. `order` says who has waited too long. Whom the master would
+    not have on some nodes (`kept_out`) is left out altogether for that time."""
     if not table.has_waiting:
         return Pass()
     asks = knobs.srtf_weight > 0.0
@@ -44,24 +56,72 @@ def plan_tetris(
     if asks:
         left = expected_s(facts) if remaining_s is None else remaining_s(facts.number)
         work = _demand(facts, capacity) * left
-    line = np.flatnonzero(table.is_waiting(rows))
-    line = line[np.lexsort((facts.number[line], facts.arrival_s[line], -facts.priority[line]))]
+    line = ranked(order, facts, now, capacity)
+    line = line[table.is_waiting(rows)[line]]
     refused = [*kept_out.not_started, *kept_out.nodes]
     waiting = line[~np.isin(facts.number[line], refused)][:_MOST_WEIGHED] if refused else line[:_MOST_WEIGHED]
-    jobs = [table.jobs[row] for row in rows[waiting].tolist()]
-    gangs = [job for job in jobs if job is not None]
+    overdue, _ = guarded(order, facts, capacity.gpus)
+    jobs = [job for row in rows[waiting].tolist() if (job := table.jobs[row]) is not None]
     room.refresh()
-    chosen = tetris_gangs(
-        room,
-        [job.shape for job in gangs],
-        work[waiting],
-        _shares(facts, capacity)[waiting],
-        knobs,
-    )
-    for _, claims in reversed(chosen):
-        room.give(claims)
-    starts = tuple([Change(gangs[at].number, gangs[at].revision, "START", claims) for at, claims in chosen])
-    return Pass(starts, waits=len(starts) < len(gangs), line=facts.number[line])
+    starting = _Starting(knobs, jobs, table, room)
+    work, shares = work[waiting], _shares(facts, capacity)[waiting]
+    ahead, behind = starting.overdue(np.flatnonzero(overdue[waiting]))
+    starting.best(ahead, work, shares)
+    with room.without(starting.kept):
+        starting.best(behind, work, shares)
+    starts = starting.undone()
+    return Pass(starts, len(starts) < len(jobs), next_change_s(order, facts, now), facts.number[line])
+
+
+class _Starting:
+    """Which of the jobs that wait, first one first, start; taken in the room until that is undone."""
+
+    def __init__(self, knobs: Knobs, jobs: Sequence[Job], table: LiveTable, room: Room) -> None:
+        self._knobs, self._jobs, self._table = knobs, jobs, table
+        self._room = room
+        self._found: list[tuple[int, Claims]] = []
+        # Where those could be who have waited too long and find no place.
+        self.kept = frozenset[str]()
+
+    def overdue(self, overdue: Integers) -> tuple[Integers, Integers]:
+        """Starts who has waited too long, by position, in order; of the others those ahead of the first of them who
+        finds no place, and those behind."""
+        placement, room = placement_by(self._knobs), self._room
+        count = len(self._jobs)
+        first = count
+        for at in overdue.tolist():
+            shape = self._jobs[at].shape
+            claims = placement.place(room, shape, Want(avoid=self.kept))
+            if claims is not None:
+                room.take(claims)
+                self._found.append((at, claims))
+            elif self._would_fit(placement, shape):
+                first = min(first, at)
+                self.kept |= nodes_for(room.view, shape)
+        others = np.setdiff1d(np.arange(count), overdue)
+        return others[others < first], others[others > first]
+
+    def best(self, positions: Integers, work: Floats, shares: Floats) -> None:
+        """Starts those of them who lie best along what is free; the amounts are of all who wait."""
+        shapes = [self._jobs[at].shape for at in positions.tolist()]
+        for at, claims in tetris_gangs(self._room, shapes, work[positions], shares[positions], self._knobs):
+            self._found.append((int(positions[at]), claims))
+
+    def undone(self) -> tuple[Change, ...]:
+        """The starts, in the order in which they were found; the room is as it was."""
+        for _, claims in reversed(self._found):
+            self._room.give(claims)
+        jobs = self._jobs
+        return tuple([Change(jobs[at].number, jobs[at].revision, "START", claims) for at, claims in self._found])
+
+    def _would_fit(self, placement: Placement, shape: GangShape) -> bool:
+        """Once all who run are gone."""
+        what_if = WhatIf(self._room)
+        for claims in held_by_all(self._table):
+            what_if.give(claims)
+        found = placement.place(self._room, shape)
+        what_if.undo()
+        return found is not None
 
 
 def _demand(facts: Facts, capacity: Capacity) -> Floats:

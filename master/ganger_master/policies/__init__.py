@@ -54,8 +54,9 @@ class Policy:
 
     @property
     def aging_order(self) -> Order:
-        """The order, changed so that nobody waits for ever: what a planner goes by."""
-        return with_aging(self.order) if self.order.preempts else self.order
+        """The order, changed so that nobody waits for ever: what a planner goes by. Where nobody passes anybody no wait
+        need be bounded."""
+        return self.order if self.order.is_strict else with_aging(self.order)
 
     @property
     def protects_all(self) -> bool:

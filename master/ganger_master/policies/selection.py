@@ -16,9 +16,17 @@ def selected(order: Order, facts: Facts, line: Integers, free: int) -> Integers:
     stays = facts.is_running & ~may_stop
     if order.overdue is None:
         return chosen(line, facts.gpus, free, order.is_strict, stays)
+    overdue, passing = guarded(order, facts, free)
+    return chosen(line, facts.gpus, free, order.is_strict, stays, overdue, passing)
+
+
+def guarded(order: Order, facts: Facts, free: int) -> tuple[Flags, Flags]:
+    """By position: who is overdue, with `free` GPUs in all, and who may start past such a one all the same, because it
+    can be stopped for it again."""
+    nobody = np.zeros(len(facts), bool)
     # What fits into no empty cluster is waited for by nobody.
-    overdue = order.overdue(facts, free) & (facts.gpus <= free)
-    return chosen(line, facts.gpus, free, order.is_strict, stays, overdue, may_stop & ~overdue)
+    overdue = nobody if order.overdue is None else order.overdue(facts, free) & (facts.gpus <= free)
+    return overdue, (facts.is_preemptible if order.preempts else nobody) & ~overdue
 
 
 def chosen(

@@ -15,7 +15,7 @@ from ganger.resources.values import Claim, GangShape
 
 from ganger_master.policies.facts import Floats
 from ganger_master.policies.place.alignment import Alignment, within_fairness
-from ganger_master.policies.place.placement import Claims
+from ganger_master.policies.place.placement import Claims, Placement
 from ganger_master.policies.place.tetris import TETRIS, TETRIS_COS
 from ganger_master.policies.place.tetris_pass import DIGITS, Knobs
 from ganger_master.policies.room import Room
@@ -36,7 +36,7 @@ def tetris_gangs(
     free only gets less in a pass, and with it every alignment by the dot product; so a gang is placed again only when
     it comes up, and goes if no other could beat it still. Ties go to the gang that came first.
     """
-    placement = TETRIS_COS if knobs.alignment is Alignment.COSINE else TETRIS
+    placement = placement_by(knobs)
     allowed = within_fairness(shares, np.ones(len(gangs), np.bool_), knobs.fairness)
     aligned: dict[int, float] = {}
     # Nothing is taken yet: gangs alike have the same place.
@@ -65,6 +65,11 @@ def tetris_gangs(
         room.take(claims)
         chosen.append((job, claims))
     return chosen
+
+
+def placement_by(knobs: Knobs) -> Placement:
+    """Of one gang alone."""
+    return TETRIS_COS if knobs.alignment is Alignment.COSINE else TETRIS
 
 
 def alignment_of(room: Room, claims: Claims, kind: Alignment) -> float:

@@ -1,0 +1,47 @@
+"""Nobody waits for ever: a gang of the whole cluster starts soon after a week though jobs of one GPU keep coming."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ganger_master.policies.order.aging import WEEK_S
+from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.run import simulate
+from ganger_master.sim.traces.servers import servers_from_flags
+from ganger_master.sim.traces.workload import Workload, workload
+
+DAY_S, EVERY_S = 86_400.0, 3_600.0
+SERVERS = servers_from_flags(nodes=2, gpus_per_node=4)
+
+
+def stream(days: int) -> Workload:
+    """Small jobs that offer 0.83 of the cluster from the first to the last hour, and one large gang."""
+    dice = np.random.default_rng(3)
+    count = int(days * DAY_S / EVERY_S)
+    names = ["large", *[f"small-{number}" for number in range(count)]]
+    return workload(
+        names,
+        [DAY_S, *(EVERY_S * np.arange(count))],
+        [8, *[1] * count],
+        [3_600.0, *dice.exponential(0.83 * SERVERS.gpus * EVERY_S, count)],
+    )
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["fifo-backfill", "tetris", "tetris-cos", "tetris-oracle", "las"]
+    + [f"fifo-backfill+{part}" for part in ("best-fit", "proportional", "elastic", "defrag")],
+)
+def test_a_gang_of_the_whole_cluster_starts_though_small_jobs_keep_coming(policy: str) -> None:
+    jobs = stream(12)
+    large = simulate(jobs, SERVERS, policy, Options()).outcomes.take(np.array([jobs.job_ids.index("large")]))
+    # Those that run by then end first.
+    assert large.start_delay_s[0] < WEEK_S + DAY_S
+
+
+@pytest.mark.parametrize("policy", ["fifo-backfill", "tetris", "tetris-cos"])
+def test_as_other_simulators_have_it_the_gang_waits_until_nobody_comes_any_more(policy: str) -> None:
+    """So the test above can fail."""
+    jobs = stream(12)
+    run = simulate(jobs, SERVERS, policy, Options(ideal=True))
+    assert run.outcomes.start_delay_s[jobs.job_ids.index("large")] > 10 * DAY_S
