@@ -8,12 +8,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from core.drive import Drive
 from core.test_taking_turns import Turns
 from ganger.resources.values import Role, TaskShape
 from ganger.wire.errors import Internal, NotReady
 from ganger_master.core import machine
 from ganger_master.core.answers import JobAnswer, Refused
-from ganger_master.core.commands import CancelJob, SubmitJob
+from ganger_master.core.commands import CancelJob, SubmitJob, Tick
 from ganger_master.core.model import JobSpec, JobState
 from ganger_master.core.settings import Settings
 from ganger_master.runtime.writer import Writer
@@ -61,7 +62,8 @@ def run(story: Coroutine[Any, Any, None]) -> None:
 
 
 async def started(store: MemoryStore) -> Writer:
-    writer = Writer(store, Settings(), Clock())
+    clock = Clock()
+    writer = Writer(store, Settings(), clock, steady=clock)
     await writer.start()
     return writer
 
@@ -139,6 +141,41 @@ def test_master_that_starts_shows_every_element_that_its_store_holds() -> None:
         assert (shown.jobs, shown.gangs) == (kept.jobs, kept.gangs)
         assert shown.configuration_sets == kept.configuration_sets
         assert list(shown.nodes) == list(kept.nodes)
+        await writer.close()
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("passed", "set_by"),
+    [(0.0, 7_200.0), (0.0, -7_200.0), (7_200.0, 0.0)],
+    ids=["set forward", "set back", "stood still"],
+)
+def test_master_whose_clock_was_set_or_that_stood_still_gives_no_node_up_for_it(passed: float, set_by: float) -> None:
+    drive = Drive()
+    store, changes = MemoryStore(), drive.state.take_changes()
+    store.commit(Codec().batch(changes.puts, changes.removes, ()))
+
+    async def story() -> None:
+        wall, steady = Clock(), Clock()
+        writer = Writer(store, Settings(), wall, steady=steady)
+        await writer.start()
+        assert await writer.submit(submission(1)) == JobAnswer(1)
+        (turn,) = writer.state.turns
+        wall.now += passed + set_by
+        steady.now += passed
+        # Whoever comes first, be it the alarm that was set for the node.
+        await writer.submit(Tick())
+        assert not writer.state.nodes["n1"].lost
+        assert writer.state.last_answer == {"n1": wall.now}
+        assert turn not in writer.state.turns
+        assert writer.state.turns, "its job has another turn, by the new clock"
+        # From here on silence is the node's own.
+        for _ in range(35):
+            wall.now += 20.0
+            steady.now += 20.0
+            await writer.submit(Tick())
+        assert writer.state.nodes["n1"].lost
         await writer.close()
 
     run(story())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from ganger.resources.topology import parse_topology
 from ganger.resources.values import Level, Locality, Role, TaskShape
@@ -17,9 +19,9 @@ _GIB = 1 << 30
 SERVER = parse_topology("2x2", name="v4", millicores=16_000, memory_bytes=64 * _GIB, device_memory_bytes=2 * _GIB)
 
 
-def run(seed: int, jobs: int, seconds: float) -> Cluster:
-    """A storm drawn from the seed, users who meddle, then everything heals and every job must end."""
-    storm = faults.storm(Engine(seed))
+def run(seed: int, jobs: int, seconds: float, **more: float) -> Cluster:
+    """A storm drawn from the seed, and `more` faults; users who meddle, then everything heals and every job must end."""
+    storm = dataclasses.replace(faults.storm(Engine(seed)), **more)
     nodes = [(name, SERVER) for name in ("n1", "n2", "n3")]
     cluster = Cluster(seed, nodes, Settings(lost_after_seconds=60.0), storm)
     dice = cluster.engine.random
@@ -95,6 +97,11 @@ def test_long_storms_over_jobs_that_change_their_size_break_no_rule_and_every_jo
 @pytest.mark.parametrize("seed", range(60))
 def test_a_short_storm_breaks_no_rule_and_every_job_ends(seed: int) -> None:
     run(seed, jobs=6, seconds=150.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_storm_in_which_the_clock_of_the_master_is_set_breaks_no_rule_and_every_job_ends(seed: int) -> None:
+    run(seed, jobs=6, seconds=150.0, clock_set_seconds=20.0, clock_jump_seconds=3_600.0)
 
 
 @pytest.mark.chaos

@@ -19,6 +19,7 @@ from ganger_master.core import (
     orders,
     queue,
     sharing,
+    standstill,
     worlds,
 )
 from ganger_master.core.events import Event
@@ -219,6 +220,8 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
     now = event.time
     # The wake-up that was asked for has come: the next one is to be said again, even if it is the same instant.
     state.wake_at = None
+    if event.set_by or event.stood_still:
+        standstill.forgive(state, now, event.set_by)
     for number in list(state.running_limited):
         job = state.jobs[number]
         limit = job.spec.time_limit_seconds

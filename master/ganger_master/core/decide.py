@@ -307,7 +307,7 @@ def _claim_turns(state: State, command: commands.ClaimTurns, now: float) -> Deci
 
 
 def _tick(state: State, command: commands.Tick, now: float) -> Decision:
-    return Decision((events.TimePassed(now),), Done())
+    return Decision((events.TimePassed(now, set_by=command.set_by, stood_still=command.stood_still),), Done())
 
 
 def _with_cores(state: State, claim: Claim, millicores: int) -> Claim:

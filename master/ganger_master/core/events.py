@@ -235,8 +235,12 @@ class ChangeJudged(Struct, frozen=True, gc=False):
 
 
 class TimePassed(Struct, frozen=True, gc=False):
+    """`set_by`: so much of it did not, for the clock was set, forward or back."""
+
     time: float
     cause: str = "clock"
+    set_by: float = 0.0
+    stood_still: bool = False
 
 
 Event: TypeAlias = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -27,6 +28,7 @@ from ganger_master.core.desired import desired_of
 from ganger_master.core.effects import Effects
 from ganger_master.core.restoring import restored
 from ganger_master.core.settings import Settings
+from ganger_master.core.standstill import Look, noticed
 from ganger_master.core.state import State
 from ganger_master.core.waiting import Turn
 from ganger_master.runtime import failpoints
@@ -48,6 +50,8 @@ _RELOAD_SECONDS: Final = (0.1, 0.5, 2.0, 5.0)
 # So many errors of the core within so many seconds, and the master ends: starting over does not cure it.
 _MOST_CRASHES: Final = 5
 _CRASHES_SECONDS: Final = 60.0
+# So often the clocks are looked at where nothing else happens.
+_LOOK_SECONDS: Final = 5.0
 # What an operator would act on; the rest is in the history.
 _WORTH_SAYING: Final = frozenset(
     {"node_ready", "node_lost", "node_changed", "node_removed", "node_draining", "node_cordoned", "job_failed"}
@@ -85,8 +89,14 @@ class _Sealed:
         return any(entry.kind in _MOVE_COMMITTED for entry in self.effects.history)
 
 
+def steady() -> float:
+    """Seconds since boot, those included in which the machine slept; nobody sets this clock."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class Writer:
-    """Owns the state. All methods belong to one event loop."""
+    """Owns the state. All methods belong to one event loop. `clock` is the one that people set, `steady` only ever goes
+    on."""
 
     def __init__(
         self,
@@ -94,6 +104,7 @@ class Writer:
         settings: Settings,
         clock: Callable[[], float],
         failpoints_of_process: Failpoints | None = None,
+        steady: Callable[[], float] = steady,
     ) -> None:
         self.committed = Committed()
         self.turn_streams = TurnStreams()
@@ -103,6 +114,9 @@ class Writer:
         self._store = store
         self._settings = settings
         self._clock = clock
+        self._steady = steady
+        self._looked = Look(clock(), steady())
+        self._next_look: asyncio.TimerHandle | None = None
         self._failpoints = failpoints_of_process or Failpoints(failpoints.NAMES, "")
         self._thread = StoreThread("store")
         self._codec = Codec()
@@ -131,6 +145,7 @@ class Writer:
         """Opens the store and loads everything. Raises StoreError."""
         await self._thread.ask(self._store.open)
         await self._load()
+        self._look_often()
 
     async def close(self) -> None:
         """Commits what is accepted, then lets go of the store."""
@@ -141,8 +156,9 @@ class Writer:
                 self._seal()
         self.end_recording("the master stopped")
         self._is_ready = False
-        if self._alarm is not None:
-            self._alarm.cancel()
+        for timer in (self._alarm, self._next_look):
+            if timer is not None:
+                timer.cancel()
         if self._recorded is not None:
             await asyncio.wait({self._recorded}, timeout=_RECORDING_SECONDS)
         for task in list(self._tasks):
@@ -162,6 +178,7 @@ class Writer:
 
     def _taken(self, commands: Sequence[Command], answer_of: Callable[[list[Answer]], _T]) -> asyncio.Future[_T]:
         future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        self._look()
         if not self._is_ready or self._is_closing:
             future.set_exception(NotReady("the master is starting or stopping: try again"))
             return future
@@ -352,6 +369,22 @@ class Writer:
         self._alarm = None
         if self._is_ready and not self._is_closing:
             self.tell(Tick())
+
+    def _look_often(self) -> None:
+        self._next_look = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look_often)
+        self._look()
+
+    def _look(self) -> None:
+        """At the clocks, ahead of whatever is decided by them."""
+        if not self._is_ready:
+            # Nobody is answered meanwhile: that comes to the same as standing still.
+            return
+        before, self._looked = self._looked, Look(self._clock(), self._steady())
+        gap = noticed(before, self._looked)
+        if gap is not None:
+            passed = self._looked.steady - before.steady
+            log.warning("clock was set or master stood still", extra={"set_by": gap.set_by, "passed": passed})
+            self.tell(gap)
 
     def _crashed(self, what: str) -> Internal:
         """The core broke. Nothing uncommitted can be trusted, so all of it goes; what is durable stays."""

@@ -174,6 +174,7 @@ class Cluster:
         self._again(faults.node_crash_seconds, self._crash_node)
         self._again(faults.rank_crash_seconds, self._crash_rank)
         self._again(faults.scheduler_crash_seconds, self._crash_scheduler)
+        self._again(faults.clock_set_seconds, self.master.set_clock)
         self._again(faults.removal_seconds, lambda: self.send(RemoveNode(self._pick(self.daemons).name)))
 
     def heal(self) -> None:

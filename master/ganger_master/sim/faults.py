@@ -41,6 +41,8 @@ class Faults:
     removal_seconds: float = 0.0
     # The master's clock may be off by up to this much after a restart.
     clock_jump_seconds: float = 0.0
+    # And is set while it runs, by up to as much.
+    clock_set_seconds: float = 0.0
 
     def healed(self) -> Faults:
         """The same network without anything going wrong: for asking whether all ends well."""

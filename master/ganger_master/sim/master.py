@@ -18,6 +18,7 @@ from ganger_master.core.events import Event
 from ganger_master.core.invariants import violations
 from ganger_master.core.restoring import restored
 from ganger_master.core.settings import Settings
+from ganger_master.core.standstill import Look, noticed
 from ganger_master.core.state import State
 from ganger_master.core.waiting import Turn
 from ganger_master.core.wanted import DesiredSet
@@ -74,6 +75,7 @@ class SimMaster:
         self.is_up = True
         self.incarnation = 0
         self.clock_offset = 0.0
+        self._looked = self._look()
         # What nodes may be told: committed desired sets only.
         self.committed: dict[str, DesiredSet] = {}
         self.recorder: Recorder | None = None
@@ -89,6 +91,7 @@ class SimMaster:
         """Decides and applies at once, answers once durable; a master that is down answers nothing."""
         if not self.is_up:
             return
+        self._note_clock()
         now = self.now()
         step = machine.step(self.state, command, now)
         # Without events nothing is other than it was.
@@ -102,6 +105,26 @@ class SimMaster:
                 self.recorder.batch(now, step.effects, released.turns)
         self._commit(released)
 
+    def set_clock(self) -> None:
+        """While it runs; it looks at its clock every few seconds, and before whatever it is told."""
+        self._jump()
+        self.engine.after(self.engine.between(0.0, 5.0), self._note_clock)
+
+    def _jump(self) -> None:
+        jump = self.faults.clock_jump_seconds
+        self.clock_offset += self.engine.between(-jump, jump)
+
+    def _look(self) -> Look:
+        return Look(self.now(), self.engine.now)
+
+    def _note_clock(self) -> None:
+        before, self._looked = self._looked, self._look()
+        # As if it had looked all the while: here it never stands still.
+        passed = self._looked.steady - before.steady
+        tick = noticed(Look(before.wall + passed, self._looked.steady), self._looked)
+        if tick is not None and self.is_up:
+            self.call(tick)
+
     def crash(self, away_seconds: float) -> None:
         """Forgets everything that is not durable and comes back, its clock perhaps elsewhere."""
         if not self.is_up:
@@ -113,8 +136,8 @@ class SimMaster:
         self.engine.after(away_seconds, self._restart)
 
     def _restart(self) -> None:
-        jump = self.faults.clock_jump_seconds
-        self.clock_offset += self.engine.between(-jump, jump)
+        self._jump()
+        self._looked = self._look()
         self.state = self._restore(self.durable)
         self.committed = dict(self.state.desired)
         self.is_up = True
