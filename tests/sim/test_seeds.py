@@ -20,7 +20,8 @@ SERVER = parse_topology("2x2", name="v4", millicores=16_000, memory_bytes=64 * _
 
 
 def run(seed: int, jobs: int, seconds: float, **more: float) -> Cluster:
-    """A storm drawn from the seed, and `more` faults; users who meddle, then everything heals and every job must end."""
+    """A storm drawn from the seed, and `more` faults, users who meddle, then everything heals and every job must
+    end."""
     storm = dataclasses.replace(faults.storm(Engine(seed)), **more)
     nodes = [(name, SERVER) for name in ("n1", "n2", "n3")]
     cluster = Cluster(seed, nodes, Settings(lost_after_seconds=60.0), storm)

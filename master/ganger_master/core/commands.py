@@ -288,8 +288,8 @@ class ClaimTurns(Struct, frozen=True, gc=False):
 
 
 class Tick(Struct, frozen=True, gc=False):
-    """Time has passed; the shell sends it when the last `wake_at` says so, and before everything else when the clock was
-    set (by so many seconds, forward or back) or the master stood still."""
+    """Time has passed; the shell sends it when the last `wake_at` says so, and before everything else when the clock
+    was set (by so many seconds, forward or back) or the master stood still."""
 
     set_by: float = 0.0
     stood_still: bool = False

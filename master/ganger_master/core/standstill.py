@@ -54,11 +54,11 @@ def _move_times(state: State, set_by: float) -> None:
 
     state.passed = {number: (version, moved(time)) for number, (version, time) in state.passed.items()}
     state.returned = {number: moved(time) for number, time in state.returned.items()}
+    # It goes by how long those who lack places have waited.
+    state.blocked = None
     state.promised_at = moved(state.promised_at)
     for number in list(state.live):
         job = state.jobs[number]
-        state.put_job(
-            replace(job, pending_since=moved(job.pending_since), running_since=moved(job.running_since)),
-        )
+        state.put_job(replace(job, pending_since=moved(job.pending_since), running_since=moved(job.running_since)))
     for gang in list(state.gangs.values()):
         state.put_gang(replace(gang, since=moved(gang.since), refused_at=moved(gang.refused_at)))
