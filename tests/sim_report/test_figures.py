@@ -79,6 +79,15 @@ def test_fairness_of_a_small_run_is_that_worked_out_by_hand() -> None:
     assert math.isnan(rho[2])
 
 
+def test_a_millisecond_of_rounding_makes_nobody_late_and_nobody_worse_off() -> None:
+    # Times of a replay are sums of seconds after an epoch of a million.
+    ends = [np.nextafter(10.0, 11.0), 10.0004, 10.1]
+    alone = [workload("a", [0], [1], [10.0], numbers={"deadline_s": [10.0]}) for _ in ends]
+    made = [figures(run_of(outcomes(jobs, [0], [end], [end]))) for jobs, end in zip(alone, ends, strict=True)]
+    assert [found.deadline_hits for found in made] == [1, 1, 0]
+    assert [found.share_rho_above_1 for found in made] == [0, 0, 1]
+
+
 def test_window_looks_at_its_jobs_and_at_the_cluster_meanwhile() -> None:
     series = {"used_gpus": StepSeries.of([0, 10, 20], [2, 4, 8], 40)}
     found = figures(run_of(three()[1], series=series), window_s=(5, 20))

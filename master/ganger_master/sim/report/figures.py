@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ganger_master.policies.order import SLACK_S
 from ganger_master.sim.report.fairness import finish_time_fairness
 from ganger_master.sim.report.outcomes import Outcomes, Run
 from ganger_master.sim.traces.statistics import percentile, size_class, size_names
@@ -27,8 +28,8 @@ class SizeFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """NaN where a figure cannot be told. Times are of jobs that ended; percentiles are observed values (nearest-rank),
-    the median is the usual one.
+    """NaN where a figure cannot be told. Times are of jobs that ended; percentiles are observed values
+    (`statistics.percentile`), the median is the usual one. A millisecond late is in time.
 
     `jobs` were submitted (in the window, if one was asked for), `unfinished` of them had not ended. `makespan_s` runs
     from the first submission to the last end, NaN with jobs unfinished. `gpu_utilization` and `core_utilization` are
@@ -81,10 +82,9 @@ def figures(run: Run, window_s: tuple[float, float] | None = None) -> Figures:
     begin, end = (run.start_s, run.end_s) if window_s is None else window_s
     chosen = np.ones(len(every), bool) if window_s is None else (every.submit_s >= begin) & (every.submit_s < end)
     # Contention is that of all jobs, whichever are looked at.
-    rho = finish_time_fairness(every.submit_s, every.end_s, every.gpus, every.duration_s, max(run.gpus, 1), run.end_s)[
-        chosen
-    ]
-    rho = rho[~np.isnan(rho)]
+    rho = finish_time_fairness(every.submit_s, every.end_s, every.gpus, every.duration_s, max(run.gpus, 1), run.end_s)
+    known = chosen & ~np.isnan(rho)
+    rho, jct = rho[known], every.jct_s[known]
     jobs = every if window_s is None else every.take(chosen)
     done = jobs.take(jobs.finished)
     last_end = float(done.end_s.max()) if len(jobs) and len(done) == len(jobs) else math.nan
@@ -120,10 +120,11 @@ def figures(run: Run, window_s: tuple[float, float] | None = None) -> Figures:
         avg_rho=_mean(rho),
         p95_rho=percentile(rho, 95),
         max_rho=float(rho.max()) if len(rho) else math.nan,
-        share_rho_above_1=_mean(rho > 1.0 + 1e-9),
+        # Longer than it would have taken alone, jct / rho, by more than sums of times are rounded.
+        share_rho_above_1=_mean(jct * (rho - 1.0) > SLACK_S * rho),
         deadlines=int(deadlines.sum()),
         # A job that has not ended compares as NaN: no hit.
-        deadline_hits=int((jobs.end_s[deadlines] <= jobs.deadline_s[deadlines]).sum()),
+        deadline_hits=int((jobs.end_s[deadlines] <= jobs.deadline_s[deadlines] + SLACK_S).sum()),
         preemptions=int(jobs.preemptions.sum()),
         migrations=int(jobs.migrations.sum()),
         resizes=int(jobs.resizes.sum()),
