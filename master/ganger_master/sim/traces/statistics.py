@@ -79,8 +79,9 @@ def offered_load(jobs: Workload, gpus: int) -> float:
 
 
 def percentile(values: Floats | Integers | Sequence[float], percent: float) -> float:
-    """Nearest-rank: the smallest value that more than `percent` % of the values do not exceed, the largest for 100;
-    NaN of no values. An observed value always, none in between."""
+    """The smallest value that more than `percent` % of the values do not exceed, the largest for 100; NaN of no values.
+    An observed value always, none in between; where nearest-rank, for which `percent` % are enough, falls on a whole
+    number of values, this is the next one."""
     count = len(values)
     if not count:
         return math.nan
