@@ -108,6 +108,7 @@ def test_one_mistake_refuses_the_file_with_its_line_or_is_left_out_if_asked(row:
     [
         ("cpus", "-1", "cpus is negative"),
         ("memory_gb", "much", "memory_gb is not a finite number"),
+        ("memory_gb", "1e300", "memory_gb is beyond any memory"),
         ("priority", "0.5", "priority is not a whole number"),
         ("weight", "0", "weight is zero"),
         ("min_gpus", "3", "gpus lies outside min_gpus"),
@@ -133,6 +134,11 @@ def test_row_nothing_can_run_is_left_out_and_counted(row: str, what: str) -> Non
     reading = read(rows("a,0,1,9", row))
     assert (reading.rows, reading.workload.job_ids) == (2, ("a",))
     assert reading.findings == (Finding(Kind.SKIPPED, what, 1, (3,)),)
+
+
+def test_spaces_around_a_label_are_none_of_it() -> None:
+    jobs = read(rows("a,0,1,9, V100, bert", "b,0,1,9,V100,bert ", header=f"{HEADER},gpu_type,model")).workload
+    assert (jobs.gpu_type.names, jobs.model.names) == (("V100",), ("bert",))
 
 
 def test_parts_of_gpus_and_unsorted_rows_are_kept_and_told() -> None:

@@ -242,7 +242,8 @@ class _Block:
         for name, wrong in (("min_gpus", np.greater), ("max_gpus", np.less)):
             if name in numbers:
                 self._drop(Kind.MISTAKE, f"gpus lies outside {name}", wrong(numbers[name], numbers["gpus"]))
-        texts = {column.field: self._column(found[column.field][0]) for column in LABELS if column.field in found}
+        labels = {column.field: self._column(found[column.field][0]) for column in LABELS if column.field in found}
+        texts = {name: list(map(str.strip, column)) for name, column in labels.items()}
         partly = self._lines[self._open & self._partly]
         columns.tally.note(Kind.CHANGED, "asks for part of a GPU: counted as a whole one", partly)
         columns.keep(self._open, ids, numbers, texts)
@@ -313,7 +314,10 @@ class _Block:
         if blank_is_mistake:
             self._drop(Kind.MISTAKE, f"{column.header} is blank", blank)
         self._drop(Kind.MISTAKE, f"{column.header} is not a finite number", ~blank & ~np.isfinite(values))
-        return column.header, values if column.scale == 1.0 else values * column.scale
+        with np.errstate(over="ignore"):
+            scaled = values * column.scale
+        self._drop(Kind.MISTAKE, f"{column.header} is beyond any memory", np.isinf(scaled) & np.isfinite(values))
+        return column.header, scaled
 
     def _drop(self, kind: Kind, what: str, rows: Mask) -> None:
         """Notes those of the rows that are still open."""
