@@ -213,6 +213,7 @@ def test_a_bad_trace_is_refused_with_its_lines(said: Said, tmp_path: Path, text:
         (["example", *ONE_NODE, "--ideal", "--plan-every", "0"], "--ideal and --plan-every exclude each other"),
         (["example", *ONE_NODE, "--round", "9", "--plan-every", "9"], "--round and --plan-every exclude each other"),
         (["example", *ONE_NODE, "--profile", "5m"], "give --rates profiles too"),
+        (["example", *ONE_NODE, "--rates", "profiles", "--profile", "5m"], "none of these policies goes by profiles"),
         (["example", *ONE_NODE, "--elastic", "4"], "policies with +elastic give jobs other sizes: name one"),
         (["example", *ONE_NODE, "--ideal", "-p", "synergy"], "write las, not synergy"),
         (["example", *ONE_NODE, "--jobs", "1", "--draw", "1"], "exclude each other"),

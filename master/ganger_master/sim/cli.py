@@ -347,8 +347,11 @@ def _check_each_flag_tells(flags: Mapping[str, Any], policies: Sequence[str]) ->
         raise click.UsageError("--round and --plan-every exclude each other: plans are made as often as rounds begin")
     if flags["moves_per_hour"] is not None and not any(policy_named(name).moves for name in policies):
         raise click.UsageError("--moves-per-hour is for policies that move running jobs: add +defrag to one")
-    if flags["profile_s"] is not None and flags["rates"] != "profiles" and not resizes:
-        raise click.UsageError("--profile says how long profiles take: give --rates profiles too")
+    if flags["profile_s"] is not None and not resizes:
+        if flags["rates"] != "profiles":
+            raise click.UsageError("--profile says how long profiles take: give --rates profiles too")
+        if not any(policy.tuning is not None and policy.tuning.by_profiles for policy in asked):
+            raise click.UsageError("--profile: none of these policies goes by profiles: add +synergy-tune to one")
 
 
 def _costs(given: Sequence[tuple[str, float]]) -> SwitchCosts:
