@@ -64,6 +64,12 @@ def test_what_fits_the_sum_of_the_servers_but_none_of_them_is_left_out_with_the_
     assert left_out(jobs, PLAIN, is_ideal=True) == {}, "an ideal cluster asks for devices only"
 
 
+def test_an_ideal_cluster_holds_what_asks_for_more_cores_and_memory_than_there_are() -> None:
+    jobs = jobs_of((1, 99.0, ""), (8, 1.0, "")).with_columns(memory_bytes=np.array([1e9, 1e15]))
+    assert len(left_out(jobs, PLAIN)) == 2
+    assert left_out(jobs, PLAIN, is_ideal=True) == {}
+
+
 def test_what_no_master_takes_is_left_out_with_what_is_wrong() -> None:
     assert left_out(jobs_of((1, 1.0, ""), priority=5000), PLAIN) == {
         "no master takes it: spec.priority: from -1000 to 1000": (2,)

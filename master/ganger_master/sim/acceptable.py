@@ -18,7 +18,11 @@ _UNNAMED = "gpu"
 
 
 def acceptable(jobs: Workload, servers: Servers, is_ideal: bool) -> tuple[Workload, tuple[Finding, ...]]:
-    """(jobs the master would take, findings on those that are changed or left out). Ideal servers are devices only."""
+    """(jobs the master would take, findings on those that are changed or left out). Ideal servers are devices only, and
+    to them nobody asks for more."""
+    if is_ideal:
+        unknown = np.full(len(jobs), np.nan)
+        jobs = jobs.with_columns(cpus=unknown, memory_bytes=unknown)
     typed, changed = with_one_type(jobs, servers)
     fitting, too_large = that_fit(typed, servers)
     placed, refused = that_are_taken(fitting, servers, is_ideal)
