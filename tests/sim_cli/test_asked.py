@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ganger_master.sim.asked import Load, Part, jobs_at, material, with_run_times
+from ganger_master.sim.asked import Load, Part, jobs_at, material, with_drawn_run_times, with_run_times
 from ganger_master.sim.traces.profiles import gavel_speeds, synergy_profiles
 from ganger_master.sim.traces.reader import Wanted
 from ganger_master.sim.traces.servers import servers_from_flags
@@ -29,7 +29,7 @@ def test_run_times_follow_from_iterations_and_the_published_pace_of_the_model() 
         numbers={"iterations": [100, 1000, 5, 100, 9], "batch_size": [math.nan, 128, 128, 128, math.nan]},
         labels={"model": ["gnmt", "ResNet-18", "gnmt", "unheard-of", "A3C"]},
     )
-    timed, findings = with_run_times(jobs, None)
+    timed, findings = with_run_times(jobs, draws=False)
     assert timed.job_ids == ("a", "b", "c", "e")
     # Of this one there is no batch size to name.
     of_game = gavel_speeds()["v100", True, "A3C", 1]
@@ -41,14 +41,23 @@ def test_run_times_follow_from_iterations_and_the_published_pace_of_the_model() 
 
 def test_run_times_are_drawn_only_where_asked_for_and_nothing_tells() -> None:
     jobs = workload("ab", [0.0, 0.0], [1, 1], [math.nan, 5.0])
-    timed, (finding,) = with_run_times(jobs, 3)
-    assert timed.duration_s[1] == 5.0
+    untimed, (finding,) = with_run_times(jobs, draws=True)
+    assert (untimed, finding.rows, finding.what) == (jobs, 1, "run time drawn at random")
+    one, again, other = (with_drawn_run_times(jobs, seed).duration_s for seed in (3, 3, 4))
+    assert one[1] == other[1] == 5.0
     # Synergy's: 10^1.5 to 10^4 minutes.
-    assert 60 * 10**1.5 <= timed.duration_s[0] <= 60 * 10**4
-    assert (finding.rows, finding.what) == (1, "run time drawn at random")
-    again, _ = with_run_times(jobs, 3)
-    other, _ = with_run_times(jobs, 4)
-    assert timed.duration_s[0] == again.duration_s[0] != other.duration_s[0]
+    assert 60 * 10**1.5 <= one[0] <= 60 * 10**4
+    assert one[0] == again[0] != other[0]
+
+
+def test_a_run_time_that_one_row_lacks_follows_from_its_model_or_is_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    header = "job_id,submit_time_s,gpus,duration_s,model,iterations\n"
+    path.write_text(f"{header}a,0,1,9,,\nb,0,1,,gnmt,100\nc,0,1,,,\n")
+    assert material(str(path), SERVERS, Part()).jobs.job_ids == ("a", "b")
+    jobs = jobs_at(material(str(path), SERVERS, Part(draws_durations=True)), Load(), 0)
+    assert jobs.job_ids == ("a", "b", "c")
+    assert jobs.duration_s[:2].tolist() == [9.0, 100 * synergy_profiles()["gnmt"].step_s]
 
 
 def test_the_example_comes_with_the_package_and_offers_what_is_asked() -> None:

@@ -300,6 +300,17 @@ def test_compare_puts_policies_side_by_side_at_each_load(said: Said, trace: Path
     assert {"figures.csv", "waiting.csv", "fifo_load_0.5/jobs.csv", "srtf_load_2/series.csv"} <= names
 
 
+def test_each_seed_draws_its_own_run_times(said: Said, tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(HEADER + "".join(f"{job},{600 * job},1,\n" for job in range(20)))
+    code, out, err = said("compare", path, *ONE_NODE, "-p", "fifo", "--draw-durations", "--seeds", "3", "--json")
+    assert code == 0, err
+    assert "changed: lines 2, 3, 4, 5, 6 and 15 more: run time drawn at random" in err
+    (at,) = json.loads(out)["loads"]
+    assert len({run["avg_jct_s"] for run in at["runs"]}) == 3
+    assert at["policies"]["fifo"]["avg_jct_s"]["half_width"] > 0
+
+
 def test_compare_gives_intervals_over_seeds(said: Said) -> None:
     flags = [*GPUS_64, "--ideal", "--draw", "60", "--seeds", "2"]
     code, out, _ = said("compare", "example", "-p", "fifo-backfill,srtf", *flags)

@@ -126,7 +126,6 @@ def test_mistake_in_an_optional_column_is_one_too(column: str, value: str, what:
     [
         ("b,0,1,0", "duration_s is zero: there is nothing to run"),
         ("b,0,1,1e-300", "duration_s is less than a microsecond: nothing can be timed"),
-        ("b,0,1,", "duration_s is blank: the run time is not known"),
         ("b,0,0,9", "asks for no GPU"),
     ],
 )
@@ -134,6 +133,12 @@ def test_row_nothing_can_run_is_left_out_and_counted(row: str, what: str) -> Non
     reading = read(rows("a,0,1,9", row))
     assert (reading.rows, reading.workload.job_ids) == (2, ("a",))
     assert reading.findings == (Finding(Kind.SKIPPED, what, 1, (3,)),)
+
+
+def test_a_blank_run_time_stays_unknown_for_it_may_follow_from_the_rest_of_the_row() -> None:
+    jobs = read(rows("a,0,1,9,", "b,0,1,,res18", header=f"{HEADER},model")).workload
+    assert jobs.job_ids == ("a", "b")
+    assert np.isnan(jobs.duration_s).tolist() == [False, True]
 
 
 def test_spaces_around_a_label_are_none_of_it() -> None:

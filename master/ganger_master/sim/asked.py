@@ -50,8 +50,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Material:
-    """Jobs on the servers they are to run on. `rows` were read of the trace, and each is a job here, is `apart` by
-    choice, or is among the skipped rows of `findings`."""
+    """Jobs on the servers they are to run on; of whom no run time is known, each run draws one. `rows` were read of
+    the trace, and each is a job here, is `apart` by choice, or is among the skipped rows of `findings`."""
 
     trace: str
     jobs: Workload
@@ -81,15 +81,13 @@ class Load:
         return "as recorded" if self.offered is None else f"{self.offered:g}"
 
 
-def material(
-    trace: str, servers: Servers, part: Part, seed: int = 0, progress: Callable[[int, int], None] | None = None
-) -> Material:
+def material(trace: str, servers: Servers, part: Part, progress: Callable[[int, int], None] | None = None) -> Material:
     """Reads the trace (a path, "-" for standard input, or "example"); `progress` gets the bytes read and the bytes
     there are. TraceError, also where no job is left."""
     reading = _read(trace, part.wanted, progress)
     name = "standard input" if trace == STANDARD_INPUT else Path(trace).name
     taken, refused = acceptable(reading.workload, servers, part.is_ideal)
-    jobs, untimed = with_run_times(taken, seed if part.draws_durations else None)
+    jobs, untimed = with_run_times(taken, part.draws_durations)
     findings = (*reading.findings, *refused, *untimed)
     if not len(jobs):
         hint = "" if part.draws_durations or not untimed else " (--draw-durations gives jobs run times at random)"
@@ -103,9 +101,9 @@ def material(
 
 
 def jobs_at(source: Material, load: Load, seed: int) -> Workload:
-    """The jobs of one run. The seed decides which are drawn, and what models those train that name none. ValueError
-    where the load cannot be offered."""
-    jobs = source.jobs
+    """The jobs of one run. The seed decides which are drawn, how long those run of which nothing tells, and what models
+    those train that name none. ValueError where the load cannot be offered."""
+    jobs = with_drawn_run_times(source.jobs, seed)
     if source.part.drawn is not None:
         jobs = sample(jobs, source.part.drawn, seed)
     if load.phases:
@@ -117,9 +115,9 @@ def jobs_at(source: Material, load: Load, seed: int) -> Workload:
     return with_iterations(with_models(jobs, seed))
 
 
-def with_run_times(jobs: Workload, draw_seed: int | None) -> tuple[Workload, tuple[Finding, ...]]:
+def with_run_times(jobs: Workload, draws: bool) -> tuple[Workload, tuple[Finding, ...]]:
     """Run times for jobs that have none recorded: iterations by the published pace of their model, where both are
-    known; else drawn with this seed as Synergy draws them, or, without a seed, the jobs are left out."""
+    known. The others are left out, or stay without one if each run `draws` it."""
     unknown = np.isnan(jobs.duration_s)
     if not unknown.any():
         return jobs, ()
@@ -127,12 +125,18 @@ def with_run_times(jobs: Workload, draw_seed: int | None) -> tuple[Workload, tup
     jobs = with_durations(jobs, jobs.iterations * _step_seconds(jobs))
     still = np.isnan(jobs.duration_s)
     tally.note(Kind.CHANGED, "run time worked out from iterations and model", jobs.lines[unknown & ~still])
-    if draw_seed is None:
-        tally.note(Kind.SKIPPED, "no run time, and none follows from iterations and model", jobs.lines[still])
-        return jobs.take(~still), tally.findings()
-    drawn = synthetic(len(jobs), 1.0, draw_seed).duration_s
-    tally.note(Kind.CHANGED, "run time drawn at random", jobs.lines[still])
-    return with_durations(jobs, drawn), tally.findings()
+    if draws:
+        tally.note(Kind.CHANGED, "run time drawn at random", jobs.lines[still])
+        return jobs, tally.findings()
+    tally.note(Kind.SKIPPED, "no run time, and none follows from iterations and model", jobs.lines[still])
+    return jobs.take(~still), tally.findings()
+
+
+def with_drawn_run_times(jobs: Workload, seed: int) -> Workload:
+    """Run times as Synergy draws them for the jobs that have none."""
+    if not np.isnan(jobs.duration_s).any():
+        return jobs
+    return with_durations(jobs, synthetic(len(jobs), 1.0, seed).duration_s)
 
 
 def _step_seconds(jobs: Workload) -> Floats:

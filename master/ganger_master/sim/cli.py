@@ -227,7 +227,7 @@ class _Experiment:
         wanted = Wanted(flags["window"], _named(flags["where"], "--where"), flags["skip_mistakes"])
         part = Part(wanted, flags["jobs"], flags["draw"], flags["draw_durations"], flags["ideal"], flags["elastic"])
         with _explained(), Meter(f"reading {Path(self._trace).name}", flags["progress"], "MB", 1e-6) as meter:
-            source = material(self._trace, self._servers, part, flags["seed"], meter)
+            source = material(self._trace, self._servers, part, meter)
         for line in notes(source, self.flags["ideal"]):
             say(line)
         return source

@@ -2,7 +2,7 @@
 
 Files are read as a stream, in blocks; what is held grows only with the jobs kept, and those have a limit. A row either
 becomes a job, or is counted under one reason: mistakes refuse the file (or, if so asked, are left out), rows that no
-simulation can run (no GPU, no run time) are left out. Nothing is dropped in silence: not rows, not columns.
+simulation can run (no GPU, nothing to run) are left out. Nothing is dropped in silence: not rows, not columns.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class _Block:
         self._drop(Kind.MISTAKE, f"{header} is beyond any time: seconds are meant", values > MOST_SECONDS)
         self._drop(Kind.SKIPPED, f"{header} is zero: there is nothing to run", values == 0)
         self._drop(Kind.SKIPPED, f"{header} is less than a microsecond: nothing can be timed", values < _LEAST_SECONDS)
-        self._drop(Kind.SKIPPED, f"{header} is blank: the run time is not known", np.isnan(values))
+        # What is blank may follow from iterations and model, or be drawn.
         return values
 
     def _optional(self, name: str, numbers: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
