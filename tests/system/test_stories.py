@@ -182,6 +182,21 @@ def test_a_job_past_its_time_limit_is_ended_and_says_so(shell: Shell) -> None:
     assert "TIME_LIMIT" in shell("show", job)
 
 
+def test_so_is_one_that_hangs_before_its_first_step(shell: Shell, tmp_path: Path) -> None:
+    script = tmp_path / "hangs.py"
+    script.write_text(
+        "import time\n"
+        "from ganger.injob.control import Control\n"
+        "control = Control.from_environment()\n"
+        "control.claim()\n"
+        "control.hello(0)\n"
+        "time.sleep(600)\n"
+    )
+    job = shell.submit("--time", "1s", "--gpus", "1", "--", sys.executable, str(script))
+    assert shell.try_("wait", job, "--timeout", "60").code == 1
+    assert "did not come to a step within its time limit" in shell("show", job)
+
+
 def test_a_pending_a_running_and_a_suspended_job_can_be_cancelled(shell: Shell) -> None:
     running = sleeping(shell, 7)
     until(shell, running, runs, "runs")

@@ -20,10 +20,11 @@ from ganger_master.core import (
     queue,
     sharing,
     standstill,
+    time_limits,
     worlds,
 )
 from ganger_master.core.events import Event
-from ganger_master.core.model import Failure, Job, JobState, Node
+from ganger_master.core.model import Job, JobState, Node
 from ganger_master.core.settle import settle
 from ganger_master.core.state import State
 
@@ -224,10 +225,12 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
         standstill.forgive(state, now, event.set_by)
     for number in list(state.running_limited):
         job = state.jobs[number]
-        limit = job.spec.time_limit_seconds
-        if limit is not None and job.running_since and job.run_seconds + now - job.running_since >= limit:
-            failure = Failure("TIME_LIMIT", f"ran for its time limit of {limit:g} s", epoch=job.epoch)
-            ending.end(state, number, JobState.FAILED, now, failure.message, failure, checkpoint_first=True)
+        ends = time_limits.ends_at(state, job)
+        if ends is not None and now >= ends:
+            failure = time_limits.failure_of(job)
+            # Who has not stepped has nothing to save, and would not come to the boundary to do so.
+            saves = state.gangs[job.epoch].stepped
+            ending.end(state, number, JobState.FAILED, now, failure.message, failure, checkpoint_first=saves)
     for number in list(state.moving):
         since = state.gangs[state.jobs[number].next_epoch].since
         if now >= since + state.settings.move_deadline_seconds:

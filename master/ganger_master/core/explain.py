@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ganger_master.approval import explain as approval
-from ganger_master.core import capacity, draining
+from ganger_master.core import capacity, draining, time_limits
 from ganger_master.core.membership import Membership
 from ganger_master.core.model import Job, JobState, Node
 from ganger_master.core.residues import holders_on
@@ -209,13 +209,9 @@ def _holders(state: State, now: float) -> list[approval.Holder]:
     for epoch in sorted(state.gangs):
         gang = state.gangs[epoch]
         job = state.jobs[gang.job]
-        limit = job.spec.time_limit_seconds
-        ends = None
-        if limit is not None and job.running_since:
-            ends = job.running_since + limit - job.run_seconds
         held = tuple(piece.held for piece in gang.pieces if piece.held is not None)
         if held:
-            holders.append(approval.Holder(job.name, held, ends))
+            holders.append(approval.Holder(job.name, held, time_limits.ends_at(state, job)))
     return holders
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ganger.resources.view import Mode
 
-from ganger_master.core import arenas, arrays, attempts, desired, draining, node_sets, queue
+from ganger_master.core import arenas, arrays, attempts, desired, draining, node_sets, queue, time_limits
 from ganger_master.core.effects import Effects
 from ganger_master.core.state import State
 
@@ -63,11 +63,7 @@ def finish(state: State, now: float) -> Effects:
 def next_wake(state: State, now: float) -> float | None:
     """The earliest time at which something happens by itself."""
     times = [queue.next_time(state, now), state.next_lost_check]
-    for number in state.running_limited:
-        job = state.jobs[number]
-        limit = job.spec.time_limit_seconds
-        if limit is not None and job.running_since:
-            times.append(job.running_since + limit - job.run_seconds)
+    times += [time_limits.ends_at(state, state.jobs[number]) for number in state.running_limited]
     if state.moving:
         moved_since = [state.gangs[state.jobs[number].next_epoch].since for number in state.moving]
         times.append(min(moved_since) + state.settings.move_deadline_seconds)

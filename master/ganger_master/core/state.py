@@ -69,6 +69,7 @@ class State:
         self.waiting = Waiting()
         # Waiting jobs that rest somewhere, and keep memory there.
         self.resuming: dict[int, None] = {}
+        # Those with a time limit that have a gang.
         self.running_limited: dict[int, None] = {}
         self.moving: dict[int, None] = {}
         self.draining: dict[str, None] = {}
@@ -550,7 +551,7 @@ class State:
         else:
             self.resuming.pop(number, None)
         if job.spec.time_limit_seconds is not None:
-            if job.running_since and not is_final:
+            if job.state is JobState.HOLDING:
                 self.running_limited[number] = None
             else:
                 self.running_limited.pop(number, None)
