@@ -649,7 +649,6 @@ class Counters(Struct):
     # Of the newest set of gangs that any node is to want.
     desired_version: int = 0
     approved: int = 0
-    rejected: int = 0
     # Gangs are packed, not spread apart: what the load made of it last.
     packs: bool = False
     storage_token: str = ""

@@ -145,7 +145,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
             devices=devices,
             devices_held=held,
             verdicts_approved=state.counters.approved,
-            verdicts_rejected=state.counters.rejected,
+            verdicts_rejected=self._writer.meter.rejections.total(),
             storage=state.settings.storage,
             event_sequence=committed.counters.next_event - 1,
             mode=_MODES[committed.mode],

@@ -33,6 +33,7 @@ from ganger_master.core.state import State
 from ganger_master.core.waiting import Turn
 from ganger_master.runtime import failpoints
 from ganger_master.runtime.committed import Committed, Publication
+from ganger_master.runtime.meter import Meter
 from ganger_master.runtime.pace import Pace
 from ganger_master.runtime.recorder import Recorded, Recording
 from ganger_master.runtime.store_thread import StoreThread
@@ -108,6 +109,7 @@ class Writer:
     ) -> None:
         self.committed = Committed()
         self.turn_streams = TurnStreams()
+        self.meter = Meter()
         self.state = State(settings, clock())
         # Set when the writer cannot go on: another master has taken the store over, or it is closed.
         self.stopped = asyncio.Event()
@@ -146,6 +148,11 @@ class Writer:
         await self._thread.ask(self._store.open)
         await self._load()
         self._look_often()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it takes commands: not while it reads the store, again after an error."""
+        return self._is_ready
 
     async def close(self) -> None:
         """Commits what is accepted, then lets go of the store."""
@@ -200,6 +207,7 @@ class Writer:
                 self._recording.command(now, command, answer, happened)
             if happened:
                 batch.is_touched = True
+            self.meter.answered(answer)
             answers.append(answer)
         if not batch.is_touched and not self._committing:
             # Nothing is in doubt: what the answers rest on is durable.
@@ -327,7 +335,9 @@ class Writer:
         if problem is not None:
             self._give_up(problem)
             return
-        self._pace.ended(len(sealed.callers), asyncio.get_running_loop().time() - began)
+        seconds = asyncio.get_running_loop().time() - began
+        self._pace.ended(len(sealed.callers), seconds)
+        self.meter.committed(seconds, len(sealed.callers))
         self.commits += 1
         if sealed.callers:
             self._failpoints.passing(failpoints.COMMIT_BEFORE_REPLY)
@@ -353,6 +363,7 @@ class Writer:
             self.turn_streams.give(turn)
         says_all = log.isEnabledFor(logging.DEBUG)
         for entry in sealed.effects.history:
+            self.meter.happened(entry)
             if says_all or entry.kind in _WORTH_SAYING:
                 level = logging.INFO if entry.kind in _WORTH_SAYING else logging.DEBUG
                 log.log(level, entry.kind, extra={"subject": entry.subject, "cause": entry.cause, "id": entry.sequence})
@@ -389,6 +400,7 @@ class Writer:
     def _crashed(self, what: str) -> Internal:
         """The core broke. Nothing uncommitted can be trusted, so all of it goes; what is durable stays."""
         crash = uuid.uuid4().hex[:12]
+        self.meter.core_errors += 1
         log.exception("core failed", extra={"command": what, "id": crash})
         lost, self._open = self._open, _Batch()
         self._is_ready = False
@@ -406,6 +418,7 @@ class Writer:
         return Internal(f"internal error {crash}: see the master's log", id=crash)
 
     def _start_over(self, sealed: _Sealed, error: StoreError) -> None:
+        self.meter.store_errors += 1
         log.error("commit failed", extra={"error": str(error), "callers": len(sealed.callers)})
         self._is_ready = False
         behind, self._open = self._open, _Batch()
