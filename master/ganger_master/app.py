@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
-from ganger.wire.endpoints import EndpointError
+from ganger.wire.endpoints import EndpointError, is_loopback
 from ganger.wire.roles import Role
-from ganger.wire.tls import check_directory, tell_end
+from ganger.wire.tls import check_directory, server_context, tell_end
 
 from ganger_master.config import Config
 from ganger_master.core.settings import Settings
@@ -29,6 +29,10 @@ from ganger_master.runtime.state_directory import Obstacle, StartError, StateDir
 from ganger_master.runtime.writer import Writer
 from ganger_master.store.contract import Problem, Store, StoreError
 from ganger_master.store.sql import SqlStore
+
+if TYPE_CHECKING:
+    from ganger_master.metrics.server import MetricsServer
+    from ganger_master.metrics.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +64,8 @@ class Master:
         self.address = ""
         # Where the token opens the door: the same, or with certificates one of its own, for this machine.
         self.local_address = ""
+        # Where metrics are served, if they are.
+        self.metrics_url = ""
         self.token = ""
         self.progress = ProgressBoard()
         self._clock = clock
@@ -68,6 +74,7 @@ class Master:
         self._directory: StateDirectory | None = None
         self._writer: Writer | None = None
         self._server: MasterServer | None = None
+        self._metrics: MetricsServer | None = None
         # Who places jobs.
         self._child: SupervisedProcess | None = None
         self._housekeeping: asyncio.Task[None] | None = None
@@ -115,6 +122,9 @@ class Master:
         writer = Writer(store, settings, self._clock, failpoints.of_environment())
         await writer.start()
         self._writer = writer
+        if config.metrics:
+            self._metrics = self._serve_metrics(config.metrics)
+            self.metrics_url = self._metrics.url
         self._server = MasterServer(
             writer,
             self.progress,
@@ -138,6 +148,19 @@ class Master:
         self._housekeeping = asyncio.get_running_loop().create_task(self._keep_house())
         log.info("master ready", extra={"address": self.address, "jobs": len(writer.committed.jobs)})
 
+    def _serve_metrics(self, listen: str) -> MetricsServer:
+        """Raises EndpointError."""
+        from ganger_master.metrics.server import MetricsServer
+        from ganger_master.metrics.snapshot import take
+
+        def snapshot() -> Snapshot:
+            daemons = self._server.agents.held if self._server is not None else 0
+            return take(self.writer, daemons, self._clock())
+
+        tls = self.config.tls
+        context = None if tls is None or is_loopback(listen) else server_context(tls)
+        return MetricsServer(listen, version(), snapshot, asyncio.get_running_loop(), context)
+
     async def stop(self) -> None:
         """Idempotent. What was accepted is durable when it returns."""
         if self._directory is not None:
@@ -147,13 +170,16 @@ class Master:
             await asyncio.gather(self._housekeeping, return_exceptions=True)
         if self._child is not None:
             await self._child.stop()
+        if self._metrics is not None:
+            # Not here: an answer that it is making waits for this loop.
+            await asyncio.to_thread(self._metrics.stop)
         if self._server is not None:
             await self._server.stop(_STOP_GRACE_SECONDS)
         if self._writer is not None:
             await self._writer.close()
         if self._directory is not None:
             self._directory.close()
-        self._directory = self._housekeeping = self._child = self._server = None
+        self._directory = self._housekeeping = self._child = self._server = self._metrics = None
 
     async def _keep_house(self) -> None:
         """Forgets history older than the retention, and progress of jobs that are over."""
@@ -202,6 +228,8 @@ async def run(config: Config, say: Callable[[str], None]) -> bool:
     await master.start()
     heap.settle()
     say(f"ganger master ready at {master.address}")
+    if master.metrics_url:
+        say(f"metrics at {master.metrics_url}")
     asked = asyncio.create_task(stop.wait())
     failed = asyncio.create_task(master.writer.stopped.wait())
     try:

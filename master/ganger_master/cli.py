@@ -13,6 +13,7 @@ from ganger.console.paths import Directory
 @click.option("--state-dir", type=Directory(), help="Directory of this master; made if missing.")
 @click.option("--listen", metavar="ADDRESS", help="unix:/PATH or HOST:PORT; default: loopback, a free port.")
 @click.option("--tls", type=Directory(), help="Certificate of this master (`ganger certs`): needed beyond loopback.")
+@click.option("--metrics", metavar="HOST:PORT", help="Serve metrics for Prometheus there; default: nowhere.")
 @click.option("--database-url", metavar="URL", help="SQLAlchemy URL; default: SQLite in the state directory.")
 @click.option("--storage", type=Directory(), help="Directory all nodes see; default: in --state-dir.")
 @click.option("--lost-after", metavar="TIME", help="10m, 1h, ... or never: when a silent node's jobs start elsewhere.")

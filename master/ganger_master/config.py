@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from ganger.units import parse_memory
-from ganger.wire.endpoints import EndpointError, check_listen_address
+from ganger.wire.endpoints import EndpointError, check_address, check_listen_address, is_loopback
 
 PREFIX: Final = "GANGER_MASTER_"
 
@@ -44,6 +44,8 @@ class Config:
     listen: str = "127.0.0.1:0"
     # Directory of the master's certificate; with one it may listen anywhere.
     tls: Path | None = None
+    # HOST:PORT where Prometheus may ask, beyond loopback with a certificate; nowhere by default.
+    metrics: str = ""
     database_url: str = ""
     storage: Path | None = None
     lost_after_seconds: float | None = 600.0
@@ -145,6 +147,8 @@ def _parse_one(name: str, value: object, has_certificates: bool) -> object:
         if problem:
             raise ValueError(problem)
         return str(value)
+    if name == "metrics":
+        return _metrics_of(value, has_certificates)
     if name == "plan_every_seconds":
         seconds = _duration_of(name, value)
         if not seconds or seconds < _LEAST_PLAN_EVERY_SECONDS:
@@ -193,6 +197,19 @@ def _quotas_of(value: object) -> dict[str, int]:
         names = ", ".join(repr(user) for user in wrong)
         raise ValueError(f"quotas: {names}: write USER=GPUS, a number from 0 on, and *=GPUS for everybody else")
     return {user: int(str(gpus)) for user, gpus in value.items()}
+
+
+def _metrics_of(value: object, has_certificates: bool) -> str:
+    address = str(value)
+    try:
+        check_address(address)
+    except EndpointError as error:
+        raise ValueError(f"metrics: {error}") from None
+    if address.startswith("unix:"):
+        raise ValueError(f"metrics {address!r}: Prometheus asks over TCP; write HOST:PORT")
+    if not has_certificates and not is_loopback(address):
+        raise ValueError(f"metrics {address!r}: beyond this machine only with certificates (--tls); or 127.0.0.1:PORT")
+    return address
 
 
 def _moves_of(value: object) -> float | None:

@@ -34,6 +34,12 @@ def test_a_virtual_cluster_is_a_master_and_daemons_with_the_same_flags(tmp_path:
     assert str(tmp_path / "run" / "n2") in second.arguments
 
 
+def test_metrics_are_served_by_the_master_alone(tmp_path: Path) -> None:
+    master, daemon = programs(Settings(tmp_path, 1, metrics="127.0.0.1:9464"), tmp_path)
+    assert master.arguments[-2:] == ("--metrics", "127.0.0.1:9464")
+    assert "--metrics" not in daemon.arguments
+
+
 def test_an_empty_value_is_refused_by_the_program_it_is_for_and_not_left_out(tmp_path: Path) -> None:
     master, daemon = programs(Settings(tmp_path, 1, 4, policy="", moves_per_hour="", topology=""), tmp_path)
     assert master.arguments[-4:] == ("--policy", "", "--moves-per-hour", "")

@@ -57,6 +57,26 @@ def test_all_mistakes_are_reported_together() -> None:
         load({"state_dir": "/s", "plan_every": "500ms"}, {})
 
 
+@pytest.mark.parametrize(
+    ("address", "tls", "wrong"),
+    [
+        ("127.0.0.1:9464", "", ""),
+        ("[::1]:9464", "", ""),
+        ("m.lab:9464", "/tls", ""),
+        ("m.lab:9464", "", "only with certificates"),
+        ("unix:/run/metrics", "", "write HOST:PORT"),
+        ("9464", "", "is not an address"),
+    ],
+)
+def test_metrics_are_served_beyond_loopback_only_with_certificates(address: str, tls: str, wrong: str) -> None:
+    flags = {"state_dir": "/s", "metrics": address, "tls": tls or None}
+    if not wrong:
+        assert load(flags, {}).metrics == address
+        return
+    with pytest.raises(ConfigError, match=wrong):
+        load(flags, {})
+
+
 @pytest.mark.parametrize(("told", "moves"), [("auto", None), ("0", 0.0), ("2.5", 2.5), (3, 3.0)])
 def test_moves_of_an_hour_are_a_number_or_left_to_the_planner(told: str | int, moves: float | None) -> None:
     text = f"moves_per_hour = {told!r}\n"

@@ -48,6 +48,7 @@ class Settings:
     quantum: str | None = None
     moves_per_hour: str | None = None
     virtual_gpu_cores: str | None = None
+    metrics: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ def programs(settings: Settings, run_directory: Path) -> tuple[Program, ...]:
     ganger = (sys.executable, "-m", "ganger.cli.main")
     optional = (
         ("--listen", settings.listen),
+        ("--metrics", settings.metrics),
         ("--storage", settings.storage),
         ("--policy", settings.policy),
         ("--lost-after", settings.lost_after),

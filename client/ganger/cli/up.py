@@ -33,6 +33,7 @@ _WATCH_SECONDS = 0.5
 @click.option("--state-dir", type=Directory(file_okay=False), help="Where all state and logs are kept.")
 @click.option("--storage", type=Directory(file_okay=False), help="Where checkpoints are kept.")
 @click.option("--listen", metavar="ADDRESS", help="Address of the master: 127.0.0.1:PORT or unix:PATH.")
+@click.option("--metrics", metavar="HOST:PORT", help="Where the master serves metrics for Prometheus.")
 @click.option("--policy", metavar="NAME", help="Who goes first; default fifo.")
 @click.option("--plan-every", metavar="TIME", help="Between plans that stop who runs, where the policy makes plans.")
 @click.option(
@@ -52,6 +53,7 @@ def up(
     state_dir: Path | None,
     storage: Path | None,
     listen: str | None,
+    metrics: str | None,
     policy: str | None,
     plan_every: str | None,
     quantum: str | None,
@@ -92,6 +94,7 @@ def up(
         quantum,
         moves_per_hour,
         virtual_gpu_cores,
+        metrics,
     )
     with _alone(directory):
         if pretends:

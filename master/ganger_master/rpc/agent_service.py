@@ -49,6 +49,11 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         """Whether the node's daemon waits for an answer at this moment: it lives, however long ago it had the last."""
         return node in self._newest
 
+    @property
+    def held(self) -> int:
+        """How many daemons wait for an answer."""
+        return len(self._newest)
+
     async def CreateSession(self, request: agent_pb2.CreateSessionRequest, context: Any) -> agent_pb2.Session:
         command = agent_messages.open_session_from_wire(request)
         _check_node(self._callers.of(context), command.node)

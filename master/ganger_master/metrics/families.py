@@ -1,0 +1,151 @@
+"""Metrics from a snapshot. A label never names a job, a user or a node: the number of series does not grow with them.
+
+Names are those of Prometheus' conventions: base units, `_total` for what only rises.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ganger.resources.reasons import Reason
+from ganger.resources.values import NodeRow
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+
+from ganger_master.core.model import Gang, GangPhase, Job, JobState, Node, NodeState, OutcomeKind
+from ganger_master.metrics.snapshot import Snapshot
+from ganger_master.runtime.meter import Distribution
+
+# The others have ended, and are counted as events.
+_LIVE = (JobState.PENDING, JobState.HOLDING, JobState.SUSPENDED)
+_GPU_STATES = ("busy", "idle", "drained", "faulty", "unknown", "lost")
+
+
+def families(snapshot: Snapshot, version: str) -> Iterator[Any]:
+    yield InfoMetricFamily("ganger_master", "The master.", {"version": version, "policy": snapshot.policy})
+    yield _gauge("ganger_master_ready", "0 while the master reads its store again after an error.", snapshot.is_ready)
+    yield from _of_jobs(snapshot)
+    yield from _of_gangs(snapshot.gangs)
+    yield from _of_nodes(snapshot)
+    yield from _of_the_meter(snapshot)
+
+
+def gpus_of(node: Node, devices: int, row: NodeRow | None) -> Counter[str]:
+    """The node's devices by state: each counts once."""
+    if node.lost:
+        return Counter(lost=devices)
+    if not node.heard or row is None:
+        return Counter(unknown=devices)
+    free = row.free_mask.bit_count()
+    faulty = len(node.device_faults)
+    return Counter({"idle" if node.takes_gangs else "drained": free, "faulty": faulty, "busy": devices - free - faulty})
+
+
+def _of_jobs(snapshot: Snapshot) -> Iterator[Any]:
+    live = [job for job in snapshot.jobs if job.state in _LIVE]
+    # Members of an array that are held back wait for nothing that a cluster could give.
+    waiting = [job for job in live if job.state is JobState.PENDING and not job.held]
+    states = Counter(job.state.name.lower() for job in live)
+    yield _gauges("ganger_jobs", "Jobs that have not ended.", "state", _all(states, (s.name.lower() for s in _LIVE)))
+    yield _gauge("ganger_pending_gpus", "GPUs that pending jobs ask for.", _gpus(waiting))
+    since = min((job.pending_since for job in waiting if job.pending_since), default=snapshot.now)
+    text = "For how long the job has waited that has waited longest."
+    yield _gauge("ganger_longest_pending_seconds", text, max(0.0, snapshot.now - since))
+    text = "Pending jobs that were refused a gang, by the first reason of the last refusal."
+    yield _gauges("ganger_pending_jobs_refused", text, "reason", Counter(snapshot.blockers))
+
+
+def _of_gangs(gangs: Iterable[Gang]) -> Iterator[Any]:
+    number: Counter[str] = Counter()
+    devices: Counter[str] = Counter()
+    for gang in gangs:
+        phase = gang.phase.name.lower()
+        number[phase] += 1
+        devices[phase] += sum(piece.held.device_mask.bit_count() for piece in gang.pieces if piece.held is not None)
+    phases = [phase.name.lower() for phase in GangPhase]
+    yield _gauges("ganger_gangs", "Gangs that hold or keep something.", "phase", _all(number, phases))
+    text = "GPUs that gangs hold; one that several share counts for each."
+    yield _gauges("ganger_gang_gpus", text, "phase", _all(devices, phases))
+
+
+def _of_nodes(snapshot: Snapshot) -> Iterator[Any]:
+    states = Counter(node.state.name.lower() for node in snapshot.nodes)
+    all_states = [state.name.lower() for state in NodeState]
+    yield _gauges("ganger_nodes", "Nodes that have joined and were not removed.", "state", _all(states, all_states))
+    yield _gauge("ganger_daemons_connected", "Daemons whose call the master holds at this moment.", snapshot.daemons)
+    answered = snapshot.answered
+    alive = [answered[node.name] for node in snapshot.nodes if not node.lost and node.name in answered]
+    text = "For how long the node has been silent that has been silent longest, of those that are not lost."
+    yield _gauge("ganger_longest_silence_seconds", text, max(0.0, snapshot.now - min(alive, default=snapshot.now)))
+    text = "Nodes on which the last start of a gang failed."
+    yield _gauge("ganger_nodes_failing_starts", text, sum(node.launch_failures > 0 for node in snapshot.nodes))
+    yield _gauge("ganger_node_sets", "Sets of nodes on which gangs take turns.", snapshot.node_sets)
+    gpus: dict[str, Counter[str]] = {}
+    for node in snapshot.nodes:
+        kind = snapshot.configuration_sets[node.configuration_set]
+        if kind.devices:
+            known = gpus.setdefault(kind.device_type, Counter())
+            known.update(gpus_of(node, kind.devices, snapshot.rows.get(node.name)))
+    text = (
+        "GPUs of all nodes, each in one state: busy (a gang holds it), idle, drained (free, but its node is draining or"
+        " cordoned), faulty, unknown (its node was not heard since the master started), lost (with its node)."
+    )
+    family = GaugeMetricFamily("ganger_gpus", text, labels=["device_type", "state"])
+    for device_type, by_state in sorted(gpus.items()):
+        for state in _GPU_STATES:
+            family.add_metric([device_type, state], by_state[state])
+    yield family
+
+
+def _of_the_meter(snapshot: Snapshot) -> Iterator[Any]:
+    meter = snapshot.meter
+    verdicts = {"approved": snapshot.approved, "rejected": meter.rejections.total()}
+    text = "Gangs and changes of plans that were asked for; approved ones are counted across restarts of the master."
+    yield _counters("ganger_verdicts", text, "outcome", verdicts)
+    rejections = _all(meter.rejections, (reason.name for reason in Reason))
+    yield _counters("ganger_rejections", "Verdicts that were rejections, by first reason.", "reason", rejections)
+    yield _counters("ganger_events", "Entries of the history, by kind.", "kind", meter.events)
+    failed = _all(meter.failed_attempts, (kind.name for kind in OutcomeKind if kind is not OutcomeKind.NONE))
+    yield _counters("ganger_failed_attempts", "Attempts that failed, by outcome.", "outcome", failed)
+    text = "From when a job began to wait to the approval of its gang."
+    yield _histogram("ganger_queue_wait_seconds", text, meter.waits)
+    text = "How long a move or a change of size made a job stand still, from its last step to its next."
+    yield _histogram("ganger_move_pause_seconds", text, meter.pauses)
+    yield _histogram("ganger_commit_seconds", "How long the store took to make a batch durable.", meter.commit_seconds)
+    yield _histogram("ganger_commit_calls", "Calls that were answered by one commit.", meter.commit_calls)
+    yield CounterMetricFamily("ganger_store_errors", "Commits that failed.", meter.store_errors)
+    text = "Errors of the master itself, after which it read its store again."
+    yield CounterMetricFamily("ganger_core_errors", text, meter.core_errors)
+
+
+def _gpus(jobs: Iterable[Job]) -> int:
+    return sum(job.gpus for job in jobs)
+
+
+def _all(counts: Mapping[str, int], names: Iterable[str]) -> dict[str, int]:
+    """With a zero for each that was not counted: a series that comes and goes is hard to ask about."""
+    return {name: counts.get(name, 0) for name in names}
+
+
+def _gauge(name: str, text: str, value: float) -> Any:
+    return GaugeMetricFamily(name, text, value)
+
+
+def _gauges(name: str, text: str, label: str, values: Mapping[str, float]) -> Any:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in sorted(values.items()):
+        family.add_metric([key], value)
+    return family
+
+
+def _counters(name: str, text: str, label: str, values: Mapping[str, float]) -> Any:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for key, value in sorted(values.items()):
+        family.add_metric([key], value)
+    return family
+
+
+def _histogram(name: str, text: str, values: Distribution) -> Any:
+    buckets = [("+Inf" if bound == float("inf") else str(bound), count) for bound, count in values.at_most()]
+    return HistogramMetricFamily(name, text, buckets, values.sum)
