@@ -50,6 +50,8 @@ T = TypeVar("T")
 
 VERSION = "0.1.0"
 _REVIVE_SECONDS = 2.0
+# Between two looks at logs that may go.
+_SWEEP_SECONDS = 3600.0
 
 
 class Obstacle(Enum):
@@ -175,6 +177,7 @@ class Daemon:
         self._write_node()
         self._tasks.append(asyncio.create_task(self._hold_session(), name="session"))
         self._tasks.append(asyncio.create_task(self._tend(), name="tend"))
+        self._tasks.append(asyncio.create_task(self._sweep_logs(), name="sweep"))
 
     async def stop(self) -> None:
         """Ends this daemon only: ranks, their launchers and their groups stay."""
@@ -351,6 +354,18 @@ class Daemon:
                     self._write_node()
             except OSError as error:
                 log.warning("tending failed", extra={"error": str(error)})
+
+    async def _sweep_logs(self) -> None:
+        """Logs that were kept for as long as the master says go."""
+        while True:
+            await self.session.connected.wait()
+            here = frozenset(gang.desired.job_uid for gang in self.gangs.all())
+            try:
+                for uid in await asyncio.to_thread(self.host.logs.sweep, here, time.time()):
+                    log.info("logs removed", extra={"job_uid": uid})
+            except OSError as error:
+                log.warning("logs not removed", extra={"error": str(error)})
+            await asyncio.sleep(_SWEEP_SECONDS)
 
 
 def _obstacle_of(error: BaseException) -> Obstacle:

@@ -12,16 +12,17 @@ import ctypes
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ganger_daemon.files import open_plain, read_json, write_json
+from ganger_daemon.files import open_plain, read_json, remove_tree, write_json
 
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 << 10
 SEGMENT_LIMIT_BYTES = 1 << 30
+_NOTES = re.compile(r"^rank-(\d+)\.json$")
 _SEGMENT = re.compile(r"^rank-(\d+)\.(\d+)\.log$")
 _PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
 
@@ -52,6 +53,8 @@ class LogStore:
         self._local = local
         self.storage = storage
         self._limit = limit_bytes
+        # Of a job that has nothing here any more, since it last wrote; None until the master has said, or for ever.
+        self.kept_seconds: float | None = None
 
     def segment_path(self, job_uid: str, rank: int, epoch: int) -> Path:
         return self._local / job_uid / f"rank-{rank}.{epoch}.log"
@@ -138,7 +141,7 @@ class LogStore:
             yield Chunk(start, b"", lost)
 
     def forget(self, job_uid: str) -> None:
-        """Removes local segments that storage has whole; keeps the others."""
+        """Removes local segments that storage has whole; the others stay until `sweep`."""
         directory = self._storage_directory(job_uid, create=False)
         local = self._local / job_uid
         if directory is None or not local.is_dir():
@@ -147,6 +150,22 @@ class LogStore:
             copy = directory / path.name
             if copy.exists() and copy.stat().st_size >= path.stat().st_size:
                 path.unlink()
+        ranks = [int(match.group(1)) for path in local.iterdir() if (match := _NOTES.match(path.name))]
+        if not any(local.glob("rank-*.log")) and all(
+            _read_notes(local, rank).keys() <= _read_notes(directory, rank).keys() for rank in ranks
+        ):
+            remove_tree(local)
+
+    def sweep(self, here: Collection[str], now: float) -> tuple[str, ...]:
+        """Removes the local logs of jobs that have nothing here, `here` aside, and wrote last longer ago than is kept;
+        their uids. `now`: Unix seconds. Blocks."""
+        if self.kept_seconds is None:
+            return ()
+        before = now - self.kept_seconds
+        old = [path for path in sorted(self._local.iterdir()) if path.name not in here and _written_last(path) < before]
+        for path in old:
+            remove_tree(path)
+        return tuple(path.name for path in old)
 
     def _note(self, job_uid: str, rank: int, epoch: int, sealed: bool) -> None:
         path = self.segment_path(job_uid, rank, epoch)
@@ -182,6 +201,14 @@ class LogStore:
         if create:
             directory.mkdir(parents=True, exist_ok=True)
         return directory
+
+
+def _written_last(directory: Path) -> float:
+    """Unix seconds."""
+    times = [directory.lstat().st_mtime]
+    if directory.is_dir() and not directory.is_symlink():
+        times += [path.lstat().st_mtime for path in directory.iterdir()]
+    return max(times)
 
 
 def _pieces(segment: Segment, inside: int) -> Iterator[tuple[int, bytes]]:

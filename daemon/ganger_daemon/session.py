@@ -148,6 +148,7 @@ class Session:
         self._host.storage_learned()
         self._host.logs.storage = storage.path if storage.proved else None
         self._host.checkpoint_interval_seconds = seconds(answer.checkpoint_interval)
+        self._host.logs.kept_seconds = seconds(answer.logs_kept) if answer.HasField("logs_kept") else None
         self._gangs.new_session()
         log.info(
             "session opened", extra={"session": answer.session, "storage": answer.storage, "proved": storage.proved}

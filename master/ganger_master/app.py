@@ -22,7 +22,7 @@ from ganger_master.config import Config
 from ganger_master.core.settings import Settings
 from ganger_master.policies import Places, live_policy_named
 from ganger_master.rpc.server import MasterServer
-from ganger_master.runtime import failpoints, heap, recorder
+from ganger_master.runtime import failpoints, heap, recorder, retention
 from ganger_master.runtime.progress import ProgressBoard
 from ganger_master.runtime.scheduler_process import SupervisedProcess, host_command, planner_command
 from ganger_master.runtime.state_directory import Obstacle, StartError, StateDirectory, obstacle_of, storage_token
@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 _STOP_GRACE_SECONDS: Final = 0.5
 _HOUSEKEEPING_SECONDS: Final = 300.0
+# Between two looks at what lies on storage.
+_TIDYING_SECONDS: Final = 600.0
 # Rows of history forgotten in one transaction, so that commits need not wait long.
 _COMPACT_ROWS: Final = 5_000
 
@@ -77,7 +79,7 @@ class Master:
         self._metrics: MetricsServer | None = None
         # Who places jobs.
         self._child: SupervisedProcess | None = None
-        self._housekeeping: asyncio.Task[None] | None = None
+        self._housekeeping: list[asyncio.Task[None]] = []
 
     @property
     def writer(self) -> Writer:
@@ -113,6 +115,7 @@ class Master:
             storage=str(config.storage_path),
             storage_token=storage_token(config.storage_path),
             checkpoint_interval_seconds=config.checkpoint_interval_seconds,
+            logs_kept_seconds=config.logs_kept_seconds,
             session_alive_seconds=config.session_alive_seconds,
             finished_jobs_limit=config.finished_jobs_limit,
             residue_bytes=config.residue_bytes,
@@ -145,7 +148,8 @@ class Master:
             self._child = SupervisedProcess(planner_command(config.state_dir))
         if self._child is not None:
             self._child.start()
-        self._housekeeping = asyncio.get_running_loop().create_task(self._keep_house())
+        loop = asyncio.get_running_loop()
+        self._housekeeping = [loop.create_task(self._keep_house()), loop.create_task(self._keep_storage())]
         log.info("master ready", extra={"address": self.address, "jobs": len(writer.committed.jobs)})
 
     def _serve_metrics(self, listen: str) -> MetricsServer:
@@ -165,9 +169,9 @@ class Master:
         """Idempotent. What was accepted is durable when it returns."""
         if self._directory is not None:
             self._directory.remove_endpoint()
-        if self._housekeeping is not None:
-            self._housekeeping.cancel()
-            await asyncio.gather(self._housekeeping, return_exceptions=True)
+        for task in self._housekeeping:
+            task.cancel()
+        await asyncio.gather(*self._housekeeping, return_exceptions=True)
         if self._child is not None:
             await self._child.stop()
         if self._metrics is not None:
@@ -179,7 +183,8 @@ class Master:
             await self._writer.close()
         if self._directory is not None:
             self._directory.close()
-        self._directory = self._housekeeping = self._child = self._server = self._metrics = None
+        self._directory = self._child = self._server = self._metrics = None
+        self._housekeeping = []
 
     async def _keep_house(self) -> None:
         """Forgets history older than the retention, and progress of jobs that are over."""
@@ -193,6 +198,22 @@ class Master:
                 log.warning("history not compacted", extra={"error": str(error)})
             self.progress.forget(n for n, job in self.writer.committed.jobs.items() if not job.state.is_final)
             await asyncio.sleep(_HOUSEKEEPING_SECONDS)
+
+    async def _keep_storage(self) -> None:
+        """Removes what ended jobs left on storage once it has been kept for as long as was set."""
+        config, committed = self.config, self.writer.committed
+        kept = {retention.LOGS: config.logs_kept_seconds, retention.CHECKPOINTS: config.checkpoints_kept_seconds}
+        while True:
+            ends, now = retention.ends_of(committed.jobs, committed.gangs), self._clock()
+            try:
+                await asyncio.to_thread(retention.note_ended, config.storage_path, ends)
+                for part in await asyncio.to_thread(retention.expired, config.storage_path, ends, kept, now):
+                    # One by one: the master may be told to stop meanwhile.
+                    await asyncio.to_thread(retention.remove, part)
+                    log.info("removed from storage", extra={"path": str(part)})
+            except OSError as error:
+                log.warning("storage not tidied", extra={"error": str(error)})
+            await asyncio.sleep(_TIDYING_SECONDS)
 
 
 def _check_certificate(directory: Path) -> None:

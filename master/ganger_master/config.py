@@ -21,6 +21,7 @@ PREFIX: Final = "GANGER_MASTER_"
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)?")
 _SECONDS: Final = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
+_NEVER: Final = ("lost_after_seconds", "quantum_seconds", "logs_kept_seconds", "checkpoints_kept_seconds")
 # Whoever is stopped at every plan does nothing else.
 _LEAST_PLAN_EVERY_SECONDS: Final = 1.0
 _LEAST_QUANTUM_SECONDS: Final = 0.5
@@ -61,6 +62,9 @@ class Config:
     # Sessions of two machines with one name are refused while the first answered this recently.
     session_alive_seconds: float = 10.0
     events_kept_seconds: float = 30 * 86400.0
+    # What a job leaves goes so long after it ended; None: never.
+    logs_kept_seconds: float | None = 30 * 86400.0
+    checkpoints_kept_seconds: float | None = 30 * 86400.0
     # Finished jobs that are kept, the last to end.
     finished_jobs_limit: int = 10_000
     # GPUs that a user may hold at once; "*" is everybody who is not named. Nobody is bounded otherwise.
@@ -234,7 +238,7 @@ def _duration_of(name: str, value: object) -> float | None:
         seconds = parse_duration(str(value))
     except ValueError as error:
         raise ValueError(f"{told}: {error}") from None
-    if seconds is None and name not in ("lost_after_seconds", "quantum_seconds"):
+    if seconds is None and name not in _NEVER:
         raise ValueError(f"{told}: never is not possible here")
     return seconds
 

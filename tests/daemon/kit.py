@@ -58,6 +58,7 @@ class FakeMaster(agent_pb2_grpc.AgentServiceServicer):
         self.changed = asyncio.Condition()
         self.progress: dict[int, job_pb2.Progress] = {}
         self.lost_after: float | None = None
+        self.logs_kept: float | None = None
 
     def book(self, node: str) -> NodeBook:
         return self.nodes.setdefault(node, NodeBook())
@@ -72,6 +73,8 @@ class FakeMaster(agent_pb2_grpc.AgentServiceServicer):
         answer = agent_pb2.Session(session=book.session, storage=str(self.storage), storage_token=self.storage_token)
         if self.lost_after is not None:
             answer.lost_after.FromMilliseconds(int(self.lost_after * 1000))
+        if self.logs_kept is not None:
+            answer.logs_kept.FromMilliseconds(int(self.logs_kept * 1000))
         return answer
 
     async def Reconcile(  # noqa: N802

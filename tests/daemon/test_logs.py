@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from ganger_daemon.logs import LogStore
@@ -37,7 +38,7 @@ def test_another_node_reads_what_was_sealed_from_storage(tmp_path: Path) -> None
     write(second, 2, "from b\n")
     assert text_of(second) == "from a\nfrom b\n"
     first.forget("job")
-    assert not first.segment_path("job", 0, 1).exists()
+    assert list((tmp_path / "a").iterdir()) == [], "nothing is left of it"
     assert text_of(first).startswith("from a\n")
 
 
@@ -63,6 +64,42 @@ def test_a_segment_over_its_limit_loses_its_oldest_bytes_and_says_how_many(tmp_p
     assert dropped == chunks[0].offset > 0
     assert dropped + sum(len(chunk.data) for chunk in chunks) == 8192 * 16 == store.end("job", 0)
     assert chunks[0].data.startswith(f"{dropped // 16:015d}".encode())
+
+
+def test_what_storage_does_not_have_whole_stays_with_all_that_is_known_of_it(tmp_path: Path) -> None:
+    storage = tmp_path / "storage"
+    storage.mkdir()
+    store = LogStore(tmp_path / "here")
+    write(store, 1, "before there was storage\n")
+    store.storage = storage
+    write(store, 2, "copied\n")
+    store.mirror("job", 0, 2, sealed=True)
+    store.forget("job")
+    assert {path.name for path in (tmp_path / "here" / "job").iterdir()} == {"rank-0.1.log", "rank-0.json"}
+    assert text_of(store) == "before there was storage\ncopied\n"
+
+
+def test_logs_go_once_they_were_kept_but_for_those_of_jobs_that_are_here(tmp_path: Path) -> None:
+    store = LogStore(tmp_path)
+    for uid in ("old", "here", "fresh"):
+        store.begin(uid, 0, 1)
+    for uid in ("old", "here"):
+        for path in (*(tmp_path / uid).iterdir(), tmp_path / uid):
+            os.utime(path, (100.0, 100.0))
+    now = (tmp_path / "fresh").stat().st_mtime
+    assert store.sweep({"here"}, now) == (), "nobody has said for how long"
+    store.kept_seconds = now - 100.0
+    assert store.sweep({"here"}, now) == ()
+    assert store.sweep({"here"}, now + 1.0) == ("old",)
+    assert {path.name for path in tmp_path.iterdir()} == {"here", "fresh"}
+
+
+def test_a_log_that_is_still_written_to_is_not_old(tmp_path: Path) -> None:
+    store = LogStore(tmp_path)
+    path = store.begin("job", 0, 1)
+    os.utime(tmp_path / "job", (100.0, 100.0))
+    store.kept_seconds = 60.0
+    assert store.sweep((), path.stat().st_mtime + 59.0) == ()
 
 
 def test_a_log_nobody_knows_has_no_segments(tmp_path: Path) -> None:

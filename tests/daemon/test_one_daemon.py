@@ -7,6 +7,7 @@ import uuid
 import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
 from ganger.v1 import job_pb2
+from rpc.kit import until
 
 pytestmark = pytest.mark.system
 
@@ -27,6 +28,38 @@ def test_a_job_runs_to_its_end_and_its_outcome_stays_until_acknowledged() -> Non
         await made.master.forget("n1", 1)
         await made.master.until_absent("n1", 1)
         assert not (made.directory / "n1" / "jobs" / uid).exists()
+
+    run(story)
+
+
+def test_of_a_job_that_has_gone_nothing_stays_on_the_node_and_its_log_on_storage() -> None:
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1")
+        uid = str(uuid.uuid4())
+        await made.master.want("n1", made.gang({"n1": [0]}, "n1", uid=uid, steps=3))
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
+        await made.master.forget("n1", 1)
+        await made.master.until_absent("n1", 1)
+        await until(lambda: not (made.directory / "n1" / "logs" / uid).exists())
+        assert steps_in((made.storage / uid / "logs" / "rank-0.1.log").read_text().splitlines()) == [1, 2, 3]
+
+    run(story)
+
+
+def test_a_daemon_removes_logs_that_the_master_lets_it_keep_no_longer_but_not_those_of_who_runs() -> None:
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1")
+        uid = str(uuid.uuid4())
+        await made.master.want("n1", made.gang({"n1": [0]}, "n1", uid=uid, pause=0.005))
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        await made.stop_daemon("n1")
+        old = made.directory / "n1" / "logs" / str(uuid.uuid4())
+        old.mkdir()
+        (old / "rank-0.1.log").write_text("a line")
+        made.master.logs_kept = 0.0
+        await made.daemon("n1")
+        await until(lambda: not old.exists())
+        assert log_of(made.directory, "n1", uid, 0, 1)
 
     run(story)
 

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
 from ganger.v1 import job_service_pb2, resources_pb2, scheduling_pb2
-from ganger.wire.errors import NodeSilent, OffsetBeyondEnd, from_rpc_error
+from ganger.wire.errors import LogNotKept, NodeSilent, OffsetBeyondEnd, from_rpc_error
 from ganger.wire.servers import bind, make_server
 from rpc.kit import Served, Speaker, serving, spec_of, until
 
@@ -195,6 +195,19 @@ def test_a_reader_asks_a_bounded_number_of_nodes_at_once(tmp_path: Path) -> None
             assert await read(served) == []
             assert len(segments.asked) >= 200
             assert 1 < segments.most_at_once <= 64
+
+    asyncio.run(story())
+
+
+def test_of_a_job_that_ended_too_long_ago_is_said_that_its_log_is_kept_no_more(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path, logs_kept_seconds=0.0) as served:
+            await served.submit()
+            assert await read(served) == [], "it has written nothing yet"
+            await served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name="jobs/1"))
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await read(served)
+            assert isinstance(from_rpc_error(refused.value), LogNotKept)
 
     asyncio.run(story())
 

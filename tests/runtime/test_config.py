@@ -49,7 +49,9 @@ def test_all_mistakes_are_reported_together() -> None:
         "--state-dir",
     ):
         assert word in text
-    assert "known are checkpoint_interval, database_url, events_kept, " in text, "as the documentation calls them"
+    assert "known are checkpoint_interval, checkpoints_kept, database_url, events_kept, " in text, (
+        "as the documentation calls them"
+    )
     assert load({"state_dir": "/s"}, {}, "finished_jobs_limit = 7\n").finished_jobs_limit == 7
     assert load({"state_dir": "/s"}, {}, 'residue_bytes = "1.5G"\n').residue_bytes == 3 << 29
     assert load({"state_dir": "/s", "plan_every": "2m", "planner": False}, {}).plan_every_seconds == 120.0

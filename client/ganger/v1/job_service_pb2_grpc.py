@@ -213,7 +213,8 @@ class JobServiceServicer(object):
     def ReadLog(self, request, context):
         """Bytes of one rank's log from a logical offset, across suspends, moves and restarts.
         Errors: NOT_FOUND/{JOB_NOT_FOUND, RANK_NOT_FOUND}, OUT_OF_RANGE/OFFSET_BEYOND_END, FAILED_PRECONDITION/NODE_SILENT
-        (nothing was found, and a node where the job was does not answer).
+        (nothing was found, and a node where the job was does not answer), OUT_OF_RANGE/LOG_NOT_KEPT (nothing was found of a
+        job that ended longer ago than logs are kept).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -77,7 +77,8 @@ class JobServiceStub:
     ReadLog: grpc.UnaryStreamMultiCallable[ganger.v1.job_service_pb2.ReadLogRequest, ganger.v1.job_service_pb2.LogChunk]
     """Bytes of one rank's log from a logical offset, across suspends, moves and restarts.
     Errors: NOT_FOUND/{JOB_NOT_FOUND, RANK_NOT_FOUND}, OUT_OF_RANGE/OFFSET_BEYOND_END, FAILED_PRECONDITION/NODE_SILENT
-    (nothing was found, and a node where the job was does not answer).
+    (nothing was found, and a node where the job was does not answer), OUT_OF_RANGE/LOG_NOT_KEPT (nothing was found of a
+    job that ended longer ago than logs are kept).
     """
     ExplainJob: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.ExplainJobRequest, ganger.v1.job_service_pb2.Explanation]
     """Why a job waits or rests, and when it may start, or "unknown, because ...". Errors: NOT_FOUND/JOB_NOT_FOUND."""
@@ -139,7 +140,8 @@ class JobServiceAsyncStub(JobServiceStub):
     ReadLog: grpc.aio.UnaryStreamMultiCallable[ganger.v1.job_service_pb2.ReadLogRequest, ganger.v1.job_service_pb2.LogChunk]  # type: ignore[assignment]
     """Bytes of one rank's log from a logical offset, across suspends, moves and restarts.
     Errors: NOT_FOUND/{JOB_NOT_FOUND, RANK_NOT_FOUND}, OUT_OF_RANGE/OFFSET_BEYOND_END, FAILED_PRECONDITION/NODE_SILENT
-    (nothing was found, and a node where the job was does not answer).
+    (nothing was found, and a node where the job was does not answer), OUT_OF_RANGE/LOG_NOT_KEPT (nothing was found of a
+    job that ended longer ago than logs are kept).
     """
     ExplainJob: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.ExplainJobRequest, ganger.v1.job_service_pb2.Explanation]  # type: ignore[assignment]
     """Why a job waits or rests, and when it may start, or "unknown, because ...". Errors: NOT_FOUND/JOB_NOT_FOUND."""
@@ -264,7 +266,8 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[ganger.v1.job_service_pb2.LogChunk], collections.abc.AsyncIterator[ganger.v1.job_service_pb2.LogChunk]]:
         """Bytes of one rank's log from a logical offset, across suspends, moves and restarts.
         Errors: NOT_FOUND/{JOB_NOT_FOUND, RANK_NOT_FOUND}, OUT_OF_RANGE/OFFSET_BEYOND_END, FAILED_PRECONDITION/NODE_SILENT
-        (nothing was found, and a node where the job was does not answer).
+        (nothing was found, and a node where the job was does not answer), OUT_OF_RANGE/LOG_NOT_KEPT (nothing was found of a
+        job that ended longer ago than logs are kept).
         """
 
     @abc.abstractmethod

@@ -117,6 +117,10 @@ class EventsCompacted(ApiError):
     code, reason = grpc.StatusCode.OUT_OF_RANGE, "EVENTS_COMPACTED"
 
 
+class LogNotKept(ApiError):
+    code, reason = grpc.StatusCode.OUT_OF_RANGE, "LOG_NOT_KEPT"
+
+
 class RequestReused(ApiError):
     code, reason = grpc.StatusCode.ALREADY_EXISTS, "REQUEST_REUSED"
 

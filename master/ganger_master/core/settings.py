@@ -23,6 +23,8 @@ class Settings:
     storage: str = ""
     storage_token: str = ""
     checkpoint_interval_seconds: float = 1800.0
+    # What a job has written goes so long after it ended; None: never.
+    logs_kept_seconds: float | None = 30 * 86400.0
     # A session that answered this recently keeps its name; a node that did cannot be declared lost.
     session_alive_seconds: float = 10.0
     request_kept_seconds: float = 24 * 3600.0

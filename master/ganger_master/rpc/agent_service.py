@@ -71,13 +71,14 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         self._node_of[session] = command.node
         self._session_of[command.node] = session
         settings = self._writer.state.settings
-        lost_after = settings.lost_after_seconds
+        lost_after, logs_kept = settings.lost_after_seconds, settings.logs_kept_seconds
         return agent_pb2.Session(
             session=session,
             lost_after=None if lost_after is None else times.duration(lost_after),
             storage=settings.storage,
             storage_token=settings.storage_token,
             checkpoint_interval=times.duration(settings.checkpoint_interval_seconds),
+            logs_kept=None if logs_kept is None else times.duration(logs_kept),
         )
 
     async def Reconcile(self, request: agent_pb2.ReconcileRequest, context: Any) -> agent_pb2.ReconcileResponse:

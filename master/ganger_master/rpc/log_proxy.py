@@ -62,10 +62,11 @@ class _Log(NamedTuple):
 
 
 class LogProxy:
-    def __init__(self, writer: Writer, shown: Shown, token: str, tls: str = "") -> None:
+    def __init__(self, writer: Writer, shown: Shown, clock: Callable[[], float], token: str, tls: str = "") -> None:
         """`tls`: the directory of the certificate to show to daemons; else they take the token."""
         self._writer = writer
         self._shown = shown
+        self._clock = clock
         self._token = "" if tls else token
         self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -75,7 +76,8 @@ class LogProxy:
         self, number: int, rank: int, offset: int, *, follow: bool
     ) -> AsyncIterator[job_service_pb2.LogChunk]:
         """Chunks in the order of their offsets; a negative offset counts from the end as it is now. Raises JobNotFound,
-        RankNotFound, OffsetBeyondEnd, and NodeSilent where nothing was found though there may be something."""
+        RankNotFound, OffsetBeyondEnd, and where nothing was found NodeSilent if there may be something, LogNotKept if
+        there may have been."""
         job = self._shown.job_named(number)
         if rank >= job.spec.tasks:
             raise errors.RankNotFound(f"jobs/{number} has ranks 0 to {job.spec.tasks - 1}, not {rank}")
@@ -90,6 +92,7 @@ class LogProxy:
             yield chunk
         if not follow and position == begin:
             await self._check_heard(job, rank)
+            self._check_kept(job)
         if follow:
             async for chunk in self._follow(number, rank, position):
                 yield chunk
@@ -196,6 +199,14 @@ class LogProxy:
             where = ", ".join(f"nodes/{node}" for node in silent)
             why = await self._trouble_with(silent[0]) or "no answer from there"
             raise errors.NodeSilent(f"what rank {rank} of {job.name} has written may be on {where}: {why}")
+
+    def _check_kept(self, job: Job) -> None:
+        kept = self._writer.state.settings.logs_kept_seconds
+        if kept is not None and job.state.is_final and (ago := self._clock() - job.end_time) > kept:
+            raise errors.LogNotKept(
+                f"nothing is left of what {job.name} has written: it ended {ago / 86400.0:.0f} days ago, and logs are "
+                f"kept for {kept / 86400.0:g} (logs_kept of the master)"
+            )
 
     async def _trouble_with(self, node: str) -> str:
         """What is wrong with certificates, if that is why a node does not answer."""

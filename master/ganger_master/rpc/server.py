@@ -68,7 +68,7 @@ class MasterServer:
     ) -> None:
         shown = Shown(writer, progress)
         callers = Callers(Identity(Role.OPERATOR, owner()), by_role=tls is not None)
-        self._logs = LogProxy(writer, shown, token, str(tls or ""))
+        self._logs = LogProxy(writer, shown, clock, token, str(tls or ""))
         self._health: Any = aio_health.HealthServicer()
         self._server = make_server(token, _OPTIONS, by_role=tls is not None)
         job_service_pb2_grpc.add_JobServiceServicer_to_server(

@@ -143,6 +143,7 @@ class Session(google.protobuf.message.Message):
     STORAGE_FIELD_NUMBER: builtins.int
     STORAGE_TOKEN_FIELD_NUMBER: builtins.int
     CHECKPOINT_INTERVAL_FIELD_NUMBER: builtins.int
+    LOGS_KEPT_FIELD_NUMBER: builtins.int
     session: builtins.str
     storage: builtins.str
     """Directory all nodes see."""
@@ -154,6 +155,10 @@ class Session(google.protobuf.message.Message):
 
     @property
     def checkpoint_interval(self) -> google.protobuf.duration_pb2.Duration: ...
+    @property
+    def logs_kept(self) -> google.protobuf.duration_pb2.Duration:
+        """Logs of a job that has nothing on the node any more go so long after they were last written; unset: never."""
+
     def __init__(
         self,
         *,
@@ -162,10 +167,11 @@ class Session(google.protobuf.message.Message):
         storage: builtins.str = ...,
         storage_token: builtins.str = ...,
         checkpoint_interval: google.protobuf.duration_pb2.Duration | None = ...,
+        logs_kept: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_interval", b"checkpoint_interval", "lost_after", b"lost_after"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_interval", b"checkpoint_interval", "logs_kept", b"logs_kept", "lost_after", b"lost_after"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_interval", b"checkpoint_interval", "lost_after", b"lost_after", "session", b"session", "storage", b"storage", "storage_token", b"storage_token"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_interval", b"checkpoint_interval", "logs_kept", b"logs_kept", "lost_after", b"lost_after", "session", b"session", "storage", b"storage", "storage_token", b"storage_token"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Session: typing_extensions.TypeAlias = Session
