@@ -80,6 +80,7 @@ class Rank:
         arena_bytes: int = 0,
         arena_fd: int | None = None,
         stop_at: int = 0,
+        save_at: int = 0,
         order: int = Order.RUN,
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -116,6 +117,7 @@ class Rank:
             "log": str(self.log),
             "agent": agent,
             "stop_at": stop_at,
+            "save_at": save_at,
         }
         arena = None if self.arena_fd is None else f"/proc/{os.getpid()}/fd/{self.arena_fd}"
         self.process = _context.Process(target=_run, args=(plan, arena))
@@ -184,7 +186,9 @@ def _run(plan: dict[str, Any], arena: str | None) -> None:
     sys.argv = plan["arguments"]
     sys.path.insert(0, os.path.dirname(sys.argv[0]))
     if plan["stop_at"]:
-        _stop_at(plan["stop_at"])
+        _while_making(plan["stop_at"], lambda page: page.write_order(2, Order.STOP, stop_seq=2, level=Level.CHECKPOINT))
+    if plan["save_at"]:
+        _while_making(plan["save_at"], lambda page: page.request_checkpoint(5))
     if plan["agent"]:
         from ganger.training import agent
 
@@ -192,15 +196,18 @@ def _run(plan: dict[str, Any], arena: str | None) -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _stop_at(step: int) -> None:
-    """Write a CHECKPOINT stop into the own page while step number `step` is being made, so that K is exactly that."""
+def _while_making(step: int, act: Callable[[Page], None]) -> None:
+    """Write into the own page, once, while step number `step` is being made, so that K is exactly that."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     page = Page.open(os.environ["GANGER_PAGE"])
+    is_due = True
 
     def hook(optimizer: object, args: object, kwargs: object) -> None:
-        if page.get(Word.STEP) == step - 1 and page.get(Word.PHASE) != Phase.REPLAY and page.read_order().seq == 1:
-            page.write_order(2, Order.STOP, stop_seq=2, level=Level.CHECKPOINT)
+        nonlocal is_due
+        if is_due and page.get(Word.STEP) == step - 1 and page.get(Word.PHASE) != Phase.REPLAY:
+            is_due = False
+            act(page)
 
     register_optimizer_step_post_hook(hook)
 

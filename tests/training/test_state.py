@@ -18,8 +18,8 @@ from torch import nn
 Make = Callable[[], Training]
 
 
-def _image(training: Training, position: dict[str, Any] | None = None, *, gradients: bool = False) -> bytearray:
-    plan = capture(training, position or {}, gradients=gradients).plan(step=3, samples=9, rank=0, world=1)
+def _image(training: Training, position: dict[str, Any] | None = None) -> bytearray:
+    plan = capture(training, position or {}).plan(step=3, samples=9, rank=0, world=1)
     arena = bytearray(plan.total_bytes)
     write_image(plan, ArenaSink(memoryview(arena), lambda filled: None))
     return arena
@@ -116,7 +116,7 @@ class _Tied(nn.Module):
 
 def test_tied_weights_are_stored_once_and_stay_tied() -> None:
     model = _Tied()
-    captured = capture(Training({"model": model}), {}, gradients=False)
+    captured = capture(Training({"model": model}), {})
     assert sum(tensor.numel() == 40 for tensor in captured.tensors) == 1
     arena = _image(Training({"model": model}))
     fresh = _Tied()
@@ -149,11 +149,11 @@ def test_lazy_modules_are_initialized_by_the_restore() -> None:
     assert torch.equal(fresh.weight, model.weight)
 
 
-def test_gradients_are_kept_when_asked_for() -> None:
+def test_gradients_are_part_of_the_state() -> None:
     model = nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
     fresh = nn.Linear(2, 2)
-    _restore(Training({"model": fresh}), _image(Training({"model": model}), gradients=True))
+    _restore(Training({"model": fresh}), _image(Training({"model": model})))
     assert model.weight.grad is not None
     assert fresh.weight.grad is not None
     assert torch.equal(fresh.weight.grad, model.weight.grad)

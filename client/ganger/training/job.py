@@ -112,8 +112,7 @@ class TrainingJob:
     def _start(self, control: Control) -> None:
         keep_default_group()
         control.hello(FIVE_LINE, torch=str(torch.__version__))
-        keeper = StateKeeper(control, lambda: self._training, self._position, gradients=False)
-        keeper.before_saving = self._drop_gradients
+        keeper = StateKeeper(control, lambda: self._training, self._position)
         keeper.when_stopped = self._show
         self._keeper = keeper
         control.handlers = keeper.handlers()
@@ -211,7 +210,8 @@ class TrainingJob:
     def step(self, loss: Any = None) -> None:
         """Say that one optimizer step and all that belongs to it are done: the boundary.
 
-        Here a job may be paused, parked, saved or ended (exit code 75). Gradients are dead here: they may be dropped.
+        Here a job may be paused, parked, saved or ended (exit code 75). Gradients that are not None are part of the
+        state, as more may be added to them; `zero_grad` before this call makes it smaller.
         """
         self._steps += 1
 
@@ -317,10 +317,6 @@ class TrainingJob:
             "samples": self._samples,
             "loaders": [loader.position() for loader in self._loaders],
         }
-
-    def _drop_gradients(self) -> None:
-        for optimizer in self._training.optimizers.values():
-            optimizer.zero_grad(set_to_none=True)
 
 
 def _managed_step(

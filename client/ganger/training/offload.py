@@ -68,18 +68,14 @@ class StateKeeper:
         control: Control,
         training: Callable[[], Training],
         position: Callable[[], dict[str, Any]],
-        *,
-        gradients: bool,
     ) -> None:
         self._control = control
         self._page = control.page
         self._training = training
         self._position = position
-        self._gradients = gradients
         self._parked: _Parked | None = None
         self._writer: threading.Thread | None = None
         self._finished: Callable[[], None] | None = None
-        self.before_saving: Callable[[], None] = lambda: None
         self.when_stopped: Callable[[], None] = lambda: None
         self.workers: int | None = None
         self.arena: Arena | None = None if control.arena_fd is None else Arena(control.arena_fd)
@@ -107,7 +103,6 @@ class StateKeeper:
 
     def offload(self, request: StopRequest) -> int:
         """Park the state in the arena and free the device memory it used; returns the bytes freed."""
-        self.before_saving()
         whole, places = _with_whole_storages(self._capture())
         plan = self._fill_arena(whole, request.step)
         freed = _freed(plan, whole.tensors, places)
@@ -134,7 +129,6 @@ class StateKeeper:
     def hand_over(self, request: StopRequest) -> None:
         """Leave a complete image in the arena for another rank; the tensors stay."""
         if self._parked is None or not request.offloaded:
-            self.before_saving()
             self._parked = _Parked(request.step, self._fill_arena(self._capture(), request.step), ())
 
     def checkpoint(self, request: StopRequest) -> None:
@@ -148,7 +142,6 @@ class StateKeeper:
             total = self._parked.plan.total_bytes
             _reported(lambda: self._write_arena(directory, total))
         else:
-            self.before_saving()
             captured = self._capture()
             plan = self._plan(captured, step)
             if not request.exiting and self._fits_arena(plan):
@@ -224,7 +217,7 @@ class StateKeeper:
     def _capture(self) -> Captured:
         _synchronize()
         try:
-            return capture(self._training(), self._position(), gradients=self._gradients)
+            return capture(self._training(), self._position())
         except StateNotSupportedError as error:
             raise CannotKeepError(Error.STATE_UNSAVEABLE, str(error)) from error
 

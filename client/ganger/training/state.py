@@ -72,16 +72,14 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
         model = inner
 
 
-def capture(training: Training, position: dict[str, Any], *, gradients: bool) -> Captured:
+def capture(training: Training, position: dict[str, Any]) -> Captured:
     """Raises StateNotSupportedError, naming the value that has no portable form.
 
-    With `gradients`, those that are not None are part of the state: an unmodified script may still add to them.
+    Gradients that are not None are part of the state: the script may still add to them.
     """
     table = TensorTable()
     tree: dict[str, Any] = {
-        "models": {
-            name: _encode_model(unwrapped(model), table, name, gradients) for name, model in training.models.items()
-        },
+        "models": {name: _encode_model(unwrapped(model), table, name) for name, model in training.models.items()},
         "optimizers": {
             name: _encode_optimizer(optimizer, table, name) for name, optimizer in training.optimizers.items()
         },
@@ -138,20 +136,20 @@ def _own_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module,
                 yield (f"{prefix}.{name}" if prefix else name), module, name, tensor
 
 
-def _encode_model(model: torch.nn.Module, table: TensorTable, name: str, gradients: bool) -> Any:
+def _encode_model(model: torch.nn.Module, table: TensorTable, name: str) -> Any:
     tensors, grads = {}, {}
     for path, _, _, tensor in _own_tensors(model):
         if torch.nn.parameter.is_lazy(tensor):
             raise StateNotSupportedError(f"{name}.{path}: not initialized yet; run one batch through the model first")
         tensors[path] = codec.encode(tensor, table, f"{name}.{path}")
-        if gradients and tensor.grad is not None:
+        if tensor.grad is not None:
             grads[path] = codec.encode(tensor.grad, table, f"{name}.{path}.grad")
     extra = {
         path: codec.encode(module.get_extra_state(), table, f"{name}.{path} extra state")
         for path, module in model.named_modules()
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state
     }
-    return {"tensors": tensors, "gradients": grads if gradients else None, "extra": extra}
+    return {"tensors": tensors, "gradients": grads, "extra": extra}
 
 
 def _model_destinations(

@@ -196,7 +196,7 @@ class UnmodifiedScript:
         self._control = control
         keep_default_group()
         self._stop_waiting_for_step()
-        self._keeper = StateKeeper(control, self._training, self._position, gradients=True)
+        self._keeper = StateKeeper(control, self._training, self._position)
         self._keeper.when_stopped = self._show
         control.handlers = self._keeper.handlers()
         self._progress = Progress(control.page, Training, self._keeper)
@@ -246,7 +246,7 @@ class UnmodifiedScript:
         self._progress.training = _weakly(training, self._variables)
         can_offload = True
         try:
-            capture(training, {}, gradients=True)
+            capture(training, {})
         except StateNotSupportedError as error:
             can_offload = False
             self.note_reason(str(error))
