@@ -6,6 +6,7 @@ import ganger
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.utils.data import TensorDataset
 
 
 def main():
@@ -24,9 +25,10 @@ def main():
     optimizer = torch.optim.SGD(network.parameters(), lr=asked.lr)
 
     job = ganger.attach(model=network, optimizer=optimizer)
+    loader = job.dataloader(TensorDataset(images[:1500], labels[:1500]), global_batch=50, shuffle=True)
     for epoch in job.epochs(asked.epochs):
-        for batch in torch.randperm(1500).split(50):
-            loss = nn.functional.cross_entropy(network(images[batch]), labels[batch])
+        for batch, targets in loader:
+            loss = nn.functional.cross_entropy(network(batch), targets)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -81,11 +81,15 @@ class Rank:
         arena_fd: int | None = None,
         stop_at: int = 0,
         save_at: int = 0,
+        checkpoint: Path | None = None,
         order: int = Order.RUN,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "orders").mkdir(exist_ok=True)
+        if checkpoint is not None:
+            # where the stop of `stop_at` saves to
+            (directory / "orders/2.json").write_text(json.dumps({"checkpoint": str(checkpoint)}))
         self.directory = directory
         self.log = directory / f"rank-{rank}.log"
         self.rank = rank
@@ -240,9 +244,7 @@ def run_in_parts(
     for number, step in enumerate([*stops, 0]):
         part = directory / f"part-{number}"
         shards = directory / f"checkpoint-{number}"
-        (part / "orders").mkdir(parents=True)
-        (part / "orders" / "2.json").write_text(json.dumps({"checkpoint": str(shards)}))
-        rank = Rank(part, script, arguments, restore=restore, stop_at=step, **options)
+        rank = Rank(part, script, arguments, restore=restore, stop_at=step, checkpoint=shards, **options)
         code = rank.end()
         assert code == (75 if step else 0), f"part {number} ended with {code}\n{rank.output()}"
         if step:

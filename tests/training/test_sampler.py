@@ -21,10 +21,19 @@ class _Quiet:
         self.samples = 0
         self.resumed = 0
 
-    def took_batch(self, samples: int, waited_nanoseconds: int) -> None:
+    def took_batch(self, loader: ElasticLoader, samples: int, waited_nanoseconds: int, is_last: bool) -> None:
         self.samples += samples
 
-    def resumed_pass(self) -> None:
+    def ended_pass(self, loader: ElasticLoader) -> None:
+        pass
+
+    def only_looked(self) -> None:
+        pass
+
+    def has_gone_on(self) -> bool:
+        return True
+
+    def resumed_pass(self, loader: ElasticLoader) -> None:
         self.resumed += 1
 
     def worker_hint(self) -> int | None:

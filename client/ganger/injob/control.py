@@ -68,6 +68,8 @@ class Control:
         )
         self.boundary, self._set_step, self._get_step, self._detach = _make_boundary(page.words, self._obedience.attend)
         self._started = False
+        # A step was made whose boundary is still to come.
+        self.is_step_owed = False
         _live.add(self)
 
     @classmethod
@@ -149,7 +151,14 @@ class Control:
         self._set_step(self.step)
 
     def finish(self) -> None:
-        """The training loop is left: from now on this rank counts as stopped at its last step."""
+        """The training loop is left: from now on this rank counts as stopped at its last step.
+
+        A step whose boundary is owed is counted, unless that is where a stop under way would be: nobody stops there.
+        """
+        if self.is_step_owed and not self._obedience.has_acknowledged():
+            self._set_step(self.step + 1)
+            self.page.set(Word.STEP, self.step)
+        self.is_step_owed = False
         self.phase(Phase.DONE)
 
     def error(self, error: int, message: str) -> None:

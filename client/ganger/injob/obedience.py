@@ -134,6 +134,11 @@ class Obedience:
         self._retune()
         self._socket.tend(now)
 
+    def has_acknowledged(self) -> bool:
+        """Whether this rank has told its step for a stop or checkpoint that is still to come."""
+        agreement = self._agreement(self._read_order())
+        return bool(agreement) and self._words[Word.ACK_SEQ] == agreement
+
     def detach(self) -> None:
         """Forget the page, in a process forked from the one that trains."""
         self.handlers = Handlers()

@@ -6,6 +6,7 @@ Outside Ganger everything here still works and nothing is controlled: a script r
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -13,16 +14,17 @@ from typing import Any, Callable
 
 import torch
 
-from ganger.injob import metrics
+from ganger.injob import exitcode, metrics
 from ganger.injob.control import Control
-from ganger.injob.page import Capability, Phase, Word
+from ganger.injob.page import EXIT_NO_STATE, Capability, Error, Phase, Word
 from ganger.training import agent
 from ganger.training.ending import keep_default_group
 from ganger.training.hardware import tell
 from ganger.training.loader import ElasticLoader
 from ganger.training.offload import StateKeeper
+from ganger.training.place import Place
 from ganger.training.progress import Progress
-from ganger.training.randomness import restore_random
+from ganger.training.randomness import capture_random, restore_random
 from ganger.training.replicas import why_not_replicated
 from ganger.training.sampler import mixed, seed_everything
 from ganger.training.state import Restored, Training, apply_object
@@ -90,6 +92,16 @@ def _by_name(given: Any, kind: str) -> dict[str, Any]:
     return {kind: given}
 
 
+class _Unclaimed:
+    """A saved object that the script has yet to register."""
+
+    def __init__(self, saved: Any) -> None:
+        self._saved = saved
+
+    def state_dict(self) -> Any:
+        return self._saved
+
+
 class TrainingJob:
     """One rank of a training job. Make it with `attach`."""
 
@@ -100,6 +112,10 @@ class TrainingJob:
         self._keeper: StateKeeper | None = None
         self._progress: Progress | None = None
         self._loaders: list[ElasticLoader] = []
+        # Of them, those made so far in this run of the script; one that is made in every epoch is the same again.
+        self._made = 0
+        self._place = Place()
+        self._reasons: list[str] = []
         self._epoch = 0
         self._steps = 0
         self._samples = 0
@@ -108,6 +124,13 @@ class TrainingJob:
         self._untold_steps: Callable[[], int] = lambda: 0
         self._tell_at_next_step: Callable[[], None] = lambda: None
         self._restored: Restored | None = None
+        self._position_at_start: dict[str, Any] | None = None
+        # Of whose scale the state is, until `on_resize` has been told.
+        self._old_world = 0
+        # What training drew from at the boundary is due once the script is back there.
+        self._is_random_due = False
+        # Its loaders go on from here; before they may be looked into as in the first run.
+        self._is_back_in_loop = True
 
     def _start(self, control: Control) -> None:
         keep_default_group()
@@ -120,14 +143,39 @@ class TrainingJob:
         restored = keeper.restore_at_start()
         if restored is not None:
             self._restored = restored
+            self._is_random_due = True
+            self._is_back_in_loop = not restored.position.get("in loop")
             tell(restored.notice)
+            if restored.position.get("reasons"):
+                message = f"training cannot go on from here: {'; '.join(restored.position['reasons'])}"
+                control.error(Error.STATE_UNREADABLE, message)
+                exitcode.leave_now(EXIT_NO_STATE)
             self._steps = restored.position["steps"]
             self._epoch = restored.position["epoch"]
             # of this rank, as if there had always been so many
             self._samples = restored.position["samples"] * restored.world // control.world
-        control.start(0 if restored is None else restored.step)
+            self._old_world = restored.position.get("old world", restored.world)
+            self._start_where_it_was(control, restored)
+        else:
+            control.start(0)
         hot_path = _managed_step(self, control.boundary)
         self.step, self._untold_steps, self._tell_at_next_step = hot_path  # type: ignore[method-assign]
+
+    def _start_where_it_was(self, control: Control, restored: Restored) -> None:
+        """What is saved before the first step is what was restored: the script has made no loaders yet, registered
+        nothing, and has its own numbers to draw before it is back in its loop."""
+        drawn_next = capture_random()
+        self._restore_random(restored)
+        self._training.objects = {name: _Unclaimed(saved) for name, saved in restored.unclaimed.items()}
+        self._position_at_start = {
+            **restored.position,
+            "samples": self._samples,
+            "old world": self._old_world,
+        }
+        control.start(restored.step)
+        self._position_at_start = None
+        self._training.objects = {}
+        restore_random(drawn_next)
 
     # -- what a script may ask
 
@@ -169,7 +217,8 @@ class TrainingJob:
         has taken, not those prefetched.
         """
         rank, world = _rank_and_world(self._control)
-        number = len(self._loaders)
+        number = self._made
+        self._made += 1
         is_constant = isinstance(global_batch, int)
         global_batch = global_batch if isinstance(global_batch, int) else global_batch(world)
         loader = ElasticLoader(
@@ -185,27 +234,57 @@ class TrainingJob:
             options=options,
             events=self,
         )
-        self._loaders.append(loader)
+        if number < len(self._loaders):
+            loader.follow(self._loaders[number])
+        elif self._is_back_in_loop:
+            self._go_on(number, loader)
+        self._loaders[number:] = [loader, *self._loaders[number + 1 :]]
         if self._control is not None:
             self._offer_resize(self._control, global_batch if is_constant else 0)
-        if self._restored is not None and number < len(self._restored.position["loaders"]):
-            loader.go_to(self._restored.position["loaders"][number])
         return loader
 
     def epochs(self, count: int) -> Iterator[int]:
-        """0 .. count-1, without the epochs that a restored state has behind it."""
-        if self._restored is not None and not any(part["active"] for part in self._restored.position["loaders"]):
-            self._set_random()
-        if self._control is not None:
-            self._control.page.set(Word.TRAINING_EPOCHS, max(0, count))
-        for epoch in range(self._epoch, count):
-            self._epoch = epoch
-            if self._control is not None:
-                self._control.page.set(Word.TRAINING_EPOCH, epoch)
-            yield epoch
-        if self._control is not None:
-            self._show()
-            self._control.finish()
+        """0 .. count-1, without the epochs that a restored state has behind it.
+
+        The last step of an epoch's pass has its boundary when the epoch is over, and what the script does after the
+        pass is done; that of the last epoch has none, as training is over.
+        """
+        page = None if self._control is None else self._control.page
+        first = self._enter_loop(counts_steps=False)
+        made_before = self._made
+        if page is not None:
+            page.set(Word.TRAINING_EPOCHS, max(0, count))
+        for self._epoch in range(first, count):
+            if self._place.held:
+                self._boundary()
+            self._made = made_before
+            self._place.begin_epoch()
+            if page is not None:
+                page.set(Word.TRAINING_EPOCH, self._epoch)
+            try:
+                yield self._epoch
+            except GeneratorExit:
+                self._place.leave_loop()
+                raise
+            self._place.end_epoch()
+        self._finish()
+
+    def steps(self, count: int | None = None) -> Iterator[int]:
+        """0 .. count-1, or for ever, without the steps that a restored state has behind it: instead of `epochs`, where
+        it follows from the number of the step what is to be done in it. Call `step` once in each."""
+        self._enter_loop(counts_steps=True)
+        for number in itertools.count(self.step_count):
+            if count is not None and number >= count:
+                break
+            if number + 1 == count:
+                self._place.take_last_number()
+                self._tell_at_next_step()
+            try:
+                yield number
+            except GeneratorExit:
+                self._place.leave_loop()
+                raise
+        self._finish()
 
     def step(self, loss: Any = None) -> None:
         """Say that one optimizer step and all that belongs to it are done: the boundary.
@@ -224,10 +303,11 @@ class TrainingJob:
         if self._control is not None:
             metrics.write(self._control.page, numbers)
 
-    def register(self, name: str, item: Any) -> Any:
+    def register(self, name: str, item: Any, *, position: bool = False) -> Any:
         """Make `item` part of the state: a tensor, a torch.Generator, or anything with state_dict/load_state_dict.
 
-        Restores it at once if there is a saved state of that name. Returns `item`.
+        Restores it at once if there is a saved state of that name. Returns `item`. `position`: it knows which batches
+        of an epoch are done, and takes the others after a restart, for scripts with a data loader of their own.
         """
         if not isinstance(item, (torch.Tensor, torch.Generator)) and not hasattr(item, "load_state_dict"):
             raise TypeError(
@@ -236,6 +316,7 @@ class TrainingJob:
         if name in self._training.objects:
             raise ValueError(f"{name!r} is registered already; choose another name")
         self._training.objects[name] = item
+        self._place.has_own_position |= position
         if self._restored is not None and name in self._restored.unclaimed:
             apply_object(item, self._restored.unclaimed.pop(name))
         return item
@@ -258,19 +339,34 @@ class TrainingJob:
 
     def on_resize(self, callback: Callable[[int, int], None]) -> Callable[[int, int], None]:
         """Decorator: call `callback(old_world, new_world)` when training goes on with another number of ranks."""
-        if self._restored is not None and self._restored.world != self.world:
-            callback(self._restored.world, self.world)
+        if self._restored is not None and self._old_world != self.world:
+            callback(self._old_world, self.world)
         return callback
 
     # -- told by the loaders
 
-    def took_batch(self, samples: int, waited_nanoseconds: int) -> None:
+    def took_batch(self, loader: ElasticLoader, samples: int, waited_nanoseconds: int, is_last: bool) -> None:
         self._samples += samples
         self._waited_nanoseconds += waited_nanoseconds
+        if self._place.take_batch(loader, self.step_count, is_last):
+            self._tell_at_next_step()
 
-    def resumed_pass(self) -> None:
-        """The loader that was being read at the boundary is about to go on."""
+    def ended_pass(self, loader: ElasticLoader) -> None:
+        self._place.end_pass(loader, self.step_count)
+        self._tell_at_next_step()
+
+    def resumed_pass(self, loader: ElasticLoader) -> None:
+        """The loader was being read at the boundary, and is about to go on."""
+        self._place.resume_pass(loader)
         self._set_random()
+
+    def only_looked(self) -> None:
+        """The loader that was about to go on was only looked into: what was drawn for that is not to count."""
+        self._is_random_due = True
+
+    def has_gone_on(self) -> bool:
+        """Whether a step was made in this process."""
+        return self._restored is None or self.step_count > self._restored.position["steps"]
 
     def worker_hint(self) -> int | None:
         return None if self._keeper is None else self._keeper.workers
@@ -290,6 +386,8 @@ class TrainingJob:
     def _offer_resize(self, control: Control, global_batch: int) -> None:
         """Another number of ranks can go on from here: each has all of the state, and the loaders know their place."""
         page = control.page
+        if self._reasons:
+            return
         if not page.get(Word.CAPABILITIES) & Capability.RESIZE:
             why_not = why_not_replicated(self._training)
             if why_not:
@@ -298,20 +396,85 @@ class TrainingJob:
         page.set(Word.RESIZE_DIVIDES, math.gcd(page.get(Word.RESIZE_DIVIDES), global_batch))
         page.set(Word.CAPABILITIES, page.get(Word.CAPABILITIES) | Capability.RESIZE)
 
+    def _enter_loop(self, *, counts_steps: bool) -> int:
+        """`epochs` or `steps` begins; returns the epoch to begin with."""
+        is_first = not self._place.is_entered
+        self._place.enter_loop(counts_steps=counts_steps)
+        if not is_first:
+            return 0
+        if not self._is_back_in_loop:
+            self._is_back_in_loop = True
+            for number, loader in enumerate(self._loaders):
+                self._go_on(number, loader)
+        if self._restored is not None and not self._restored.position.get("in pass", True):
+            self._set_random()
+        return self._epoch
+
+    def _go_on(self, number: int, loader: ElasticLoader) -> None:
+        if self._restored is not None and number < len(self._restored.position["loaders"]):
+            loader.go_to(self._restored.position["loaders"][number])
+
     def _set_random(self) -> None:
         # not in attach: what the script draws before its loop (splits, weights) must come out as in the first run
         restored = self._restored
-        if restored is None:
+        if restored is None or not self._is_random_due:
             return
+        self._is_random_due = False
+        self._restore_random(restored)
+
+    def _restore_random(self, restored: Restored) -> None:
         if restored.rank == self.rank:
             restore_random(restored.random)
         else:
             # A rank that was not there before starts from the state of another, but must not draw what that one draws.
             seed_everything(mixed(self._seed, restored.step, self.rank))
 
+    def _boundary(self) -> None:
+        """The one that was held back until here."""
+        self._place.held = 0
+        if self._control is not None:
+            self._control.is_step_owed = False
+            self._control.boundary()
+
+    def _finish(self) -> None:
+        self._place.leave_loop()
+        self._place.held = 0
+        if self._control is not None:
+            self._show()
+            self._control.finish()
+
+    def _holds_step(self) -> bool:
+        """Whether the step that was made is no boundary, or none yet."""
+        assert self._control is not None
+        if self._held:
+            return True
+        self._control.is_step_owed = self._place.holds_step()
+        if not self._control.is_step_owed:
+            self._look_around(self._control)
+        return self._control.is_step_owed
+
+    def _look_around(self, control: Control) -> None:
+        """Offer no checkpoint once there was a boundary that a restart would not find back to."""
+        reason = self._place.why_not_found_again()
+        if not reason or reason in self._reasons:
+            return
+        self._reasons.append(reason)
+        able = control.page.get(Word.CAPABILITIES) & ~(Capability.CHECKPOINT | Capability.RESIZE)
+        control.hello(able, reason="; ".join(self._reasons))
+        if control.rank == 0:
+            tell(f"this job can be paused, but neither moved nor saved: {reason}")
+
     def _position(self) -> dict[str, Any]:
+        if self._position_at_start is not None:
+            return self._position_at_start
+        if self._control is not None and self.step_count > 0:
+            self._look_around(self._control)
         return {
             "epoch": self._epoch,
+            "in loop": self._place.is_in_loop,
+            "in pass": self._place.is_in_pass,
+            # whoever restores it must know: a state parked for a pause can be carried elsewhere without asking the rank
+            "reasons": list(self._reasons),
             # not the image's step: inside no_suspend steps are made that are no boundaries
             "steps": self.step_count,
             "samples": self._samples,
@@ -334,7 +497,7 @@ def _managed_step(
         countdown -= 1
         if countdown <= 0:
             tell_after = countdown = job._tell(tell_after - countdown, loss)
-            if job._held:
+            if job._holds_step():
                 tell_after = countdown = 0
                 return
         boundary()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -15,15 +15,25 @@ from ganger.training.sampler import Batches, SeededDataset, Slice, mixed
 class LoaderEvents(Protocol):
     """What a loader tells the job it belongs to."""
 
-    def took_batch(self, samples: int, waited_nanoseconds: int) -> None: ...
+    def took_batch(self, loader: ElasticLoader, samples: int, waited_nanoseconds: int, is_last: bool) -> None: ...
 
-    def resumed_pass(self) -> None: ...
+    def ended_pass(self, loader: ElasticLoader) -> None: ...
+
+    def resumed_pass(self, loader: ElasticLoader) -> None: ...
+
+    def only_looked(self) -> None: ...
+
+    def has_gone_on(self) -> bool: ...
 
     def worker_hint(self) -> int | None: ...
 
 
+# Stands for the loop that was reading before a restart.
+_BEFORE_RESTART = object()
+
+
 class ElasticLoader:
-    """Iterating it makes one pass; the first pass after a restart begins where training was."""
+    """Iterating it makes one pass. After a restart the pass that was being read goes on where it was."""
 
     def __init__(
         self,
@@ -52,8 +62,9 @@ class ElasticLoader:
         self._pass = 0
         # Samples of the present pass that all ranks together are past.
         self._taken = 0
-        self._active = False
-        self._resuming = False
+        # Whose loop reads the present pass; None between two passes.
+        self._reader: object = None
+        self._is_resuming = False
 
     def __len__(self) -> int:
         """Batches of a whole pass."""
@@ -63,32 +74,59 @@ class ElasticLoader:
     def global_batch(self) -> int:
         return self._cut.global_batch
 
-    def __iter__(self) -> Iterator[Any]:
-        resuming, self._resuming = self._resuming, False
-        if not resuming:
-            if self._active:
-                # the script left the last pass early
-                self._pass += 1
-            self._taken = 0
-        self._active = True
-        number, starts = self._pass, self._cut.starts(self._taken)
-        batches = iter(self._one_pass(number, self._taken)) if starts else iter(())
-        if resuming:
-            self._events.resumed_pass()
-        for start in starts:
-            began = time.perf_counter_ns()
-            content = next(batches)
-            waited = time.perf_counter_ns() - began
-            self._taken = min(start + self._cut.global_batch, self._cut.length)
-            self._events.took_batch(self._cut.count(start), waited)
-            yield content
-        # only now is the pass over: at a boundary inside the last batch's step it was not
-        if self._pass == number and self._active:
-            self._pass += 1
-            self._taken = 0
-            self._active = False
+    @property
+    def is_being_read(self) -> bool:
+        """Whether a loop is inside a pass. One that was left by `break` is not, once nobody holds its iterator."""
+        return self._reader is not None
 
-    def _one_pass(self, number: int, start: int) -> Any:
+    def __iter__(self) -> Iterator[Any]:
+        is_elsewhere = True
+        while is_elsewhere:
+            is_elsewhere = yield from self._read()
+
+    def _read(self) -> Generator[Any, None, bool]:
+        """One pass, or what is left of it. Returns whether the loader was sent elsewhere while somebody read."""
+        is_resuming, self._is_resuming = self._is_resuming, False
+        if not is_resuming and self._reader is not None:
+            # who reads that pass still holds its iterator, but the script begins another one
+            self._end_pass()
+        reader = self._reader = object()
+        began_at = self._taken
+        starts = self._cut.starts(began_at)
+        batches = iter(self._batches(self._pass, began_at)) if starts else iter(())
+        if is_resuming:
+            self._events.resumed_pass(self)
+        try:
+            for start in starts:
+                began = time.perf_counter_ns()
+                content = next(batches)
+                waited = time.perf_counter_ns() - began
+                if self._reader is reader:
+                    self._taken = min(start + self._cut.global_batch, self._cut.length)
+                self._events.took_batch(self, self._cut.count(start), waited, start == starts[-1])
+                yield content
+                if self._is_resuming and self._reader is not reader:
+                    return True
+            is_resuming = False
+        finally:
+            # Here, and not with the last batch: at a boundary inside that one's step the pass was not over. A loop that
+            # is left early closes its generator.
+            if self._reader is reader:
+                if is_resuming and not self._events.has_gone_on():
+                    # a look at the first batch before the loop
+                    self._taken, self._is_resuming = began_at, True
+                    self._events.only_looked()
+                else:
+                    self._end_pass()
+        return False
+
+    def _end_pass(self) -> None:
+        self._pass += 1
+        self._taken = 0
+        self._reader = None
+        self._events.ended_pass(self)
+
+    def _batches(self, number: int, start: int) -> Any:
         hint = self._events.worker_hint()
         options = dict(self._options)
         # an own generator: making an iterator must not draw from the script's
@@ -102,10 +140,16 @@ class ElasticLoader:
 
     def position(self) -> dict[str, Any]:
         """Where training is, in numbers that mean the same for any number of ranks and workers."""
-        return {"pass": self._pass, "samples": self._taken, "active": self._active}
+        return {"pass": self._pass, "samples": self._taken, "active": self.is_being_read}
 
     def go_to(self, position: dict[str, Any]) -> None:
-        """The next pass begins at `position`, which may have been reached with other batches."""
+        """The next pass begins at `position`, which may have been reached with other batches; an iterator that somebody
+        holds goes on from there."""
         self._pass = int(position["pass"])
         self._taken = int(position["samples"])
-        self._active = self._resuming = bool(position["active"])
+        self._is_resuming = bool(position["active"])
+        self._reader = _BEFORE_RESTART if self._is_resuming else None
+
+    def follow(self, earlier: ElasticLoader) -> None:
+        """Begin where `earlier`, which the script made anew, would have begun its next pass."""
+        self._pass = earlier._pass + earlier.is_being_read

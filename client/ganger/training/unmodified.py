@@ -76,6 +76,7 @@ class UnmodifiedScript:
         # going back
         self._going_back = diversion is not None
         self._target: dict[str, Any] | None = None
+        self._arriving_at: dict[str, Any] | None = None
         self._kept_batches: dict[int, Any] = {}
 
     def hook(self) -> None:
@@ -316,6 +317,8 @@ class UnmodifiedScript:
         return self._discovery.training()
 
     def _position(self) -> dict[str, Any]:
+        if self._arriving_at is not None:
+            return self._arriving_at
         loop = self._boundary_loop
         position: dict[str, Any] = {
             "samples": self._samples,
@@ -363,6 +366,9 @@ class UnmodifiedScript:
         self._going_back = False
         self._kept_batches.clear()
         self._variables.put_back(restored.position["variables"])
+        # what is saved before the next boundary is what was restored
+        restore_random(restored.random)
+        self._arriving_at = restored.position
         assert self._progress is not None
         self._progress.training = _weakly(self._training(), self._variables)
         if self._diversion is not None:
@@ -370,7 +376,7 @@ class UnmodifiedScript:
         tell(restored.notice)
         self._control.phase(Phase.TRAINING)
         self._control.start(restored.step)
-        restore_random(restored.random)
+        self._arriving_at = None
 
 
 def _weakly(training: Training, variables: Variables) -> Callable[[], Training]:

@@ -48,7 +48,7 @@ if world > 1:
 trained = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
 note = note_to(sys.argv[1]) if os.environ.get("RANK", "0") == "0" else None
 job = ganger.attach(model=model, optimizer=optimizer)
-while True:
+for step in job.steps():
     begin = now()
     loss = trained(x).square().mean()
     optimizer.zero_grad()
@@ -56,7 +56,7 @@ while True:
     optimizer.step()
     time.sleep(0.05)
     if note is not None:
-        note(job.step_count + 1, begin)
+        note(step + 1, begin)
     job.step(loss)
 """
 

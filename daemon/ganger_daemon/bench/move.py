@@ -43,14 +43,14 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 x = torch.ones(8, 64)
 note = note_to(sys.argv[2])
 job = ganger.attach(model=model, optimizer=optimizer)
-while True:
+for step in job.steps():
     begin = now()
     loss = model(x).square().mean()
-    optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+    optimizer.zero_grad()
     time.sleep(0.002)
-    note(job.step_count + 1, begin)
+    note(step + 1, begin)
     job.step(loss)
 """
 

@@ -59,7 +59,7 @@ x = torch.ones(64, 64)
 wait = float(sys.argv[1])
 engine = open(f"{sys.argv[2]}.{os.environ['GANGER_DEVICES']}", "w") if len(sys.argv) > 2 else None
 job = ganger.attach(model=model, optimizer=optimizer)
-while True:
+for step in job.steps():
     if engine:
         fcntl.flock(engine, fcntl.LOCK_EX)
     time.sleep(wait)

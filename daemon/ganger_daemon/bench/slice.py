@@ -74,18 +74,16 @@ x = torch.ones(256, 64)
 most = int(sys.argv[3])
 note = note_to(sys.argv[2])
 job = ganger.attach(model=model, optimizer=optimizer)
-step = 0
-while step < most:
+for step in job.steps(most):
     begin = now()
     for part in range(8):
         loss = model(x).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step() if part == 7 else None
-    step += 1
-    note(step, begin)
-    if job is not None:
-        job.step(loss)
+    optimizer.zero_grad()
+    note(step + 1, begin)
+    job.step(loss)
 """
 # Beside the parts: what is smaller than a page, as the layer's bias, is not worth its way and stays.
 WEIGHT_BYTES = 4 * 64 * 64

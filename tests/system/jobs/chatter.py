@@ -19,11 +19,13 @@ torch.set_num_threads(1)
 net = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
 job = ganger.attach(model=net, optimizer=optimizer)
-while not os.path.exists(options.stop_file):
+for step in job.steps():
+    if os.path.exists(options.stop_file):
+        break
     loss = net(torch.ones(1, 4)).square().sum()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    print(f"line {job.step_count + 1}", flush=True)
+    print(f"line {step + 1}", flush=True)
     time.sleep(0.02)
     job.step(loss)
