@@ -29,7 +29,7 @@ def stream(days: int) -> Workload:
 
 @pytest.mark.parametrize(
     "policy",
-    ["fifo-backfill", "tetris", "tetris-cos", "tetris-oracle", "las"]
+    ["fifo-backfill", "tetris", "tetris-cos", "tetris-oracle", "las", "optimus"]
     + [f"fifo-backfill+{part}" for part in ("best-fit", "proportional", "elastic", "defrag")],
 )
 def test_a_gang_of_the_whole_cluster_starts_though_small_jobs_keep_coming(policy: str) -> None:
@@ -45,3 +45,17 @@ def test_as_other_simulators_have_it_the_gang_waits_until_nobody_comes_any_more(
     jobs = stream(12)
     run = simulate(jobs, SERVERS, policy, Options(ideal=True))
     assert run.outcomes.start_delay_s[jobs.job_ids.index("large")] > 10 * DAY_S
+
+
+def test_those_who_are_stopped_for_a_gang_do_not_start_where_it_was_to_be() -> None:
+    """Under Optimus the smallest is placed first: stopped ones came back every five minutes, and the gang never."""
+    small, every_s = 60, 1_800.0
+    jobs = workload(
+        ["large", *[f"small-{number}" for number in range(small)]],
+        [7_200.0, *(every_s * np.arange(small))],
+        [4, *[1] * small],
+        [3_600.0, *[3.0 * every_s] * small],
+    )
+    found = simulate(jobs, SERVERS, "optimus", Options()).outcomes
+    assert found.start_delay_s[jobs.job_ids.index("large")] < 3_600.0
+    assert found.preemptions.sum() <= 2

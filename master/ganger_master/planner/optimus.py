@@ -5,8 +5,8 @@ in order of arrival, as far as that fits; then the task that saves most time goe
 (`policies.optimus`). Who should have another size gets it where it is (`in_place`): who has too much gives back at
 once, who is to have more does as soon as there is room for all of it. Who cannot be changed so, because no host memory
 is kept for its state, is stopped with a checkpoint and starts again, as in the paper. Who starts goes to the fewest
-servers, the smallest first (Optimus's placement). Between intervals nobody is stopped or made smaller: who waits is
-weighed for what is left, and growth that was decided goes on.
+servers, the smallest first (Optimus's placement) where all find room so, else who came first. Between intervals nobody
+is stopped or made smaller: who waits is weighed for what is left, and growth that was decided goes on.
 
 Beyond the paper: who runs comes before who waits, so that nobody is stopped altogether but for those who have waited
 too long, or who find no place; who is not elastic counts with its whole gang; growth that saves less than it costs, or
@@ -118,12 +118,12 @@ def plan_optimus(
         now if wanting.may_change_later else math.inf,
     )
     starting = wanting.waiting & (gpus > 0)
-    placing = wanting.line[starting[wanting.line]]
-    placing = placing[np.argsort(gpus[placing], kind="stable")]
-    least = {shapes[jobs[at].number]: int(wanting.least[at]) for at in placing.tolist() if wanting.elastic[at]}
+    in_line = wanting.line[starting[wanting.line]]
+    least = {shapes[jobs[at].number]: int(wanting.least[at]) for at in in_line.tolist() if wanting.elastic[at]}
     going = [(jobs[at], gang) for at in np.flatnonzero(wanting.going).tolist() if (gang := gangs[at]) is not None]
     going = [*going, *giving, *given.parts]
-    found = carried_out(
+    placed = partial(
+        carried_out,
         choice,
         order,
         _yielding(placement, least),
@@ -134,9 +134,12 @@ def plan_optimus(
         kept_out,
         Terms(lambda job: shapes.get(job.number) or job.shape),
         [(jobs[at], gang) for at in stopped if (gang := gangs[at]) is not None],
-        placing,
-        going,
+        going=going,
     )
+    found = placed(placing=in_line[np.argsort(gpus[in_line], kind="stable")])
+    if found.waits:
+        # Room is made for who came first: those who were stopped for it are not to start there for being smaller.
+        found = placed(placing=in_line)
     growing = [at for at in wanting.line.tolist() if at in in_place and gpus[at] > facts.gpus[at]]
     is_promised = found.waits and bool(going or stopped or any(one.kind == "SUSPEND" for one in found.changes))
     # What is on its way, and what is free beside it, may be somebody's who waits.
