@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from ganger.v1 import job_pb2
 from ganger.wire.errors import JobBusy
@@ -38,6 +40,43 @@ def test_a_suspend_that_takes_too_long_stands_and_is_said(call: Call, master: Ca
     running_job(master).gang.phase = job_pb2.Gang.PHASE_STOPPING
     assert call("suspend", "1", "--level", "offload", "--timeout", "0.01s") == 4
     assert "the order stands" in capsys.readouterr().err
+
+
+SILENT = "nodes/n1 has not called for 100 s: no order reaches it; it ends when an operator says so (`ganger lost n1`)"
+
+
+@pytest.mark.parametrize("command", [("suspend", "1", "--level", "offload"), ("resume", "1"), ("move", "1")])
+def test_who_waits_is_told_at_once_that_no_order_reaches_the_node(
+    call: Call, master: CannedMaster, capsys: Output, command: tuple[str, ...]
+) -> None:
+    master.explanation.blockers.add(reason="NODE_SILENT", message=SILENT)
+    job = running_job(master)
+    job.gang.phase = job_pb2.Gang.PHASE_STOPPING
+    began = time.monotonic()
+    assert call(*command) == 4
+    assert time.monotonic() - began < 20.0, "and not after its two minutes"
+    assert f"the order stands, but {SILENT}" in capsys.readouterr().err
+
+
+def test_a_cancel_that_does_not_reach_the_node_says_when_the_job_ends(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    master.explanation.blockers.add(reason="NODE_SILENT", message=SILENT)
+    job = running_job(master)
+
+    def stop() -> None:
+        job.state, job.gang.phase = job_pb2.Job.STATE_HOLDING, job_pb2.Gang.PHASE_STOPPING
+
+    master.changing = stop
+    assert call("cancel", "1") == 0
+    assert capsys.readouterr().out == f"job 1 is stopping on n1[0-1,3]\n  but {SILENT}\n"
+
+
+def test_of_a_node_that_takes_no_gangs_the_waiting_goes_on(call: Call, master: CannedMaster, capsys: Output) -> None:
+    master.explanation.blockers.add(reason="NODE_UNAVAILABLE", message="nodes/n1 has not told yet what runs there")
+    running_job(master).gang.phase = job_pb2.Gang.PHASE_STOPPING
+    assert call("suspend", "1", "--level", "offload", "--timeout", "1.5s") == 4
+    assert "after 1.5s; the order stands" in capsys.readouterr().err
 
 
 def test_a_move_that_was_called_off_is_no_success(call: Call, master: CannedMaster, capsys: Output) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from core.drive import SERVER, Drive, job_of
 from ganger.resources.reasons import Reason
 from ganger.resources.values import Level, Locality
 from ganger_master.core.answers import SessionAnswer
-from ganger_master.core.commands import CordonNode, DeclareLost, Observe, OpenSession
+from ganger_master.core.commands import CancelJob, Command, CordonNode, DeclareLost, Observe, OpenSession, SuspendJob
 from ganger_master.core.explain import explain
+from ganger_master.core.model import JobState
 from msgspec.structs import replace
 
 
@@ -56,7 +58,7 @@ def test_of_a_job_on_a_node_that_is_silent_it_is_said_that_nobody_knows_and_when
     assert explain(drive.state, number, drive.now).blockers == (), "it may just be its turn to call"
     drive.now += 20.0
     (blocker,) = explain(drive.state, number, drive.now).blockers
-    assert blocker.reason is Reason.NODE_UNAVAILABLE
+    assert blocker.reason is Reason.NODE_SILENT
     assert blocker.message.startswith("nodes/n1 has not called for 100 s: what is said of the job is what was known")
     lost_after = drive.state.lost_after
     assert f"elsewhere once its silence has lasted {lost_after:.0f} s, or when an operator" in blocker.message
@@ -79,3 +81,28 @@ def test_closed_nodes_are_named_with_their_condition_and_nothing_else_is_said_to
     )
     assert blocker.figures == {"nodes": 5, "available": 0}
     assert found.assumption == f"unknown, because {blocker.message}"
+
+
+@pytest.mark.parametrize(
+    ("order", "fate"),
+    [
+        (None, "it goes on elsewhere once its silence has lasted 630 s, or when an operator says so"),
+        (SuspendJob(1), "it rests, to begin anew, once its silence"),
+        (CancelJob(1), "it ends once its silence"),
+    ],
+)
+def test_what_becomes_of_a_job_on_a_silent_node_is_said_as_it_was_ordered(order: Command | None, fate: str) -> None:
+    drive = Drive(1)
+    number = drive.submit(job_of(4))
+    drive.start(number)
+    drive.runs(number)
+    drive.state.note_answer("n1", drive.now)
+    drive.now += 100.0
+    if order is not None:
+        drive.step(order)
+    (blocker,) = explain(drive.state, number, drive.now).blockers
+    assert fate in blocker.message
+    # And so it comes.
+    drive.step(DeclareLost("n1"))
+    states = {None: JobState.PENDING, SuspendJob(1): JobState.SUSPENDED, CancelJob(1): JobState.CANCELLED}
+    assert drive.job(number).state is states[order]

@@ -34,7 +34,7 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         self.explanation = job_service_pb2.Explanation()
         self.requests: list[Any] = []
         self.failing: Exception | None = None
-        # What a retune does to the jobs.
+        # What a retune does to the jobs, and a cancel beside ending one.
         self.changing: Callable[[], None] = lambda: None
         # Called whenever a job is looked at.
         self.looked_at: Callable[[], None] = lambda: None
@@ -123,7 +123,11 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         yield self._job(request.name)
 
     async def CancelJob(self, request: Any, context: Any) -> job_pb2.Job:
-        return await self._changed(request, lambda job: setattr(job, "state", job_pb2.Job.STATE_CANCELLED))
+        def change(job: job_pb2.Job) -> None:
+            job.state = job_pb2.Job.STATE_CANCELLED
+            self.changing()
+
+        return await self._changed(request, change)
 
     async def SuspendJob(self, request: Any, context: Any) -> job_pb2.Job:
         def change(job: job_pb2.Job) -> None:

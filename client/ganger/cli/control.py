@@ -24,6 +24,8 @@ timeout_option = click.option(
 )
 _POLL_SECONDS = 0.05
 _CORES_SECONDS = 3.0
+# How often who waits asks whether an order reaches its job at all.
+_LOOK_SECONDS = 0.5
 # A script may import for so long before its agent speaks up; of one that is silent for longer nothing else is expected.
 _SILENT_SECONDS = 60.0
 
@@ -176,14 +178,14 @@ def cancel(jobs: tuple[str, ...], reason: str, as_json: bool) -> int:
                 worst = max(worst, Exit(report(error)))
                 if worst >= Exit.UNREACHABLE:
                     break
-    if as_json:
-        print_json(cancelled)
-    else:
+        if as_json:
+            print_json(cancelled)
+            return worst
         for message in cancelled:
             if message.DESCRIPTOR.name == "Array":
                 _tell_array(cast("Array", message))
             else:
-                _tell(cast("Job", message), False)
+                _tell_cancelled(client, cast("Job", message))
     return worst
 
 
@@ -196,6 +198,15 @@ def _cancel(client: Client, name: str, reason: str) -> Job | Array:
         return client.cancel_job(name, reason)
     except JobNotFound as error:
         return client.cancel_array(array_of(name, error), reason)
+
+
+def _tell_cancelled(client: Client, job: Job) -> None:
+    from ganger.console.visible import print_line
+    from ganger.job import FINISHED
+
+    _tell(job, False)
+    if job.state not in FINISHED and (silence := _silence(client, job)):
+        print_line(f"  but {silence}")
 
 
 def _tell_array(array: Array) -> None:
@@ -256,9 +267,11 @@ def _until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout
     from ganger.job import FINISHED
     from ganger.wire.errors import DeadlineExceeded, NotReady, Unreachable
 
-    deadline = time.monotonic() + _seconds(timeout)
+    now = time.monotonic()
+    deadline, look_at = now + _seconds(timeout), now + _LOOK_SECONDS
     while not is_done(message) and message.state not in FINISHED:
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             raise CommandError(
                 f"job {number(message.name)} is {state_text(message)}, not {goal}, after {timeout}; the order stands:"
                 f" `ganger show {number(message.name)}`"
@@ -267,7 +280,18 @@ def _until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout
         # The order is durable: a master that goes away meanwhile carries it out when it is back.
         with contextlib.suppress(Unreachable, NotReady, DeadlineExceeded):
             message = client.get_job(message.name)
+            if now >= look_at and not is_done(message):
+                look_at = now + _LOOK_SECONDS
+                if silence := _silence(client, message):
+                    told = f"job {number(message.name)} is {state_text(message)}, not {goal}"
+                    raise CommandError(f"{told}; the order stands, but {silence}")
     return message
+
+
+def _silence(client: Client, job: Job) -> str:
+    """Which of its nodes is silent, and what becomes of the job; empty while an order can reach it."""
+    told = [blocker.message for blocker in client.explain_job(job.name).blockers if blocker.reason == "NODE_SILENT"]
+    return "; ".join(told)
 
 
 def _ordered(

@@ -142,7 +142,7 @@ def as_it_is(state: State, refusal: Refusal) -> Refusal:
 def _silent_nodes(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
     """The nodes of its gang whose daemon does not call: what it does there nobody knows, and no order reaches it."""
     gang = state.gangs.get(job.epoch)
-    told = []
+    told, fate = [], _once_lost(job)
     for name in gang.nodes if gang is not None else ():
         node, answered = state.nodes.get(name), state.last_answer.get(name)
         silent = 0.0 if answered is None else now - answered
@@ -150,11 +150,23 @@ def _silent_nodes(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
             continue
         how = f"has not called for {silent:.0f} s" if node.heard else "has not told yet what runs there"
         lost = "" if state.lost_after is None else f"once its silence has lasted {state.lost_after:.0f} s, or "
-        told.append(
+        detail = (
             f"nodes/{name} {how}: what is said of the job is what was known then, and no order reaches"
-            f" it; it goes on elsewhere {lost}when an operator says so (`ganger lost {name}`)"
+            f" it; it {fate} {lost}when an operator says so (`ganger lost {name}`)"
         )
-    return tuple([Refusal(Reason.NODE_UNAVAILABLE, detail=one) for one in told])
+        # Right after a restart it is only expected.
+        reason = Reason.NODE_SILENT if silent > _SILENT_SECONDS else Reason.NODE_UNAVAILABLE
+        told.append(Refusal(reason, detail=detail))
+    return tuple(told)
+
+
+def _once_lost(job: Job) -> str:
+    """What becomes of a job with its gang."""
+    if job.ending is not None and job.ending.is_final:
+        return "ends"
+    if job.state is JobState.SUSPENDED:
+        return "rests on its last checkpoint" if job.checkpoint is not None else "rests, to begin anew,"
+    return "goes on elsewhere"
 
 
 # A daemon calls at least once a minute, however little there is to tell.
