@@ -59,3 +59,16 @@ def test_those_who_are_stopped_for_a_gang_do_not_start_where_it_was_to_be() -> N
     found = simulate(jobs, SERVERS, "optimus", Options()).outcomes
     assert found.start_delay_s[jobs.job_ids.index("large")] < 3_600.0
     assert found.preemptions.sum() <= 2
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+@pytest.mark.parametrize("policy", ["ftf", "tiresias-gittins", "ganger"])
+def test_who_waits_too_long_is_kept_room_beside_those_who_are_stopped_for_others(policy: str, seed: int) -> None:
+    """In one pass: what somebody holds has been given back, and taken again, when it is asked who could be where."""
+    dice = np.random.default_rng(seed)
+    arrivals = np.sort(dice.integers(0, 2_000_000, 24))
+    gpus = dice.choice([1, 1, 2, 3, 4, 8, 12], 24)
+    jobs = workload([str(number) for number in range(24)], arrivals, gpus, dice.choice([3e4, 3e5, 9e5], 24))
+    run = simulate(jobs, servers_from_flags(nodes=3, gpus_per_node=4), policy, Options())
+    assert run.outcomes.finished.all()
+    assert run.outcomes.preemptions.any()

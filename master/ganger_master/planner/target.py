@@ -499,7 +499,14 @@ class _Fitting:
 
     def _wait_for(self, job: Job) -> None:
         """Keeps what gets free where a job could be, if it would be somewhere once all who run are gone."""
-        if self._would_be(job, held_by_all(self._table, self._terms.held), _NOWHERE):
+        self._see()
+        done = self._done.copy()
+        # Some of what they hold may have been given back, and taken by others, in this room already.
+        self.undo()
+        there = self._would_be(job, held_by_all(self._table, self._terms.held), _NOWHERE)
+        for claims, affinities in done:
+            (self._take if affinities is None else self._give)(claims)
+        if there:
             self.waited_for.add(job.number)
             self._kept |= nodes_for(self._room.view, self._terms.shape(job))
 
