@@ -8,13 +8,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from core.drive import Drive
+from core.drive import SERVER, Drive
 from core.test_taking_turns import Turns
 from ganger.resources.values import Role, TaskShape
 from ganger.wire.errors import Internal, NotReady
 from ganger_master.core import machine
-from ganger_master.core.answers import JobAnswer, Refused
-from ganger_master.core.commands import CancelJob, SubmitJob, Tick
+from ganger_master.core.answers import Done, JobAnswer, Refused, SessionAnswer
+from ganger_master.core.commands import Answer, CancelJob, Command, Observe, OpenSession, SubmitJob, Tick
 from ganger_master.core.model import JobSpec, JobState
 from ganger_master.core.settings import Settings
 from ganger_master.runtime.writer import Writer
@@ -146,6 +146,54 @@ def test_master_that_starts_shows_every_element_that_its_store_holds() -> None:
     run(story())
 
 
+def test_commits_that_fail_cost_daemons_neither_session_nor_answers() -> None:
+    async def story() -> None:
+        store, clock = GatedStore(), Clock()
+        writer = Writer(store, Settings(), clock, steady=clock)
+        await writer.start()
+        opened = await writer.submit(OpenSession("n1", "machine-n1", SERVER))
+        assert isinstance(opened, SessionAnswer)
+        session = opened.session
+        assert await writer.submit(Observe("n1", session, 1, 1)) == Done()
+        assert await writer.submit(Answer("n1", session)) == Done()
+        answered = writer.state.last_answer["n1"]
+        # Until further notice the disk is full.
+        store.failures = 1_000_000
+        clock.now += 20.0
+        for number in range(3):
+            with pytest.raises(NotReady, match="disk is full"):
+                await _accepted(writer, submission(number))
+        # It says all again, for it cannot know what was heard, and there is no news in it.
+        assert await _accepted(writer, Observe("n1", session, 2, 1)) == Done()
+        node = writer.state.nodes["n1"]
+        assert (node.session, node.heard, node.observation) == (session, True, 2)
+        assert writer.state.view.row("n1").available
+        assert writer.state.last_answer["n1"] == answered, "its silence is counted on"
+        assert await _accepted(writer, Answer("n1", session)) == Done()
+        store.failures = 0
+        assert await _accepted(writer, submission(7)) == JobAnswer(1)
+        await writer.close()
+
+    run(story())
+
+
+def test_the_store_is_read_ever_later_while_every_commit_fails(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        store = GatedStore()
+        writer = await started(store)
+        store.failures = 1_000_000
+        began = asyncio.get_running_loop().time()
+        while asyncio.get_running_loop().time() - began < 2.0:
+            await _tried(writer, submission(1))
+            await asyncio.sleep(0.001)
+        store.failures = 0
+        assert await _accepted(writer, submission(2)) == JobAnswer(1)
+        await writer.close()
+
+    run(story())
+    assert 3 <= caplog.text.count("commit failed") <= 5
+
+
 @pytest.mark.parametrize(
     ("passed", "set_by"),
     [(0.0, 7_200.0), (0.0, -7_200.0), (7_200.0, 0.0)],
@@ -220,6 +268,17 @@ def test_a_batch_that_cannot_be_laid_out_is_refused_whole_and_what_is_durable_st
         await writer.close()
 
     run(story())
+
+
+async def _accepted(writer: Writer, command: Command) -> object:
+    """The answer of a writer that is ready; NotReady of one that could not make it durable."""
+    while True:
+        try:
+            return await writer.submit(command)
+        except NotReady as error:
+            if "starting" not in str(error):
+                raise
+            await asyncio.sleep(0.01)
 
 
 async def _tried(writer: Writer, command: SubmitJob) -> object:

@@ -101,6 +101,11 @@ def test_a_short_storm_breaks_no_rule_and_every_job_ends(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
+def test_a_storm_in_which_the_store_takes_nothing_now_and_then_breaks_no_rule_and_every_job_ends(seed: int) -> None:
+    run(seed, jobs=6, seconds=150.0, failed_commit=0.02)
+
+
+@pytest.mark.parametrize("seed", range(20))
 def test_a_storm_in_which_the_clock_of_the_master_is_set_breaks_no_rule_and_every_job_ends(seed: int) -> None:
     run(seed, jobs=6, seconds=150.0, clock_set_seconds=20.0, clock_jump_seconds=3_600.0)
 

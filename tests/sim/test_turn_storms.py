@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from ganger.resources.topology import parse_topology
@@ -37,13 +37,12 @@ class Counted(DaemonTurns):
         super()._order(standing, position)
 
 
-def run(seed: int, jobs: int, seconds: float) -> Storm:
-    """A storm drawn from the seed; then everything heals and every job must end. Of every second seed some jobs cannot
-    rest."""
+def run(seed: int, jobs: int, seconds: float, **more: float) -> Storm:
+    """A storm drawn from the seed, and `more` faults; then everything heals and every job must end. Of every second
+    seed some jobs cannot rest."""
     opaque = 0.1 if seed % 2 else 0.0
-    cluster = Cluster(
-        seed, [], Settings(lost_after_seconds=60.0, residue_bytes=_GIB // 4), faults.storm(Engine(seed)), 0.5
-    )
+    storm_of_seed = replace(faults.storm(Engine(seed)), **more)
+    cluster = Cluster(seed, [], Settings(lost_after_seconds=60.0, residue_bytes=_GIB // 4), storm_of_seed, 0.5)
     storm = Storm(cluster)
     by_node: dict[str, DaemonTurns] = {}
 
@@ -80,6 +79,11 @@ def test_rows_are_switched_in_storms_and_no_rule_is_broken() -> None:
     storms = [run(seed, jobs=8, seconds=100.0) for seed in range(3)]
     # Without that many a storm would show nothing.
     assert sum(storm.switches for storm in storms) >= 40
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_are_switched_whatever_the_store_does_not_take(seed: int) -> None:
+    run(seed, jobs=8, seconds=100.0, failed_commit=0.05)
 
 
 def test_who_was_to_stop_and_goes_on_after_all_does_so_on_all_its_nodes_or_on_none() -> None:

@@ -223,6 +223,8 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
     state.wake_at = None
     if event.set_by or event.stood_still:
         standstill.forgive(state, now, event.set_by)
+    if event.looks_again:
+        state.dirty.sets.update(dict.fromkeys(state.sets))
     for number in list(state.running_limited):
         job = state.jobs[number]
         ends = time_limits.ends_at(state, job)

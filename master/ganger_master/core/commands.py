@@ -289,10 +289,12 @@ class ClaimTurns(Struct, frozen=True, gc=False):
 
 class Tick(Struct, frozen=True, gc=False):
     """Time has passed; the shell sends it when the last `wake_at` says so, and before everything else when the clock
-    was set (by so many seconds, forward or back) or the master stood still."""
+    was set (by so many seconds, forward or back) or the master stood still. `looks_again`: it has lost what it did not
+    store, and draws anew what follows from what nodes said."""
 
     set_by: float = 0.0
     stood_still: bool = False
+    looks_again: bool = False
 
 
 Command: TypeAlias = (

@@ -307,7 +307,10 @@ def _claim_turns(state: State, command: commands.ClaimTurns, now: float) -> Deci
 
 
 def _tick(state: State, command: commands.Tick, now: float) -> Decision:
-    return Decision((events.TimePassed(now, set_by=command.set_by, stood_still=command.stood_still),), Done())
+    passed = events.TimePassed(
+        now, set_by=command.set_by, stood_still=command.stood_still, looks_again=command.looks_again
+    )
+    return Decision((passed,), Done())
 
 
 def _with_cores(state: State, claim: Claim, millicores: int) -> Claim:

@@ -241,6 +241,7 @@ class TimePassed(Struct, frozen=True, gc=False):
     cause: str = "clock"
     set_by: float = 0.0
     stood_still: bool = False
+    looks_again: bool = False
 
 
 Event: TypeAlias = (

@@ -18,8 +18,10 @@ from ganger_master.core.state import State
 _KINDS: Final = {element: kind for kind, element in ELEMENT_TYPES.items()}
 
 
-def restored(settings: Settings, elements: Iterable[Element], now: float) -> State:
-    """The state of those elements. Sessions are void and free pieces unknown until each node's first report."""
+def restored(settings: Settings, elements: Iterable[Element], now: float, former: State | None = None) -> State:
+    """The state of those elements. Sessions are void and free pieces unknown until each node's first report, unless
+    this is the master that has them from `former`, and has lost no more than what it did not store since: its sessions
+    go on, and what nodes said of their rows stands. It owes a tick that looks again."""
     state = State(settings, now)
     by_kind: dict[str, list[Element]] = {kind: [] for kind in ELEMENT_TYPES}
     for element in elements:
@@ -34,9 +36,7 @@ def restored(settings: Settings, elements: Iterable[Element], now: float) -> Sta
         state.view.mode = Mode.PACK if counters.packs else Mode.SPREAD
     for node in by_kind["node"]:
         assert isinstance(node, Node)
-        state.put_node(replace(node, session="", heard=False))
-        if not node.lost:
-            state.note_answer(node.name, now)
+        _put_node(state, node, now, former)
     for gang in sorted((g for g in by_kind["gang"] if isinstance(g, Gang)), key=lambda gang: gang.epoch):
         state.put_gang(gang)
     for job in sorted((j for j in by_kind["job"] if isinstance(j, Job)), key=lambda job: job.number):
@@ -51,6 +51,25 @@ def restored(settings: Settings, elements: Iterable[Element], now: float) -> Sta
         node = state.nodes[name]
         state.refresh_row(name)
         state.desired[name] = project(state, node, state.counters.desired_version)
+    if former is not None:
+        state.rows_seen = {key: rows for key, rows in former.rows_seen.items() if key[0] in state.sets}
     state.take_changes()
     state.dirty = Dirty()
     return state
+
+
+def _put_node(state: State, node: Node, now: float, former: State | None) -> None:
+    if former is None:
+        state.put_node(replace(node, session="", heard=False))
+        if not node.lost:
+            state.note_answer(node.name, now)
+        return
+    known = former.nodes.get(node.name)
+    if known is not None and known.session == node.session:
+        # Of reports that changed nothing the store knows nothing; older ones may still be under way.
+        node = replace(node, observation=known.observation, applied_version=known.applied_version)
+    state.put_node(node)
+    if not node.lost:
+        state.note_answer(node.name, former.last_answer.get(node.name, now))
+        # Some may be silent for longer than the first: looked at with the next tick.
+        state.next_lost_check = None if state.lost_after is None else now

@@ -218,9 +218,11 @@ class State:
         if old == node:
             return
         self.nodes[node.name] = node
-        self._put(("node", node.name), node)
         if old is not None and _is_news_of_its_report_alone(old, node):
+            # Nor is it stored: it is worth nothing beyond the session. Where nothing can be stored, daemons that have
+            # no news are answered all the same, and their jobs go on.
             return
+        self._put(("node", node.name), node)
         self.gangs_on.setdefault(node.name, {})
         if node.draining:
             self.draining[node.name] = None

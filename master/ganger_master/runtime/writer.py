@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 
 # Callers that may wait for one commit; more are told to come back.
 _MOST_WAITING: Final = 60_000
-# Between attempts to read the store again after it failed.
+# Between attempts to read the store again after it failed, and before it is read after commits that failed in a row.
 _RELOAD_SECONDS: Final = (0.1, 0.5, 2.0, 5.0)
 # So many errors of the core within so many seconds, and the master ends: starting over does not cure it.
 _MOST_CRASHES: Final = 5
@@ -142,6 +142,7 @@ class Writer:
         # What comes of the last one.
         self._recorded: asyncio.Future[Recorded] | None = None
         self.commits = 0
+        self._failed_commits = 0
 
     async def start(self) -> None:
         """Opens the store and loads everything. Raises StoreError."""
@@ -335,6 +336,7 @@ class Writer:
         if problem is not None:
             self._give_up(problem)
             return
+        self._failed_commits = 0
         seconds = asyncio.get_running_loop().time() - began
         self._pace.ended(len(sealed.callers), seconds)
         self.meter.committed(seconds, len(sealed.callers))
@@ -428,17 +430,21 @@ class Writer:
         if error.problem is Problem.FENCED:
             self.stopped.set()
             return
-        self._start(self._reload())
+        pause = (0.0, *_RELOAD_SECONDS)[min(self._failed_commits, len(_RELOAD_SECONDS))]
+        self._failed_commits += 1
+        self._start(self._reload(pause, self.state))
 
-    async def _reload(self) -> None:
+    async def _reload(self, pause_seconds: float = 0.0, former: State | None = None) -> None:
+        """`former`: it was sound, and only its last changes are not stored."""
         if self._is_reloading:
             return
         self._is_reloading = True
         try:
+            await asyncio.sleep(pause_seconds)
             for attempt in count(1):
                 await self._idle.wait()
                 try:
-                    await self._load()
+                    await self._load(former)
                     log.info("state reloaded", extra={"attempt": attempt})
                     return
                 except StoreError as error:
@@ -447,11 +453,11 @@ class Writer:
         finally:
             self._is_reloading = False
 
-    async def _load(self) -> None:
+    async def _load(self, former: State | None = None) -> None:
         codec = Codec()
         elements = await self._thread.ask(lambda: codec.elements(self._store.load()))
         self._failpoints.passing(failpoints.MID_LOAD)
-        state = restored(self._settings, elements, self._clock())
+        state = restored(self._settings, elements, self._clock(), former)
         self.state, self._codec, self._open = state, codec, _Batch()
         # From the state, not from the store: a restart voids sessions.
         self.committed.reset(
@@ -473,7 +479,7 @@ class Writer:
         self._is_ready = True
         if self._recording is not None:
             self._recording.start_over(state, self._clock(), "the state was read from the store")
-        self.tell(Tick())
+        self.tell(Tick(looks_again=former is not None))
         for claim in self.turn_streams.claims():
             self.tell(claim)
 

@@ -24,6 +24,8 @@ class Faults:
     node_crash_seconds: float = 0.0
     rank_crash_seconds: float = 0.0
     scheduler_crash_seconds: float = 0.0
+    # The store takes nothing of what was decided last; its master goes on from what it has.
+    failed_commit: float = 0.0
     # A node that crashed stays away for up to this long; longer than lost_after now and then.
     node_away_seconds: float = 120.0
     # A daemon is busy with one gang of a desired set while the others wait: it reports, with the version before.

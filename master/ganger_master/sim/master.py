@@ -138,7 +138,10 @@ class SimMaster:
     def _restart(self) -> None:
         self._jump()
         self._looked = self._look()
-        self.state = self._restore(self.durable)
+        self._go_on(self._restore(self.durable), "the master was started again", Tick())
+
+    def _go_on(self, state: State, cause: str, tick: Tick) -> None:
+        self.state = state
         self.committed = dict(self.state.desired)
         self.is_up = True
         self._last_commit = self.engine.now
@@ -147,8 +150,15 @@ class SimMaster:
         if found:
             raise RuleBrokenError(f"after a restart: {'; '.join(found)}")
         if self.recorder is not None:
-            self.recorder.start_over(self.state, self.now(), "the master was started again")
-        self.call(Tick())
+            self.recorder.start_over(self.state, self.now(), cause)
+        self.call(tick)
+
+    def _lose_commits(self) -> None:
+        """What is in flight was refused by the store, and with it whoever waited for it."""
+        self._in_flight.clear()
+        self.incarnation += 1
+        state = self._restore(self.durable, self.state)
+        self._go_on(state, "the state was read from the store", Tick(looks_again=True))
 
     def check_restorable(self) -> None:
         """A master that found everything stored, what is in flight included, would be where this one is."""
@@ -159,9 +169,9 @@ class SimMaster:
         if found:
             raise RuleBrokenError(f"not restored: {'; '.join(found)}")
 
-    def _restore(self, stored: Mapping[tuple[str, str], bytes]) -> State:
+    def _restore(self, stored: Mapping[tuple[str, str], bytes], former: State | None = None) -> State:
         elements = [msgspec.json.decode(data, type=ELEMENT_TYPES[kind]) for (kind, _), data in sorted(stored.items())]
-        return restored(self.settings, elements, self.now())
+        return restored(self.settings, elements, self.now(), former)
 
     def _released(self, answer: Answer, effects: Effects, reply: Callable[[Answer], None] | None) -> Released:
         released = Released(self.state.take_changes(), answer, reply)
@@ -183,6 +193,9 @@ class SimMaster:
 
     def _committed(self, released: Released, incarnation: int) -> None:
         if incarnation != self.incarnation:
+            return
+        if self.faults.failed_commit and released.changes.puts and self.engine.chance(self.faults.failed_commit):
+            self._lose_commits()
             return
         self._in_flight.remove(released)
         _store(self.durable, released.changes)

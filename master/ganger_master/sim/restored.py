@@ -32,7 +32,11 @@ VOLATILE: Final = frozenset(
 def differences(live: State, restored: State) -> list[str]:
     """One sentence per difference. `restored` is used up: its nodes are given what the live ones have said."""
     for name, node in live.nodes.items():
-        if name in restored.nodes and restored.nodes[name] == replace(node, session="", heard=False):
+        stored = restored.nodes.get(name)
+        if stored is None:
+            continue
+        said = {"observation": stored.observation, "applied_version": stored.applied_version}
+        if stored == replace(node, session="", heard=False, **said):
             restored.put_node(node)
             restored.refresh_row(name)
     found = []
