@@ -1,6 +1,6 @@
 """Ways in which scripts write lines into files of theirs; as a script: trains, and writes by all of them.
 
-Each opens the file of a path and returns what writes a line into it at once. Runs in Python 3.9, like what it tests.
+Each opens the file of a path and returns what writes a line into it. Runs in Python 3.9, like what it tests.
 """
 
 # ruff: noqa: SIM115 (the files stay open)
@@ -54,6 +54,11 @@ def with_codec(path: str) -> Callable[[str], object]:
     return codecs.open(path, "w", "utf-8", buffering=0).write
 
 
+def in_bytes(path: str) -> Callable[[str], object]:
+    file = open(path, "ab")
+    return lambda line: file.write(line.encode())
+
+
 def rewritten(path: str) -> Callable[[str], object]:
     file = open(path, "w", buffering=1)
 
@@ -85,6 +90,8 @@ WAYS: dict[str, Callable[[str], Callable[[str], object]]] = {
     "open w": lambda path: open(path, "w", 1).write,
     "open a": lambda path: open(path, "a", 1).write,
     "open x": lambda path: open(path, "x", 1).write,
+    "buffered": lambda path: open(path, "w").write,
+    "buffered bytes": in_bytes,
     "open w+": lambda path: open(path, "w+", 1).write,
     "open a+": lambda path: open(path, "a+", 1).write,
     "opener": lambda path: open(path, "w", 1, opener=_private).write,

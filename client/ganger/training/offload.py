@@ -35,6 +35,7 @@ from ganger.training.image import (
     write_image,
 )
 from ganger.training.state import Captured, Restored, StateMismatchError, Training, capture, position_of, restore
+from ganger.training.unflushed import Unflushed
 
 _T = TypeVar("_T")
 
@@ -74,6 +75,7 @@ class StateKeeper:
         self._training = training
         self._position = position
         self._parked: _Parked | None = None
+        self._unflushed = Unflushed(control.page.path)
         self._writer: threading.Thread | None = None
         self._finished: Callable[[], None] | None = None
         self.when_stopped: Callable[[], None] = lambda: None
@@ -216,6 +218,8 @@ class StateKeeper:
 
     def _capture(self) -> Captured:
         _synchronize()
+        # Whoever goes on from this state does not write again what the script has written until here.
+        self._unflushed.flush()
         try:
             return capture(self._training(), self._position())
         except StateNotSupportedError as error:
