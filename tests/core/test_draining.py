@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from core.drive import ALL_LEVELS, Drive, job_of
 from ganger.resources.reasons import Reason
-from ganger_master.core.commands import Change, DrainNode, ProposePlan, SuspendJob
+from ganger_master.core import capacity
+from ganger_master.core.commands import CancelJob, Change, DrainNode, ProposePlan, SuspendJob
 from ganger_master.core.draining import held_up
 from ganger_master.core.explain import explain
 from ganger_master.core.model import Capabilities, GangPhase, ObservedPhase, SuspendLevel
@@ -46,6 +50,35 @@ def test_who_finds_no_room_elsewhere_says_so_and_what_it_lacks_there() -> None:
     )
     assert lacking is Reason.GPUS
     assert how.startswith("not enough free devices")
+
+
+def test_a_place_elsewhere_is_looked_for_when_there_is_room_or_time_has_passed_and_not_at_every_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[float] = []
+    look = capacity.find_place
+
+    def counted(*arguments: Any, **more: Any) -> Any:
+        looks.append(drive.now)
+        return look(*arguments, **more)
+
+    drive = Drive(2)
+    number = on_n1(drive)
+    other = drive.submit(job_of(1))
+    drive.start(other)
+    drive.step(DrainNode("n1", "new fan"))
+    monkeypatch.setattr(capacity, "find_place", counted)
+    for _ in range(50):
+        drive.runs(other)
+    assert looks == []
+    drive.now += 5.0
+    drive.runs(other)
+    drive.runs(other)
+    assert len(looks) == 1
+    assert not drive.job(number).next_epoch
+    drive.step(CancelJob(other))
+    drive.observe("n2")
+    assert drive.job(number).next_epoch, "there is room"
 
 
 def test_where_a_planner_makes_room_who_finds_none_is_saved_in_the_end_and_says_so() -> None:

@@ -6,7 +6,7 @@ from ganger.resources.reasons import Reason, Refusal
 
 from ganger_master.core import attempts, capacity, moving
 from ganger_master.core.arenas import has_arenas
-from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.model import Claim, Gang, GangPhase, Intent, Job, JobState, Level, SuspendLevel
 from ganger_master.core.purpose import Goal, Purpose
 from ganger_master.core.state import State
 
@@ -71,7 +71,7 @@ def _empty(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
     if gang.intent is not Intent.RUN or gang.phase is not GangPhase.RUNNING:
         return
     if _can_move(state, job, gang):
-        found = capacity.find_place(state, job, avoid=_draining_nodes(state))
+        found = _place_for(state, job, gang, now)
         if found is not None:
             claims, level = found
             moving.begin(state, job.number, claims, level, now, cause, Purpose(Goal.DRAIN))
@@ -80,6 +80,21 @@ def _empty(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
             # Others may make room for it elsewhere: the planner's to say.
             return
     _to_storage(state, job, gang, now, cause)
+
+
+def _place_for(state: State, job: Job, gang: Gang, now: float) -> tuple[tuple[Claim, ...], Level] | None:
+    """Not looked for at every event: what found none finds none before there is room, but for what time brings."""
+    freed, looked = state.drained_in_vain.get(gang.epoch, (-1, 0.0))
+    if freed == state.view.freed and 0.0 <= now - looked < _LOOKED_SECONDS:
+        return None
+    found = capacity.find_place(state, job, avoid=_draining_nodes(state))
+    if found is None:
+        state.drained_in_vain[gang.epoch] = (state.view.freed, now)
+    return found
+
+
+# To look for a place takes as long as many verdicts, and as many events come in a second.
+_LOOKED_SECONDS = 5.0
 
 
 def _can_move(state: State, job: Job, gang: Gang) -> bool:

@@ -64,6 +64,7 @@ class Image(Struct, frozen=True, gc=False):
     told: tuple[Told, ...] = ()
     last_answer: Mapping[str, float] = field(default_factory=dict)
     left_by: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    drained_in_vain: Mapping[int, tuple[int, float]] = field(default_factory=dict)
     # What was last said of gangs that have not changed since, with the node that said it.
     last_said: tuple[tuple[str, ObservedGang], ...] = ()
     next_lost_check: float | None = None
@@ -102,6 +103,7 @@ _SAME = (
 _MAPPINGS = (
     "last_answer",
     "left_by",
+    "drained_in_vain",
     "refusals",
     "conflicts",
     "passed",

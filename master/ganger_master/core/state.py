@@ -88,6 +88,8 @@ class State:
         self.last_answer: dict[str, float] = {}
         # By node: who last gave devices back there, and when; for who waited for them.
         self.left_by: dict[str, tuple[int, float]] = {}
+        # By epoch, of gangs that found no place off a draining node: `freed` of the view that was looked at, and when.
+        self.drained_in_vain: dict[int, tuple[int, float]] = {}
         # By node and epoch: what was last said of a gang, and gang and job as that left them.
         self.last_said: dict[tuple[str, int], tuple[ObservedGang, Gang, Job]] = {}
         # By set and node: what was last said of its rows.
@@ -175,6 +177,7 @@ class State:
         if self.settings.quota_devices:
             self._charge(gang.job)
         self.parties.pop(epoch, None)
+        self.drained_in_vain.pop(epoch, None)
         self._remove(("gang", str(epoch)))
         self.dirty.jobs[gang.job] = None
         self.dirty.news[gang.job] = None
