@@ -30,9 +30,11 @@ def make_array(
     description: Mapping[str, Any],
     environ: Mapping[str, str] | None = None,
     origins: Mapping[str, str] | None = None,
+    wrong: Sequence[Violation] = (),
 ) -> CreateArrayRequest:
-    """The request of a description with the key `array` (see docs/cli.md). Raises SpecInvalid with every violation."""
-    violations: list[Violation] = []
+    """The request of a description with the key `array` (see docs/cli.md). Raises SpecInvalid with every violation;
+    `wrong` are those known already."""
+    violations = [*wrong]
     request = CreateArrayRequest()
     try:
         _fill(request, description["array"])
@@ -51,9 +53,9 @@ def make_array(
     return request
 
 
-def from_flags(words: Sequence[str], stop: str | None, present: Any) -> dict[str, Any]:
+def from_flags(words: Sequence[str], stop: str | None, present: Any) -> tuple[dict[str, Any], list[Violation]]:
     """The key `array` of these flags, put over what the file has there: `--array lr=0.1,0.01 --array batch=32,64%4`,
-    `--array 0-15%4`, `--stop halving,metric=accuracy,goal=max,first=100`. Raises SpecInvalid."""
+    `--array 0-15%4`, `--stop halving,metric=accuracy,goal=max,first=100`. And what is wrong with them."""
     result = dict(present) if isinstance(present, Mapping) else {}
     violations: list[Violation] = []
     for word in words:
@@ -63,7 +65,7 @@ def from_flags(words: Sequence[str], stop: str | None, present: Any) -> dict[str
         name, equals, values = word.partition("=")
         if equals and "" in values.split(","):
             violations.append(Violation("--array", f"{word!r}: a value is missing; empty ones go into a job file"))
-        elif equals:
+        if equals:
             result.setdefault("grid", {})
             result["grid"] = {**result["grid"], name: values.split(",")}
         elif word:
@@ -80,10 +82,9 @@ def from_flags(words: Sequence[str], stop: str | None, present: Any) -> dict[str
                 violations.append(Violation("--stop", f"{pair!r}: write RULE,KEY=VALUE,...; keys are {known}"))
             elif key in result["stop"]:
                 violations.append(Violation("--stop", f"{key} is given twice"))
-            result["stop"][key] = value
-    if violations:
-        raise SpecInvalid("the array cannot be submitted as described", violations=violations)
-    return result
+            else:
+                result["stop"][key] = value
+    return result, violations
 
 
 class _WrongError(Exception):
@@ -224,7 +225,9 @@ def _rule(value: Any) -> StopRule:
 
 
 def _name(value: Any) -> str:
-    if not isinstance(value, str) or not _NAME.fullmatch(value) or value in ("index", "INDEX", "SIZE", "PARAMETERS"):
+    if value in ("index", "INDEX", "SIZE", "PARAMETERS"):
+        raise ValueError(f"{value!r} cannot be the name of a parameter: it stands for what each member has of its own")
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise ValueError(f"{str(value)[:40]!r} cannot be the name of a parameter: letters, digits, underscores")
     return value
 

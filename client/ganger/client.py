@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -156,14 +156,19 @@ class Client:
         *,
         array: str | int = "",
         fold_arrays: bool = False,
+        name: str = "",
+        labels: Mapping[str, str] | None = None,
     ) -> Iterator[job_pb2.Job]:
-        """Newest first, pages as they are needed. `array`: its members only; `fold_arrays`: no members of any."""
+        """Newest first, pages as they are needed. `array`: its members only; `fold_arrays`: no members of any; `name`
+        and `labels`: those submitted with that name and all of these labels (others' labels nobody sees)."""
         request = job_service_pb2.ListJobsRequest(
             page_size=min(limit or 1_000, 1_000),
             states=states,
             user=user,
             array=_array(array) if array else "",
             fold_arrays=fold_arrays,
+            display_name=name,
+            labels=labels or {},
         )
         given = 0
         while True:

@@ -143,10 +143,12 @@ def make_spec(
     description: Mapping[str, Any],
     environ: Mapping[str, str] | None = None,
     origins: Mapping[str, str] | None = None,
+    wrong: Sequence[Violation] = (),
 ) -> JobSpec:
     """The JobSpec of a description (see docs/cli.md for its keys). `origins` names what to call a key in errors instead
-    of the key itself. Raises SpecInvalid with every violation."""
+    of the key itself. Raises SpecInvalid with every violation; `wrong` are those known already."""
     reader = _Reader(description, origins or {})
+    reader.violations += wrong
     no_variables: dict[str, str] = {}
     no_words: list[str] = []
     for key in sorted(set(description) - KEYS):

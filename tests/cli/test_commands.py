@@ -11,7 +11,7 @@ import pytest
 from ganger.cli import job_lines
 from ganger.cli.main import run
 from ganger.console.tables import aligned, fitted
-from ganger.v1 import array_pb2, job_pb2, node_pb2, resources_pb2
+from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, resources_pb2
 from ganger.wire import errors, times
 from kit.canned import Call, CannedMaster, running_job
 
@@ -55,6 +55,21 @@ def test_all_mistakes_of_flags_and_file_are_said_at_once(
     assert call("submit", "-F", str(tmp_path / "job.yaml"), "--memory", "x", "--time", "y") == 2
     text = capsys.readouterr().err
     for path in ("--memory", "--time", "roles[0].tasks", "priority", "gpus", "command"):
+        assert f"  {path}: " in text
+    assert not master.requests
+
+
+def test_mistakes_of_pairs_are_said_beside_all_others(call: Call, master: CannedMaster, capsys: Output) -> None:
+    flags = ["--env", "NO_SUCH", "--gpus", "x", "--label", "a", "--label", "b=1", "--label", "b=2"]
+    assert call("submit", *flags, "--", "x") == 2
+    text = capsys.readouterr().err
+    for path in ("--env", "--gpus", "--label"):
+        assert f"  {path}: " in text
+    assert "b is given twice" in text
+    rule = "halving,factor=1,first=0,bla=3"
+    assert call("submit", *flags, "--array", "index=1,2", "--stop", rule, "--", "x") == 2
+    text = capsys.readouterr().err
+    for path in ("--env", "--stop", "array.stop.factor", "array.stop.first", "array.grid", "--gpus"):
         assert f"  {path}: " in text
     assert not master.requests
 
@@ -464,6 +479,40 @@ def members(master: CannedMaster) -> None:
     loser = master.jobs["jobs/3"]
     loser.ClearField("gang")
     loser.state, loser.end_reason = job_pb2.Job.STATE_STOPPED, "halving: accuracy 0.5 at epoch 3: 1 did better"
+
+
+@pytest.mark.parametrize(
+    ("words", "listed"),
+    [
+        (["running"], ["1_0"]),
+        (["RUNNING", "stopped"], ["1_0", "1_1"]),
+        (["holding"], ["1_0", "6"]),
+        (["held"], ["1_2"]),
+        (["pending"], ["5"]),
+        (["parked"], ["6"]),
+        (["failed"], []),
+    ],
+)
+def test_the_queue_is_asked_in_the_words_that_it_shows_and_finds_members_of_arrays(
+    call: Call, master: CannedMaster, capsys: Output, words: list[str], listed: list[str]
+) -> None:
+    members(master)
+    waiting = job_pb2.Job(name="jobs/5", state=job_pb2.Job.STATE_PENDING)
+    held = job_pb2.Job(name="jobs/4", state=job_pb2.Job.STATE_PENDING)
+    held.array.CopyFrom(array_pb2.ArrayMembership(array="arrays/1", held=True, member=array_pb2.ArrayMember(index=2)))
+    parked = job_pb2.Job(name="jobs/6", state=job_pb2.Job.STATE_HOLDING)
+    parked.gang.phase, parked.gang.parked_level = job_pb2.Gang.PHASE_PARKED, job_pb2.SUSPEND_LEVEL_OFFLOAD
+    master.jobs.update({job.name: job for job in (waiting, held, parked)})
+    assert call("queue", *(part for word in words for part in ("--state", word))) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == listed
+
+
+def test_the_queue_finds_jobs_by_name_and_label(call: Call, master: CannedMaster, capsys: Output) -> None:
+    assert call("queue", "--name", "digits", "-l", "team=vision", "-l", "run=1") == 0
+    asked = next(request for request in master.requests if isinstance(request, job_service_pb2.ListJobsRequest))
+    assert (asked.display_name, dict(asked.labels)) == ("digits", {"team": "vision", "run": "1"})
+    assert call("queue", "-l", "team") == 2
+    assert "--label" in capsys.readouterr().err
 
 
 def test_an_array_is_one_line_of_the_queue_and_a_table_of_its_own(

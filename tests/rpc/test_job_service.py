@@ -113,6 +113,24 @@ def test_list_comes_newest_first_in_pages_and_filtered(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
+def test_jobs_are_found_by_name_and_by_labels(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path) as served:
+            for name, labels in (("a", {"x": "1"}), ("b", {"x": "1", "y": "2"}), ("b", {"x": "3"})):
+                await served.submit(spec_of(name=name, labels=labels))
+
+            async def found(**asked: object) -> list[str]:
+                answer = await served.jobs.ListJobs(job_service_pb2.ListJobsRequest(**asked))  # type: ignore[arg-type]
+                return [job.name.removeprefix("jobs/") for job in answer.jobs]
+
+            assert await found(display_name="b") == ["3", "2"]
+            assert await found(labels={"x": "1"}) == ["2", "1"]
+            assert await found(labels={"x": "1", "y": "2"}) == ["2"]
+            assert await found(display_name="a", labels={"x": "3"}) == []
+
+    asyncio.run(story())
+
+
 def test_watch_sends_now_at_changes_and_ends_with_the_job(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving(tmp_path) as served:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from ganger.cli import job_lines
 from ganger.cli.options import number
-from ganger.job import FINISHED
 from ganger.units import format_duration
 from ganger.v1 import array_pb2, job_pb2
 from ganger.wire import times
@@ -101,7 +100,7 @@ def table(members: Sequence[job_pb2.Job]) -> tuple[tuple[str, ...], list[tuple[s
             (
                 job_lines.called(job),
                 number(job.name),
-                "held" if job.array.held and job.state not in FINISHED else job_lines.state_text(job),
+                job_lines.state_text(job),
                 job_lines.elapsed(job),
                 *(job.array.member.parameters.get(name, "") for name in parameters),
                 job_lines.progress_text(job.progress),

@@ -31,7 +31,7 @@ def state_text(job: job_pb2.Job) -> str:
             return "stopping"
         level = level_text(job.suspended_level)
         return f"suspended({level})" if level else state
-    return state
+    return "held" if state == "pending" and job.array.held else state
 
 
 def sentence(job: job_pb2.Job) -> str:

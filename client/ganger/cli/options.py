@@ -8,8 +8,10 @@ import click
 from click.shell_completion import CompletionItem
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ganger.client import Client
-    from ganger.wire.errors import ApiError
+    from ganger.wire.errors import ApiError, Violation
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -19,6 +21,21 @@ def open_client() -> Client:
     from ganger.client import Client
 
     return Client(click.get_current_context().find_root().obj)
+
+
+def pairs(flag: str, texts: Sequence[str]) -> tuple[dict[str, str], list[Violation]]:
+    """The pairs of NAME=VALUE, and what is wrong with them."""
+    from ganger.wire.errors import Violation
+
+    found: dict[str, str] = {}
+    wrong = []
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            wrong.append(Violation(flag, f"{text!r}: write NAME=VALUE"))
+        elif found.setdefault(name, value) != value:
+            wrong.append(Violation(flag, f"{name} is given twice"))
+    return found, wrong
 
 
 class JobType(click.ParamType):  # type: ignore[type-arg]  # generic only in new clicks

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ganger.cli.options import json_option, number, open_client
+from ganger.cli.options import json_option, number, open_client, pairs
 
 if TYPE_CHECKING:
     from ganger.client import Client
+    from ganger.v1.job_service_pb2 import CreateArrayRequest
+    from ganger.wire.errors import Violation
 
 _LEVELS = "nvlink, switch, socket, node, rack, fabric, cluster"
 
@@ -96,19 +98,23 @@ def submit(
         description["preemptible"] = False
     if no_move:
         description["movable"] = False
-    if variables:
-        description["environment"] = _with_pairs(description.get("environment"), _variables(variables))
-    if labels:
-        description["labels"] = _with_pairs(description.get("labels"), _labels(labels))
+    wrong: list[Violation] = []
+    for key, (given, mistakes) in (("environment", _variables(variables)), ("labels", pairs("--label", labels))):
+        if given:
+            description[key] = _with_pairs(description.get(key), given)
+        wrong += mistakes
     if arrays or stop is not None:
         from ganger.arrays import from_flags
 
-        description["array"] = from_flags(arrays, stop, description.get("array"))
+        description["array"], mistakes = from_flags(arrays, stop, description.get("array"))
+        wrong += mistakes
     if description.get("array") is not None:
         if follow:
             raise click.UsageError("--follow goes with one job: `ganger logs -f 7_0` follows a member")
-        return _submit_array(description, origins, request_id, dry_run, as_json)
-    spec = make_spec(description, origins=origins)
+        from ganger.arrays import make_array
+
+        return _submit_array(make_array(description, None, origins, wrong), request_id, dry_run, as_json)
+    spec = make_spec(description, None, origins, wrong)
     if dry_run:
         print_json(spec)
         return 0
@@ -132,13 +138,9 @@ def submit(
     return 0
 
 
-def _submit_array(
-    description: dict[str, Any], origins: dict[str, str], request_id: str | None, dry_run: bool, as_json: bool
-) -> int:
-    from ganger.arrays import make_array
+def _submit_array(request: CreateArrayRequest, request_id: str | None, dry_run: bool, as_json: bool) -> int:
     from ganger.console.plain import print_json
 
-    request = make_array(description, origins=origins)
     if dry_run:
         print_json(request)
         return 0
@@ -179,23 +181,18 @@ def _with_pairs(present: Any, added: dict[str, str]) -> Any:
     return {**present, **added} if isinstance(present, dict) else added if present is None else present
 
 
-def _variables(pairs: tuple[str, ...]) -> dict[str, str]:
+def _variables(texts: tuple[str, ...]) -> tuple[dict[str, str], list[Violation]]:
+    """Variables set or passed on, and what is wrong with them."""
     import os
 
-    result = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals and name not in os.environ:
-            raise click.UsageError(f"--env {name}: there is no such variable here; write --env {name}=VALUE")
-        result[name] = value if equals else os.environ[name]
-    return result
+    from ganger.wire.errors import Violation
 
-
-def _labels(pairs: tuple[str, ...]) -> dict[str, str]:
-    result = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise click.UsageError(f"--label {pair}: write NAME=VALUE")
-        result[name] = value
-    return result
+    found: dict[str, str] = {}
+    wrong = []
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if equals or name in os.environ:
+            found[name] = value if equals else os.environ[name]
+        else:
+            wrong.append(Violation("--env", f"there is no variable {name} here; write --env {name}=VALUE"))
+    return found, wrong

@@ -181,12 +181,31 @@ Global___GetJobRequest: typing_extensions.TypeAlias = GetJobRequest
 class ListJobsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class LabelsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     STATES_FIELD_NUMBER: builtins.int
     USER_FIELD_NUMBER: builtins.int
     ARRAY_FIELD_NUMBER: builtins.int
     FOLD_ARRAYS_FIELD_NUMBER: builtins.int
+    DISPLAY_NAME_FIELD_NUMBER: builtins.int
+    LABELS_FIELD_NUMBER: builtins.int
     page_size: builtins.int
     """At most 1,000; zero means 100."""
     page_token: builtins.str
@@ -195,8 +214,14 @@ class ListJobsRequest(google.protobuf.message.Message):
     """Members of this array only."""
     fold_arrays: builtins.bool
     """No members of arrays."""
+    display_name: builtins.str
+    """Only jobs of this name; empty for any."""
     @property
     def states(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[ganger.v1.job_pb2.Job.State.ValueType]: ...
+    @property
+    def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Only jobs with all of these labels, among those whose labels the caller may see."""
+
     def __init__(
         self,
         *,
@@ -206,8 +231,10 @@ class ListJobsRequest(google.protobuf.message.Message):
         user: builtins.str = ...,
         array: builtins.str = ...,
         fold_arrays: builtins.bool = ...,
+        display_name: builtins.str = ...,
+        labels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "fold_arrays", b"fold_arrays", "page_size", b"page_size", "page_token", b"page_token", "states", b"states", "user", b"user"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "display_name", b"display_name", "fold_arrays", b"fold_arrays", "labels", b"labels", "page_size", b"page_size", "page_token", b"page_token", "states", b"states", "user", b"user"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ListJobsRequest: typing_extensions.TypeAlias = ListJobsRequest

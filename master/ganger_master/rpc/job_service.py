@@ -97,6 +97,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         before = place_of(request.page_token, names.parse_job_name, 0)
         states = {job_messages.STATES_FROM_WIRE.get(state) for state in request.states}
         caller = self._callers.of(context)
+        labels = request.labels.items()
         response = job_service_pb2.ListJobsResponse()
         response_bytes = 0
         jobs = self._writer.committed.jobs
@@ -109,6 +110,10 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             if not _is_in(job, array, request.fold_arrays):
                 continue
             if (states and job.state not in states) or (request.user and job.user != request.user):
+                continue
+            if request.display_name and job.spec.display_name != request.display_name:
+                continue
+            if labels and not (caller.may_read(job.user) and labels <= job.spec.labels.items()):
                 continue
             if len(response.jobs) == size or response_bytes > PAGE_BYTES:
                 response.next_page_token = page_token(names.job_name(last))
