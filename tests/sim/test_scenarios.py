@@ -3,7 +3,7 @@
 node NAME TOPOLOGY [type=T] [user=U]       policy NAME | quota USER=DEVICES ...   (before nodes)
 submit GPUS [steps= cores= memory= type= within= user= priority=]
 cancel|resume|why|show JOB                 suspend JOB LEVEL              move JOB [NODE]
-cordon|uncordon|drain|reboot|storage|nostorage NODE     residue MEBIBYTES     run SECONDS      nodes
+cordon|uncordon|drain|reboot|silent|heard|storage|nostorage NODE     residue MEBIBYTES     run SECONDS      nodes
 """
 
 from __future__ import annotations
@@ -212,6 +212,15 @@ class _Story:
         daemon = self.cluster.daemons[node]
         daemon.reboot()
         self.cluster.engine.after(5.0, daemon.start)
+        yield from ()
+
+    def _silent(self, node: str) -> Iterator[str]:
+        """Its daemon is dead; what runs there goes on."""
+        self.cluster.daemons[node].crash()
+        yield from ()
+
+    def _heard(self, node: str) -> Iterator[str]:
+        self.cluster.daemons[node].start()
         yield from ()
 
     def _storage(self, node: str) -> Iterator[str]:
