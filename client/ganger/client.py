@@ -273,6 +273,17 @@ class Client:
                 return
             after = page.next_sequence
 
+    def follow_events(self, subject: str = "", after: int = 0) -> Iterator[list[job_pb2.Event]]:
+        """Again and again, without end, what `list_events` has by then and had not before; maybe nothing."""
+
+        def look() -> Iterator[list[job_pb2.Event]]:
+            yield list(self.list_events(subject, after))
+
+        for events in self._lasting(look, lambda: False):
+            if events:
+                after = events[-1].sequence
+            yield events or []
+
     def _name(self, job: str | int) -> str:
         """ "jobs/11" of 11, "jobs/11", or of "7_3": member 3 of array 7, for which the master is asked."""
         member = parse_member(text := str(job))
@@ -365,6 +376,8 @@ class Client:
                 for message in self._stream(open_stream):
                     deadline = None
                     yield message
+                # It had nothing to bring, but it was heard.
+                deadline = None
                 if is_over():
                     yield None
                     return

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 import time
 from pathlib import Path
 
 import pytest
-from ganger.cli import job_lines
+from ganger.cli import job_lines, logs
 from ganger.cli.main import run
+from ganger.client import Client
 from ganger.console.tables import aligned, fitted
 from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, resources_pb2
 from ganger.wire import errors, times
@@ -370,6 +372,86 @@ def test_history_is_read_page_by_page(call: Call, master: CannedMaster, capsys: 
             capsys.readouterr()
             assert call(command, subject) == 0
             assert "gone" in capsys.readouterr().out
+
+
+def test_events_are_cut_to_the_newest_and_go_on_from_there(call: Call, master: CannedMaster, capsys: Output) -> None:
+    subjects = ["jobs/1", *["jobs/2"] * 40, "jobs/1", "jobs/1"]
+    master.events = [job_pb2.Event(sequence=n, subject=subject) for n, subject in enumerate(subjects, 1)]
+    master.cluster.event_sequence = len(subjects)
+
+    def told(*arguments: str) -> list[int]:
+        assert call("events", *arguments, "--json") == 0
+        return [event["sequence"] for event in json.loads(capsys.readouterr().out)]
+
+    assert told("-n", "2") == [42, 43]
+    assert told("1", "-n", "3") == [1, 42, 43], "however far apart"
+    assert told("1", "-n", "3", "--after", "1") == [42, 43]
+    assert told("1", "-n", "9") == [1, 42, 43]
+    for command in ("events", "history"):
+        assert call(command, "") == 2, "which is nobody's name"
+
+
+def test_who_follows_events_does_so_across_a_restart_of_the_master(tmp_path: Path) -> None:
+    with CannedMaster(tmp_path) as first:
+        client = Client(str(tmp_path))
+        first.events = [job_pb2.Event(sequence=1)]
+        rounds = client.follow_events()
+        assert [event.sequence for event in next(rounds)] == [1]
+    second = CannedMaster(tmp_path)
+    second.events = [*first.events, job_pb2.Event(sequence=2)]
+    later = threading.Timer(1.0, second.__enter__)
+    later.start()
+    try:
+        assert [event.sequence for event in next(filter(None, rounds))] == [2]
+    finally:
+        client.close()
+        later.join()
+        second.__exit__(None, None, None)
+
+
+def test_a_story_is_followed_as_json_too(call: Call, master: CannedMaster, capsys: Output) -> None:
+    running_job(master)
+    master.events = [
+        job_pb2.Event(sequence=n, subject="jobs/1", kind=f"job_{kind}")
+        for n, kind in ((1, "submitted"), (2, "succeeded"))
+    ]
+    assert call("history", "1", "-f", "--json") == 0
+    *chapters, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [chapter["kind"] for chapter in chapters] == ["job_submitted", "job_succeeded"]
+    assert last["totals"]["ran_s"] == 0.0
+
+
+def test_json_is_heeded_before_a_command_of_nodes(call: Call, master: CannedMaster, capsys: Output) -> None:
+    assert call("nodes", "--json", "drain", "n1", "-m", "x") == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "DRAINING"
+    assert call("bench", "--list", "--json") == 0
+    assert "slice" in json.loads(capsys.readouterr().out)
+
+
+def test_a_log_as_json_has_its_ranks_and_every_byte(call: Call, master: CannedMaster, capsys: Output) -> None:
+    running_job(master)
+    master.logs = {0: "0123456789ü\n".encode(), 1: b"\xff\n"}
+    assert call("logs", "1", "--all", "--json") == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["rank"], one["offset"], one["data"]) for one in told] == [
+        (0, 0, "0123456789"),
+        (0, 10, "ü\n"),
+        (1, 0, "\ufffd\n"),
+    ]
+    assert [one["data_base64"] for one in told] == [None, None, "/wo="]
+
+
+def test_who_follows_a_job_that_waits_is_told_what_for(
+    call: Call, master: CannedMaster, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "_QUIET_SECONDS", 0.2)
+    job = master.jobs["jobs/1"] = job_pb2.Job(name="jobs/1", state=job_pb2.Job.STATE_PENDING)
+    master.explanation.job.CopyFrom(job)
+    master.explanation.blockers.add(reason="GPUS", message="needs 9, there are 8")
+    master.logs = {0: b""}
+    threading.Timer(1.0, lambda: setattr(job, "state", job_pb2.Job.STATE_CANCELLED)).start()
+    assert call("logs", "1", "-f") == 0
+    assert capsys.readouterr().err == "ganger: job 1 is pending, GPUS: needs 9, there are 8\n"
 
 
 def test_history_tells_a_story_and_its_sums(call: Call, master: CannedMaster, capsys: Output) -> None:

@@ -45,6 +45,16 @@ def test_a_suspend_that_takes_too_long_stands_and_is_said(call: Call, master: Ca
 SILENT = "nodes/n1 has not called for 100 s: no order reaches it; it ends when an operator says so (`ganger lost n1`)"
 
 
+@pytest.mark.parametrize("command", ["suspend", "resume", "move", "wait"])
+def test_a_time_that_is_none_is_found_before_the_order(
+    call: Call, master: CannedMaster, capsys: Output, command: str
+) -> None:
+    running_job(master)
+    assert call(command, "1", "--timeout", "never") == 2
+    assert "--timeout" in capsys.readouterr().err
+    assert not master.requests
+
+
 @pytest.mark.parametrize("command", [("suspend", "1", "--level", "offload"), ("resume", "1"), ("move", "1")])
 def test_who_waits_is_told_at_once_that_no_order_reaches_the_node(
     call: Call, master: CannedMaster, capsys: Output, command: tuple[str, ...]

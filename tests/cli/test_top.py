@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
 
 import pytest
 from ganger.cli.top import Changes, picture
@@ -107,3 +114,36 @@ def test_top_tells_in_one_line_of_all_whom_one_change_befell(master: CannedMaste
     with Client(str(master.directory)) as client:
         ((_, jobs, told),) = Changes().read(client, 3)
     assert (jobs, told) == ("1 2 3", "takes turns on its GPUs with others, 1 of 2 turns of 60 s in nodeSets/1")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_top_that_is_ended_leaves_the_terminal_as_it_was(master: CannedMaster, number: signal.Signals) -> None:
+    ours, its = pty.openpty()
+    before = termios.tcgetattr(its)
+    command = [sys.executable, "-m", "ganger.cli.main", "--master", str(master.directory), "top"]
+    environment = {**os.environ, "TERM": "xterm"}
+    process = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment, start_new_session=True)
+    try:
+        written = b""
+        while b"NODE" not in written:
+            written += os.read(ours, 4096)
+        process.send_signal(number)
+        while b"\x1b[?1049l" not in written:
+            assert select.select([ours], [], [], 20)[0], written
+            written += os.read(ours, 4096)
+        assert process.wait(20) == 128 + number
+        assert termios.tcgetattr(its) == before
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+        os.close(its)
+
+
+def test_where_nothing_can_be_drawn_top_prints_once(
+    call: Call, master: CannedMaster, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
+    assert call("top") == 0
+    assert "GPUs held" in capsys.readouterr().out

@@ -33,7 +33,7 @@ def bench(name: str | None, is_list: bool, as_json: bool, quick: bool, only: str
 
     found = {point.name: point for point in entry_points(group=_GROUP)}
     if is_list:
-        print("\n".join(sorted(found)))
+        print(json.dumps(sorted(found)) if as_json else "\n".join(sorted(found)))
         return Exit.OK
     if name not in found:
         known = ", ".join(sorted(found)) or "none installed"

@@ -19,8 +19,22 @@ if TYPE_CHECKING:
     from ganger.v1.job_pb2 import Job
 
 wait_option = click.option("--wait/--no-wait", "is_waiting", default=True, help="Wait until it is done [wait].")
+
+
+def _checked(context: click.Context, parameter: click.Parameter, text: str | None) -> str | None:
+    """The text as it was given, which is a duration: what cannot be read must not be found out after the order."""
+    if text is not None:
+        _seconds(text)
+    return text
+
+
 timeout_option = click.option(
-    "--timeout", metavar="TIME", default="2m", show_default=True, help="How long to wait; the order stands after it."
+    "--timeout",
+    metavar="TIME",
+    default="2m",
+    show_default=True,
+    callback=_checked,
+    help="How long to wait; the order stands after it.",
 )
 _POLL_SECONDS = 0.05
 _CORES_SECONDS = 3.0
@@ -217,7 +231,7 @@ def _tell_array(array: Array) -> None:
 
 @click.command()
 @click.argument("jobs", type=JobOrArrayType(), nargs=-1, required=True)
-@click.option("--timeout", metavar="TIME", help="Give up after so long.")
+@click.option("--timeout", metavar="TIME", callback=_checked, help="Give up after so long.")
 @json_option
 def wait(jobs: tuple[str, ...], timeout: str | None, as_json: bool) -> int:
     """Wait until jobs, or all members of arrays, have ended.

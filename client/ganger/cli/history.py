@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,31 +17,30 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from ganger.client import Client
-    from ganger.story import Chapter
+    from ganger.story import Chapter, Totals
     from ganger.v1.job_pb2 import Event
 
-_FOLLOW_SECONDS = 1.0
 follow_option = click.option("--follow", "-f", is_flag=True, help="Go on as things happen.")
 
 
 @click.command()
-@click.argument("subject", default="")
+@click.argument("subject", required=False)
 @follow_option
 @click.option("--after", type=click.IntRange(0, 2**63 - 1), default=0, help="Only events after this number.")
-@click.option("--limit", "-n", type=click.IntRange(1), help="At most so many, oldest first.")
+@click.option("--limit", "-n", type=click.IntRange(1), help="Only the newest so many, and with -f what follows.")
 @json_option
-def events(subject: str, follow: bool, after: int, limit: int | None, as_json: bool) -> None:
+def events(subject: str | None, follow: bool, after: int, limit: int | None, as_json: bool) -> None:
     """List what happened to SUBJECT, event by event: a job (7, 7_3), an array (arrays/7), a node (n1) or the cluster
     as a whole (cluster). Without it, everything."""
     with open_client() as client:
-        _print_events(client, _subject(client, subject) if subject else "", follow, after, limit, as_json)
+        _print_events(client, _subject(client, subject), follow, after, limit, as_json)
 
 
 @click.command()
-@click.argument("subject", default="")
+@click.argument("subject", required=False)
 @follow_option
 @json_option
-def history(subject: str, follow: bool, as_json: bool) -> None:
+def history(subject: str | None, follow: bool, as_json: bool) -> None:
     """Tell what happened to SUBJECT and why: a job (7, 7_3) or an array (7), from its submission to its end.
 
     Of a node, and without SUBJECT of everything, it lists the events: see `ganger events`.
@@ -49,37 +51,40 @@ def history(subject: str, follow: bool, as_json: bool) -> None:
     from ganger.story import summary, tell
 
     with open_client() as client:
-        name = _subject(client, subject) if subject else ""
+        name = _subject(client, subject)
         if not name.startswith(("jobs/", "arrays/")):
             _print_events(client, name, follow, 0, None, as_json)
             return
-        happenings, seen, told = [], 0, 0
-        while True:
-            for event in client.list_events(name, seen):
-                seen = event.sequence
-                happenings.append(happening(event))
+        happenings, told = [], 0
+        for news in client.follow_events(name) if follow else [client.list_events(name)]:
+            happenings += map(happening, news)
             chapters, totals = tell(happenings, time.time())
             if as_json and not follow:
-                print_json(_json(name, chapters, totals))
+                print_json({"subject": name, "chapters": list(map(_plain, chapters)), "totals": _figures(totals)})
                 return
             for chapter in chapters[told:]:
-                print_line(_chapter_line(chapter))
+                print(json.dumps(_plain(chapter))) if as_json else print_line(_chapter_line(chapter))
             told = len(chapters)
-            if not follow or (chapters and chapters[-1].kind in _LAST):
+            sys.stdout.flush()
+            if chapters and chapters[-1].kind in _LAST:
                 break
-            time.sleep(_FOLLOW_SECONDS)
-    if line := summary(totals):
+    if as_json:
+        print(json.dumps({"subject": name, "totals": _figures(totals)}))
+    elif line := summary(totals):
         print(f"in all: {line}")
 
 
 _LAST = frozenset({"job_succeeded", "job_failed", "job_cancelled", "job_stopped", "array_ended"})
 
 
-def _subject(client: Client, subject: str) -> str:
-    """Its name, of what there is or was: what is gone has a history still; what has none may never have been."""
+def _subject(client: Client, subject: str | None) -> str:
+    """Its name, of what there is or was: what is gone has a history still; what has none may never have been. Empty
+    for everything."""
     from ganger.wire.errors import JobNotFound
     from ganger.wire.names import array_name, job_name_from_text, node_name_from_text, parse_array_name, parse_member
 
+    if subject is None:
+        return ""
     if subject == "cluster":
         return subject
     if parse_member(subject) is not None:
@@ -112,19 +117,42 @@ def _print_events(client: Client, subject: str, follow: bool, after: int, limit:
     from ganger.console.plain import print_json, print_json_line
     from ganger.console.visible import print_line
 
+    known = client.list_events(subject, after) if limit is None else _newest(client, subject, after, limit)
     if as_json and not follow:
-        print_json(list(client.list_events(subject, after, limit)))
+        print_json(list(known))
         return
-    while True:
-        for event in client.list_events(subject, after, limit):
-            after = event.sequence
-            if as_json:
-                print_json_line(event)
-            else:
-                print_line(line(event))
-        if not follow:
-            return
-        time.sleep(_FOLLOW_SECONDS)
+
+    def tell(event: Event) -> None:
+        if as_json:
+            print_json_line(event)
+        else:
+            print_line(line(event))
+
+    for event in known:
+        after = event.sequence
+        tell(event)
+    if not follow:
+        return
+    for news in client.follow_events(subject, after):
+        for event in news:
+            tell(event)
+        sys.stdout.flush()
+
+
+def _newest(client: Client, subject: str, after: int, limit: int) -> Iterable[Event]:
+    """The last so many, oldest first, looked for from the end in growing steps: all there are may be very many."""
+    from ganger.wire.errors import EventsCompacted
+
+    newest, span = client.get_cluster().event_sequence, limit
+    while (first := newest - span) > after:
+        try:
+            found = list(client.list_events(subject, first))
+        except EventsCompacted:
+            break
+        if len(found) >= limit:
+            return found[-limit:]
+        span *= 8
+    return deque(client.list_events(subject, after), limit)
 
 
 def line(event: Event) -> str:
@@ -150,22 +178,18 @@ def _when(then: datetime) -> str:
     return then.strftime("%H:%M:%S.%f" if is_today else "%Y-%m-%d %H:%M:%S.%f")[:-3]
 
 
-def _json(name: str, chapters: list[Chapter], totals: Any) -> dict[str, Any]:
-    from dataclasses import asdict
-
+def _plain(chapter: Chapter) -> dict[str, Any]:
     from ganger.wire import times
 
-    told = [
-        {
-            "time": times.local_datetime(times.timestamp(chapter.time)).isoformat(),
-            "kind": chapter.kind,
-            "text": chapter.text,
-            "figures": dict(chapter.figures),
-        }
-        for chapter in chapters
-    ]
     return {
-        "subject": name,
-        "chapters": told,
-        "totals": {key: round(value, 4) for key, value in asdict(totals).items()},
+        "time": times.local_datetime(times.timestamp(chapter.time)).isoformat(),
+        "kind": chapter.kind,
+        "text": chapter.text,
+        "figures": dict(chapter.figures),
     }
+
+
+def _figures(totals: Totals) -> dict[str, float]:
+    from dataclasses import asdict
+
+    return {key: round(value, 4) for key, value in asdict(totals).items()}

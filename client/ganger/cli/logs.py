@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import json
 import queue
 import sys
 import threading
@@ -23,6 +26,8 @@ _MAX_QUEUED_CHUNKS = 256
 # Read from the end at first, to find the last lines.
 _TAIL_BYTES = 16 * 1024
 _NEWLINE = 0x0A
+# Of a job that gets its gang at once nothing need be said.
+_QUIET_SECONDS = 2.0
 
 
 @click.command()
@@ -38,12 +43,12 @@ _NEWLINE = 0x0A
     help="Start at this byte; negative: so many before the end.",
 )
 @click.option("--tail", "-n", type=click.IntRange(0), metavar="N", help="Only the last N lines, and what follows.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a chunk: offset, data, lost_bytes.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a chunk: rank, offset, data, lost_bytes.")
 def logs(job: str, rank: int, everyone: bool, follow: bool, offset: int, tail: int | None, as_json: bool) -> None:
     """Print what a job wrote."""
     if tail is not None and offset:
         raise click.UsageError("--tail does not go with --offset: give one of them")
-    with open_client() as client:
+    with open_client() as client, _telling_why_it_waits(client, job if follow else ""):
 
         def begin(rank: int) -> int:
             return offset if tail is None else tail_offset(client, job, rank, tail)
@@ -51,12 +56,11 @@ def logs(job: str, rank: int, everyone: bool, follow: bool, offset: int, tail: i
         if everyone:
             from ganger.cli.job_lines import tasks
 
-            _print_all(client, job, tasks(client.get_job(job).spec), begin, follow)
+            _print_all(client, job, tasks(client.get_job(job).spec), begin, follow, as_json)
         elif as_json:
-            from ganger.console.plain import print_json_line
-
             for chunk in client.read_log(job, rank, begin(rank), follow=follow):
-                print_json_line(chunk)
+                sys.stdout.buffer.write(_object(rank, chunk))
+                sys.stdout.buffer.flush()
         else:
             print_chunks(client.read_log(job, rank, begin(rank), follow=follow))
 
@@ -67,7 +71,8 @@ def follow_job(client: Client, job: str) -> int:
     from ganger.job import Job, JobState, state_of
 
     try:
-        print_chunks(client.read_log(job, follow=True))
+        with _telling_why_it_waits(client, job):
+            print_chunks(client.read_log(job, follow=True))
         handle = Job(client, client.get_job(job))
         handle.wait(check=False)
     except KeyboardInterrupt:
@@ -82,6 +87,33 @@ def follow_job(client: Client, job: str) -> int:
     return Exit.JOB_FAILED
 
 
+@contextlib.contextmanager
+def _telling_why_it_waits(client: Client, job: str) -> Iterator[None]:
+    """Says on stderr, after a while, why nothing comes from a job that is followed: it may wait for hours."""
+
+    def tell() -> None:
+        from ganger.cli.job_lines import sentence
+        from ganger.console.visible import print_line
+        from ganger.v1.job_pb2 import Job
+        from ganger.wire.errors import ApiError
+
+        # Of no consequence to who reads the log.
+        with contextlib.suppress(ApiError, ValueError):
+            answer = client.explain_job(job)
+            if answer.job.state in (Job.STATE_PENDING, Job.STATE_SUSPENDED):
+                because = f", {answer.blockers[0].reason}: {answer.blockers[0].message}" if answer.blockers else ""
+                print_line(f"ganger: {sentence(answer.job)}{because}", sys.stderr)
+
+    timer = threading.Timer(_QUIET_SECONDS, tell)
+    timer.daemon = True
+    if job:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def print_chunks(chunks: Iterable[LogChunk]) -> None:
     """Bytes as they are, to stdout; what is missing is said on stderr."""
     for chunk in chunks:
@@ -90,6 +122,16 @@ def print_chunks(chunks: Iterable[LogChunk]) -> None:
             print(f"ganger: {chunk.lost_bytes} bytes of the log are lost here", file=sys.stderr)
         sys.stdout.buffer.write(chunk.data)
         sys.stdout.buffer.flush()
+
+
+def _object(rank: int, chunk: LogChunk) -> bytes:
+    """As JSON on a line of its own. Bytes that are no UTF-8, or half a sign at an end, are there once more as such."""
+    from ganger.console.plain import plain
+
+    told = {"rank": rank, **plain(chunk), "data_base64": None}
+    if told["data"].encode() != chunk.data:
+        told["data_base64"] = base64.b64encode(chunk.data).decode()
+    return json.dumps(told).encode() + b"\n"
 
 
 def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -123,13 +165,15 @@ def tail_offset(client: Client, job: str, rank: int, count: int) -> int:
         span *= 8
 
 
-def _print_all(client: Client, job: str, ranks: int, begin: Callable[[int], int], follow: bool) -> None:
+def _print_all(client: Client, job: str, ranks: int, begin: Callable[[int], int], follow: bool, as_json: bool) -> None:
     width = len(str(ranks - 1))
 
     def rank_lines(rank: int) -> Iterator[bytes]:
+        chunks = client.read_log(job, rank, begin(rank), follow=follow)
+        if as_json:
+            return (_object(rank, chunk) for chunk in chunks)
         prefix = f"{rank:>{width}}: ".encode()
-        chunks = (chunk.data for chunk in client.read_log(job, rank, begin(rank), follow=follow))
-        return (prefix + line for line in lines(chunks))
+        return (prefix + line for line in lines(chunk.data for chunk in chunks))
 
     if not follow:
         for rank in range(ranks):

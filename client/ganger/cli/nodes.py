@@ -23,6 +23,7 @@ reason_option = click.option("--reason", "-m", required=True, help="For others, 
 def nodes(context: click.Context, as_json: bool) -> None:
     """List nodes; drain, cordon, uncordon them, declare one lost, or remove it."""
     if context.invoked_subcommand is not None:
+        context.default_map = {context.invoked_subcommand: {"as_json": as_json}}
         return
     from ganger.console.plain import print_json
     from ganger.console.tables import print_table

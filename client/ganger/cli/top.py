@@ -7,6 +7,7 @@ import math
 import os
 import select
 import shutil
+import signal
 import sys
 import termios
 import time
@@ -85,7 +86,7 @@ class Changes:
 
 @click.command()
 @click.option("--interval", "-d", type=Within(0.1, 3_600), default=1.0, show_default=True, help="Seconds.")
-@click.option("--once", is_flag=True, help="Print once and end; so too if the output is no terminal.")
+@click.option("--once", is_flag=True, help="Print once and end; so too where nothing can be drawn.")
 @json_option
 def top(interval: float, once: bool, as_json: bool) -> None:
     """Watch nodes and jobs, live; q or ctrl-C ends it. With --json it prints this moment once."""
@@ -93,14 +94,21 @@ def top(interval: float, once: bool, as_json: bool) -> None:
         if as_json:
             _print_json(client)
             return
-        if once or not sys.stdout.isatty():
+        if once or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
             from ganger.console.tables import aligned
 
             now = picture(client, _ONCE_LINES)
             print(now.headline, *(aligned(headings, rows) for headings, rows, _ in now.tables()), sep="\n\n")
             return
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _leave)
         with contextlib.suppress(KeyboardInterrupt), _keys() as wait_for_key:
             _draw(client, lambda: wait_for_key(interval) == "q")
+
+
+def _leave(number: int, _: object) -> None:
+    """Ends by way of whoever has to put the terminal right."""
+    raise SystemExit(128 + number)
 
 
 def _print_json(client: Client) -> None:
