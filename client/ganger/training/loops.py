@@ -7,12 +7,12 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, Callable, Protocol
 
-import torch
 from torch.utils.data import IterableDataset
 
 from ganger.training.enumeration import count_from
-from ganger.training.randomness import capture_random, generator_bytes, generator_tensor, restore_random
+from ganger.training.randomness import capture_random, restore_random
 from ganger.training.repeating import fetch_place, places, site
+from ganger.training.variables import set_state_of_loader, state_of_loader
 
 _clock = time.perf_counter_ns
 
@@ -43,6 +43,7 @@ class Loop:
         self._after_fetch = script.after_fetch
         self.reference = weakref.ref(self)
         self.number = number
+        self.loader = loader
         self.taken = 0
         self.exhausted = False
         self.batch_size = int(getattr(loader, "batch_size", None) or 0)
@@ -108,10 +109,9 @@ class Resumed(Loop):
 
     def __init__(self, script: Script, loader: Any, original: Any, number: int, target: dict[str, Any]) -> None:
         self._target_taken = int(target["taken"])
-        self._loader = loader
         self._has_arrived = False
         # A pass that was at its end runs its body once, as any finished one, so that what the body makes is there.
-        self._is_at_end = not _is_iterable(loader) and self._target_taken >= len(loader)
+        self._is_at_end = not _is_iterable(loader) and self._target_taken >= _length(loader)
         self._first = [script.kept_batch(loader, original)] if self._is_at_end else []
         _set_creation_state(loader, target["at creation"])
         super().__init__(script, loader, original, number)
@@ -131,6 +131,14 @@ class Resumed(Loop):
         return super().__next__()
 
 
+def _length(loader: Any) -> float:
+    """Batches of a pass; infinite where nobody knows: its sampler need have no length."""
+    try:
+        return len(loader)
+    except TypeError:
+        return float("inf")
+
+
 def _is_iterable(loader: Any) -> bool:
     return isinstance(loader.dataset, IterableDataset)
 
@@ -147,30 +155,11 @@ def _skip(loader: Any, iterator: Any, count: int) -> None:
         next(iterator)
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
-    """Generators a loader and its samplers draw from, other than torch's own."""
-    found: list[torch.Generator] = []
-    for holder in (
-        loader,
-        getattr(loader, "sampler", None),
-        getattr(loader, "batch_sampler", None),
-        getattr(getattr(loader, "batch_sampler", None), "sampler", None),
-    ):
-        generator = getattr(holder, "generator", None)
-        if isinstance(generator, torch.Generator) and all(generator is not known for known in found):
-            found.append(generator)
-    return found
-
-
 def _creation_state(loader: Any) -> dict[str, Any]:
     """What the order of a pass follows from."""
-    return {
-        "random": capture_random(),
-        "generators": [generator_bytes(item.get_state()) for item in _generators(loader)],
-    }
+    return {"random": capture_random(), "loader": state_of_loader(loader)}
 
 
 def _set_creation_state(loader: Any, state: dict[str, Any]) -> None:
     restore_random(state["random"])
-    for generator, saved in zip(_generators(loader), state["generators"]):
-        generator.set_state(generator_tensor(saved))
+    set_state_of_loader(loader, state["loader"])

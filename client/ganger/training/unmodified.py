@@ -68,7 +68,7 @@ class UnmodifiedScript:
         self._told_after = 1
         self._stop_waiting_for_step: Callable[[], None] = lambda: None
         self._steps_without_loader = 0
-        self._variables = Variables()
+        self._variables = Variables(lambda: [(loop.number, loop.loader) for loop in self._living() if loop is not None])
         self._examined: weakref.ref[Loop] | None = None
         self._sites: set[Any] = set()
         self._files = OwnFiles(lambda: self._going_back and not self._retired)

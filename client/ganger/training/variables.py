@@ -2,9 +2,10 @@
 
 Looked at are the variables of the frames that lead to the boundary, those of the script's modules, and the attributes
 of objects found there, as far as their classes are the script's or of a package that calls its loop (a trainer, a
-progress bar). Kept is what has changed since the first loop began. A restart puts that back, and undoes what the
-repeated bodies of finished loops have changed meanwhile. What was made before the first loop stays as this process
-made it: descriptors, ports and process ids are not those of the process before.
+progress bar); likewise the datasets, samplers and collate functions of loaders, those being read included. Kept is
+what has changed since the first loop began. A restart puts that back, and undoes what the repeated bodies of finished
+loops have changed meanwhile. What was made before the first loop stays as this process made it: descriptors, ports and
+process ids are not those of the process before.
 
 Not seen: values inside of generators and functions that are not running, objects without a __dict__, what stands half
 computed in an expression (the first of `fit(a) + fit(b)`), and what is taken for data: large arrays (see below)
@@ -40,16 +41,20 @@ _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torc
 _SEQUENCES = (list, tuple, set, frozenset, collections.deque)
 _MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 _KEYS = (str, int, float, bool, tuple, type(None))
-_OPAQUE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader)
+_OPAQUE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+_LOADER_PARTS = ("dataset", "sampler", "batch_sampler", "collate_fn", "generator")
 # Of the standard library, these hold what their user puts there.
 _BAGS = ("argparse.Namespace", "types.SimpleNamespace")
 _GENERATOR = "$generator"
+_ARRAY = "$array"
 
 
 class Variables:
-    """The plain values of one script, against those at the beginning of its first loop."""
+    """The plain values of one script, against those at the beginning of its first loop. `loaders` tells of those that
+    are being read, by the number of the loop: they may be known to nobody else."""
 
-    def __init__(self) -> None:
+    def __init__(self, loaders: Callable[[], list[tuple[int, Any]]] = list) -> None:
+        self._loaders = loaders
         self._before: dict[str, dict[Any, Any]] | None = None
 
     @property
@@ -59,18 +64,19 @@ class Variables:
     def note(self) -> None:
         """The first loop begins: what is changed is changed from here on. Raises StateNotSupportedError."""
         self._before = {}
-        self._before = {scope.path: {name: _image(value) for name, value in scope.plain()} for scope in _scopes()}
+        scopes = _scopes(self._loaders())
+        self._before = {scope.path: {name: _image(value) for name, value in scope.plain()} for scope in scopes}
 
     def changed(self) -> dict[str, dict[Any, Any]]:
         """Values by scope and name, of the kinds that `codec.encode` takes. Raises StateNotSupportedError."""
         assert self._before is not None, "noted when the first loop began"
         found: dict[str, dict[Any, Any]] = {}
-        for scope in _scopes():
+        for scope in _scopes(self._loaders()):
             before = self._before.get(scope.path, {})
             for name, value in scope.plain():
                 if name in before and _is_same(before[name], value):
                     continue
-                is_passing = scope.is_passing and name not in before and _is_passing(value)
+                is_passing = name not in before and scope.takes_for_passing(value)
                 if not is_passing and _is_plain(value, whole=True):
                     found.setdefault(scope.path, {})[name] = _kept(value)
         return found
@@ -88,7 +94,7 @@ class Variables:
         done: set[str] = set()
         while True:
             # again, as a value that is put back may hold others
-            scopes = [scope for scope in _scopes() if scope.path not in done]
+            scopes = [scope for scope in _scopes(self._loaders()) if scope.path not in done]
             if not scopes:
                 return
             for scope in scopes:
@@ -102,19 +108,55 @@ class Variables:
                         scope.put(name, before[name], present[name])
 
 
+def state_of_loader(loader: Any) -> dict[str, dict[Any, Any]]:
+    """What a pass over the loader follows from: the counters, orders and generators of its parts, without the samples.
+    There are no tensors in it: it is needed before they are there."""
+    return {
+        scope.path: {name: _packed(_kept(value)) for name, value in scope.plain() if not scope.takes_for_samples(value)}
+        for scope in _scopes_of_loader(loader)
+    }
+
+
+def set_state_of_loader(loader: Any, saved: dict[str, dict[Any, Any]]) -> None:
+    """Make the loader one whose next pass is that before which `state_of_loader` was called."""
+    for scope in _scopes_of_loader(loader):
+        present = dict(scope.plain())
+        for name, value in saved.get(scope.path, {}).items():
+            scope.put(name, _unpacked(value), present.get(name))
+
+
 class _Scope:
-    """Something with named values: a frame, a module, an object, a list or dictionary that holds objects."""
+    """Something with named values: a frame, a module, an object, a list or dictionary that holds objects.
+
+    Of a frame or a module large new tensors are passing (`is_passing`); a loader's are data (`is_data`).
+    """
 
     def __init__(
-        self, path: str, items: list[tuple[Any, Any]], set_: Callable[[Any, Any], None], is_passing: bool = False
+        self,
+        path: str,
+        items: list[tuple[Any, Any]],
+        set_: Callable[[Any, Any], None],
+        *,
+        is_passing: bool = False,
+        is_data: bool = False,
     ) -> None:
         self.path = path
         self.items = items
         self.is_passing = is_passing
+        self.is_data = is_data
         self._set = set_
 
     def plain(self) -> Iterator[tuple[Any, Any]]:
         return ((name, value) for name, value in self.items if _is_plain(value))
+
+    def takes_for_passing(self, value: Any) -> bool:
+        """Whether a value that was not there when the first loop began is none that training goes on from."""
+        return (self.is_passing and _is_passing(value)) or (self.is_data and _is_data(value))
+
+    def takes_for_samples(self, value: Any) -> bool:
+        """Whether a loader's part does not draw its order from it."""
+        is_dataset = ".dataset" in self.path or ".data_source" in self.path
+        return _is_data(value) or (is_dataset and any(True for _ in _arrays_in(value)))
 
     def put(self, name: Any, value: Any, present: Any) -> None:
         """In place where that can be done: others may know the same list."""
@@ -133,13 +175,11 @@ class _Scope:
 # -- where values are
 
 
-def _scopes() -> list[_Scope]:
+def _scopes(loaders: list[tuple[int, Any]]) -> list[_Scope]:
     """Every scope once, in an order that is the same whenever the script comes to the same place."""
     frames = _frames()
     packages = {package_of(frame.f_globals.get("__name__")) for frame in frames} | {"__main__"}
-    found: list[_Scope] = []
-    seen: set[int] = set()
-    open_: collections.deque[_Scope] = collections.deque()
+    open_: list[_Scope] = []
     for number, frame in enumerate(frames):
         if frame.f_locals is not frame.f_globals:
             path = f"{number} {frame.f_code.co_name}"
@@ -148,6 +188,19 @@ def _scopes() -> list[_Scope]:
         content = vars(module)
         items = [(key, value) for key, value in content.items() if not key.startswith("__")]
         open_.append(_Scope(f"module {name}", items, content.__setitem__, is_passing=True))
+    open_.append(_Scope("loaders", list(loaders), _refuse))
+    return _with_inner(open_, packages)
+
+
+def _scopes_of_loader(loader: Any) -> list[_Scope]:
+    return _with_inner([_Scope("loader", [(0, loader)], _refuse)], {"__main__"})
+
+
+def _with_inner(outer: list[_Scope], packages: set[str]) -> list[_Scope]:
+    """These scopes and all that are to be found in them. Raises StateNotSupportedError."""
+    found: list[_Scope] = []
+    seen: set[int] = set()
+    open_ = collections.deque(outer)
     values = 0
     while open_:
         scope = open_.popleft()
@@ -160,6 +213,7 @@ def _scopes() -> list[_Scope]:
                 continue
             inner = _inside(f"{scope.path}.{name}", value, packages)
             if inner is not None:
+                inner.is_data |= scope.is_data
                 seen.add(id(value))
                 open_.append(inner)
     return found
@@ -191,6 +245,8 @@ def _inside(path: str, value: Any, packages: set[str]) -> _Scope | None:
     if type(value) in _MAPPINGS:
         return _Scope(path, [(k, v) for k, v in value.items() if type(k) in (str, int)], value.__setitem__)
     kind = type(value)
+    if kind is types.MethodType:
+        return _inside(path, value.__self__, packages)
     if isinstance(value, (type, types.ModuleType, *_OPAQUE)) or not hasattr(value, "__dict__"):
         return None
     if isinstance(value, torch.nn.Module):
@@ -198,7 +254,12 @@ def _inside(path: str, value: Any, packages: set[str]) -> _Scope | None:
         names = [] if package_of(kind.__module__) == "torch" else list(vars(value))
         items = [(name, vars(value)[name]) for name in names if not name.startswith("_")]
         return _Scope(path, [*items, ("_modules", dict(value._modules))], vars(value).__setitem__)
-    is_known = package_of(kind.__module__) in packages or is_own(kind.__module__)
+    if isinstance(value, torch.utils.data.DataLoader):
+        parts = _LOADER_PARTS if package_of(kind.__module__) == "torch" else tuple(vars(value))
+        items = [(name, vars(value)[name]) for name in parts if not name.startswith("_")]
+        return _Scope(path, items, vars(value).__setitem__, is_data=True)
+    is_known = kind.__module__.startswith("torch.utils.data.") or is_own(kind.__module__)
+    is_known = is_known or package_of(kind.__module__) in packages
     if is_known or f"{kind.__module__}.{kind.__qualname__}" in _BAGS:
         return _Scope(path, list(vars(value).items()), vars(value).__setitem__)
     return None
@@ -281,6 +342,43 @@ def _is_generator(value: Any) -> bool:
 
 def _is_passing(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() * value.element_size() > LARGEST_PASSING_BYTES
+
+
+def _arrays_in(value: Any) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor) or _is_array(value):
+        yield value
+    elif type(value) in (*_SEQUENCES, *_MAPPINGS):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _arrays_in(item)
+
+
+def _packed(value: Any) -> Any:
+    """Without tensors and arrays: as their bytes."""
+    if isinstance(value, torch.Tensor):
+        return {
+            _ARRAY: (str(value.device), str(value.dtype)[len("torch.") :], tuple(value.shape), generator_bytes(value))
+        }
+    if _is_array(value) and isinstance(value, _mutable_array()):
+        return {_ARRAY: ("", value.dtype.str, value.shape, value.tobytes())}
+    return _rebuilt(value, _packed)
+
+
+def _unpacked(value: Any) -> Any:
+    if not isinstance(value, dict) or _ARRAY not in value:
+        return _rebuilt(value, _unpacked)
+    device, kind, shape, content = value[_ARRAY]
+    if not device:
+        numpy: Any = sys.modules["numpy"]
+        return numpy.frombuffer(content, dtype=kind).reshape(shape).copy()
+    flat = torch.frombuffer(bytearray(content), dtype=getattr(torch, kind)) if content else torch.empty(0)
+    return flat.to(getattr(torch, kind)).reshape(shape).to(device)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether the value is taken for samples, or for a long list of them."""
+    if type(value) in (*_SEQUENCES, *_MAPPINGS):
+        return _is_long(value) or any(map(_is_data, value.values() if isinstance(value, dict) else value))
+    return _is_passing(value) or (_is_array(value) and value.nbytes > LARGEST_PASSING_BYTES)
 
 
 def _is_long(value: Any) -> bool:

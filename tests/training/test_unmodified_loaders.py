@@ -1,0 +1,122 @@
+"""What an unmodified script's loaders keep by themselves comes back: generators and counters of datasets, samplers and
+collate functions, reachable by nothing but the loader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from training.harness import run_in_parts, run_to_end
+
+pytestmark = pytest.mark.torch
+
+HEAD = """
+import os, random
+import numpy, torch
+from torch import nn
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, Subset, random_split
+torch.set_num_threads(1)
+torch.manual_seed(1)
+WORKERS = int(os.environ.get("WORKERS", "0"))
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def fit(x):
+    loss = model(x).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    return loss
+
+class Noisy(Dataset):
+    def __init__(self, length=12):
+        self.dice, self.draws, self.calls = random.Random(3), numpy.random.default_rng(4), 0
+        self.x = torch.randn(length, 4, generator=torch.Generator().manual_seed(2))
+    def __len__(self):
+        return len(self.x)
+    def __getitem__(self, index):
+        self.calls += 1
+        return self.x[index] + self.dice.random() + self.draws.normal() + 0.01 * self.calls
+
+class Shuffled:
+    def __init__(self, length):
+        self.order, self.dice, self.passes = list(range(length)), random.Random(5), 0
+    def __iter__(self):
+        self.passes += 1
+        self.dice.shuffle(self.order)
+        yield from self.order[self.passes % 2:] + self.order[:self.passes % 2]
+
+class Counted(Shuffled):
+    def __len__(self):
+        return len(self.order)
+
+class Collate:
+    def __init__(self):
+        self.draws, self.calls = numpy.random.RandomState(6), 0
+    def __call__(self, samples):
+        self.calls += 1
+        return torch.stack(samples) * (1 + 0.1 * self.draws.rand()) + 0.01 * self.calls
+    def method(self, samples):
+        return self(samples)
+
+def train(loader, epochs=3, most=99):
+    for epoch in range(epochs):
+        for number, x in enumerate(loader):
+            if number == most:
+                break
+            loss = fit(x)
+            print(epoch, number, loss.item().hex(), flush=True)
+        print("end", epoch, flush=True)
+"""
+
+SCRIPTS = {
+    "a dataset": "train(DataLoader(Noisy(), batch_size=3, shuffle=True, num_workers=WORKERS))",
+    "a dataset of every pass's own": """
+for epoch in range(3):
+    for x in DataLoader(Noisy(), batch_size=3, shuffle=True, num_workers=WORKERS):
+        print(epoch, fit(x).item().hex(), flush=True)
+""",
+    "parts of datasets": """
+first, second = random_split(Noisy(8), [6, 2], generator=torch.Generator().manual_seed(1))
+train(DataLoader(ConcatDataset([first, Subset(Noisy(), range(6))]), batch_size=3, shuffle=True, num_workers=WORKERS))
+""",
+    "a sampler": "train(DataLoader(Noisy(), batch_size=3, sampler=Counted(12), num_workers=WORKERS))",
+    "a sampler without a length": "train(DataLoader(Noisy(), batch_size=3, sampler=Shuffled(12), num_workers=WORKERS))",
+    "a batch sampler": """
+train(DataLoader(Noisy(), batch_sampler=BatchSampler(Counted(12), 3, False), num_workers=WORKERS))
+""",
+    "a collate function": "train(DataLoader(Noisy(), batch_size=3, collate_fn=Collate(), num_workers=WORKERS))",
+    "a method that collates": """
+train(DataLoader(Noisy(), batch_size=3, collate_fn=Collate().method, num_workers=WORKERS))
+""",
+    "a generator": """
+train(DataLoader(Noisy(), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(9), num_workers=WORKERS))
+""",
+    "an order in an array": """
+class Ordered:
+    def __init__(self):
+        self.order = numpy.arange(12)
+    def __len__(self):
+        return 12
+    def __iter__(self):
+        numpy.random.shuffle(self.order)
+        return iter(self.order.tolist())
+train(DataLoader(Noisy(), batch_size=3, sampler=Ordered(), num_workers=WORKERS))
+""",
+    "passes that are left early": """
+generator = torch.Generator().manual_seed(9)
+train(DataLoader(Noisy(16), batch_size=3, sampler=Counted(16), generator=generator, num_workers=WORKERS), most=4)
+""",
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_only_a_loader_knows_comes_back(tmp_path: Path, name: str, workers: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + SCRIPTS[name])
+    environment = {"WORKERS": str(workers)}
+    run_to_end(tmp_path / "alone", script, [], managed=False, environment=environment)
+    # four steps a pass
+    stops = [1, 3, 4, 5, 8, 10]
+    run_in_parts(tmp_path, script, [], stops, agent=True, environment=environment)
+    parts = "".join((tmp_path / f"part-{number}/rank-0.log").read_text() for number in range(len(stops) + 1))
+    assert parts == (tmp_path / "alone/rank-0.log").read_text()
