@@ -6,7 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from training.harness import run_in_parts, run_to_end
+from ganger.injob.page import EXIT_NO_STATE, Capability, Word
+from training.harness import Rank, run_in_parts, run_to_end
 
 pytestmark = pytest.mark.torch
 
@@ -119,4 +120,40 @@ def test_what_only_a_loader_knows_comes_back(tmp_path: Path, name: str, workers:
     stops = [1, 3, 4, 5, 8, 10]
     run_in_parts(tmp_path, script, [], stops, agent=True, environment=environment)
     parts = "".join((tmp_path / f"part-{number}/rank-0.log").read_text() for number in range(len(stops) + 1))
+    assert parts == (tmp_path / "alone/rank-0.log").read_text()
+
+
+HELD = """
+checks = DataLoader(Noisy(), batch_size=6)
+loader = DataLoader(Noisy(), batch_size=3, shuffle=True)
+{before}
+for epoch in range(3):
+    for x in loader:
+        loss = fit(x)
+        print(epoch, loss.item().hex(), flush=True)
+    {after}
+"""
+
+
+def test_an_unfinished_pass_that_is_held_while_others_go_on_is_not_taken_for_a_place_to_come_back_to(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + HELD.format(before="", after="held = iter(checks); x = next(held)"))
+    first = Rank(tmp_path / "first", script, agent=True, stop_at=3, checkpoint=tmp_path / "one")
+    assert first.end() == 75, "nothing is held yet"
+    rank = Rank(tmp_path / "run", script, agent=True, stop_at=7, checkpoint=tmp_path / "two")
+    assert rank.end() == 75
+    assert rank.page.get(Word.CAPABILITIES) == Capability.PAUSE | Capability.OFFLOAD
+    assert "it takes batches from several loaders at once" in rank.output()
+    restore = {"kind": "checkpoint", "path": str(tmp_path / "two"), "step": 7}
+    assert Rank(tmp_path / "again", script, agent=True, restore=restore).end() == EXIT_NO_STATE
+
+
+def test_an_iterator_that_nothing_was_taken_from_is_in_nobody_s_way(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + HELD.format(before="held = iter(checks)", after="held = iter(checks)"))
+    run_to_end(tmp_path / "alone", script, [], managed=False)
+    run_in_parts(tmp_path, script, [], [2, 5, 8, 9], agent=True)
+    parts = "".join((tmp_path / f"part-{number}/rank-0.log").read_text() for number in range(5))
     assert parts == (tmp_path / "alone/rank-0.log").read_text()

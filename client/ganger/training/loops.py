@@ -53,6 +53,11 @@ class Loop:
         self.at_creation = _creation_state(loader)
         self._iterator = self._make_iterator(loader, original)
 
+    @property
+    def is_being_read(self) -> bool:
+        """Whether batches were taken and it is not over: who still holds the iterator may take more."""
+        return self.taken > 0 and not self.exhausted
+
     def _make_iterator(self, loader: Any, original: Any) -> Any:
         return original(loader)
 
@@ -98,10 +103,12 @@ class OneBatch(Loop):
 
     def __next__(self) -> Any:
         try:
-            return next(self._iterator)
+            batch = next(self._iterator)
         except StopIteration:
             self.exhausted = True
             raise
+        self.taken += 1
+        return batch
 
 
 class Resumed(Loop):
@@ -122,6 +129,7 @@ class Resumed(Loop):
         if self._has_arrived:
             return super().__next__()
         if self._first:
+            self.taken = 1
             return self._first.pop()
         self.taken = self._target_taken
         self._has_arrived = True

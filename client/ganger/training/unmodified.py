@@ -125,7 +125,7 @@ class UnmodifiedScript:
         if not self._variables.noted:
             self._files.first_loop_begins()
             self._note_variables()
-        is_inner = any(loop is not None and not loop.exhausted for loop in self._living())
+        is_inner = any(loop is not None and loop.is_being_read for loop in self._living())
         number = -1 if is_inner else self._loops
         if not is_inner:
             self._loops += 1
@@ -256,8 +256,6 @@ class UnmodifiedScript:
             self.note_reason("it has no torch.nn.Module")
         if loop is None and self._last is None:
             self.note_reason(NO_LOADER)
-        elif loop is not None and (loop.number < 0 or self._is_mixed(loop)):
-            self.note_reason("it takes batches from several loaders at once")
         self._capabilities = Capability.PAUSE | Capability.CHECKPOINT
         if can_offload:
             self._capabilities |= Capability.OFFLOAD
@@ -270,6 +268,8 @@ class UnmodifiedScript:
         if loop is None:
             return
         self._examined = loop.reference
+        if loop.number < 0 or self._is_mixed(loop):
+            self.note_reason("it takes batches from several loaders at once")
         if loops_inside_pass(loop.begun):
             self.note_reason("it fetches batches inside a for loop of its own; write that one as a while loop")
         elif loop.fetched_first_at not in (None, fetch_place()):
@@ -311,7 +311,7 @@ class UnmodifiedScript:
             self.note_reason(str(error))
 
     def _is_mixed(self, loop: Loop) -> bool:
-        return any(other is not None and other is not loop and not other.exhausted for other in self._living())
+        return any(other is not None and other is not loop and other.is_being_read for other in self._living())
 
     def _training(self) -> Training:
         return self._discovery.training()
