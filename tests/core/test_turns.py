@@ -6,10 +6,11 @@ import pytest
 from core.drive import Drive, job_of
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import Claim, Level, Locality
+from ganger_master.core import queue
 from ganger_master.core.answers import Rejected
 from ganger_master.core.commands import CancelJob, ClaimTurns, RequestGang, Tick
 from ganger_master.core.model import JobState
-from ganger_master.core.queue import WINDOW
+from ganger_master.core.queue import ASIDE, WINDOW
 from ganger_master.core.settings import Settings
 from msgspec.structs import replace
 
@@ -258,6 +259,29 @@ def test_jobs_that_wait_for_no_other_job_are_passed_over_however_many_they_are(p
     answer_turns(drive, 3.0)
     assert drive.job(bob).state is JobState.HOLDING
     assert drive.state.blockers_of(alice[0])[0].reason is Reason.QUOTA
+
+
+def test_of_very_many_that_wait_for_no_other_job_some_are_looked_at_and_every_second_others() -> None:
+    drive = Drive(1, Settings(policy="backfill", quota_devices={"alice": 0}, turns_at_once=4))
+    alice = [drive.submit(job_of(1), "alice") for _ in range(4 * ASIDE)]
+    over_quota = (Refusal(Reason.QUOTA),)
+    for number in alice:
+        drive.state.note_refusals(number, over_quota)
+    bob = drive.submit(job_of(1), "bob")
+    looked_at: set[int] = set()
+    for _ in range(5):
+        drive.now += 1.0
+        drive.step(Tick())
+        numbers = list(queue._window(drive.state))
+        assert len(numbers) <= 2 * ASIDE + 1
+        assert numbers == sorted(numbers)
+        assert numbers[:ASIDE] == alice[:ASIDE], "the first ones always"
+        assert numbers[-1] == bob, "they are in nobody's way"
+        looked_at.update(numbers)
+    assert looked_at == {*alice, bob}
+    wake = queue.next_time(drive.state, drive.now)
+    assert wake is not None
+    assert wake <= drive.now + 1.0
 
 
 def test_a_job_that_waits_for_no_other_job_is_asked_again_a_second_after_the_view_has_changed() -> None:

@@ -18,7 +18,8 @@ from recording.kit import busy, stormy
 
 # Attributes of a state that are not in its image: what follows from the rest, and what a batch has not handed over.
 DERIVED = {
-    *("policy", "configuration_sets", "gangs_of", "gangs_on", "live", "shares", "waiting", "lacking", "turn_of"),
+    *("policy", "configuration_sets", "gangs_of", "gangs_on", "live", "shares", "waiting", "front", "aside"),
+    *("lacking", "turn_of"),
     *("set_of", "set_on", "nodes_with", "requests"),
 }
 OF_A_BATCH = {"parties", "projected", "dirty", "outbox", "_puts", "_removes", "_counters_taken"}

@@ -71,6 +71,8 @@ class Image(Struct, frozen=True, gc=False):
     refusals: Mapping[int, tuple[Refusal, ...]] = field(default_factory=dict)
     blocked: Blocked | None = None
     conflicts: Mapping[int, int] = field(default_factory=dict)
+    aside_from: int = 0
+    aside_at: float = 0.0
     kept: Kept | None = None
     turns: tuple[Turn, ...] = ()
     next_turn: int = 1
@@ -98,6 +100,8 @@ _SAME = (
     "next_turn",
     "ranked_by",
     "promised_at",
+    "aside_from",
+    "aside_at",
     "wake_at",
 )
 _MAPPINGS = (
@@ -192,7 +196,9 @@ def _index(state: State) -> None:
         if not job.state.is_final:
             state.live[job.number] = None
         if state.is_waiting(job):
-            state.waiting.add((*state.policy.key(job), job.number))
+            in_line = (*state.policy.key(job), job.number)
+            state.waiting.add(in_line)
+            state.front.add(in_line)
         if state.settings.quota_devices:
             holds = not job.state.is_final and job.epoch in state.gangs
             state.shares.charge(job.number, job.user, job.gpus if holds else 0)

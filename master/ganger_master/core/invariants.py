@@ -197,6 +197,9 @@ def _jobs(state: State) -> Iterator[str]:
     numbers = set(state.waiting)
     if numbers != {n for n, job in state.jobs.items() if state.is_waiting(job)}:
         yield "the queue is not what waits"
+    aside = {number for number in numbers if number in state.aside}
+    if list(state.front) != [number for number in state.waiting if number not in aside]:
+        yield "the front of the queue is not who waits for other jobs, in order"
     if set(state.resuming) != {number for number in numbers if state.jobs[number].epoch}:
         yield f"{sorted(state.resuming)} are not those that wait and rest somewhere"
     if any(number >= state.counters.next_job for number in state.jobs):

@@ -7,9 +7,10 @@ for those who go first. Losing a turn costs its job nothing but time.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from heapq import merge
 from itertools import islice
 
-from ganger.resources.reasons import Kind, Reason
+from ganger.resources.reasons import Kind
 from ganger.resources.values import GangShape, Level
 from msgspec.structs import replace
 
@@ -23,16 +24,9 @@ from ganger_master.policies import Places
 
 # How far behind the head of the queue turns are given: bounds the work of one event.
 WINDOW = 64
-# What the jobs ahead of it do not help a job against, nor those behind: it is passed over.
-_LASTING = frozenset(
-    {
-        Reason.QUOTA,
-        Reason.DEVICE_TYPE,
-        Reason.NODE_UNAVAILABLE,
-        Reason.STORAGE_NOT_SHARED,
-        Reason.CANNOT_SWITCH_USER,
-    }
-)
+# Of those who are passed over, for what they lack no other job holds, so many are looked at: the first ones, and as
+# many more, every second others.
+ASIDE = 128
 # How soon such a job is asked again when the view has changed.
 _LASTING_SECONDS = 1.0
 
@@ -43,10 +37,11 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
     most = state.settings.turns_at_once
     if len(state.turns) >= most or not state.waiting or state.policy.places is Places.PLANNER:
         return ()
+    _turn_aside(state, now)
     # What was refused on this view for lack of pieces, and the devices that are being asked for.
     vain: set[GangShape] = set()
     asking = _asking(state)
-    for rank, number in _window(state):
+    for number in _window(state):
         if len(state.turns) >= most:
             break
         if number in state.turn_of:
@@ -72,26 +67,26 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
             break
         if _lasts(state, number) and _asked_in_vain(state) >= most // 2:
             continue
-        given.append(_give(state, job, rank, now))
+        given.append(_give(state, job, now))
         asking += job.gpus
         if _keeps_all(state, number):
             break
     if state.resuming and any(lacks_memory(state, job) for job in first_blocked(state)):
         # Also those who keep it, be there whoever before them.
         given.extend(
-            _give(state, state.jobs[number], state.queue_rank(number), now)
+            _give(state, state.jobs[number], now)
             for number in islice(state.resuming, WINDOW)
             if number not in state.turn_of and _may_ask(state, number, now) and len(state.turns) < most
         )
     return tuple(given)
 
 
-def _give(state: State, job: Job, rank: int, now: float) -> int:
+def _give(state: State, job: Job, now: float) -> int:
     turn = Turn(
         turn=state.next_turn,
         number=job.number,
         revision=job.revision,
-        rank=rank,
+        rank=state.queue_rank(job.number),
         given=now,
         expires=now + state.settings.turn_lease_seconds,
         scheduler=scheduler_of(state, job),
@@ -194,9 +189,11 @@ _RETURN_SECONDS = 10.0
 def next_time(state: State, now: float) -> float | None:
     """When a lease runs out, or a job that found no place is to be asked again."""
     times = [time for turn in state.turns.values() if (time := turn.expires + _JUST_AFTER) > now]
+    if len(state.aside) > ASIDE and (time := state.aside_at + _LASTING_SECONDS) > now:
+        times.append(time)
     left = len(state.passed)
     if left:
-        for _, number in _window(state):
+        for number in _window(state):
             if number in state.passed:
                 time = _asked_again(state, number)
                 # One that may be asked already waits for a turn to become free, not for time to pass.
@@ -263,24 +260,33 @@ def _keeps_all(state: State, number: int) -> bool:
 _AMPLE = 2
 
 
-def _window(state: State) -> Iterator[tuple[int, int]]:
-    """Ranks and numbers of the first who wait, and of all before them who lack what no other job holds: however many
+def _window(state: State) -> Iterator[int]:
+    """Numbers of the first who wait, and of some of those before them who lack what no other job holds: however many
     those are, they are in nobody's way."""
-    looked_at, refusals = 0, state.refusals
-    for rank, number in enumerate(state.waiting, 1):
-        yield rank, number
-        if number not in refusals or not _lasts(state, number):
+    looked_at, aside, since = 0, state.aside, state.aside_from
+    places = state.front.places()
+    if aside:
+        first, others = islice(aside.places(), ASIDE), islice(aside.places(), max(since, ASIDE), since + ASIDE)
+        places = merge(places, first, others)
+    for *_, number in places:
+        yield number
+        if number not in aside:
             looked_at += 1
             if looked_at >= WINDOW:
                 return
 
 
+def _turn_aside(state: State, now: float) -> None:
+    """Has others looked at of those who are passed over, if they are too many for all of them."""
+    if len(state.aside) <= ASIDE:
+        state.aside_from = 0
+    elif not 0.0 <= now - state.aside_at < _LASTING_SECONDS:
+        since = state.aside_from + ASIDE
+        state.aside_from, state.aside_at = since if since < len(state.aside) else ASIDE, now
+
+
 def _lasts(state: State, number: int) -> bool:
-    """Whether it is no other job that it waits for. A strict queue keeps room also for who waits for nodes."""
-    refusals = state.refusals.get(number)
-    if not refusals or refusals[0].reason not in _LASTING:
-        return False
-    return refusals[0].reason is not Reason.NODE_UNAVAILABLE or not state.policy.protects_all
+    return number in state.aside
 
 
 def _holds_up(state: State, number: int) -> bool:

@@ -24,7 +24,7 @@ from ganger_master.core.model import Claim, Counters, Element, Gang, Job, JobSta
 from ganger_master.core.rows import row_of
 from ganger_master.core.settings import Settings
 from ganger_master.core.shares import Shares
-from ganger_master.core.waiting import Blocked, Kept, Lacking, Turn, Waiting, is_lack
+from ganger_master.core.waiting import Blocked, Kept, Part, Turn, Waiting, is_lack, is_lasting
 from ganger_master.core.wanted import DesiredSet
 from ganger_master.policies import Places, policy_named
 
@@ -67,6 +67,8 @@ class State:
         # Only where there are quotas.
         self.shares = Shares()
         self.waiting = Waiting()
+        # All of these but those who are `aside`.
+        self.front = Waiting()
         # Waiting jobs that rest somewhere, and keep memory there.
         self.resuming: dict[int, None] = {}
         # Those with a time limit that have a gang.
@@ -97,7 +99,13 @@ class State:
         # No node can be lost before this time; None while none can be.
         self.next_lost_check: float | None = None
         self.refusals: dict[int, tuple[Refusal, ...]] = {}
-        self.lacking = Lacking()
+        # Who was last refused for lack of pieces.
+        self.lacking = Part()
+        # And who for what no other job holds; which of them are looked at now, by how many of them are ahead, and since
+        # when.
+        self.aside = Part()
+        self.aside_from = 0
+        self.aside_at = 0.0
         # What `capacity` found, until a refusal or a conflict comes or goes.
         self.blocked: Blocked | None = None
         self.conflicts: dict[int, int] = {}
@@ -390,6 +398,10 @@ class State:
         """Follows `refusals`."""
         place = (*self.policy.key(self.jobs[number]), number)
         self.lacking.note(place, is_lack(self.refusals[number]))
+        lasts = is_lasting(self.refusals[number], self.policy.protects_all)
+        if lasts != (number in self.aside) and self.is_waiting(self.jobs[number]):
+            (self.front.remove if lasts else self.front.add)(place)
+        self.aside.note(place, lasts)
 
     def _is_behind(self, number: int, blocked: Blocked) -> bool:
         """Whether so many are blocked ahead of the job that it is none of those who count."""
@@ -401,6 +413,7 @@ class State:
 
     def _forget_refusals(self, number: int) -> None:
         self.lacking.forget(number)
+        self.aside.forget(number)
         if self.refusals.pop(number, None) is not None and self.blocked is not None and number in self.blocked.numbers:
             self.blocked = None
 
@@ -539,7 +552,10 @@ class State:
             self.live[number] = None
         was, waits = old is not None and self.is_waiting(old), self.is_waiting(job)
         if was and not waits:
-            self.waiting.remove((*self.policy.key(job), number))
+            place = (*self.policy.key(job), number)
+            self.waiting.remove(place)
+            if number not in self.aside:
+                self.front.remove(place)
             self.drop_turn(number)
             self._forget_refusals(number)
             self.conflicts.pop(number, None)
@@ -550,7 +566,10 @@ class State:
         elif waits and not was:
             if number in self.refusals:
                 self.blocked = None
-            self.waiting.add((*self.policy.key(job), number))
+            place = (*self.policy.key(job), number)
+            self.waiting.add(place)
+            if number not in self.aside:
+                self.front.add(place)
         if waits and job.epoch:
             self.resuming[number] = None
         else:

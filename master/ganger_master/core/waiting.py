@@ -18,6 +18,16 @@ Place: TypeAlias = tuple[int, ...]
 WAITS_FOR_PIECES: Final = frozenset(
     {Reason.GPUS, Reason.CORES, Reason.MEMORY, Reason.DEVICE_MEMORY, Reason.LOCALITY, Reason.NODE_UNAVAILABLE}
 )
+# What the jobs ahead of it do not help a job against, nor those behind: it is passed over.
+_LASTING: Final = frozenset(
+    {
+        Reason.QUOTA,
+        Reason.DEVICE_TYPE,
+        Reason.NODE_UNAVAILABLE,
+        Reason.STORAGE_NOT_SHARED,
+        Reason.CANNOT_SWITCH_USER,
+    }
+)
 _LONGEST_RUN: Final = 512
 
 
@@ -53,6 +63,14 @@ class Kept(Struct, frozen=True, gc=False):
 
 def is_lack(refusals: tuple[Refusal, ...]) -> bool:
     return bool(refusals) and refusals[0].reason in WAITS_FOR_PIECES
+
+
+def is_lasting(refusals: tuple[Refusal, ...], is_strict: bool) -> bool:
+    """Whether it is no other job that who was so refused waits for. A strict queue keeps room also for who waits for
+    nodes."""
+    if not refusals or refusals[0].reason not in _LASTING:
+        return False
+    return refusals[0].reason is not Reason.NODE_UNAVAILABLE or not is_strict
 
 
 class Waiting:
@@ -102,26 +120,29 @@ class Waiting:
 
     def __iter__(self) -> Iterator[int]:
         """Numbers of all, in order."""
-        return (place[-1] for place in chain.from_iterable(self._runs))
+        return (place[-1] for place in self.places())
+
+    def places(self) -> Iterator[Place]:
+        return chain.from_iterable(self._runs)
 
     def __len__(self) -> int:
         return self._count
 
 
-class Lacking:
-    """Those in the queue who were last refused for lack of pieces, in the same order."""
+class Part:
+    """Some of those who wait, in the same order."""
 
     def __init__(self) -> None:
         self._places: dict[int, Place] = {}
         self._order = Waiting()
 
-    def note(self, place: Place, lacks: bool) -> None:
+    def note(self, place: Place, belongs: bool) -> None:
         """What was last said of the job at that place."""
         number = place[-1]
-        if lacks and number not in self._places:
+        if belongs and number not in self._places:
             self._places[number] = place
             self._order.add(place)
-        elif not lacks:
+        elif not belongs:
             self.forget(number)
 
     def forget(self, number: int) -> None:
@@ -134,3 +155,9 @@ class Lacking:
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._order)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def places(self) -> Iterator[Place]:
+        return self._order.places()

@@ -21,6 +21,7 @@ VOLATILE: Final = frozenset(
     {
         "settings", "policy", "started",
         "last_answer", "last_said", "rows_seen", "left_by", "next_lost_check", "drained_in_vain",
+        "aside", "aside_from", "aside_at",
         "refusals", "lacking", "blocked", "conflicts", "kept", "turns", "turn_of", "next_turn", "passed", "declined",
         "lost_turns", "returned", "claimed_by", "ranks", "ranked_by", "promised", "promised_at", "wake_at",
         "parties", "projected",
@@ -53,6 +54,9 @@ def _comparable(name: str, state: State) -> object:
         return {"mode": state.view.mode, **state.rows}
     if name == "waiting":
         return list(state.waiting)
+    if name == "front":
+        # Nobody has been refused yet.
+        return None
     if name == "shares":
         return vars(state.shares)
     if name == "counters":
