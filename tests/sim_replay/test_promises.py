@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 from ganger_master.core.invariants import violations
 from ganger_master.policies import NAMES
+from ganger_master.policies.order.aging import WEEK_S, with_aging
 from ganger_master.sim.replay.options import Options, SwitchCosts
 from ganger_master.sim.replay.run import _Replay, simulate
 from ganger_master.sim.traces.servers import Servers, servers_from_flags
@@ -14,7 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 SERVERS = servers_from_flags(nodes=3, gpus_per_node=4, nodes_per_rack=2)
-POLICIES = (*NAMES, "las2d+best-fit", "srtf+tetris", "ganger+fgd", "fifo-backfill+locality", "fifo+first-fit")
+POLICIES = (
+    *NAMES,
+    "las2d+best-fit",
+    "srtf+tetris",
+    "ganger+fgd",
+    "fifo-backfill+locality",
+    "fifo+first-fit",
+    "las+proportional",
+)
 # Plans often, switching that takes a while: much is under way when something else happens.
 OPTIONS = Options(costs=SwitchCosts(start_s=2.0, suspend_s=1.5, resume_s=1.0), plan_every_s=20.0)
 
@@ -49,9 +61,12 @@ class Watched(_Replay):
 
 
 @settings(max_examples=40, deadline=None)
-@given(policy=st.sampled_from(POLICIES), rows=ROWS)
-def test_every_job_ends_and_nothing_is_promised_twice(policy: str, rows: list[tuple[int, int, int, str, int]]) -> None:
-    replay = Watched(_jobs(rows), SERVERS, policy, OPTIONS)
+@given(policy=st.sampled_from(POLICIES), rows=ROWS, too_long_s=st.sampled_from([WEEK_S, 20.0]))
+def test_every_job_ends_and_nothing_is_promised_twice(
+    policy: str, rows: list[tuple[int, int, int, str, int]], too_long_s: float
+) -> None:
+    with patch("ganger_master.policies.with_aging", partial(with_aging, after_s=too_long_s)):
+        replay = Watched(_jobs(rows), SERVERS, policy, OPTIONS)
     replay.run()
     outcomes = replay.ledger.outcomes()
     assert outcomes.finished.all()
@@ -64,6 +79,18 @@ def test_every_job_ends_and_nothing_is_promised_twice(policy: str, rows: list[tu
         assert (served >= outcomes.duration_s - 1e-3).all()
     assert not replay.state.live
     assert replay.state.free_devices == SERVERS.gpus
+
+
+# Under gandiva nobody waits for others to end: they take turns.
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "gandiva"])
+def test_in_a_crowd_of_those_who_have_waited_too_long_every_job_ends(policy: str) -> None:
+    dice = np.random.default_rng(7)
+    arrivals, sizes = np.sort(dice.integers(0, 600, 40)).tolist(), dice.choice([1, 1, 2, 3, 4, 8, 12], 40).tolist()
+    rows = [(at, gpus, int(dice.integers(1, 300)), "ann", 0) for at, gpus in zip(arrivals, sizes, strict=True)]
+    with patch("ganger_master.policies.with_aging", partial(with_aging, after_s=20.0)):
+        replay = Watched(_jobs(rows), SERVERS, policy, OPTIONS)
+    replay.run()
+    assert replay.ledger.outcomes().finished.all()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
