@@ -129,6 +129,14 @@ def test_what_an_earlier_run_logged_is_not_told_again(tmp_path: Path) -> None:
     assert "no log" in cluster.tail(tmp_path / "none.log")
 
 
+def test_what_a_program_logged_last_as_an_error_is_told(tmp_path: Path) -> None:
+    told = ({"level": "ERROR", "event": "a", "error": "no such master"}, {"level": "INFO", "event": "b"})
+    path = tmp_path / "n1.log"
+    path.write_text("\n".join(map(json.dumps, told)) + "\n[1]\nTraceback\n")
+    assert cluster.last_error(path) == "no such master"
+    assert cluster.last_error(tmp_path / "none.log") == ""
+
+
 def test_a_state_directory_that_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert run(["up", "--state-dir", str(tmp_path / "file" / "x")]) == 4
@@ -170,6 +178,8 @@ def test_up_comes_up_heals_and_goes_down_again(tmp_path: Path) -> None:
             job = client.submit([sys.executable, "-c", "print('hello from the gang')"], gpus=2, directory=str(tmp_path))
             assert job.wait(60, check=False).is_finished
             assert b"hello from the gang" in b"".join(job.logs())
+            lasting = client.submit(["sleep", "600"], gpus=1, directory=str(tmp_path))
+            eventually(lambda: lasting.refresh().state == lasting.message.STATE_HOLDING, within_seconds=60)
 
         _, processes = cluster.read_up_file(directory)
         master = next(process for process in processes if process.name == "master")
@@ -187,5 +197,6 @@ def test_up_comes_up_heals_and_goes_down_again(tmp_path: Path) -> None:
     finally:
         stopped = command("down", *flags)
     assert stopped.returncode == 0, stopped.stderr
+    assert f"`ganger up --state-dir {directory} {' '.join(size)}` takes it up again" in stopped.stderr
     assert cluster.read_up_file(directory) == (False, ())
     assert "no cluster" in command("down", *flags).stdout

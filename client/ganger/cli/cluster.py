@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from ganger.cli.failures import CommandError, Exit
+from ganger.cli.options import number
 
 UP_FILE = "up.json"
 _STOP_SECONDS = 15.0
@@ -32,7 +33,7 @@ _RESTART_WINDOW_SECONDS = 60.0
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What `ganger up` was asked for, None where it was not: then the programs' own defaults count. `virtual_gpus`
-    None: the machine's real devices."""
+    None: the machine's real devices. `command`: what to type for the same cluster again."""
 
     state_directory: Path
     nodes: int
@@ -49,6 +50,7 @@ class Settings:
     moves_per_hour: str | None = None
     virtual_gpu_cores: str | None = None
     metrics: str | None = None
+    command: str = "ganger up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,8 @@ def programs(settings: Settings, run_directory: Path) -> tuple[Program, ...]:
     for flag, value in optional:
         master += _given(flag, value)
     found = [Program("master", tuple(master), directory / "logs" / "master.log")]
-    for number in range(1, settings.nodes + 1):
-        node = f"n{number}"
+    for index in range(1, settings.nodes + 1):
+        node = f"n{index}"
         daemon = [*ganger, "daemon", "--node", node, "--master", str(directory)]
         daemon += ["--state-dir", str(directory / "nodes" / node), "--run-dir", str(run_directory / node)]
         if settings.virtual_gpus is not None:
@@ -199,7 +201,8 @@ class Supervisor:
         started = [Started("up", os.getpid(), start_ticks(os.getpid()) or 0)]
         for name, process in self._running.items():
             started.append(Started(name, process.pid, start_ticks(process.pid) or 0))
-        content = {"ready": is_ready, "processes": [asdict(each) for each in started]}
+        processes = [asdict(each) for each in started]
+        content = {"ready": is_ready, "processes": processes, "command": self._settings.command}
         path = self._settings.state_directory / UP_FILE
         temporary = path.with_name(f".{UP_FILE}.tmp")
         temporary.write_text(json.dumps(content, indent=1) + "\n")
@@ -222,6 +225,14 @@ def read_up_file(state_directory: Path) -> tuple[bool, tuple[Started, ...]]:
     except (OSError, ValueError, KeyError, TypeError):
         return False, ()
     return is_ready, tuple(each for each in processes if is_alive(each))
+
+
+def command_of(state_directory: Path) -> str:
+    """What was typed to start the cluster that runs there."""
+    try:
+        return str(json.loads((state_directory / UP_FILE).read_text())["command"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "ganger up"
 
 
 def stop_started(started: Sequence[Started], timeout_seconds: float = 3 * _STOP_SECONDS) -> None:
@@ -279,11 +290,11 @@ def wait_until_ready(settings: Settings, check_alive: Callable[[], None], timeou
             if status == health_pb2.HealthCheckResponse.SERVING:
                 with Client(endpoint) as client:
                     nodes = client.list_nodes().nodes
-                expected = {f"nodes/n{number}" for number in range(1, settings.nodes + 1)}
+                expected = {f"nodes/n{index}" for index in range(1, settings.nodes + 1)}
                 missing = expected - {node.name for node in nodes if node.state != Node.STATE_UNKNOWN}
                 if not missing:
                     return endpoint.address
-                waits_for = ", ".join(sorted(missing))
+                waits_for = ", ".join(sorted(map(number, missing)))
         except EndpointError as error:
             if error.found:
                 raise CommandError(str(error)) from error
@@ -291,8 +302,10 @@ def wait_until_ready(settings: Settings, check_alive: Callable[[], None], timeou
             # Not there yet.
             pass
         time.sleep(_POLL_SECONDS)
+    logs = settings.state_directory / "logs"
+    why = [f"\n  {name}: {told}" for name in waits_for.split(", ") if (told := last_error(logs / f"{name}.log"))]
     raise CommandError(
-        f"waited {timeout_seconds:g} s in vain for {waits_for}; the logs are in {settings.state_directory / 'logs'}",
+        f"waited {timeout_seconds:g} s in vain for {waits_for}; the logs are in {logs}{''.join(why)}",
         Exit.UNREACHABLE,
     )
 
@@ -306,6 +319,17 @@ def tail(path: Path, lines: int = 15, after: int = 0) -> str:
     except OSError:
         return f"  (no log at {path})"
     return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
+
+
+def last_error(path: Path) -> str:
+    """What a program logged last as an error; empty if nothing."""
+    for line in reversed(tail(path, lines=100).splitlines()):
+        # Of what it runs, or of Python's, there may be other lines.
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            told = json.loads(line)
+            if told["level"] == "ERROR":
+                return str(told.get("error") or told["event"])
+    return ""
 
 
 def exit_of(code: int) -> Exit:

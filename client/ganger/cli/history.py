@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from ganger.client import Client
-    from ganger.story import Chapter, Totals
+    from ganger.story import Chapter, Happening, Totals
     from ganger.v1.job_pb2 import Event
 
 follow_option = click.option("--follow", "-f", is_flag=True, help="Go on as things happen.")
@@ -55,7 +55,8 @@ def history(subject: str | None, follow: bool, as_json: bool) -> None:
         if not name.startswith(("jobs/", "arrays/")):
             _print_events(client, name, follow, 0, None, as_json)
             return
-        happenings, told = [], 0
+        happenings: list[Happening] = []
+        told = 0
         for news in client.follow_events(name) if follow else [client.list_events(name)]:
             happenings += map(happening, news)
             chapters, totals = tell(happenings, time.time())

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from ganger.cli import cluster
 from ganger.cli.failures import CommandError
@@ -95,6 +96,7 @@ def up(
         moves_per_hour,
         virtual_gpu_cores,
         metrics,
+        _command(click.get_current_context(), directory),
     )
     with _alone(directory):
         if pretends:
@@ -112,7 +114,7 @@ def down(state_dir: Path | None, cancel_jobs: bool) -> None:
     if not started:
         click.echo(f"no cluster of {directory} runs")
         return
-    _settle_jobs(directory, cancel_jobs)
+    _settle_jobs(directory, cancel_jobs, cluster.command_of(directory))
     cluster.stop_started(started)
     click.echo("stopped")
 
@@ -143,7 +145,7 @@ def _supervise(settings: cluster.Settings, cancel_jobs: bool) -> None:
         while not stop.wait(_WATCH_SECONDS):
             supervisor.restart_dead()
         click.echo("stopping", err=True)
-        _settle_jobs(settings.state_directory, cancel_jobs)
+        _settle_jobs(settings.state_directory, cancel_jobs, settings.command)
     finally:
         supervisor.stop()
 
@@ -177,8 +179,8 @@ def _detach(directory: Path) -> None:
     raise CommandError(f"the cluster was not ready in time; see {path}")
 
 
-def _settle_jobs(directory: Path, cancel_jobs: bool) -> None:
-    """Cancels what lives and waits for it, or says that it goes on."""
+def _settle_jobs(directory: Path, cancel_jobs: bool, command: str) -> None:
+    """Cancels what lives and waits for it, or says that it goes on, and by which command it is taken up again."""
     from ganger.client import Client
     from ganger.v1.job_pb2 import Job
     from ganger.wire.endpoints import EndpointError, read_endpoint
@@ -190,9 +192,9 @@ def _settle_jobs(directory: Path, cancel_jobs: bool) -> None:
             if not cancel_jobs:
                 held = sum(job.state == Job.STATE_HOLDING for job in live)
                 if held:
-                    jobs = "1 job goes" if held == 1 else f"{held} jobs go"
-                    message = f"{jobs} on without a scheduler; `ganger up{_state_flag(directory)}` takes them up"
-                    click.echo(f"{message} again (--cancel-jobs ends them)", err=True)
+                    jobs, them = ("1 job goes", "it") if held == 1 else (f"{held} jobs go", "them")
+                    message = f"{jobs} on without a scheduler; `{command}` takes {them} up again"
+                    click.echo(f"{message} (--cancel-jobs ends {them})", err=True)
                 return
             for job in live:
                 client.cancel_job(job.name, "ganger down")
@@ -202,6 +204,17 @@ def _settle_jobs(directory: Path, cancel_jobs: bool) -> None:
     except (ApiError, EndpointError) as error:
         # A master that does not answer is no reason not to stop it.
         click.echo(f"could not ask the master about jobs: {error}", err=True)
+
+
+def _command(context: click.Context, directory: Path) -> str:
+    """What to type for the same cluster again: with other nodes, or other devices, its jobs would not be taken up."""
+    flags: list[str] = []
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        is_given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if is_given and name not in ("state_dir", "detach", "cancel_jobs"):
+            flags += [parameter.opts[0], shlex.quote(str(context.params[name]))]
+    return " ".join([f"ganger up{_state_flag(directory)}", *flags])
 
 
 @contextmanager
