@@ -308,6 +308,13 @@ def test_nodes_are_listed_and_drained_with_a_reason(call: Call, master: CannedMa
     assert call("nodes") == 0
     line = " ".join(capsys.readouterr().out.splitlines()[1].split())
     assert line == "n1 ready virtual 4 2 8 4 1G 512M never"
+    node.state = node_pb2.Node.STATE_SILENT
+    master.nodes = node_pb2.ListNodesResponse(nodes=[node], configuration_sets=[kind])
+    assert call("nodes") == 0
+    line = " ".join(capsys.readouterr().out.splitlines()[1].split())
+    assert line == "n1 silent virtual 4 2 8 4 1G 512M never its daemon does not call"
+    node.state = node_pb2.Node.STATE_READY
+    master.nodes = node_pb2.ListNodesResponse(nodes=[node], configuration_sets=[kind])
     assert call("drain", "n1") == 2
     running_job(master)
     master.jobs["jobs/2"] = job_pb2.Job(name="jobs/2", state=job_pb2.Job.STATE_HOLDING)

@@ -6,7 +6,7 @@ from core.drive import Drive, job_of
 from core.test_taking_turns import Turns
 from ganger_master.core.changes import Changes
 from ganger_master.core.commands import ObservedRows, Tick
-from ganger_master.core.model import JobState
+from ganger_master.core.model import Element, JobState
 from ganger_master.core.restoring import restored
 from ganger_master.core.settings import Settings
 from ganger_master.store.codec import Codec
@@ -25,10 +25,14 @@ class Store:
         changes: Changes = self._drive.state.take_changes()
         self._memory.commit(self._codec.batch(changes.puts, changes.removes, ()))
 
+    @property
+    def elements(self) -> list[Element]:
+        return list(Codec().elements(self._memory.load()))
+
     def lose(self) -> None:
         """What has not been kept."""
-        drive, elements = self._drive, Codec().elements(self._memory.load())
-        drive.state = restored(drive.state.settings, elements, drive.now, drive.state)
+        drive = self._drive
+        drive.state = restored(drive.state.settings, self.elements, drive.now, drive.state)
         drive.step(Tick(looks_again=True))
 
 

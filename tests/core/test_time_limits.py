@@ -14,7 +14,7 @@ LIMIT = 1_000.0
 
 class Limited(Drive):
     def __init__(self, gpus: int = 4, nodes: int = 1) -> None:
-        super().__init__(nodes, Settings(lost_after_seconds=None, policy="backfill"))
+        super().__init__(nodes, Settings(lost_after_seconds=None, silent_margin_seconds=None, policy="backfill"))
         self.number = self.submit(replace(job_of(gpus), time_limit_seconds=LIMIT))
         self.start(self.number)
 

@@ -18,6 +18,7 @@ HEARD = {"heard": True}
         (HEARD | {"device_faults": {3: "XID 79"}}, 0b0011, {"idle": 2, "busy": 1, "faulty": 1}),
         (HEARD | {"draining": True}, 0b0001, {"drained": 1, "busy": 3}),
         (HEARD | {"cordoned": True}, 0b1111, {"drained": 4}),
+        (HEARD | {"silent": True}, 0b0011, {"silent": 2, "busy": 2}),
         (HEARD | {"lost": True}, 0b0011, {"lost": 4}),
         ({}, 0b1111, {"unknown": 4}),
     ],

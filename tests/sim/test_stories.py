@@ -167,6 +167,21 @@ def test_the_jobs_of_a_lost_node_go_on_elsewhere_from_the_last_checkpoint() -> N
     assert job(cluster, number).preemptions == 1
 
 
+def test_gangs_go_where_a_daemon_answers_and_to_a_silent_node_as_soon_as_it_calls() -> None:
+    cluster = cluster_of(2, Settings(lost_after_seconds=None))
+    daemon = cluster.daemons["n1"]
+    daemon.network = Network(cluster.engine, Faults(lose=1.0))
+    assert cluster.run_until(lambda: cluster.state.nodes["n1"].silent, 100.0)
+    first, second = started(cluster, job_of(4, steps=200)), cluster.submit(job_of(4))
+    cluster.run_for(10.0)
+    assert job(cluster, second.number).state is JobState.PENDING
+    (held,) = (held for held in cluster.state.gangs.values() if held.job == first)
+    assert held.nodes == ("n2",)
+    daemon.network = cluster.network
+    assert cluster.run_until(lambda: phase(cluster, second.number) is GangPhase.RUNNING, 30.0)
+    ends(cluster, second.number)
+
+
 def test_a_job_whose_end_nobody_heard_goes_on_from_the_last_checkpoint_once_its_node_is_given_up() -> None:
     cluster = cluster_of(2, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
     number = started(cluster, job_of(2, steps=25))

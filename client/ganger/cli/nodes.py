@@ -183,6 +183,7 @@ def rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
         row, faults = node.row, len(node.device_faults)
         seen = time.time() - times.unix_seconds(node.last_seen_time) if node.HasField("last_seen_time") else None
         reason = [node.state_reason] if node.state_reason else []
+        reason += ["its daemon does not call"] if node.state == node.STATE_SILENT else []
         reason += [f"{faults} devices out of service"] if faults else []
         reason += [f"{len(node.quarantined)} unknown gangs quarantined"] if node.quarantined else []
         reason += [launches_text(node)] if node.launch_failures else []

@@ -22,6 +22,7 @@ _STYLES = {
     "parked": "cyan",
     "failed": "red",
     "lost": "red",
+    "silent": "red",
     "cancelled": "dim",
     "unknown": "dim",
 }

@@ -38,7 +38,11 @@ class Reason(Enum):
     DEVICE_MEMORY = "DEVICE_MEMORY", Kind.BLOCKER, "not enough memory left on the devices"
     LOCALITY = "LOCALITY", Kind.BLOCKER, "free devices lie further apart than the job accepts"
     DEVICE_TYPE = "DEVICE_TYPE", Kind.BLOCKER, "no node with this device type is available"
-    NODE_UNAVAILABLE = "NODE_UNAVAILABLE", Kind.BLOCKER, "the node takes no gangs: unknown, cordoned, draining or lost"
+    NODE_UNAVAILABLE = (
+        "NODE_UNAVAILABLE",
+        Kind.BLOCKER,
+        "the node takes no gangs: unknown, silent, cordoned or lost",
+    )
     NODE_SILENT = "NODE_SILENT", Kind.BLOCKER, "the node's daemon does not call, so no order reaches it"
     PROTECTED = "PROTECTED", Kind.BLOCKER, "the pieces are kept for a job that goes first"
     RESERVED = "RESERVED", Kind.BLOCKER, "the pieces are reserved for a large gang"

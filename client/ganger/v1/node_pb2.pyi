@@ -40,6 +40,8 @@ class Node(google.protobuf.message.Message):
         STATE_CORDONED: Node._State.ValueType  # 3
         STATE_DRAINING: Node._State.ValueType  # 4
         STATE_LOST: Node._State.ValueType  # 5
+        STATE_SILENT: Node._State.ValueType  # 6
+        """Its daemon has not called for longer than one does that has nothing to tell: no new gangs until it does."""
 
     class State(_State, metaclass=_StateEnumTypeWrapper): ...
     STATE_UNSPECIFIED: Node.State.ValueType  # 0
@@ -49,6 +51,8 @@ class Node(google.protobuf.message.Message):
     STATE_CORDONED: Node.State.ValueType  # 3
     STATE_DRAINING: Node.State.ValueType  # 4
     STATE_LOST: Node.State.ValueType  # 5
+    STATE_SILENT: Node.State.ValueType  # 6
+    """Its daemon has not called for longer than one does that has nothing to tell: no new gangs until it does."""
 
     @typing.final
     class CapabilitiesEntry(google.protobuf.message.Message):
@@ -185,7 +189,7 @@ class NodeRow(google.protobuf.message.Message):
     version: builtins.int
     """View version of the last change."""
     available: builtins.bool
-    """False: no new gangs (unknown, cordoned, draining, lost)."""
+    """False: no new gangs (unknown, silent, cordoned, draining, lost)."""
     rack: builtins.str
     fabric: builtins.str
     affinity: builtins.int

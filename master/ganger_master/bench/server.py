@@ -10,6 +10,7 @@ import asyncio
 import sys
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -139,6 +140,9 @@ async def _serve(directory: Path, nodes: int, jobs: int) -> None:
     )
     master = Master(config, more_handlers=(_empty_handlers(),))
     await master.start()
+    # No daemon calls for these nodes.
+    state = master.writer.state
+    state.settings = replace(state.settings, silent_margin_seconds=None)
     await _fill(master, nodes, jobs)
     # As a master does that has loaded its state.
     heap.settle()

@@ -19,6 +19,7 @@ from ganger_master.core import (
     orders,
     queue,
     sharing,
+    silence,
     standstill,
     time_limits,
     worlds,
@@ -148,6 +149,7 @@ def _session_opened(state: State, event: events.SessionOpened) -> None:
         boot_id=request.boot_id,
         session=event.session,
         heard=False,
+        silent=False,
         lost=False,
         observation=0,
         applied_version=0,
@@ -168,7 +170,7 @@ def _node_observed(state: State, event: events.NodeObserved) -> None:
 
 
 def _node_answered(state: State, event: events.NodeAnswered) -> None:
-    state.note_answer(event.node, event.time)
+    silence.end(state, event.node, event.time, event.cause)
 
 
 def _node_marked(state: State, event: events.NodeMarked) -> None:
@@ -240,8 +242,7 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
     if state.promised and now >= state.promised_at + state.settings.move_deadline_seconds:
         # Whoever keeps them says so more often.
         state.promised = {}
-    for name in state.take_lost(now):
-        observation.lose(state, name, now, event.cause, "it has not called for longer than lost_after")
+    silence.follow(state, now, event.cause)
     queue.expire(state, now)
     finished.forget(state, now)
 

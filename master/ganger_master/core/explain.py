@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import GangShape
 from msgspec import Struct
@@ -10,7 +12,7 @@ from msgspec.structs import replace
 from ganger_master.approval import explain as approval
 from ganger_master.core import capacity, draining, time_limits
 from ganger_master.core.membership import Membership
-from ganger_master.core.model import Job, JobState, Node
+from ganger_master.core.model import Job, JobState, Node, NodeState
 from ganger_master.core.residues import holders_on
 from ganger_master.core.state import State
 from ganger_master.core.waiting import WAITS_FOR_PIECES
@@ -143,10 +145,11 @@ def _silent_nodes(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
     """The nodes of its gang whose daemon does not call: what it does there nobody knows, and no order reaches it."""
     gang = state.gangs.get(job.epoch)
     told, fate = [], _once_lost(job)
+    patience = math.inf if state.silent_after is None else state.silent_after
     for name in gang.nodes if gang is not None else ():
         node, answered = state.nodes.get(name), state.last_answer.get(name)
         silent = 0.0 if answered is None else now - answered
-        if node is None or node.lost or (node.heard and silent <= _SILENT_SECONDS):
+        if node is None or node.lost or (node.heard and not node.silent and silent <= patience):
             continue
         how = f"has not called for {silent:.0f} s" if node.heard else "has not told yet what runs there"
         lost = "" if state.lost_after is None else f"once its silence has lasted {state.lost_after:.0f} s, or "
@@ -155,7 +158,7 @@ def _silent_nodes(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
             f" it; it {fate} {lost}when an operator says so (`ganger lost {name}`)"
         )
         # Right after a restart it is only expected.
-        reason = Reason.NODE_SILENT if silent > _SILENT_SECONDS else Reason.NODE_UNAVAILABLE
+        reason = Reason.NODE_SILENT if node.silent or silent > patience else Reason.NODE_UNAVAILABLE
         told.append(Refusal(reason, detail=detail))
     return tuple(told)
 
@@ -169,8 +172,6 @@ def _once_lost(job: Job) -> str:
     return "goes on elsewhere"
 
 
-# A daemon calls at least once a minute, however little there is to tell.
-_SILENT_SECONDS = 90.0
 _NODES_TOLD = 3
 
 
@@ -179,8 +180,8 @@ def _is_open(state: State, name: str) -> bool:
 
 
 def _condition(node: Node) -> str:
-    why = f" ({node.state_reason})" if node.state_reason else ""
-    return f"nodes/{node.name} is {node.state.value}{why}"
+    why = "its daemon does not call" if node.state is NodeState.SILENT else node.state_reason
+    return f"nodes/{node.name} is {node.state.value}" + (f" ({why})" if why else "")
 
 
 def _with_keeper(state: State, job: Job, refusal: Refusal) -> Refusal:

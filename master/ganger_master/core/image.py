@@ -67,7 +67,7 @@ class Image(Struct, frozen=True, gc=False):
     drained_in_vain: Mapping[int, tuple[int, float]] = field(default_factory=dict)
     # What was last said of gangs that have not changed since, with the node that said it.
     last_said: tuple[tuple[str, ObservedGang], ...] = ()
-    next_lost_check: float | None = None
+    next_silence_check: float | None = None
     refusals: Mapping[int, tuple[Refusal, ...]] = field(default_factory=dict)
     blocked: Blocked | None = None
     conflicts: Mapping[int, int] = field(default_factory=dict)
@@ -94,7 +94,7 @@ _SAME = (
     "started",
     "devices",
     "free_devices",
-    "next_lost_check",
+    "next_silence_check",
     "blocked",
     "kept",
     "next_turn",

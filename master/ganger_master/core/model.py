@@ -145,6 +145,7 @@ class OutcomeKind(StrEnum):
 class NodeState(StrEnum):
     UNKNOWN = "UNKNOWN"
     READY = "READY"
+    SILENT = "SILENT"
     CORDONED = "CORDONED"
     DRAINING = "DRAINING"
     LOST = "LOST"
@@ -556,6 +557,8 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
     session: str = ""
     # The present session has sent its complete observed set.
     heard: bool = False
+    # Its daemon has not called for longer than one does that has nothing to tell.
+    silent: bool = False
     # Lost until it opens a session again.
     lost: bool = False
     cordoned: bool = False
@@ -581,13 +584,15 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
             return NodeState.LOST
         if not self.heard:
             return NodeState.UNKNOWN
+        if self.silent:
+            return NodeState.SILENT
         if self.draining:
             return NodeState.DRAINING
         return NodeState.CORDONED if self.cordoned else NodeState.READY
 
     @property
     def takes_gangs(self) -> bool:
-        return self.heard and not (self.lost or self.draining or self.cordoned)
+        return self.heard and not (self.lost or self.silent or self.draining or self.cordoned)
 
     @property
     def is_choosy(self) -> bool:

@@ -97,7 +97,7 @@ _epoch_of: Final = attrgetter("epoch")
 def lose(state: State, name: str, now: float, cause: str, reason: str) -> None:
     """Counts every part on the node as gone for its job; what it held stays held until the node says otherwise."""
     node = state.nodes[name]
-    state.put_node(replace(node, lost=True, heard=False, session="", state_reason=reason))
+    state.put_node(replace(node, lost=True, heard=False, silent=False, session="", state_reason=reason))
     _lose_parts(state, name, f"nodes/{name} is lost: {reason}")
     state.history(now, f"nodes/{name}", "node_lost", cause, reason)
 

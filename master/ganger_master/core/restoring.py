@@ -60,16 +60,17 @@ def restored(settings: Settings, elements: Iterable[Element], now: float, former
 
 def _put_node(state: State, node: Node, now: float, former: State | None) -> None:
     if former is None:
-        state.put_node(replace(node, session="", heard=False))
+        state.put_node(replace(node, session="", heard=False, silent=False))
         if not node.lost:
             state.note_answer(node.name, now)
         return
     known = former.nodes.get(node.name)
     if known is not None and known.session == node.session:
-        # Of reports that changed nothing the store knows nothing; older ones may still be under way.
-        node = replace(node, observation=known.observation, applied_version=known.applied_version)
+        # Of reports that changed nothing the store knows nothing; older ones may still be under way. Who is silent may
+        # be what could not be stored: to say so again would fail again.
+        node = replace(node, observation=known.observation, applied_version=known.applied_version, silent=known.silent)
     state.put_node(node)
     if not node.lost:
         state.note_answer(node.name, former.last_answer.get(node.name, now))
         # Some may be silent for longer than the first: looked at with the next tick.
-        state.next_lost_check = None if state.lost_after is None else now
+        state.next_silence_check = now

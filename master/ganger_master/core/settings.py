@@ -13,6 +13,10 @@ class Settings:
     lost_after_seconds: float | None = 600.0
     # Beyond lost_after: what clocks may drift and processes may be late in stopping themselves.
     lost_margin_seconds: float = 30.0
+    # A daemon without news is answered, and calls again, after this at the latest, or after a quarter of lost_after.
+    poll_seconds: float = 60.0
+    # Beyond that its node takes no gangs until it calls; None: they are taken for well, as where nodes are modelled.
+    silent_margin_seconds: float | None = 30.0
     policy: str = "fifo"
     # Between two plans of the planner that stop who runs.
     plan_every_seconds: float = 300.0

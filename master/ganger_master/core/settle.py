@@ -62,7 +62,7 @@ def finish(state: State, now: float) -> Effects:
 
 def next_wake(state: State, now: float) -> float | None:
     """The earliest time at which something happens by itself."""
-    times = [queue.next_time(state, now), state.next_lost_check]
+    times = [queue.next_time(state, now), state.next_silence_check]
     times += [time_limits.ends_at(state, state.jobs[number]) for number in state.running_limited]
     if state.moving:
         moved_since = [state.gangs[state.jobs[number].next_epoch].since for number in state.moving]

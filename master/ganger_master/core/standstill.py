@@ -37,8 +37,9 @@ def noticed(before: Look, now: Look) -> Tick | None:
 
 
 def forgive(state: State, now: float, set_by: float) -> None:
-    """Goes on as if everybody had been answered now; the clock says `set_by` seconds more than it would have."""
-    state.next_lost_check = None
+    """Goes on as if everybody had been answered now, but who was silent is so until it calls; the clock says `set_by`
+    seconds more than it would have."""
+    state.next_silence_check = None
     for node in state.nodes.values():
         if not node.lost:
             state.note_answer(node.name, now)

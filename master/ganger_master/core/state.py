@@ -28,7 +28,6 @@ from ganger_master.core.waiting import Blocked, Kept, Part, Turn, Waiting, is_la
 from ganger_master.core.wanted import DesiredSet
 from ganger_master.policies import Places, policy_named
 
-_LOST_TICK_SECONDS: Final = 0.001
 # To look up a member of an enumeration takes Python 3.11 as long as a call, and this one is asked for all the time.
 _PENDING: Final = JobState.PENDING
 
@@ -96,8 +95,8 @@ class State:
         self.last_said: dict[tuple[str, int], tuple[ObservedGang, Gang, Job]] = {}
         # By set and node: what was last said of its rows.
         self.rows_seen: dict[tuple[int, str], ObservedRows] = {}
-        # No node can be lost before this time; None while none can be.
-        self.next_lost_check: float | None = None
+        # No node can turn silent or be lost before this time; None while none can.
+        self.next_silence_check: float | None = None
         self.refusals: dict[int, tuple[Refusal, ...]] = {}
         # Who was last refused for lack of pieces.
         self.lacking = Part()
@@ -508,26 +507,25 @@ class State:
     def note_answer(self, node: str, now: float) -> None:
         """The node's daemon was answered: its lease, and our patience, count from here."""
         self.last_answer[node] = now
-        if self.lost_after is not None and self.next_lost_check is None:
-            self.next_lost_check = now + self.lost_after
+        for after in (self.silent_after, self.lost_after):
+            if after is not None and (self.next_silence_check is None or now + after < self.next_silence_check):
+                self.next_silence_check = now + after
+
+    @property
+    def silent_after(self) -> float | None:
+        """Silence after which a node takes no gangs, longer than that of a daemon with nothing to tell; None never."""
+        poll, margin = self.settings.poll_seconds, self.settings.silent_margin_seconds
+        lost_after = self.settings.lost_after_seconds
+        if margin is None:
+            return None
+        # Daemons see to it that answers come well within their lease.
+        return margin + (poll if lost_after is None else min(poll, lost_after / 4))
 
     @property
     def lost_after(self) -> float | None:
         """Silence after which a node is lost, margin included; None never."""
         after = self.settings.lost_after_seconds
         return None if after is None else after + self.settings.lost_margin_seconds
-
-    def take_lost(self, now: float) -> list[str]:
-        """Nodes that are lost by now; looks through all of them, but only when one could be."""
-        after = self.lost_after
-        if after is None or self.next_lost_check is None or now < self.next_lost_check:
-            return []
-        alive = {name: time for name, time in self.last_answer.items() if not self.nodes[name].lost}
-        lost = sorted(name for name, time in alive.items() if now > time + after)
-        later = [time + after for name, time in alive.items() if now <= time + after]
-        # The same instant is not yet late: look again just after it.
-        self.next_lost_check = max(min(later), now) + _LOST_TICK_SECONDS if later else None
-        return lost
 
     def _remove(self, key: tuple[str, str]) -> None:
         if not self.tells:

@@ -19,7 +19,7 @@ from ganger_master.runtime.meter import Distribution
 
 # The others have ended, and are counted as events.
 _LIVE = (JobState.PENDING, JobState.HOLDING, JobState.SUSPENDED)
-_GPU_STATES = ("busy", "idle", "drained", "faulty", "unknown", "lost")
+_GPU_STATES = ("busy", "idle", "drained", "silent", "faulty", "unknown", "lost")
 
 
 def families(snapshot: Snapshot, version: str) -> Iterator[Any]:
@@ -39,7 +39,8 @@ def gpus_of(node: Node, devices: int, row: NodeRow | None) -> Counter[str]:
         return Counter(unknown=devices)
     free = row.free_mask.bit_count()
     faulty = len(node.device_faults)
-    return Counter({"idle" if node.takes_gangs else "drained": free, "faulty": faulty, "busy": devices - free - faulty})
+    state = "silent" if node.silent else "idle" if node.takes_gangs else "drained"
+    return Counter({state: free, "faulty": faulty, "busy": devices - free - faulty})
 
 
 def _of_jobs(snapshot: Snapshot) -> Iterator[Any]:
@@ -89,7 +90,8 @@ def _of_nodes(snapshot: Snapshot) -> Iterator[Any]:
             known.update(gpus_of(node, kind.devices, snapshot.rows.get(node.name)))
     text = (
         "GPUs of all nodes, each in one state: busy (a gang holds it), idle, drained (free, but its node is draining or"
-        " cordoned), faulty, unknown (its node was not heard since the master started), lost (with its node)."
+        " cordoned), silent (free, but its node's daemon does not call), faulty, unknown (its node was not heard since"
+        " the master started), lost (with its node)."
     )
     family = GaugeMetricFamily("ganger_gpus", text, labels=["device_type", "state"])
     for device_type, by_state in sorted(gpus.items()):

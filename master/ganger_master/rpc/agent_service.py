@@ -26,7 +26,6 @@ from ganger_master.rpc.membership_messages import metrics_from_wire
 from ganger_master.runtime.progress import ProgressBoard, Sample
 from ganger_master.runtime.writer import Writer
 
-_LONGEST_HOLD_SECONDS: Final = 60.0
 _LONGEST_CONCERN: Final = 500
 # Shortest share of the hold after which an unchanged poll is answered, so that daemons started together drift apart.
 _JITTER: Final = 0.8
@@ -128,8 +127,9 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         if last is None:
             # The first answer tells the daemon that the master is there and knows it.
             return
-        asked = times.seconds(request.max_wait) if request.HasField("max_wait") else _LONGEST_HOLD_SECONDS
-        hold = min(asked, _LONGEST_HOLD_SECONDS) * random.uniform(_JITTER, 1.0)
+        longest = self._writer.state.settings.poll_seconds
+        asked = times.seconds(request.max_wait) if request.HasField("max_wait") else longest
+        hold = min(asked, longest) * random.uniform(_JITTER, 1.0)
         loop = asyncio.get_running_loop()
         end = last + hold
         committed = self._writer.committed

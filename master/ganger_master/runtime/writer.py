@@ -55,7 +55,10 @@ _CRASHES_SECONDS: Final = 60.0
 _LOOK_SECONDS: Final = 5.0
 # What an operator would act on; the rest is in the history.
 _WORTH_SAYING: Final = frozenset(
-    {"node_ready", "node_lost", "node_changed", "node_removed", "node_draining", "node_cordoned", "job_failed"}
+    {
+        *("node_ready", "node_silent", "node_lost", "node_changed", "node_removed", "node_draining", "node_cordoned"),
+        "job_failed",
+    }
 )
 _MOVE_COMMITTED: Final = frozenset({"move_committed", "resize_committed"})
 # What a recording may take to be written to its end when the master stops.

@@ -20,7 +20,7 @@ from ganger_master.core.wanted import DesiredSet
 VOLATILE: Final = frozenset(
     {
         "settings", "policy", "started",
-        "last_answer", "last_said", "rows_seen", "left_by", "next_lost_check", "drained_in_vain",
+        "last_answer", "last_said", "rows_seen", "left_by", "next_silence_check", "drained_in_vain",
         "aside", "aside_from", "aside_at",
         "refusals", "lacking", "blocked", "conflicts", "kept", "turns", "turn_of", "next_turn", "passed", "declined",
         "lost_turns", "returned", "claimed_by", "ranks", "ranked_by", "promised", "promised_at", "wake_at",
@@ -37,7 +37,7 @@ def differences(live: State, restored: State) -> list[str]:
         if stored is None:
             continue
         said = {"observation": stored.observation, "applied_version": stored.applied_version}
-        if stored == replace(node, session="", heard=False, **said):
+        if stored == replace(node, session="", heard=False, silent=False, **said):
             restored.put_node(node)
             restored.refresh_row(name)
     found = []

@@ -108,6 +108,7 @@ class _Replay:
         self.clock = Clock(EPOCH_S)
         self.settings = Settings(
             lost_after_seconds=None,
+            silent_margin_seconds=None,
             policy=policy,
             checkpoint_interval_seconds=-1.0,
             jobs_waiting_limit=len(jobs) + 1,

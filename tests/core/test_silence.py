@@ -1,0 +1,141 @@
+"""Nodes whose daemons do not call take no gangs until they do."""
+
+from __future__ import annotations
+
+import pytest
+from core.drive import Drive, job_of
+from core.test_lost_commits import Store
+from ganger.resources.reasons import Reason
+from ganger_master.core.answers import Rejected
+from ganger_master.core.commands import Answer, Tick
+from ganger_master.core.explain import explain
+from ganger_master.core.model import JobState, NodeState
+from ganger_master.core.restoring import restored
+from ganger_master.core.settings import Settings
+
+# Longer than that of a daemon with nothing to tell, far from lost.
+SILENCE = 100.0
+
+
+def pass_time(drive: Drive, seconds: float, *calling: str) -> None:
+    """The nodes named call every few seconds meanwhile."""
+    end = drive.now + seconds
+    while drive.now < end:
+        drive.now = min(end, drive.now + 10.0)
+        if drive.state.wake_at is not None and drive.now >= drive.state.wake_at:
+            drive.step(Tick())
+        for node in calling:
+            call(drive, node)
+
+
+def call(drive: Drive, node: str) -> None:
+    drive.step(Answer(node, drive.sessions[node], 0))
+
+
+def state_of(drive: Drive, node: str) -> NodeState:
+    return drive.state.nodes[node].state
+
+
+def test_a_silent_node_takes_no_gangs_and_as_soon_as_it_calls_it_does() -> None:
+    drive = Drive(nodes=2)
+    pass_time(drive, SILENCE, "n1")
+    assert (state_of(drive, "n1"), state_of(drive, "n2")) == (NodeState.READY, NodeState.SILENT)
+    drive.start(drive.submit(job_of(4)))
+    assert not drive.on("n2")
+    waiting = drive.submit(job_of(4))
+    assert drive.places(waiting) == ()
+    call(drive, "n2")
+    assert state_of(drive, "n2") is NodeState.READY
+    drive.start(waiting)
+    told = [(entry.kind, entry.message) for entry in drive.told if entry.subject == "nodes/n2"]
+    assert told[-2:] == [("node_silent", "it has not called for 90 s"), ("node_ready", "it calls again")]
+
+
+def test_a_gang_asked_for_on_a_node_that_was_free_when_it_was_seen_is_rejected_once_that_is_silent() -> None:
+    drive = Drive()
+    number = drive.submit(job_of(4))
+    seen = drive.places(number)
+    pass_time(drive, SILENCE)
+    answer = drive.request(number, *seen)
+    assert isinstance(answer, Rejected)
+    assert [refusal.reason for refusal in answer.refusals] == [Reason.NODE_UNAVAILABLE]
+    assert [row.available for row in answer.rows] == [False]
+
+
+def test_why_names_the_silent_node_of_a_job_that_could_only_be_there() -> None:
+    drive = Drive()
+    pass_time(drive, SILENCE)
+    (blocker,) = explain(drive.state, drive.submit(job_of(4)), drive.now).blockers
+    assert blocker.detail == "nodes/n1 is SILENT (its daemon does not call)"
+
+
+def test_gangs_on_a_silent_node_stay_until_it_is_lost() -> None:
+    drive = Drive(nodes=2)
+    number = drive.submit(job_of(4))
+    drive.start(number)
+    drive.runs(number)
+    (node,) = drive.state.gangs[drive.job(number).epoch].nodes
+    (other,) = {"n1", "n2"} - {node}
+    pass_time(drive, 600.0, other)
+    assert state_of(drive, node) is NodeState.SILENT
+    assert drive.job(number).state is JobState.HOLDING
+    pass_time(drive, 50.0, other)
+    assert state_of(drive, node) is NodeState.LOST
+    assert drive.job(number).state is JobState.PENDING
+
+
+@pytest.mark.parametrize("lost_after", [None, 60.0, 600.0])
+def test_a_daemon_that_calls_as_rarely_as_it_may_is_never_silent(lost_after: float | None) -> None:
+    settings = Settings(lost_after_seconds=lost_after)
+    drive = Drive(settings=settings)
+    poll = min(settings.poll_seconds, (lost_after or 1e9) / 4)
+    for _ in range(20):
+        pass_time(drive, poll)
+        assert drive.state.nodes["n1"].takes_gangs
+        call(drive, "n1")
+    pass_time(drive, poll + 40.0)
+    assert not drive.state.nodes["n1"].takes_gangs
+
+
+def test_nobody_turns_silent_while_the_master_stood_still_and_who_was_silent_stays_so() -> None:
+    drive = Drive(nodes=2)
+    pass_time(drive, SILENCE, "n1")
+    drive.now += 3_600.0
+    drive.step(Tick(stood_still=True))
+    assert (state_of(drive, "n1"), state_of(drive, "n2")) == (NodeState.READY, NodeState.SILENT)
+    pass_time(drive, 80.0)
+    assert state_of(drive, "n1") is NodeState.READY
+    pass_time(drive, 20.0)
+    assert state_of(drive, "n1") is NodeState.SILENT
+
+
+def test_a_silent_node_is_unknown_to_a_master_that_starts_and_ready_once_it_has_told_what_it_has() -> None:
+    drive = Drive()
+    store = Store(drive)
+    pass_time(drive, SILENCE)
+    store.keep()
+    drive.state = restored(drive.state.settings, store.elements, drive.now)
+    assert state_of(drive, "n1") is NodeState.UNKNOWN
+    drive.join("n1")
+    assert state_of(drive, "n1") is NodeState.READY
+
+
+def test_a_silence_that_could_not_be_stored_is_not_to_be_stored_again() -> None:
+    drive = Drive()
+    store = Store(drive)
+    pass_time(drive, SILENCE)
+    store.lose()
+    assert state_of(drive, "n1") is NodeState.SILENT
+    assert not any(kind == "node" for kind, _ in drive.state.take_changes().puts)
+    call(drive, "n1")
+    store.lose()
+    assert state_of(drive, "n1") is NodeState.READY
+
+
+def test_all_nodes_are_looked_through_only_when_one_can_have_turned_silent() -> None:
+    drive = Drive(nodes=2)
+    looked = []
+    for _ in range(60):
+        pass_time(drive, 10.0, "n1", "n2")
+        looked.append(drive.state.next_silence_check)
+    assert len(set(looked)) <= 600 / 60
