@@ -116,6 +116,7 @@ class Master:
             storage_token=storage_token(config.storage_path),
             checkpoint_interval_seconds=config.checkpoint_interval_seconds,
             logs_kept_seconds=config.logs_kept_seconds,
+            restart_delay_seconds=config.restart_delay_seconds,
             session_alive_seconds=config.session_alive_seconds,
             finished_jobs_limit=config.finished_jobs_limit,
             residue_bytes=config.residue_bytes,

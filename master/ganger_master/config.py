@@ -59,6 +59,9 @@ class Config:
     moves_per_hour: float | None = None
     # Default interval between checkpoints to storage; zero never.
     checkpoint_interval_seconds: float = 1800.0
+    # Before a job is tried again whose attempts fail by themselves: after the second, doubled with each further one;
+    # zero: always at once.
+    restart_delay_seconds: float = 10.0
     # Sessions of two machines with one name are refused while the first answered this recently.
     session_alive_seconds: float = 10.0
     events_kept_seconds: float = 30 * 86400.0

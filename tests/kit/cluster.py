@@ -101,7 +101,8 @@ class Cluster:
     daemons: dict[str, Service] = field(init=False)
 
     def __post_init__(self) -> None:
-        environment = {**os.environ, **self.environment, "PYTHONUNBUFFERED": "1"}
+        # Whose ranks are killed over and over is not to be waited for.
+        environment = {"GANGER_MASTER_RESTART_DELAY": "0", **os.environ, **self.environment, "PYTHONUNBUFFERED": "1"}
         self.directory.mkdir(parents=True, exist_ok=True)
         self.master = Service(
             "master",

@@ -56,6 +56,22 @@ def test_a_row_taken_anew_knows_nothing_of_who_had_it() -> None:
     assert clocks(table, 160.0) == (0.0, 0.0, math.inf, 0.0, 0.0)
 
 
+def test_who_is_tried_again_later_is_not_there_until_then() -> None:
+    table = LiveTable()
+    running = replace(JOB, state=JobState.HOLDING, epoch=1, pending_since=0.0, running_since=150.0, start_time=150.0)
+    table.put(running, gang(1, 140.0))
+    failed = replace(running, running_since=0.0, run_seconds=60.0, again_at=230.0)
+    # Its gang is still on the way out.
+    table.put(replace(failed, ending=JobState.PENDING), gang(1, 140.0))
+    assert len(table) == 1
+    waits = replace(failed, state=JobState.PENDING, epoch=0, pending_since=211.0)
+    table.put(waits, None)
+    table.put(waits, None)
+    assert len(table) == 0
+    table.put(replace(waits, again_at=0.0, pending_since=230.0), None)
+    assert clocks(table, 235.0) == (60.0, 5.0, 150.0, 0.0, 0.0)
+
+
 @pytest.mark.parametrize("most_gpus", [0, 2, 8])
 @pytest.mark.parametrize("least_urgent", [None, 0, 1])
 def test_who_asks_for_what_could_be_had_is_as_a_look_at_each_of_them_says(

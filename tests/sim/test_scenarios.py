@@ -1,8 +1,8 @@
 """Stories as text: commands, `----`, and exactly what they print. Blocks are separated by empty lines.
 
 node NAME TOPOLOGY [type=T] [user=U]       policy NAME | quota USER=DEVICES ...   (before nodes)
-submit GPUS [steps= cores= memory= type= within= user= priority=]
-cancel|resume|why|show JOB                 suspend JOB LEVEL              move JOB [NODE]
+submit GPUS [steps= cores= memory= type= within= user= priority= failures=]
+cancel|resume|why|show|fails JOB           suspend JOB LEVEL              move JOB [NODE]
 cordon|uncordon|drain|reboot|silent|heard|storage|nostorage NODE     residue MEBIBYTES     run SECONDS      nodes
 """
 
@@ -19,7 +19,7 @@ from ganger.resources.values import Level, Locality, Role, TaskShape
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, ArrayAnswer, Refused
 from ganger_master.core.explain import explain
-from ganger_master.core.model import JobSpec, SuspendLevel
+from ganger_master.core.model import JobSpec, OutcomeKind, SuspendLevel
 from ganger_master.core.settings import Settings
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import plan
@@ -109,6 +109,7 @@ class _Story:
         within: str = "CLUSTER",
         user: str = "",
         priority: str = "0",
+        failures: str = "0",
     ) -> Iterator[str]:
         shape = TaskShape(1, int(cores) * 1000, int(memory) * _GIB)
         spec = JobSpec(
@@ -117,6 +118,7 @@ class _Story:
             device_type=type,
             locality=Locality(widest=Level[within]),
             priority=int(priority),
+            max_failures=int(failures),
             gpu_memory_bytes=_GIB,
         )
         submission = self.cluster.submit(spec, user)
@@ -212,6 +214,12 @@ class _Story:
         daemon = self.cluster.daemons[node]
         daemon.reboot()
         self.cluster.engine.after(5.0, daemon.start)
+        yield from ()
+
+    def _fails(self, number: str) -> Iterator[str]:
+        """Rank 0 ends by itself, and not well."""
+        gang = self.cluster.state.gangs[self.cluster.state.jobs[int(number)].epoch]
+        self.cluster.physics.kill(gang.nodes[0], gang.epoch, OutcomeKind.FAILED, "rank 0 ended with exit code 1", 1)
         yield from ()
 
     def _silent(self, node: str) -> Iterator[str]:

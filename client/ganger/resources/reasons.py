@@ -49,6 +49,7 @@ class Reason(Enum):
     RANKED = "RANKED", Kind.BLOCKER, "the planner lets others have the devices first"
     QUOTA = "QUOTA", Kind.BLOCKER, "the user's share is used up"
     ARRAY_LIMIT = "ARRAY_LIMIT", Kind.BLOCKER, "so many members of its array as may run at once do or wait to"
+    FAILING = "FAILING", Kind.BLOCKER, "its attempts fail one after the other, so it is tried again later"
     STORAGE_NOT_SHARED = "STORAGE_NOT_SHARED", Kind.BLOCKER, "the checkpoint lies on storage the node does not see"
     CANNOT_SWITCH_USER = "CANNOT_SWITCH_USER", Kind.BLOCKER, "the daemon cannot become the job's user"
     LAUNCH_FAILED = "LAUNCH_FAILED", Kind.BLOCKER, "the job could not be launched there, and nobody has been since"

@@ -18,6 +18,7 @@ from ganger_master.core import (
     observation,
     orders,
     queue,
+    restarts,
     sharing,
     silence,
     standstill,
@@ -227,6 +228,7 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
         standstill.forgive(state, now, event.set_by)
     if event.looks_again:
         state.dirty.sets.update(dict.fromkeys(state.sets))
+    restarts.let_go_on(state, now)
     for number in list(state.running_limited):
         job = state.jobs[number]
         ends = time_limits.ends_at(state, job)

@@ -49,7 +49,7 @@ def start(state: State, number: int, claims: Sequence[Claim], level: Level, now:
     waited, why = _waited(state, job, claims, now) if state.tells else ({}, "")
     parked = state.gangs.get(job.epoch)
     epoch = job.epoch if parked is not None else state.take_epoch()
-    job = replace(job, state=JobState.HOLDING, revision=job.revision + 1, pending_since=0.0, epoch=epoch)
+    job = replace(job, state=JobState.HOLDING, revision=job.revision + 1, pending_since=0.0, epoch=epoch, again_at=0.0)
     if parked is None:
         gpus = devices_of(claims)
         job = replace(job, gpus_given=0 if gpus == job.spec.gpus else gpus)
@@ -110,7 +110,13 @@ def resume(state: State, number: int, now: float, cause: str, purpose: Purpose =
         # On its way to storage: it waits again once it is there.
         state.put_job(replace(job, state=JobState.HOLDING, ending=JobState.PENDING, suspend_wanted=SuspendLevel.NONE))
         return
-    job = replace(job, revision=job.revision + 1, suspend_wanted=SuspendLevel.NONE, suspended_level=SuspendLevel.NONE)
+    job = replace(
+        job,
+        revision=job.revision + 1,
+        suspend_wanted=SuspendLevel.NONE,
+        suspended_level=SuspendLevel.NONE,
+        again_at=0.0,
+    )
     if gang is not None and gang.parked_by_plan and job.state is JobState.HOLDING:
         going_on.run_after_all(state, orders.holding(gang, gang.claims), now)
         state.put_job(job)

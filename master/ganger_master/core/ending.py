@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ganger_master.core import copies, finished, launches, memberships, orders
+from ganger_master.core import copies, finished, launches, memberships, orders, restarts
 from ganger_master.core.lifecycle import bad_outcome
 from ganger_master.core.model import (
     Checkpoint,
@@ -60,6 +60,8 @@ def complete(state: State, job: Job, gangs: Sequence[Gang], now: float, cause: s
         state=becomes,
         epoch=source.epoch if source else 0,
         next_epoch=0,
+        # Where it was moved from it goes on at once.
+        again_at=job.again_at if becomes is JobState.PENDING and source is None else 0.0,
         revision=job.revision + 1,
     )
     if source is not None:
@@ -95,7 +97,7 @@ def fail(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
         if outcome.kind is not OutcomeKind.LAUNCH_FAILED:
             launches.note_success(state, gang)
             job = started(job, gang)
-        job = replace(job, failures=job.failures + 1)
+        job = restarts.note_failure(state.settings, replace(job, failures=job.failures + 1), now)
         state.put_job(job)
         if job.failures > job.spec.max_failures:
             end(state, job.number, JobState.FAILED, now, failure.message, failure)

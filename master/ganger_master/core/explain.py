@@ -10,10 +10,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ganger_master.approval import explain as approval
-from ganger_master.core import capacity, draining, time_limits
+from ganger_master.core import capacity, draining, restarts, time_limits
 from ganger_master.core.membership import Membership
 from ganger_master.core.model import Job, JobState, Node, NodeState
 from ganger_master.core.residues import holders_on
+from ganger_master.core.restarts import is_backing_off
 from ganger_master.core.state import State
 from ganger_master.core.waiting import WAITS_FOR_PIECES
 from ganger_master.policies import Places
@@ -41,6 +42,10 @@ def explain(state: State, number: int, now: float) -> Explanation:
 def _explain(state: State, job: Job, now: float) -> Explanation:
     if job.held and not job.state.is_final:
         return Explanation(told_blockers(state, job), assumption=_at_rest(state, job))
+    if is_backing_off(job):
+        wait = max(0.0, job.again_at - now)
+        text = f"unknown, because it is tried again in {wait:.0f} s, and then has to find a place"
+        return Explanation(told_blockers(state, job), assumption=text)
     if not state.is_waiting(job):
         leaving = tuple([as_it_is(state, one) for one in draining.held_up(state, job, now)])
         stuck = (*_silent_nodes(state, job, now), *leaving)
@@ -65,6 +70,8 @@ def told_blockers(state: State, job: Job) -> tuple[Refusal, ...]:
     """Why a job waits, as it was last told: by its scheduler, or by the planner's ranking where that places."""
     if job.held and job.state is JobState.PENDING and job.spec.array is not None:
         return (_held_back(job.spec.array),)
+    if is_backing_off(job):
+        return (_failing(state, job),)
     told = state.blockers_of(job.number)
     if told or state.policy.places is Places.JOBS or not state.is_waiting(job):
         return told
@@ -74,6 +81,12 @@ def told_blockers(state: State, job: Job) -> tuple[Refusal, ...]:
 def _held_back(array: Membership) -> Refusal:
     detail = f"at most {array.at_once} of the members of arrays/{array.array} run or wait at once"
     return Refusal(Reason.ARRAY_LIMIT, detail=detail)
+
+
+def _failing(state: State, job: Job) -> Refusal:
+    delay = restarts.delay_after(state.settings, job.failed_in_row)
+    failed = f"its last {job.failed_in_row} attempts failed ({job.reason})"
+    return Refusal(Reason.FAILING, detail=f"{failed}, so it is tried again {delay:.0f} s after the last")
 
 
 def _ranked(state: State, job: Job) -> Refusal:

@@ -56,6 +56,7 @@ class Image(Struct, frozen=True, gc=False):
     resuming: tuple[int, ...] = ()
     running_limited: tuple[int, ...] = ()
     moving: tuple[int, ...] = ()
+    backing_off: tuple[int, ...] = ()
     draining: tuple[str, ...] = ()
     choosy: tuple[str, ...] = ()
     unheard: tuple[str, ...] = ()
@@ -118,7 +119,7 @@ _MAPPINGS = (
     "ranks",
     "promised",
 )
-_SETS = ("finished", "resuming", "running_limited", "moving", "draining", "choosy", "unheard")
+_SETS = ("finished", "resuming", "running_limited", "moving", "backing_off", "draining", "choosy", "unheard")
 _VALUES = ("nodes", "jobs", "gangs", "sets", "former", "turns")
 
 

@@ -323,6 +323,10 @@ class Job(Struct, frozen=True, gc=False, omit_defaults=True):
     # Devices of its newest gang, where that are not as many as its roles name; else zero.
     gpus_given: int = 0
     failures: int = 0
+    # Those in a row that came soon, and until when nobody looks for a place for it because of them; zero: it waits for
+    # nothing but its place.
+    failed_in_row: int = 0
+    again_at: float = 0.0
     preemptions: int = 0
     # Moves given up since the last successful one: bounds how often a drain tries again.
     moves_aborted: int = 0

@@ -46,6 +46,11 @@ class Settings:
     lost_turns_allowed: int = 3
     # Failed starts in a row, without a step, after which a job fails.
     launch_failures_allowed: int = 5
+    # Before a job is tried again whose last two attempts failed by themselves; doubled with each further one, up to the
+    # most. An attempt that ran for so long begins the count anew.
+    restart_delay_seconds: float = 10.0
+    restart_delay_most_seconds: float = 300.0
+    restart_reset_seconds: float = 600.0
     # Moves of one job given up in a row, after which a drain parks it to storage.
     moves_aborted_allowed: int = 2
     # Blocked jobs ahead whose places are protected.

@@ -60,6 +60,13 @@ def _move_times(state: State, set_by: float) -> None:
     state.promised_at = moved(state.promised_at)
     for number in list(state.live):
         job = state.jobs[number]
-        state.put_job(replace(job, pending_since=moved(job.pending_since), running_since=moved(job.running_since)))
+        state.put_job(
+            replace(
+                job,
+                pending_since=moved(job.pending_since),
+                running_since=moved(job.running_since),
+                again_at=moved(job.again_at),
+            )
+        )
     for gang in list(state.gangs.values()):
         state.put_gang(replace(gang, since=moved(gang.since), refused_at=moved(gang.refused_at)))

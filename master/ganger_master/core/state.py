@@ -73,6 +73,8 @@ class State:
         # Those with a time limit that have a gang.
         self.running_limited: dict[int, None] = {}
         self.moving: dict[int, None] = {}
+        # Those that are tried again later, for they failed.
+        self.backing_off: dict[int, None] = {}
         self.draining: dict[str, None] = {}
         # Node sets, by epoch and by node.
         self.set_of: dict[int, int] = {}
@@ -341,7 +343,8 @@ class State:
 
     @staticmethod
     def is_waiting(job: Job) -> bool:
-        return job.state is _PENDING and job.ending is None and job.next_epoch == 0 and not job.held
+        is_free = job.ending is None and job.next_epoch == 0
+        return job.state is _PENDING and is_free and not job.held and not job.again_at
 
     def gangs_of_job(self, number: int) -> list[Gang]:
         """All gangs of a job that still have something somewhere, oldest first."""
@@ -568,6 +571,10 @@ class State:
             self.waiting.add(place)
             if number not in self.aside:
                 self.front.add(place)
+        if job.again_at and job.state is _PENDING:
+            self.backing_off[number] = None
+        else:
+            self.backing_off.pop(number, None)
         if waits and job.epoch:
             self.resuming[number] = None
         else:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.restarts import is_backing_off
 from ganger_master.policies.facts import Facts, Flags, Floats, Integers
 from ganger_master.policies.history import NO_HISTORY, History
 from ganger_master.policies.order import Order
@@ -76,8 +77,10 @@ class LiveTable:
                 self._since_history += 1
                 self._drop(number, row)
             return
-        if job.held:
-            # Nobody looks for a place for it: it waits for another job, not for devices.
+        if job.held or is_backing_off(job):
+            # Nobody looks for a place for it: it waits for another job or for its time, not for devices.
+            if row is not None:
+                self.forget(number)
             return
         if row is None:
             row = self._take_row(number)

@@ -16,6 +16,8 @@ from msgspec.structs import replace
 
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, Done, JobAnswer, PlanAnswer, Refused
+from ganger_master.core.model import Job
+from ganger_master.core.restarts import is_backing_off
 from ganger_master.core.waiting import Turn
 from ganger_master.policies import Places
 from ganger_master.rpc import job_messages
@@ -114,9 +116,9 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                 if numbers is None or not sent:
                     sent, shown = 0, set()
                     numbers = list(committed.jobs)
-                known = [job for n in numbers if (job := committed.jobs.get(n)) and not job.held]
+                known = [job for n in numbers if (job := committed.jobs.get(n)) and not _is_held_back(job)]
                 there = [(job, committed.gangs.get(job.epoch)) for job in known]
-                forgotten = [number for number in numbers if number not in committed.jobs]
+                forgotten = [n for n in numbers if (job := committed.jobs.get(n)) is None or is_backing_off(job)]
                 rows = committed.rows_after(sent) if sent else list(committed.rows.values())
                 removed = shown.difference(committed.rows)
                 shown = set(committed.rows) if removed else shown.union(row.node for row in rows)
@@ -322,6 +324,11 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             arena_bytes_per_device=job.arena_bytes_per_device,
             device_memory_bytes=job.shape.device_memory_bytes,
         )
+
+
+def _is_held_back(job: Job) -> bool:
+    """Whether nobody is to look for a place for it."""
+    return job.held or is_backing_off(job)
 
 
 async def _messages(rows: Sequence[NodeRow]) -> list[node_pb2.NodeRow]:

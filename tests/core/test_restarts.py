@@ -1,0 +1,160 @@
+"""A job whose attempts fail by themselves, one after the other, is tried again later and later."""
+
+from __future__ import annotations
+
+import pytest
+from core.drive import Drive, job_of
+from core.test_removed_nodes import restarted
+from ganger.resources.reasons import Reason
+from ganger_master.core.commands import CancelJob, DeclareLost, ResumeJob, SuspendJob, Tick
+from ganger_master.core.explain import explain
+from ganger_master.core.image import image_of, state_of
+from ganger_master.core.model import JobState, ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.restarts import delay_after
+from ganger_master.core.settings import Settings
+from ganger_master.core.settle import next_wake
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+EXIT = Outcome(OutcomeKind.FAILED, exit_code=1, message="rank 0 ended with exit code 1")
+
+
+def failing(failures: int = 0, allowed: int = 9, ran: float = 0.0) -> tuple[Drive, int]:
+    """A job on a node of its own, which has failed so often, each time soon; `ran`: but for the last."""
+    drive = Drive(settings=Settings(lost_after_seconds=None))
+    number = drive.submit(replace(job_of(1), max_failures=allowed))
+    for _ in range(failures - 1):
+        fail(drive, number)
+        tick_until_tried(drive, number)
+    if failures:
+        fail(drive, number, ran)
+    return drive, number
+
+
+def fail(drive: Drive, number: int, ran: float = 0.0) -> None:
+    epoch = drive.start(number)
+    drive.runs(number)
+    drive.now += ran
+    report = drive.report(drive.state.gangs[epoch], ObservedPhase.ENDED)
+    drive.observe("n1", replace(report, outcome=EXIT))
+
+
+def tick_until_tried(drive: Drive, number: int) -> float:
+    """How long it took until somebody looks for a place for it."""
+    began = drive.now
+    while not drive.state.is_waiting(drive.job(number)):
+        wake = next_wake(drive.state, drive.now)
+        assert wake is not None
+        drive.now = max(drive.now, wake)
+        drive.step(Tick())
+    return drive.now - began
+
+
+def test_the_first_failure_costs_no_time_and_each_further_one_twice_the_last() -> None:
+    drive, number = failing()
+    waited = []
+    for _ in range(9):
+        fail(drive, number)
+        assert drive.job(number).state is JobState.PENDING
+        waited.append(round(tick_until_tried(drive, number)))
+    assert waited == [0, 10, 20, 40, 80, 160, 300, 300, 300]
+    fail(drive, number)
+    assert drive.job(number).state is JobState.FAILED
+
+
+def test_who_is_not_to_be_tried_again_fails_at_once() -> None:
+    drive, number = failing(failures=1, allowed=0)
+    assert drive.job(number).state is JobState.FAILED
+
+
+def test_an_attempt_that_ran_for_long_begins_anew() -> None:
+    drive, number = failing(failures=4, ran=600.0)
+    assert drive.state.is_waiting(drive.job(number))
+    fail(drive, number)
+    assert round(tick_until_tried(drive, number)) == 10
+
+
+def test_why_says_how_often_it_failed_and_when_it_is_tried_again() -> None:
+    drive, number = failing(failures=3)
+    drive.now += 5.0
+    found = explain(drive.state, number, drive.now)
+    (blocker,) = found.blockers
+    assert blocker.reason is Reason.FAILING
+    assert blocker.message == (
+        "its last 3 attempts failed (rank 0 ended with exit code 1), so it is tried again 20 s after the last"
+    )
+    assert found.assumption == "unknown, because it is tried again in 15 s, and then has to find a place"
+    tick_until_tried(drive, number)
+    assert all(one.reason is not Reason.FAILING for one in explain(drive.state, number, drive.now).blockers)
+
+
+def test_who_suspends_and_resumes_it_has_it_tried_at_once() -> None:
+    drive, number = failing(failures=5)
+    drive.step(SuspendJob(number))
+    assert drive.job(number).state is JobState.SUSPENDED
+    assert not drive.state.backing_off
+    drive.step(ResumeJob(number))
+    assert drive.state.is_waiting(drive.job(number))
+
+
+def test_who_cancels_it_ends_it() -> None:
+    drive, number = failing(failures=5)
+    drive.step(CancelJob(number))
+    assert drive.job(number).state is JobState.CANCELLED
+    assert not drive.state.backing_off
+
+
+def test_it_is_tried_at_the_same_time_by_a_master_that_was_restarted() -> None:
+    drive, number = failing(failures=4)
+    again_at = drive.job(number).again_at
+    restarted(drive)
+    assert not drive.state.is_waiting(drive.job(number))
+    tick_until_tried(drive, number)
+    assert again_at <= drive.now < again_at + 1.0
+
+
+def test_an_image_of_the_state_keeps_when_it_is_tried() -> None:
+    drive, number = failing(failures=4)
+    drive.state.take_changes()
+    drive.state = state_of(image_of(drive.state))
+    assert list(drive.state.backing_off) == [number]
+    assert round(tick_until_tried(drive, number)) == 40
+
+
+def test_a_clock_that_is_set_back_keeps_nobody() -> None:
+    drive, number = failing(failures=4)
+    drive.now -= 3_600.0
+    drive.step(Tick())
+    assert drive.state.is_waiting(drive.job(number))
+
+
+def test_a_clock_that_is_seen_to_be_set_leaves_it_as_long_to_wait() -> None:
+    drive, number = failing(failures=4)
+    left = drive.job(number).again_at - drive.now
+    drive.now -= 3_600.0
+    drive.step(Tick(set_by=-3_600.0))
+    assert drive.job(number).again_at - drive.now == pytest.approx(left, abs=0.1)
+
+
+def test_a_lost_node_is_no_failure_of_the_job() -> None:
+    drive, number = failing(failures=3)
+    tick_until_tried(drive, number)
+    drive.start(number)
+    drive.runs(number)
+    drive.now += drive.state.settings.session_alive_seconds
+    drive.step(DeclareLost("n1"))
+    job = drive.job(number)
+    assert (job.state, job.failed_in_row) == (JobState.PENDING, 3)
+    assert drive.state.is_waiting(job)
+
+
+@given(st.integers(0, 1_000), st.floats(0.1, 100.0), st.floats(0.0, 1e4))
+def test_delays_never_fall_and_have_an_end(failed: int, delay: float, most: float) -> None:
+    settings = Settings(restart_delay_seconds=delay, restart_delay_most_seconds=most)
+    now, later = delay_after(settings, failed), delay_after(settings, failed + 1)
+    assert 0.0 <= now <= later <= most
+
+
+def test_without_a_delay_nobody_waits() -> None:
+    assert delay_after(Settings(restart_delay_seconds=0.0), 7) == 0.0
