@@ -25,6 +25,7 @@ from ganger.wire.tls import AUTHORITY, CERTIFICATE, KEY
 
 AUTHORITY_KEY: Final = "ca-key.pem"
 AUTHORITY_DAYS: Final = 3650
+_SERVERS: Final = (Role.MASTER, Role.DAEMON)
 # Clocks of machines differ.
 _BEFORE: Final = timedelta(minutes=5)
 _HOST = re.compile(
@@ -51,16 +52,19 @@ def make_authority(directory: Path) -> Path:
     return directory / AUTHORITY
 
 
+def check_hosts(role: Role, hosts: Sequence[str]) -> None:
+    """Raises CertificateError unless who is dialled has hosts, and nobody else."""
+    if role in _SERVERS and not hosts:
+        raise CertificateError(f"a {role} is dialled by others: name the host under which they reach it with --host")
+    if hosts and role not in _SERVERS:
+        raise CertificateError(f"nobody dials a {role}: leave --host out")
+
+
 def issue(authority: Path, identity: Identity, hosts: Sequence[str], days: float, out: Path) -> datetime:
     """Writes key.pem (mode 0600), cert.pem and ca.pem into `out`: a certificate of `identity`, by the authority in the
     directory `authority`, with `hosts` (DNS names and IP addresses). When it ends. Raises CertificateError."""
-    serves = identity.role in (Role.MASTER, Role.DAEMON)
-    if serves and not hosts:
-        raise CertificateError(
-            f"a {identity.role} is dialled by others: name the host under which they reach it with --host"
-        )
-    if hosts and not serves:
-        raise CertificateError(f"nobody dials a {identity.role}: leave --host out")
+    serves = identity.role in _SERVERS
+    check_hosts(identity.role, hosts)
     signer, signing_key = _authority(authority)
     if (left := signer.not_valid_after_utc - datetime.now(UTC)) < timedelta(days=days):
         raise CertificateError(

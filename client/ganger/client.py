@@ -22,7 +22,7 @@ from ganger.v1.job_service_pb2_grpc import JobServiceStub
 from ganger.v1.node_pb2_grpc import NodeServiceStub
 from ganger.wire import times
 from ganger.wire.channels import MAX_MESSAGE_BYTES, open_channel
-from ganger.wire.endpoints import Endpoint, EndpointError, find_endpoint
+from ganger.wire.endpoints import TLS_VARIABLE, Endpoint, EndpointError, find_endpoint
 from ganger.wire.errors import (
     ApiError,
     CertificateInvalid,
@@ -44,6 +44,8 @@ from ganger.wire.names import (
 Answer = TypeVar("Answer")
 
 _RECONNECT_SECONDS = 0.5
+# What gRPC says where somebody listens who does not go on with it, as one does who expects TLS.
+_HUNG_UP = ("Socket closed", "Connection reset by peer")
 # What a master may take to finish the file of a recording.
 _PUBLISH_SECONDS = 60.0
 
@@ -412,6 +414,8 @@ class Client:
             # gRPC tells of every address and layer; its last clause is the one that says something.
             cause = error.message.rpartition(": ")[2].rstrip(")]}") or "no answer"
             hint = "can this machine reach it?" if self.endpoint.tls else "`ganger up` starts one here"
+            if not self.endpoint.tls and not address.startswith("unix:") and any(each in cause for each in _HUNG_UP):
+                hint = f"or does it ask for a certificate? Name the directory of yours by ${TLS_VARIABLE}"
             return Unreachable(f"no master answers at {address} ({cause}): is it running? {hint}")
         if isinstance(error, DeadlineExceeded):
             return DeadlineExceeded(f"the master at {self.endpoint.address} did not answer in time: try again")

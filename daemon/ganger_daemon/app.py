@@ -20,7 +20,7 @@ from typing import TypeVar
 import grpc
 from ganger.agent.v1 import agent_pb2, peer_pb2_grpc
 from ganger.wire.convert import configuration_set_to_wire
-from ganger.wire.endpoints import Endpoint, EndpointError, check_listen_address, find_endpoint
+from ganger.wire.endpoints import CredentialError, Endpoint, EndpointError, check_listen_address, find_endpoint
 from ganger.wire.names import is_node_id
 from ganger.wire.roles import Identity, Role
 from ganger.wire.servers import Callers, bind, make_server
@@ -238,13 +238,13 @@ class Daemon:
             identity = check_directory(tls, (Role.DAEMON,))
             tell_end(tls)
         except EndpointError as error:
-            denied = _obstacle_of(error) is Obstacle.RIGHTS
+            denied = isinstance(error, CredentialError)
             raise DaemonError(str(error), Obstacle.RIGHTS if denied else Obstacle.SETTING) from error
         if identity.name != self.node:
             raise DaemonError(
                 f"the certificate in {tls} is of nodes/{identity.name}, this daemon is nodes/{self.node}:"
                 f" give it --node {identity.name}, or the certificate of {self.node}",
-                Obstacle.SETTING,
+                Obstacle.RIGHTS,
             )
 
     def _find_master(self) -> Endpoint:

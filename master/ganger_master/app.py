@@ -223,8 +223,7 @@ def _check_certificate(directory: Path) -> None:
         check_directory(directory, (Role.MASTER,))
         tell_end(directory)
     except EndpointError as error:
-        is_denied = obstacle_of(error) is Obstacle.RIGHTS
-        raise StartError(str(error), Obstacle.RIGHTS if is_denied else Obstacle.SETTING) from error
+        raise StartError(str(error), Obstacle.RIGHTS) from error
 
 
 def _obstacle_of(error: StoreError | EndpointError) -> Obstacle:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import socket
 import threading
 import time
 from pathlib import Path
@@ -331,7 +333,8 @@ def test_declaring_a_node_lost_asks_first(
     call: Call, master: CannedMaster, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    assert call("lost", "n1") == 130
+    assert call("lost", "n1") == 2
+    assert "Nobody is there to answer: give --yes" in capsys.readouterr().err
     assert [type(request).__name__ for request in master.requests] == ["GetNodeRequest"], "that there is such a node"
     assert call("nodes", "lost", "n1", "--yes") == 0
     assert "node n1 is lost" in capsys.readouterr().out
@@ -515,6 +518,37 @@ def test_exit_codes_follow_the_error(
 def test_a_bad_job_name_is_a_usage_error(call: Call, name: str, capsys: Output) -> None:
     assert call("show", "--", name) == 2
     assert f"{name!r} is not a job: give its number" in capsys.readouterr().err
+
+
+def test_an_array_where_a_job_is_to_be_named_is_wrong_usage(call: Call, master: CannedMaster) -> None:
+    members(master)
+    assert [call(*command, "1") for command in (("suspend",), ("move",), ("resume",))] == [2, 2, 2]
+    assert call("suspend", "9") == 3
+
+
+def test_a_certificate_that_does_not_do_is_not_permitted(
+    tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GANGER_TLS", str(tmp_path / "none"))
+    assert run(["--master", "localhost:1", "queue"]) == 6
+    assert "there is no" in capsys.readouterr().err
+
+
+def test_who_hangs_up_on_a_bare_call_may_want_a_certificate(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GANGER_TLS", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def hang_up() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listening.accept()
+                    connection.recv(1)
+                    connection.close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        assert run(["--master", f"127.0.0.1:{listening.getsockname()[1]}", "queue"]) == 5
+        listening.shutdown(socket.SHUT_RDWR)
+    assert "or does it ask for a certificate?" in capsys.readouterr().err
 
 
 def test_nobody_there_is_its_own_exit_code(tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ def refusal(tmp_path: Path, **settings: Any) -> str:
         return refused_in(tmp_path, Path(short), **settings)
 
 
-def refused_in(tmp_path: Path, short: Path, **settings: Any) -> str:
+def refused_in(tmp_path: Path, short: Path, obstacle: Obstacle = Obstacle.SETTING, **settings: Any) -> str:
     values: dict[str, Any] = {
         "state_directory": tmp_path / "d",
         "run_directory": short,
@@ -36,7 +36,7 @@ def refused_in(tmp_path: Path, short: Path, **settings: Any) -> str:
         with pytest.raises(DaemonError) as refused:
             await daemon.start()
         await daemon.stop()
-        assert refused.value.obstacle is Obstacle.SETTING
+        assert refused.value.obstacle is obstacle
         return str(refused.value)
 
     return asyncio.run(start())
@@ -44,9 +44,10 @@ def refused_in(tmp_path: Path, short: Path, **settings: Any) -> str:
 
 def test_a_daemon_needs_the_certificate_of_its_own_node(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
-    said = refusal(tmp_path, tls=authority.issue("daemon", "n2"))
+    said = refusal(tmp_path, obstacle=Obstacle.RIGHTS, tls=authority.issue("daemon", "n2"))
     assert "is of nodes/n2, this daemon is nodes/n1: give it --node n2, or the certificate of n1" in said
-    assert "one of role daemon is needed" in refusal(tmp_path, tls=authority.issue("master", "n1"))
+    said = refusal(tmp_path, obstacle=Obstacle.RIGHTS, tls=authority.issue("master", "n1"))
+    assert "one of role daemon is needed" in said
 
 
 def test_other_machines_reach_no_daemon_without_a_certificate(tmp_path: Path) -> None:

@@ -195,8 +195,8 @@ def test_who_comes_without_the_right_certificate_is_told_so(cluster: CertifiedCl
     cases = (
         (ended, Exit.NOT_PERMITTED, r"cert\.pem expired on"),
         (other, Exit.NOT_PERMITTED, r"its certificate was not made by the authority in .*other-user-ann/ca\.pem"),
-        (world, Exit.USAGE, r"key\.pem can be read by others \(mode 0644\): chmod 600 it"),
-        (tmp_path / "nowhere", Exit.USAGE, r"there is no .*nowhere/cert\.pem"),
+        (world, Exit.NOT_PERMITTED, r"key\.pem can be read by others \(mode 0644\): chmod 600 it"),
+        (tmp_path / "nowhere", Exit.NOT_PERMITTED, r"there is no .*nowhere/cert\.pem"),
     )
     for tls, code, said in cases:
         done = cluster.try_("ann", "queue", tls=tls)
@@ -204,21 +204,27 @@ def test_who_comes_without_the_right_certificate_is_told_so(cluster: CertifiedCl
         assert done.stderr.count("\n") == 1, done.stderr
     # The daemon of another node's certificate does not start, nor a master with a daemon's.
     mine = str(cluster.authority.issue("daemon", "n0", (cluster.machines["n0"].address,)))
-    for argv, said in (
+    for argv, code, said in (
         (
             [
                 *("daemon", "--node", "n7", "--master", cluster.address, "--tls", mine),
                 "--state-dir",
                 str(tmp_path / "d"),
             ],
+            Exit.NOT_PERMITTED,
             r"of nodes/n0, this daemon is nodes/n7: give it --node n0",
         ),
         (
             ["master", "--tls", mine, "--listen", "127.0.0.1:0", "--state-dir", str(tmp_path / "m")],
+            Exit.NOT_PERMITTED,
             r"is the certificate of daemon 'n0', here one of role master is needed",
         ),
-        (["master", "--listen", "198.18.0.1:0", "--state-dir", str(tmp_path / "m")], "without certificates"),
+        (
+            ["master", "--listen", "198.18.0.1:0", "--state-dir", str(tmp_path / "m")],
+            Exit.USAGE,
+            "without certificates",
+        ),
     ):
         done = subprocess.run([*GANGER, *argv], env=dict(os.environ), capture_output=True, text=True, timeout=60)
-        assert done.returncode in (Exit.USAGE, Exit.REFUSED), done
+        assert done.returncode == code, done
         assert re.search(said, done.stderr), done

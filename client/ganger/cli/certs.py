@@ -62,6 +62,10 @@ def issue(directory: Path, role: str, name: str, hosts: tuple[str, ...], out: Pa
         )
     identity = Identity(Role(role), name)
     try:
+        certificates.check_hosts(identity.role, hosts)
+    except certificates.CertificateError as error:
+        raise click.UsageError(str(error)) from error
+    try:
         end = certificates.issue(directory, identity, hosts, days, out)
     except certificates.CertificateError as error:
         raise CommandError(str(error)) from error

@@ -49,11 +49,13 @@ def report(error: BaseException) -> int:
 
 
 def _report_api_error(error: BaseException) -> int:
-    from ganger.wire.endpoints import EndpointError
-    from ganger.wire.errors import ApiError
+    from ganger.wire.endpoints import CredentialError, EndpointError
+    from ganger.wire.errors import ApiError, JobNotFound
 
     if isinstance(error, EndpointError):
         _say(str(error))
+        if isinstance(error, CredentialError):
+            return Exit.NOT_PERMITTED
         return Exit.USAGE if error.found else Exit.UNREACHABLE
     if isinstance(error, ApiError):
         _say(str(error))
@@ -61,7 +63,9 @@ def _report_api_error(error: BaseException) -> int:
         if error.reason == "GANG_IMPOSSIBLE" and "=" not in error.message:
             for name, value in sorted(error.metadata.items()):
                 print(f"  {name}: {value}", file=sys.stderr)
-        return exit_code(error)
+        # It is there, but is no job: what was asked for is asked of a member.
+        is_array = isinstance(error, JobNotFound) and "array" in error.metadata
+        return Exit.USAGE if is_array else exit_code(error)
     return _report_bug(error)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -108,7 +109,15 @@ def lost(node: str, yes: bool, as_json: bool) -> None:
     with open_client() as client:
         if not yes:
             client.get_node(node)  # Nobody is asked about a node that there is not.
-            click.confirm(f"is {number(node)} powered off, or sure never to come back as it is?", abort=True, err=True)
+            question = f"is {number(node)} powered off, or sure never to come back as it is?"
+            try:
+                is_sure = click.confirm(question, err=True)
+            except click.Abort:
+                if sys.stdin.isatty():
+                    raise
+                raise click.UsageError(f"{question} Nobody is there to answer: give --yes") from None
+            if not is_sure:
+                raise click.Abort
         _tell(client.declare_node_lost(node), as_json)
 
 

@@ -30,6 +30,10 @@ class EndpointError(Exception):
         self.found = found
 
 
+class CredentialError(EndpointError):
+    """A token or a certificate that does not do: with this one nobody is let in."""
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """`tls`: the directory of the caller's certificate, for a server that asks for one; it needs no token."""
@@ -133,15 +137,15 @@ def read_token(path: Path) -> str:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             token = file.read(1_024).strip()
     except PermissionError as error:
-        raise EndpointError(f"may not read the token {path}: the cluster belongs to another user") from error
+        raise CredentialError(f"may not read the token {path}: the cluster belongs to another user") from error
     except OSError as error:
-        raise EndpointError(f"cannot read the token {path}: {error.strerror}") from error
+        raise CredentialError(f"cannot read the token {path}: {error.strerror}") from error
     if mode & 0o077:
-        raise EndpointError(
+        raise CredentialError(
             f"the token {path} can be read by others (mode {mode:04o}): chmod 600 it, or delete it and restart"
         )
     if not token:
-        raise EndpointError(f"the token {path} is empty: delete it and restart the master")
+        raise CredentialError(f"the token {path} is empty: delete it and restart the master")
     return token
 
 

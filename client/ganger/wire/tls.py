@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
-from ganger.wire.endpoints import Endpoint, EndpointError
+from ganger.wire.endpoints import CredentialError, Endpoint
 from ganger.wire.errors import CertificateInvalid
 from ganger.wire.roles import Identity, Role, identity_of
 
@@ -49,30 +49,30 @@ class Files:
 
 
 def read_files(directory: Path) -> Files:
-    """Raises EndpointError for a file that is missing, unreadable or empty, and for a key that others could read."""
+    """Raises CredentialError for a file that is missing, unreadable or empty, and for a key that others could read."""
     return Files(*(_read(directory / name) for name in (CERTIFICATE, KEY, AUTHORITY)))
 
 
 def channel_credentials(directory: Path) -> grpc.ChannelCredentials:
-    """Raises EndpointError."""
+    """Raises CredentialError."""
     files = read_files(directory)
     return grpc.ssl_channel_credentials(files.authority, files.key, files.certificate)
 
 
 def server_credentials(directory: Path) -> grpc.ServerCredentials:
-    """Of a server that lets nobody in without a certificate. Raises EndpointError."""
+    """Of a server that lets nobody in without a certificate. Raises CredentialError."""
     files = read_files(directory)
     pair = [(files.key, files.certificate)]
     return grpc.ssl_server_credentials(pair, root_certificates=files.authority, require_client_auth=True)
 
 
 def client_context(directory: Path) -> ssl.SSLContext:
-    """For sockets that dial. Raises EndpointError."""
+    """For sockets that dial. Raises CredentialError."""
     return _loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), directory)
 
 
 def server_context(directory: Path) -> ssl.SSLContext:
-    """For sockets that are dialled. Raises EndpointError."""
+    """For sockets that are dialled. Raises CredentialError."""
     context = _loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), directory)
     context.verify_mode = ssl.CERT_REQUIRED
     return context
@@ -99,7 +99,7 @@ def identity_in_pem(certificate: bytes) -> Identity:
 
 def check_directory(directory: Path, roles: Iterable[Role] = Role) -> Identity:
     """Whom the certificate is of, after a handshake with itself: key and certificate belong together, are of the
-    authority, valid now, and of one of `roles`. Raises EndpointError saying which of that is wrong."""
+    authority, valid now, and of one of `roles`. Raises CredentialError saying which of that is wrong."""
     serving, calling = server_context(directory), client_context(directory)
     calling.check_hostname = False
     calling.verify_mode = ssl.CERT_NONE
@@ -109,14 +109,14 @@ def check_directory(directory: Path, roles: Iterable[Role] = Role) -> Identity:
             calling.verify_mode = ssl.CERT_REQUIRED
             _shake_hands(serving, calling)
     except ssl.SSLCertVerificationError as error:
-        raise EndpointError(_own_trouble(directory, error)) from error
+        raise CredentialError(_own_trouble(directory, error)) from error
     except ssl.SSLError as error:
-        raise EndpointError(f"cannot use the certificate {directory / CERTIFICATE}: {_reason(error)}") from error
+        raise CredentialError(f"cannot use the certificate {directory / CERTIFICATE}: {_reason(error)}") from error
     except CertificateInvalid as error:
-        raise EndpointError(f"cannot use {directory / CERTIFICATE}: {error.message}") from error
+        raise CredentialError(f"cannot use {directory / CERTIFICATE}: {error.message}") from error
     wanted = tuple(roles)
     if identity.role not in wanted:
-        raise EndpointError(
+        raise CredentialError(
             f"{directory / CERTIFICATE} is the certificate of {identity}, here one of role {' or '.join(wanted)} is"
             f" needed: `ganger certs issue --role {wanted[0]}` makes one"
         )
@@ -138,7 +138,7 @@ def trouble_with(endpoint: Endpoint) -> str:
     try:
         check_directory(directory)
         context = client_context(directory)
-    except EndpointError as error:
+    except CredentialError as error:
         return str(error)
     context.set_alpn_protocols(["h2"])
     host, _, port = endpoint.address.rpartition(":")
@@ -167,16 +167,16 @@ def _read(path: Path) -> bytes:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             content = file.read(_MOST_BYTES)
     except FileNotFoundError as error:
-        raise EndpointError(
+        raise CredentialError(
             f"there is no {path}: a directory for TLS holds {CERTIFICATE}, {KEY} and {AUTHORITY}, as `ganger certs"
             " issue` writes them"
         ) from error
     except OSError as error:
-        raise EndpointError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+        raise CredentialError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
     if path.name == KEY and mode & 0o077:
-        raise EndpointError(f"the key {path} can be read by others (mode {mode:04o}): chmod 600 it")
+        raise CredentialError(f"the key {path} can be read by others (mode {mode:04o}): chmod 600 it")
     if not content.strip():
-        raise EndpointError(f"{path} is empty: copy it anew, or issue another certificate")
+        raise CredentialError(f"{path} is empty: copy it anew, or issue another certificate")
     return content
 
 
@@ -186,7 +186,7 @@ def _loaded(context: ssl.SSLContext, directory: Path) -> ssl.SSLContext:
     try:
         context.load_verify_locations(cadata=files.authority.decode("ascii"))
     except (ssl.SSLError, UnicodeDecodeError) as error:
-        raise EndpointError(f"{directory / AUTHORITY} holds no certificate in PEM form") from error
+        raise CredentialError(f"{directory / AUTHORITY} holds no certificate in PEM form") from error
     try:
         # Without a word for it OpenSSL would ask the terminal.
         context.load_cert_chain(directory / CERTIFICATE, directory / KEY, password=lambda: b"")
@@ -199,9 +199,9 @@ def _loaded(context: ssl.SSLContext, directory: Path) -> ssl.SSLContext:
             why = f"{directory / KEY} holds no key in PEM form"
         else:
             why = f"cannot read {directory / CERTIFICATE} and {directory / KEY} as certificate and key in PEM form"
-        raise EndpointError(why) from error
+        raise CredentialError(why) from error
     except OSError as error:
-        raise EndpointError(f"cannot read the certificate in {directory}: {error.strerror}") from error
+        raise CredentialError(f"cannot read the certificate in {directory}: {error.strerror}") from error
     return context
 
 
