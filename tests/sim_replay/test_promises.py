@@ -111,6 +111,17 @@ def test_the_same_run_comes_out_the_same(policy: str) -> None:
     assert np.array_equal(runs[0].first_start_s, runs[1].first_start_s)
 
 
+def test_gangs_that_rest_in_host_memory_are_sent_nowhere_that_has_no_memory_for_them() -> None:
+    """A gang of 8 was asked closer together, onto a node where what it keeps there while it rests leaves too little for
+    it: it rested, was given up after ten minutes, went on, and was asked again, for ever."""
+    dice = np.random.default_rng(7)
+    arrivals, sizes = np.sort(dice.integers(0, 600, 40)), dice.choice([1, 1, 2, 3, 4, 8, 12], 40)
+    each = zip(arrivals.tolist(), sizes.tolist(), strict=True)
+    rows = [(at, gpus, int(dice.integers(1, 300)), "ann", 0) for at, gpus in each]
+    outcomes = simulate(_jobs(rows), SERVERS, "gandiva", OPTIONS).outcomes
+    assert outcomes.end_s.max() < 3_600.0
+
+
 def _jobs(rows: list[tuple[int, int, int, str, int]]) -> Workload:
     arrivals, gpus, durations, users, priorities = zip(*rows, strict=True)
     names = [str(number) for number in range(len(rows))]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
+
+from ganger.resources.view import View
 
 from ganger_master.core.arenas import has_arenas
 from ganger_master.core.commands import Change, Promise
@@ -18,7 +21,7 @@ from ganger_master.planner.errands import Errand, Leg, Stage, carry_on, stage_of
 from ganger_master.planner.move_costs import MoveCosts, move_costs
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
-from ganger_master.policies.introspect.hole import Hole, Movable, Movables, in_order
+from ganger_master.policies.introspect.hole import Hole, Movable, Movables, Move, in_order
 from ganger_master.policies.introspect.migration import movable
 from ganger_master.policies.introspect.whatif import Claims, WhatIf
 from ganger_master.policies.place import Placement
@@ -153,10 +156,12 @@ class Acting:
     def begin(
         self, goal: Goal, hole: Hole, waiting: int = 0, saved: float = 0.0, last_goal: Goal | None = None
     ) -> bool:
-        """An errand, and its first changes; not where somebody would have to rest on its way who cannot. `last_goal`:
-        of the last move, if it is another's."""
+        """An errand, and its first changes; not where somebody would have to rest on its way who cannot, or who would
+        find no memory where it goes beside what it keeps meanwhile. `last_goal`: that of the last move, if another."""
         ordered, parked = in_order(hole.moves)
         if not all(has_arenas(self._pairs[move.number][1]) for move in parked):
+            return False
+        if not _has_memory(self.room.view, ordered, parked):
             return False
         legs = []
         for move in ordered:
@@ -169,6 +174,19 @@ class Acting:
         self.errands.extend(carried.errands)
         self.changes.extend(carried.changes)
         return bool(carried.errands)
+
+
+def _has_memory(view: View, moves: Sequence[Move], parked: Sequence[Move]) -> bool:
+    """Whether all find host memory where they go. Who rests on its way gives none back before it is there."""
+    if not parked:
+        return True
+    needed: Counter[str] = Counter()
+    for move in moves:
+        for claim in move.claims:
+            needed[claim.node] += claim.memory_bytes + claim.arena_bytes
+        for claim in move.gang.claims if move.claims and move not in parked else ():
+            needed[claim.node] -= claim.memory_bytes + claim.arena_bytes
+    return all(needed[node] <= view.memory[view.slots[node]] for node in needed if node in view.slots)
 
 
 def _can_move(job: Job, gang: Gang) -> bool:
