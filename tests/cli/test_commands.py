@@ -38,7 +38,7 @@ def test_submit_and_why_tell_whether_a_deadline_can_be_met(call: Call, master: C
     told = capsys.readouterr()
     assert (told.out, told.err) == (
         "submitted job 2\n",
-        "ganger: its deadline can be met: it would end 90 min before it\n",
+        "ganger: deadline: can be met: it would end 90 min before it\n",
     )
     assert 21_000 < times.unix_seconds(master.requests[0].spec.deadline) - time.time() <= 21_600
     assert call("why", "1") == 0
@@ -572,6 +572,21 @@ def test_a_bug_is_a_number_with_the_details_in_a_file(
     log = tmp_path / "ganger" / "cli-errors.log"
     assert "Traceback" in log.read_text()
     assert str(log) in text
+
+
+def test_a_job_that_starts_has_no_pids_yet(call: Call, master: CannedMaster, capsys: Output) -> None:
+    gang = running_job(master).gang
+    gang.pids[:] = [0, 0]
+    assert call("show", "1") == 0
+    assert "pids" not in capsys.readouterr().out
+    gang.pids[:] = [7, 0]
+    assert call("show", "1") == 0
+    assert "7 -" in capsys.readouterr().out
+
+
+def test_the_version_of_the_client_needs_no_master(capsys: Output) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.strip()
 
 
 def test_version_speaks_of_both_sides(call: Call, capsys: Output) -> None:

@@ -190,7 +190,7 @@ def test_master_is_told_of_jobs_that_do_not_get_on(monkeypatch: pytest.MonkeyPat
         await made.daemon("n2")
         told = made.master.progress
         await made.master.want("n1", made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), command=["sleep", "600"]))
-        await until(lambda: 1 in told and "used no processor" in told[1].concern, "an idle job")
+        await until(lambda: 1 in told and "less than 1 % of a processor" in told[1].concern, "an idle job")
         await made.master.want("n2", made.gang({"n2": [0]}, "n2", uid=str(uuid.uuid4()), epoch=2))
         running = await made.master.until("n2", 2, in_phase(Observed.PHASE_RUNNING))
         await until(lambda: 2 in told and told[2].step > 0, "steps")

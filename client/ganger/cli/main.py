@@ -138,6 +138,7 @@ def _added() -> dict[str, str]:
     help="Master: HOST:PORT, unix:PATH, or its state directory. Default: $GANGER_MASTER, else the cluster of"
     " `ganger up`.",
 )
+@click.version_option(package_name="ganger", message="%(version)s", help="Print the version of this client.")
 @click.pass_context
 def ganger(context: click.Context, master: str | None) -> None:
     """Gangs of GPUs, set to work whole, paused between two mini-batches, moved without losing a step."""

@@ -90,7 +90,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("cores", "\n".join(job_lines.cores(job))),
         ("locality", job_lines.locality_text(gang.level)),
         ("epoch", f"{gang.epoch}, revision {job.revision}" if gang.epoch else ""),
-        ("pids", " ".join(str(pid) for pid in gang.pids)),
+        ("pids", " ".join(str(pid or "-") for pid in gang.pids) if any(gang.pids) else ""),
         ("stopped at", f"step {gang.stop_step}" if gang.stop_step else ""),
         ("progress", job_lines.progress_text(job.progress)),
         ("reported", _reported(job)),

@@ -163,7 +163,7 @@ def _print_advice(client: Client, name: str) -> None:
         advice = client.explain_job(name).deadline_advice
     except ApiError as error:
         advice = f"nothing is known of it: {error}"
-    print(f"ganger: its deadline {advice}", file=sys.stderr)
+    print(f"ganger: deadline: {advice}", file=sys.stderr)
 
 
 def _merge(description: dict[str, Any], flags: dict[str, str | None]) -> dict[str, str]:

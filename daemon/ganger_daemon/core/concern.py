@@ -89,7 +89,11 @@ def concern(watched: Watched, now: float) -> str:
         return _hang(watched, watched.stepped_at, now) or watched.held_back
     if watched.busy_at is not None:
         idle = now - watched.busy_at
-        return f"its processes have used no processor for {format_duration(idle)}" if idle >= IDLE_SECONDS else ""
+        return (
+            f"its processes have used less than 1 % of a processor for {format_duration(idle)}"
+            if idle >= IDLE_SECONDS
+            else ""
+        )
     waited = now - watched.since
     if watched.ranks and waited >= IDLE_SECONDS:
         return f"no step in the {format_duration(waited)} that it has been running"

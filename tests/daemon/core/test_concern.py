@@ -77,7 +77,7 @@ def test_a_job_without_boundaries_is_judged_by_its_processor_time() -> None:
     assert concern(watched, 1_800.0) == ""
     for minute in range(30, 45):
         watched = used(watched, 90.0 + 0.001 * minute, 60.0 * minute)
-    assert concern(watched, 60.0 * 44) == "its processes have used no processor for 14m"
+    assert concern(watched, 60.0 * 44) == "its processes have used less than 1 % of a processor for 14m"
 
 
 def test_a_rank_that_waits_for_data_holds_back_the_others() -> None:
