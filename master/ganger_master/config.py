@@ -16,6 +16,8 @@ from typing import Final
 from ganger.units import parse_memory
 from ganger.wire.endpoints import EndpointError, check_address, check_listen_address, is_loopback
 
+from ganger_master.policies import live_policy_named
+
 PREFIX: Final = "GANGER_MASTER_"
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)?")
@@ -187,6 +189,8 @@ def _parse_one(name: str, value: object, has_certificates: bool) -> object:
     if name in ("database_url", "policy"):
         if not isinstance(value, str):
             raise ValueError(f"{name}: must be text")
+        if name == "policy":
+            _check_policy(value)
         return value
     known = ", ".join(sorted(one.removesuffix("_seconds") for one in _NAMES))
     raise ValueError(f"{name}: no such setting; known are {known}")
@@ -204,6 +208,13 @@ def _quotas_of(value: object) -> dict[str, int]:
         names = ", ".join(repr(user) for user in wrong)
         raise ValueError(f"quotas: {names}: write USER=GPUS, a number from 0 on, and *=GPUS for everybody else")
     return {user: int(str(gpus)) for user, gpus in value.items()}
+
+
+def _check_policy(name: str) -> None:
+    try:
+        live_policy_named(name)
+    except KeyError as error:
+        raise ValueError(str(error.args[0])) from None
 
 
 def _metrics_of(value: object, has_certificates: bool) -> str:

@@ -18,10 +18,10 @@ def test_defaults_need_only_a_state_directory() -> None:
 
 
 def test_flag_beats_environment_beats_file() -> None:
-    text = 'state_dir = "/file"\npolicy = "file"\nlost_after = "1h"\n'
-    environment = {"GANGER_MASTER_POLICY": "environment", "GANGER_MASTER_LOST_AFTER": "never"}
+    text = 'state_dir = "/file"\npolicy = "las"\nlost_after = "1h"\n'
+    environment = {"GANGER_MASTER_POLICY": "gandiva", "GANGER_MASTER_LOST_AFTER": "never"}
     config = load({"state_dir": "/flag", "policy": None}, environment, text)
-    assert (config.state_dir, config.policy, config.lost_after_seconds) == (Path("/flag"), "environment", None)
+    assert (config.state_dir, config.policy, config.lost_after_seconds) == (Path("/flag"), "gandiva", None)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,13 @@ def test_flag_beats_environment_beats_file() -> None:
 )
 def test_durations_are_read_with_their_units(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
+
+
+def test_a_policy_that_there_is_not_is_told_with_the_other_mistakes() -> None:
+    with pytest.raises(ConfigError) as wrong:
+        load({}, {}, 'policy = "x"\nlost_after = "soon"\nno_such = 1\nquotas = {ann = "many"}')
+    for told in ("there is no policy 'x'", "'soon' is no duration", "no_such", "quotas"):
+        assert told in str(wrong.value)
 
 
 def test_all_mistakes_are_reported_together() -> None:
