@@ -280,8 +280,9 @@ def test_files_are_written_and_say_the_same_as_the_screen(said: Said, trace: Pat
 
 
 def test_compare_puts_policies_side_by_side_at_each_load(said: Said, trace: Path, tmp_path: Path) -> None:
-    flags = [*ONE_NODE, "--ideal", "--loads", "0.5,2", "--csv", tmp_path / "out"]
-    code, out, _ = said("compare", trace, "-p", "fifo,srtf", "--json", *flags)
+    """Named in one flag or in several."""
+    flags = [*ONE_NODE, "--ideal", "--loads", "0.5", "--loads", "2", "--csv", tmp_path / "out"]
+    code, out, _ = said("compare", trace, "-p", "fifo", "-p", "srtf", "--json", *flags)
     assert code == 0
     found = json.loads(out)
     assert [each["load"] for each in found["loads"]] == [0.5, 2.0]
@@ -325,6 +326,7 @@ def test_compare_gives_intervals_over_seeds(said: Said) -> None:
     ("arguments", "words"),
     [
         (["-p", "fifo,fifo"], "fifo is there twice"),
+        (["-p", "fifo", "-p", "srtf,fifo"], "fifo is there twice"),
         (["-p", "fifo,,srtf"], "has an empty entry"),
         (["-p", "fifo,best"], "there is no policy 'best'"),
         (["-p", "fifo", "--loads", "1,0"], "'0' is not a number above zero"),

@@ -32,7 +32,7 @@ _LEVELS = "nvlink, switch, socket, node, rack, fabric, cluster"
 @click.option("--tasks", metavar="T", help="Tasks; needed with --gpus 0 for more than one.")
 @click.option("--gpu-type", metavar="TYPE", help="Take only this device type.")
 @click.option("--gpu-memory", metavar="SIZE", help="Most memory a GPU will use, to reserve what OFFLOAD needs.")
-@click.option("--nodes", metavar="N", help="Use exactly so many nodes.")
+@click.option("--nodes", metavar="N", help="Use exactly so many nodes; 0: any number.")
 @click.option("--cpus-per-gpu", metavar="N|auto", help="Cores beside each GPU; auto (default) measures.")
 @click.option("--cpus-per-task", metavar="N|auto", help="Cores of each task.")
 @click.option("--memory", metavar="SIZE", help="Host memory of each task, e.g. 16G.")
@@ -61,7 +61,7 @@ _LEVELS = "nvlink, switch, socket, node, rack, fabric, cluster"
 )
 @click.option("--stop", metavar="RULE,KEY=VALUE,...", help="Stops the worse members: halving, asha, median, threshold.")
 @click.option("--directory", "-C", metavar="PATH", help="Working directory. Default: this one.")
-@click.option("--request-id", metavar="UUID", help="Repeat it to submit at most once.")
+@click.option("--request-id", metavar="ID", help="Repeat it to submit at most once.")
 @click.option("--follow", "-f", is_flag=True, help="Print its log until it ends; ctrl-C leaves it running.")
 @click.option("--dry-run", is_flag=True, help="Check the description and print what would be submitted.")
 @json_option

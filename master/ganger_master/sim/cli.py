@@ -18,7 +18,7 @@ import click
 from ganger.console.exits import CommandError, Exit
 
 from ganger_master.sim.aside import say
-from ganger_master.sim.flags import CLUSTER, LOAD_PHASES, Amount, Listed, shared_flags
+from ganger_master.sim.flags import CLUSTER, LOAD_PHASES, Amount, Listed, joined, shared_flags
 from ganger_master.sim.threads import one_thread_each
 
 if TYPE_CHECKING:
@@ -103,10 +103,22 @@ def simulate(
 @click.command()
 @click.argument("trace")
 @click.option(
-    "--policies", "-p", type=Listed(click.STRING), metavar="NAME,...", required=True, help="Such as fifo,las2d,srtf."
+    "--policies",
+    "-p",
+    type=Listed(click.STRING),
+    metavar="NAME,...",
+    required=True,
+    multiple=True,
+    callback=joined,
+    help="Such as fifo,las2d,srtf.",
 )
 @click.option(
-    "--loads", type=Listed(Amount()), metavar="X,...", help="Squeeze or stretch the times of submission to offer these."
+    "--loads",
+    type=Listed(Amount()),
+    metavar="X,...",
+    multiple=True,
+    callback=joined,
+    help="Squeeze or stretch the times of submission to offer these.",
 )
 @LOAD_PHASES
 @click.option(

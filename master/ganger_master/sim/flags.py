@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,6 +100,17 @@ class Listed(click.ParamType):  # type: ignore[type-arg]  # as above
             if self._is_set and entries.count(entry) > 1:
                 self.fail(f"{entry} is there twice", parameter, context)
         return entries
+
+
+def joined(
+    context: click.Context, parameter: click.Parameter, values: tuple[tuple[Any, ...], ...]
+) -> tuple[Any, ...] | None:
+    """The sets of a `Listed` flag that may be given several times as one; None: it was not given."""
+    entries = tuple(chain.from_iterable(values))
+    for entry in entries:
+        if entries.count(entry) > 1:
+            raise click.BadParameter(f"{entry} is there twice", context, parameter)
+    return entries or None
 
 
 class Pair(click.ParamType):  # type: ignore[type-arg]  # as above
