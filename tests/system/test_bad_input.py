@@ -380,7 +380,8 @@ def test_a_node_whose_disk_is_full_fails_no_job_that_can_run_elsewhere(tmp_path:
             # The second has its first place on either node, as the first may still lie on the other.
             numbers = [shell.submit("--gpus", "4", "--", "true") for _ in range(4)]
             for number in numbers:
-                assert shell.try_("wait", number, "--timeout", "60").code == 0, shell("events", number)
+                done = shell.try_("wait", number, "--timeout", "60")
+                assert done.code == 0, shell("events") + shell("why", number) + shell("nodes")
             (bad,) = [node for node in shell.json("nodes")["nodes"] if node["name"] == "nodes/n0"]
             assert bad["launch_failures"] > 0
             assert "No space left on device" in shell("nodes")
