@@ -12,12 +12,15 @@ from typing import Any
 import grpc.aio
 import pytest
 from ganger.placement.candidates import candidates
-from ganger.resources.reasons import Refusal
+from ganger.resources.reasons import Reason, Refusal
+from ganger.resources.topology import parse_topology
+from ganger.resources.values import NodeRow
 from ganger.resources.view import View
 from ganger.scheduling import JobScheduler, Proposal, Turn
 from ganger.scheduling.default import DefaultScheduler
 from ganger.scheduling.host import Host
 from ganger.v1 import job_pb2, job_service_pb2, scheduling_pb2
+from ganger.wire import convert
 from ganger.wire.endpoints import Endpoint
 from rpc.kit import Served, Speaker, serving, spec_of
 
@@ -213,3 +216,40 @@ def test_host_finds_a_master_that_was_restarted(tmp_path: Path) -> None:
             await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(told())
+
+
+def test_who_was_refused_on_an_old_view_looks_at_the_one_its_turn_was_given_for_before_it_passes() -> None:
+    """The only place it knew of is closed to it, and that another has come free is still under way to it."""
+    server = parse_topology("2x2", name="v4")
+
+    def view(version: int, free_of_n1: int) -> scheduling_pb2.ViewDelta:
+        rows = [NodeRow("n0", "v4", 0xF, (16_000,) * 2, 64 << 30, version=1)]
+        rows += [NodeRow("n1", "v4", free_of_n1, (16_000,) * 2, 64 << 30, version=version)]
+        return scheduling_pb2.ViewDelta(
+            version=version,
+            from_version=version - 1,
+            configuration_sets=[convert.configuration_set_to_wire(server)],
+            nodes=[convert.node_row_to_wire(row) for row in rows],
+        )
+
+    asked: list[list[str]] = []
+
+    class Master:
+        async def RequestGang(self, request: scheduling_pb2.GangRequest) -> scheduling_pb2.Verdict:  # noqa: N802
+            asked.append([claim.node for candidate in request.candidates for claim in candidate.claims])
+            if len(asked) > 1:
+                return scheduling_pb2.Verdict(approved=scheduling_pb2.Approval())
+            asyncio.get_running_loop().call_later(0.05, host.mirror.apply, view(2, free_of_n1=0xF))
+            closed = Refusal(Reason.LAUNCH_FAILED, node="n0")
+            rejection = scheduling_pb2.Rejection(refusals=convert.refusals_to_wire([closed]), turn_kept=True)
+            return scheduling_pb2.Verdict(rejected=rejection)
+
+    async def told() -> None:
+        host.mirror.apply(view(1, free_of_n1=0))
+        turn = scheduling_pb2.Turn(turn=1, job="jobs/1", spec=spec_of(4), view_version=2)
+        turn.lease.FromSeconds(20)
+        await host._use(Master(), turn)
+
+    host = Host(lambda: Endpoint("", ""))
+    asyncio.run(told())
+    assert asked == [["nodes/n0"], ["nodes/n1"]]

@@ -144,11 +144,12 @@ class Host:
             turn = _turn_of(message)
             scheduler = self._scheduler_of(turn.job)
             proposal: Proposal | None = self._propose(scheduler, turn)
-            nothing = not (proposal and proposal.candidates)
-            # What was freed for this turn may not have been heard of yet.
-            if nothing and await self.mirror.reach(message.view_version, turn.lease_seconds / 2):
-                proposal = self._propose(scheduler, turn)
             while True:
+                nothing = not (proposal and proposal.candidates)
+                is_behind = self.mirror.version < message.view_version
+                # What was freed for this turn may not have been heard of yet, and to pass is to wait for seconds.
+                if nothing and is_behind and await self.mirror.reach(message.view_version, turn.lease_seconds / 2):
+                    proposal = self._propose(scheduler, turn)
                 rejected = await self._ask(scheduling, turn, proposal or Proposal())
                 if rejected is None:
                     return
