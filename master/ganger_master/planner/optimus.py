@@ -5,8 +5,9 @@ in order of arrival, as far as that fits; then the task that saves most time goe
 (`policies.optimus`). Who should have another size gets it where it is (`in_place`): who has too much gives back at
 once, who is to have more does as soon as there is room for all of it. Who cannot be changed so, because no host memory
 is kept for its state, is stopped with a checkpoint and starts again, as in the paper. Who starts goes to the fewest
-servers, the smallest first (Optimus's placement) where all find room so, else who came first. Between intervals nobody
-is stopped or made smaller: who waits is weighed for what is left, and growth that was decided goes on.
+servers, the smallest first (Optimus's placement), but who came first where somebody would wait behind one who had been
+stopped. Between intervals nobody is stopped or made smaller: who waits is weighed for what is left, and growth that was
+decided goes on.
 
 Beyond the paper: who runs comes before who waits, so that nobody is stopped altogether but for those who have waited
 too long, or who find no place; who is not elastic counts with its whole gang; growth that saves less than it costs, or
@@ -137,7 +138,8 @@ def plan_optimus(
         going=going,
     )
     found = placed(placing=in_line[np.argsort(gpus[in_line], kind="stable")])
-    if found.waits:
+    have_run = {jobs[at].number for at in in_line.tolist() if jobs[at].run_seconds}
+    if found.waits and any(change.number in have_run for change in found.changes):
         # Room is made for who came first: those who were stopped for it are not to start there for being smaller.
         found = placed(placing=in_line)
     growing = [at for at in wanting.line.tolist() if at in in_place and gpus[at] > facts.gpus[at]]
