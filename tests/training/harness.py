@@ -255,3 +255,10 @@ def run_in_parts(
 def losses(path: Path) -> dict[int, str]:
     """Losses by step; the last line of a step counts."""
     return {int(step): loss for step, loss in (line.split() for line in path.read_text().splitlines())}
+
+
+def undisturbed(tmp_path: Path, script: Path) -> str:
+    """What the script prints outside of Ganger."""
+    rank = Rank(tmp_path / "undisturbed", script, managed=False)
+    assert rank.end() == 0, rank.output()
+    return rank.output()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ganger.injob import image as form
 from ganger.injob.page import CHECKPOINT_BIT, EXIT_NO_STATE, Capability, Error, Level, Order, State, Word
-from training.harness import Rank, wait_until
+from training.harness import Rank, undisturbed, wait_until
 
 pytestmark = pytest.mark.torch
 
@@ -64,12 +64,6 @@ def script(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, bool]:
     return path, request.param == "plain"
 
 
-def _undisturbed(tmp_path: Path, script: Path) -> str:
-    rank = Rank(tmp_path / "undisturbed", script, managed=False)
-    assert rank.end() == 0, rank.output()
-    return rank.output()
-
-
 def test_offload_frees_the_memory_it_reports_and_training_goes_on_alike(
     tmp_path: Path, script: tuple[Path, bool]
 ) -> None:
@@ -90,7 +84,7 @@ def test_offload_frees_the_memory_it_reports_and_training_goes_on_alike(
     assert rank.page.get(Word.ARENA_FILLED) == rank.page.get(Word.ARENA_SIZE) >= STATE_BYTES
     rank.order(4, Order.RUN)
     assert rank.end() == 0, rank.output()
-    assert rank.output() == _undisturbed(tmp_path, path)
+    assert rank.output() == undisturbed(tmp_path, path)
 
 
 def test_a_parked_state_is_written_to_storage_without_waking_up(tmp_path: Path, script: tuple[Path, bool]) -> None:
@@ -105,7 +99,7 @@ def test_a_parked_state_is_written_to_storage_without_waking_up(tmp_path: Path, 
     restore = {"kind": "checkpoint", "path": str(tmp_path / "saved"), "step": 2}
     again = Rank(tmp_path / "again", path, agent=agent, restore=restore)
     assert again.end() == 0, again.output()
-    assert rank.output() + again.output() == _undisturbed(tmp_path, path)
+    assert rank.output() + again.output() == undisturbed(tmp_path, path)
 
 
 def test_a_state_handed_over_while_it_is_filled_goes_on_elsewhere(tmp_path: Path, script: tuple[Path, bool]) -> None:
@@ -132,7 +126,7 @@ def test_a_state_handed_over_while_it_is_filled_goes_on_elsewhere(tmp_path: Path
     destination.order(2, Order.RUN)
     assert destination.end() == 0, destination.output()
     source.kill()
-    assert source.output() + destination.output() == _undisturbed(tmp_path, path)
+    assert source.output() + destination.output() == undisturbed(tmp_path, path)
 
 
 def test_an_aborted_hand_over_goes_on_in_place(tmp_path: Path, script: tuple[Path, bool]) -> None:
@@ -143,7 +137,7 @@ def test_an_aborted_hand_over_goes_on_in_place(tmp_path: Path, script: tuple[Pat
     rank.reached(3)
     rank.order(4, Order.RUN)
     assert rank.end() == 0, rank.output()
-    assert rank.output() == _undisturbed(tmp_path, path)
+    assert rank.output() == undisturbed(tmp_path, path)
 
 
 def test_an_arena_that_is_too_small_is_reported_and_the_rank_stays_paused(
@@ -159,7 +153,7 @@ def test_an_arena_that_is_too_small_is_reported_and_the_rank_stays_paused(
     assert "--gpu-memory" in (tmp_path / "parked/rank-0.error.json").read_text()
     rank.order(4, Order.RUN)
     assert rank.end() == 0, rank.output()
-    assert rank.output() == _undisturbed(tmp_path, path)
+    assert rank.output() == undisturbed(tmp_path, path)
 
 
 def test_a_move_after_an_offload_hands_over_the_newer_state(tmp_path: Path, script: tuple[Path, bool]) -> None:
@@ -187,7 +181,7 @@ def test_a_move_after_an_offload_hands_over_the_newer_state(tmp_path: Path, scri
     assert form.verify(rank.arena_fd).step == step
     rank.order(8, Order.RUN)
     assert rank.end() == 0, rank.output()
-    assert rank.output() == _undisturbed(tmp_path, path)
+    assert rank.output() == undisturbed(tmp_path, path)
 
 
 @pytest.fixture
@@ -212,7 +206,7 @@ def test_a_disk_without_room_is_named_and_training_goes_on(tmp_path: Path, small
     assert list((small_disk / "saved").iterdir()) == []
     rank.order(4, Order.RUN)
     assert rank.end() == 0, rank.output()
-    assert rank.output() == _undisturbed(tmp_path, path)
+    assert rank.output() == undisturbed(tmp_path, path)
 
 
 @pytest.mark.parametrize("arena_bytes", [0, ARENA_BYTES], ids=["no arena", "arena"])
@@ -227,7 +221,7 @@ def test_a_checkpoint_is_taken_while_training_goes_on(tmp_path: Path, arena_byte
     rank.page.request_checkpoint(5)
     rank.order(2, Order.RUN)
     assert rank.end() == 0, rank.output()
-    assert rank.output() == _undisturbed(tmp_path, path)
+    assert rank.output() == undisturbed(tmp_path, path)
     step = rank.page.get(Word.CHECKPOINT_STEP)
     assert rank.page.get(Word.CHECKPOINT_DONE) == 5 | CHECKPOINT_BIT
     assert form.verify(tmp_path / f"saved-{step}/rank-0.shard").step == step
@@ -245,7 +239,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
     assert list((tmp_path / "saved").iterdir()) == []
     rank.order(4, Order.RUN)
     assert rank.end() == 0, rank.output()
-    assert rank.output() == _undisturbed(tmp_path, path)
+    assert rank.output() == undisturbed(tmp_path, path)
 
 
 def test_a_state_that_cannot_be_read_ends_the_rank_with_a_code_of_its_own(

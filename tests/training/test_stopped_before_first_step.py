@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ganger.injob.page import Level, Order, State, Word
-from training.harness import Rank, wait_until
+from training.harness import Rank, undisturbed, wait_until
 
 pytestmark = pytest.mark.torch
 
@@ -52,12 +52,6 @@ def script(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, bool]:
     return path, request.param == "plain"
 
 
-def _undisturbed(tmp_path: Path, script: Path) -> str:
-    rank = Rank(tmp_path / "undisturbed", script, managed=False)
-    assert rank.end() == 0, rank.output()
-    return rank.output()
-
-
 def _ready(directory: Path, script: tuple[Path, bool], restore: dict[str, object]) -> Rank:
     rank = Rank(directory, script[0], agent=script[1], restore=restore, arena_bytes=ARENA_BYTES, order=Order.WAIT)
     wait_until(lambda: rank.page.get(Word.STATE) == State.READY, "ready")
@@ -75,7 +69,7 @@ def test_saved_to_storage_twice_without_a_step_between(tmp_path: Path, script: t
     last = _ready(tmp_path / "last", script, {"kind": "checkpoint", "path": str(tmp_path / "two"), "step": step})
     last.order(2, Order.RUN)
     assert last.end() == 0, last.output()
-    assert first.output() + again.output() + last.output() == _undisturbed(tmp_path, script[0])
+    assert first.output() + again.output() + last.output() == undisturbed(tmp_path, script[0])
 
 
 def test_suspended_and_moved_on_without_a_step_between(tmp_path: Path, script: tuple[Path, bool]) -> None:
@@ -92,4 +86,4 @@ def test_suspended_and_moved_on_without_a_step_between(tmp_path: Path, script: t
     moved.page.set(Word.ARENA_AVAILABLE, again.page.get(Word.ARENA_FILLED))
     assert moved.end() == 0, moved.output()
     again.kill()
-    assert first.output() + moved.output() == _undisturbed(tmp_path, script[0])
+    assert first.output() + moved.output() == undisturbed(tmp_path, script[0])
