@@ -12,6 +12,7 @@ from ganger_master.core.commands import CancelJob, ClaimTurns, RequestGang, Tick
 from ganger_master.core.model import JobState
 from ganger_master.core.queue import ASIDE, WINDOW
 from ganger_master.core.settings import Settings
+from ganger_master.core.settle import next_wake
 from msgspec.structs import replace
 
 NONSENSE = (Claim("n1", 0b1, (0, 0), 1, 0, (1,)),)
@@ -236,6 +237,21 @@ def test_a_scheduler_that_comes_and_goes_without_an_answer_loses_its_job_to_the_
     drive.step(ClaimTurns("mine:Scheduler", (number,)))
     drive.step(Tick())
     assert drive.state.turns[drive.state.turn_of[number]].scheduler == "mine:Scheduler"
+
+
+def test_a_lease_that_ran_out_is_taken_back_though_a_batch_ended_between_its_end_and_the_alarm() -> None:
+    """The end of a batch says when the shell is to wake the core, in place of what it said before."""
+    drive = Drive(1)
+    first = drive.submit(job_of(1))
+    turn = drive.state.turn_of[first]
+    drive.now = drive.state.turns[turn].expires + 0.01
+    drive.observe("n1")
+    wake = next_wake(drive.state, drive.now)
+    assert wake is not None
+    assert wake <= drive.now, "not for what happens later, as long as this one blocks all behind it"
+    drive.step(Tick())
+    assert drive.state.turn_of[first] != turn
+    drive.start(first)
 
 
 def answer_turns(drive: Drive, seconds: float) -> None:

@@ -72,9 +72,9 @@ def test_a_lease_that_was_used_wakes_nobody(policy: str) -> None:
 
 def looked_for_in_the_whole_window(state: State, now: float) -> float | None:
     """The naive twin of `queue.next_time`."""
-    times = [turn.expires + queue._JUST_AFTER for turn in state.turns.values()]
-    times += [queue._asked_again(state, number) for number in queue._window(state) if number in state.passed]
-    return min([time for time in times if time > now], default=None)
+    passed = [queue._asked_again(state, number) for number in queue._window(state) if number in state.passed]
+    leases = [turn.expires + queue._JUST_AFTER for turn in state.turns.values()]
+    return min([*leases, *[time for time in passed if time > now]], default=None)
 
 
 @pytest.mark.parametrize("policy", ["fifo", "fifo-backfill"])

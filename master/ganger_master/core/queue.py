@@ -188,7 +188,8 @@ _RETURN_SECONDS = 10.0
 
 def next_time(state: State, now: float) -> float | None:
     """When a lease runs out, or a job that found no place is to be asked again."""
-    times = [time for turn in state.turns.values() if (time := turn.expires + _JUST_AFTER) > now]
+    # Also of one that ran out already: only time that passes takes it back, and till then it may block all behind it.
+    times = [turn.expires + _JUST_AFTER for turn in state.turns.values()]
     if len(state.aside) > ASIDE and (time := state.aside_at + _LASTING_SECONDS) > now:
         times.append(time)
     left = len(state.passed)
