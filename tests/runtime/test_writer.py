@@ -229,6 +229,34 @@ def test_master_whose_clock_was_set_or_that_stood_still_gives_no_node_up_for_it(
     run(story())
 
 
+def test_a_commit_that_outlasts_the_lease_of_a_turn_costs_its_job_no_more_than_that_turn() -> None:
+    async def story() -> None:
+        store, clock = GatedStore(), Clock()
+        writer = Writer(store, Settings(), clock, steady=clock)
+        await writer.start()
+        opened = await writer.submit(OpenSession("n1", "machine-n1", SERVER))
+        assert isinstance(opened, SessionAnswer)
+        assert await writer.submit(Observe("n1", opened.session, 1, 1)) == Done()
+        with writer.turn_streams.opened("host", ()) as told:
+            store.gate.clear()
+            submitted = asyncio.ensure_future(writer.submit(submission(1)))
+            await asyncio.wait({submitted}, timeout=0.05)
+            (late,) = writer.state.turns.values()
+            # What needs no commit is behind one that takes this long.
+            answered = writer.submit(Answer("n1", opened.session))
+            clock.now = late.expires + 1.0
+            store.gate.set()
+            assert await submitted == JobAnswer(1)
+            assert await answered == Done()
+            assert await told.get() == late
+            next_turn = await asyncio.wait_for(told.get(), 5.0)
+            assert next_turn is not None
+            assert next_turn.number == 1
+        await writer.close()
+
+    run(story())
+
+
 def test_master_that_was_taken_over_stops() -> None:
     async def story() -> None:
         store = GatedStore()
