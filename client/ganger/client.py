@@ -143,6 +143,17 @@ class Client:
         request = job_service_pb2.CancelArrayRequest(name=_array(array), reason=reason)
         return self._call(self._jobs.CancelArray, request)
 
+    def update_array(
+        self, array: str | int, update: job_service_pb2.JobUpdate, *, request_id: str | None = None
+    ) -> job_service_pb2.UpdateArrayResponse:
+        """Of every member that has not ended; says which of them could not be changed so, and why."""
+        import uuid
+
+        request = job_service_pb2.UpdateArrayRequest(
+            name=_array(array), update=update, request_id=request_id or str(uuid.uuid4())
+        )
+        return self._call(self._jobs.UpdateArray, request)
+
     def job(self, job: str | int) -> Job:
         """A handle on an existing job: 7, "7", "jobs/7", or "7_3" for a member of an array. Raises JobNotFound."""
         return Job(self, self.get_job(job))
@@ -204,6 +215,26 @@ class Client:
     def cancel_job(self, job: str | int, reason: str = "") -> job_pb2.Job:
         request = job_service_pb2.CancelJobRequest(name=self._name(job), reason=reason)
         return self._call(self._jobs.CancelJob, request)
+
+    def update(self, job: str | int, *, request_id: str | None = None, **changes: Any) -> job_pb2.Job:
+        """Changes what was asked for: priority=5, time="4h" ("never": none) and name="x" of any job that has not ended;
+        gpu_type, locality, tolerance, patience, memory and cpus_per_gpu of one that has never started. All or nothing;
+        when this returns, it is durable. Raises SpecInvalid, UpdateRefused, GangImpossible, JobFinished, ..."""
+        # As in `submit`.
+        from ganger.updates import make_update
+
+        return self.update_job(job, make_update(changes), request_id=request_id)
+
+    def update_job(
+        self, job: str | int, update: job_service_pb2.JobUpdate, *, request_id: str | None = None
+    ) -> job_pb2.Job:
+        """A ready-made update. Give the same `request_id` (a UUID) to repeat it safely."""
+        import uuid
+
+        request = job_service_pb2.UpdateJobRequest(
+            name=self._name(job), update=update, request_id=request_id or str(uuid.uuid4())
+        )
+        return self._call(self._jobs.UpdateJob, request)
 
     def suspend_job(self, job: str | int, level: str | None = None) -> job_pb2.Job:
         """`level`: "pause", "offload", "checkpoint"; None leaves the choice to the master. Answers when the order is

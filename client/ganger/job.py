@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ganger.v1 import job_pb2
 
@@ -115,6 +115,10 @@ class Job:
 
     def cancel(self, reason: str = "") -> None:
         self.message = self._client.cancel_job(self.name, reason)
+
+    def update(self, **changes: Any) -> None:
+        """Changes what was asked for, as `Client.update`: job.update(priority=5, time="4h")."""
+        self.message = self._client.update(self.name, **changes)
 
     def suspend(self, level: str | None = None) -> None:
         """Orders a stop at the next mini-batch boundary, at "pause", "offload" or "checkpoint"."""

@@ -46,6 +46,33 @@ def test_a_submission_carries_spec_and_request_id(client: Client, master: Canned
     assert len(request.request_id) == 36
 
 
+def test_an_update_carries_what_is_to_be_otherwise_and_no_more(client: Client, master: CannedMaster) -> None:
+    job = client.submit("true")
+    job.update(priority=0, time="never", cpus_per_gpu="auto", tolerance="node")
+    request = master.requests[-1]
+    assert (request.name, len(request.request_id)) == ("jobs/1", 36)
+    assert [field.name for field, _ in request.update.ListFields()] == [
+        "priority",
+        "time_limit",
+        "locality",
+        "millicores_per_gpu",
+    ]
+    assert (request.update.priority, request.update.time_limit.seconds, request.update.millicores_per_gpu) == (0, 0, 0)
+    client.update(1, time="1h", name="b", memory="2G", gpu_type="a100", request_id="r")
+    request = master.requests[-1]
+    assert (request.request_id, request.update.time_limit.seconds, request.update.display_name) == ("r", 3_600, "b")
+    assert (request.update.memory_bytes, request.update.device_type) == (2 << 30, "a100")
+
+
+def test_all_that_is_wrong_with_an_update_is_said_before_it_is_sent(client: Client, master: CannedMaster) -> None:
+    with pytest.raises(errors.SpecInvalid) as wrong:
+        client.update(1, priority="high", memory="much", gpus=4)
+    assert {violation.field for violation in wrong.value.violations} == {"priority", "memory", "gpus"}
+    with pytest.raises(errors.SpecInvalid, match="say what to change"):
+        client.update(1)
+    assert not master.requests
+
+
 def test_lists_are_fetched_page_by_page_and_no_further(client: Client, master: CannedMaster) -> None:
     for _ in range(5):
         client.submit("true")

@@ -38,6 +38,7 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         self.changing: Callable[[], None] = lambda: None
         # Called whenever a job is looked at.
         self.looked_at: Callable[[], None] = lambda: None
+        self.refused_updates: list[job_service_pb2.RefusedUpdate] = []
         self.chunk_bytes = 10
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -128,6 +129,18 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
             self.changing()
 
         return await self._changed(request, change)
+
+    async def UpdateJob(self, request: Any, context: Any) -> job_pb2.Job:
+        def change(job: job_pb2.Job) -> None:
+            job.spec.priority = request.update.priority
+
+        return await self._changed(request, change)
+
+    async def UpdateArray(self, request: Any, context: Any) -> job_service_pb2.UpdateArrayResponse:
+        self._taken(request)
+        return job_service_pb2.UpdateArrayResponse(
+            array=self.arrays[request.name], updated=2, refused=self.refused_updates
+        )
 
     async def SuspendJob(self, request: Any, context: Any) -> job_pb2.Job:
         def change(job: job_pb2.Job) -> None:

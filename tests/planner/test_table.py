@@ -102,3 +102,16 @@ def test_who_asks_for_what_could_be_had_is_as_a_look_at_each_of_them_says(
                 naive.append(number)
     assert table.asking(numbers, most_gpus, least_urgent) == naive
     assert table.asking([], most_gpus, least_urgent) == []
+
+
+def test_who_was_updated_ranks_by_the_new_priority_and_asks_for_the_new_amounts_until_it_starts() -> None:
+    table = LiveTable()
+    table.put(JOB, None)
+    first = replace(JOB, spec=replace(SPEC, priority=5, roles=(Role("worker", 2, TaskShape(2, 3_000, 1 << 30)),)))
+    table.put(first, None)
+    _, facts = table.facts(130.0)
+    assert (facts.priority.tolist(), facts.cores.tolist(), facts.memory_bytes.tolist()) == ([5], [6.0], [2 << 30])
+    held = replace(first, state=JobState.HOLDING, epoch=1, pending_since=0.0, running_since=150.0, start_time=150.0)
+    table.put(replace(held, spec=replace(first.spec, priority=-2)), gang(1, 140.0))
+    _, facts = table.facts(160.0)
+    assert (facts.priority.tolist(), facts.cores.tolist(), table.least_urgent_running) == ([-2], [6.0], -2)

@@ -110,6 +110,7 @@ def changes_of(served: Served, job: str) -> dict[str, Any]:
         "Resume": jobs.ResumeJob(job_service_pb2.ResumeJobRequest(name=job)),
         "Move": jobs.MoveJob(job_service_pb2.MoveJobRequest(name=job)),
         "Retune": jobs.RetuneJob(job_service_pb2.RetuneJobRequest(name=job, repin=True)),
+        "Update": jobs.UpdateJob(job_service_pb2.UpdateJobRequest(name=job)),
         "Resize": jobs.ResizeJob(job_service_pb2.ResizeJobRequest(name=job, gpus=2)),
         "ReadLog": jobs.ReadLog(job_service_pb2.ReadLogRequest(name=job)),
         "Explain": jobs.ExplainJob(job_service_pb2.ExplainJobRequest(name=job)),
@@ -207,6 +208,9 @@ def test_an_array_is_its_users(tmp_path: Path) -> None:
         assert array.user == "ann"
         cancel = job_service_pb2.CancelArrayRequest(name=array.name)
         assert await reason(bob.jobs.CancelArray(cancel)) == "JOB_NOT_YOURS"
+        update = job_service_pb2.UpdateArrayRequest(name=array.name, update=job_service_pb2.JobUpdate(priority=1))
+        assert await reason(bob.jobs.UpdateArray(update)) == "JOB_NOT_YOURS"
+        assert (await ann.jobs.UpdateArray(update)).updated == 2
         history = job_service_pb2.ListEventsRequest(subject=array.name)
         assert await reason(bob.jobs.ListEvents(history)) == "JOB_NOT_YOURS"
         jobs = (await bob.jobs.ListJobs(job_service_pb2.ListJobsRequest(array=array.name))).jobs

@@ -16,6 +16,7 @@ import ganger.v1.job_pb2
 import ganger.v1.resources_pb2
 import ganger.v1.scheduling_pb2
 import google.protobuf.descriptor
+import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.message
 import sys
@@ -297,6 +298,177 @@ class CancelJobRequest(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___CancelJobRequest: typing_extensions.TypeAlias = CancelJobRequest
+
+@typing.final
+class JobUpdate(google.protobuf.message.Message):
+    """What is to be otherwise; unset stays as it is. The limits are those of JobSpec."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DISPLAY_NAME_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    TIME_LIMIT_FIELD_NUMBER: builtins.int
+    DEVICE_TYPE_FIELD_NUMBER: builtins.int
+    LOCALITY_FIELD_NUMBER: builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    MILLICORES_PER_GPU_FIELD_NUMBER: builtins.int
+    display_name: builtins.str
+    priority: builtins.int
+    device_type: builtins.str
+    """What follows only of a job that has never started. Empty accepts any."""
+    memory_bytes: builtins.int
+    """Of jobs of one role. Of each task, in bytes; zero means a share."""
+    millicores_per_gpu: builtins.int
+    """Cores beside each device in thousandths; zero leaves them to the scheduler."""
+    @property
+    def time_limit(self) -> google.protobuf.duration_pb2.Duration:
+        """Zero takes the limit away. One that the job has reached already ends it, as one that it comes to."""
+
+    @property
+    def locality(self) -> ganger.v1.resources_pb2.Locality:
+        """All of it anew."""
+
+    def __init__(
+        self,
+        *,
+        display_name: builtins.str | None = ...,
+        priority: builtins.int | None = ...,
+        time_limit: google.protobuf.duration_pb2.Duration | None = ...,
+        device_type: builtins.str | None = ...,
+        locality: ganger.v1.resources_pb2.Locality | None = ...,
+        memory_bytes: builtins.int | None = ...,
+        millicores_per_gpu: builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_type", b"_device_type", "_display_name", b"_display_name", "_memory_bytes", b"_memory_bytes", "_millicores_per_gpu", b"_millicores_per_gpu", "_priority", b"_priority", "device_type", b"device_type", "display_name", b"display_name", "locality", b"locality", "memory_bytes", b"memory_bytes", "millicores_per_gpu", b"millicores_per_gpu", "priority", b"priority", "time_limit", b"time_limit"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_type", b"_device_type", "_display_name", b"_display_name", "_memory_bytes", b"_memory_bytes", "_millicores_per_gpu", b"_millicores_per_gpu", "_priority", b"_priority", "device_type", b"device_type", "display_name", b"display_name", "locality", b"locality", "memory_bytes", b"memory_bytes", "millicores_per_gpu", b"millicores_per_gpu", "priority", b"priority", "time_limit", b"time_limit"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__device_type: typing_extensions.TypeAlias = typing.Literal["device_type"]
+    _WhichOneofArgType__device_type: typing_extensions.TypeAlias = typing.Literal["_device_type", b"_device_type"]
+    _WhichOneofReturnType__display_name: typing_extensions.TypeAlias = typing.Literal["display_name"]
+    _WhichOneofArgType__display_name: typing_extensions.TypeAlias = typing.Literal["_display_name", b"_display_name"]
+    _WhichOneofReturnType__memory_bytes: typing_extensions.TypeAlias = typing.Literal["memory_bytes"]
+    _WhichOneofArgType__memory_bytes: typing_extensions.TypeAlias = typing.Literal["_memory_bytes", b"_memory_bytes"]
+    _WhichOneofReturnType__millicores_per_gpu: typing_extensions.TypeAlias = typing.Literal["millicores_per_gpu"]
+    _WhichOneofArgType__millicores_per_gpu: typing_extensions.TypeAlias = typing.Literal["_millicores_per_gpu", b"_millicores_per_gpu"]
+    _WhichOneofReturnType__priority: typing_extensions.TypeAlias = typing.Literal["priority"]
+    _WhichOneofArgType__priority: typing_extensions.TypeAlias = typing.Literal["_priority", b"_priority"]
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__device_type) -> _WhichOneofReturnType__device_type | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__display_name) -> _WhichOneofReturnType__display_name | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_bytes) -> _WhichOneofReturnType__memory_bytes | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__millicores_per_gpu) -> _WhichOneofReturnType__millicores_per_gpu | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+
+Global___JobUpdate: typing_extensions.TypeAlias = JobUpdate
+
+@typing.final
+class UpdateJobRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    UPDATE_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    request_id: builtins.str
+    """UUID chosen by the client."""
+    @property
+    def update(self) -> Global___JobUpdate: ...
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        update: Global___JobUpdate | None = ...,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["update", b"update"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name", "request_id", b"request_id", "update", b"update"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___UpdateJobRequest: typing_extensions.TypeAlias = UpdateJobRequest
+
+@typing.final
+class UpdateArrayRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    UPDATE_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    request_id: builtins.str
+    """As in UpdateJobRequest."""
+    @property
+    def update(self) -> Global___JobUpdate: ...
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        update: Global___JobUpdate | None = ...,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["update", b"update"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name", "request_id", b"request_id", "update", b"update"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___UpdateArrayRequest: typing_extensions.TypeAlias = UpdateArrayRequest
+
+@typing.final
+class UpdateArrayResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ARRAY_FIELD_NUMBER: builtins.int
+    UPDATED_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
+    updated: builtins.int
+    """Members that are now as asked for."""
+    @property
+    def array(self) -> ganger.v1.array_pb2.Array: ...
+    @property
+    def refused(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RefusedUpdate]:
+        """Those that are as before, and why."""
+
+    def __init__(
+        self,
+        *,
+        array: ganger.v1.array_pb2.Array | None = ...,
+        updated: builtins.int = ...,
+        refused: collections.abc.Iterable[Global___RefusedUpdate] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "refused", b"refused", "updated", b"updated"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___UpdateArrayResponse: typing_extensions.TypeAlias = UpdateArrayResponse
+
+@typing.final
+class RefusedUpdate(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    reason: builtins.str
+    """As in the ErrorInfo that UpdateJob would answer."""
+    message: builtins.str
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        reason: builtins.str = ...,
+        message: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["job", b"job", "message", b"message", "reason", b"reason"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___RefusedUpdate: typing_extensions.TypeAlias = RefusedUpdate
 
 @typing.final
 class SuspendJobRequest(google.protobuf.message.Message):

@@ -61,6 +61,11 @@ class JobServiceStub(object):
                 request_serializer=ganger_dot_v1_dot_job__service__pb2.CancelJobRequest.SerializeToString,
                 response_deserializer=ganger_dot_v1_dot_job__pb2.Job.FromString,
                 _registered_method=True)
+        self.UpdateJob = channel.unary_unary(
+                '/ganger.v1.JobService/UpdateJob',
+                request_serializer=ganger_dot_v1_dot_job__service__pb2.UpdateJobRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_job__pb2.Job.FromString,
+                _registered_method=True)
         self.SuspendJob = channel.unary_unary(
                 '/ganger.v1.JobService/SuspendJob',
                 request_serializer=ganger_dot_v1_dot_job__service__pb2.SuspendJobRequest.SerializeToString,
@@ -121,6 +126,11 @@ class JobServiceStub(object):
                 request_serializer=ganger_dot_v1_dot_job__service__pb2.CancelArrayRequest.SerializeToString,
                 response_deserializer=ganger_dot_v1_dot_array__pb2.Array.FromString,
                 _registered_method=True)
+        self.UpdateArray = channel.unary_unary(
+                '/ganger.v1.JobService/UpdateArray',
+                request_serializer=ganger_dot_v1_dot_job__service__pb2.UpdateArrayRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_job__service__pb2.UpdateArrayResponse.FromString,
+                _registered_method=True)
 
 
 class JobServiceServicer(object):
@@ -162,6 +172,18 @@ class JobServiceServicer(object):
 
     def CancelJob(self, request, context):
         """Idempotent. Errors: NOT_FOUND/JOB_NOT_FOUND, FAILED_PRECONDITION/JOB_FINISHED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateJob(self, request, context):
+        """Changes what was asked for: priority, time limit and name of any job that has not ended; of one that has never
+        started also its other wishes. All or nothing; when it answers, the change is durable, and the job's place in the
+        queue is that of its new priority. Repeating request_id changes nothing a second time, also after others' updates.
+        Errors: NOT_FOUND/JOB_NOT_FOUND, INVALID_ARGUMENT/SPEC_INVALID (BadRequest lists all violations with their paths),
+        FAILED_PRECONDITION/{JOB_FINISHED, UPDATE_REFUSED (it has started, or takes turns: the message says what to do),
+        GANG_IMPOSSIBLE (as in CreateJob)}, ALREADY_EXISTS/REQUEST_REUSED (request_id came with another update).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -262,6 +284,15 @@ class JobServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateArray(self, request, context):
+        """As UpdateJob, of every member that has not ended; those that cannot be changed so are named. What is wrong with the
+        update itself, or impossible, refuses it as a whole.
+        Errors: NOT_FOUND/ARRAY_NOT_FOUND, and of UpdateJob all but UPDATE_REFUSED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -288,6 +319,11 @@ def add_JobServiceServicer_to_server(servicer, server):
             'CancelJob': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelJob,
                     request_deserializer=ganger_dot_v1_dot_job__service__pb2.CancelJobRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_job__pb2.Job.SerializeToString,
+            ),
+            'UpdateJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateJob,
+                    request_deserializer=ganger_dot_v1_dot_job__service__pb2.UpdateJobRequest.FromString,
                     response_serializer=ganger_dot_v1_dot_job__pb2.Job.SerializeToString,
             ),
             'SuspendJob': grpc.unary_unary_rpc_method_handler(
@@ -349,6 +385,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.CancelArray,
                     request_deserializer=ganger_dot_v1_dot_job__service__pb2.CancelArrayRequest.FromString,
                     response_serializer=ganger_dot_v1_dot_array__pb2.Array.SerializeToString,
+            ),
+            'UpdateArray': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateArray,
+                    request_deserializer=ganger_dot_v1_dot_job__service__pb2.UpdateArrayRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_job__service__pb2.UpdateArrayResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -485,6 +526,33 @@ class JobService(object):
             target,
             '/ganger.v1.JobService/CancelJob',
             ganger_dot_v1_dot_job__service__pb2.CancelJobRequest.SerializeToString,
+            ganger_dot_v1_dot_job__pb2.Job.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ganger.v1.JobService/UpdateJob',
+            ganger_dot_v1_dot_job__service__pb2.UpdateJobRequest.SerializeToString,
             ganger_dot_v1_dot_job__pb2.Job.FromString,
             options,
             channel_credentials,
@@ -810,6 +878,33 @@ class JobService(object):
             '/ganger.v1.JobService/CancelArray',
             ganger_dot_v1_dot_job__service__pb2.CancelArrayRequest.SerializeToString,
             ganger_dot_v1_dot_array__pb2.Array.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateArray(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ganger.v1.JobService/UpdateArray',
+            ganger_dot_v1_dot_job__service__pb2.UpdateArrayRequest.SerializeToString,
+            ganger_dot_v1_dot_job__service__pb2.UpdateArrayResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -51,6 +51,14 @@ class JobServiceStub:
     """
     CancelJob: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.CancelJobRequest, ganger.v1.job_pb2.Job]
     """Idempotent. Errors: NOT_FOUND/JOB_NOT_FOUND, FAILED_PRECONDITION/JOB_FINISHED."""
+    UpdateJob: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.UpdateJobRequest, ganger.v1.job_pb2.Job]
+    """Changes what was asked for: priority, time limit and name of any job that has not ended; of one that has never
+    started also its other wishes. All or nothing; when it answers, the change is durable, and the job's place in the
+    queue is that of its new priority. Repeating request_id changes nothing a second time, also after others' updates.
+    Errors: NOT_FOUND/JOB_NOT_FOUND, INVALID_ARGUMENT/SPEC_INVALID (BadRequest lists all violations with their paths),
+    FAILED_PRECONDITION/{JOB_FINISHED, UPDATE_REFUSED (it has started, or takes turns: the message says what to do),
+    GANG_IMPOSSIBLE (as in CreateJob)}, ALREADY_EXISTS/REQUEST_REUSED (request_id came with another update).
+    """
     SuspendJob: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.SuspendJobRequest, ganger.v1.job_pb2.Job]
     """Suspends at a mini-batch boundary. Answers when the order is durable; GetJob or WatchJob tells when it rests.
     Suspending a suspended job at a level that keeps less is allowed.
@@ -92,6 +100,11 @@ class JobServiceStub:
     """Newest first."""
     CancelArray: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.CancelArrayRequest, ganger.v1.array_pb2.Array]
     """Ends every member that has not ended. Idempotent. Errors: NOT_FOUND/ARRAY_NOT_FOUND."""
+    UpdateArray: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.UpdateArrayRequest, ganger.v1.job_service_pb2.UpdateArrayResponse]
+    """As UpdateJob, of every member that has not ended; those that cannot be changed so are named. What is wrong with the
+    update itself, or impossible, refuses it as a whole.
+    Errors: NOT_FOUND/ARRAY_NOT_FOUND, and of UpdateJob all but UPDATE_REFUSED.
+    """
 
 @typing.type_check_only
 class JobServiceAsyncStub(JobServiceStub):
@@ -114,6 +127,14 @@ class JobServiceAsyncStub(JobServiceStub):
     """
     CancelJob: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.CancelJobRequest, ganger.v1.job_pb2.Job]  # type: ignore[assignment]
     """Idempotent. Errors: NOT_FOUND/JOB_NOT_FOUND, FAILED_PRECONDITION/JOB_FINISHED."""
+    UpdateJob: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.UpdateJobRequest, ganger.v1.job_pb2.Job]  # type: ignore[assignment]
+    """Changes what was asked for: priority, time limit and name of any job that has not ended; of one that has never
+    started also its other wishes. All or nothing; when it answers, the change is durable, and the job's place in the
+    queue is that of its new priority. Repeating request_id changes nothing a second time, also after others' updates.
+    Errors: NOT_FOUND/JOB_NOT_FOUND, INVALID_ARGUMENT/SPEC_INVALID (BadRequest lists all violations with their paths),
+    FAILED_PRECONDITION/{JOB_FINISHED, UPDATE_REFUSED (it has started, or takes turns: the message says what to do),
+    GANG_IMPOSSIBLE (as in CreateJob)}, ALREADY_EXISTS/REQUEST_REUSED (request_id came with another update).
+    """
     SuspendJob: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.SuspendJobRequest, ganger.v1.job_pb2.Job]  # type: ignore[assignment]
     """Suspends at a mini-batch boundary. Answers when the order is durable; GetJob or WatchJob tells when it rests.
     Suspending a suspended job at a level that keeps less is allowed.
@@ -155,6 +176,11 @@ class JobServiceAsyncStub(JobServiceStub):
     """Newest first."""
     CancelArray: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.CancelArrayRequest, ganger.v1.array_pb2.Array]  # type: ignore[assignment]
     """Ends every member that has not ended. Idempotent. Errors: NOT_FOUND/ARRAY_NOT_FOUND."""
+    UpdateArray: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.UpdateArrayRequest, ganger.v1.job_service_pb2.UpdateArrayResponse]  # type: ignore[assignment]
+    """As UpdateJob, of every member that has not ended; those that cannot be changed so are named. What is wrong with the
+    update itself, or impossible, refuses it as a whole.
+    Errors: NOT_FOUND/ARRAY_NOT_FOUND, and of UpdateJob all but UPDATE_REFUSED.
+    """
 
 class JobServiceServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -204,6 +230,20 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[ganger.v1.job_pb2.Job, collections.abc.Awaitable[ganger.v1.job_pb2.Job]]:
         """Idempotent. Errors: NOT_FOUND/JOB_NOT_FOUND, FAILED_PRECONDITION/JOB_FINISHED."""
+
+    @abc.abstractmethod
+    def UpdateJob(
+        self,
+        request: ganger.v1.job_service_pb2.UpdateJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.v1.job_pb2.Job, collections.abc.Awaitable[ganger.v1.job_pb2.Job]]:
+        """Changes what was asked for: priority, time limit and name of any job that has not ended; of one that has never
+        started also its other wishes. All or nothing; when it answers, the change is durable, and the job's place in the
+        queue is that of its new priority. Repeating request_id changes nothing a second time, also after others' updates.
+        Errors: NOT_FOUND/JOB_NOT_FOUND, INVALID_ARGUMENT/SPEC_INVALID (BadRequest lists all violations with their paths),
+        FAILED_PRECONDITION/{JOB_FINISHED, UPDATE_REFUSED (it has started, or takes turns: the message says what to do),
+        GANG_IMPOSSIBLE (as in CreateJob)}, ALREADY_EXISTS/REQUEST_REUSED (request_id came with another update).
+        """
 
     @abc.abstractmethod
     def SuspendJob(
@@ -317,5 +357,16 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[ganger.v1.array_pb2.Array, collections.abc.Awaitable[ganger.v1.array_pb2.Array]]:
         """Ends every member that has not ended. Idempotent. Errors: NOT_FOUND/ARRAY_NOT_FOUND."""
+
+    @abc.abstractmethod
+    def UpdateArray(
+        self,
+        request: ganger.v1.job_service_pb2.UpdateArrayRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.v1.job_service_pb2.UpdateArrayResponse, collections.abc.Awaitable[ganger.v1.job_service_pb2.UpdateArrayResponse]]:
+        """As UpdateJob, of every member that has not ended; those that cannot be changed so are named. What is wrong with the
+        update itself, or impossible, refuses it as a whole.
+        Errors: NOT_FOUND/ARRAY_NOT_FOUND, and of UpdateJob all but UPDATE_REFUSED.
+        """
 
 def add_JobServiceServicer_to_server(servicer: JobServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

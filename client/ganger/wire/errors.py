@@ -157,6 +157,10 @@ class CoresRefused(ApiError):
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "CORES_REFUSED"
 
 
+class UpdateRefused(ApiError):
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "UPDATE_REFUSED"
+
+
 class NodeAlive(ApiError):
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NODE_ALIVE"
 

@@ -34,6 +34,8 @@ METHODS: dict[str, Method] = {
         Method(f"{_JOBS}/ListJobs"),
         Method(f"{_JOBS}/WatchJob", _STREAM_SECONDS, is_stream=True),
         Method(f"{_JOBS}/CancelJob"),
+        # As CreateJob.
+        Method(f"{_JOBS}/UpdateJob"),
         Method(f"{_JOBS}/SuspendJob"),
         Method(f"{_JOBS}/ResumeJob"),
         # A second move would be refused as busy although the first was taken.
@@ -47,6 +49,7 @@ METHODS: dict[str, Method] = {
         Method(f"{_JOBS}/GetArray"),
         Method(f"{_JOBS}/ListArrays"),
         Method(f"{_JOBS}/CancelArray"),
+        Method(f"{_JOBS}/UpdateArray"),
         Method(f"{_SCHEDULING}/GetView"),
         Method(f"{_SCHEDULING}/WatchView", _STREAM_SECONDS, is_stream=True),
         Method(f"{_SCHEDULING}/WatchTurns", None, is_stream=True),

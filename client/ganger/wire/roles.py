@@ -91,7 +91,8 @@ ROLES: Final[Mapping[str, frozenset[Role]]] = {
     for service, rows in {
         "ganger.v1.JobService": (
             ("CreateJob CreateArray", _PEOPLE),
-            ("CancelJob SuspendJob ResumeJob MoveJob RetuneJob ResizeJob ReadLog CancelArray", _PEOPLE),
+            ("CancelJob UpdateJob SuspendJob ResumeJob MoveJob RetuneJob ResizeJob ReadLog", _PEOPLE),
+            ("CancelArray UpdateArray", _PEOPLE),
             ("GetJob ListJobs WatchJob ExplainJob ListEvents GetArray ListArrays", _READERS),
         ),
         "ganger.v1.SchedulingService": (

@@ -25,6 +25,7 @@ CODES: Final[Mapping[str, str]] = {
     "MOVE_REFUSED": "FAILED_PRECONDITION",
     "RESIZE_REFUSED": "FAILED_PRECONDITION",
     "CORES_REFUSED": "FAILED_PRECONDITION",
+    "UPDATE_REFUSED": "FAILED_PRECONDITION",
     "NODE_ALIVE": "FAILED_PRECONDITION",
     "NODE_BUSY": "FAILED_PRECONDITION",
     "NODE_NAME_TAKEN": "FAILED_PRECONDITION",
@@ -63,6 +64,14 @@ class ArrayAnswer(Struct, frozen=True, gc=False):
     """The array whose members are the jobs of the next numbers."""
 
     number: int
+
+
+class UpdateAnswer(Struct, frozen=True, gc=False):
+    """Of an array: so many members are as asked for, and why the others are not, by job."""
+
+    number: int
+    updated: int
+    refused: tuple[tuple[int, Refused], ...]
 
 
 class NodeAnswer(Struct, frozen=True, gc=False):
@@ -107,5 +116,14 @@ class Done(Struct, frozen=True, gc=False):
 
 
 Answer: TypeAlias = (
-    Refused | JobAnswer | ArrayAnswer | NodeAnswer | Approved | Rejected | PlanAnswer | SessionAnswer | Done
+    Refused
+    | JobAnswer
+    | ArrayAnswer
+    | UpdateAnswer
+    | NodeAnswer
+    | Approved
+    | Rejected
+    | PlanAnswer
+    | SessionAnswer
+    | Done
 )

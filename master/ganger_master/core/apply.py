@@ -23,6 +23,7 @@ from ganger_master.core import (
     silence,
     standstill,
     time_limits,
+    updates,
     worlds,
 )
 from ganger_master.core.events import Event
@@ -76,6 +77,14 @@ def _job_cancelled(state: State, event: events.JobCancelled) -> None:
     job = state.jobs[event.number]
     state.history(event.time, job.name, "cancel_ordered", event.cause, event.reason)
     ending.end(state, event.number, JobState.CANCELLED, event.time, event.reason or "cancelled")
+
+
+def _job_updated(state: State, event: events.JobUpdated) -> None:
+    updates.carry_out(state, event.number, event.spec, event.update, event.request_id, event.time, event.cause)
+
+
+def _array_updated(state: State, event: events.ArrayUpdated) -> None:
+    updates.carry_out_array(state, event)
 
 
 def _job_suspended(state: State, event: events.JobSuspended) -> None:
@@ -255,6 +264,8 @@ _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
     events.ArrayCancelled: _array_cancelled,
     events.RungReached: _rung_reached,
     events.JobCancelled: _job_cancelled,
+    events.JobUpdated: _job_updated,
+    events.ArrayUpdated: _array_updated,
     events.JobSuspended: _job_suspended,
     events.JobResumed: _job_resumed,
     events.GangApproved: _gang_approved,

@@ -205,7 +205,7 @@ def _repeated(state: State, command: commands.SubmitArray, first: Job) -> answer
     if array is not None:
         specs = _specs(command, array.array)
         kept = members_of(state.jobs, array.array)
-        if len(specs) == array.size and all(job.spec == specs[job.number - array.array - 1] for job in kept):
+        if len(specs) == array.size and all(job.submitted_spec == specs[job.number - array.array - 1] for job in kept):
             return answers.ArrayAnswer(array.array)
     text = f"request id {command.request_id} was used for {first.name} with another description; use a new one"
     return Refused("REQUEST_REUSED", text, {"job": first.name})

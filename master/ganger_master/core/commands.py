@@ -21,6 +21,7 @@ from ganger_master.core.model import (
     SuspendLevel,
 )
 from ganger_master.core.purpose import NO_PURPOSE, Finding, Purpose
+from ganger_master.core.update import Update
 
 
 class SubmitJob(Struct, frozen=True, gc=False):
@@ -62,6 +63,22 @@ class RecordMetric(Struct, frozen=True, gc=False):
 class CancelJob(Struct, frozen=True, gc=False):
     number: int
     reason: str = ""
+    user: str = ""
+
+
+class UpdateJob(Struct, frozen=True, gc=False):
+    """`request_id` makes it happen once, however often it is asked for; empty: each time."""
+
+    number: int
+    update: Update
+    request_id: str = ""
+    user: str = ""
+
+
+class UpdateArray(Struct, frozen=True, gc=False):
+    number: int
+    update: Update
+    request_id: str = ""
     user: str = ""
 
 
@@ -300,6 +317,8 @@ class Tick(Struct, frozen=True, gc=False):
 Command: TypeAlias = (
     SubmitJob
     | CancelJob
+    | UpdateJob
+    | UpdateArray
     | SuspendJob
     | ResumeJob
     | SubmitArray

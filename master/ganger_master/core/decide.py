@@ -10,7 +10,7 @@ from ganger.resources.values import ConfigurationSet
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core import arrays, commands, events
+from ganger_master.core import arrays, commands, events, updates
 from ganger_master.core.answers import Answer, Done, JobAnswer, NodeAnswer, Refused, SessionAnswer
 from ganger_master.core.arenas import per_device
 from ganger_master.core.capacity import judge_change, level_of
@@ -48,7 +48,7 @@ def _submit(state: State, command: commands.SubmitJob, now: float) -> Decision:
     if number is not None:
         job = state.jobs[number]
         if now - job.create_time <= state.settings.request_kept_seconds:
-            if job.spec == command.spec:
+            if job.submitted_spec == command.spec:
                 return Decision((), JobAnswer(number))
             text = f"request id {command.request_id} was used for {job.name} with another spec; use a new one"
             return Decision((), Refused("REQUEST_REUSED", text, {"job": job.name}))
@@ -333,6 +333,8 @@ _DECIDERS: Final[dict[type, Callable[[State, Any, float], Decision]]] = {
     commands.SubmitArray: _as_told(arrays.submit),
     commands.CancelArray: _as_told(arrays.cancel),
     commands.RecordMetric: _as_told(arrays.record),
+    commands.UpdateJob: _as_told(updates.update),
+    commands.UpdateArray: _as_told(updates.update_array),
     commands.SubmitJob: _submit,
     commands.CancelJob: _cancel,
     commands.SuspendJob: _suspend,

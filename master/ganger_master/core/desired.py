@@ -26,7 +26,8 @@ def desired_of(state: State, node: str) -> DesiredSet:
 
 
 class Party(Struct, eq=False, gc=False):
-    """A gang with all that its orders are made of; what else they depend on never changes."""
+    """A gang with all that its orders are made of. What else they depend on never changes, but for the job's spec: when
+    that is updated, the state forgets the party."""
 
     gang: Gang
     job: Job

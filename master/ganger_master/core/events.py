@@ -15,6 +15,7 @@ from msgspec import Struct
 from ganger_master.core.commands import ClaimTurns, Line, Observe, OpenSession, Promise
 from ganger_master.core.model import Claim, JobSpec, Level, SuspendLevel
 from ganger_master.core.purpose import NO_PURPOSE, Finding, Purpose
+from ganger_master.core.update import Update
 
 
 class JobSubmitted(Struct, frozen=True, gc=False):
@@ -61,6 +62,28 @@ class JobCancelled(Struct, frozen=True, gc=False):
     cause: str
     number: int
     reason: str
+
+
+class JobUpdated(Struct, frozen=True, gc=False):
+    """`spec`: as it is from now on; `update`: what was asked for, under this id."""
+
+    time: float
+    cause: str
+    number: int
+    spec: JobSpec
+    update: Update
+    request_id: str
+
+
+class ArrayUpdated(Struct, frozen=True, gc=False):
+    """Members by number, with their specs from now on."""
+
+    time: float
+    cause: str
+    number: int
+    specs: tuple[tuple[int, JobSpec], ...]
+    update: Update
+    request_id: str
 
 
 class JobSuspended(Struct, frozen=True, gc=False):
@@ -250,6 +273,8 @@ Event: TypeAlias = (
     | ArrayCancelled
     | RungReached
     | JobCancelled
+    | JobUpdated
+    | ArrayUpdated
     | JobSuspended
     | JobResumed
     | GangApproved

@@ -12,10 +12,11 @@ from typing import Final, TypeAlias
 
 from ganger.resources.values import Claim, ConfigurationSet, GangShape, Level, Locality, NodeRow, Role
 from msgspec import Struct, field
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from ganger_master.core.membership import Membership
 from ganger_master.core.purpose import NO_PURPOSE, Purpose
+from ganger_master.core.update import Submitted, Updated
 
 __all__ = [
     "Agent",
@@ -361,10 +362,18 @@ class Job(Struct, frozen=True, gc=False, omit_defaults=True):
     held: bool = False
     # What it had reported at the rungs of its array's stop rule; None is no number.
     rungs: tuple[float | None, ...] = ()
+    # Of one that was updated: what of its spec was otherwise before, and its newest updates that had request ids.
+    submitted: Submitted | None = None
+    updates: tuple[Updated, ...] = ()
 
     @property
     def name(self) -> str:
         return f"jobs/{self.number}"
+
+    @property
+    def submitted_spec(self) -> JobSpec:
+        """Without what was updated since."""
+        return self.spec if self.submitted is None else replace(self.spec, **asdict(self.submitted))
 
     @property
     def arena_bytes_per_device(self) -> int:

@@ -150,6 +150,8 @@ class State:
             return
         self.jobs[job.number] = job
         self._index_job(old, job)
+        if old is not None and old.spec is not job.spec:
+            self._tell_spec(job.number)
         if self.settings.quota_devices:
             self._charge(job.number)
         self._put(("job", str(job.number)), job)
@@ -552,8 +554,8 @@ class State:
         else:
             self.live[number] = None
         was, waits = old is not None and self.is_waiting(old), self.is_waiting(job)
-        if was and not waits:
-            place = (*self.policy.key(job), number)
+        if old is not None and was and (not waits or old.spec is not job.spec):
+            place = (*self.policy.key(old), number)
             self.waiting.remove(place)
             if number not in self.aside:
                 self.front.remove(place)
@@ -564,7 +566,10 @@ class State:
             self.declined.pop(number, None)
             self.returned.pop(number, None)
             self.promised.pop(number, None)
-        elif waits and not was:
+            if waits:
+                # It asks for something else, anew, from the place in the line that it has by that.
+                was, self.kept = False, None
+        if waits and not was:
             if number in self.refusals:
                 self.blocked = None
             place = (*self.policy.key(job), number)
@@ -579,11 +584,10 @@ class State:
             self.resuming[number] = None
         else:
             self.resuming.pop(number, None)
-        if job.spec.time_limit_seconds is not None:
-            if job.state is JobState.HOLDING:
-                self.running_limited[number] = None
-            else:
-                self.running_limited.pop(number, None)
+        if job.spec.time_limit_seconds is not None and job.state is JobState.HOLDING:
+            self.running_limited[number] = None
+        else:
+            self.running_limited.pop(number, None)
         if job.next_epoch:
             self.moving[number] = None
         else:
@@ -615,6 +619,13 @@ class State:
     def _tell_set(self, *node_sets: NodeSet) -> None:
         for node_set in node_sets:
             for node in node_set.nodes:
+                self.dirty.wants[node] = []
+
+    def _tell_spec(self, number: int) -> None:
+        """Orders of its gangs carry the job's spec."""
+        for epoch in self.gangs_of.get(number, ()):
+            self.parties.pop(epoch, None)
+            for node in self.gangs[epoch].nodes:
                 self.dirty.wants[node] = []
 
     def _tell_peers(self, name: str) -> None:

@@ -46,6 +46,11 @@ def check_room(state: State, spec: JobSpec, jobs: int = 1) -> Refused | None:
     """Whether so many jobs of this kind may wait, and could ever run."""
     if len(state.waiting) + jobs > state.settings.jobs_waiting_limit:
         return Refused("QUEUE_FULL", f"{len(state.waiting)} jobs wait already; cancel some or try later")
+    return check_possible(state, spec)
+
+
+def check_possible(state: State, spec: JobSpec) -> Refused | None:
+    """Whether its gang could ever run."""
     refusal = impossible(state.view, spec.shape())
     if refusal is not None:
         figures = {name: str(value) for name, value in sorted(refusal.figures.items())}

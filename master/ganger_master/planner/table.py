@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobSpec, JobState, SuspendLevel
 from ganger_master.core.restarts import is_backing_off
 from ganger_master.policies.facts import Facts, Flags, Floats, Integers
 from ganger_master.policies.history import NO_HISTORY, History
@@ -82,19 +82,24 @@ class LiveTable:
             if row is not None:
                 self.forget(number)
             return
+        spec = job.spec
         if row is None:
             row = self._take_row(number)
-            spec = job.spec
-            tasks = sum([role.tasks * role.shape.millicores for role in spec.roles])
-            memory = sum([role.tasks * role.shape.memory_bytes for role in spec.roles])
             user = self._users.setdefault(job.user, len(self._users))
             self._integers[:, row] = number, job.gpus, spec.priority, user
-            self._numbers[:5, row] = job.create_time, tasks / 1000, memory, spec.weight, spec.deadline or np.inf
+            self._numbers[:5, row] = job.create_time, *_amounts(spec), spec.weight, spec.deadline or np.inf
             self._numbers[5:, row] = 0.0
             if self.memory is not None:
                 self.memory.begin(row, (user, spec.gpus))
-        elif job.spec.is_elastic:
-            self._integers[1, row] = job.gpus
+        else:
+            if spec.is_elastic:
+                self._integers[1, row] = job.gpus
+            before = self.jobs[row]
+            if before is not None and before.spec is not spec:
+                # It may have been updated: its priority at any time, its wishes before it starts.
+                self._integers[2, row] = spec.priority
+                if not job.start_time:
+                    self._numbers[1:3, row] = _amounts(spec)
         self.jobs[row] = job
         self.gangs[row] = gang
         waiting_since = self._numbers.item(7, row)
@@ -316,6 +321,12 @@ def _memory() -> ServiceMemory:
     from ganger_master.models.service import ServiceMemory
 
     return ServiceMemory()
+
+
+def _amounts(spec: JobSpec) -> tuple[float, int]:
+    """Cores and bytes of memory in all."""
+    millicores = sum([role.tasks * role.shape.millicores for role in spec.roles])
+    return millicores / 1000, sum([role.tasks * role.shape.memory_bytes for role in spec.roles])
 
 
 def _or_most(priority: int | None) -> int:

@@ -43,7 +43,8 @@ def array_to_wire(members: Sequence[Job], samples: Sequence[Sample | None]) -> a
         states["forgotten"] = array.size - len(members)
     message = array_pb2.Array(
         name=f"arrays/{array.array}",
-        display_name=first.spec.display_name,
+        # Who has ended keeps the name that it had.
+        display_name=next((job for job in members if not job.state.is_final), first).spec.display_name,
         user=first.user,
         size=array.size,
         at_once=array.at_once,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from ganger.resources.reasons import Refusal
 from ganger.resources.values import Locality
-from ganger.v1 import job_pb2
+from ganger.v1 import job_pb2, job_service_pb2
 from ganger.wire import convert, names, times
 
 from ganger_master.core.desired import ranks_by_claim
@@ -25,6 +25,7 @@ from ganger_master.core.model import (
     SuspendLevel,
 )
 from ganger_master.core.substitution import resolved
+from ganger_master.core.update import Update
 from ganger_master.rpc.membership_messages import membership_to_wire, metrics_from_wire, metrics_to_wire
 from ganger_master.runtime.progress import Sample
 
@@ -137,6 +138,17 @@ def spec_to_wire(spec: JobSpec, *, with_environment: bool, into: job_pb2.JobSpec
         message.deadline.CopyFrom(times.timestamp(spec.deadline))
     message.agent = job_pb2.JobSpec.AGENT_NONE if spec.agent is Agent.NONE else job_pb2.JobSpec.AGENT_AUTOMATIC
     return message
+
+
+def update_from_wire(message: job_service_pb2.JobUpdate) -> Update:
+    """Not yet judged, as a spec. Raises RequestInvalid."""
+    plain = ("display_name", "priority", "device_type", "memory_bytes", "millicores_per_gpu")
+    given: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name in plain}
+    return Update(
+        **given,
+        time_limit_seconds=times.seconds(message.time_limit) if message.HasField("time_limit") else None,
+        locality=convert.locality_from_wire(message.locality) if message.HasField("locality") else None,
+    )
 
 
 def job_to_wire(

@@ -14,7 +14,7 @@ from ganger.wire.roles import Identity
 from ganger.wire.servers import Callers
 
 from ganger_master.core import commands
-from ganger_master.core.answers import ArrayAnswer, JobAnswer
+from ganger_master.core.answers import ArrayAnswer, JobAnswer, UpdateAnswer
 from ganger_master.core.explain import explain
 from ganger_master.core.making_room import kept_for, making_room_for
 from ganger_master.core.membership import MEMBERS_LIMIT
@@ -46,19 +46,36 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         self._clock = clock
 
     async def CreateJob(self, request: job_service_pb2.CreateJobRequest, context: Any) -> job_pb2.Job:
-        if len(request.request_id) > REQUEST_ID_MOST:
-            raise errors.SpecInvalid(f"request_id: at most {REQUEST_ID_MOST} characters, better a UUID")
+        _check_request_id(request.request_id)
         spec = job_messages.spec_from_wire(request.spec)
         user = self._callers.of(context).name
         return await self._change(commands.SubmitJob(spec, str(uuid.uuid4()), user, request.request_id))
 
     async def CreateArray(self, request: job_service_pb2.CreateArrayRequest, context: Any) -> array_pb2.Array:
-        if len(request.request_id) > REQUEST_ID_MOST:
-            raise errors.SpecInvalid(f"request_id: at most {REQUEST_ID_MOST} characters, better a UUID")
+        _check_request_id(request.request_id)
         # More are refused, by the core with everything else that is wrong.
         uids = [str(uuid.uuid4()) for _ in range(min(len(request.members), MEMBERS_LIMIT))]
         command = array_messages.submission_from_wire(request, uids, self._callers.of(context).name)
         return self._shown.array(expect(await self._writer.submit(command), ArrayAnswer).number)
+
+    async def UpdateArray(
+        self, request: job_service_pb2.UpdateArrayRequest, context: Any
+    ) -> job_service_pb2.UpdateArrayResponse:
+        number, caller = names.parse_array_name(request.name), self._callers.of(context)
+        if caller.has_own_jobs_only:
+            check_owner(caller, request.name, self._shown.members(number)[0].user)
+        _check_request_id(request.request_id)
+        update = job_messages.update_from_wire(request.update)
+        command = commands.UpdateArray(number, update, request.request_id, caller.name)
+        answer = expect(await self._writer.submit(command), UpdateAnswer)
+        return job_service_pb2.UpdateArrayResponse(
+            array=self._shown.array(number),
+            updated=answer.updated,
+            refused=[
+                job_service_pb2.RefusedUpdate(job=names.job_name(job), reason=why.reason, message=why.message)
+                for job, why in answer.refused
+            ],
+        )
 
     async def GetArray(self, request: job_service_pb2.GetArrayRequest, context: Any) -> array_pb2.Array:
         return self._array(names.parse_array_name(request.name), self._callers.of(context))
@@ -151,6 +168,12 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def CancelJob(self, request: job_service_pb2.CancelJobRequest, context: Any) -> job_pb2.Job:
         number, user = self._reached(request.name, context)
         return await self._change(commands.CancelJob(number, request.reason[:REASON_MOST], user))
+
+    async def UpdateJob(self, request: job_service_pb2.UpdateJobRequest, context: Any) -> job_pb2.Job:
+        number, user = self._reached(request.name, context)
+        _check_request_id(request.request_id)
+        update = job_messages.update_from_wire(request.update)
+        return await self._change(commands.UpdateJob(number, update, request.request_id, user))
 
     async def SuspendJob(self, request: job_service_pb2.SuspendJobRequest, context: Any) -> job_pb2.Job:
         number, user = self._reached(request.name, context)
@@ -274,6 +297,12 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def _change(self, command: commands.Command) -> job_pb2.Job:
         answer = expect(await self._writer.submit(command), JobAnswer)
         return self._shown.job(answer.number)
+
+
+def _check_request_id(request_id: str) -> None:
+    """Raises SpecInvalid."""
+    if len(request_id) > REQUEST_ID_MOST:
+        raise errors.SpecInvalid(f"request_id: at most {REQUEST_ID_MOST} characters, better a UUID")
 
 
 def _is_in(job: Job, array: int, is_folded: bool) -> bool:

@@ -22,11 +22,13 @@ from ganger_master.core.commands import (
     SubmitJob,
     SuspendJob,
     UncordonNode,
+    UpdateJob,
 )
 from ganger_master.core.effects import History
 from ganger_master.core.model import JobSpec, JobState, OutcomeKind, SuspendLevel
 from ganger_master.core.settings import Settings
 from ganger_master.core.state import State
+from ganger_master.core.update import Update
 from ganger_master.core.waiting import Turn
 from ganger_master.core.wanted import DesiredSet
 from ganger_master.sim.checkers import Oracle, RuleBrokenError
@@ -257,10 +259,17 @@ class Cluster:
             self.send(SuspendJob(number, level))
         elif what < 0.65:
             self.send(ResumeJob(number))
-        elif what < 0.95:
+        elif what < 0.85:
             self.send(MoveJob(number))
+        elif what < 0.95:
+            self.send(UpdateJob(number, self._other_wishes()))
         else:
             self.send(CancelJob(number))
+
+    def _other_wishes(self) -> Update:
+        """What a user comes to want of a job: now and then more than it may have once it has started."""
+        memory = self.engine.random.choice([None, 0, 1 << 30])
+        return Update(priority=self.engine.random.randint(-1, 1), memory_bytes=memory)
 
     def _empty_a_node(self) -> None:
         name = self._pick(self.daemons).name

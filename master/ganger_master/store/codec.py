@@ -1,7 +1,7 @@
 """The core's elements as rows of the state tables, and back.
 
-Cells repeat what people query; the body alone is what is read back. A job's spec never changes and is by far its
-largest part, so it has a row of its own that is written once.
+Cells repeat what people query; the body alone is what is read back. A job's spec hardly ever changes and is by far its
+largest part, so it has a row of its own that is written once, and again when the job is updated.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Codec:
     """Turns changes into a batch. Remembers which specs are stored, so use a new one after a reload."""
 
     def __init__(self) -> None:
-        self._stored_specs: set[str] = set()
+        self._stored_specs: dict[str, JobSpec] = {}
 
     def batch(
         self,
@@ -61,15 +61,14 @@ class Codec:
             removed.setdefault(TABLE_OF_KIND[kind], []).append(key)
             if kind == "job":
                 removed.setdefault("job_specs", []).append(key)
-                self._stored_specs.discard(key)
+                self._stored_specs.pop(key, None)
         rows: dict[str, list[Row]] = {}
         for (kind, key), element in puts.items():
             table = TABLE_OF_KIND[kind]
             rows.setdefault(table, []).append(_ROW_OF[table](key, element))
-            if kind == "job" and key not in self._stored_specs:
-                assert isinstance(element, Job)
+            if isinstance(element, Job) and self._stored_specs.get(key) is not element.spec:
                 rows.setdefault("job_specs", []).append((key, _body(element.spec)))
-                self._stored_specs.add(key)
+                self._stored_specs[key] = element.spec
         return Batch(rows, removed, [_entry(each) for each in history])
 
     def elements(self, rows: Iterable[StoredRow]) -> list[Element]:
@@ -80,7 +79,7 @@ class Codec:
             value = _value_of(row)
             if isinstance(value, JobSpec):
                 specs[row.key] = value
-                self._stored_specs.add(row.key)
+                self._stored_specs[row.key] = value
             elif isinstance(value, Job):
                 spec = specs.get(row.key)
                 if spec is None:
