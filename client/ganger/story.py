@@ -264,6 +264,11 @@ def _suspend_refused(teller: _Teller, event: Happening) -> str:
     return f"could not rest at {event.figures.get('level', '?').lower()}, and loses nothing by it: {event.message}"
 
 
+def _updated(teller: _Teller, event: Happening) -> str:
+    members = event.figures.get("members", "")
+    return f"updated{_by(event)}{f', {members} of its jobs' if members else ''}: {event.message}"
+
+
 def _cores(teller: _Teller, event: Happening) -> str:
     cores = float(event.figures.get("millicores", "0") or 0) / 1_000
     what = f"put on other cores, {cores:g} in all" if event.figures.get("repin") == "1" else f"given {cores:g} cores"
@@ -390,6 +395,8 @@ _SAYINGS: dict[str, Callable[[_Teller, Happening], str]] = {
     "change_undone": _judged,
     "gang_joined": _joined,
     "suspend_refused": _suspend_refused,
+    "job_updated": _updated,
+    "array_updated": _updated,
     "cores_changed": _cores,
     "rows_changed": _takes_turns,
     "turns_ended": _turns_ended,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
-from ganger.v1 import job_pb2
+from ganger.v1 import array_pb2, job_pb2, job_service_pb2
 from ganger.wire.errors import JobBusy
 from kit.canned import Call, CannedMaster, running_job
 
@@ -184,3 +185,60 @@ def test_an_order_to_a_job_that_stays_busy_is_refused_at_once(call: Call, master
     master.looked_at = refuse
     assert call("move", "1") == 4
     assert "a part of it has ended" in capsys.readouterr().err
+
+
+def test_an_update_sends_what_is_to_be_otherwise_and_says_where_the_job_stands_then(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    job = running_job(master)
+    job.state, job.queue_rank = job_pb2.Job.STATE_PENDING, 2
+    job.ClearField("gang")
+    assert call("update", "1", "--priority", "-5", "--time", "2h", "--request-id", "r") == 0
+    assert capsys.readouterr().out == "job 1 is pending, place 2 in the queue, priority -5, time 2h\n"
+    request = master.requests[-1]
+    assert (request.name, request.request_id) == ("jobs/1", "r")
+    assert (request.update.priority, request.update.time_limit.seconds) == (-5, 7_200)
+    assert not request.update.HasField("memory_bytes")
+
+
+def test_a_wrong_update_names_its_flags_all_at_once_and_is_not_sent(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    running_job(master)
+    assert call("update", "1", "--priority", "high", "--memory", "much", "--locality", "near") == 2
+    error = capsys.readouterr().err
+    assert all(f"--{flag}: " in error for flag in ("priority", "memory", "locality"))
+    assert call("update", "1") == 2
+    assert "say what to change" in capsys.readouterr().err
+    assert not master.requests
+
+
+def test_one_job_that_cannot_be_updated_does_not_keep_the_others_as_they_are(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    running_job(master)
+    assert call("update", "9", "1", "--priority", "5") == 3
+    captured = capsys.readouterr()
+    assert captured.out == "job 1 is running, priority 5\n"
+    assert "there is no jobs/9" in captured.err
+
+
+def test_of_an_array_it_says_how_many_were_refused_and_why(call: Call, master: CannedMaster, capsys: Output) -> None:
+    master.arrays["arrays/7"] = array_pb2.Array(name="arrays/7", size=6)
+    assert call("update", "arrays/7", "--memory", "8G") == 0
+    assert capsys.readouterr().out == "array 7: 2 jobs updated, memory 8G\n"
+    why = "jobs/{0} has started: cancel it and submit it again"
+    master.refused_updates = [
+        job_service_pb2.RefusedUpdate(job=f"jobs/{n}", reason="UPDATE_REFUSED", message=why.format(n)) for n in range(4)
+    ]
+    assert call("update", "arrays/7", "--memory", "8G") == 4
+    captured = capsys.readouterr()
+    assert captured.out == "array 7: 2 jobs updated, memory 8G\n"
+    assert captured.err.splitlines() == [
+        "ganger: 4 jobs of array 7 refused:",
+        *[f"  UPDATE_REFUSED: {why.format(n)}" for n in range(3)],
+        "  and 1 more",
+    ]
+    assert call("update", "arrays/7", "--memory", "8G", "--json") == 4
+    (answer,) = json.loads(capsys.readouterr().out)
+    assert (answer["updated"], len(answer["refused"])) == (2, 4)

@@ -138,6 +138,36 @@ def test_no_line_of_a_log_is_lost_or_doubled_by_a_suspend_and_a_move(shell: Shel
     assert shell("logs", job, "--offset=-7") == shell("logs", job)[-7:]
 
 
+# updated
+
+
+def test_who_waits_overtakes_once_its_priority_is_raised(shell: Shell) -> None:
+    filler, first, second = (sleeping(shell, 8) for _ in range(3))
+    until(shell, filler, runs, "runs")
+    until(shell, second, lambda now: now["queue_rank"] == 2, "is behind the first")
+    assert f"job {second} is pending, place 1 in the queue, priority 5" in shell("update", second, "--priority", "5")
+    shell("cancel", filler)
+    until(shell, second, runs, "runs")
+    assert shell.json("show", first)["state"] == "PENDING"
+    assert re.search(r"updated by user:\S+: priority 0 -> 5\n", shell("history", second))
+    refused = shell.try_("update", second, "--memory", "1G")
+    assert refused.code == 4
+    assert "cancel it and submit it again" in refused.err
+
+
+def test_with_a_raised_limit_a_job_goes_on_and_with_one_that_it_has_passed_it_ends(shell: Shell) -> None:
+    job = sleeping(shell, 1, "--time", "8s")
+    until(shell, job, runs, "runs")
+    shell("update", job, "--time", "1h")
+    # It began later, and is over when its own eight seconds are.
+    other = sleeping(shell, 1, "--time", "8s")
+    until(shell, other, lambda now: now["state"] == "FAILED", "its time is up")
+    assert runs(shell.json("show", job))
+    shell("update", job, "--time", "5s")
+    until(shell, job, lambda now: now["state"] == "FAILED", "its time is up")
+    assert shell.json("show", job)["failure"]["reason"] == "TIME_LIMIT"
+
+
 # waiting
 
 

@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "show": ("ganger.cli.show", "show", "Show all that is known of a job."),
     "why": ("ganger.cli.why", "why", "Say why a job waits, and when it may start."),
     "logs": ("ganger.cli.logs", "logs", "Print what a job wrote."),
+    "update": ("ganger.cli.update", "update", "Change what was asked for: priority, time limit, name and wishes."),
     "suspend": ("ganger.cli.control", "suspend", "Stop a job between two mini-batches, keeping its state."),
     "resume": ("ganger.cli.control", "resume", "Let a suspended job go on."),
     "move": ("ganger.cli.control", "move", "Move a running job to other nodes without losing a step."),
