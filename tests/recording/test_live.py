@@ -46,8 +46,10 @@ def test_a_real_master_recorded_over_real_submissions_replays_identically(tmp_pa
             small = shell.json("submit", "--gpus", "1", "--", "true")["name"]
             eventually(lambda: "GPUS" in shell("why", large), what="the large one waits", story=cluster.story)
             shell("wait", small, "--timeout", "60")
+            array = shell.submit("--gpus", "8", "--array", "0-2%1", "--", "true")
+            shell("update", large, array, "--priority", "5", "--memory", "1M")
             shell("cancel", first)
-            shell("wait", large, "--timeout", "60")
+            shell("wait", large, array, "--timeout", "60")
             recording.send_signal(signal.SIGINT)
             _, said = recording.communicate(timeout=30)
         assert recording.returncode == 130
@@ -59,7 +61,8 @@ def test_a_real_master_recorded_over_real_submissions_replays_identically(tmp_pa
     whole = replay(file, "--job", large.removeprefix("jobs/"), "--policy", "backfill")
     assert (whole["differences"], whole["recording"]["end_reason"]) == (0, "who asked for it went away")
     assert whole["otherwise"]["differences"] == []
-    assert (whole["commands"]["SubmitJob"], whole["verdicts"]["approved"]) == (2, 2)
+    assert (whole["commands"]["SubmitJob"], whole["verdicts"]["approved"]) == (2, 5)
+    assert (whole["commands"]["UpdateJob"], whole["commands"]["UpdateArray"]) == (1, 1)
     verdicts = [moment["verdict"] for moment in whole["job"]["moments"] if moment["what"] == "request"]
     assert verdicts[-1] == "approved"
     assert {"passed", "refused"} & set(verdicts[:-1])
