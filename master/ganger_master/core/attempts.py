@@ -118,7 +118,9 @@ def resume(state: State, number: int, now: float, cause: str, purpose: Purpose =
         again_at=0.0,
     )
     if gang is not None and gang.parked_by_plan and job.state is JobState.HOLDING:
-        going_on.run_after_all(state, orders.holding(gang, gang.claims), now)
+        # Before it has come to rest nothing was judged: what a part that ended held is another's by now.
+        back = orders.holding(gang, gang.claims) if orders.has_given_up(gang) else gang
+        going_on.run_after_all(state, back, now)
         state.put_job(job)
     elif gang is not None and copies.is_superseded(state, gang) and orders.holds_devices(gang):
         copies.go_back(state, job, gang, now, cause)
@@ -127,8 +129,9 @@ def resume(state: State, number: int, now: float, cause: str, purpose: Purpose =
         state.put_job(replace(job, state=JobState.HOLDING))
     else:
         if gang is not None and gang.phase is not GangPhase.PARKED:
-            # A copy that was moved away from, on its way to a higher level: it rests where it stands.
-            state.put_gang(orders.rested(orders.park(gang, SuspendLevel.PAUSE, now, by_plan=False), now))
+            # On its way to another level from where it rests already, be it a copy that was moved away from: it stands.
+            level = gang.rested_level or SuspendLevel.PAUSE
+            state.put_gang(orders.rested(orders.park(gang, level, now, by_plan=False), now))
         state.put_job(replace(job, state=JobState.PENDING, pending_since=now))
     state.history(now, job.name, "resume_ordered", cause, **purpose.figures)
 
@@ -299,8 +302,9 @@ def _forget(state: State, job: Job, gang: Gang, now: float) -> None:
 
 
 def _may_run_on(gang: Gang) -> bool:
-    """What is not at rest yet has given nothing up, but for parts that have ended."""
-    return gang.phase is not GangPhase.PARKED or orders.holds_devices(gang)
+    """What was never at rest has given nothing up, but for parts that have ended."""
+    is_at_rest = gang.phase is GangPhase.PARKED or orders.has_given_up(gang)
+    return not is_at_rest or orders.holds_devices(gang)
 
 
 def _restore(job: Job) -> Restore:

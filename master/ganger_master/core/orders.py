@@ -174,7 +174,7 @@ def kept_offloaded(piece: Piece) -> Claim:
 
 def _has_given_up(piece: Piece) -> bool:
     held = piece.held
-    return held is not None and held != piece.claim and not held.device_mask and not any(held.millicores)
+    return held is None or (held != piece.claim and not held.device_mask and not any(held.millicores))
 
 
 def begin_anew(gang: Gang) -> Gang:
@@ -182,9 +182,18 @@ def begin_anew(gang: Gang) -> Gang:
     return _order(gang)
 
 
+def has_given_up(gang: Gang) -> bool:
+    """Whether its devices are others' by now: it came to rest in host memory, and was not told to run since. It stays
+    so while it stops at another level, or comes back from having tried to."""
+    return gang.rested_level is SuspendLevel.OFFLOAD
+
+
 def holding(gang: Gang, claims: Sequence[Claim]) -> Gang:
-    """Holds these claims (again), piece by piece."""
-    pieces = tuple(replace(piece, claim=claim, held=claim) for piece, claim in zip(gang.pieces, claims, strict=True))
+    """Holds these claims (again), piece by piece, but for parts that have ended."""
+    pieces = tuple(
+        replace(piece, claim=claim, held=None if piece.gone else claim)
+        for piece, claim in zip(gang.pieces, claims, strict=True)
+    )
     return replace(gang, pieces=pieces, threads=threads_of(claims))
 
 

@@ -239,7 +239,7 @@ def _exchange(state: State, event: Event) -> tuple[tuple[Claim, ...], tuple[Clai
             return state.gangs[state.jobs[number].epoch].claims, claims
         case events.JobResumed(number=number):
             gang = state.gangs[state.jobs[number].epoch]
-            if gang.rested_level is not SuspendLevel.OFFLOAD:
+            if not orders.has_given_up(gang):
                 # It has given nothing up; what it holds may be its share of what several take turns on.
                 return (), ()
             return tuple(piece.held for piece in gang.pieces if piece.held is not None), gang.claims
@@ -361,7 +361,7 @@ def _judge_resume(
         return Refusal(Reason.WRONG_STATE, job=job.name)
     if gang.park_level is SuspendLevel.CHECKPOINT or job.ending is not None:
         return Refusal(Reason.WRONG_STATE, job=job.name, detail="its checkpoint is being written")
-    if gang.phase is GangPhase.PARKED:
+    if gang.phase is GangPhase.PARKED or orders.has_given_up(gang):
         held = tuple(piece.held for piece in gang.pieces if piece.held is not None)
         arena = per_device(gang)
         refusals = judge_change(state, job, gang.claims, held, retune=True, arena=arena, agreed_only=True)
