@@ -254,6 +254,31 @@ def test_a_lease_that_ran_out_is_taken_back_though_a_batch_ended_between_its_end
     drive.start(first)
 
 
+def test_a_lease_begins_when_its_holder_is_told_however_long_the_commit_took() -> None:
+    drive = Drive(1)
+    number = drive.submit(job_of(1))
+    turn = drive.state.turns[drive.state.turn_of[number]]
+    drive.now = turn.expires + 5.0
+    drive.step(Tick(told=turn.turn - 1))
+    assert drive.state.lost_turns == {}
+    begun = drive.state.turns[turn.turn]
+    assert begun.expires == drive.now + Settings().turn_lease_seconds
+    drive.step(Tick(told=turn.turn))
+    assert drive.state.turns == {turn.turn: begun}, "told once, it is told for good"
+    drive.now = begun.expires - 0.1
+    drive.start(number)
+
+
+def test_a_lease_that_its_holder_knew_of_and_did_not_use_is_taken_back() -> None:
+    drive = Drive(1)
+    number = drive.submit(job_of(1))
+    turn = drive.state.turns[drive.state.turn_of[number]]
+    drive.now = turn.expires
+    drive.step(Tick(told=turn.turn))
+    assert drive.state.lost_turns == {number: 1}
+    assert drive.state.turn_of[number] != turn.turn
+
+
 def answer_turns(drive: Drive, seconds: float) -> None:
     """As the default scheduler does, for so long."""
     end = drive.now + seconds

@@ -229,7 +229,10 @@ def test_master_whose_clock_was_set_or_that_stood_still_gives_no_node_up_for_it(
     run(story())
 
 
-def test_a_commit_that_outlasts_the_lease_of_a_turn_costs_its_job_no_more_than_that_turn() -> None:
+@pytest.mark.parametrize("goes_off", [False, True])
+def test_the_lease_of_a_turn_begins_when_its_holder_is_told_and_not_before_the_commit(goes_off: bool) -> None:
+    """Also if the alarm goes off meanwhile, for something else."""
+
     async def story() -> None:
         store, clock = GatedStore(), Clock()
         writer = Writer(store, Settings(), clock, steady=clock)
@@ -245,13 +248,17 @@ def test_a_commit_that_outlasts_the_lease_of_a_turn_costs_its_job_no_more_than_t
             # What needs no commit is behind one that takes this long.
             answered = writer.submit(Answer("n1", opened.session))
             clock.now = late.expires + 1.0
+            if goes_off:
+                writer.tell(Tick(told=late.turn - 1))
+                clock.now += 1.0
             store.gate.set()
             assert await submitted == JobAnswer(1)
             assert await answered == Done()
-            assert await told.get() == late
-            next_turn = await asyncio.wait_for(told.get(), 5.0)
-            assert next_turn is not None
-            assert next_turn.number == 1
+            turn = await asyncio.wait_for(told.get(), 5.0)
+            assert turn is not None
+            assert (turn.number, turn.turn) == (1, late.turn)
+            assert turn.expires == clock.now + Settings().turn_lease_seconds
+            assert writer.state.turns == {turn.turn: turn}
         await writer.close()
 
     run(story())

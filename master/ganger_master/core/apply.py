@@ -254,7 +254,7 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
         # Whoever keeps them says so more often.
         state.promised = {}
     silence.follow(state, now, event.cause)
-    queue.expire(state, now)
+    queue.expire(state, now, event.told)
     finished.forget(state, now)
 
 

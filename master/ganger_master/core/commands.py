@@ -307,11 +307,13 @@ class ClaimTurns(Struct, frozen=True, gc=False):
 class Tick(Struct, frozen=True, gc=False):
     """Time has passed; the shell sends it when the last `wake_at` says so, and before everything else when the clock
     was set (by so many seconds, forward or back) or the master stood still. `looks_again`: it has lost what it did not
-    store, and draws anew what follows from what nodes said."""
+    store, and draws anew what follows from what nodes said. `told`: the newest turn whose holder was told; None where
+    everybody is told at once."""
 
     set_by: float = 0.0
     stood_still: bool = False
     looks_again: bool = False
+    told: int | None = None
 
 
 Command: TypeAlias = (

@@ -308,7 +308,11 @@ def _claim_turns(state: State, command: commands.ClaimTurns, now: float) -> Deci
 
 def _tick(state: State, command: commands.Tick, now: float) -> Decision:
     passed = events.TimePassed(
-        now, set_by=command.set_by, stood_still=command.stood_still, looks_again=command.looks_again
+        now,
+        set_by=command.set_by,
+        stood_still=command.stood_still,
+        looks_again=command.looks_again,
+        told=command.told,
     )
     return Decision((passed,), Done())
 

@@ -258,13 +258,15 @@ class ChangeJudged(Struct, frozen=True, gc=False):
 
 
 class TimePassed(Struct, frozen=True, gc=False):
-    """`set_by`: so much of it did not, for the clock was set, forward or back."""
+    """`set_by`: so much of it did not, for the clock was set, forward or back. `told`: the newest turn that its holder
+    knows of; None: all are known."""
 
     time: float
     cause: str = "clock"
     set_by: float = 0.0
     stood_still: bool = False
     looks_again: bool = False
+    told: int | None = None
 
 
 Event: TypeAlias = (

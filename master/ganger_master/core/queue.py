@@ -112,8 +112,12 @@ def valid_turn(state: State, number: int, turn: int, now: float) -> Turn | None:
     return held if held is not None and held.number == number and now <= held.expires else None
 
 
-def expire(state: State, now: float) -> None:
-    """Takes back leases that were not used; their jobs are asked again, behind those that were not asked yet."""
+def expire(state: State, now: float, told: int | None = None) -> None:
+    """Takes back leases that were not used; their jobs are asked again, behind those that were not asked yet. Of turns
+    after the one that was `told` nobody knows yet: their leases begin now at the earliest."""
+    for number in [number for number in state.turns if told is not None and number > told]:
+        turn = state.turns[number]
+        state.turns[number] = replace(turn, expires=now + state.settings.turn_lease_seconds)
     for turn in [turn for turn in state.turns.values() if now > turn.expires]:
         _lose(state, turn)
 

@@ -32,7 +32,8 @@ _LONGEST_RUN: Final = 512
 
 
 class Turn(Struct, frozen=True, gc=False):
-    """A lease to request a gang. Only the holder's requests count as in turn, until `expires`."""
+    """A lease to request a gang. Only the holder's requests count as in turn, until `expires`. It was decided when it
+    was `given`, and its holder is told once that is durable."""
 
     turn: int
     number: int
@@ -43,6 +44,14 @@ class Turn(Struct, frozen=True, gc=False):
     scheduler: str
     tries: int = 0
     reserved_nodes: tuple[str, ...] = ()
+
+    def is_told_late(self, now: float) -> bool:
+        """Whether so much of its lease is over before anybody knows of it that it is to begin anew."""
+        return now - self.given > _AT_ONCE * (self.expires - self.given)
+
+
+# The part of a lease in which its holder is to be told.
+_AT_ONCE: Final = 0.1
 
 
 class Blocked(Struct, frozen=True, gc=False):

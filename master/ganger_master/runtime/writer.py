@@ -133,6 +133,8 @@ class Writer:
         self._idle.set()
         self._scheduled: asyncio.Handle | None = None
         self._alarm: asyncio.TimerHandle | None = None
+        # The newest turn that was let out.
+        self._told = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_ready = False
         self._is_reloading = False
@@ -364,8 +366,8 @@ class Writer:
         for future, answer in sealed.callers:
             if not future.done():
                 future.set_result(answer)
-        for turn in sealed.turns:
-            self.turn_streams.give(turn)
+        if sealed.turns:
+            self._give(sealed.turns)
         says_all = log.isEnabledFor(logging.DEBUG)
         for entry in sealed.effects.history:
             self.meter.happened(entry)
@@ -374,6 +376,17 @@ class Writer:
                 log.log(level, entry.kind, extra={"subject": entry.subject, "cause": entry.cause, "id": entry.sequence})
         if sealed.effects.wake_at is not None:
             self._set_alarm(sealed.effects.wake_at)
+
+    def _give(self, turns: Sequence[Turn]) -> None:
+        """A lease begins when its holder is told: what the store took of it is not the holder's to lose."""
+        if turns[0].is_told_late(self._clock()):
+            self.tell(Tick(told=self._told))
+        self._told = turns[-1].turn
+        for turn in turns:
+            # As it is by now, if it still is.
+            held = self.state.turns.get(turn.turn)
+            if held is not None:
+                self.turn_streams.give(held)
 
     def _set_alarm(self, time: float) -> None:
         if self._alarm is not None:
@@ -384,7 +397,7 @@ class Writer:
     def _tick(self) -> None:
         self._alarm = None
         if self._is_ready and not self._is_closing:
-            self.tell(Tick())
+            self.tell(Tick(told=self._told))
 
     def _look_often(self) -> None:
         self._next_look = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look_often)
@@ -461,7 +474,7 @@ class Writer:
         elements = await self._thread.ask(lambda: codec.elements(self._store.load()))
         self._failpoints.passing(failpoints.MID_LOAD)
         state = restored(self._settings, elements, self._clock(), former)
-        self.state, self._codec, self._open = state, codec, _Batch()
+        self.state, self._codec, self._open, self._told = state, codec, _Batch(), 0
         # From the state, not from the store: a restart voids sessions.
         self.committed.reset(
             [

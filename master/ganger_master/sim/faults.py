@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ganger_master.sim.engine import Engine
 
@@ -19,6 +20,11 @@ class Faults:
     commit_seconds: float = 0.01
     slow_commit: float = 0.0
     slow_commit_seconds: float = 2.0
+    # What is decided while a commit is under way goes to the store with the next one, all of it as one transaction.
+    together: bool = False
+    # An alarm goes off up to this much after its time.
+    late_alarm: float = 0.0
+    late_alarm_seconds: float = 5.0
     master_crash_seconds: float = 0.0
     daemon_crash_seconds: float = 0.0
     node_crash_seconds: float = 0.0
@@ -75,7 +81,7 @@ def storm(seed_engine: Engine) -> Faults:
         "clock_jump_seconds": seed_engine.between(0.0, 3600.0),
         "removal_seconds": seed_engine.between(1.0, 10.0),
     }
-    chosen = {name: value for name, value in kinds.items() if seed_engine.chance(0.6)}
+    chosen: dict[str, Any] = {name: value for name, value in kinds.items() if seed_engine.chance(0.6)}
     return replace(NONE, **chosen)
 
 

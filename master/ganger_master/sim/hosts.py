@@ -70,7 +70,7 @@ class SimHost:
             job=job.name,
             revision=turn.revision,
             shape=job.shape,
-            lease_seconds=turn.expires - turn.given,
+            lease_seconds=turn.expires - self.master.now(),
             rank=turn.rank,
             waited_seconds=max(0.0, self.master.now() - (job.pending_since or self.master.now())),
             parked=parked.parked_claims if parked is not None else (),

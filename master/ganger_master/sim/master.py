@@ -38,6 +38,7 @@ class Released:
     history: list[History] = field(default_factory=list)
     desired: dict[str, DesiredSet] = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
+    wake_at: float | None = None
 
 
 class Recorder(Protocol):
@@ -79,10 +80,14 @@ class SimMaster:
         # What nodes may be told: committed desired sets only.
         self.committed: dict[str, DesiredSet] = {}
         self.recorder: Recorder | None = None
-        self._last_commit = engine.now
+        # When the newest commit begins, and when it ends.
+        self._next_commit = self._last_commit = engine.now
         # Decided, and not durable yet.
         self._in_flight: list[Released] = []
-        self._wake: float | None = None
+        # The newest turn that was let out.
+        self._told = 0
+        # When the alarm that is set is due, by the engine.
+        self._due: float | None = None
 
     def now(self) -> float:
         return self.engine.now + self.clock_offset
@@ -144,8 +149,9 @@ class SimMaster:
         self.state = state
         self.committed = dict(self.state.desired)
         self.is_up = True
-        self._last_commit = self.engine.now
-        self._wake = None
+        self._next_commit = self._last_commit = self.engine.now
+        self._due = None
+        self._told = 0
         found = violations(self.state)
         if found:
             raise RuleBrokenError(f"after a restart: {'; '.join(found)}")
@@ -178,18 +184,20 @@ class SimMaster:
         released.desired.update((node, desired_of(self.state, node)) for node in effects.nodes)
         released.turns.extend(self.state.turns[turn] for turn in effects.turns if turn in self.state.turns)
         released.history.extend(effects.history)
-        if effects.wake_at is not None:
-            self._wake_at(effects.wake_at)
+        released.wake_at = effects.wake_at
         return released
 
     def _commit(self, released: Released) -> None:
-        """One after another; a slow one holds up those behind it."""
-        slow = self.engine.chance(self.faults.slow_commit)
-        takes = self.engine.between(0.0, self.faults.slow_commit_seconds if slow else self.faults.commit_seconds)
-        self._last_commit = max(self._last_commit, self.engine.now) + takes
+        """One after another; a slow one holds up those behind it, each for itself or all together."""
+        now, faults = self.engine.now, self.faults
+        slow = self.engine.chance(faults.slow_commit)
+        takes = self.engine.between(0.0, faults.slow_commit_seconds if slow else faults.commit_seconds)
+        if not (faults.together and now < self._next_commit):
+            self._next_commit = max(self._last_commit, now)
+            self._last_commit = self._next_commit + takes
         incarnation = self.incarnation
         self._in_flight.append(released)
-        self.engine.after(self._last_commit - self.engine.now, lambda: self._committed(released, incarnation))
+        self.engine.after(self._last_commit - now, lambda: self._committed(released, incarnation))
 
     def _committed(self, released: Released, incarnation: int) -> None:
         if incarnation != self.incarnation:
@@ -208,18 +216,31 @@ class SimMaster:
         for node, desired in released.desired.items():
             self.on_news(node, desired)
         if released.turns:
-            self.on_turns(released.turns)
+            self._give(released.turns)
+        if released.wake_at is not None:
+            self._set_alarm(released.wake_at)
 
-    def _wake_at(self, time: float) -> None:
-        self._wake = time
+    def _give(self, turns: Sequence[Turn]) -> None:
+        """Their leases begin now."""
+        if turns[0].is_told_late(self.now()):
+            self.call(Tick(told=self._told))
+        self._told = turns[-1].turn
+        self.on_turns([self.state.turns[turn.turn] for turn in turns if turn.turn in self.state.turns])
+
+    def _set_alarm(self, time: float) -> None:
+        """Replaces the one before."""
+        self._due = due = self.engine.now + max(0.0, time - self.now())
+        late = self.faults.late_alarm and self.engine.chance(self.faults.late_alarm)
         incarnation = self.incarnation
 
         def tick() -> None:
-            if incarnation == self.incarnation and self._wake == time:
-                self._wake = None
-                self.call(Tick())
+            if incarnation == self.incarnation and self._due == due:
+                self._due = None
+                self.call(Tick(told=self._told))
 
-        self.engine.after(time - self.now(), tick)
+        self.engine.after(
+            due - self.engine.now + (self.engine.between(0.0, self.faults.late_alarm_seconds) if late else 0.0), tick
+        )
 
 
 def _store(stored: dict[tuple[str, str], bytes], changes: Changes) -> None:
