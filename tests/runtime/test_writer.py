@@ -264,6 +264,34 @@ def test_the_lease_of_a_turn_begins_when_its_holder_is_told_and_not_before_the_c
     run(story())
 
 
+def test_an_alarm_that_is_due_goes_off_though_a_batch_ends_before_the_loop_comes_to_it() -> None:
+    async def story() -> None:
+        store, clock = MemoryStore(), Clock()
+        writer = Writer(store, Settings(), clock, steady=clock)
+        await writer.start()
+        opened = await writer.submit(OpenSession("n1", "machine-n1", SERVER))
+        assert isinstance(opened, SessionAnswer)
+        assert await writer.submit(Observe("n1", opened.session, 1, 1)) == Done()
+        assert await writer.submit(submission(1)) == JobAnswer(1)
+        (turn,) = writer.state.turns.values()
+        clock.now = turn.expires + 1.0
+        # Says when to wake up for it: at once.
+        await writer.submit(Answer("n1", opened.session))
+        loop = asyncio.get_running_loop()
+        busy_until = loop.time() + 0.02
+        clock.now += 0.02
+        behind = writer.submit(Answer("n1", opened.session))
+        while loop.time() < busy_until:
+            # Nothing of the loop goes on: the alarm becomes due, and the batch is sealed before it.
+            pass
+        await behind
+        await asyncio.sleep(0)
+        assert turn.turn not in writer.state.turns
+        await writer.close()
+
+    run(story())
+
+
 def test_master_that_was_taken_over_stops() -> None:
     async def story() -> None:
         store = GatedStore()

@@ -389,9 +389,13 @@ class Writer:
                 self.turn_streams.give(held)
 
     def _set_alarm(self, time: float) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
+        """In place of the one that is set, unless that is due: where batches end faster than the loop comes to it, it
+        would be put off again and again, and with what it says time passes anyhow."""
         loop = asyncio.get_running_loop()
+        if self._alarm is not None:
+            if self._alarm.when() <= loop.time():
+                return
+            self._alarm.cancel()
         self._alarm = loop.call_later(max(0.0, time - self._clock()), self._tick)
 
     def _tick(self) -> None:

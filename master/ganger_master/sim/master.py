@@ -228,7 +228,9 @@ class SimMaster:
         self.on_turns([self.state.turns[turn.turn] for turn in turns if turn.turn in self.state.turns])
 
     def _set_alarm(self, time: float) -> None:
-        """Replaces the one before."""
+        """Replaces the one before, unless that is due and late."""
+        if self._due is not None and self._due <= self.engine.now:
+            return
         self._due = due = self.engine.now + max(0.0, time - self.now())
         late = self.faults.late_alarm and self.engine.chance(self.faults.late_alarm)
         incarnation = self.incarnation
