@@ -9,7 +9,7 @@ from ganger.resources.values import Claim, Level, Locality
 from ganger_master.core import queue
 from ganger_master.core.answers import Rejected
 from ganger_master.core.commands import CancelJob, ClaimTurns, RequestGang, Tick
-from ganger_master.core.model import JobState
+from ganger_master.core.model import JobState, ObservedPhase
 from ganger_master.core.queue import ASIDE, WINDOW
 from ganger_master.core.settings import Settings
 from ganger_master.core.settle import next_wake
@@ -277,6 +277,28 @@ def test_a_lease_that_its_holder_knew_of_and_did_not_use_is_taken_back() -> None
     drive.step(Tick(told=turn.turn))
     assert drive.state.lost_turns == {number: 1}
     assert drive.state.turn_of[number] != turn.turn
+
+
+def test_who_goes_first_is_asked_once_its_devices_are_free_though_some_behind_ask_for_them() -> None:
+    drive = Drive(2, Settings(policy="backfill"))
+    running = [drive.submit(job_of(4)), drive.submit(job_of(4))]
+    for number in running:
+        drive.start(number)
+        drive.runs(number)
+    large, small = drive.submit(job_of(8)), drive.submit(job_of(4))
+    drive.request(large, blockers=True)
+    drive.request(small, blockers=True)
+    leaves(drive, running[0])
+    assert set(drive.state.turn_of) == {small}
+    leaves(drive, running[1])
+    assert set(drive.state.turn_of) == {small, large}
+    drive.start(large)
+
+
+def leaves(drive: Drive, number: int) -> None:
+    epoch = drive.job(number).epoch
+    drive.step(CancelJob(number))
+    drive.seen(number, epoch, ObservedPhase.ENDED)
 
 
 def answer_turns(drive: Drive, seconds: float) -> None:

@@ -38,15 +38,17 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
     if len(state.turns) >= most or not state.waiting or state.policy.places is Places.PLANNER:
         return ()
     _turn_aside(state, now)
-    # What was refused on this view for lack of pieces, and the devices that are being asked for.
+    # What was refused on this view for lack of pieces, and the devices that are being asked for: by all, and by those
+    # ahead. Those behind hold up nobody: who comes first asks, or they would ask by turns for what is kept for it.
     vain: set[GangShape] = set()
-    asking = _asking(state)
+    asking, ahead = _asking(state), 0
     for number in _window(state):
         if len(state.turns) >= most:
             break
         if number in state.turn_of:
             if _keeps_all(state, number):
                 break
+            ahead += state.jobs[number].gpus
             continue
         job = state.jobs[number]
         if not _may_ask(state, number, now):
@@ -58,7 +60,7 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
             continue
         # Parked jobs may have room where others have none: what they keep is there already.
         is_known = number in state.refusals and number not in state.declined and not job.epoch
-        if is_known and (_is_too_large(state, job, asking) or (vain and job.shape in vain)):
+        if is_known and (_is_too_large(state, job, ahead) or (vain and job.shape in vain)):
             # Who asks for the same goes first, and did not get it.
             if state.policy.protects_all and _holds_up(state, number):
                 break
@@ -69,6 +71,7 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
             continue
         given.append(_give(state, job, now))
         asking += job.gpus
+        ahead += job.gpus
         if _keeps_all(state, number):
             break
     if state.resuming and any(lacks_memory(state, job) for job in first_blocked(state)):
@@ -304,12 +307,12 @@ def _asking(state: State) -> int:
     return sum([state.jobs[turn.number].gpus for turn in state.turns.values()])
 
 
-def _is_too_large(state: State, job: Job, asking: int) -> bool:
-    """Whether it lacks devices wherever they may be, beside those that others ask for at the moment; of who holds up
-    all others also whether it does on every node, where it may lie on no more than one. (Others are refused three times
-    before room is kept for them.) Schedulers of their own are asked all the same: that they answer shows that they are
-    there."""
-    lacks = job.gpus > state.free_devices - asking
+def _is_too_large(state: State, job: Job, ahead: int) -> bool:
+    """Whether it lacks devices wherever they may be, beside those that others ahead ask for at the moment; of who holds
+    up all others also whether it does on every node, where it may lie on no more than one. (Others are refused three
+    times before room is kept for them.) Schedulers of their own are asked all the same: that they answer shows that
+    they are there."""
+    lacks = job.gpus > state.free_devices - ahead
     if not lacks and state.policy.protects_all and job.shape.locality.widest <= Level.NODE:
         lacks = job.gpus > state.largest_free and _holds_up(state, job.number)
     return lacks and not scheduler_of(state, job)
