@@ -103,6 +103,11 @@ def test_nodes_that_are_lost_or_removed_break_no_rule_of_turns(seed: int) -> Non
     run(seed, jobs=14, seconds=300.0)
 
 
+def test_turns_do_not_begin_for_a_gang_of_which_only_some_parts_are_launched() -> None:
+    """A storm behind a slow store in which such a part waited for the others, and these for their turn, for ever."""
+    run(66, jobs=10, seconds=150.0, slow_commit=0.4, slow_commit_seconds=4.0, together=True, late_alarm=0.3)
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("block", range(30))
 def test_long_storms_of_turns_break_no_rule_and_every_job_ends(block: int) -> None:

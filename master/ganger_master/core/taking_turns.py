@@ -209,6 +209,13 @@ def _fits(state: State, row: Sequence[_Member], held: Mapping[str, Claim]) -> bo
     return True
 
 
+def _is_launched_in_part(state: State, gang: Gang) -> bool:
+    """Whether some of its parts may be on their devices and wait for others that are to be launched yet. Turns that
+    begin then are a deadlock: who is there comes to no boundary without the others, and they wait for their turn."""
+    is_new = gang.phase is GangPhase.STARTING and not gang.stepped
+    return is_new and len(gang.pieces) > 1 and gang.epoch not in state.set_of
+
+
 def _rests_by_plan(gang: Gang) -> bool:
     offloaded = gang.rested_level is SuspendLevel.OFFLOAD and gang.park_level is SuspendLevel.OFFLOAD
     return gang.phase is GangPhase.PARKED and gang.intent is Intent.PARK and gang.parked_by_plan and offloaded
@@ -268,6 +275,8 @@ def _member(state: State, change: Change, before: NodeSet | None) -> _Member:
     settled = is_active and gang is not None and gang.phase in (GangPhase.STARTING, GangPhase.RUNNING)
     if gang is None or not settled or gang.intent is not Intent.RUN or job.next_epoch or job.ending is not None:
         _refuse(job.number, Reason.WRONG_STATE, detail="only who runs or waits can begin to take turns")
+    if _is_launched_in_part(state, gang):
+        _refuse(job.number, Reason.WRONG_STATE, detail="it is on several nodes and has not stepped on all of them yet")
     if sharing.beside(state, gang):
         _refuse(job.number, Reason.NOT_SUPPORTED, detail="who shares devices at once takes no turns")
     if has_two_worlds(state, job.number):

@@ -1,0 +1,34 @@
+"""Who is being launched on several nodes begins no turns before it has stepped on all of them: a part that is there
+already would wait on its devices for the others, and these for their turn."""
+
+from __future__ import annotations
+
+from core.drive import job_of
+from core.test_taking_turns import Turns, blamed
+from ganger.resources.reasons import Reason
+from ganger_master.core.commands import Change
+from ganger_master.core.model import ObservedPhase
+
+
+def test_a_gang_on_several_nodes_takes_turns_once_it_has_stepped() -> None:
+    drive = Turns(2)
+    host = drive.submit(job_of(8))
+    epoch = drive.start(host)
+    drive.observe("n2", drive.report(drive.state.gangs[epoch], ObservedPhase.STARTING))
+    guest = drive.submit(job_of(8))
+
+    def changes() -> tuple[Change, Change]:
+        return drive.row(host, 0), drive.row(guest, 1, claims=drive.place(guest, host))
+
+    refusal = blamed(drive.propose(*changes()))
+    assert (refusal.reason, refusal.job) == (Reason.WRONG_STATE, f"jobs/{host}")
+    drive.runs(host)
+    assert drive.propose(*changes()) == [None, None]
+
+
+def test_a_gang_on_one_node_may_do_so_at_once() -> None:
+    drive = Turns()
+    host = drive.submit(job_of(4))
+    drive.start(host)
+    guest = drive.submit(job_of(4))
+    assert drive.propose(drive.row(host, 0), drive.row(guest, 1, claims=drive.place(guest, host))) == [None, None]
