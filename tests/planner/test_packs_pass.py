@@ -210,3 +210,13 @@ def test_what_was_refused_was_not_tried_and_who_was_not_parked_is_in_its_pack(tr
     undone = Packs(tried=kept.tried)
     assert with_refusals(kept, undone, frozenset({pack.guest})).packs == (pack,)
     assert with_refusals(kept, undone, frozenset()) == undone
+
+
+def test_who_has_come_to_a_pack_and_does_no_step_yet_is_waited_for(tried: Tried) -> None:
+    guest = tried.packs.packs[0].guest
+    job = tried.job(guest)
+    tried.state.put_job(replace(job, running_since=0.0))
+    assert tried.plan(Seen()) == []
+    assert tried.packs.on_trial == set(tried.pair)
+    tried.state.put_job(job)
+    assert tried.plan(Seen()) != [], "it runs, and not beside the other"

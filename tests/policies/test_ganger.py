@@ -6,7 +6,7 @@ import numpy as np
 from ganger_master.policies import policy_named
 from ganger_master.policies.facts import Facts
 from ganger_master.policies.order import ranked
-from ganger_master.policies.order.ganger import GANGER, SWITCH_S
+from ganger_master.policies.order.ganger import GANGER_ALONE, SWITCH_S
 from hypothesis import given
 from kit.facts import capacity_of, facts_of, live_jobs, rows
 from msgspec.structs import replace
@@ -16,7 +16,7 @@ CAPACITY = capacity_of(16)
 
 
 def line(facts: Facts) -> list[int]:
-    positions: list[int] = ranked(GANGER, facts, NOW, CAPACITY).tolist()
+    positions: list[int] = ranked(GANGER_ALONE, facts, NOW, CAPACITY).tolist()
     return positions
 
 

@@ -19,7 +19,7 @@ from ganger_master.core.purpose import Goal
 from ganger_master.planner.brought import Brought, Nobody, Rated
 from ganger_master.planner.errands import Errand, Leg, Stage, carry_on, stage_of
 from ganger_master.planner.move_costs import MoveCosts, move_costs
-from ganger_master.planner.table import LiveTable
+from ganger_master.planner.table import LiveTable, is_shared
 from ganger_master.planner.target import Pass
 from ganger_master.policies.introspect.hole import Hole, Movable, Movables, Move, in_order
 from ganger_master.policies.introspect.migration import movable
@@ -118,7 +118,7 @@ class Acting:
         view, costs, rated = self.room.view, self.costs, self.terms.rated
         found = {}
         for job, gang in pairs:
-            if _can_move(job, gang) and (packed or not is_packed(gang)):
+            if _can_move(job, gang) and (packed or not is_shared(gang)):
                 kind = rated.signature(job.number)
                 one = movable(view, job.number, job.shape, _held(gang), costs.pause_s(job, gang), kind)
                 found[job.number] = job, gang, one
@@ -196,10 +196,6 @@ def _can_move(job: Job, gang: Gang) -> bool:
         return False
     # Who takes turns moves for those it takes them with: it leaves no room.
     return can_hand_over(job) and not gang.node_set
-
-
-def is_packed(gang: Gang) -> bool:
-    return any(piece.claim.shared_mask for piece in gang.pieces)
 
 
 def _held(gang: Gang) -> Claims:

@@ -23,6 +23,7 @@ from ganger_master.planner.acting import Moving
 from ganger_master.planner.elastic import Growing
 from ganger_master.planner.in_place import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.measurements import Remembered
+from ganger_master.planner.packing import Packing
 from ganger_master.planner.shared import NOTHING, Shared
 
 _MAGIC: Final = "ganger planner"
@@ -35,6 +36,7 @@ class Memory:
     """What was decided and is not done or judged yet, what failed, and what was `measured`."""
 
     shared: Shared = NOTHING
+    packing: Packing = field(default_factory=Packing)
     moving: Moving = field(default_factory=Moving)
     growing: Growing = field(default_factory=Growing)
     resizing: Resizing = NOTHING_UNDER_WAY

@@ -32,6 +32,7 @@ from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangPhase, Job
 from ganger_master.core.purpose import Goal
 from ganger_master.core.sizes import devices_of
+from ganger_master.planner.choice import Choice
 from ganger_master.planner.in_place import (
     NOTHING_UNDER_WAY,
     Resizing,
@@ -44,7 +45,7 @@ from ganger_master.planner.in_place import (
 from ganger_master.planner.move_costs import move_costs
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Choice, Pass, Terms, carried_out
+from ganger_master.planner.target import Pass, Terms, carried_out
 from ganger_master.planner.wanting import Wanting, without_growth
 from ganger_master.policies.ask import Ask
 from ganger_master.policies.facts import Capacity, Flags, Integers

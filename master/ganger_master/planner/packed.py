@@ -18,9 +18,10 @@ from ganger.resources.view import View
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, Job, SuspendLevel
 from ganger_master.planner.amounts import Amounts, Wish, fitted
+from ganger_master.planner.choice import Choice, choose
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Choice, Pass, choose
+from ganger_master.planner.target import Pass
 from ganger_master.planner.tuned import is_tuned, nodes_of, whole, wish_of
 from ganger_master.policies.facts import Capacity, Flags, Floats, Integers
 from ganger_master.policies.order import Order

@@ -10,6 +10,7 @@ process (`planner.memory`); where it is lost all the same, packs that there are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
@@ -22,7 +23,7 @@ from msgspec import structs
 
 from ganger_master.core.arenas import has_arenas
 from ganger_master.core.commands import Change
-from ganger_master.core.model import Gang, GangPhase, Job, SuspendLevel
+from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
 from ganger_master.core.purpose import Finding, Goal, Purpose
 from ganger_master.models.interference import UNKNOWN_DEVICE, Contention, Pressure, learn
 from ganger_master.planner.slices import shares_all, takes_turns
@@ -145,10 +146,20 @@ class Packs:
 
 
 def plan_packs(
-    packs: Packs, table: LiveTable, view: View, now: float, seen: Seen, gpus: int, is_crowded: bool
+    packs: Packs,
+    table: LiveTable,
+    view: View,
+    now: float,
+    seen: Seen,
+    gpus: int,
+    is_crowded: bool,
+    in_turns: bool = True,
+    most_gpus: float = math.inf,
 ) -> tuple[tuple[Change, ...], Packs, tuple[Finding, ...]]:
     """The changes to propose now, what to remember if they are proposed, and what was found. `is_crowded`: somebody
-    waits for room."""
+    waits for room. `in_turns`: whoever has to leave a pack takes turns with its host again; if not, it waits for room,
+    and rests on storage. `most_gpus`: that guests of new packs may leave to who waits."""
+    rests = parking if in_turns else _suspending
     running = {job.number: (job, gang) for job, gang in table.running}
     changes: list[Change] = []
     left: list[Pack] = []
@@ -160,12 +171,12 @@ def plan_packs(
             left.append(stays)
         elif _is_together(pack, running):
             detail = found[0].detail if found else "what it gains could not be measured"
-            changes.append(parking(*running[pack.guest], Purpose(Goal.UNPACK, detail=detail)))
+            changes.append(rests(*running[pack.guest], Purpose(Goal.UNPACK, detail=detail)))
             packs = replace(packs, parting=(*packs.parting, Parting(pack.numbers[0], pack.guest, now)))
     packs = replace(packs, packs=tuple(left))
     busy = {number for pack in left for number in pack.numbers} | {change.number for change in changes}
     busy |= packs.on_trial
-    changes.extend(_strangers(running, busy, seen))
+    changes.extend(_strangers(running, busy, seen, rests))
     busy |= {change.number for change in changes}
     changes.extend(whole_again(running, busy, view, seen))
     most = max(1, gpus // _DEVICES_PER_TRIAL) - sum(not pack.is_kept for pack in left) - len(packs.leaving)
@@ -175,9 +186,9 @@ def plan_packs(
     berths = [
         berth
         for number, (job, gang) in running.items()
-        if number not in busy and (berth := _berth(job, gang, view, seen)) is not None
+        if number not in busy and (berth := _berth(job, gang, view, seen, in_turns)) is not None
     ]
-    for proposal in proposals(berths, packs.failed, now, packs.contention, most, _feasible(running)):
+    for proposal in proposals(berths, packs.failed, now, packs.contention, most, _feasible(running), most_gpus):
         host, guest = [running[one.number] for one in proposal.residents]
         if host[1].node_set or guest[1].node_set:
             packs = replace(packs, leaving=(*packs.leaving, Leaving(proposal, now)), tried=packs.tried + 1)
@@ -223,7 +234,17 @@ def parking(job: Job, gang: Gang, purpose: Purpose) -> Change:
     return Change(job.number, job.revision, "SUSPEND", level=level, purpose=purpose)
 
 
-def _strangers(running: Mapping[int, tuple[Job, Gang]], busy: Collection[int], seen: Seen) -> Iterator[Change]:
+def _suspending(job: Job, gang: Gang, purpose: Purpose) -> Change:
+    """It waits as everybody else does."""
+    return Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT, purpose=purpose)
+
+
+def _strangers(
+    running: Mapping[int, tuple[Job, Gang]],
+    busy: Collection[int],
+    seen: Seen,
+    rests: Callable[[Job, Gang, Purpose], Change],
+) -> Iterator[Change]:
     """Who shares devices, and nobody knows for what: whoever came last has to go."""
     for number, (job, gang) in running.items():
         mates = seen.beside(number)
@@ -232,7 +253,7 @@ def _strangers(running: Mapping[int, tuple[Job, Gang]], busy: Collection[int], s
         epochs = [running[mate][1].epoch for mate in mates if mate in running]
         if gang.epoch > max(epochs, default=0):
             detail = "nobody knows any more what the pack that it is in was to bring"
-            yield parking(job, gang, Purpose(Goal.UNPACK, detail=detail))
+            yield rests(job, gang, Purpose(Goal.UNPACK, detail=detail))
 
 
 def whole_again(
@@ -272,7 +293,7 @@ def _judged(
             apart = all(number in running and is_settled(*running[number]) for number in numbers)
             left = any(not shares_all(running[number][1].claims) for number in numbers if number in running)
             return packs, None if apart or left else pack, []
-        if guest is not None and guest[0].next_epoch:
+        if guest is not None and _is_coming(*guest) and now < pack.since_s + _LONGEST_TRIAL_S:
             return packs, pack, []
         # It was refused, or somebody was stopped meanwhile.
         return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None, []
@@ -301,6 +322,12 @@ def _judged(
     return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None, told
 
 
+def _is_coming(job: Job, gang: Gang | None) -> bool:
+    """Handed over, it has still to say that it runs."""
+    holds = gang is not None and gang.intent is Intent.RUN and job.state is JobState.HOLDING
+    return bool(job.next_epoch) or (holds and not job.running_since)
+
+
 def _told(numbers: Sequence[int], rates: Mapping[int, Rates], is_kept: bool, is_open: bool = False) -> list[Finding]:
     """For the history of everybody in the pack."""
     gain = normalised(rates.values())
@@ -320,20 +347,27 @@ def is_settled(job: Job, gang: Gang) -> bool:
     return gang.phase is GangPhase.RUNNING and not job.next_epoch
 
 
-def _berth(job: Job, gang: Gang, view: View, seen: Seen) -> Berth | None:
-    """A gang alone on its devices that was measured there. Who takes no turns is in no pack: once that is undone, its
-    guest could not go on where the host is, in turns."""
-    if gang.phase is not GangPhase.RUNNING or job.next_epoch or not takes_turns(job):
+def _berth(job: Job, gang: Gang, view: View, seen: Seen, in_turns: bool) -> Berth | None:
+    """A gang alone on its devices that was measured there. Where packs come apart into turns, who takes none is in no
+    pack: its guest could not go on where the host is."""
+    if gang.phase is not GangPhase.RUNNING or job.next_epoch:
         return None
+    can_turn = takes_turns(job) and job.capabilities.offload
+    can = can_turn if in_turns else may_be_slower(job) and job.capabilities.checkpoint
     windows = seen.alone(job.number)
     needed = job.shape.device_memory_bytes
-    if len(windows) < ALONE_WINDOWS or not needed or seen.beside(job.number) or not job.capabilities.offload:
+    if not can or len(windows) < ALONE_WINDOWS or not needed or seen.beside(job.number):
         return None
     made = view.topology(gang.claims[0].node).configuration_set
     pressure = Pressure(seen.utilisation(job.number), float(needed))
     seat: Seat = tuple([(claim.node, claim.device_mask) for claim in gang.claims])
     resident = Resident(job.number, seen.signature(job.number), pressure)
     return Berth(seat, made.device_type, made.device_memory_bytes, (resident,))
+
+
+def may_be_slower(job: Job) -> bool:
+    """Whether it may be packed where nobody takes turns, if it can be stopped: else its time would run out on it."""
+    return job.spec.preemptible and len(job.spec.roles) == 1 and job.spec.time_limit_seconds is None
 
 
 def _feasible(running: Mapping[int, tuple[Job, Gang]]) -> Callable[[Berth, Berth], bool]:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from ganger.resources.view import View
+
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass, plan
+from ganger_master.planner.target import AS_ASKED, Pass, Terms, plan
 from ganger_master.policies import Policy
 from ganger_master.policies.facts import Capacity, Floats, Integers
 from ganger_master.policies.optimus_belief import Believed, nothing_believed
@@ -73,4 +75,13 @@ def plan_by(
             known or NOTHING,
             trials,
         )
-    return plan(order, policy.placement, table, now, capacity, room, may_stop, remaining_s, kept_out)
+    terms = _with_company(table, room.view) if policy.packs else AS_ASKED
+    return plan(order, policy.placement, table, now, capacity, room, may_stop, remaining_s, kept_out, terms)
+
+
+def _with_company(table: LiveTable, view: View) -> Terms:
+    """Who shares devices goes together, and who has some leaves memory for another one."""
+    from ganger_master.planner.mates import mates_of
+    from ganger_master.planner.packing import shape_for_two
+
+    return Terms(shape=shape_for_two(view), mates=mates_of(table))

@@ -44,8 +44,9 @@ class LiveTable:
         self._integers = np.zeros((4, _FIRST_ROOM), np.int64)
         self._numbers = np.zeros((10, _FIRST_ROOM))
         self._flags = np.zeros((4, _FIRST_ROOM), bool)
-        # Rows of those who could be started.
+        # Rows of those who could be started, and of those who run on devices that others may be on, too.
         self._waiting: dict[int, None] = {}
+        self._sharing: set[int] = set()
         self._unknown = _unknown(_FIRST_ROOM)
         # What jobs like the live ones took, by row, and the GPU-seconds of those that ended last.
         self.memory = _memory() if learns else None
@@ -120,6 +121,10 @@ class LiveTable:
             self._waiting[row] = None
         else:
             self._waiting.pop(row, None)
+        if holds and gang is not None and is_shared(gang):
+            self._sharing.add(row)
+        elif self._sharing:
+            self._sharing.discard(row)
         # Who rests for its user wants nothing.
         self._live[row] = job.state is not _SUSPENDED or goes
 
@@ -221,6 +226,13 @@ class LiveTable:
         return [(job, gang) for job, gang in pairs if job is not None and gang is not None]
 
     @property
+    def sharing(self) -> list[tuple[Job, Gang]]:
+        """Who runs on devices that others may be on, too, by number."""
+        rows = sorted(self._sharing, key=lambda row: int(self._integers[0, row]))
+        pairs = [(self.jobs[row], self.gangs[row]) for row in rows]
+        return [(job, gang) for job, gang in pairs if job is not None and gang is not None]
+
+    @property
     def parked(self) -> list[tuple[Job, Gang]]:
         """Who rests because a plan said so, by number."""
         rows = np.flatnonzero(self._live & ~self._flags[1:].any(0))
@@ -263,6 +275,16 @@ class LiveTable:
         return bool(self._waiting)
 
     @property
+    def waiting_gpus(self) -> int:
+        """Of all that could be started."""
+        return int(self._integers[1, self._flags[2]].sum())
+
+    def longest_wait_s(self, now: float) -> float:
+        """For how long the one that has waited longest, of those that could be started, has; minus infinity without."""
+        since = self._numbers[7, self._flags[2]]
+        return now - float(since.min(initial=np.inf))
+
+    @property
     def least_waiting_gpus(self) -> int:
         """Of the smallest gang that could be started; there must be one."""
         return int(self._integers[1, self._flags[2]].min())
@@ -302,6 +324,7 @@ class LiveTable:
         self._live[row] = False
         self._flags[:, row] = False
         self._waiting.pop(row, None)
+        self._sharing.discard(row)
         self.jobs[row] = self.gangs[row] = None
         self._vacant.append(row)
 
@@ -344,6 +367,11 @@ def _unknown(count: int) -> Floats:
 def _stretch_s(running_since: Floats, now: float) -> Floats:
     stretch: Floats = np.where(running_since > 0, now - running_since, 0.0)
     return stretch
+
+
+def is_shared(gang: Gang) -> bool:
+    """Whether others may be on devices of it, too."""
+    return any(piece.claim.shared_mask for piece in gang.pieces)
 
 
 def _gives_back(gang: Gang) -> bool:

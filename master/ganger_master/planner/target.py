@@ -12,10 +12,11 @@ long could be, nobody takes what gets free who could not be stopped for it again
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import ge
+from operator import add, ge
 
 import numpy as np
 from ganger.placement.candidates import widest_now
@@ -26,15 +27,16 @@ from msgspec.structs import replace as replace_of
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, Job, SuspendLevel
 from ganger_master.core.orders import same_place
+from ganger_master.planner.choice import Choice, choose
 from ganger_master.planner.in_place import Resizing
+from ganger_master.planner.mates import ALONE, Mates, Unit, units
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
-from ganger_master.policies.facts import Capacity, Facts, Flags, Floats, Integers
+from ganger_master.policies.facts import Capacity, Floats, Integers
 from ganger_master.policies.introspect.hole import Hole, Movable, Movables, hole_for
-from ganger_master.policies.order import Order, next_change_s, ranked
+from ganger_master.policies.order import Order
 from ganger_master.policies.place import Placement, Want
 from ganger_master.policies.room import Room
-from ganger_master.policies.selection import guarded, selected
 
 Claims = tuple[Claim, ...]
 
@@ -65,58 +67,18 @@ class Pass:
 NOTHING_TO_DO = Pass()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Choice:
-    """Who should run, by counts. `line`: positions of all who may, first job first; `told`: numbers of all who wait, in
-    the same order. The rest is by position; `overdue` and `passing` as `selection.guarded` has them, `changes_at` as
-    `Pass.next_change_s`."""
-
-    rows: Integers
-    facts: Facts
-    line: Integers
-    told: Integers
-    # Could be started.
-    waiting: Flags
-    is_chosen: Flags
-    overdue: Flags
-    passing: Flags
-    changes_at: float
-
-
-def choose(
-    order: Order,
-    table: LiveTable,
-    now: float,
-    capacity: Capacity,
-    remaining_s: Callable[[Integers], Floats] | None = None,
-    kept_out: KeptOut = NOBODY,
-) -> Choice:
-    """As `plan` is asked."""
-    if order.with_history is not None:
-        order = order.with_history(table.history)
-    assert not order.knows_durations or remaining_s is not None, f"{order.name} asks an oracle, and there is none"
-    rows, facts = table.facts(now, order.learns, remaining_s=remaining_s if order.knows_durations else None)
-    waiting = table.is_waiting(rows)
-    line = ranked(order, facts, now, capacity)
-    told = facts.number[line[waiting[line]]]
-    if kept_out.not_stopped:
-        may = ~np.isin(facts.number, list(kept_out.not_stopped))
-        facts = replace_of(facts, is_preemptible=facts.is_preemptible & may)
-    if kept_out.not_started:
-        waiting &= ~np.isin(facts.number, list(kept_out.not_started))
-        line = line[(waiting | facts.is_running)[line]]
-    changes_at = next_change_s(order, facts, now)
-    is_chosen = np.zeros(len(rows), bool)
-    is_chosen[selected(order, facts, line, capacity.gpus)] = True
-    return Choice(rows, facts, line, told, waiting, is_chosen, *guarded(order, facts, capacity.gpus), changes_at)
-
-
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a pass goes by: the shape that a waiting job is placed with, and what a gang counts as holding."""
+    """What a pass goes by: the shape that a waiting job is placed with, what a gang counts as holding, and who shares
+    devices."""
 
     shape: Callable[[Job], GangShape] = field(default=lambda job: job.shape)
     held: Callable[[Gang], Claims] = field(default=lambda gang: _held(gang))
+    mates: Mates = field(default_factory=lambda: ALONE)
+
+    def held_by(self, unit: Unit) -> Claims:
+        """What all of them hold."""
+        return tuple([claim for _, gang in unit for claim in self.held(gang)])
 
 
 AS_ASKED = Terms()
@@ -146,7 +108,7 @@ def plan(
         found = started(few, placement, table, now, room, kept_out, terms)
         if found is not None:
             return found
-    choice = choose(order, table, now, capacity, remaining_s, kept_out)
+    choice = choose(order, table, now, capacity, remaining_s, kept_out, terms.mates)
     return carried_out(choice, order, placement, table, now, room, may_stop, kept_out, terms)
 
 
@@ -219,7 +181,7 @@ def carried_out(
     unplaced = frozenset(job.number for job in crowded if job.number in kept_out.unplaced)
     follow: tuple[int, ...] = ()
     if may_stop:
-        leaving = _gangs(table, rows, line[(choice.facts.is_running & ~is_chosen)[line]])
+        leaving = units(_gangs(table, rows, line[(choice.facts.is_running & ~is_chosen)[line]]), terms.mates)
         staying = _Staying(order, table, choice, terms, room) if order.preempts else None
         left = fitting.make_way(crowded, leaving, going, staying)
         if left and not order.is_strict:
@@ -251,11 +213,13 @@ class _Staying:
         self._stopped: set[int] = set()
 
     @cached_property
-    def gangs(self) -> dict[int, tuple[Job, Gang]]:
+    def units(self) -> dict[int, Unit]:
+        """By number of the first of them in line."""
         choice = self._choice
         may_stop = choice.facts.is_running & choice.is_chosen & choice.facts.is_preemptible
         positions = choice.line[may_stop[choice.line]]
-        return {job.number: (job, gang) for job, gang in _gangs(self._table, choice.rows, positions)}
+        found = units(_gangs(self._table, choice.rows, positions), self._terms.mates)
+        return {unit[0][0].number: unit for unit in found}
 
     @cached_property
     def _ranks(self) -> dict[int, int]:
@@ -270,12 +234,14 @@ class _Staying:
         return self._priced(move=1.0, stop=math.inf)
 
     def _priced(self, move: float, stop: float) -> Movables:
-        """By the GPU: either way a checkpoint and a start of each process."""
+        """By the GPU: either way a checkpoint and a start of each process. Who shares devices goes nowhere else."""
         gangs = []
-        for number, (job, gang) in self.gangs.items():
-            shape = job.shape
-            gpus = max(1, shape.gpus)
-            gangs.append(Movable(number, shape, self._terms.held(gang), move * gpus, stop * gpus))
+        for number, unit in self.units.items():
+            shape, held = unit[0][0].shape, [self._terms.held(gang) for _, gang in unit]
+            gpus = max(1, sum([job.gpus for job, _ in unit]))
+            beside = tuple([claim for claims in held[1:] for claim in claims])
+            move_cost = math.inf if beside else move * gpus
+            gangs.append(Movable(number, shape, held[0], move_cost, stop * gpus, beside=beside))
         return Movables(self._room.view, gangs)
 
     @property
@@ -290,12 +256,12 @@ class _Staying:
         self._holes += 1
         found = None
         if self._regroups and self._free_gpus >= shape.gpus:
-            above = {number for number, (other, _) in self.gangs.items() if other.spec.priority > job.spec.priority}
+            above = {number for number, unit in self.units.items() if unit[0][0].spec.priority > job.spec.priority}
             stay = above | self._stopped
             found = hole_for(self._room, self._movable, shape, placement=placement, avoid=avoid, stay=stay)
         if found is None:
-            rank, most = self._ranks[job.number], len(self.gangs)
-            stay = {other for other in self.gangs if self._ranks[other] < rank} | self._stopped
+            rank, most = self._ranks[job.number], len(self.units)
+            stay = {other for other in self.units if self._ranks[other] < rank} | self._stopped
             found = hole_for(
                 self._room, self._stoppable, shape, placement=placement, avoid=avoid, stay=stay, most_moves=most
             )
@@ -407,16 +373,16 @@ class _Fitting:
     def make_way(
         self,
         crowded: Sequence[Job],
-        leaving: Sequence[tuple[Job, Gang]],
+        leaving: Sequence[Unit],
         going: Sequence[tuple[Job, Gang]],
         staying: _Staying | None,
     ) -> list[Job]:
         """Stops who is `leaving` and in the way of the crowded, in order, and who is `staying` where that is not
         enough; who of these finds no place even so. Who is `going` has been told already."""
         if self._placement.by_counts and self._takes_all(crowded, leaving, going):
-            self.stop(leaving)
+            self.stop(pair for unit in leaving for pair in unit)
             return []
-        held = [(job, self._terms.held(gang)) for job, gang in leaving]
+        held = [(unit, self._terms.held_by(unit)) for unit in leaving]
         gone = [_held(gang) for _, gang in going]
         for back in (*(claims for _, claims in held), *gone):
             self._give(back)
@@ -431,21 +397,19 @@ class _Fitting:
                 unplaced.append(job)
             else:
                 wanted.update(claim.node for claim in claims)
-        for job, its in held:
+        for unit, its in held:
             here = tuple([claim for claim in its if claim.node in wanted])
-            if all(self._is_free(claim) for claim in here):
+            if self._are_free(here):
                 self._take(here)
             else:
-                self._stops.append(Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT))
+                self.stop(unit)
         self._busy.update(wanted)
         self._busy.update(claim.node for claims in (*(claims for _, claims in held), *gone) for claim in claims)
         return unplaced
 
-    def _takes_all(
-        self, crowded: Iterable[Job], leaving: Iterable[tuple[Job, Gang]], going: Iterable[tuple[Job, Gang]]
-    ) -> bool:
+    def _takes_all(self, crowded: Iterable[Job], leaving: Iterable[Unit], going: Iterable[tuple[Job, Gang]]) -> bool:
         """By counts: whether there is room for the crowded, but for none beside them of those who are leaving."""
-        held = [sum([claim.device_mask.bit_count() for claim in self._terms.held(gang)]) for _, gang in leaving]
+        held = [sum([claim.device_mask.bit_count() for claim in self._terms.held(unit[0][1])]) for unit in leaving]
         gone = [claim.device_mask.bit_count() for _, gang in going for claim in _held(gang)]
         taken = sum([self._terms.shape(job).gpus for job in crowded])
         return 0 <= self._room.free_devices + sum(held) + sum(gone) - taken < min(held, default=math.inf)
@@ -473,9 +437,8 @@ class _Fitting:
         if hole is None:
             return None
         for move in hole.moves:
-            other, _ = staying.gangs[move.number]
-            self._give(move.gang.claims)
-            self._stops.append(Change(other.number, other.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT))
+            self._give(move.gang.held)
+            self.stop(staying.units[move.number])
             self._busy.update(claim.node for claim in move.gang.claims)
         for move in hole.moves:
             self._take(move.claims)
@@ -537,14 +500,26 @@ class _Fitting:
         self._take(claims)
         return claims
 
-    def _is_free(self, claim: Claim) -> bool:
+    def _are_free(self, claims: Claims) -> bool:
+        """Whether there is room for all of these, which were there together before."""
         view = self._room.view
-        slot = view.slots.get(claim.node)
-        if slot is None:
-            return True
-        has_cores = all(map(ge, view.millicores[slot], claim.millicores))
-        has_memory = view.memory[slot] >= claim.memory_bytes + claim.arena_bytes
-        return view.free[slot] & claim.device_mask == claim.device_mask and has_cores and has_memory
+        masks: dict[int, int] = {}
+        memory: Counter[int] = Counter()
+        cores: dict[int, tuple[int, ...]] = {}
+        for claim in claims:
+            slot = view.slots.get(claim.node)
+            if slot is None:
+                continue
+            masks[slot] = masks.get(slot, 0) | claim.device_mask
+            memory[slot] += claim.memory_bytes + claim.arena_bytes
+            before = cores.get(slot, ())
+            cores[slot] = tuple(map(add, before, claim.millicores)) if before else claim.millicores
+        return all(
+            view.free[slot] & mask == mask
+            and view.memory[slot] >= memory[slot]
+            and all(map(ge, view.millicores[slot], cores[slot]))
+            for slot, mask in masks.items()
+        )
 
     def _take(self, claims: Claims) -> None:
         self._see()

@@ -14,9 +14,10 @@ from ganger_master.core.model import Gang, Job
 from ganger_master.core.purpose import Goal
 from ganger_master.models.accuracy import NOT_FITTED
 from ganger_master.models.locality import LocalityModel
-from ganger_master.planner.acting import MOST_AT_ONCE, Acting, is_packed
+from ganger_master.planner.acting import MOST_AT_ONCE, Acting
 from ganger_master.planner.brought import Brought
 from ganger_master.planner.errands import is_free
+from ganger_master.planner.table import is_shared
 from ganger_master.policies.introspect.crowding import Crowded, relieved
 from ganger_master.policies.introspect.hole import Hole, Movable, Move
 from ganger_master.policies.introspect.migration import (
@@ -129,7 +130,7 @@ class Tidying:
             return
         groups: dict[frozenset[int], list[tuple[Job, Gang]]] = {}
         for job, gang in acting.running:
-            if is_packed(gang) and (mates := rated.beside(job.number)):
+            if is_shared(gang) and (mates := rated.beside(job.number)):
                 groups.setdefault(mates | {job.number}, []).append((job, gang))
         packs: list[Packed] = []
         horizon_s = math.inf

@@ -38,6 +38,7 @@ from ganger_master.planner.measurements import Heard, Measurements
 from ganger_master.planner.memory import Memory
 from ganger_master.planner.moves import plan_moves
 from ganger_master.planner.pace import Pace
+from ganger_master.planner.packing import Packing, plan_packing
 from ganger_master.planner.parts import parts_of
 from ganger_master.planner.passes import plan_by
 from ganger_master.planner.refused import NOBODY, KeptOut, Refused
@@ -103,6 +104,7 @@ class Planner:
         # Kept when the connection is not: it takes time to measure.
         self._seen = Measurements(trial_pace)
         self._shared = NOTHING_SHARED
+        self._packing = Packing()
         self._moving = Moving()
         self._growing = Growing()
         self._resizing = NOTHING_UNDER_WAY
@@ -183,13 +185,15 @@ class Planner:
             await asyncio.Future()
         live, seen = self._live, self._seen
         seen.weighs_sizes = policy.resizes
+        # Who packs beside an order looks in its own time.
+        waits = not _acts_on_measures(policy)
         interval = times.duration(min(_PROGRESS_SECONDS, self._trial_pace.window_s))
         async for batch in scheduling.WatchProgress(scheduling_pb2.WatchProgressRequest(interval=interval)):
             now = live.now
             for name, progress in batch.progress.items():
                 # Who has not done a step yet may be heard of for other reasons.
                 is_of_a_step = progress.HasField("step_time")
-                if is_of_a_step and seen.hear(names.parse_job_name(name), _heard(progress), now):
+                if is_of_a_step and seen.hear(names.parse_job_name(name), _heard(progress), now) and not waits:
                     self._news.set()
             if not tunes:
                 continue
@@ -217,6 +221,7 @@ class Planner:
     def _memory(self) -> Memory:
         return Memory(
             self._shared,
+            self._packing,
             self._moving,
             self._growing,
             self._resizing,
@@ -235,7 +240,7 @@ class Planner:
         memory = self._noting.recall(self._policy().name, live.now, create_time)
         if memory is None:
             return
-        self._shared, self._moving = memory.shared, memory.moving
+        self._shared, self._packing, self._moving = memory.shared, memory.packing, memory.moving
         self._growing, self._resizing = memory.growing, memory.resizing
         self._seen.recall(memory.measured)
         log.info("going on from a note", extra={"jobs": len(memory.measured.together.jobs)})
@@ -265,7 +270,7 @@ class Planner:
         live, now = self._live, self._live.now
         may_stop = pace.may_stop(now)
         began = time.perf_counter()
-        before = self._shared
+        before, packed_before = self._shared, self._packing
         sizes, growing = Sizes(), self._growing
         if policy.grows:
             idle_s, busy = min(IDLE_S, pace.every_s), before.packs.on_trial
@@ -280,6 +285,9 @@ class Planner:
             found, findings, moves_at_s = self._found_shared(policy, now, pace)
         else:
             found, findings, moves_at_s = self._found(policy, now, may_stop and not sizes.is_giving)
+            if policy.packs:
+                found, packed = self._packed(policy, found, now, pace.every_s)
+                findings = (*findings, *packed)
         found, findings = with_sizes(found, sizes), (*findings, *sizes.findings)
         if policy.resizes:
             self._resizing = found.resizing or self._resizing
@@ -305,6 +313,7 @@ class Planner:
                     refused.add(change.number)
                     self._note(change, convert.refusals_from_wire(said.refusals))
         self._shared = self._shared.without(before, refused)
+        self._packing = self._packing.without(packed_before, refused)
         self._growing = growing.without(refused & {change.number for change in sizes.changes}, now)
         self._resizing = self._resizing.without(refused)
         if revisions or findings:
@@ -391,6 +400,19 @@ class Planner:
         )
         return moved, findings, again_s
 
+    def _packed(self, policy: Policy, found: Pass, now: float, every_s: float) -> tuple[Pass, tuple[Finding, ...]]:
+        """With packs, where there is nothing else to change."""
+        live, packing = self._live, self._packing
+        findings: tuple[Finding, ...] = ()
+        if not found.changes and now >= packing.next_look_s(live.table, every_s):
+            gpus, seen = live.capacity.gpus, self._seen.together
+            changes, packing, findings = plan_packing(
+                packing, policy.placement, live.table, live.room, now, seen, gpus, every_s
+            )
+            self._packing, found = packing, replace(found, changes=changes)
+        again_s = max(now, packing.next_look_s(live.table, every_s))
+        return replace(found, next_change_s=min(found.next_change_s, again_s)), findings
+
     def _messages(
         self, policy: Policy, changes: Sequence[Change], line: tuple[int, ...], findings: Sequence[Finding] = ()
     ) -> Iterator[tuple[scheduling_pb2.Plan, Sequence[Change]]]:
@@ -459,6 +481,11 @@ class Planner:
 
 def _remembers(policy: Policy) -> bool:
     """Whether it goes by what is measured, or has more to do than a plan can say."""
+    return policy.packs or _acts_on_measures(policy)
+
+
+def _acts_on_measures(policy: Policy) -> bool:
+    """Whether what is measured may change the next plan at once."""
     tunes = policy.tuning is not None and policy.tuning.by_profiles
     return tunes or policy.shares or policy.grows or policy.moves or policy.resizes
 

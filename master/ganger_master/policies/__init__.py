@@ -49,6 +49,8 @@ class Policy:
     shares: bool = False
     # Running jobs are moved, for others and for themselves: a pass around the others (`planner.moves`).
     moves: bool = False
+    # While some wait, jobs that run are tried on one device together: a pass beside the others (`planner.packing`).
+    packs: bool = False
     # Elastic jobs grow onto idle GPUs and give them back: a pass before the others (`planner.elastic`).
     grows: bool = False
 
@@ -84,13 +86,17 @@ _TETRIS = {
     _TETRIS_ORACLE: Knobs(),
 }
 _OPTIMUS, _GANDIVA = "optimus", "gandiva"
+# Its order, and packs; without packs where jobs are moved or cores weighed, which goes by who has devices alone.
+_GANGER, _GANGER_ORDER = "ganger", "ganger-alone"
 # What makes a policy move running jobs.
 _MOVES = "defrag"
 # What makes a policy grow elastic jobs onto idle GPUs.
 _GROWS = "elastic"
+# What makes a policy pack running jobs.
+_PACKS = "packs"
 # Compositions that have a name of their own. Synergy's under the one of its orders that needs no oracle.
 _COMPOSED = {"synergy": "las+synergy-tune"}
-NAMES = tuple(sorted({*ORDERS, *_ALIASES, *_TETRIS, *_COMPOSED, _OPTIMUS, _GANDIVA}))
+NAMES = tuple(sorted({*ORDERS, *_ALIASES, *_TETRIS, *_COMPOSED, _OPTIMUS, _GANDIVA, _GANGER}))
 
 
 def live_policy_named(name: str) -> Policy:
@@ -112,13 +118,21 @@ def policy_named(name: str) -> Policy:
         base = policy_named("+".join([part for part in whole if part != _MOVES]))
         # Who would be stopped to start elsewhere is moved there.
         order = replace(base.order, regroups=False)
-        return replace(base, name=name, order=order, places=Places.PLANNER, moves=True)
+        return replace(base, name=name, order=order, places=Places.PLANNER, moves=True, packs=False)
     if _GROWS in whole[1:]:
         base = policy_named("+".join([part for part in whole if part != _GROWS]))
         if base.resizes:
             raise KeyError(f"{base.name} decides on the size of elastic jobs itself: it takes no {_GROWS}")
         return replace(base, name=name, places=Places.PLANNER, grows=True)
+    if _PACKS in whole[1:]:
+        base = policy_named("+".join([part for part in whole if part != _PACKS]))
+        if base.places is not Places.PLANNER or base.shares or base.resizes or base.tetris or base.tuning or base.moves:
+            raise KeyError(f"{base.name} cannot be composed with {_PACKS}: that is for orders that stop jobs")
+        return replace(base, name=name, packs=True)
     order_name, *parts = whole
+    if order_name == _GANGER:
+        base = policy_named("+".join([_GANGER_ORDER, *parts]))
+        return replace(base, name=name, packs=base.tuning is None)
     if order_name in _COMPOSED:
         # What it is called is what it was asked for by.
         return replace(policy_named("+".join([_COMPOSED[order_name], *parts])), name=name)
@@ -146,7 +160,7 @@ def policy_named(name: str) -> Policy:
     tunable = _tunings() if any(part not in PLACEMENTS for part in parts) else {}
     unknown = [part for part in parts if part not in PLACEMENTS and part not in tunable]
     if unknown:
-        known = f"{', '.join(PLACEMENTS)}, {', '.join(tunable)}, {_MOVES} and {_GROWS}"
+        known = f"{', '.join(PLACEMENTS)}, {', '.join(tunable)}, {_MOVES}, {_GROWS} and {_PACKS}"
         raise KeyError(f"there is no placement or tuning {unknown[0]!r}; there are {known}")
     placements = [part for part in parts if part in PLACEMENTS]
     tunings = [part for part in parts if part in tunable]

@@ -53,6 +53,13 @@ class Movable:
     move_cost: float = math.inf
     stop_cost: float = math.inf
     kind: str = ""
+    # Of others on its devices, who go when it does.
+    beside: Claims = ()
+
+    @property
+    def held(self) -> Claims:
+        """What is given back when it goes."""
+        return (*self.claims, *self.beside)
 
     @property
     def price(self) -> float:
@@ -212,7 +219,7 @@ class _Search:
                 self._looks -= 1
                 mark = self._trying.mark
                 for gang in gangs:
-                    self._trying.give(gang.claims)
+                    self._trying.give(gang.held)
                 claim = make_claim(view, slot, shape, everything, Mode.PACK, widest)
                 moves = None
                 if claim is not None:
@@ -290,7 +297,7 @@ class _Search:
         for gangs in islice(self._sets(slot, share, most_moves, Level.NODE), _MOST_SETS_OF_MANY):
             mark = self._trying.mark
             for gang in gangs:
-                self._trying.give(gang.claims)
+                self._trying.give(gang.held)
             moves = self._rehome(gangs, avoid, frozenset(), most_cost, most_moves, 1)
             if moves is not None:
                 return moves
@@ -344,7 +351,7 @@ class _Search:
             hole = self.on_one_node(gang.shape, avoid, closed, most, most_moves - 1, depth - 1) if depth else None
             if hole is not None:
                 for move in hole.moves:
-                    self._trying.give(move.gang.claims)
+                    self._trying.give(move.gang.held)
                 for claims in (*(move.claims for move in hole.moves), hole.claims):
                     self._trying.take(claims)
                 self._busy |= {move.number for move in hole.moves}
@@ -395,7 +402,7 @@ class _Search:
         kind_of: dict[int, int] = {}
         for gang, claim in there:
             mask = claim.device_mask if widest < Level.NODE else claim.device_mask.bit_count()
-            kind = (gang.shape, gang.price, len(gang.claims), claim.millicores, claim.memory_bytes, mask)
+            kind = (gang.shape, gang.price, len(gang.claims), claim.millicores, claim.memory_bytes, mask, gang.beside)
             kind_of[gang.number] = kinds.setdefault(kind, len(kinds))
         there.sort(key=lambda pair: (pair[0].price, kind_of[pair[0].number], pair[0].number))
         ways = _cheapest_first(

@@ -9,6 +9,7 @@ were, and tried again after a while, for jobs change. Packs are watched as long 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -108,9 +109,11 @@ def proposals(
     contention: Mapping[str, Contention] = {},
     most: int = 1,
     may: Callable[[Berth, Berth], bool] = lambda host, guest: True,
+    most_gpus: float = math.inf,
 ) -> list[Proposal]:
     """At most so many packs to try, the largest forecast gain first, no berth in two of them. Ask only while more is
-    wanted than there is: else everybody has a GPU of its own. `may`: whether this host can take in this guest."""
+    wanted than there is: else everybody has a GPU of its own. `may`: whether this host can take in this guest.
+    `most_gpus`: that guests may leave to others."""
     kinds: dict[tuple[int, str, int], list[Berth]] = {}
     for berth in berths:
         if berth.residents and all(one.least_speed < 1.0 for one in berth.residents):
@@ -136,12 +139,13 @@ def proposals(
     for _, host, guest in found:
         if len(chosen) == most:
             break
-        if host.seat in used or guest.seat in used:
+        if host.seat in used or guest.seat in used or guest.gpus > most_gpus:
             continue
         belief = contention.get(host.device_type, UNKNOWN_DEVICE)
         expected = forecast([*host.pressures, *guest.pressures], host.device_memory_bytes, belief)
         if expected.fits:
             chosen.append(Proposal(guest, host, expected))
+            most_gpus -= guest.gpus
             used.update((host.seat, guest.seat))
     return chosen
 

@@ -48,4 +48,6 @@ def _crowded_s(facts: Facts) -> float:
     return max(SWITCH_S, math.fsum(waits_s) / max(1, len(waits_s)))
 
 
-GANGER = Order("ganger", keys, learns=True, overdue_share=_OVERDUE_SHARE, regroups=True, placement="best-fit")
+GANGER_ALONE = Order(
+    "ganger-alone", keys, learns=True, overdue_share=_OVERDUE_SHARE, regroups=True, placement="best-fit"
+)

@@ -11,7 +11,7 @@ from ganger_master.policies.order.edf import EDF
 from ganger_master.policies.order.fifo import FIFO, FIFO_BACKFILL
 from ganger_master.policies.order.ftf import FTF
 from ganger_master.policies.order.ftf_oracle import FTF_ORACLE
-from ganger_master.policies.order.ganger import GANGER
+from ganger_master.policies.order.ganger import GANGER_ALONE
 from ganger_master.policies.order.las import LAS
 from ganger_master.policies.order.las2d import LAS2D
 from ganger_master.policies.order.lrtf import LRTF
@@ -39,7 +39,7 @@ ORDERS = {
         FTF,
         FTF_ORACLE,
         EDF,
-        GANGER,
+        GANGER_ALONE,
     )
 }
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ganger_master.planner.in_place import Resizing
     from ganger_master.sim.replay.measured import Measured
     from ganger_master.sim.replay.moves import Moves
+    from ganger_master.sim.replay.packing import Packer
     from ganger_master.sim.replay.rates import Rates
     from ganger_master.sim.replay.scaling import Scaling
     from ganger_master.sim.replay.sharing import Sharing
@@ -105,6 +106,7 @@ class Planning:
         self.sizing = self._sizing() if scaling is not None and policy.grows else None
         self.moves = self._moves() if policy.moves else None
         self.sharing = self._sharing() if policy.shares else None
+        self._packer = self._packing() if policy.packs else None
         # Somebody found no place in the last plan.
         self._is_waited_for = False
         # Jobs came, started, stopped or ended since the last plan; those that the table does not show as they are now.
@@ -135,6 +137,9 @@ class Planning:
             return False
         if self.sharing is not None:
             return self._share(self.sharing)
+        return self._plan() or (self._packer is not None and self._pack(self._packer))
+
+    def _plan(self) -> bool:
         now = self._clock.now
         planned = self._carried_out(now)
         if planned.started and not planned.follow:
@@ -274,6 +279,21 @@ class Planning:
         sharing.remembered = sharing.remembered.without(before, refused)
         return len(refused) < len(answer.verdicts)
 
+    def _pack(self, packer: Packer) -> bool:
+        """Once there is nothing else to do at an instant."""
+        if self._told:
+            return False
+        before, answer = packer.packing, None
+        if self._clock.now >= packer.next_look_s:
+            answer = self._answer(*packer.plan())
+        if packer.next_look_s < np.inf:
+            self._come_back(packer.next_look_s)
+        if answer is None:
+            return False
+        refused = frozenset(verdict.number for verdict in answer.verdicts if not verdict.approved)
+        packer.packing = packer.packing.without(before, refused)
+        return len(refused) < len(answer.verdicts)
+
     def _propose(self, found: Pass, findings: tuple[Finding, ...] = ()) -> bool:
         answer = self._answer(found.changes, findings)
         return answer is not None and any(verdict.approved for verdict in answer.verdicts)
@@ -399,6 +419,20 @@ class Planning:
             self._clock,
             self._capacity.gpus,
             self._options.round_s,
+        )
+
+    def _packing(self) -> Packer:
+        from ganger_master.sim.replay.packing import Packer
+
+        assert self._windows is not None
+        return Packer(
+            self._policy.placement,
+            self.table,
+            self._room,
+            self._windows,
+            self._clock,
+            self._capacity.gpus,
+            self._options.plan_every_s,
         )
 
     def _measured(self, scaling: Scaling | None) -> Measured | None:

@@ -78,7 +78,7 @@ def simulate(
         start_s=float(jobs.submit_s[0]) if len(jobs) else 0.0,
         end_s=end - EPOCH_S,
         series=replay.meters.series(end - EPOCH_S),
-        shares=replay.policy.shares,
+        shares=replay.policy.shares or replay.policy.packs,
         seed=options.seed,
         offered_load=offered_load(jobs, servers.gpus),
         wall_s=time.perf_counter() - began,
@@ -101,7 +101,7 @@ class _Replay:
         if options.ideal:
             # Where any free devices serve there is nothing for a job's own scheduler to weigh.
             order = _CONTINUOUS.get(self.policy.order.name, self.policy.order)
-            self.policy = replace(self.policy, order=order, placement=BY_COUNTS, places=Places.PLANNER)
+            self.policy = replace(self.policy, order=order, placement=BY_COUNTS, places=Places.PLANNER, packs=False)
         self.jobs = jobs
         self.options = options
         self.progress = progress
@@ -140,7 +140,7 @@ class _Replay:
         is_elastic = bool((jobs.min_gpus < jobs.max_gpus).any())
         self.scaling = _scaling(jobs, options.seed) if is_elastic else None
         # None: nobody shares GPUs.
-        self.footprints = _footprints(jobs, servers, options.seed) if self.policy.shares else None
+        self.footprints = _footprints(jobs, servers, options.seed) if self.policy.shares or self.policy.packs else None
         # What daemons measure of memory is what says who can rest in that of its host.
         measures = self.policy.moves or (is_elastic and (self.policy.grows or self.policy.resizes))
         self.memory = _footprints(jobs, servers, options.seed) if measures else self.footprints

@@ -1,0 +1,45 @@
+"""Who shares devices with whom, of those who run: one makes no room, and is not stopped, without the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Final, TypeAlias
+
+from ganger.resources.topology import bits
+
+from ganger_master.core.model import Gang, Job
+from ganger_master.planner.table import LiveTable
+
+# By number: all on its devices, itself among them, in order; nobody who has them to itself.
+Mates: TypeAlias = Mapping[int, tuple[int, ...]]
+# A gang, or all who share devices.
+Unit: TypeAlias = tuple[tuple[Job, Gang], ...]
+
+ALONE: Final[Mates] = MappingProxyType({})
+
+
+def mates_of(table: LiveTable) -> Mates:
+    """As the master last said."""
+    together: dict[int, set[int]] = {}
+    on: dict[tuple[str, int], int] = {}
+    for job, gang in table.sharing:
+        group = together[job.number] = {job.number}
+        for claim in gang.claims:
+            for device in bits(claim.device_mask):
+                other = together[on.setdefault((claim.node, device), job.number)]
+                if other is not group:
+                    group |= other
+                    together.update(dict.fromkeys(other, group))
+    return {number: tuple(sorted(group)) for number, group in together.items() if len(group) > 1}
+
+
+def units(gangs: Iterable[tuple[Job, Gang]], mates: Mates) -> list[Unit]:
+    """All these, who shares devices beside each other, where the first of them stands."""
+    if not mates:
+        return [(pair,) for pair in gangs]
+    found: dict[int, list[tuple[Job, Gang]]] = {}
+    for job, gang in gangs:
+        first = mates.get(job.number, (job.number,))[0]
+        found.setdefault(first, []).append((job, gang))
+    return list(map(tuple, found.values()))

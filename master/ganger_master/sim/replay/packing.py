@@ -1,0 +1,42 @@
+"""Jobs that share GPUs in a replay beside an order that stops jobs: the pass that packs them, and what it remembers."""
+
+from __future__ import annotations
+
+from ganger_master.core.commands import Change
+from ganger_master.core.purpose import Finding
+from ganger_master.planner.packing import Packing, plan_packing
+from ganger_master.planner.table import LiveTable
+from ganger_master.policies.place import Placement
+from ganger_master.policies.room import Room
+from ganger_master.sim.replay.clock import Clock
+from ganger_master.sim.replay.windows import Windows
+
+
+class Packer:
+    """`gpus`: of the cluster."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        table: LiveTable,
+        room: Room,
+        windows: Windows,
+        clock: Clock,
+        gpus: int,
+        plan_every_s: float,
+    ) -> None:
+        self._placement, self._table, self._room = placement, table, room
+        self._windows, self._clock, self._gpus, self._every_s = windows, clock, gpus, plan_every_s
+        self.packing = Packing()
+
+    @property
+    def next_look_s(self) -> float:
+        return self.packing.next_look_s(self._table, self._every_s)
+
+    def plan(self) -> tuple[tuple[Change, ...], tuple[Finding, ...]]:
+        """The changes to propose now, and what was found."""
+        now = self._windows.now = self._clock.now
+        changes, self.packing, findings = plan_packing(
+            self.packing, self._placement, self._table, self._room, now, self._windows, self._gpus, self._every_s
+        )
+        return changes, findings

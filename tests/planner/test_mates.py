@@ -1,0 +1,142 @@
+"""Jobs on the same devices, and a pass that stops jobs: they count once, stay together, and go together."""
+
+from __future__ import annotations
+
+import pytest
+from core.drive import GIB
+from core.test_packing import Packing, small
+from ganger.resources.values import Level, Locality
+from ganger_master.core.commands import CancelJob
+from ganger_master.core.model import Capabilities, JobSpec
+from ganger_master.planner.mates import mates_of
+from ganger_master.planner.table import LiveTable
+from msgspec.structs import replace
+from planner.test_passes import Planned
+
+
+class Paired(Packing, Planned):
+    """Nodes of four devices, which several gangs may be on, under an order that stops who has attained most."""
+
+    def __init__(self, nodes: int = 1) -> None:
+        Planned.__init__(self, nodes, "las+packs")
+
+    def ends(self, number: int) -> None:
+        (node,) = self.state.gangs[self.job(number).epoch].nodes
+        self.step(CancelJob(number))
+        self.seen_without(node, number)
+
+    def pair(self, spec: JobSpec) -> tuple[int, int]:
+        """Two that run on the same devices."""
+        host = self.running(spec)
+        guest = self.submit(spec)
+        assert self.pack(guest, host) is None
+        self.runs(guest)
+        self.now += 10.0
+        return host, guest
+
+
+def of(gpus: int, **more: object) -> JobSpec:
+    return replace(small(gpus), locality=Locality(Level.NODE), **more)
+
+
+def mates(drive: Paired) -> dict[int, tuple[int, ...]]:
+    table = LiveTable()
+    for job in drive.state.jobs.values():
+        table.put(*drive.as_told(job))
+    return dict(mates_of(table))
+
+
+def test_those_on_the_same_devices_are_mates_and_nobody_else() -> None:
+    drive = Paired()
+    pair = drive.pair(of(2))
+    alone = drive.running(of(1))
+    assert mates(drive) == dict.fromkeys(pair, pair)
+    drive.ends(pair[1])
+    assert mates(drive) == {}
+    assert drive.state.gangs[drive.job(alone).epoch].claims[0].shared_mask == 0
+
+
+def test_those_who_share_devices_are_stopped_together_for_one_who_goes_first() -> None:
+    drive = Paired()
+    pair = drive.pair(of(4))
+    new = drive.submit(of(4))
+    assert sorted(drive.proposed()) == [("SUSPEND", number) for number in pair]
+    drive.rests(pair[0])
+    assert drive.proposed() == [], "the other one is still there"
+    drive.rests(pair[1])
+    assert drive.proposed() == [("START", new)]
+
+
+def test_devices_that_two_share_count_once() -> None:
+    drive = Paired()
+    drive.pair(of(2))
+    drive.running(of(2))
+    # Six are asked for on four devices, and nobody need go for one who comes after all of them.
+    drive.submit(of(2, priority=-1))
+    assert drive.proposed() == []
+
+
+def test_the_first_of_them_in_line_speaks_for_both() -> None:
+    drive = Paired()
+    host = drive.running(of(2), seconds=500.0)
+    other = drive.running(of(2), seconds=100.0)
+    guest = drive.submit(of(2))
+    assert drive.pack(guest, host) is None
+    drive.runs(guest)
+    drive.submit(of(2))
+    # By itself the host, which has attained most of all, would have to go.
+    assert drive.proposed() == [("SUSPEND", other)]
+
+
+@pytest.mark.parametrize("may_stop", [True, False], ids=["the one alone goes", "the one alone may not be stopped"])
+def test_of_two_holes_that_of_one_is_cheaper_than_that_of_two(may_stop: bool) -> None:
+    drive = Paired(nodes=2)
+    filler = drive.running(of(3))
+    pair = drive.pair(of(1))
+    large = drive.running(of(3, priority=1))
+    single = drive.running(of(1, preemptible=may_stop))
+    nodes = {number: drive.state.gangs[drive.job(number).epoch].nodes[0] for number in (filler, large, single, *pair)}
+    assert nodes[pair[0]] != nodes[single]
+    for number in (filler, large):
+        drive.ends(number)
+    drive.submit(of(4, priority=2))
+    stopped = [single] if may_stop else list(pair)
+    assert sorted(drive.proposed()) == [("SUSPEND", number) for number in stopped]
+
+
+def test_who_could_not_come_back_keeps_who_is_on_its_devices() -> None:
+    drive = Paired()
+    host = drive.running(of(4))
+    guest = drive.submit(of(4))
+    assert drive.pack(guest, host) is None
+    drive.runs(guest)
+    known = Capabilities(pause=True, missing={"CHECKPOINT": "it has no state"}, known=True)
+    drive.state.put_job(replace(drive.job(guest), capabilities=known))
+    drive.submit(of(4, priority=1))
+    assert drive.proposed() == []
+
+
+def test_a_job_leaves_memory_for_one_who_may_come_to_its_devices_unless_it_says_what_it_needs() -> None:
+    drive = Paired()
+    whole = drive.state.view.memory[0]
+    unsaid, said, limited = [
+        drive.running(spec)
+        for spec in (
+            of(1, roles=unnamed(1)),
+            of(1),
+            of(1, roles=unnamed(1), time_limit_seconds=600.0),
+        )
+    ]
+
+    def memory(number: int) -> int:
+        return drive.state.gangs[drive.job(number).epoch].claims[0].memory_bytes
+
+    assert memory(said) == 4 * GIB
+    # Whose time is limited shares with nobody.
+    assert memory(unsaid) == memory(limited) // 2
+    assert whole // 8 >= memory(unsaid) > whole // 10
+
+
+def unnamed(gpus: int) -> tuple[object, ...]:
+    (role,) = small(gpus).roles
+    return (replace(role, shape=replace(role.shape, memory_bytes=0)),)

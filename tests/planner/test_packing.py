@@ -1,0 +1,188 @@
+"""Packs beside an order that stops jobs: when running jobs are tried together, how many, and how they come apart."""
+
+from __future__ import annotations
+
+import pytest
+from core.test_packing import Packing as Drive
+from core.test_packing import small
+from ganger.v1 import scheduling_pb2
+from ganger_master.core.commands import CancelJob
+from ganger_master.core.model import Capabilities, ObservedPhase, SuspendLevel
+from ganger_master.core.purpose import Finding
+from ganger_master.planner.packing import Packing, plan_packing
+from ganger_master.planner.packs import Seen
+from ganger_master.planner.table import LiveTable
+from ganger_master.policies.introspect.packing import LEAST_SPEED
+from ganger_master.policies.place.best_fit import BEST_FIT
+from ganger_master.policies.room import Room
+from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
+from msgspec.structs import replace
+from planner.test_packs_pass import SLOWER, STEADY
+from planner.test_packs_pass import Seen as Measured
+
+EVERY_S = 300.0
+LONG_S = 2 * EVERY_S
+
+
+class Packed(Drive):
+    """Two jobs of one device on a node of four, and what the planner makes of them."""
+
+    def __init__(self, jobs: int = 2) -> None:
+        super().__init__()
+        self.running = [self.run(small()) for _ in range(jobs)]
+        self.packing = Packing()
+        self.found: tuple[Finding, ...] = ()
+
+    def wait_for(self, gpus: int, seconds: float = LONG_S + 1.0) -> int:
+        """Somebody has for so long."""
+        number = self.submit(small(gpus))
+        self.now += seconds
+        return number
+
+    def table(self) -> LiveTable:
+        table = LiveTable()
+        for job in self.state.jobs.values():
+            message = scheduling_pb2.LiveJob()
+            live_job_to_wire(job, self.state.gangs.get(job.epoch), message)
+            table.put(*live_job_from_wire(scheduling_pb2.LiveJob.FromString(message.SerializeToString())))
+        return table
+
+    def plan(self, seen: Seen | None = None) -> list[tuple[str, int]]:
+        """What is proposed, and what of it was approved is remembered."""
+        before, view = self.packing, self.state.view.copy()
+        changes, self.packing, self.found = plan_packing(
+            before, BEST_FIT, self.table(), Room(view), self.now, seen or Measured(), 32, EVERY_S
+        )
+        answers = self.propose(*changes) if changes else []
+        refused = {change.number for change, refusal in zip(changes, answers, strict=True) if refusal is not None}
+        self.packing = self.packing.without(before, refused)
+        return sorted((change.kind, change.number) for change in changes if change.number not in refused)
+
+    def move_in(self, number: int) -> None:
+        source, destination = self.job(number).epoch, self.job(number).next_epoch
+        self.seen(number, destination, ObservedPhase.PREPARED)
+        self.seen(number, source, ObservedPhase.PARKED, stop_step=7)
+        self.seen(number, destination, ObservedPhase.READY, stop_step=7)
+        self.runs(number)
+        self.observe("n1", *self.others("n1", source))
+
+    def together(self, rates: tuple[float, ...]) -> Measured:
+        (pack,) = self.packing.packs.packs
+        host, guest = pack.numbers
+        return Measured(dict.fromkeys((host, guest), rates), {host: frozenset({guest}), guest: frozenset({host})})
+
+    def kept(self) -> tuple[int, int]:
+        """A pack that was tried and pays: host and guest."""
+        self.plan()
+        (pack,) = self.packing.packs.packs
+        host, guest = pack.numbers
+        self.move_in(guest)
+        assert self.plan(self.together(SLOWER)) == []
+        assert [one.kept for one in self.found] == [True, True]
+        return host, guest
+
+
+def test_nobody_is_packed_before_somebody_has_waited_for_long() -> None:
+    drive = Packed()
+    assert drive.plan() == [], "nobody waits"
+    drive.wait_for(4, LONG_S - 1.0)
+    assert drive.plan() == []
+    drive.now += 2.0
+    assert [kind for kind, _ in drive.plan()] == ["CORES", "MOVE"]
+
+
+@pytest.mark.parametrize(("gpus", "packs"), [(1, 1), (2, 2), (4, 2)])
+def test_no_more_are_packed_than_leave_what_is_wanted(gpus: int, packs: int) -> None:
+    drive = Packed(jobs=4)
+    drive.wait_for(gpus)
+    assert sum(kind == "MOVE" for kind, _ in drive.plan()) == packs
+
+
+def test_nobody_is_packed_for_one_who_finds_room_as_it_is() -> None:
+    drive = Packed(jobs=3)
+    drive.wait_for(1)
+    assert drive.plan() == []
+
+
+def test_a_guest_that_makes_too_little_waits_in_line_with_its_state_on_storage() -> None:
+    drive = Packed()
+    drive.wait_for(4)
+    drive.plan()
+    (pack,) = drive.packing.packs.packs
+    drive.move_in(pack.guest)
+    slow = tuple(0.9 * LEAST_SPEED * rate for rate in STEADY)
+    assert drive.plan(drive.together(slow)) == [("SUSPEND", pack.guest)]
+    assert [one.kept for one in drive.found] == [False, False]
+    assert drive.packing.packs.packs == ()
+    assert drive.packing.packs.on_trial == frozenset(), "its host is nobody's to look after"
+    gang = drive.state.gangs[drive.job(pack.guest).epoch]
+    assert gang.park_level is SuspendLevel.CHECKPOINT
+    drive.now += LONG_S
+    assert drive.plan() == [("CORES", pack.numbers[0])], "the same two are not tried again at once"
+
+
+def test_while_nobody_waits_who_is_in_a_pack_goes_to_devices_of_its_own_and_its_host_gets_its_cores_back() -> None:
+    drive = Packed()
+    waiting = drive.wait_for(4)
+    before = drive.state.gangs[drive.job(drive.running[0]).epoch].claims[0].millicores
+    host, guest = drive.kept()
+    assert drive.plan(drive.together(SLOWER)) == [], "somebody waits"
+    drive.step(CancelJob(waiting))
+    assert drive.plan(drive.together(SLOWER)) == [("MOVE", guest)]
+    assert drive.packing.packs.packs == ()
+    drive.move_in(guest)
+    places = [drive.state.gangs[drive.job(number).epoch].claims[0] for number in (host, guest)]
+    assert places[0].device_mask & places[1].device_mask == 0
+    assert [place.shared_mask for place in places] == [0, 0]
+    assert drive.plan() == [("CORES", host)]
+    assert sum(drive.state.gangs[drive.job(host).epoch].claims[0].millicores) == sum(before)
+
+
+def test_where_nothing_is_free_they_stay_together_though_nobody_waits() -> None:
+    drive = Packed()
+    waiting = drive.wait_for(4)
+    drive.kept()
+    drive.step(CancelJob(waiting))
+    drive.run(small(3))
+    assert drive.plan(drive.together(SLOWER)) == []
+    assert len(drive.packing.packs.packs) == 1
+
+
+def test_whose_time_is_limited_is_not_slowed_down() -> None:
+    drive = Packed()
+    job = drive.job(drive.running[0])
+    drive.state.put_job(replace(job, spec=replace(job.spec, time_limit_seconds=3600.0)))
+    drive.wait_for(4)
+    assert drive.plan() == []
+
+
+@pytest.mark.parametrize(("can", "packs"), [("CHECKPOINT", 1), ("OFFLOAD", 0)])
+def test_who_can_be_stopped_may_be_packed_whether_it_rests_in_memory_or_not(can: str, packs: int) -> None:
+    drive = Packed()
+    known = Capabilities(pause=True, offload=can == "OFFLOAD", checkpoint=can == "CHECKPOINT", known=True)
+    drive.state.put_job(replace(drive.job(drive.running[0]), capabilities=known))
+    drive.wait_for(4)
+    assert sum(kind == "MOVE" for kind, _ in drive.plan()) == packs
+
+
+def test_a_move_that_was_refused_was_not_tried() -> None:
+    drive = Packed()
+    drive.wait_for(4)
+    before, view = drive.packing, drive.state.view.copy()
+    changes, packing, _ = plan_packing(before, BEST_FIT, drive.table(), Room(view), drive.now, Measured(), 32, EVERY_S)
+    (moved,) = [change.number for change in changes if change.kind == "MOVE"]
+    assert packing.without(before, frozenset({moved})).packs.packs == ()
+    assert len(packing.without(before, frozenset()).packs.packs) == 1
+
+
+def test_it_is_looked_often_while_packs_are_measured_and_never_where_there_is_nothing_to_look_at() -> None:
+    drive = Packed()
+    assert drive.packing.next_look_s(drive.table(), EVERY_S) == float("inf")
+    drive.wait_for(4)
+    assert drive.packing.next_look_s(drive.table(), EVERY_S) < drive.now
+    drive.plan()
+    assert drive.packing.next_look_s(drive.table(), EVERY_S) == drive.packing.looked_s + 60.0
+    (pack,) = drive.packing.packs.packs
+    drive.move_in(pack.guest)
+    drive.plan(drive.together(SLOWER))
+    assert drive.packing.next_look_s(drive.table(), EVERY_S) == drive.packing.looked_s + 600.0, "it changed nothing"
