@@ -7,9 +7,10 @@ from core.drive import GIB
 from core.test_packing import Packing, small
 from ganger.resources.values import Level, Locality
 from ganger_master.core.commands import CancelJob
-from ganger_master.core.model import Capabilities, JobSpec
+from ganger_master.core.model import Capabilities, JobSpec, JobState
 from ganger_master.planner.mates import mates_of
 from ganger_master.planner.table import LiveTable
+from ganger_master.planner.totals import capacity_of
 from msgspec.structs import replace
 from planner.test_passes import Planned
 
@@ -24,6 +25,12 @@ class Paired(Packing, Planned):
         (node,) = self.state.gangs[self.job(number).epoch].nodes
         self.step(CancelJob(number))
         self.seen_without(node, number)
+
+    def table(self) -> LiveTable:
+        table = LiveTable()
+        for job in self.state.jobs.values():
+            table.put(*self.as_told(job))
+        return table
 
     def pair(self, spec: JobSpec) -> tuple[int, int]:
         """Two that run on the same devices."""
@@ -40,10 +47,7 @@ def of(gpus: int, **more: object) -> JobSpec:
 
 
 def mates(drive: Paired) -> dict[int, tuple[int, ...]]:
-    table = LiveTable()
-    for job in drive.state.jobs.values():
-        table.put(*drive.as_told(job))
-    return dict(mates_of(table))
+    return dict(mates_of(drive.table()))
 
 
 def test_those_on_the_same_devices_are_mates_and_nobody_else() -> None:
@@ -86,6 +90,18 @@ def test_the_first_of_them_in_line_speaks_for_both() -> None:
     drive.submit(of(2))
     # By itself the host, which has attained most of all, would have to go.
     assert drive.proposed() == [("SUSPEND", other)]
+
+
+def test_the_cluster_is_no_larger_for_those_who_share_devices() -> None:
+    drive = Paired()
+    first, last = drive.running(of(1), seconds=9000.0), drive.running(of(1), seconds=500.0)
+    drive.pair(of(2))
+    table = drive.table()
+    assert capacity_of(drive.state.view, table).gpus == 4
+    drive.submit(of(1))
+    # The pair has attained less than either; who has most of all goes, and need not be looked for by holes.
+    assert drive.proposed() == [("SUSPEND", first)]
+    assert drive.job(last).state is JobState.HOLDING
 
 
 @pytest.mark.parametrize("may_stop", [True, False], ids=["the one alone goes", "the one alone may not be stopped"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from core.drive import GIB
 from core.test_packing import Packing as Drive
 from core.test_packing import small
 from ganger.v1 import scheduling_pb2
@@ -11,6 +12,7 @@ from ganger_master.core.model import Capabilities, ObservedPhase, SuspendLevel
 from ganger_master.core.purpose import Finding
 from ganger_master.planner.packing import Packing, plan_packing
 from ganger_master.planner.packs import Seen
+from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies.introspect.packing import LEAST_SPEED
 from ganger_master.policies.place.best_fit import BEST_FIT
@@ -47,11 +49,11 @@ class Packed(Drive):
             table.put(*live_job_from_wire(scheduling_pb2.LiveJob.FromString(message.SerializeToString())))
         return table
 
-    def plan(self, seen: Seen | None = None) -> list[tuple[str, int]]:
+    def plan(self, seen: Seen | None = None, kept_out: KeptOut = NOBODY) -> list[tuple[str, int]]:
         """What is proposed, and what of it was approved is remembered."""
         before, view = self.packing, self.state.view.copy()
         changes, self.packing, self.found = plan_packing(
-            before, BEST_FIT, self.table(), Room(view), self.now, seen or Measured(), 32, EVERY_S
+            before, BEST_FIT, self.table(), Room(view), self.now, seen or Measured(), 32, EVERY_S, kept_out
         )
         answers = self.propose(*changes) if changes else []
         refused = {change.number for change, refusal in zip(changes, answers, strict=True) if refusal is not None}
@@ -134,7 +136,10 @@ def test_while_nobody_waits_who_is_in_a_pack_goes_to_devices_of_its_own_and_its_
     places = [drive.state.gangs[drive.job(number).epoch].claims[0] for number in (host, guest)]
     assert places[0].device_mask & places[1].device_mask == 0
     assert [place.shared_mask for place in places] == [0, 0]
+    assert drive.packing.next_look_s(drive.table(), EVERY_S) < float("inf"), "the host has half of its cores yet"
     assert drive.plan() == [("CORES", host)]
+    drive.plan()
+    assert drive.packing.next_look_s(drive.table(), EVERY_S) == float("inf")
     assert sum(drive.state.gangs[drive.job(host).epoch].claims[0].millicores) == sum(before)
 
 
@@ -186,3 +191,85 @@ def test_it_is_looked_often_while_packs_are_measured_and_never_where_there_is_no
     drive.move_in(pack.guest)
     drive.plan(drive.together(SLOWER))
     assert drive.packing.next_look_s(drive.table(), EVERY_S) == drive.packing.looked_s + 600.0, "it changed nothing"
+
+
+def test_a_guest_keeps_the_memory_that_it_runs_with() -> None:
+    drive = Packed(jobs=1)
+    (role,) = small().roles
+    unnamed = replace(small(), roles=(replace(role, shape=replace(role.shape, memory_bytes=0)),))
+    guest = drive.run(unnamed)
+    before = drive.state.gangs[drive.job(guest).epoch].claims[0].memory_bytes
+    assert before > 4 * GIB, "more than the host's"
+    drive.wait_for(4)
+    moved = [number for kind, number in drive.plan() if kind == "MOVE"]
+    (claim,) = drive.state.gangs[drive.job(moved[0]).next_epoch].claims
+    held = drive.state.gangs[drive.job(moved[0]).epoch].claims[0].memory_bytes
+    assert claim.memory_bytes == held
+
+
+def test_nobody_is_packed_for_one_whom_no_device_would_help() -> None:
+    for spec in (replace(small(4), device_type="another"), small(40)):
+        drive = Packed()
+        number = drive.submit(small(4))
+        drive.state.put_job(replace(drive.job(number), spec=spec))
+        drive.now += 2 * LONG_S
+        assert drive.plan() == []
+    drive = Packed()
+    refused = drive.wait_for(4)
+    assert drive.plan(kept_out=KeptOut(not_started=frozenset({refused}))) == []
+    assert drive.plan() != []
+
+
+def test_nobody_is_slowed_down_for_one_of_a_lower_priority_or_put_beside_one_of_another() -> None:
+    drive = Packed()
+    for number in drive.running:
+        drive.state.put_job(replace(drive.job(number), spec=replace(drive.job(number).spec, priority=10)))
+    drive.wait_for(4)
+    assert drive.plan() == []
+    last = drive.running[-1]
+    drive.state.put_job(replace(drive.job(last), spec=replace(drive.job(last).spec, priority=0)))
+    assert drive.plan() == []
+    drive.state.put_job(replace(drive.job(drive.running[0]), spec=replace(drive.job(last).spec, priority=0)))
+    assert drive.plan() != []
+
+
+def test_whose_time_is_limited_later_leaves_its_pack() -> None:
+    drive = Packed()
+    drive.wait_for(4)
+    host, guest = drive.kept()
+    drive.state.put_job(replace(drive.job(host), spec=replace(drive.job(host).spec, time_limit_seconds=3600.0)))
+    assert drive.plan(drive.together(SLOWER)) == [("SUSPEND", guest)]
+
+
+def test_where_a_pack_would_be_refused_again_another_is_tried() -> None:
+    drive = Packed(jobs=4)
+    drive.wait_for(1)
+    changes, packing, _ = plan_packing(
+        drive.packing, BEST_FIT, drive.table(), Room(drive.state.view.copy()), drive.now, Measured(), 8, EVERY_S
+    )
+    (moved,) = [change.number for change in changes if change.kind == "MOVE"]
+    refused = frozenset({moved})
+    for_now, for_long = packing.without(drive.packing, refused), packing.without(drive.packing, refused, refused)
+    (tried,) = packing.packs.packs
+    assert not for_now.packs.failed.holds(tried.proposal.pair, drive.now)
+    assert for_long.packs.failed.holds(tried.proposal.pair, drive.now)
+    assert for_long.packs.packs == ()
+
+
+def test_nobody_comes_to_a_node_that_takes_no_gangs() -> None:
+    drive = Packed()
+    drive.wait_for(4)
+    view = drive.state.view.copy()
+    view.available[view.slots["n1"]] = False
+    changes, packing, _ = plan_packing(
+        drive.packing, BEST_FIT, drive.table(), Room(view), drive.now, Measured(), 32, EVERY_S
+    )
+    assert changes == ()
+    assert packing.packs.tried == 0
+
+
+def test_however_short_the_interval_is_time_passes_between_two_looks() -> None:
+    drive = Packed()
+    drive.wait_for(4)
+    drive.plan()
+    assert drive.packing.next_look_s(drive.table(), 0.0) > drive.packing.looked_s

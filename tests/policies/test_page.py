@@ -61,6 +61,26 @@ def test_any_policy_but_optimus_may_grow_elastic_jobs() -> None:
         policy_named("optimus+elastic")
 
 
+def test_ganger_packs_unless_it_tunes_or_moves_and_so_does_any_order_that_stops_jobs() -> None:
+    assert policy_named("ganger").packs
+    assert policy_named("ganger").order.name == "ganger-alone"
+    assert not policy_named("ganger-alone").packs
+    assert live_policy_named("ganger+elastic").packs
+    assert not live_policy_named("ganger+synergy-tune").packs
+    assert not live_policy_named("ganger+defrag").packs
+    assert live_policy_named("las+packs").packs
+    for name in (
+        "fifo+packs",
+        "fifo+best-fit+packs",
+        "gandiva+packs",
+        "optimus+packs",
+        "las+synergy-tune+packs",
+        "las+defrag+packs",
+    ):
+        with pytest.raises(KeyError, match="cannot be composed"):
+            policy_named(name)
+
+
 def test_synergy_is_las_tuned_by_synergy() -> None:
     one, other = policy_named("synergy"), policy_named("las+synergy-tune")
     assert (one.order, one.tuning, one.placement) == (other.order, other.tuning, other.placement)

@@ -197,6 +197,17 @@ def test_unset_cores_and_memory_become_the_proportional_share() -> None:
     assert 0 < needed.memory_bytes < 100 * GIB
 
 
+def test_memory_that_is_not_named_is_left_for_others_who_may_come_to_its_devices() -> None:
+    for gib in (8, 1024):
+        of = server("4", cores=10, gib=gib)
+        whole, half = [
+            demand(of, GangShape((Role("worker", 1, TaskShape(1)),), residents=many), (1,)) for many in (1, 2)
+        ]
+        assert half.memory_bytes == whole.memory_bytes // 2, "of each node's own share"
+        named = GangShape((Role("worker", 1, TaskShape(1, memory_bytes=GIB)),), residents=2)
+        assert demand(of, named, (1,)).memory_bytes == GIB
+
+
 def naive_fits(view: View, shape: GangShape, claims: tuple[Claim, ...]) -> bool:
     """Rows and counters only, one rule after the other."""
     for index, role in enumerate(shape.roles):

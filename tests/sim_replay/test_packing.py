@@ -68,3 +68,8 @@ def test_without_switching_costs_or_places_nothing_is_measured_and_nobody_packed
     rows = jobs(*["vae"] * 8)
     packed, alone = [simulate(rows, SERVERS, policy, Options(ideal=True)) for policy in ("ganger", "ganger-alone")]
     assert packed.outcomes.end_s.tolist() == alone.outcomes.end_s.tolist()
+
+
+def test_with_no_interval_between_plans_all_jobs_end() -> None:
+    rows = jobs(*["vae"] * 6, seconds=300.0)
+    assert simulate(rows, SERVERS, "ganger", Options(plan_every_s=0.0)).outcomes.end_s.max() < 1200.0

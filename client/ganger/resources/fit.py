@@ -41,7 +41,8 @@ def demand(configuration_set: ConfigurationSet, shape: GangShape, tasks: Sequenc
     """The pieces for `tasks[r]` tasks of role r on a node of this set.
 
     Zero millicores or memory in a task's shape become the node's proportional share: whole cores where a share is at
-    least one, and of the memory what is left beside the arenas of all devices (at most half of it is kept for them).
+    least one, and of the memory what is left beside the arenas of all devices (at most half of it is kept for them),
+    divided by the shape's residents.
     A task without devices gets one core and the memory that goes with a core.
     """
     if len(tasks) == 1 == len(shape.roles) and (task := shape.roles[0].shape).millicores and task.memory_bytes:
@@ -57,7 +58,7 @@ def demand(configuration_set: ConfigurationSet, shape: GangShape, tasks: Sequenc
             task = role.shape
             gpus += count * task.gpus
             millicores += count * (task.millicores or share_of_cores(configuration_set, task.gpus))
-            memory += count * (task.memory_bytes or share_of_memory(configuration_set, task.gpus))
+            memory += count * (task.memory_bytes or share_of_memory(configuration_set, task.gpus) // shape.residents)
     return Demand(gpus, millicores, memory, gpus * shape.arena_bytes_per_device)
 
 

@@ -23,6 +23,7 @@ from ganger_master.core.model import Gang, GangPhase, Job
 from ganger_master.core.purpose import Finding, Goal, Purpose
 from ganger_master.core.sizes import tasks_divide
 from ganger_master.planner.in_place import given_back
+from ganger_master.planner.slices import as_held
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
 from ganger_master.policies.introspect.elastic import IDLE_S, Elastic, grow, shrink, verdict
@@ -346,7 +347,7 @@ def _least(job: Job, gang: Gang) -> int:
 
 def _claims(job: Job, gang: Gang, gpus: int, view: View, one_node_only: bool = False) -> Claims | None:
     shape = job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus)
-    return resized(view, shape, gang.claims, one_node_only)
+    return resized(view, as_held(shape, gang), gang.claims, one_node_only)
 
 
 def _change(job: Job, claims: Claims, reason: str, purpose: Purpose) -> Change:

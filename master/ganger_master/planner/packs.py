@@ -26,7 +26,7 @@ from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
 from ganger_master.core.purpose import Finding, Goal, Purpose
 from ganger_master.models.interference import UNKNOWN_DEVICE, Contention, Pressure, learn
-from ganger_master.planner.slices import shares_all, takes_turns
+from ganger_master.planner.slices import as_held, shares_all, takes_turns
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies.introspect.failed import Failed
 from ganger_master.policies.introspect.packing import (
@@ -154,11 +154,12 @@ def plan_packs(
     gpus: int,
     is_crowded: bool,
     in_turns: bool = True,
-    most_gpus: float = math.inf,
+    wanted: Callable[[Berth], float] = lambda guest: math.inf,
 ) -> tuple[tuple[Change, ...], Packs, tuple[Finding, ...]]:
     """The changes to propose now, what to remember if they are proposed, and what was found. `is_crowded`: somebody
     waits for room. `in_turns`: whoever has to leave a pack takes turns with its host again; if not, it waits for room,
-    and rests on storage. `most_gpus`: that guests of new packs may leave to who waits."""
+    and rests on storage; nobody is in a pack whose time is limited, or beside one of another priority. `wanted`: of the
+    devices that a guest would leave, how many somebody waits for."""
     rests = parking if in_turns else _suspending
     running = {job.number: (job, gang) for job, gang in table.running}
     changes: list[Change] = []
@@ -167,10 +168,12 @@ def plan_packs(
     for pack in packs.packs:
         packs, stays, found = _judged(packs, pack, running, table, now, seen)
         findings.extend(found)
-        if stays is not None:
+        limited = not in_turns and any(not may_be_slower(running[n][0]) for n in pack.numbers if n in running)
+        if stays is not None and not (limited and _is_together(pack, running)):
             left.append(stays)
         elif _is_together(pack, running):
-            detail = found[0].detail if found else "what it gains could not be measured"
+            detail = "somebody's time has a limit by now" if limited else "what it gains could not be measured"
+            detail = found[0].detail if found else detail
             changes.append(rests(*running[pack.guest], Purpose(Goal.UNPACK, detail=detail)))
             packs = replace(packs, parting=(*packs.parting, Parting(pack.numbers[0], pack.guest, now)))
     packs = replace(packs, packs=tuple(left))
@@ -188,7 +191,8 @@ def plan_packs(
         for number, (job, gang) in running.items()
         if number not in busy and (berth := _berth(job, gang, view, seen, in_turns)) is not None
     ]
-    for proposal in proposals(berths, packs.failed, now, packs.contention, most, _feasible(running), most_gpus):
+    may = _feasible(running, view, in_turns)
+    for proposal in proposals(berths, packs.failed, now, packs.contention, most, may, wanted):
         host, guest = [running[one.number] for one in proposal.residents]
         if host[1].node_set or guest[1].node_set:
             packs = replace(packs, leaving=(*packs.leaving, Leaving(proposal, now)), tried=packs.tried + 1)
@@ -198,9 +202,9 @@ def plan_packs(
     return tuple(changes), packs, tuple(findings)
 
 
-def with_refusals(before: Packs, planned: Packs, refused: Set[int]) -> Packs:
+def with_refusals(before: Packs, planned: Packs, refused: Set[int], barred: Set[int] = frozenset()) -> Packs:
     """What to remember if changes of these jobs were refused: who was not let in was not tried, and who was not parked
-    is in its pack as before."""
+    is in its pack as before. `barred`: those of them who would be again, so that others are tried."""
     if not refused:
         return planned
     known = {pack.numbers for pack in before.packs}
@@ -210,6 +214,9 @@ def with_refusals(before: Packs, planned: Packs, refused: Set[int]) -> Packs:
     left = tuple([pack for pack in planned.packs if pack not in begun])
     # Who has left its turns for nothing is not to do so again and again.
     failed, on_their_way = planned.failed, []
+    for pack in begun:
+        if not barred.isdisjoint(pack.numbers):
+            failed = failed.noted(pack.proposal.pair, pack.since_s)
     for one in planned.leaving:
         if refused.isdisjoint(one.numbers):
             on_their_way.append(one)
@@ -290,7 +297,9 @@ def _judged(
     if not are_together:
         guest = table.get(pack.guest)
         if pack.is_kept:
-            apart = all(number in running and is_settled(*running[number]) for number in numbers)
+            # Who rests for its user may do so for long.
+            rests = any(found is None or found[0].state is JobState.SUSPENDED for found in map(table.get, numbers))
+            apart = rests or all(number in running and is_settled(*running[number]) for number in numbers)
             left = any(not shares_all(running[number][1].claims) for number in numbers if number in running)
             return packs, None if apart or left else pack, []
         if guest is not None and _is_coming(*guest) and now < pack.since_s + _LONGEST_TRIAL_S:
@@ -350,7 +359,7 @@ def is_settled(job: Job, gang: Gang) -> bool:
 def _berth(job: Job, gang: Gang, view: View, seen: Seen, in_turns: bool) -> Berth | None:
     """A gang alone on its devices that was measured there. Where packs come apart into turns, who takes none is in no
     pack: its guest could not go on where the host is."""
-    if gang.phase is not GangPhase.RUNNING or job.next_epoch:
+    if gang.phase is not GangPhase.RUNNING or job.next_epoch or (gang.node_set and not in_turns):
         return None
     can_turn = takes_turns(job) and job.capabilities.offload
     can = can_turn if in_turns else may_be_slower(job) and job.capabilities.checkpoint
@@ -370,12 +379,18 @@ def may_be_slower(job: Job) -> bool:
     return job.spec.preemptible and len(job.spec.roles) == 1 and job.spec.time_limit_seconds is None
 
 
-def _feasible(running: Mapping[int, tuple[Job, Gang]]) -> Callable[[Berth, Berth], bool]:
-    """Nobody else may take turns on the devices of a pack."""
+def _feasible(running: Mapping[int, tuple[Job, Gang]], view: View, in_turns: bool) -> Callable[[Berth, Berth], bool]:
+    """There has to be room for the guest, and nobody else may take turns on the devices of a pack."""
 
     def may(host: Berth, guest: Berth) -> bool:
         there, comes = host.residents[0].number, guest.residents[0].number
+        if not in_turns and running[there][0].spec.priority != running[comes][0].spec.priority:
+            return False
+        if not all(view.available[view.slots[node]] for node, _ in host.seat):
+            return False
         node_set = running[there][1].node_set
+        if not node_set and _beside(running[there], running[comes], view) is None:
+            return False
         masks = dict(host.seat)
         return not node_set or not any(
             gang.node_set == node_set
@@ -389,30 +404,11 @@ def _feasible(running: Mapping[int, tuple[Job, Gang]]) -> Callable[[Berth, Berth
 
 def move_in(proposal: Proposal, at: tuple[Job, Gang], comes: tuple[Job, Gang], view: View) -> Sequence[Change]:
     """The host gives half of its cores to the guest, who comes; nothing where the guest's gang is of another make."""
-    host, its_gang = at
-    guest, _ = comes
-    task = guest.shape.roles[0].shape
-    kept: list[Claim] = []
-    taken: list[Claim] = []
-    for claim in its_gang.claims:
-        gpus = claim.device_mask.bit_count()
-        if gpus % task.gpus:
-            return ()
-        tasks = (gpus // task.gpus,)
-        needed = demand(view.topology(claim.node).configuration_set, guest.shape, tasks)
-        memory = min(needed.memory_bytes, claim.memory_bytes) if not task.memory_bytes else needed.memory_bytes
-        left = view.memory[view.slots[claim.node]] - memory
-        if left < 0:
-            return ()
-        halves = tuple([cores // 2 for cores in claim.millicores])
-        kept.append(
-            structs.replace(
-                claim, millicores=tuple([have - half for have, half in zip(claim.millicores, halves, strict=True)])
-            )
-        )
-        arena = needed.arena_bytes if needed.arena_bytes <= left else 0
-        mask = claim.device_mask
-        taken.append(Claim(claim.node, mask, halves, memory, arena, tasks, shared_mask=mask))
+    found = _beside(at, comes, view)
+    if found is None:
+        return ()
+    (host, _), (guest, _) = at, comes
+    kept, taken = found
     expected = proposal.forecast
     between = f"{expected.low:.2f} to {expected.high:.2f}"
     detail = f"with {host.name}: {expected.gain:.2f} expected ({between}), 1.00 in turns"
@@ -422,3 +418,31 @@ def move_in(proposal: Proposal, at: tuple[Job, Gang], comes: tuple[Job, Gang], v
         Change(host.number, host.revision, "CORES", tuple(kept), together=guest.number, reason=gives),
         Change(guest.number, guest.revision, "MOVE", tuple(taken), together=guest.number, purpose=purpose),
     )
+
+
+def _beside(at: tuple[Job, Gang], comes: tuple[Job, Gang], view: View) -> tuple[list[Claim], list[Claim]] | None:
+    """What the host keeps and the guest takes, who has as much host memory as before; None: there is no room for it."""
+    shape = as_held(comes[0].shape, comes[1])
+    gpus_of_task = shape.roles[0].shape.gpus
+    kept: list[Claim] = []
+    taken: list[Claim] = []
+    for claim in at[1].claims:
+        gpus = claim.device_mask.bit_count()
+        if gpus % gpus_of_task:
+            return None
+        tasks = (gpus // gpus_of_task,)
+        needed = demand(view.topology(claim.node).configuration_set, shape, tasks)
+        memory = needed.memory_bytes
+        left = view.memory[view.slots[claim.node]] - memory
+        if left < 0:
+            return None
+        halves = tuple([cores // 2 for cores in claim.millicores])
+        kept.append(
+            structs.replace(
+                claim, millicores=tuple([have - half for have, half in zip(claim.millicores, halves, strict=True)])
+            )
+        )
+        arena = needed.arena_bytes if needed.arena_bytes <= left else 0
+        mask = claim.device_mask
+        taken.append(Claim(claim.node, mask, halves, memory, arena, tasks, shared_mask=mask))
+    return kept, taken

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from ganger.resources.view import View
-
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import AS_ASKED, Pass, Terms, plan
@@ -75,13 +73,15 @@ def plan_by(
             known or NOTHING,
             trials,
         )
-    terms = _with_company(table, room.view) if policy.packs else AS_ASKED
+    terms = terms_of(policy, table)
     return plan(order, policy.placement, table, now, capacity, room, may_stop, remaining_s, kept_out, terms)
 
 
-def _with_company(table: LiveTable, view: View) -> Terms:
-    """Who shares devices goes together, and who has some leaves memory for another one."""
+def terms_of(policy: Policy, table: LiveTable) -> Terms:
+    """Under a policy that packs those who share devices go together, and who has some leaves memory for another one."""
+    if not policy.packs:
+        return AS_ASKED
     from ganger_master.planner.mates import mates_of
     from ganger_master.planner.packing import shape_for_two
 
-    return Terms(shape=shape_for_two(view), mates=mates_of(table))
+    return Terms(shape=shape_for_two, mates=mates_of(table))

@@ -363,6 +363,14 @@ def thin(shape: GangShape, memory_bytes: int) -> GangShape:
     return structs.replace(shape, roles=tuple(roles))
 
 
+def as_held(shape: GangShape, gang: Gang) -> GangShape:
+    """The shape of a gang of one role with as much host memory as each of its tasks has now: they are used to it."""
+    role = shape.roles[0]
+    each = max([claim.memory_bytes // max(1, sum(claim.tasks)) for claim in gang.claims], default=0)
+    task = structs.replace(role.shape, memory_bytes=max(role.shape.memory_bytes, each))
+    return structs.replace(shape, roles=(structs.replace(role, shape=task),))
+
+
 def _switched(
     filling: _Filling, live: _Live, crowded: Sequence[Job], turns: Turns, now: float, quantum_s: float
 ) -> Turns:

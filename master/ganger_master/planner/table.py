@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from ganger.resources.topology import bits
 
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobSpec, JobState, SuspendLevel
 from ganger_master.core.restarts import is_backing_off
@@ -215,7 +216,13 @@ class LiveTable:
     @property
     def held_gpus(self) -> int:
         """Of all who run, or are giving back what they hold."""
-        return int(self._integers[1, self._flags[1] | self._flags[3]].sum())
+        held = int(self._integers[1, self._flags[1] | self._flags[3]].sum())
+        if not self._sharing:
+            return held
+        # Those who share devices hold them once.
+        sharing = self.sharing
+        on = {(c.node, device) for _, gang in sharing for c in gang.claims for device in bits(c.device_mask)}
+        return held - sum([gang.devices for _, gang in sharing]) + len(on)
 
     @property
     def running(self) -> list[tuple[Job, Gang]]:
@@ -273,16 +280,6 @@ class LiveTable:
     def has_waiting(self) -> bool:
         """Whether anybody could be started."""
         return bool(self._waiting)
-
-    @property
-    def waiting_gpus(self) -> int:
-        """Of all that could be started."""
-        return int(self._integers[1, self._flags[2]].sum())
-
-    def longest_wait_s(self, now: float) -> float:
-        """For how long the one that has waited longest, of those that could be started, has; minus infinity without."""
-        since = self._numbers[7, self._flags[2]]
-        return now - float(since.min(initial=np.inf))
 
     @property
     def least_waiting_gpus(self) -> int:

@@ -130,13 +130,13 @@ def started(
     return None
 
 
-def may_start(placement: Placement, table: LiveTable, room: Room) -> bool:
+def may_start(placement: Placement, table: LiveTable, room: Room, terms: Terms = AS_ASKED) -> bool:
     """Whether anybody may find room as it is. If not, `plan` starts nobody without leave to stop others, whoever goes
     first."""
     room.refresh()
     vain: set[GangShape] = set()
     for job in table.waiting_at_most(room.free_devices):
-        shape = job.shape
+        shape = terms.shape(job)
         if job.epoch or shape.locality.wish:
             # Where it rests, and for how long it has wished, make a difference.
             return True

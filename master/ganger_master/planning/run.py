@@ -19,7 +19,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 import numpy as np
-from ganger.resources.reasons import Reason, Refusal
+from ganger.resources.reasons import Kind, Reason, Refusal
 from ganger.scheduling.away import why_away
 from ganger.scheduling.running import first_end
 from ganger.v1 import job_pb2, scheduling_pb2, scheduling_pb2_grpc
@@ -29,7 +29,7 @@ from ganger.wire.endpoints import Endpoint, EndpointError
 
 from ganger_master.core.commands import Change, Promise
 from ganger_master.core.model import SuspendLevel
-from ganger_master.core.purpose import Finding
+from ganger_master.core.purpose import Finding, Goal
 from ganger_master.planner import trials
 from ganger_master.planner.acting import Moving, Terms
 from ganger_master.planner.elastic import Growing, Sizes, plan_sizes, with_sizes
@@ -273,7 +273,7 @@ class Planner:
         before, packed_before = self._shared, self._packing
         sizes, growing = Sizes(), self._growing
         if policy.grows:
-            idle_s, busy = min(IDLE_S, pace.every_s), before.packs.on_trial
+            idle_s, busy = min(IDLE_S, pace.every_s), before.packs.on_trial | packed_before.packs.on_trial
             sizes, growing = plan_sizes(
                 policy.placement, live.table, now, live.room, self._seen.speeds, growing, idle_s, busy
             )
@@ -285,7 +285,7 @@ class Planner:
             found, findings, moves_at_s = self._found_shared(policy, now, pace)
         else:
             found, findings, moves_at_s = self._found(policy, now, may_stop and not sizes.is_giving)
-            if policy.packs:
+            if policy.packs and not sizes.changes:
                 found, packed = self._packed(policy, found, now, pace.every_s)
                 findings = (*findings, *packed)
         found, findings = with_sizes(found, sizes), (*findings, *sizes.findings)
@@ -299,7 +299,9 @@ class Planner:
         started = {change.number for change in found.changes if change.kind == "START"}
         line = tuple([number for number in found.line.tolist() if number not in started][:_LINE_MOST])
         revisions: dict[int, int] = {}
+        # For a while or for long, and of these for long.
         refused: set[int] = set()
+        barred: set[int] = set()
         stopped = False
         for message, changes in self._messages(policy, found.changes, line, findings):
             verdict = await scheduling.ProposePlan(message)
@@ -308,12 +310,17 @@ class Planner:
                     revisions[change.number] = said.revision
                     # Who rests in host memory loses no more than a moment; where sizes are weighed, that is for all.
                     is_weighed = policy.resizes and change.kind == "RESIZE"
-                    stopped = stopped or is_weighed or change.level is SuspendLevel.CHECKPOINT
+                    # Who leaves a pack makes nobody wait longer for a place.
+                    is_stopped = change.level is SuspendLevel.CHECKPOINT and change.purpose.goal is not Goal.UNPACK
+                    stopped = stopped or is_weighed or is_stopped
                 else:
                     refused.add(change.number)
-                    self._note(change, convert.refusals_from_wire(said.refusals))
+                    refusals = convert.refusals_from_wire(said.refusals)
+                    if not any(refusal.reason.kind is Kind.RACE for refusal in refusals):
+                        barred.add(change.number)
+                    self._note(change, refusals)
         self._shared = self._shared.without(before, refused)
-        self._packing = self._packing.without(packed_before, refused)
+        self._packing = self._packing.without(packed_before, refused, barred)
         self._growing = growing.without(refused & {change.number for change in sizes.changes}, now)
         self._resizing = self._resizing.without(refused)
         if revisions or findings:
@@ -405,9 +412,9 @@ class Planner:
         live, packing = self._live, self._packing
         findings: tuple[Finding, ...] = ()
         if not found.changes and now >= packing.next_look_s(live.table, every_s):
-            gpus, seen = live.capacity.gpus, self._seen.together
+            gpus, seen, kept_out = live.capacity.gpus, self._seen.together, self._refused.at(now)
             changes, packing, findings = plan_packing(
-                packing, policy.placement, live.table, live.room, now, seen, gpus, every_s
+                packing, policy.placement, live.table, live.room, now, seen, gpus, every_s, kept_out
             )
             self._packing, found = packing, replace(found, changes=changes)
         again_s = max(now, packing.next_look_s(live.table, every_s))

@@ -115,6 +115,8 @@ def policy_named(name: str) -> Policy:
     left out, or come in any order. KeyError, naming the known ones, for others."""
     whole = name.split("+")
     if _MOVES in whole[1:]:
+        if _PACKS in whole[1:]:
+            raise KeyError(f"{_MOVES} and {_PACKS} cannot be composed: who is moved is measured alone")
         base = policy_named("+".join([part for part in whole if part != _MOVES]))
         # Who would be stopped to start elsewhere is moved there.
         order = replace(base.order, regroups=False)
@@ -126,7 +128,8 @@ def policy_named(name: str) -> Policy:
         return replace(base, name=name, places=Places.PLANNER, grows=True)
     if _PACKS in whole[1:]:
         base = policy_named("+".join([part for part in whole if part != _PACKS]))
-        if base.places is not Places.PLANNER or base.shares or base.resizes or base.tetris or base.tuning or base.moves:
+        other = base.shares or base.resizes or base.tetris is not None or base.tuning is not None or base.moves
+        if other or not base.order.preempts:
             raise KeyError(f"{base.name} cannot be composed with {_PACKS}: that is for orders that stop jobs")
         return replace(base, name=name, packs=True)
     order_name, *parts = whole

@@ -109,11 +109,11 @@ def proposals(
     contention: Mapping[str, Contention] = {},
     most: int = 1,
     may: Callable[[Berth, Berth], bool] = lambda host, guest: True,
-    most_gpus: float = math.inf,
+    wanted: Callable[[Berth], float] = lambda guest: math.inf,
 ) -> list[Proposal]:
     """At most so many packs to try, the largest forecast gain first, no berth in two of them. Ask only while more is
     wanted than there is: else everybody has a GPU of its own. `may`: whether this host can take in this guest.
-    `most_gpus`: that guests may leave to others."""
+    `wanted`: how many GPUs others would take of those that this guest leaves, and others like it."""
     kinds: dict[tuple[int, str, int], list[Berth]] = {}
     for berth in berths:
         if berth.residents and all(one.least_speed < 1.0 for one in berth.residents):
@@ -136,16 +136,17 @@ def proposals(
     found.sort(key=lambda one: (one[0], one[1].seat, one[2].seat))
     chosen: list[Proposal] = []
     used: set[Seat] = set()
+    left = 0
     for _, host, guest in found:
         if len(chosen) == most:
             break
-        if host.seat in used or guest.seat in used or guest.gpus > most_gpus:
+        if host.seat in used or guest.seat in used or left + guest.gpus > wanted(guest):
             continue
         belief = contention.get(host.device_type, UNKNOWN_DEVICE)
         expected = forecast([*host.pressures, *guest.pressures], host.device_memory_bytes, belief)
         if expected.fits:
             chosen.append(Proposal(guest, host, expected))
-            most_gpus -= guest.gpus
+            left += guest.gpus
             used.update((host.seat, guest.seat))
     return chosen
 

@@ -14,7 +14,7 @@ from ganger_master.core.commands import Command
 from ganger_master.core.model import Job, JobState
 from ganger_master.core.purpose import Finding
 from ganger_master.core.state import State
-from ganger_master.planner.passes import plan_by
+from ganger_master.planner.passes import plan_by, terms_of
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass, may_start, started
@@ -213,7 +213,8 @@ class Planning:
             jobs = self._first_of_queue()
         if not jobs:
             return None
-        return started(jobs, self._policy.placement, self.table, now, self._room)
+        terms = terms_of(self._policy, self.table)
+        return started(jobs, self._policy.placement, self.table, now, self._room, terms=terms)
 
     def _first_of_queue(self) -> list[Job]:
         """Whom an order by arrival starts on the GPUs that are free."""
@@ -243,7 +244,7 @@ class Planning:
         comes_back = self._back_at == self._last_plan + self._options.plan_every_s > self._clock.now
         if not comes_back or not self._is_plain or not self.table.has_waiting:
             return False
-        if may_start(self._policy.placement, self.table, self._room):
+        if may_start(self._policy.placement, self.table, self._room, terms_of(self._policy, self.table)):
             return False
         # What is known of jobs depends on when one looks.
         self.table.look(self._clock.now, self._order)
