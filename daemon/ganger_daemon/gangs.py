@@ -123,6 +123,7 @@ class GangSet:
             except Exception:
                 # whatever it is, it is one gang's: the others are not kept waiting for it
                 log.exception("desired gang not applied", extra={"action": str(action)})
+        self.rotation.know()
         self.rotation.follow()
 
     async def _act(self, action: Action, messages: Mapping[GangId, agent_pb2.DesiredGang]) -> None:

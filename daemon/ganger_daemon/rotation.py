@@ -52,6 +52,8 @@ class Standing:
     number: int
     position: Position = field(default_factory=Position)
     matrices: dict[int, agent_pb2.DesiredRows] = field(default_factory=dict)
+    # The newest version of which every gang is here that has a part here; none until this daemon was told once more.
+    known: int = 0
     # Of the present master's desired set; a set that is no longer told is over once its gangs are let go.
     is_told: bool = True
     ordered_at: float = 0.0
@@ -110,7 +112,8 @@ class Rotation:
             self._sets[standing.number] = standing
 
     def hear(self, told: Iterable[agent_pb2.DesiredRows]) -> None:
-        """The node sets of a desired set, complete."""
+        """The node sets of a desired set, complete. Its gangs are yet to begin here: until `know` no leader counts on
+        them."""
         now = time.monotonic()
         for standing in self._sets.values():
             standing.is_told = False
@@ -128,6 +131,12 @@ class Rotation:
         for number in [number for number, standing in self._sets.items() if not standing.is_told]:
             del self._sets[number]
             (self._directory / f"{number}.json").unlink(missing_ok=True)
+        self.news()
+
+    def know(self) -> None:
+        """All gangs that were told with the node sets have begun here."""
+        for standing in self._sets.values():
+            standing.known = max(standing.matrices)
         self.news()
 
     def rules(self, gang: LocalGang, told: Wanted) -> bool:
@@ -352,7 +361,7 @@ class Rotation:
         alive = [gang for gang in members if _wants_turns(gang)]
         return Member(
             standing.position,
-            max(standing.matrices),
+            standing.known,
             standing.started_at is not None,
             frozenset(gang.desired.epoch for gang in alive),
             frozenset(gang.desired.epoch for gang in alive if gang.launched and gang.phase is Phase.RUNNING),

@@ -27,6 +27,7 @@ class Standing:
     number: int
     position: Position = field(default_factory=Position)
     matrices: dict[int, Rows] = field(default_factory=dict)
+    known: int = 0
     ordered_at: float = 0.0
     started_at: float | None = None
     said: dict[str, Member | None] = field(default_factory=dict)
@@ -72,6 +73,10 @@ class DaemonTurns:
             )
         for number in self.sets.keys() - {rows.node_set for rows in told}:
             del self.sets[number]
+
+    def know(self) -> None:
+        for standing in self.sets.values():
+            standing.known = max(standing.matrices)
 
     def rules(self, ranks: Ranks, told: DesiredGang) -> bool:
         takes_turns = self._set_of(ranks) is not None or ranks.switch != (0, 0)
@@ -226,7 +231,7 @@ class DaemonTurns:
         running = [one for one in alive if one.doing is Doing.RUNNING and one.order.intent is Intent.RUN]
         return Member(
             standing.position,
-            max(standing.matrices),
+            standing.known,
             standing.started_at is not None,
             frozenset(one.order.epoch for one in alive),
             frozenset(one.order.epoch for one in running),

@@ -108,6 +108,12 @@ def test_turns_do_not_begin_for_a_gang_of_which_only_some_parts_are_launched() -
     run(66, jobs=10, seconds=150.0, slow_commit=0.4, slow_commit_seconds=4.0, together=True, late_alarm=0.3)
 
 
+def test_no_turn_begins_before_all_nodes_have_the_gangs_that_are_to_have_it() -> None:
+    """A storm in which the first turn of one was over before one of its nodes knew of it, and the other part, which was
+    launched, could not rest."""
+    run(203, jobs=10, seconds=150.0, slow_commit=0.4, slow_commit_seconds=4.0, together=True, late_alarm=0.3)
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("block", range(30))
 def test_long_storms_of_turns_break_no_rule_and_every_job_ends(block: int) -> None:

@@ -236,6 +236,7 @@ class SimDaemon:
             present = self.physics.ranks.get((epoch, self.name))
             if present is not None and present.is_alive:
                 self.physics.kill(self.name, epoch, OutcomeKind.STOPPED, "not wanted any more")
+        self.turns.know()
         self.turns.follow()
         if self._observed() != before:
             self.report()

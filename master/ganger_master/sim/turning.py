@@ -13,7 +13,10 @@ from ganger_master.sim.ranks import Ranks
 
 class Turns(Protocol):
     def hear(self, told: Sequence[DesiredRows]) -> None:
-        """The node sets of a desired set, complete."""
+        """The node sets of a desired set, complete; its gangs follow."""
+
+    def know(self) -> None:
+        """All gangs that were told with them are here."""
 
     def rules(self, ranks: Ranks, told: DesiredGang) -> bool:
         """Whether what the master wants of ranks here waits for a turn, or for the end of one."""
@@ -37,6 +40,8 @@ class NoTurns:
     """A daemon that switches no rows."""
 
     def hear(self, told: Sequence[DesiredRows]) -> None: ...
+
+    def know(self) -> None: ...
 
     def rules(self, ranks: Ranks, told: DesiredGang) -> bool:
         return False

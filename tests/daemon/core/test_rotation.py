@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -285,9 +286,12 @@ def test_keys_of_orders_rise_with_their_numbers() -> None:
 
 @dataclass
 class Part:
-    """A gang on one node: `device` there, whether it runs, and by which switch it was stopped."""
+    """A gang on one node: `device` there, whether its daemon has begun it, whether it was launched, whether it runs,
+    and by which switch it was stopped."""
 
     device: int
+    is_here: bool = False
+    is_launched: bool = False
     runs: bool = False
     stop: Switch | None = None
 
@@ -298,33 +302,42 @@ class Daemon:
     parts: dict[int, Part]
     position: Position = field(default_factory=Position)
     rows: dict[int, Rows] = field(default_factory=dict)
+    known: int = 0
     since: float = 0.0
     is_up: bool = True
 
-    def follow(self) -> None:
-        """As the shell does: who is to rest stops at once; who is to run waits until its device is free."""
+    def begin_gangs(self) -> None:
+        """The last of what is done about what the master told."""
+        self.known = max(self.rows)
+        for epoch in self.rows[self.known].epochs & self.parts.keys():
+            self.parts[epoch].is_here = True
+
+    def follow(self, whole: Collection[int]) -> None:
+        """As the shell does: who is to rest stops at once, if all its parts were launched, for else it comes to no
+        boundary; who is to run waits until its device is free."""
         active = self.rows.get(self.position.version)
         for epoch, part in self.parts.items():
             stop = self.position.stops.get(epoch)
-            if stop is not None and part.runs:
+            if stop is not None and part.runs and epoch in whole:
                 part.runs, part.stop = False, stop
         for epoch, part in sorted(self.parts.items()):
             others = [p for e, p in self.parts.items() if e != epoch and p.device == part.device]
-            if runs(self.position, active, epoch) and not any(other.runs for other in others):
-                part.runs, part.stop = True, None
+            if part.is_here and runs(self.position, active, epoch) and not any(other.runs for other in others):
+                part.is_launched, part.runs, part.stop = True, True, None
 
     @property
     def said(self) -> Member:
         active = self.rows.get(self.position.version)
-        turn = [part for epoch, part in self.parts.items() if runs(self.position, active, epoch)]
-        running = frozenset(epoch for epoch, part in self.parts.items() if part.runs)
-        known = frozenset().union(*[rows.epochs for rows in self.rows.values()])
-        started = all(part.runs for part in turn)
-        return Member(self.position, max(self.rows), started, known & self.parts.keys(), running)
+        here = {epoch: part for epoch, part in self.parts.items() if part.is_here}
+        running = frozenset(epoch for epoch, part in here.items() if part.runs)
+        unstarted = frozenset(epoch for epoch, part in here.items() if not part.is_launched)
+        started = all(part.runs for epoch, part in here.items() if runs(self.position, active, epoch))
+        return Member(self.position, self.known, started, frozenset(here), running, unstarted=unstarted)
 
 
 class World:
-    """Daemons whose messages are lost, late and repeated, and a master that changes leaders and matrices."""
+    """Daemons whose messages are lost, late and repeated, which take their time to begin gangs, and a master that
+    changes leaders and matrices."""
 
     def __init__(self, seed: int, nodes: int, gangs: int) -> None:
         self.dice = random.Random(seed)
@@ -381,6 +394,9 @@ class World:
         else:
             for daemon in self.daemons.values():
                 daemon.is_up = True
+        for daemon in self.daemons.values():
+            if daemon.is_up and (self.is_calm or dice.random() < 0.05):
+                daemon.begin_gangs()
         due = [one for one in self.orders if one[0] <= self.now]
         self.orders = [one for one in self.orders if one[0] > self.now]
         for _, name, order in due:
@@ -392,10 +408,16 @@ class World:
                     daemon.position, daemon.since = fresh, self.now
         for daemon in self.daemons.values():
             if daemon.is_up:
-                daemon.follow()
+                daemon.follow(self._whole())
                 self._lead(daemon)
-                daemon.follow()
+                daemon.follow(self._whole())
         self.check()
+
+    def _parts(self, epoch: int) -> list[Part]:
+        return [daemon.parts[epoch] for daemon in self.daemons.values() if epoch in daemon.parts]
+
+    def _whole(self) -> set[int]:
+        return {epoch for epoch in self.places if all(part.is_launched for part in self._parts(epoch))}
 
     def _lead(self, daemon: Daemon) -> None:
         newest = daemon.rows[max(daemon.rows)]
@@ -427,7 +449,7 @@ class World:
             devices = [part.device for part in daemon.parts.values() if part.runs]
             assert len(devices) == len(set(devices)), f"two rows on one device of {daemon.name}"
         for epoch in self.places:
-            parts = [daemon.parts[epoch] for daemon in self.daemons.values() if epoch in daemon.parts]
+            parts = self._parts(epoch)
             stops = {part.stop for part in parts if not part.runs and part.stop is not None}
             assert len(stops) <= 1, f"gang {epoch} is stopped by {stops}: its ranks would agree on two boundaries"
             if all(part.runs for part in parts):
