@@ -235,7 +235,7 @@ class Cluster:
         """`ganger ARGUMENTS` against this cluster."""
         done = subprocess.run(
             [*GANGER, *arguments],
-            env={**self.master.environment, "GANGER_MASTER": str(self.master_directory)},
+            env=self._of_users,
             capture_output=True,
             text=True,
             timeout=120,
@@ -248,11 +248,16 @@ class Cluster:
             )
         return done
 
+    @property
+    def _of_users(self) -> dict[str, str]:
+        """Not the services': what is captured of it is a job's, and the same as of commands run in this process."""
+        return {**os.environ, **self.environment, "GANGER_MASTER": str(self.master_directory)}
+
     def begin(self, *arguments: str) -> subprocess.Popen[bytes]:
         """`ganger ARGUMENTS` against this cluster, beside the test: it may wait for a master that is held or dead."""
         return subprocess.Popen(
             [*GANGER, *arguments],
-            env={**self.master.environment, "GANGER_MASTER": str(self.master_directory)},
+            env=self._of_users,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
