@@ -19,11 +19,13 @@ def follow(state: State) -> None:
         bytes_per_device = job.arena_bytes_per_device
         if not bytes_per_device:
             continue
-        claims = tuple(_with_arena(claim, bytes_per_device) for claim in gang.claims)
-        if claims != gang.claims and _fits(state, gang, claims):
+        before = gang.claims
+        claims = tuple([_with_arena(claim, bytes_per_device) for claim in before])
+        if claims != before and _fits(state, gang, claims):
             state.put_gang(orders.reserve(gang, claims))
             # What this one takes the next one finds gone.
             for name in gang.nodes:
+                state.dirty.rows.pop(name, None)
                 if state.refresh_row(name):
                     state.dirty.shown[name] = None
     state.dirty.arenas.clear()
@@ -45,7 +47,8 @@ def _with_arena(claim: Claim, bytes_per_device: int) -> Claim:
 
 
 def _fits(state: State, gang: Gang, claims: tuple[Claim, ...]) -> bool:
+    view = state.view
     return all(
-        new.arena_bytes - old.arena_bytes <= state.view.memory[state.view.slots[new.node]]
+        new.arena_bytes - old.arena_bytes <= view.memory[view.slots[new.node]]
         for old, new in zip(gang.claims, claims, strict=True)
     )

@@ -7,6 +7,7 @@ nothing the second time. What a move, and what an end comes to, is told in `movi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -32,6 +33,9 @@ from ganger_master.core.worlds import begin_with, share_pieces
 _ROUNDS_LIMIT = 64
 # Of those who made room.
 _NAMED = 10
+# To look up a member of an enumeration takes Python 3.11 as long as a call, and these are asked for in every review.
+_FORGET: Final = Act.FORGET
+_WAIT: Final = Act.WAIT
 
 
 def review(state: State, number: int, now: float, cause: str) -> None:
@@ -144,14 +148,15 @@ def _review_once(state: State, number: int, now: float, cause: str) -> bool:
     if job is None:
         return False
     gangs = state.gangs_of_job(number)
-    if share_pieces(state, job, gangs):
+    if len(gangs) > 1 and share_pieces(state, job, gangs):
         return True
     # They stand until something changes, and then all is looked at again.
-    acts = [act_of(gang) for gang in gangs]
-    for gang, act in zip(gangs, acts, strict=True):
-        if act is Act.FORGET and all(piece.held is None for piece in gang.pieces):
-            _forget(state, job, gang, now)
-            return True
+    acts = list(map(act_of, gangs))
+    if _FORGET in acts:
+        for gang, act in zip(gangs, acts, strict=True):
+            if act is _FORGET and orders.holds_nothing(gang):
+                _forget(state, job, gang, now)
+                return True
     if job.ending is not None:
         if all(gang.is_gone or gang.role is GangRole.SOURCE for gang in gangs):
             ending.complete(state, job, gangs, now, cause)
@@ -159,7 +164,7 @@ def _review_once(state: State, number: int, now: float, cause: str) -> bool:
             return bool(gangs)
         return False
     for gang, act in zip(gangs, acts, strict=True):
-        if act is not Act.WAIT and gang.role is not GangRole.LEAVING and _follow(state, job, gang, act, now, cause):
+        if act is not _WAIT and gang.role is not GangRole.LEAVING and _follow(state, job, gang, act, now, cause):
             return True
     return False
 

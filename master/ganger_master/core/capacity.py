@@ -6,6 +6,7 @@ Adds to them what only the state knows: quotas, shared storage, users a daemon c
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Final
 
 from ganger.placement.candidates import candidates, places
 from ganger.resources.fit import Company, demand, fit, gang_level
@@ -329,8 +330,13 @@ def _blocked(state: State) -> Blocked:
     return state.blocked
 
 
+_NOBODY: Final = Blocked((), 0.0)
+
+
 def find_blocked(state: State) -> Blocked:
     """What `state.blocked` remembers, found anew."""
+    if not state.lacking:
+        return _NOBODY
     blocked: list[Job] = []
     for number in state.lacking:
         job = state.jobs[number]

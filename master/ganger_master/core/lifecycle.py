@@ -102,6 +102,11 @@ TABLE: Final[Mapping[tuple[Intent, Seen], Act]] = {
 # Of the commonest case: to look up a member of an enumeration takes Python 3.11 as long as a call.
 _RUN: Final = Intent.RUN
 _RUNNING: Final = ObservedPhase.RUNNING
+_NOT_SEEN: Final = ObservedPhase.NONE
+
+
+_ALL_RUN: Final = Seen.RUNNING
+_BUSY: Final = Seen.BUSY
 
 
 def act_of(gang: Gang) -> Act:
@@ -116,34 +121,38 @@ def seen_of(gang: Gang) -> Seen:
             if piece.phase is not _RUNNING or piece.gone:
                 break
         else:
-            return Seen.RUNNING
+            return _ALL_RUN
     for piece in pieces:
-        if piece.phase is not ObservedPhase.NONE or piece.gone or piece.trouble:
+        if piece.phase is not _NOT_SEEN or piece.gone or piece.trouble:
             break
     else:
         # Nothing was heard of any part yet, as of every gang that was just approved.
-        return Seen.BUSY
-    if gang.is_gone and gang.intent is Intent.STOP:
-        return Seen.GONE
-    if any(_ended_badly(piece) for piece in pieces):
-        return Seen.BROKEN
-    if gang.is_gone:
-        done = all(piece.outcome.kind is OutcomeKind.DONE for piece in pieces)
-        return Seen.DONE if done else Seen.YIELDED
+        return _BUSY
+    gone = [piece for piece in pieces if piece.gone]
+    if gone:
+        is_gone = len(gone) == len(pieces)
+        if is_gone and gang.intent is Intent.STOP:
+            return Seen.GONE
+        if any(_ended_badly(piece) for piece in gone):
+            return Seen.BROKEN
+        if is_gone:
+            done = all(piece.outcome.kind is OutcomeKind.DONE for piece in gone)
+            return Seen.DONE if done else Seen.YIELDED
     if gang.intent in (Intent.PREPARE, Intent.HAND_OVER) and any(_is_troubled(gang, piece) for piece in pieces):
         return Seen.TROUBLED
-    if all(_is_parked(gang, piece) for piece in pieces) and len({piece.stop_step for piece in pieces}) == 1:
-        return Seen.PARKED
-    if gang.intent is Intent.PARK and any(is_refused(gang, piece) for piece in pieces):
-        return Seen.REFUSED
     phases = {piece.phase for piece in pieces}
-    if phases == {ObservedPhase.RUNNING}:
-        return Seen.RUNNING
+    if ObservedPhase.PARKED in phases:
+        if all(_is_parked(gang, piece) for piece in pieces) and len({piece.stop_step for piece in pieces}) == 1:
+            return Seen.PARKED
+        if gang.intent is Intent.PARK and any(is_refused(gang, piece) for piece in pieces):
+            return Seen.REFUSED
+    if phases == {_RUNNING}:
+        return _ALL_RUN
     if phases == {ObservedPhase.READY}:
         return Seen.READY
     if phases <= {ObservedPhase.READY, ObservedPhase.PREPARED}:
         return Seen.PREPARED
-    return Seen.BUSY
+    return _BUSY
 
 
 def bad_outcome(gang: Gang) -> Outcome:

@@ -537,7 +537,10 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
         return all(piece.gone for piece in self.pieces)
 
     def piece(self, node: str) -> Piece | None:
-        return next((piece for piece in self.pieces if piece.claim.node == node), None)
+        for piece in self.pieces:
+            if piece.claim.node == node:
+                return piece
+        return None
 
 
 class Stray(Struct, frozen=True, gc=False, omit_defaults=True):

@@ -77,6 +77,10 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
         state.note_rows(report.node, report.rows)
     if not node.heard:
         state.history(now, f"nodes/{node.name}", "node_ready", cause)
+    is_as_before = node.heard and node.storage_proved == report.storage_proved and node.strays == tuple(strays)
+    if is_as_before and node.device_faults == report.device_faults:
+        state.note_report(node.name, report.observation, report.desired_version, tuple(acknowledged))
+        return
     state.put_node(
         replace(
             state.nodes[report.node],
@@ -136,6 +140,11 @@ def _observe_piece(state: State, gang: Gang, piece: Piece, observed: ObservedGan
         if ended:
             state.put_gang(_with_piece(gang, replace(piece, held=None, lost=False, phase=ObservedPhase.ENDED)))
         return
+    outcome = piece.outcome
+    if ended:
+        outcome = observed.outcome
+        if outcome.kind is OutcomeKind.NONE:
+            outcome = Outcome(OutcomeKind.UNKNOWN, message="ended, and nobody recorded how")
     fresh = replace(
         piece,
         phase=observed.phase,
@@ -154,12 +163,10 @@ def _observe_piece(state: State, gang: Gang, piece: Piece, observed: ObservedGan
         capabilities=observed.capabilities if observed.capabilities.known else piece.capabilities,
         last_step_time=observed.last_step_time,
         first_step_time=observed.first_step_time,
+        gone=piece.gone or ended,
+        held=None if ended else piece.held,
+        outcome=outcome,
     )
-    if ended:
-        outcome = observed.outcome
-        if outcome.kind is OutcomeKind.NONE:
-            outcome = Outcome(OutcomeKind.UNKNOWN, message="ended, and nobody recorded how")
-        fresh = replace(fresh, gone=True, held=None, outcome=outcome)
     state.put_gang(_with_piece(gang, fresh))
 
 
@@ -203,13 +210,17 @@ def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: fl
         state.put_job(fresh)
         if fresh.spec.array is not None and fresh.progress is not None and fresh.progress is not job.progress:
             arrays.learn(state, fresh, fresh.progress, now)
-    state.dirty.arenas[job.number] = None
+    if fresh.arena_bytes_per_device:
+        state.dirty.arenas[job.number] = None
 
 
 def _learn_checkpoint(state: State, node: str, observed: ObservedGang, now: float) -> None:
     """A complete checkpoint counts whichever attempt wrote it, be it one that was cut off from here when it did."""
-    job, checkpoint = state.jobs.get(observed.job), observed.checkpoint
-    if job is None or job.uid != observed.uid or job.state.is_final or checkpoint is None:
+    checkpoint = observed.checkpoint
+    if checkpoint is None:
+        return
+    job = state.jobs.get(observed.job)
+    if job is None or job.uid != observed.uid or job.state.is_final:
         return
     if observed.epoch >= state.counters.next_epoch or checkpoint.path in job.unreadable:
         return
@@ -272,6 +283,8 @@ def _stray_of(state: State, node: Node, observed: ObservedGang) -> Stray | None:
 
 
 def _note_quarantine(state: State, node: Node, strays: list[Stray], now: float, cause: str) -> None:
+    if not strays:
+        return
     before = {(stray.uid, stray.epoch) for stray in node.strays}
     for stray in strays:
         if (stray.uid, stray.epoch) not in before:
@@ -282,5 +295,7 @@ def _note_quarantine(state: State, node: Node, strays: list[Stray], now: float, 
 
 
 def _with_piece(gang: Gang, fresh: Piece) -> Gang:
+    if len(gang.pieces) == 1:
+        return replace(gang, pieces=(fresh,))
     pieces = tuple(fresh if piece.claim.node == fresh.claim.node else piece for piece in gang.pieces)
     return replace(gang, pieces=pieces)

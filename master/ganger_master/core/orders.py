@@ -201,6 +201,10 @@ def holding_nothing(gang: Gang) -> Gang:
     return replace(gang, pieces=tuple(replace(piece, held=None) for piece in gang.pieces))
 
 
+def holds_nothing(gang: Gang) -> bool:
+    return all(piece.held is None for piece in gang.pieces)
+
+
 def holds_devices(gang: Gang) -> bool:
     """Whether it still holds its whole placement."""
     return all(piece.held == piece.claim for piece in gang.pieces)

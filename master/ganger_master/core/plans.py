@@ -86,7 +86,7 @@ def _judge_group(
     happening: list[Event] = []
     refused: dict[int, Refusal] = {}
     mark = trial.mark()
-    if any(change.kind == "ROW" for change in group):
+    if "ROW" in [change.kind for change in group]:
         happening, refused = _judge_rows(trial, group, proposer, now)
     else:
         for change in group:
@@ -130,6 +130,8 @@ class _Trial:
     def __init__(self, state: State) -> None:
         self._state = copy.copy(state)
         self._given_and_taken: list[tuple[tuple[Claim, ...], tuple[Claim, ...]]] = []
+        # What of that is taken beside others.
+        self._joined: list[Claim] = []
         self._has_own_view = False
         self._settings = [state.settings]
         # Not looked at yet: to copy the view of a large cluster takes as long as to judge many changes, and what the
@@ -145,17 +147,18 @@ class _Trial:
         self._look()
         return self._state
 
-    def mark(self) -> tuple[int, int]:
+    def mark(self) -> tuple[int, int, int]:
         self._look()
-        return len(self._given_and_taken), len(self._settings)
+        return len(self._given_and_taken), len(self._settings), len(self._joined)
 
     def happen(self, event: Event) -> None:
         self._unseen.append(event)
 
     def _look(self) -> None:
-        unseen, self._unseen = self._unseen, []
-        for event in unseen:
-            self._show(event)
+        if self._unseen:
+            unseen, self._unseen = self._unseen, []
+            for event in unseen:
+                self._show(event)
 
     def _show(self, event: Event) -> None:
         given, taken = _exchange(self._state, event)
@@ -164,6 +167,7 @@ class _Trial:
             self._has_own_view = True
         if taken:
             self._given_and_taken.append((given, taken))
+            self._joined += [claim for claim in taken if claim.shared_mask]
             self._exchange(given, taken)
         match event:
             case events.GangApproved(number=number, claims=claims):
@@ -175,11 +179,11 @@ class _Trial:
                 for number, (claims, _) in starts.items():
                     self._use_share(self._state.jobs[number], devices_of(claims))
 
-    def undo(self, mark: tuple[int, int]) -> None:
+    def undo(self, mark: tuple[int, int, int]) -> None:
         self._unseen.clear()
         for given, taken in reversed(self._given_and_taken[mark[0] :]):
             self._exchange(taken, given)
-        del self._given_and_taken[mark[0] :], self._settings[mark[1] :]
+        del self._given_and_taken[mark[0] :], self._settings[mark[1] :], self._joined[mark[2] :]
         self._state.settings = self._settings[-1]
 
     def disturbed(self, change: commands.Change) -> Refusal | None:
@@ -192,17 +196,16 @@ class _Trial:
                 if claim.node in self._rows_on:
                     detail = "another change of this plan has gangs take turns there"
                     return Refusal(Reason.STALE_REVISION, job=f"jobs/{change.number}", node=claim.node, detail=detail)
-        for claim in change.claims:
+        for claim in change.claims if self._resized else ():
             if any(claim.node == one.node and claim.shared_mask & one.device_mask for one in self._resized):
                 detail = "another change of this plan resizes who is there"
                 return Refusal(Reason.STALE_REVISION, job=f"jobs/{change.number}", node=claim.node, detail=detail)
-        joined = [claim for _, taken in self._given_and_taken for claim in taken if claim.shared_mask]
-        if not joined:
+        if not self._joined:
             return None
         job = self._state.jobs.get(change.number)
         gang = self._state.gangs.get(job.epoch) if job is not None else None
         own = (*change.claims, *(gang.claims if gang is not None else ()))
-        for claim in joined:
+        for claim in self._joined:
             if any(claim.node == other.node and claim.device_mask & other.device_mask for other in own):
                 detail = "another change of this plan shares its devices"
                 return Refusal(Reason.STALE_REVISION, job=f"jobs/{change.number}", node=claim.node, detail=detail)

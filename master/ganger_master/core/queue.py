@@ -195,6 +195,8 @@ _RETURN_SECONDS = 10.0
 
 def next_time(state: State, now: float) -> float | None:
     """When a lease runs out, or a job that found no place is to be asked again."""
+    if not (state.turns or state.passed or state.aside):
+        return None
     # Also of one that ran out already: only time that passes takes it back, and till then it may block all behind it.
     times = [turn.expires + _JUST_AFTER for turn in state.turns.values()]
     if len(state.aside) > ASIDE and (time := state.aside_at + _LASTING_SECONDS) > now:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TypeAlias
 
-from ganger.resources.topology import Topology
+from ganger.resources.topology import Topology, bits
 from ganger.resources.values import Claim, NodeRow
 
 from ganger_master.core.model import Node
@@ -59,7 +59,14 @@ def _neighbours(
     sockets: tuple[int, ...], groups: tuple[int, ...], devices: int, held: tuple[_Pieces, ...]
 ) -> tuple[_Counts, _Counts, _Counts]:
     """How many claims there are at each socket, in each group and on each device. Many nodes are filled alike."""
-    at_sockets = (sum(1 for mask, cores in held if mask & at or any(cores[i : i + 1])) for i, at in enumerate(sockets))
-    in_groups = (sum(1 for mask, _ in held if mask & group) for group in groups)
-    on_devices = (sum(1 for mask, _ in held if mask >> device & 1) for device in range(devices))
+    at_sockets, in_groups, on_devices = [0] * len(sockets), [0] * len(groups), [0] * devices
+    for mask, cores in held:
+        for i, at in enumerate(sockets):
+            if mask & at or (i < len(cores) and cores[i]):
+                at_sockets[i] += 1
+        for i, group in enumerate(groups):
+            if mask & group:
+                in_groups[i] += 1
+        for device in bits(mask & (1 << devices) - 1):
+            on_devices[device] += 1
     return tuple(at_sockets), tuple(in_groups), tuple(on_devices)

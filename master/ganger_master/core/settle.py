@@ -63,8 +63,10 @@ def finish(state: State, now: float) -> Effects:
 def next_wake(state: State, now: float) -> float | None:
     """The earliest time at which something happens by itself."""
     times = [queue.next_time(state, now), state.next_silence_check]
-    times += [time_limits.ends_at(state, state.jobs[number]) for number in state.running_limited]
-    times += [state.jobs[number].again_at for number in state.backing_off]
+    if state.running_limited:
+        times += [time_limits.ends_at(state, state.jobs[number]) for number in state.running_limited]
+    if state.backing_off:
+        times += [state.jobs[number].again_at for number in state.backing_off]
     if state.moving:
         moved_since = [state.gangs[state.jobs[number].next_epoch].since for number in state.moving]
         times.append(min(moved_since) + state.settings.move_deadline_seconds)

@@ -154,31 +154,35 @@ class State:
             self._tell_spec(job.number)
         if self.settings.quota_devices:
             self._charge(job.number)
-        self._put(("job", str(job.number)), job)
+        if self.tells:
+            self._put(("job", str(job.number)), job)
+        dirty = self.dirty
         if job.spec.array is not None:
-            self.dirty.arrays[job.spec.array.array] = None
-        self.dirty.jobs[job.number] = None
-        self.dirty.news[job.number] = None
+            dirty.arrays[job.spec.array.array] = None
+        dirty.jobs[job.number] = None
+        dirty.news[job.number] = None
 
     def put_gang(self, gang: Gang) -> None:
         old = self.gangs.get(gang.epoch)
         if old == gang:
             return
         self.gangs[gang.epoch] = gang
-        self._put(("gang", str(gang.epoch)), gang)
+        if self.tells:
+            self._put(("gang", str(gang.epoch)), gang)
+        dirty = self.dirty
         if self.set_of and gang.epoch in self.set_of:
-            self.dirty.sets[self.set_of[gang.epoch]] = None
-        self.dirty.jobs[gang.job] = None
-        self.dirty.news[gang.job] = None
+            dirty.sets[self.set_of[gang.epoch]] = None
+        dirty.jobs[gang.job] = None
+        dirty.news[gang.job] = None
         if old is None:
             if self.settings.quota_devices:
                 self._charge(gang.job)
             self._place(gang)
             return
         for before, piece in zip(old.pieces, gang.pieces, strict=True):
-            self.dirty.wants[piece.claim.node] = []
-            if piece.held != before.held:
-                self.dirty.rows[piece.claim.node] = None
+            dirty.wants[piece.claim.node] = []
+            if piece.held is not before.held and piece.held != before.held:
+                dirty.rows[piece.claim.node] = None
 
     def forget_gang(self, epoch: int) -> None:
         gang = self.gangs.pop(epoch)
@@ -232,10 +236,6 @@ class State:
         if old == node:
             return
         self.nodes[node.name] = node
-        if old is not None and _is_news_of_its_report_alone(old, node):
-            # Nor is it stored: it is worth nothing beyond the session. Where nothing can be stored, daemons that have
-            # no news are answered all the same, and their jobs go on.
-            return
         self._put(("node", node.name), node)
         self.gangs_on.setdefault(node.name, {})
         if node.draining:
@@ -260,6 +260,21 @@ class State:
         self.dirty.wants[node.name] = []
         if old is None or (old.peer_address, old.stream_address) != (node.peer_address, node.stream_address):
             self._tell_peers(node.name)
+
+    def note_report(self, name: str, observation: int, applied_version: int, acknowledged: tuple[int, ...]) -> None:
+        """A report says no more of the node itself than what it has applied and who has ended, as nearly all do."""
+        node = self.nodes[name]
+        is_known = node.acknowledged == acknowledged
+        if is_known and node.observation == observation and node.applied_version == applied_version:
+            return
+        node = self.nodes[name] = replace(
+            node, observation=observation, applied_version=applied_version, acknowledged=acknowledged
+        )
+        if not is_known:
+            self._put(("node", name), node)
+            self.dirty.wants[name] = []
+        # Else nothing follows from it. Nor is it stored: it is worth nothing beyond the session. Where nothing can be
+        # stored, daemons that have no news are answered all the same, and their jobs go on.
 
     def forget_node(self, name: str) -> None:
         """Of a node on which no job has anything any more. Gangs that are still being stopped elsewhere may name it."""
@@ -545,6 +560,8 @@ class State:
         self._removes.pop(key, None)
 
     def _index_job(self, old: Job | None, job: Job) -> None:
+        if old is not None and _is_indexed_alike(old, job):
+            return
         number, is_final = job.number, job.state.is_final
         if old is None and job.request_id:
             self.requests[job.user, job.request_id] = number
@@ -646,6 +663,19 @@ class State:
         return nodes
 
 
+def _is_indexed_alike(old: Job, job: Job) -> bool:
+    """Whether nothing changed that says where a job is listed, as in most changes of it."""
+    return (
+        old.state is job.state
+        and old.ending is job.ending
+        and old.epoch == job.epoch
+        and old.next_epoch == job.next_epoch
+        and old.again_at == job.again_at
+        and old.spec is job.spec
+        and old.held is job.held
+    )
+
+
 def _is_other_row(old: Node, node: Node) -> bool:
     """Whether something changed that the row of a node is made of (`rows.row_of`), beside what its gangs hold."""
     return (
@@ -654,9 +684,3 @@ def _is_other_row(old: Node, node: Node) -> bool:
         or old.device_faults != node.device_faults
         or (old.configuration_set, old.rack, old.fabric) != (node.configuration_set, node.rack, node.fabric)
     )
-
-
-def _is_news_of_its_report_alone(old: Node, node: Node) -> bool:
-    """Whether no more was heard of a node than that it has applied what it was told, as most reports say of it: neither
-    what is free there nor what it is to want follows from that."""
-    return replace(old, observation=node.observation, applied_version=node.applied_version) == node
