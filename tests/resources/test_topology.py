@@ -22,6 +22,12 @@ def test_level_is_that_of_the_worst_pair(mask: int, level: Level) -> None:
     assert EIGHT.level(mask) == level
 
 
+def test_devices_that_are_all_equally_far_apart_are_at_that_level_however_many() -> None:
+    for sockets, level in (((Socket(4000, 0b1111_1111),), Level.SOCKET), ((Socket(4000, 0),), Level.NODE)):
+        topology = Topology(ConfigurationSet("one", "x", 8, sockets=sockets))
+        assert [topology.level(mask) for mask in (0, 0b1, 0b11, 0b1010_1010)] == [Level.NVLINK] * 2 + [level] * 2
+
+
 def test_level_of_a_ring_of_links_is_not_closer_than_its_unlinked_pairs() -> None:
     ring = tuple(DeviceGroup(Level.NVLINK, 1 << one | 1 << (one + 1) % 4) for one in range(4))
     topology = Topology(ConfigurationSet("ring", "x", 4, groups=ring, sockets=(Socket(4000, 0b1111),)))

@@ -64,7 +64,7 @@ def demand(configuration_set: ConfigurationSet, shape: GangShape, tasks: Sequenc
 
 def share_of_cores(configuration_set: ConfigurationSet, gpus: int) -> int:
     """Proportional millicores of one task with so many devices."""
-    total = sum(socket.millicores for socket in configuration_set.sockets)
+    total = sum([socket.millicores for socket in configuration_set.sockets])
     if not gpus or not configuration_set.devices:
         return min(_CORE, total)
     share = total * gpus // configuration_set.devices

@@ -34,6 +34,9 @@ class Topology:
         self.groups = innermost_groups(configuration_set)
         self._cliques = _cliques(configuration_set)
         self._pairs = _pair_levels(configuration_set)
+        # Of a server on which all are equally far from each other; None of any other.
+        apart = {level for one, levels in enumerate(self._pairs) for level in levels[:one]}
+        self._uniform = apart.pop() if len(apart) == 1 else None
         self._level_of: dict[int, Level] = {}
         self._best: dict[tuple[int, int, Level, bool, Sequence[int], Sequence[int]], int | None] = {}
         self._closest: dict[int, NDArray[np.int8]] = {}
@@ -44,6 +47,8 @@ class Topology:
         """The worst pair of the mask's devices; NVLINK, the closest, for fewer than two."""
         if mask & (mask - 1) == 0:
             return Level.NVLINK
+        if self._uniform is not None:
+            return self._uniform
         found = self._level_of.get(mask)
         if found is None:
             low = (mask & -mask).bit_length() - 1

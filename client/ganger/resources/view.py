@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ganger.resources.topology import Topology
+from ganger.resources.topology import Topology, bits
 from ganger.resources.values import Claim, ConfigurationSet, NodeRow
 
 
@@ -221,16 +221,19 @@ class View:
             runs[-1].append(slot)
         return runs
 
-    def give(self, claim: Claim) -> None:
+    def give(self, claim: Claim, affinity: int | None = None) -> None:
         """The inverse of `take`; claims of nodes that left are ignored. The last gang takes the affinity along, and
-        a device that several hold is free once the last of them lets go."""
+        a device that several hold is free once the last of them lets go. `affinity`: of those who stay, if it is
+        known."""
         slot = self.slots.get(claim.node)
         if slot is None:
             return
         assert self.free[slot] & claim.device_mask == 0, f"devices of {claim.node} were given back twice"
         held = self._move(slot, claim, -1)
         self.free[slot] |= claim.device_mask & self._in_service[slot] & ~held
-        if not any(self.group_jobs[slot]):
+        if affinity is not None:
+            self.affinity[slot] = affinity
+        elif not any(self.group_jobs[slot]):
             self.affinity[slot] = 0
         self.freed = self.version
 
@@ -257,6 +260,8 @@ class View:
         """Bytes of each device beside what parked gangs keep of it; `own` bytes of that count as left."""
         topology = self.topologies[slot]
         capacity = topology.configuration_set.device_memory_bytes
+        if not own and slot not in self.parked:
+            return (capacity,) * topology.devices
         kept, ours = (_padded(tuple(some), topology.devices) for some in (self.parked.get(slot, ()), own))
         return tuple([max(0, capacity - size + mine) for size, mine in zip(kept, ours, strict=True)])
 
@@ -402,7 +407,7 @@ class View:
         return len(self.slots)
 
     def _move(self, slot: int, claim: Claim, sign: int) -> int:
-        """The devices that claims hold then; none where no device or core changes hands."""
+        """The devices of the claim that claims hold then; none where no device or core changes hands."""
         held = 0
         topology = self.topologies[slot]
         mask, millicores = claim.device_mask, claim.millicores
@@ -559,18 +564,23 @@ def _counted(
     millicores: tuple[int, ...],
     sign: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-    """Jobs at each socket, in each group, on each device with a claim more or less, and the devices that any are on.
-    Many nodes are filled alike."""
+    """Jobs at each socket, in each group, on each device with a claim more or less, and the devices of it that any are
+    on. Many nodes are filled alike."""
     at_sockets, in_groups, on_devices = counts
-    on_devices = tuple([rows + sign if mask >> device & 1 else rows for device, rows in enumerate(on_devices)])
+    rows = list(on_devices)
+    held = 0
+    for device in bits(mask):
+        rows[device] += sign
+        if rows[device] > 0:
+            held |= 1 << device
     return (
         tuple(
             jobs + sign if devices & mask or any(millicores[at : at + 1]) else jobs
             for at, (jobs, devices) in enumerate(zip(at_sockets, topology.sockets, strict=True))
         ),
         tuple(jobs + sign if group & mask else jobs for jobs, group in zip(in_groups, topology.groups, strict=True)),
-        on_devices,
-        sum([1 << device for device, rows in enumerate(on_devices) if rows > 0]),
+        tuple(rows),
+        held,
     )
 
 

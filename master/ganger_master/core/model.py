@@ -220,8 +220,8 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
 
     def shape(self, arena_bytes_per_device: int = 0, used_device_bytes: int = 0, gpus: int = 0) -> GangShape:
         """With so many devices, which it must accept; zero: with as many as its roles name."""
-        needed = max(self.gpu_memory_bytes, used_device_bytes)
-        roles = self.roles
+        named, roles = self.gpu_memory_bytes, self.roles
+        needed = named if named > used_device_bytes else used_device_bytes
         if gpus:
             roles = (replace(roles[0], tasks=gpus // roles[0].shape.gpus),)
         return GangShape(roles, self.device_type, self.locality, self.nodes, arena_bytes_per_device, needed)
@@ -378,7 +378,9 @@ class Job(Struct, frozen=True, gc=False, omit_defaults=True):
     @property
     def arena_bytes_per_device(self) -> int:
         """What OFFLOAD needs in host memory: the peak of a device plus a tenth; zero while no peak is known."""
-        peak = max(self.peak_device_bytes, self.spec.gpu_memory_bytes)
+        peak, named = self.peak_device_bytes, self.spec.gpu_memory_bytes
+        if named > peak:
+            peak = named
         return peak + peak // 10
 
     @property
@@ -526,10 +528,14 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def nodes(self) -> tuple[str, ...]:
+        if len(self.pieces) == 1:
+            return (self.pieces[0].claim.node,)
         return tuple([piece.claim.node for piece in self.pieces])
 
     @property
     def devices(self) -> int:
+        if len(self.pieces) == 1:
+            return self.pieces[0].claim.device_mask.bit_count()
         return sum([piece.claim.device_mask.bit_count() for piece in self.pieces])
 
     @property

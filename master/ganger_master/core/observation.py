@@ -37,7 +37,7 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
     strays: list[Stray] = []
     acknowledged: list[int] = []
     seen: set[int] = set()
-    for observed in sorted(report.gangs, key=_epoch_of):
+    for observed in sorted(report.gangs, key=_epoch_of) if len(report.gangs) > 1 else report.gangs:
         seen.add(observed.epoch)
         gang = state.gangs.get(observed.epoch)
         before = state.last_said.get((report.node, observed.epoch))

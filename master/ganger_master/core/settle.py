@@ -20,21 +20,22 @@ _TICK_SECONDS = 0.001
 
 def settle(state: State, now: float, cause: str) -> None:
     """Draws every consequence of an event and brings the view up to date."""
+    dirty = state.dirty
     for _ in range(_ROUNDS_LIMIT):
         # Most events leave nothing of the one or the other.
-        if state.dirty.jobs:
+        if dirty.jobs:
             _review_jobs(state, now, cause)
-        if state.dirty.sets:
+        if dirty.sets:
             node_sets.follow(state, now, cause)
-        if state.dirty.rows:
+        if dirty.rows:
             _refresh_rows(state)
-        if state.dirty.arenas:
+        if dirty.arenas:
             arenas.follow(state)
-        if state.dirty.arrays:
+        if dirty.arrays:
             arrays.follow(state, now)
         if state.draining:
             draining.follow(state, now)
-        if not state.dirty.jobs and not state.dirty.rows and not state.dirty.sets:
+        if not (dirty.jobs or dirty.rows or dirty.sets):
             return
     raise AssertionError("the state does not come to rest")
 
@@ -87,13 +88,14 @@ def _tell_mode(state: State, now: float) -> None:
 
 
 def _review_jobs(state: State, now: float, cause: str) -> None:
-    while state.dirty.jobs:
-        number = next(iter(state.dirty.jobs))
-        del state.dirty.jobs[number]
+    dirty = state.dirty.jobs
+    while dirty:
+        number = next(iter(dirty))
+        del dirty[number]
         if number in state.jobs:
             attempts.review(state, number, now, cause)
             # It has come to rest, whatever it changed of itself on the way.
-            state.dirty.jobs.pop(number, None)
+            dirty.pop(number, None)
 
 
 def _refresh_rows(state: State) -> None:

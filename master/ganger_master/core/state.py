@@ -181,7 +181,9 @@ class State:
             return
         for before, piece in zip(old.pieces, gang.pieces, strict=True):
             dirty.wants[piece.claim.node] = []
-            if piece.held is not before.held and piece.held != before.held:
+            if piece.held is before.held or piece.held == before.held:
+                continue
+            if piece.held is not None or before.held is None or not self._give(before.held):
                 dirty.rows[piece.claim.node] = None
 
     def forget_gang(self, epoch: int) -> None:
@@ -365,7 +367,7 @@ class State:
 
     def gangs_of_job(self, number: int) -> list[Gang]:
         """All gangs of a job that still have something somewhere, oldest first."""
-        return [self.gangs[epoch] for epoch in self.gangs_of.get(number, ())]
+        return list(map(self.gangs.__getitem__, self.gangs_of.get(number, ())))
 
     @property
     def rows(self) -> dict[str, NodeRow]:
@@ -505,6 +507,27 @@ class State:
                 self._note_free(was_free, was_free - held.device_mask.bit_count())
         self._note_view()
 
+    def _give(self, held: Claim) -> bool:
+        """Gives back to the view what a gang held on a node; False where that may not be all that follows, and the row
+        is to be computed anew."""
+        view, node = self.view, self.nodes.get(held.node)
+        slot = view.slots.get(held.node)
+        if node is None or slot is None or held.node in self.dirty.rows:
+            return False
+        if held.shared_mask or held.parked_bytes or node.strays or node.device_faults:
+            return False
+        # Where nothing is left, more may be held than there is.
+        memory, cores = held.memory_bytes + held.arena_bytes, zip(held.millicores, view.millicores[slot], strict=False)
+        if (memory and not view.memory[slot]) or any(own and not left for own, left in cores):
+            return False
+        was_free = view.free[slot].bit_count()
+        view.give(held, self.affinity_of(held.node))
+        self.dirty.shown[held.node] = None
+        if view.available[slot]:
+            self._note_free(was_free, view.free[slot].bit_count())
+        self._note_view()
+        return True
+
     def _note_free(self, before: int, now: int) -> None:
         """A node that takes gangs has so many devices free; none before it does, and none once it does not."""
         if before == now:
@@ -578,11 +601,9 @@ class State:
                 self.front.remove(place)
             self.drop_turn(number)
             self._forget_refusals(number)
-            self.conflicts.pop(number, None)
-            self.passed.pop(number, None)
-            self.declined.pop(number, None)
-            self.returned.pop(number, None)
-            self.promised.pop(number, None)
+            for known in (self.conflicts, self.passed, self.declined, self.returned, self.promised):
+                if known:
+                    known.pop(number, None)
             if waits:
                 # It asks for something else, anew, from the place in the line that it has by that.
                 was, self.kept = False, None
@@ -593,22 +614,16 @@ class State:
             self.waiting.add(place)
             if number not in self.aside:
                 self.front.add(place)
-        if job.again_at and job.state is _PENDING:
-            self.backing_off[number] = None
-        else:
-            self.backing_off.pop(number, None)
-        if waits and job.epoch:
-            self.resuming[number] = None
-        else:
-            self.resuming.pop(number, None)
-        if job.spec.time_limit_seconds is not None and job.state is JobState.HOLDING:
-            self.running_limited[number] = None
-        else:
-            self.running_limited.pop(number, None)
-        if job.next_epoch:
-            self.moving[number] = None
-        else:
-            self.moving.pop(number, None)
+        # Of most of these there is nobody most of the time.
+        if job.again_at or self.backing_off:
+            _list(self.backing_off, number, job.again_at and job.state is _PENDING)
+        if job.epoch or self.resuming:
+            _list(self.resuming, number, waits and job.epoch)
+        if job.spec.time_limit_seconds is not None or self.running_limited:
+            is_limited = job.spec.time_limit_seconds is not None and job.state is JobState.HOLDING
+            _list(self.running_limited, number, is_limited)
+        if job.next_epoch or self.moving:
+            _list(self.moving, number, job.next_epoch)
 
     def _unindex_gang(self, gang: Gang) -> None:
         self.gangs_of[gang.job].remove(gang.epoch)
@@ -661,6 +676,13 @@ class State:
             if self.gangs[epoch].restore.parked_epoch == gang.epoch:
                 nodes.extend(self.gangs[epoch].nodes)
         return nodes
+
+
+def _list(listed: dict[int, None], number: int, belongs: object) -> None:
+    if belongs:
+        listed[number] = None
+    else:
+        listed.pop(number, None)
 
 
 def _is_indexed_alike(old: Job, job: Job) -> bool:

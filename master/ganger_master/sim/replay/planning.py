@@ -84,6 +84,7 @@ class Planning:
         if options.round_s is not None:
             # A round begins with an empty cluster.
             self._order = replace(self._order, preempts=True)
+        self._places = policy.places is Places.PLANNER
         # What gangs have is not changed while they run.
         self._is_plain = policy.tuning is None and policy.tetris is None and not policy.resizes
         # Any free GPUs serve, nobody is stopped, and time alone changes nothing.
@@ -118,7 +119,7 @@ class Planning:
 
     def told(self, numbers: Collection[int]) -> None:
         """These jobs came, changed or ended."""
-        if not numbers or self._policy.places is Places.JOBS:
+        if not numbers or not self._places:
             return
         self._is_news = True
         self._told.update(dict.fromkeys(numbers))

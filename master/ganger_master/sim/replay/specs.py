@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 from ganger.resources.values import Level, Locality, Role, Socket, TaskShape
 from msgspec import structs
 
 from ganger_master.core.model import JobSpec
-from ganger_master.sim.traces.servers import Servers
+from ganger_master.sim.traces.servers import ServerGroup, Servers
 from ganger_master.sim.traces.workload import Workload
 
 _NOTHING = (Socket(0, 0),)
 _TOGETHER = Locality(Level.NODE)
 _ANYWHERE = Locality(Level.CLUSTER)
 _COMMAND = ("train",)
+# Of one server: as many as the bits of a mask.
+_MOST_DEVICES = 64
 
 
 def specs_of(jobs: Workload, servers: Servers, ideal: bool, epoch_s: float = 0.0) -> Sequence[JobSpec]:
@@ -66,13 +67,15 @@ def specs_of(jobs: Workload, servers: Servers, ideal: bool, epoch_s: float = 0.0
 
 
 def devices_only(servers: Servers) -> Servers:
-    """The same servers, with nothing in them but devices."""
-    return Servers(
-        tuple(
-            replace(
-                group,
-                configuration_set=structs.replace(group.configuration_set, sockets=_NOTHING, groups=(), memory_bytes=0),
-            )
-            for group in servers.groups
-        )
-    )
+    """Servers with as many devices of each kind, and nothing else. Where any devices serve it makes no difference which
+    server they are in, so these are few and large."""
+    groups = []
+    for group in servers.groups:
+        made = structs.replace(group.configuration_set, sockets=_NOTHING, groups=(), memory_bytes=0)
+        full, rest = divmod(group.nodes * made.devices, _MOST_DEVICES)
+        if full:
+            name = f"{made.name}-{_MOST_DEVICES}"
+            groups.append(ServerGroup(structs.replace(made, name=name, devices=_MOST_DEVICES), full))
+        if rest:
+            groups.append(ServerGroup(structs.replace(made, devices=rest), 1))
+    return Servers(tuple(groups))
