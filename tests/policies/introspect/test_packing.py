@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 
@@ -18,10 +19,12 @@ from ganger_master.policies.introspect.packing import (
     Proposal,
     Resident,
     lesson,
+    pair_of,
     proposals,
     still_pays,
     verdict,
 )
+from ganger_master.policies.introspect.slicing import Seat
 from ganger_master.policies.introspect.trial import MOST_WINDOWS, Rates, Verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -167,6 +170,69 @@ def test_proposals_are_what_a_look_at_all_pairs_finds(some: list[tuple[float, fl
         expected.append(chosen)
         rest = [one for one in rest if one.residents[0].number not in chosen]
     assert len(found) == len(expected)
+
+
+def naive_proposals(
+    berths: list[Berth],
+    failed: Failed[Pair],
+    now: float,
+    most: int,
+    may: Callable[[Berth, Berth], bool],
+    wanted: Callable[[Berth], float],
+) -> list[Proposal]:
+    """All pairs, asked about one by one, and all feasible ones in one line."""
+    found = []
+    for host, guest in combinations(sorted(berths, key=lambda berth: (berth.utilisation, berth.seat)), 2):
+        pair = pair_of(host, guest)
+        speeds = shared_speeds([*host.pressures, *guest.pressures])
+        pays = sum(speeds) > 1.05 and min(speeds) >= 0.6 and not failed.holds(pair, now)
+        if host.gpus == guest.gpus and pays:
+            rank = (-sum(speeds), host.utilisation + guest.utilisation)
+            comes, stays = sorted((host, guest), key=lambda one: (one.pressures[0].memory_bytes, one.seat))
+            ways = [way for way in ((stays, comes), (comes, stays)) if may(*way)]
+            found.extend([(rank, way[0].seat, way[1].seat, way) for way in ways[:1]])
+    chosen: list[Proposal] = []
+    used: set[Seat] = set()
+    for *_, (host, guest) in sorted(found, key=lambda one: one[:3]):
+        taken = sum(one.guest.gpus for one in chosen)
+        expected = forecast([*host.pressures, *guest.pressures], host.device_memory_bytes)
+        if len(chosen) == most or used & {host.seat, guest.seat} or taken + guest.gpus > wanted(guest):
+            continue
+        if expected.fits:
+            chosen.append(Proposal(guest, host, expected))
+            used |= {host.seat, guest.seat}
+    return chosen
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([(0.1, 2.0), (0.3, 2.0), (0.3, 11.0), (0.6, 5.0), (0.9, 1.0)]), st.integers(1, 2)),
+        min_size=2,
+        max_size=12,
+    ),
+    st.integers(1, 6),
+    st.integers(0, 12),
+    st.integers(0, 3),
+    st.sets(st.integers(0, 4), max_size=2),
+)
+def test_gangs_alike_are_paired_as_if_each_pair_were_asked_about(
+    some: list[tuple[tuple[float, float], int]], most: int, wanted: int, reluctance: int, known: set[int]
+) -> None:
+    """Of the same models, so that most ranks are ties, where not every host can take in every guest."""
+    models = [(0.1, 2.0), (0.3, 2.0), (0.3, 11.0), (0.6, 5.0), (0.9, 1.0)]
+    berths = [berth(n, *model, signature=f"m{models.index(model)}", gpus=gpus) for n, (model, gpus) in enumerate(some)]
+    failed = Failed[Pair]()
+    for number in known:
+        failed = failed.noted(("P40", (f"m{number}", f"m{number}")), 0.0)
+
+    def may(host: Berth, guest: Berth) -> bool:
+        return (3 * host.residents[0].number + guest.residents[0].number) % 4 >= reluctance
+
+    def left(guest: Berth) -> float:
+        return float(wanted)
+
+    expected = naive_proposals(berths, failed, 1.0, most, may, left)
+    assert proposals(berths, failed, 1.0, most=most, may=may, wanted=left) == expected
 
 
 def test_order_of_berths_does_not_matter() -> None:

@@ -10,8 +10,9 @@ were, and tried again after a while, for jobs change. Packs are watched as long 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from itertools import combinations
 from typing import Final, TypeAlias
 
@@ -40,6 +41,7 @@ _MOST_BERTHS: Final = 64
 
 # Type of GPU, and the signatures of all who would share it, in order.
 Pair: TypeAlias = tuple[str, tuple[str, ...]]
+_Rank: TypeAlias = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,29 +120,28 @@ def proposals(
     for berth in berths:
         if berth.residents and all(one.least_speed < 1.0 for one in berth.residents):
             kinds.setdefault((berth.gpus, berth.device_type, berth.device_memory_bytes), []).append(berth)
-    found = []
+    found: list[tuple[_Rank, Berth, Berth]] = []
     for of_kind in kinds.values():
         of_kind.sort(key=lambda berth: (berth.utilisation, berth.seat))
-        for host, guest in combinations(of_kind[:_MOST_BERTHS], 2):
-            belief = contention.get(host.device_type, UNKNOWN_DEVICE)
-            residents = (*host.residents, *guest.residents)
-            speeds = shared_speeds([one.pressure for one in residents], belief)
-            too_slow = any(speed < one.least_speed for speed, one in zip(speeds, residents, strict=True))
-            pays = sum(speeds) > (1.0 + MARGIN) * max(host.gain, guest.gain)
-            if pays and not too_slow and not failed.holds(pair_of(host, guest), now):
-                # Of equal gains the surer one: that which leaves more of the GPU idle.
-                rank = (-sum(speeds), host.utilisation + guest.utilisation)
-                first, second = _who_moves(host, guest)
-                pairs = [pair for pair in ((first, second), (second, first)) if may(*pair)]
-                found.extend([(rank, *pair) for pair in pairs[:1]])
-    found.sort(key=lambda one: (one[0], one[1].seat, one[2].seat))
+        first = of_kind[:_MOST_BERTHS]
+        belief = contention.get(first[0].device_type, UNKNOWN_DEVICE)
+        # Of many gangs some run the same, and what is said of two of them holds for others.
+        numbers: dict[Hashable, int] = {}
+        like = [numbers.setdefault(_likeness(berth), len(numbers)) for berth in first]
+        ranks: dict[tuple[int, int], _Rank | None] = {}
+        for (one, host), (other, guest) in combinations(zip(like, first, strict=True), 2):
+            if (one, other) not in ranks:
+                ranks[one, other] = _rank(host, guest, failed, now, belief)
+            rank = ranks[one, other]
+            if rank is not None:
+                found.append((rank, host, guest))
     chosen: list[Proposal] = []
     used: set[Seat] = set()
     left = 0
-    for _, host, guest in found:
+    for host, guest in _best_first(found, may, used):
         if len(chosen) == most:
             break
-        if host.seat in used or guest.seat in used or left + guest.gpus > wanted(guest):
+        if left + guest.gpus > wanted(guest):
             continue
         belief = contention.get(host.device_type, UNKNOWN_DEVICE)
         expected = forecast([*host.pressures, *guest.pressures], host.device_memory_bytes, belief)
@@ -185,6 +186,51 @@ def lesson(proposal: Proposal, rates: Mapping[int, Rates]) -> Trial:
     """For the interference model, whatever the verdict was."""
     speeds = tuple(normalised([rates[one.number]]).value for one in proposal.residents)
     return Trial(tuple(one.pressure for one in proposal.residents), speeds)
+
+
+def _likeness(berth: Berth) -> Hashable:
+    """All that a forecast asks of it."""
+    residents = [(one.signature, one.pressure, one.least_speed) for one in berth.residents]
+    return berth.gain, tuple(residents)
+
+
+def _rank(host: Berth, guest: Berth, failed: Failed[Pair], now: float, belief: Contention) -> _Rank | None:
+    """Smaller is better; None: not worth trying. Of equal gains the surer one: that which leaves more of the GPU
+    idle."""
+    residents = (*host.residents, *guest.residents)
+    speeds = shared_speeds([one.pressure for one in residents], belief)
+    too_slow = any(speed < one.least_speed for speed, one in zip(speeds, residents, strict=True))
+    pays = sum(speeds) > (1.0 + MARGIN) * max(host.gain, guest.gain)
+    if not pays or too_slow or failed.holds(pair_of(host, guest), now):
+        return None
+    return -sum(speeds), host.utilisation + guest.utilisation
+
+
+def _best_first(
+    found: Collection[tuple[_Rank, Berth, Berth]], may: Callable[[Berth, Berth], bool], used: Set[Seat]
+) -> Iterator[tuple[Berth, Berth]]:
+    """Hosts and guests, by rank, then by seat; none that is in use by the time that it would come. `may` is asked of
+    no more pairs than come to be looked at: it takes longer than all the rest."""
+    line: list[tuple[_Rank, tuple[Seat, Seat], int, bool, Berth, Berth]] = []
+    for number, (rank, one, other) in enumerate(found):
+        host, guest = _who_moves(one, other)
+        # Either of them may turn out to be the host: the pair comes no earlier than so.
+        seats = min((host.seat, guest.seat), (guest.seat, host.seat))
+        line.append((rank, seats, number, False, host, guest))
+    heapify(line)
+    while line:
+        rank, seats, number, is_certain, host, guest = heappop(line)
+        if host.seat in used or guest.seat in used:
+            continue
+        if not is_certain:
+            fitting = next((pair for pair in ((host, guest), (guest, host)) if may(*pair)), None)
+            if fitting is None:
+                continue
+            host, guest = fitting
+            if (host.seat, guest.seat) != seats:
+                heappush(line, (rank, (host.seat, guest.seat), number, True, host, guest))
+                continue
+        yield host, guest
 
 
 def _who_moves(one: Berth, other: Berth) -> tuple[Berth, Berth]:
