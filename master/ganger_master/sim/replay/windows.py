@@ -40,8 +40,10 @@ class Windows:
         self._stretches: dict[int, _Stretch] = {}
         self._counted: dict[int, int] = {}
         self._alone: dict[int, tuple[float, ...]] = {}
-        self._by_size: dict[int, dict[int, float]] = {}
-        # As last asked for, with the number of the stretch: they change only with a window more.
+        self._by_size: dict[int, dict[int, tuple[float, ...]]] = {}
+        # All of a stretch, by its number, and those that there are by now, as last asked for: they change only with a
+        # window more.
+        self._whole: dict[int, tuple[int, tuple[float, ...]]] = {}
         self._made: dict[int, tuple[int, tuple[float, ...]]] = {}
         self._kept: dict[int, tuple[float, ...]] = {}
 
@@ -58,7 +60,15 @@ class Windows:
 
     def forget(self, number: int) -> None:
         """It has ended."""
-        for known in (self._stretches, self._counted, self._alone, self._by_size, self._made, self._kept):
+        for known in (
+            self._stretches,
+            self._counted,
+            self._alone,
+            self._by_size,
+            self._whole,
+            self._made,
+            self._kept,
+        ):
             known.pop(number, None)
 
     def alone(self, number: int) -> tuple[float, ...]:
@@ -88,7 +98,7 @@ class Windows:
     def rates(self, number: int) -> Mapping[int, float]:
         """By number of GPUs, as last measured with each."""
         self.alone(number)
-        return self._by_size.get(number, {})
+        return {gpus: median(windows) for gpus, windows in self._by_size.get(number, {}).items()}
 
     def next_look_s(self, number: int) -> float:
         """When there will be enough windows for the next look at how it does as it trains now; infinite if there is
@@ -114,7 +124,7 @@ class Windows:
         if len(windows) >= 2:
             self._alone[number] = windows[-_MOST_ALONE:]
         if len(windows) >= FIRST_WINDOWS:
-            self._by_size.setdefault(number, {})[stretch.gpus] = median(windows)
+            self._by_size.setdefault(number, {})[stretch.gpus] = windows
 
     def _windows(self, number: int, stretch: _Stretch, now: float) -> tuple[float, ...]:
         count = min(MOST_WINDOWS, int((now - stretch.since_s) / WINDOW_S) - 1)
@@ -123,7 +133,11 @@ class Windows:
         known = self._made.get(number)
         if known is not None and known[0] == stretch.number and len(known[1]) == count:
             return known[1]
-        noise = np.random.default_rng([self._seed, 3, number, stretch.number]).standard_normal(MOST_WINDOWS)[:count]
-        windows = tuple((stretch.rate * (1.0 + _SCATTER * noise).clip(0.1)).tolist())
+        whole = self._whole.get(number)
+        if whole is None or whole[0] != stretch.number:
+            noise = np.random.default_rng([self._seed, 3, number, stretch.number]).standard_normal(MOST_WINDOWS)
+            whole = stretch.number, tuple((stretch.rate * (1.0 + _SCATTER * noise).clip(0.1)).tolist())
+            self._whole[number] = whole
+        windows = whole[1][:count]
         self._made[number] = stretch.number, windows
         return windows
