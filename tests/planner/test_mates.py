@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from core.drive import GIB
 from core.test_packing import Packing, small
 from ganger.resources.values import Level, Locality
 from ganger_master.core.commands import CancelJob
 from ganger_master.core.model import Capabilities, JobSpec, JobState
-from ganger_master.planner.mates import mates_of
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.totals import capacity_of
 from msgspec.structs import replace
@@ -47,7 +47,7 @@ def of(gpus: int, **more: object) -> JobSpec:
 
 
 def mates(drive: Paired) -> dict[int, tuple[int, ...]]:
-    return dict(mates_of(drive.table()))
+    return dict(drive.table().mates)
 
 
 def test_those_on_the_same_devices_are_mates_and_nobody_else() -> None:
@@ -58,6 +58,28 @@ def test_those_on_the_same_devices_are_mates_and_nobody_else() -> None:
     drive.ends(pair[1])
     assert mates(drive) == {}
     assert drive.state.gangs[drive.job(alone).epoch].claims[0].shared_mask == 0
+
+
+def test_mates_that_a_table_keeps_are_those_that_a_new_one_finds() -> None:
+    drive, kept = Paired(2), LiveTable()
+
+    def told() -> dict[int, tuple[int, ...]]:
+        for job in drive.state.jobs.values():
+            kept.put(*drive.as_told(job))
+        known = dict(kept.mates)
+        sharing = {number for unit in known.values() for number in unit}
+        rows = np.array([kept.row(number) for number in sharing], np.int64)
+        assert kept.is_sharing(rows).all()
+        assert known == mates(drive)
+        return known
+
+    assert told() == {}
+    first, second = drive.pair(of(2)), drive.pair(of(2))
+    assert told() == {**dict.fromkeys(first, first), **dict.fromkeys(second, second)}
+    drive.ends(first[1])
+    assert told() == dict.fromkeys(second, second)
+    third = drive.pair(of(1))
+    assert told() == {**dict.fromkeys(second, second), **dict.fromkeys(third, third)}
 
 
 def test_those_who_share_devices_are_stopped_together_for_one_who_goes_first() -> None:

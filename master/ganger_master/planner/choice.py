@@ -58,23 +58,26 @@ def choose(
         waiting &= ~np.isin(facts.number, list(kept_out.not_started))
         line = line[(waiting | facts.is_running)[line]]
     changes_at = next_change_s(order, facts, now)
-    facts, leader = _as_one(facts, line, mates)
+    facts, leader = _as_one(facts, line, mates, table.is_sharing(rows))
     is_chosen = np.zeros(len(rows), bool)
     is_chosen[selected(order, facts, line, capacity.gpus)] = True
     is_chosen = is_chosen[leader]
     return Choice(rows, facts, line, told, waiting, is_chosen, *guarded(order, facts, capacity.gpus), changes_at)
 
 
-def _as_one(facts: Facts, line: Integers, mates: Mates) -> tuple[Facts, Integers]:
+def _as_one(facts: Facts, line: Integers, mates: Mates, shares: Flags) -> tuple[Facts, Integers]:
     """The devices of those who share them are those of the first of them in line, and can be taken from all or none;
-    and by position who that is: itself of everybody else."""
+    and by position who that is: itself of everybody else. `shares`: by position, whether there may be mates of it."""
     leader = np.arange(len(facts))
     if not mates:
         return facts, leader
     gpus, is_preemptible = facts.gpus.copy(), facts.is_preemptible.copy()
     first: dict[int, int] = {}
-    for position in line[np.isin(facts.number[line], list(mates))].tolist():
-        unit = mates[int(facts.number[position])][0]
+    sharing = line[shares[line]]
+    for position, number in zip(sharing.tolist(), facts.number[sharing].tolist(), strict=True):
+        if number not in mates:
+            continue
+        unit = mates[number][0]
         at = leader[position] = first.setdefault(unit, position)
         if at != position:
             gpus[position] = 0

@@ -9,7 +9,6 @@ from typing import Final, TypeAlias
 from ganger.resources.topology import bits
 
 from ganger_master.core.model import Gang, Job
-from ganger_master.planner.table import LiveTable
 
 # By number: all on its devices, itself among them, in order; nobody who has them to itself.
 Mates: TypeAlias = Mapping[int, tuple[int, ...]]
@@ -19,11 +18,11 @@ Unit: TypeAlias = tuple[tuple[Job, Gang], ...]
 ALONE: Final[Mates] = MappingProxyType({})
 
 
-def mates_of(table: LiveTable) -> Mates:
-    """As the master last said."""
+def mates_of(sharing: Iterable[tuple[Job, Gang]]) -> Mates:
+    """Of those who may share devices."""
     together: dict[int, set[int]] = {}
     on: dict[tuple[str, int], int] = {}
-    for job, gang in table.sharing:
+    for job, gang in sharing:
         group = together[job.number] = {job.number}
         for claim in gang.claims:
             for device in bits(claim.device_mask):

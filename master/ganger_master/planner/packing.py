@@ -55,7 +55,7 @@ class Packing:
 
     def next_look_s(self, table: LiveTable, plan_every_s: float) -> float:
         """Infinite while there is nothing to look at."""
-        if not (self.packs.packs or self.halved or table.has_waiting or table.sharing):
+        if not (self.packs.packs or self.halved or table.has_waiting or table.has_sharing):
             return math.inf
         pace = _TRIAL if self.packs.on_trial else _QUIET if self.is_quiet else _BUSY
         return self.looked_s + max(_LEAST_S, pace * plan_every_s)

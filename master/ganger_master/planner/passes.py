@@ -81,7 +81,6 @@ def terms_of(policy: Policy, table: LiveTable) -> Terms:
     """Under a policy that packs those who share devices go together, and who has some leaves memory for another one."""
     if not policy.packs:
         return AS_ASKED
-    from ganger_master.planner.mates import mates_of
     from ganger_master.planner.packing import shape_for_two
 
-    return Terms(shape=shape_for_two, mates=mates_of(table))
+    return Terms(shape=shape_for_two, mates_now=lambda: table.mates)

@@ -14,6 +14,7 @@ from ganger.resources.topology import bits
 
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobSpec, JobState, SuspendLevel
 from ganger_master.core.restarts import is_backing_off
+from ganger_master.planner.mates import Mates, mates_of
 from ganger_master.policies.facts import Facts, Flags, Floats, Integers
 from ganger_master.policies.history import NO_HISTORY, History
 from ganger_master.policies.order import Order
@@ -48,6 +49,9 @@ class LiveTable:
         # Rows of those who could be started, and of those who run on devices that others may be on, too.
         self._waiting: dict[int, None] = {}
         self._sharing: set[int] = set()
+        self._shares = np.zeros(_FIRST_ROOM, bool)
+        # None: somebody has come to others, or left them, since somebody asked.
+        self._mates: Mates | None = None
         self._unknown = _unknown(_FIRST_ROOM)
         # What jobs like the live ones took, by row, and the GPU-seconds of those that ended last.
         self.memory = _memory() if learns else None
@@ -102,6 +106,7 @@ class LiveTable:
                 self._integers[2, row] = spec.priority
                 if not job.start_time:
                     self._numbers[1:3, row] = _amounts(spec)
+        held_before = self.gangs[row]
         self.jobs[row] = job
         self.gangs[row] = gang
         waiting_since = self._numbers.item(7, row)
@@ -123,9 +128,10 @@ class LiveTable:
         else:
             self._waiting.pop(row, None)
         if holds and gang is not None and is_shared(gang):
-            self._sharing.add(row)
-        elif self._sharing:
-            self._sharing.discard(row)
+            if row not in self._sharing or held_before is None or held_before.claims != gang.claims:
+                self._share(row)
+        elif row in self._sharing:
+            self._share(row, False)
         # Who rests for its user wants nothing.
         self._live[row] = job.state is not _SUSPENDED or goes
 
@@ -240,6 +246,23 @@ class LiveTable:
         return [(job, gang) for job, gang in pairs if job is not None and gang is not None]
 
     @property
+    def has_sharing(self) -> bool:
+        """Whether anybody runs on devices that others may be on, too."""
+        return bool(self._sharing)
+
+    @property
+    def mates(self) -> Mates:
+        """Who shares devices with whom, as the master last said."""
+        if self._mates is None:
+            self._mates = mates_of(self.sharing)
+        return self._mates
+
+    def is_sharing(self, rows: Integers) -> Flags:
+        """Whether they run on devices that others may be on, too."""
+        sharing: Flags = self._shares[rows]
+        return sharing
+
+    @property
     def parked(self) -> list[tuple[Job, Gang]]:
         """Who rests because a plan said so, by number."""
         rows = np.flatnonzero(self._live & ~self._flags[1:].any(0))
@@ -316,18 +339,29 @@ class LiveTable:
         self._live[row] = True
         return row
 
+    def _share(self, row: int, is_shared: bool = True) -> None:
+        """It runs on other devices than before that others may be on, too; or on none any more."""
+        if is_shared:
+            self._sharing.add(row)
+        else:
+            self._sharing.remove(row)
+        self._shares[row] = is_shared
+        self._mates = None
+
     def _drop(self, number: int, row: int) -> None:
         del self._row_of[number]
         self._live[row] = False
         self._flags[:, row] = False
         self._waiting.pop(row, None)
-        self._sharing.discard(row)
+        if row in self._sharing:
+            self._share(row, False)
         self.jobs[row] = self.gangs[row] = None
         self._vacant.append(row)
 
     def _grow(self) -> None:
         room = 2 * len(self._live)
         self._live = np.concatenate((self._live, np.zeros(room // 2, bool)))
+        self._shares = np.concatenate((self._shares, np.zeros(room // 2, bool)))
         self._unknown = _unknown(room)
         for name in ("_integers", "_numbers", "_flags"):
             old = getattr(self, name)

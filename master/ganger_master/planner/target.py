@@ -74,7 +74,11 @@ class Terms:
 
     shape: Callable[[Job], GangShape] = field(default=lambda job: job.shape)
     held: Callable[[Gang], Claims] = field(default=lambda gang: _held(gang))
-    mates: Mates = field(default_factory=lambda: ALONE)
+    mates_now: Callable[[], Mates] = field(default=lambda: ALONE)
+
+    @property
+    def mates(self) -> Mates:
+        return self.mates_now()
 
     def held_by(self, unit: Unit) -> Claims:
         """What all of them hold."""
