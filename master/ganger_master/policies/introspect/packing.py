@@ -10,7 +10,7 @@ were, and tried again after a while, for jobs change. Packs are watched as long 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import combinations
@@ -138,7 +138,14 @@ def proposals(
     chosen: list[Proposal] = []
     used: set[Seat] = set()
     left = 0
-    for host, guest in _best_first(found, may, used):
+
+    def comes_too_late(one: Berth, other: Berth) -> bool:
+        """Whether the two are in no pack any more, whoever of them were the guest."""
+        if one.seat in used or other.seat in used:
+            return True
+        return left + one.gpus > max(wanted(one), wanted(other))
+
+    for host, guest in _best_first(found, may, comes_too_late):
         if len(chosen) == most:
             break
         if left + guest.gpus > wanted(guest):
@@ -207,22 +214,24 @@ def _rank(host: Berth, guest: Berth, failed: Failed[Pair], now: float, belief: C
 
 
 def _best_first(
-    found: Collection[tuple[_Rank, Berth, Berth]], may: Callable[[Berth, Berth], bool], used: Set[Seat]
+    found: Collection[tuple[_Rank, Berth, Berth]],
+    may: Callable[[Berth, Berth], bool],
+    comes_too_late: Callable[[Berth, Berth], bool],
 ) -> Iterator[tuple[Berth, Berth]]:
-    """Hosts and guests, by rank, then by seat; none that is in use by the time that it would come. `may` is asked of
-    no more pairs than come to be looked at: it takes longer than all the rest."""
+    """Hosts and guests, by rank, then by seat; none of which is said by its turn that it comes too late. `may` is asked
+    of no more pairs than come to be looked at: it takes longer than all the rest."""
     line: list[tuple[_Rank, tuple[Seat, Seat], int, bool, Berth, Berth]] = []
     for number, (rank, one, other) in enumerate(found):
-        host, guest = _who_moves(one, other)
         # Either of them may turn out to be the host: the pair comes no earlier than so.
-        seats = min((host.seat, guest.seat), (guest.seat, host.seat))
-        line.append((rank, seats, number, False, host, guest))
+        seats = (one.seat, other.seat) if one.seat < other.seat else (other.seat, one.seat)
+        line.append((rank, seats, number, False, one, other))
     heapify(line)
     while line:
         rank, seats, number, is_certain, host, guest = heappop(line)
-        if host.seat in used or guest.seat in used:
+        if comes_too_late(host, guest):
             continue
         if not is_certain:
+            host, guest = _who_moves(host, guest)
             fitting = next((pair for pair in ((host, guest), (guest, host)) if may(*pair)), None)
             if fitting is None:
                 continue
