@@ -272,13 +272,16 @@ def whole_again(
         # Cores of those who take turns are of all of them.
         if number in busy or seen.beside(number) or not is_settled(job, gang) or gang.node_set:
             continue
-        claims = []
+        claims, shape = [], job.shape
         for claim in gang.claims:
             slot = view.slots[claim.node]
             have = free.setdefault(claim.node, view.millicores[slot])
-            wanted = demand(view.topologies[slot].configuration_set, job.shape, claim.tasks).millicores
+            wanted = demand(view.topologies[slot].configuration_set, shape, claim.tasks).millicores
             held = sum(claim.millicores)
-            cores = resplit_cores(claim.millicores, have, min(max(wanted, held), held + sum(have)))
+            if held >= wanted:
+                claims.append(claim)
+                continue
+            cores = resplit_cores(claim.millicores, have, min(wanted, held + sum(have)))
             free[claim.node] = tuple([h + o - n for h, o, n in zip(have, claim.millicores, cores, strict=True)])
             claims.append(structs.replace(claim, millicores=cores))
         if tuple(claims) != gang.claims:

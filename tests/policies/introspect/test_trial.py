@@ -123,3 +123,16 @@ def test_nothing_is_said_before_the_first_look() -> None:
 def test_measurements_that_cannot_be_are_refused(jobs: list[Rates]) -> None:
     with pytest.raises(ValueError, match=r"measured|windows"):
         judge(jobs, 1.0)
+
+
+def test_gain_of_windows_that_were_asked_about_before_is_what_they_say() -> None:
+    """Means are remembered; by the windows, whoever's they are."""
+    random = np.random.default_rng(7)
+    some = [measured(random, 10.0, windows) for windows in (4, 8, 8, 16)]
+    for _ in range(2):
+        for before in some:
+            for after in some:
+                gain = normalised([Rates(before, after)])
+                assert gain.value == float(np.mean(after)) / float(np.mean(before))
+                errors = [np.std(rates, ddof=1) / np.mean(rates) / len(rates) ** 0.5 for rates in (before, after)]
+                assert gain.deviation == pytest.approx(gain.value * float(np.hypot(*errors)))

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -92,7 +93,7 @@ def normalised(jobs: Iterable[Rates]) -> Estimate:
     and Satterthwaite."""
     value = variance = by_freedom = 0.0
     for job in jobs:
-        (before, of_before), (after, of_after) = _mean(job.before), _mean(job.after)
+        (before, of_before), (after, of_after) = _mean(tuple(job.before)), _mean(tuple(job.after))
         value += after / before
         parts = ((after * of_before / before**2) ** 2, len(job.before)), ((of_after / before) ** 2, len(job.after))
         for part, windows in parts:
@@ -101,7 +102,9 @@ def normalised(jobs: Iterable[Rates]) -> Estimate:
     return Estimate(value, math.sqrt(variance), variance**2 / by_freedom if by_freedom else math.inf)
 
 
-def _mean(rates: Sequence[float]) -> tuple[float, float]:
+# Who is watched in a pack that was kept is asked about again and again, mostly by the same windows.
+@lru_cache(4096)
+def _mean(rates: tuple[float, ...]) -> tuple[float, float]:
     """And its standard error."""
     values = np.asarray(rates, float)
     return float(values.mean()), float(values.std(ddof=1)) / math.sqrt(len(values))
