@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
+from ganger_master.policies.facts import Floats
 from ganger_master.sim.replay.options import Options
 from ganger_master.sim.replay.run import simulate
 from ganger_master.sim.traces.reader import read_trace
@@ -38,33 +39,54 @@ def test_runs_of_the_published_file_give_the_published_figures(
     assert float(run.outcomes.end_s.max() - jobs.submit_s.min()) == makespan
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    policy=st.sampled_from(sorted(ORDERS)),
-    round_s=st.sampled_from([None, 1, 7, 300]),
-    rows=st.lists(
-        st.tuples(st.integers(0, 50), st.sampled_from([1, 1, 2, 3, 4, 8]), st.integers(1, 60)), min_size=1, max_size=12
-    ),
+ROWS = st.lists(
+    st.tuples(st.integers(0, 50), st.sampled_from([1, 1, 2, 3, 4, 8]), st.integers(1, 60)), min_size=1, max_size=12
 )
+
+
+@settings(max_examples=60, deadline=None)
+@given(policy=st.sampled_from(sorted(ORDERS)), round_s=st.sampled_from([None, 1, 7, 300]), rows=ROWS)
 def test_every_order_does_what_the_oracle_does(
     policy: str, round_s: int | None, rows: list[tuple[int, int, int]]
 ) -> None:
-    given_jobs = [IdealJob(str(number), *row) for number, row in enumerate(rows)]
-    expected = ideal(given_jobs, 8, policy, round_s)
+    starts, ends = _as_the_oracle(policy, round_s, rows)
     run = simulate(_workload(rows), servers_from_flags(nodes=2, gpus_per_node=4), policy, _options(round_s))
-    order = [given_jobs[int(name)] for name in run.outcomes.job_ids]
-    place = {job.job_id: at for at, job in enumerate(given_jobs)}
-    at = np.array([place[job.job_id] for job in order])
-    assert run.outcomes.end_s.tolist() == [float(expected.ends[index]) for index in at]
-    assert run.outcomes.first_start_s.tolist() == [float(expected.first_starts[index]) for index in at]
+    assert _by_number(run.outcomes.job_ids, run.outcomes.first_start_s) == starts
+    assert _by_number(run.outcomes.job_ids, run.outcomes.end_s) == ends
 
 
-def _workload(rows: list[tuple[int, int, int]]) -> Workload:
+@settings(max_examples=60, deadline=None)
+@given(policy=st.sampled_from(sorted(ORDERS)), round_s=st.sampled_from([None, 3, 7, 33]), rows=ROWS)
+def test_in_tenths_of_a_second_it_is_the_same(
+    policy: str, round_s: int | None, rows: list[tuple[int, int, int]]
+) -> None:
+    """Where sums of decimals are not exact what is tied still is, and rounds begin when they should."""
+    starts, ends = _as_the_oracle(policy, round_s, rows)
+    tenths = [(arrival / 10, gpus, duration / 10) for arrival, gpus, duration in rows]
+    options = _options(None if round_s is None else round_s / 10)
+    run = simulate(_workload(tenths), servers_from_flags(nodes=2, gpus_per_node=4), policy, options)
+    assert [round(10 * start, 4) for start in _by_number(run.outcomes.job_ids, run.outcomes.first_start_s)] == starts
+    assert [round(10 * end, 4) for end in _by_number(run.outcomes.job_ids, run.outcomes.end_s)] == ends
+
+
+def _as_the_oracle(
+    policy: str, round_s: int | None, rows: list[tuple[int, int, int]]
+) -> tuple[list[float], list[float]]:
+    expected = ideal([IdealJob(str(number), *row) for number, row in enumerate(rows)], 8, policy, round_s)
+    return [float(start) for start in expected.first_starts], [float(end) for end in expected.ends]
+
+
+def _by_number(names: Sequence[str], times: Floats) -> list[float]:
+    of = dict(zip(names, times.tolist(), strict=True))
+    return [of[str(number)] for number in range(len(of))]
+
+
+def _workload(rows: Sequence[tuple[float, int, float]]) -> Workload:
     arrivals, gpus, durations = zip(*rows, strict=True)
     return workload([str(number) for number in range(len(rows))], arrivals, gpus, durations)
 
 
-def _options(round_s: int | None) -> Options:
+def _options(round_s: float | None) -> Options:
     return Options(ideal=True, round_s=None if round_s is None else float(round_s))
 
 

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 from numpy.typing import NDArray
 
-from ganger_master.policies.facts import Capacity, Facts, Flags, Integers
+from ganger_master.policies.facts import Capacity, Facts, Flags, Floats, Integers
 from ganger_master.policies.history import History
 from ganger_master.policies.sorting import sorted_by
 
@@ -53,6 +54,12 @@ class Order:
     with_history: Callable[[History], Order] | None = None
     is_steady: bool = False
     by_arrival: bool = False
+
+
+def as_decimals(amounts: Floats) -> Floats:
+    """Seconds, or GPU-seconds, to go by: those that are equal in decimals are, however their sums were rounded."""
+    rounded: Floats = np.round(amounts, 6)
+    return rounded
 
 
 def ranked(order: Order, facts: Facts, now: float, capacity: Capacity) -> Integers:

@@ -8,6 +8,24 @@ from itertools import count
 
 # A trace's clock begins at zero, and a time of zero means "never" in the core.
 EPOCH_S = 1_000_000.0
+# Times that are nearer to each other are the same instant: sums of decimals are seldom exact.
+INSTANT_S = 1e-6
+
+
+def instant(time: float) -> float:
+    """The time itself, but for what was lost in making it: what is equal in decimals is equal."""
+    return round(time, 6)
+
+
+def rounds_until(time: float, step_s: float) -> float:
+    """How many rounds of so many seconds have gone by; a whole number where one begins."""
+    rounds = (time - EPOCH_S) / step_s
+    nearest = round(rounds)
+    return nearest if abs(rounds - nearest) * step_s < INSTANT_S else rounds
+
+
+def round_start(number: float, step_s: float) -> float:
+    return instant(EPOCH_S + step_s * number)
 
 
 class Clock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from ganger_master.policies import Places, Policy
 from ganger_master.policies.facts import Capacity, Flags, Floats, Integers
 from ganger_master.policies.optimus_belief import nothing_believed
 from ganger_master.policies.room import Room
-from ganger_master.sim.replay.clock import EPOCH_S, Clock
+from ganger_master.sim.replay.clock import EPOCH_S, INSTANT_S, Clock, round_start, rounds_until
 from ganger_master.sim.replay.nodes import Nodes
 from ganger_master.sim.replay.options import Options
 from ganger_master.sim.replay.work import Work
@@ -360,16 +361,19 @@ class Planning:
         """Whether a plan at this instant may start somebody though it may stop nobody: within a round only those for
         whom it made way."""
         step = self._options.round_s
-        return step is None or 0.0 < (self._clock.now - EPOCH_S) % step <= self._nodes.longest_stop_s
+        if step is None:
+            return True
+        since_s = rounds_until(self._clock.now, step) % 1.0 * step
+        return 0.0 < since_s <= self._nodes.longest_stop_s + INSTANT_S
 
     def _may_stop(self) -> bool:
         """Whether a plan at this instant may stop who runs; if not, sees to it that the next one is made in time."""
         now, step = self._clock.now, self._options.round_s
         if step is not None:
-            rounds = (now - EPOCH_S) / step
-            whole = np.floor(rounds)
-            self._come_back(EPOCH_S + step * (whole + 1))
-            return bool(rounds == whole)
+            rounds = rounds_until(now, step)
+            whole = math.floor(rounds)
+            self._come_back(round_start(whole + 1, step))
+            return rounds == whole
         if self._options.ideal:
             return self._is_news
         if now != self._last_plan and now < self._last_plan + self._options.plan_every_s:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 from ganger.resources.topology import bits
 
 from ganger_master.core import commands, machine
@@ -21,7 +21,7 @@ from ganger_master.core.state import State
 from ganger_master.policies import Places, policy_named
 from ganger_master.policies.order.las2d import LAS2D
 from ganger_master.policies.place.anywhere import BY_COUNTS
-from ganger_master.sim.replay.clock import EPOCH_S, Clock
+from ganger_master.sim.replay.clock import EPOCH_S, Clock, instant, round_start, rounds_until
 from ganger_master.sim.replay.ledger import Ledger
 from ganger_master.sim.replay.meters import Meters
 from ganger_master.sim.replay.nodes import Nodes
@@ -168,7 +168,7 @@ class _Replay:
         )
         self._specs = specs_of(jobs, servers, options.ideal, EPOCH_S)
         self._users = [user or tenant for user, tenant in zip(jobs.user.texts(), jobs.tenant.texts(), strict=True)]
-        self._submitted: list[float] = (EPOCH_S + jobs.submit_s).tolist()
+        self._submitted = [instant(EPOCH_S + submit_s) for submit_s in jobs.submit_s.tolist()]
         self._open(servers)
         self.meters = Meters(jobs, self.state, servers.millicores)
         if len(jobs):
@@ -271,9 +271,9 @@ class _Replay:
         """When its devices are given back."""
         step = self.options.round_s
         if step is None:
-            return ends
+            return instant(ends)
         # Held to the end of the round.
-        return EPOCH_S + step * float(np.ceil(round((ends - EPOCH_S) / step, 9)))
+        return round_start(math.ceil(rounds_until(ends, step)), step)
 
     def _halts(self, number: int, gang: Gang) -> None:
         job, now = number - 1, self.clock.now
