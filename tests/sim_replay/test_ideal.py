@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ganger_master.policies.facts import Floats
-from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.options import FREE, Options
 from ganger_master.sim.replay.run import simulate
 from ganger_master.sim.traces.reader import read_trace
 from ganger_master.sim.traces.servers import servers_from_flags
@@ -88,6 +88,16 @@ def _workload(rows: Sequence[tuple[float, int, float]]) -> Workload:
 
 def _options(round_s: float | None) -> Options:
     return Options(ideal=True, round_s=None if round_s is None else float(round_s))
+
+
+@pytest.mark.parametrize("policy", ["fifo", "fifo-backfill", "las2d"])
+def test_on_real_servers_too_nobody_starts_or_ends_within_a_round(policy: str) -> None:
+    """Neither where each job looks for its own place otherwise."""
+    rows = [(7 * number, 1 + number % 4, 45 + number) for number in range(20)]
+    options = Options(round_s=30.0, costs=FREE)
+    run = simulate(_workload(rows), servers_from_flags(nodes=2, gpus_per_node=4), policy, options)
+    assert not (run.outcomes.first_start_s % 30).any()
+    assert not (run.outcomes.end_s % 30).any()
 
 
 def test_more_jobs_may_end_at_once_than_are_kept() -> None:

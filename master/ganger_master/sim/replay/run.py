@@ -102,6 +102,9 @@ class _Replay:
             # Where any free devices serve there is nothing for a job's own scheduler to weigh.
             order = _CONTINUOUS.get(self.policy.order.name, self.policy.order)
             self.policy = replace(self.policy, order=order, placement=BY_COUNTS, places=Places.PLANNER, packs=False)
+        elif options.round_s is not None:
+            # A job's own scheduler would find it a place within a round.
+            self.policy = replace(self.policy, places=Places.PLANNER)
         self.jobs = jobs
         self.options = options
         self.progress = progress
