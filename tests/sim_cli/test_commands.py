@@ -132,8 +132,8 @@ def test_what_is_listed_are_policies_and_what_may_follow_them(said: Said) -> Non
     names = [line.split()[0] for line in out.splitlines()]
     assert {"fifo", "fifo-backfill", "srtf", "srsf", "las", "las2d"} <= set(names)
     for name in names:
-        policy_named(f"fifo{name}" if name.startswith("+") else name)
-    assert {"+best-fit", "+tetris", "+shared", "+synergy-tune"} <= set(names)
+        policy_named(f"las{name}" if name.startswith("+") else name)
+    assert {"+best-fit", "+tetris", "+shared", "+synergy-tune", "+defrag", "+elastic"} <= set(names)
     oracles = {line.split()[0] for line in out.splitlines() if "oracle" in line}
     assert {"srtf", "srsf"} <= oracles
     assert not {"fifo", "las", "las2d"} & oracles
@@ -222,6 +222,10 @@ def test_a_bad_trace_is_refused_with_its_lines(said: Said, tmp_path: Path, text:
         (["example", *ONE_NODE, "--cost", "stop=3"], "no cost is named 'stop'; there are"),
         (["example", *ONE_NODE, "--cost", "start=-3"], "not a duration"),
         (["example", *ONE_NODE, "-p", "best"], "there is no policy 'best'; there are"),
+        (["example", *ONE_NODE, "-p", "SRFT"], "there is no policy 'SRFT'; did you mean srtf?"),
+        (["example", *ONE_NODE, "-p", "fifo+bestfit"], "no placement or tuning 'bestfit'; did you mean best-fit?"),
+        (["example", *ONE_NODE, "-p", "las+defrag+defrag"], "'las+defrag+defrag' names defrag twice"),
+        (["example", *ONE_NODE, "-p", "optimus", "--elastic", "0.5"], "--elastic: no job accepts less"),
         (["example", *ONE_NODE, "--csv", "/etc/hostname"], "/etc/hostname: not a directory"),
         (["example", *ONE_NODE, "--csv", "/proc/nothing"], "/proc/nothing: no such file"),
     ],

@@ -6,7 +6,7 @@ See docs/design/003-policies.md for the parts a policy is made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -94,6 +94,8 @@ _MOVES = "defrag"
 _GROWS = "elastic"
 # What makes a policy pack running jobs.
 _PACKS = "packs"
+# What else may follow a plus, and what it is for.
+INTROSPECTIONS = {_MOVES: "running jobs are moved", _GROWS: "elastic jobs grow and shrink", _PACKS: "gangs share GPUs"}
 # Compositions that have a name of their own. Synergy's under the one of its orders that needs no oracle.
 _COMPOSED = {"synergy": "las+synergy-tune"}
 NAMES = tuple(sorted({*ORDERS, *_ALIASES, *_TETRIS, *_COMPOSED, _OPTIMUS, _GANDIVA, _GANGER}))
@@ -114,6 +116,9 @@ def policy_named(name: str) -> Policy:
     """An order's name, a placement's, a tuning's, "defrag" and "elastic", with a plus between; all but the first may be
     left out, or come in any order. KeyError, naming the known ones, for others."""
     whole = name.split("+")
+    twice = next((part for part in whole[1:] if whole[1:].count(part) > 1), None)
+    if twice is not None:
+        raise KeyError(f"policy {name!r} names {twice} twice")
     if _MOVES in whole[1:]:
         if _PACKS in whole[1:]:
             raise KeyError(f"{_MOVES} and {_PACKS} cannot be composed: who is moved is measured alone")
@@ -140,7 +145,7 @@ def policy_named(name: str) -> Policy:
         # What it is called is what it was asked for by.
         return replace(policy_named("+".join([_COMPOSED[order_name], *parts])), name=name)
     if order_name not in NAMES:
-        raise KeyError(f"there is no policy {order_name!r}; there are {', '.join(NAMES)}")
+        raise KeyError(f"there is no policy {order_name!r}; {_meant(order_name, NAMES)}")
     if order_name == _OPTIMUS:
         if parts:
             raise KeyError(f"{order_name} places by itself: it takes no placement and no tuning")
@@ -163,8 +168,8 @@ def policy_named(name: str) -> Policy:
     tunable = _tunings() if any(part not in PLACEMENTS for part in parts) else {}
     unknown = [part for part in parts if part not in PLACEMENTS and part not in tunable]
     if unknown:
-        known = f"{', '.join(PLACEMENTS)}, {', '.join(tunable)}, {_MOVES}, {_GROWS} and {_PACKS}"
-        raise KeyError(f"there is no placement or tuning {unknown[0]!r}; there are {known}")
+        known = (*PLACEMENTS, *tunable, *INTROSPECTIONS)
+        raise KeyError(f"there is no placement or tuning {unknown[0]!r}; {_meant(unknown[0], known)}")
     placements = [part for part in parts if part in PLACEMENTS]
     tunings = [part for part in parts if part in tunable]
     for kind, named in (("placement", placements), ("tuning", tunings)):
@@ -175,6 +180,13 @@ def policy_named(name: str) -> Policy:
     places = Places.PLANNER if order.preempts or parts else Places.JOBS
     tuning = tunable[tunings[0]] if tunings else None
     return Policy(name, order, placement, places, tuning=tuning, is_placement_named=bool(placements))
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(name.lower(), known, 1)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
 
 
 def _tunings() -> Mapping[str, Tuning]:

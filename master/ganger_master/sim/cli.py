@@ -35,7 +35,7 @@ _Value = TypeVar("_Value")
 def _list_policies(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:
     if is_wanted:
         _import_numpy()
-        from ganger_master.policies import NAMES, policy_named
+        from ganger_master.policies import INTROSPECTIONS, NAMES, policy_named
         from ganger_master.policies.place import PLACEMENTS
         from ganger_master.policies.tune.catalogue import TUNINGS
 
@@ -47,6 +47,8 @@ def _list_policies(context: click.Context, _: click.Parameter, is_wanted: bool) 
             click.echo(f"+{name}  (where gangs go)")
         for name in TUNINGS:
             click.echo(f"+{name}  (cores and memory)")
+        for name, what in INTROSPECTIONS.items():
+            click.echo(f"+{name}  ({what})")
         context.exit()
 
 
@@ -341,6 +343,8 @@ def _check_each_flag_tells(flags: Mapping[str, Any], policies: Sequence[str]) ->
 
     asked = [policy_named(name) for name in policies]
     resizes, grows = any(policy.resizes for policy in asked), any(policy.grows for policy in asked)
+    if flags["elastic"] is not None and flags["elastic"] < 1:
+        raise click.UsageError("--elastic: no job accepts less than its own size alone: give 1 or more")
     # Whose state finds no room in host memory keeps its size, and there is none where only GPUs count.
     is_bare = flags["ideal"] or flags["rates"] == "profiles"
     if flags["elastic"] is not None and not (resizes or grows):
