@@ -316,6 +316,18 @@ def test_each_seed_draws_its_own_run_times(said: Said, tmp_path: Path) -> None:
     assert at["policies"]["fifo"]["avg_jct_s"]["half_width"] > 0
 
 
+def test_what_tells_nothing_is_said(said: Said, trace: Path) -> None:
+    """Seeds that draw nothing, and tunings where cores make no difference."""
+    code, _, err = said("compare", trace, *ONE_NODE, "-p", "fifo,srtf+synergy-tune", "--seeds", "2")
+    assert code == 0
+    assert "every seed gave the same run, so ± says nothing" in err
+    assert "srtf+synergy-tune: cores and memory make no job faster at recorded rates" in err
+    code, _, err = said("compare", trace, *ONE_NODE, "-p", "fifo,srtf", "--draw", "2", "--seeds", "2")
+    assert code == 0
+    assert "every seed" not in err
+    assert "recorded rates" not in err
+
+
 def test_compare_gives_intervals_over_seeds(said: Said) -> None:
     flags = [*GPUS_64, "--ideal", "--draw", "60", "--seeds", "2"]
     code, out, _ = said("compare", "example", "-p", "fifo-backfill,srtf", *flags)

@@ -165,6 +165,8 @@ def compare(
     groups = [
         (load, {policy: [found[Cell(policy, load, seed)] for seed in numbers] for policy in policies}) for load in asked
     ]
+    if seeds > 1 and all(_are_alike(runs_of) for _, group in groups for runs_of in group.values()):
+        say("every seed gave the same run, so ± says nothing: with --draw N each takes other jobs")
     with _whether_read_or_not():
         if flags["as_json"]:
             _print_json(said.compared(source, experiment.options(flags["seed"]), groups))
@@ -174,6 +176,11 @@ def compare(
                 print()
                 print_side_by_side(*side_by_side(group))
     experiment.save([(cell.load, runs[cell], found[cell]) for cell in cells])
+
+
+def _are_alike(runs: Sequence[Figures]) -> bool:
+    """But for their seeds, and what it took to simulate them."""
+    return len({(run.avg_jct_s, run.p95_jct_s, run.makespan_s, run.avg_waiting_s) for run in runs}) == 1
 
 
 def _in_processes(experiment: _Experiment, source: Material, cells: Sequence[Cell], workers: int) -> dict[Cell, Run]:
@@ -208,6 +215,7 @@ class _Experiment:
     def __init__(self, trace: str, policies: Sequence[str], flags: Mapping[str, Any]) -> None:
         self.flags = flags
         self._trace = trace
+        self._policies = policies
         if flags["jobs"] is not None and flags["draw"] is not None:
             raise click.UsageError("--jobs and --draw exclude each other")
         _import_numpy()
@@ -232,6 +240,7 @@ class _Experiment:
 
     def material(self) -> Material:
         """Reads the trace, and says on stderr what became of its rows."""
+        from ganger_master.policies import policy_named
         from ganger_master.sim.asked import Part, material
         from ganger_master.sim.meter import Meter
         from ganger_master.sim.said import notes
@@ -244,6 +253,9 @@ class _Experiment:
             source = material(self._trace, self._servers, part, meter)
         for line in notes(source, self.flags["ideal"]):
             say(line)
+        tuned = [name for name in self._policies if policy_named(name).tuning is not None]
+        if tuned and flags["rates"] == "recorded":
+            say(f"{', '.join(tuned)}: cores and memory make no job faster at recorded rates (--rates profiles)")
         return source
 
     def jobs(self, source: Material, load: Load, seed: int) -> Any:
