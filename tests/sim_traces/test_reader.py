@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ganger_master.sim.traces.findings import Finding, Kind, TraceError, rows_of
+from ganger_master.sim.traces.findings import Finding, Kind, Tally, TraceError, rows_of
 from ganger_master.sim.traces.reader import Reading, Wanted, read_stream, read_trace
 from hypothesis import given
 from hypothesis import strategies as st
@@ -217,11 +217,25 @@ def test_quoted_fields_are_read_and_a_line_break_in_one_moves_the_lines() -> Non
         (rows("a,0,1,9").encode() + b"\xff\xfe,1,1,9\n", "line 3: bytes that are not UTF-8"),
         (b"\x1f\x8b\x08\x00" + bytes(range(1, 256)), "line 1: a zero byte"),
         (HEADER.encode() + b"\n" + b"9" * 70_000, "line 2: more than 65,536 characters without a line end"),
-        (rows('a,0,1,"9').encode(), "not readable as CSV"),
+        (rows("a,0,1,9", '"b,1,1,9', "c,2,1,9").encode(), "line 3: the row from here on is not readable as CSV"),
     ],
 )
 def test_what_is_no_text_is_refused_with_the_line(data: bytes, what: str) -> None:
     assert what in refusal(data)
+
+
+def test_too_many_mistakes_end_the_reading_and_are_said_to() -> None:
+    text = refusal(rows(*["a,-1,1,9"] * 40_000).encode())
+    assert "lines 2, 3, 4, 5, 6 and 16,379 more: submit_time_s is negative" in text
+    assert "line 16385: too many mistakes: reading ended here" in text
+
+
+def test_the_first_lines_are_named_whatever_the_order_they_were_noted_in() -> None:
+    tally = Tally()
+    tally.note(Kind.SKIPPED, "x", np.array([9, 4, 8, 7]))
+    tally.note(Kind.SKIPPED, "x", [3, 0, 5])
+    (finding,) = tally.findings()
+    assert (finding.rows, finding.lines) == (7, (3, 4, 5, 7, 8))
 
 
 def test_missing_file_is_refused_by_name(tmp_path: Path) -> None:

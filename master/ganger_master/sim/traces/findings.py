@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+
 from ganger_master.sim.traces.workload import Integers
 
 # Lines named of each finding; all are counted.
@@ -65,8 +67,9 @@ class Tally:
             return
         key = (kind, what)
         self._rows[key] = self._rows.get(key, 0) + len(lines)
-        named = self._lines.setdefault(key, [])
-        named += [int(line) for line in lines[: LINES_NAMED - len(named)] if line > 0]
+        there_are = np.asarray(lines)
+        first = np.sort(there_are[there_are > 0])[:LINES_NAMED].tolist()
+        self._lines[key] = sorted([*self._lines.get(key, ()), *first])[:LINES_NAMED]
 
     def findings(self) -> tuple[Finding, ...]:
         """In the order in which each was first noted."""

@@ -46,7 +46,8 @@ class RowLines:
     def __init__(self, lines: Iterator[str], name: str) -> None:
         self._lines = lines
         self._name = name
-        self._number = 0
+        # The line that was read last.
+        self.number = 0
         self._last_row = 0
 
     def __iter__(self) -> Iterator[str]:
@@ -54,14 +55,19 @@ class RowLines:
 
     def __next__(self) -> str:
         line = next(self._lines)
-        self._number += 1
-        if self._number - self._last_row > MOST_LINES_OF_A_ROW:
+        self.number += 1
+        if self.number - self._last_row > MOST_LINES_OF_A_ROW:
             what = f"a quoted field of the row from here on does not end within {MOST_LINES_OF_A_ROW} lines"
-            raise _refused(self._name, self._last_row + 1, what)
+            raise _refused(self._name, self.next_line, what)
         return line
 
+    @property
+    def next_line(self) -> int:
+        """Where the row begins that nobody has got yet."""
+        return self._last_row + 1
+
     def next_row(self) -> None:
-        self._last_row = self._number
+        self._last_row = self.number
 
 
 def _refused(name: str, line: int, what: str) -> TraceError:

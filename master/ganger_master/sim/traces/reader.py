@@ -120,20 +120,22 @@ def _read(lines: RowLines, name: str, wanted: Wanted) -> Reading:
             what = f"columns are separated by {sign!r}: separate them by commas"
         raise TraceError(name, [Finding(Kind.MISTAKE, what, 1, (1,))])
     columns = _Columns(headers, found, wanted)
-    seen = 0
+    seen, is_given_up = 0, False
     while block := list(islice(rows, _BLOCK_ROWS)):
         seen += len(block)
         columns.add([line for line, _ in block], [row for _, row in block])
         if len(columns.ids) > wanted.most_jobs:
             what = f"more than {wanted.most_jobs:,} jobs: take a window of the trace"
             raise TraceError(name, [Finding(Kind.MISTAKE, what, 1, (block[-1][0],))])
-        if not wanted.skip_mistakes and rows_of(columns.tally.findings(), Kind.MISTAKE) > _MOST_MISTAKES:
+        is_given_up = not wanted.skip_mistakes and rows_of(columns.tally.findings(), Kind.MISTAKE) > _MOST_MISTAKES
+        if is_given_up:
             break
     made = columns.finish()
     findings = columns.tally.findings()
     mistakes = [finding for finding in findings if finding.kind is Kind.MISTAKE]
     if mistakes and not wanted.skip_mistakes:
-        raise TraceError(name, mistakes)
+        given_up = [Finding(Kind.MISTAKE, "too many mistakes: reading ended here", 1, (lines.number,))]
+        raise TraceError(name, mistakes + given_up * is_given_up)
     if wanted.skip_mistakes:
         findings = tuple(_as_skipped(finding) for finding in findings)
     if made is None or not len(made):
@@ -350,8 +352,8 @@ def _numbered(lines: RowLines, name: str) -> Iterator[tuple[int, list[str]]]:
             if row:
                 yield rows.line_num, row
     except csv.Error as error:
-        what = f"not readable as CSV: {error}"
-        raise TraceError(name, [Finding(Kind.MISTAKE, what, 1, (rows.line_num,))]) from error
+        what = f"the row from here on is not readable as CSV: {error}"
+        raise TraceError(name, [Finding(Kind.MISTAKE, what, 1, (lines.next_line,))]) from error
 
 
 def _number(text: str) -> float:
