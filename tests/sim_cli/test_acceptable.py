@@ -56,6 +56,13 @@ def left_out(jobs: Workload, servers: Servers, is_ideal: bool = False) -> dict[s
     return {found.what: found.lines for found in findings}
 
 
+def test_a_gang_larger_than_the_servers_of_its_type_may_lie_on_several() -> None:
+    """Though servers of another type are large enough for it."""
+    kinds = [{"nodes": 4, "gpus_per_node": 4, "gpu_type": "P100"}, {"nodes": 2, "gpus_per_node": 8, "gpu_type": "V100"}]
+    jobs, findings = acceptable(jobs_of((8, 8.0, "P100")), servers_from_description({"servers": kinds}), is_ideal=False)
+    assert (len(jobs), findings) == (1, ())
+
+
 def test_what_fits_the_sum_of_the_servers_but_none_of_them_is_left_out_with_the_masters_reason() -> None:
     # 16 cores for one GPU: there are 24, 12 of them in each server.
     jobs = jobs_of((1, 16.0, ""), (1, 12.0, ""), (1, 20.0, ""))

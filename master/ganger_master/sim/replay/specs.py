@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from ganger.resources.values import Level, Locality, Role, Socket, TaskShape
@@ -22,10 +23,10 @@ _MOST_DEVICES = 64
 
 
 def specs_of(jobs: Workload, servers: Servers, ideal: bool, epoch_s: float = 0.0) -> Sequence[JobSpec]:
-    """One spec a job; equal jobs share one. A gang that fits into a server wants to stay in one; what a trace does not
-    say of cores and memory is a share in proportion to the devices. `ideal`: only devices count, anywhere. `epoch_s`:
-    when the trace's clock begins."""
-    largest = max(group.configuration_set.devices for group in servers.groups)
+    """One spec a job; equal jobs share one. A gang that fits into a server of its type of GPU wants to stay in one;
+    what a trace does not say of cores and memory is a share in proportion to the devices. `ideal`: only devices count,
+    anywhere. `epoch_s`: when the trace's clock begins."""
+    largest = _largest_by_type(servers)
     made: dict[tuple[int, int, int, int, int, int, str, str, float, float], JobSpec] = {}
     nothing = [math.nan] * len(jobs)
     # Of a hundred thousand jobs to take single elements of arrays takes seconds.
@@ -53,7 +54,7 @@ def specs_of(jobs: Workload, servers: Servers, ideal: bool, epoch_s: float = 0.0
             spec = made[key] = JobSpec(
                 _COMMAND,
                 (Role("worker", gpus, TaskShape(1, millicores, each)),),
-                locality=_TOGETHER if max(gpus, sizes[1]) <= largest and not ideal else _ANYWHERE,
+                locality=_TOGETHER if max(gpus, sizes[1]) <= largest[device_type] and not ideal else _ANYWHERE,
                 priority=priority,
                 gpus_min=sizes[0],
                 gpus_max=sizes[1],
@@ -64,6 +65,16 @@ def specs_of(jobs: Workload, servers: Servers, ideal: bool, epoch_s: float = 0.0
             )
         specs.append(spec)
     return specs
+
+
+def _largest_by_type(servers: Servers) -> Mapping[str, int]:
+    """GPUs of the largest server, by their type; any serves who asks for none. Of a type that is not there: 0."""
+    largest: defaultdict[str, int] = defaultdict(int)
+    for group in servers.groups:
+        made = group.configuration_set
+        for device_type in ("", made.device_type):
+            largest[device_type] = max(largest[device_type], made.devices)
+    return largest
 
 
 def devices_only(servers: Servers) -> Servers:
