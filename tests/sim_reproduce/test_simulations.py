@@ -103,9 +103,12 @@ def test_no_turn_gives_more_than_there_is_and_everybody_ends(jobs: list[tuple[in
 
 
 def test_all_trials_have_shown_something_after_as_many_slices_as_it_takes() -> None:
-    """Eight trials on four GPUs: the second four begin after a minute, a switch of a second for each."""
-    assert feedback_s(np.full(8, 30.0)) == 60.0 + 1.0 + 30.0
-    assert feedback_s(np.full(4, 30.0)) == 31.0
+    """Eight trials on four GPUs: the second four begin after a minute, a switch of a second for each. Who needs all of
+    a slice needs a second one for what the switch took."""
+    assert feedback_s(np.full(8, 30.0), 1.0) == 60.0 + 1.0 + 30.0
+    assert feedback_s(np.full(4, 30.0), 1.0) == 31.0
+    assert feedback_s(np.full(8, 60.0), 0.0) == 120.0
+    assert feedback_s(np.full(8, 60.0), 0.5) > 180.0
 
 
 # --- tasks

@@ -8,8 +8,9 @@ to 60 s (uniform); then the search lets the four that look best run to their end
 tell is declared: final accuracies are normal, and early ones are those with so many of their standard deviations of
 noise. Compared is the time until the best trial has ended; its average over searches for each cell, of which the
 largest is the paper's `up to`. Without slicing the best trial is as likely to stand in any round of four as in any
-other, so the average is taken over all of them and not drawn. A slice that begins loses a switch of 1 s, Gandiva's
-slowest.
+other, so the average is taken over all of them and not drawn. A slice that begins loses a switch: 0.1 s, which is what
+Gandiva states of models of images, as its searches train (LeNet- and ResNet-like on CIFAR-10); beside it stands 1 s,
+its slowest, of large models of language.
 
 Beside it stands what a cluster gives everybody: how much sooner jobs of the Philly trace have run for a minute on 100
 GPUs when they take turns than under FIFO, mean over jobs.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 from ganger.resources.topology import Topology, parse_topology
@@ -27,12 +29,15 @@ from ganger_master.policies.facts import Floats
 from ganger_master.policies.introspect.slicing import QUANTUM_S, SharedNode, Sharer, credited, next_row, seated
 from ganger_master.policies.order.registry import ORDERS
 from ganger_master.sim.report.seeds import interval, paired_ratio
+from ganger_master.sim.reproduce.claims import claims
 from ganger_master.sim.reproduce.counted import in_turns
 from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
 from ganger_master.sim.traces.transform import scaled_to_load
 from ganger_master.sim.traces.workload import workload
 
-_GPUS, _SWITCH_S = 4, 1.0
+_GPUS = 4
+# Seconds of a switch: compared, and beside it.
+_SWITCHES_S = (0.1, 1.0)
 # Trials fill whole rounds.
 _TRIALS, _HOURS, _NOISE = (16, 40, 100), (0.5, 2.0), (0.0, 0.5, 1.0)
 _SEARCHES = 20
@@ -53,11 +58,13 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
 def conclude(rows: Sequence[Row]) -> Found:
     searches = [row for row in rows if row["kind"] == "search"]
     cells = list(dict.fromkeys((row["trials"], row["hours"], row["noise"]) for row in searches))
+    compared_s, slowest_s = _SWITCHES_S
     seeds = sorted({row["seed"] for row in rows})
 
-    def speed_up(cell: tuple[int, float, float]) -> list[float]:
+    def speed_up(cell: tuple[int, float, float], switch_s: float = compared_s) -> list[float]:
         """By seed: the mean time without slicing by the mean time with it."""
-        of_cell = [row for row in searches if (row["trials"], row["hours"], row["noise"]) == cell]
+        wanted = (*cell, switch_s)
+        of_cell = [row for row in searches if (row["trials"], row["hours"], row["noise"], row["switch_s"]) == wanted]
         return [
             float(
                 np.mean([row["fifo_s"] for row in of_cell if row["seed"] == seed])
@@ -68,7 +75,12 @@ def conclude(rows: Sequence[Row]) -> Found:
 
     found = {cell: interval(speed_up(cell)) for cell in cells}
     largest = max(cells, key=lambda cell: found[cell].mean)
-    ours = {"largest_speed_up": found[largest]}
+    at_slowest = {cell: interval(speed_up(cell, slowest_s)) for cell in cells}
+    enough = claims()["B22"].holds["largest_speed_up"]["at_least"]
+    ours = {
+        "largest_speed_up": found[largest],
+        f"largest_speed_up_at_{slowest_s:g}_s": max(at_slowest.values(), key=lambda value: value.mean),
+    }
     for (trials, hours, noise), value in found.items():
         ours[f"speed_up_{trials}_trials_{hours:g}_h_noise_{noise:g}"] = value
     cluster = [row for row in rows if row["kind"] == "cluster"]
@@ -79,7 +91,11 @@ def conclude(rows: Sequence[Row]) -> Found:
         )
     least = min(found.values(), key=lambda value: value.mean)
     return Found(
-        {**ours, "smallest_speed_up": least.mean},
+        {
+            **ours,
+            "smallest_speed_up": least.mean,
+            "share_of_cells": float(np.mean([value.mean >= enough for value in found.values()])),
+        },
         len(seeds),
         load={"trials for each GPU": largest[0] / _GPUS},
         why="a search gains by how many trials it has for each GPU, how long they are, and how well early results "
@@ -95,8 +111,8 @@ def _searches(random: np.random.Generator) -> list[Row]:
                 final, doubt = random.standard_normal(trials), random.standard_normal(trials)
                 first_s = random.uniform(10.0, 60.0, trials)
                 best = int(np.argmax(final))
-                told_s = feedback_s(first_s)
-                for noise in _NOISE:
+                told_s = {switch_s: feedback_s(first_s, switch_s) for switch_s in _SWITCHES_S}
+                for switch_s, noise in product(_SWITCHES_S, _NOISE):
                     looks = np.argsort(-(final + noise * doubt), kind="stable")
                     # What a trial has trained before it was told apart is kept.
                     turn = int(np.flatnonzero(looks == best)[0]) // _GPUS
@@ -106,14 +122,15 @@ def _searches(random: np.random.Generator) -> list[Row]:
                             "trials": trials,
                             "hours": hours,
                             "noise": noise,
+                            "switch_s": switch_s,
                             "fifo_s": 3600.0 * hours * (trials // _GPUS + 1) / 2,
-                            "sliced_s": told_s + left_s,
+                            "sliced_s": told_s[switch_s] + left_s,
                         }
                     )
     return rows
 
 
-def feedback_s(first_s: Floats) -> float:
+def feedback_s(first_s: Floats, switch_s: float) -> float:
     """Seconds until each of these trials has trained for so long, in slices of one node."""
     four = parse_topology("1x4", name="p100", device_type="p100", millicores=12_000, memory_bytes=448 * 10**9)
     node = SharedNode("node", Topology(four), (1 << _GPUS) - 1)
@@ -124,7 +141,7 @@ def feedback_s(first_s: Floats) -> float:
         row = next_row(sharers, [node], QUANTUM_S)
         late = {*row.entering(sharers), *row.shifted(sharers)}
         for number in row.seats:
-            lost = _SWITCH_S if number in late else 0.0
+            lost = switch_s if number in late else 0.0
             if trained[number] < first_s[number] <= trained[number] + QUANTUM_S - lost:
                 last = max(last, now + lost + float(first_s[number] - trained[number]))
             trained[number] += QUANTUM_S - lost
