@@ -125,8 +125,8 @@ THREE = task_jobs([0.0, 1.0, 2.0], [[0.5], [1.0], [0.5]], [[10.0, 20.0], [5.0, 5
 def test_a_strict_queue_waits_for_its_head_and_the_other_passes_it_over() -> None:
     """Strict: A to 10 and 20, B from 20 to 30, C from 30 to 38. Skipping: C from 10 to 26 beside A, B from 26 to 36."""
     strict, skipping = (tasks.simulated(THREE, 1, tasks.fifo(is_strict)) for is_strict in (True, False))
-    assert strict == pytest.approx((38.0, (20 + 29 + 36) / 3))
-    assert skipping == pytest.approx((36.0, (20 + 35 + 24) / 3))
+    assert (strict[0], strict[1].tolist()) == (38.0, [20.0, 29.0, 36.0])
+    assert (skipping[0], skipping[1].tolist()) == (36.0, [20.0, 35.0, 24.0])
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_no_rule_overcommits_or_leaves_tasks_behind(rule: tasks.Rule) -> None:
     jobs = tasks.TaskJobs(arrivals - arrivals[0], random.uniform(0.1, 0.6, (8, 4)), random.uniform(10, 50, (8, 5)))
     makespan, jct = tasks.simulated(jobs, 3, rule)
     assert makespan >= jobs.work.max() / 3
-    assert jct >= jobs.seconds.max(axis=1).mean()
+    assert (jct >= jobs.seconds.max(axis=1) - 1e-9).all()
 
 
 # --- intervals

@@ -58,8 +58,8 @@ class Live:
 Rule: TypeAlias = Callable[[Live], list[tuple[int, int]]]
 
 
-def simulated(jobs: TaskJobs, nodes: int, rule: Rule) -> tuple[float, float]:
-    """(makespan, mean time of a job from arrival to the end of its last task), seconds; the first arrival is at 0."""
+def simulated(jobs: TaskJobs, nodes: int, rule: Rule) -> tuple[float, Floats]:
+    """(makespan, time of each job from arrival to the end of its last task), seconds; the first arrival is at 0."""
     count, tasks = jobs.seconds.shape
     live = Live(
         jobs, np.zeros(count, np.int64), np.ones((nodes, jobs.demands.shape[1])), np.zeros(count, np.int64), None
@@ -87,7 +87,7 @@ def simulated(jobs: TaskJobs, nodes: int, rule: Rule) -> tuple[float, float]:
             assert (live.free[node] >= -_SLACK * tasks).all(), "a node was given away twice"
             heapq.heappush(ends, (now + float(jobs.seconds[job, begun]), job, node))
     assert not live.pending.any(), "tasks were left behind"
-    return float(finished.max() - jobs.arrival_s[0]), float(np.mean(finished - jobs.arrival_s))
+    return float(finished.max() - jobs.arrival_s[0]), finished - jobs.arrival_s
 
 
 def fifo(is_strict: bool) -> Rule:
