@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from ganger_master.sim.reproduce.approvals import asked_of
 from ganger_master.sim.reproduce.claims import claims, meets, middle
+from ganger_master.sim.reproduce.cpu_poster import CORES
 from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting, measured
 from ganger_master.sim.reproduce.registry import EXPERIMENTS
 from models.published import DATA, TRACES
@@ -153,11 +154,23 @@ MADE_UP: dict[str, tuple[Callable[[Row], Sequence[Row]], dict[str, float]]] = {
     ),
     "B15": (
         lambda part: [
-            {"load": load, "tuning": tuning, "utilisation": good, "jct_s": 100.0 / good}
+            {
+                "load": load,
+                "tuning": tuning,
+                "utilisation": good,
+                "jct_s": 100.0 / good,
+                "cores": {**CORES, "Lenet": 12},
+            }
             for load in (0.7, 1.0)
             for tuning, good in (("bind", 0.5), ("predictor", 0.75), ("in_place", 0.5))
         ],
-        {"utilisation_gain": 0.5, "jct_gain": 1 / 3, "in_place_jct_gain": 0.0, "share_of_cells": 0.0},
+        {
+            "utilisation_gain": 0.5,
+            "jct_gain": 1 / 3,
+            "in_place_jct_gain": 0.0,
+            "share_of_cells": 0.0,
+            "cores_off_by": 1.0,
+        },
     ),
     "B18": (
         lambda part: [

@@ -9,7 +9,7 @@ knows four measurements of each model with 5 % noise, at 1, 6, 12 and 24 cores. 
 predicts: jobs that want many cores are put beside such that want few (our exact choice over the predicted curves), and
 one that is on another server than before loses what a suspension, a start and a restart take. `in_place` is the same
 without: jobs lie where bound ones would, and only cores move. Utilisation is a job's speed by its best one, over the
-time it holds a GPU.
+time it holds a GPU. `cores_MODEL` is the poster's table as the predictor finds it from its four measurements.
 
 Durations and load are not stated: durations are those of one-GPU jobs of the authors' own company (Philly 2017, from a
 minute to the 95th percentile: what is beyond would make all of the average), of Synergy's generator (half an hour to a
@@ -74,7 +74,9 @@ def parts(setting: Setting) -> Sequence[Row]:
 def measure(setting: Setting, part: Row) -> Sequence[Row]:
     random = np.random.default_rng(part["seed"])
     truth = curves(random.choice(_BENDS, len(CORES)))
-    believed = predicted([_fitted(rates, random) for rates in truth.rates[:, :, 0]], _MOST)
+    fitted = [_fitted(rates, random) for rates in truth.rates[:, :, 0]]
+    believed = predicted(fitted, _MOST)
+    cores = dict(zip(CORES, [round(model.sweet_point) for model in fitted], strict=True))
     models = random.integers(len(CORES), size=_JOBS)
     bound = truth.at(models, np.full(_JOBS, 6.0), np.full(_JOBS, 112e9))
     unscaled = _drawn(setting, part, random)
@@ -88,7 +90,7 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
             # a duration is that with bound cores
             utilisation = float((drawn.duration_s * bound).sum() / found.held_s.sum())
             jct = float((found.end_s - drawn.submit_s).mean())
-            rows.append({"load": load, "tuning": name, "utilisation": utilisation, "jct_s": jct})
+            rows.append({"load": load, "tuning": name, "utilisation": utilisation, "jct_s": jct, "cores": cores})
     return rows
 
 
@@ -123,6 +125,11 @@ def conclude(rows: Sequence[Row]) -> Found:
         label = "" if cell == _COMPARED else f"_{cell[0].replace('-', '_')}_at_{cell[1]:g}"
         utilisation, jct = gains(cell, "predictor")
         ours[f"utilisation_gain{label}"], ours[f"jct_gain{label}"] = interval(utilisation), interval(jct)
+    tables = [table[*cells[0], "bind", seed]["cores"] for seed in seeds]
+    for model in CORES:
+        ours[f"cores_{model}"] = interval([found[model] for found in tables])
+    off_by = [[abs(found[model] - cores) for model, cores in CORES.items()] for found in tables]
+    ours["cores_off_by"] = interval([float(np.mean(one)) for one in off_by])
     utilisation, jct = gains(_COMPARED, "in_place")
     ours["in_place_utilisation_gain"], ours["in_place_jct_gain"] = interval(utilisation), interval(jct)
     ours["bind_utilisation"] = interval([table[*_COMPARED, "bind", seed]["utilisation"] for seed in seeds])
