@@ -138,9 +138,9 @@ MADE_UP: dict[str, tuple[Callable[[Row], Sequence[Row]], dict[str, float]]] = {
     "B12": (
         lambda part: [
             {"tuning": tuning, "jct_h": hours, "offered": 1.0}
-            for tuning, hours in (("synergy-tune", 20.0), ("proportional", 60.0))
+            for tuning, hours in (("synergy-tune", 20.0), ("proportional", 60.0), ("exact", 15.0))
         ],
-        {"jct_hours_at_9": 20.0, "ratio_at_9": 3.0, "largest_ratio": 3.0},
+        {"jct_hours_at_9": 20.0, "ratio_at_9": 3.0, "largest_ratio": 3.0, "best_ratio_at_9": 4.0},
     ),
     "B14": (
         of_tasks,
