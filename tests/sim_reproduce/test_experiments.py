@@ -127,7 +127,14 @@ MADE_UP: dict[str, tuple[Callable[[Row], Sequence[Row]], dict[str, float]]] = {
     ),
     "B9": (
         lambda part: [
-            {"gain": 0.5, "slowest_kept": 0.7, "kept_share": 0.5, "offered": 40.0, "median_utilisation": 0.5}
+            {
+                "gain": 0.5,
+                "slowest_kept": 0.7,
+                "kept_share": 0.5,
+                "tried": 9,
+                "offered": 40.0,
+                "median_utilisation": 0.5,
+            }
         ],
         {"throughput_gain": 0.5, "slowest_job": 0.7},
     ),
