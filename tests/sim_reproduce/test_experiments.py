@@ -13,6 +13,7 @@ from ganger_master.sim.reproduce.approvals import asked_of
 from ganger_master.sim.reproduce.claims import claims, meets, middle
 from ganger_master.sim.reproduce.cpu_poster import CORES
 from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting, measured
+from ganger_master.sim.reproduce.migration import pause_s
 from ganger_master.sim.reproduce.registry import EXPERIMENTS
 from models.published import DATA, TRACES
 
@@ -73,6 +74,33 @@ def test_synergys_static_trace_takes_as_long_proportionally_as_with_its_authors(
     assert names_what_is_judged("B10", one)
     assert middle(one.ours["proportional_makespan_hours"]) == pytest.approx(15.25, abs=1e-3)
     assert middle(one.ours["ratio"]) == 1.0
+
+
+def of_moves(seed: int) -> Sequence[Row]:
+    """Who is moved waits half as long."""
+    ways = (("still", 100.0), ("moved", 50.0), ("gandiva", 50.0), ("naive", 60.0))
+    figures = ("jct_s", "large_wait_s", "small_jct_s")
+    return [{"kind": "cluster", "seed": seed, "way": way, "moves": 3, **dict.fromkeys(figures, s)} for way, s in ways]
+
+
+def test_a_move_costs_its_measured_pause_and_a_gang_waits_for_nobody() -> None:
+    """The whole of one gang; what it does to a cluster is made up."""
+    experiment = EXPERIMENTS["B8"]
+    parts = [part for part in experiment.parts(QUICK) if part["kind"] == "cost" or part == {"kind": "gang", "seed": 0}]
+    rows = [row for part in parts for row in measured(experiment, QUICK, part)]
+    one = experiment.conclude([*rows, *of_moves(0)])
+    assert names_what_is_judged("B8", one)
+    assert meets(claims()["B8"].holds, one.ours)
+    assert middle(one.ours["downtime_seconds"]) == pytest.approx(middle(one.ours["told_seconds"]))
+    waits = {way: middle(one.ours[f"gang_waits_seconds_{way}"]) for way in ("still", "moved", "gandiva", "naive")}
+    assert waits["moved"] < waits["gandiva"] < waits["naive"] < 60.0 < 3_000.0 < waits["still"]
+    assert middle(one.ours["stopped_for_a_gang"]) == 0.0
+    assert middle(one.ours["cluster_large_wait_moved"]) == 0.5
+
+
+def test_a_pause_grows_with_the_state_as_it_was_measured() -> None:
+    assert [pause_s(state, "quiet") for state in (1e8, 1e9)] == pytest.approx([0.14, 0.61])
+    assert pause_s(5e8, "crowded") == pytest.approx(0.2 + 1.42 * 4 / 9)
 
 
 # What a part of an experiment that takes long might have measured: everything the same for everybody.
@@ -220,7 +248,7 @@ def test_conclusion_is_what_a_person_draws_from_the_rows(name: str) -> None:
 
 
 def test_every_experiment_is_tried_here_in_one_way_or_the_other() -> None:
-    assert {*MADE_UP, "B1", "B2", "B5", "B6", "B7", "B10", "B13", "B16", "B17"} == set(EXPERIMENTS)
+    assert {*MADE_UP, "B1", "B2", "B5", "B6", "B7", "B8", "B10", "B13", "B16", "B17"} == set(EXPERIMENTS)
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=EXPERIMENTS)

@@ -12,6 +12,7 @@ from ganger_master.sim.reproduce.early_feedback import EARLY_FEEDBACK
 from ganger_master.sim.reproduce.elastic_job import ELASTIC_JOB
 from ganger_master.sim.reproduce.experiment import Experiment
 from ganger_master.sim.reproduce.fairness import FAIRNESS
+from ganger_master.sim.reproduce.migration import MIGRATION
 from ganger_master.sim.reproduce.optimus_end_to_end import OPTIMUS_END_TO_END
 from ganger_master.sim.reproduce.packed_cluster import PACKED_CLUSTER
 from ganger_master.sim.reproduce.packed_copies import PACKED_COPIES
@@ -34,6 +35,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         SLICED_GPUS,
         PACKED_COPIES,
         ELASTIC_JOB,
+        MIGRATION,
         PACKED_CLUSTER,
         SYNERGY_STATIC,
         SYNERGY_DYNAMIC,
@@ -50,7 +52,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     )
 }
 
+# By name, why it is not run.
 UNRUN: Mapping[str, str] = {
-    "B8": "a migration is measured live: `ganger bench move` has its figures; the simulator would repeat its own costs",
     "B20": "averages are of eight workloads, four of them at hand; batches that follow goodput are not modelled",
 }
