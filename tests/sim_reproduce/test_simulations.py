@@ -4,6 +4,8 @@ s)
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from ganger_master.models.server_speed import Mode, ServerPoint
@@ -13,10 +15,11 @@ from ganger_master.policies.place.tetris_pass import Knobs
 from ganger_master.policies.tune import Gangs, Nodes, Pieces, Profiles, Tuning, gangs, pieces, proportionally
 from ganger_master.policies.tune.proportional import PROPORTIONAL
 from ganger_master.policies.tune.synergy_tune import SYNERGY_TUNE
-from ganger_master.sim.reproduce import slots, tasks
+from ganger_master.sim.reproduce import slots, t4_jobs, tasks
 from ganger_master.sim.reproduce.counted import in_turns
 from ganger_master.sim.reproduce.early_feedback import feedback_s
 from ganger_master.sim.reproduce.rounds import RoundJobs, ends, through_rounds
+from ganger_master.sim.reproduce.t4_workloads import least
 from ganger_master.sim.traces.workload import workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -198,3 +201,73 @@ def test_all_jobs_end_on_a_cluster_that_is_too_small_for_them(policy: slots.Slot
     found = slots.simulated(slot_jobs(5), np.array([[4.0, 2.0], [4.0, 2.0]]), policy)
     assert found.makespan_s >= 5 * 2000.0 / 4
     assert found.avg_jct_s <= found.makespan_s
+
+
+# --- jobs on T4
+
+# 100 steps of the initial batch an epoch; a step takes 1 s and a part of its exchange on several servers.
+CURVES = {batch: np.array([[100.0, 1.0, 0.0], [200.0, 1.0, 0.0]]) for batch in (8, 32)}
+TOY_APPLICATION = t4_jobs.Application(
+    "toy",
+    CURVES,
+    {batch: np.array([100.0, 200.0]) for batch in CURVES},
+    {places: np.array([[4.0, seconds, 0.0], [8.0, seconds, 0.0]]) for places, seconds in (("1", 1.0), ("2", 0.5))},
+    np.array([[1.0, 1.0, 4.0, 1.0, 0.0], [1.0, 2.0, 4.0, 0.5, 0.0]]),
+)
+
+
+def t4_job(submit_s: int, gpus: int = 1) -> t4_jobs.Job:
+    return t4_jobs.Job(TOY_APPLICATION, submit_s, gpus, 8)
+
+
+def way(gpus: list[int]) -> t4_jobs.Way:
+    """So many for each live job, as long as there are so many."""
+    return t4_jobs.Way(
+        lambda jobs, now: gpus[: len(jobs)],
+        lambda jobs, counts: range(len(jobs)),
+        lambda job: job.application.split(job.batch, job.gpus, one_accumulates=False),
+    )
+
+
+def test_a_job_waits_for_the_next_minute_and_its_start_then_trains_at_the_measured_pace() -> None:
+    """Submitted at 10 s, placed at 60, trains from 90: 200 steps of a second, and half of one on two GPUs."""
+    for gpus, ends_s in ((1, 290.0), (2, 190.0)):
+        job = t4_job(10, gpus)
+        t4_jobs.simulated([job], way([gpus]))
+        assert (job.end_s, job.restarts) == (ends_s, 0)
+
+
+def test_a_job_that_is_given_other_places_loses_a_restart_and_one_that_is_not_keeps_them() -> None:
+    """The second ends; the first has its two GPUs only then, and loses 30 s once more."""
+    first, second = t4_job(0), t4_job(0)
+    counts = {2: [1, 1], 1: [2]}
+    growing = t4_jobs.Way(
+        lambda jobs, now: counts[len(jobs)] if now < 300 else [2] * len(jobs), way([]).line, way([]).batch
+    )
+    t4_jobs.simulated([first, second], growing)
+    assert first.end_s == second.end_s == 30.0 + 60.0 + 200.0
+    one = t4_job(0)
+    t4_jobs.simulated([one], t4_jobs.Way(lambda jobs, now: [1 if now < 120 else 2], way([]).line, way([]).batch))
+    # 30 s of training until the change, 30 s of another restart, the other 170 steps in half the time.
+    assert (one.end_s, one.restarts) == (60.0 + 60.0 + 30.0 + 85.0, 1)
+
+
+def test_batches_between_measured_ones_are_interpolated_and_large_ones_added_up() -> None:
+    assert TOY_APPLICATION.iteration(20, 0) == 100.0
+    assert TOY_APPLICATION.seconds((1,), 6) == (1.0, 0.0)
+    assert TOY_APPLICATION.split(32, 1, one_accumulates=False) == t4_jobs.Batch(8, 3)
+    assert TOY_APPLICATION.step_seconds((1,), t4_jobs.Batch(8, 3)) == 4.0
+    assert TOY_APPLICATION.split(8, 1, one_accumulates=True) == t4_jobs.Batch(4, 1)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.lists(st.floats(0.0, 10.0), min_size=5, max_size=5), min_size=1, max_size=4))
+def test_what_is_shared_out_costs_the_least_of_all_ways(costs: list[list[float]]) -> None:
+    every = [
+        sum(row[count] for row, count in zip(costs, counts, strict=True))
+        for counts in product(range(5), repeat=len(costs))
+        if sum(counts) <= 4
+    ]
+    counts = least(np.array(costs))
+    assert sum(counts) <= 4
+    assert sum(row[count] for row, count in zip(costs, counts, strict=True)) == pytest.approx(min(every))

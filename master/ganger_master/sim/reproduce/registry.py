@@ -21,6 +21,7 @@ from ganger_master.sim.reproduce.sliced_gpus import SLICED_GPUS
 from ganger_master.sim.reproduce.speed_model import SPEED_MODEL
 from ganger_master.sim.reproduce.synergy_load import SYNERGY_LARGE, SYNERGY_LOAD
 from ganger_master.sim.reproduce.synergy_traces import SYNERGY_DYNAMIC, SYNERGY_STATIC
+from ganger_master.sim.reproduce.t4_workloads import T4_WORKLOADS
 from ganger_master.sim.reproduce.tetris_study import TETRIS_STUDY
 from ganger_master.sim.reproduce.time_slicing import TIME_SLICING
 from ganger_master.sim.reproduce.tune_bound import TUNE_BOUND
@@ -47,12 +48,11 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         APPROVALS,
         TIME_SLICING,
         FAIRNESS,
+        T4_WORKLOADS,
         SYNERGY_LARGE,
         EARLY_FEEDBACK,
     )
 }
 
 # By name, why it is not run.
-UNRUN: Mapping[str, str] = {
-    "B20": "averages are of eight workloads, four of them at hand; batches that follow goodput are not modelled",
-}
+UNRUN: Mapping[str, str] = {}
