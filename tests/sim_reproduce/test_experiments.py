@@ -34,7 +34,7 @@ def names_what_is_judged(name: str, one: Found) -> bool:
     return claims()[name].figures <= set(one.ours)
 
 
-@pytest.mark.parametrize("name", ["B1", "B5", "B6", "B7"])
+@pytest.mark.parametrize("name", ["B1", "B5", "B6", "B7", "B23"])
 def test_quick_form_holds(name: str) -> None:
     one = found(name)
     assert names_what_is_judged(name, one)
@@ -263,7 +263,7 @@ def test_conclusion_is_what_a_person_draws_from_the_rows(name: str) -> None:
 
 
 def test_every_experiment_is_tried_here_in_one_way_or_the_other() -> None:
-    assert {*MADE_UP, "B1", "B2", "B5", "B6", "B7", "B8", "B10", "B13", "B16", "B17"} == set(EXPERIMENTS)
+    assert {*MADE_UP, "B1", "B2", "B5", "B6", "B7", "B8", "B10", "B13", "B16", "B17", "B23"} == set(EXPERIMENTS)
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=EXPERIMENTS)

@@ -12,6 +12,7 @@ from ganger_master.sim.reproduce.early_feedback import EARLY_FEEDBACK
 from ganger_master.sim.reproduce.elastic_job import ELASTIC_JOB
 from ganger_master.sim.reproduce.experiment import Experiment
 from ganger_master.sim.reproduce.fairness import FAIRNESS
+from ganger_master.sim.reproduce.locality_inputs import LOCALITY_INPUTS
 from ganger_master.sim.reproduce.migration import MIGRATION
 from ganger_master.sim.reproduce.optimus_end_to_end import OPTIMUS_END_TO_END
 from ganger_master.sim.reproduce.packed_cluster import PACKED_CLUSTER
@@ -51,6 +52,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         T4_WORKLOADS,
         SYNERGY_LARGE,
         EARLY_FEEDBACK,
+        LOCALITY_INPUTS,
     )
 }
 
