@@ -99,7 +99,9 @@ def conclude(rows: Sequence[Row]) -> Found:
         len(seeds),
         load={"trials for each GPU": largest[0] / _GPUS},
         why="a search gains by how many trials it has for each GPU, how long they are, and how well early results "
-        f"tell: the declared ones {least.mean:.1f} to {found[largest].mean:.1f} times",
+        f"tell: the declared ones {least.mean:.1f} to {found[largest].mean:.1f} times, an order of magnitude in "
+        f"{sum(value.mean >= enough for value in found.values())} of {len(found)}; with switches of {slowest_s:g} s "
+        f"{max(value.mean for value in at_slowest.values()):.1f} times at most",
     )
 
 
