@@ -11,8 +11,9 @@ Tune's, as in B10 and B11.
 
 Set-up of B21: 64 such servers, and jobs of the Philly trace, filtered as the authors do (half an hour to a week, gangs
 of 1, 2, 4, 8 and 16): the first 8,000 of the published extract that begins in September 2017, of which 4000 to 5000 are
-measured, times between arrivals multiplied so that the loads are offered; as recorded it is 0.79. No figure for each
-load is published, so the largest ratio of the declared cells is compared with the largest of the paper.
+measured, times between arrivals multiplied so that the loads are offered; as recorded it is 0.79. Orders are FIFO, SRTF
+and least attained service. No figure for each load is published, so the largest ratio of the declared cells is compared
+with the largest of the paper.
 """
 
 from __future__ import annotations
