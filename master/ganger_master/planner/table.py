@@ -170,12 +170,12 @@ class LiveTable:
     ) -> tuple[Integers, Facts]:
         """Rows of all live jobs, and what may be known of them. `learned`: with indices; `expects`: with the remaining
         time that is to be expected; `remaining_s`: with what an oracle says of the jobs of these numbers."""
-        rows = np.flatnonzero(self._live)
+        rows = self._live.nonzero()[0]
         number, gpus, priority, user = self._integers.take(rows, axis=1)
         arrival, cores, memory, weight, deadline, ran, running_since, pending_since, started, waited_before = (
             self._numbers.take(rows, axis=1)
         )
-        is_preemptible, is_running = self._flags[:2, rows]
+        is_preemptible, is_running = self._flags[:2].take(rows, axis=1)
         stretch = _stretch_s(running_since, now)
         index = expected = remaining = self._unknown[: len(rows)]
         if learned:

@@ -176,7 +176,7 @@ def carried_out(
         numbers = choice.facts.number
         fitting.keep_for(set(numbers[choice.overdue & waiting].tolist()), set(numbers[choice.passing].tolist()))
     if going is None:
-        going = _gangs(table, rows, np.flatnonzero(table.is_going(rows)))
+        going = _gangs(table, rows, table.is_going(rows).nonzero()[0])
     going = [*going, *resized]
     first = line[(is_chosen & waiting)[line]] if placing is None else placing
     crowded = fitting.start(_jobs(table, rows, first), going=going)

@@ -22,10 +22,12 @@ def selected(order: Order, facts: Facts, line: Integers, free: int) -> Integers:
 
 def guarded(order: Order, facts: Facts, free: int) -> tuple[Flags, Flags]:
     """By position: who is overdue, with `free` GPUs in all, and who may start past such a one all the same, because it
-    can be stopped for it again."""
+    can be stopped for it again. Under an order of which nobody is ever overdue, nobody and nobody."""
     nobody = np.zeros(len(facts), bool)
+    if order.overdue is None:
+        return nobody, nobody
     # What fits into no empty cluster is waited for by nobody.
-    overdue = nobody if order.overdue is None else order.overdue(facts, free) & (facts.gpus <= free)
+    overdue = order.overdue(facts, free) & (facts.gpus <= free)
     return overdue, (facts.is_preemptible if order.preempts else nobody) & ~overdue
 
 
@@ -45,8 +47,9 @@ def chosen(
     staying = ranked[:0]
     if kept is not None:
         is_kept = kept[ranked]
-        staying, ranked = ranked[is_kept], ranked[~is_kept]
-        free -= int(gpus[staying].sum())
+        if is_kept.any():
+            staying, ranked = ranked[is_kept], ranked[~is_kept]
+            free -= int(gpus[staying].sum())
     choose = one_by_one if len(ranked) <= _FEW else by_stretches
     taken = choose(ranked, gpus, free, is_strict, guarded, passing)
     return np.concatenate((staying, taken)) if len(staying) else taken
