@@ -7,10 +7,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from ganger_master.core.commands import Command
-from ganger_master.planner.choice import choose
 from ganger_master.policies.order.registry import ORDERS
 from ganger_master.policies.place.anywhere import ANYWHERE
-from ganger_master.sim.replay import planning, run
+from ganger_master.sim.replay import run
 from ganger_master.sim.replay.options import Options
 from ganger_master.sim.replay.planning import NOTHING_PLANNED, Planning
 from ganger_master.sim.replay.run import _Replay
@@ -64,22 +63,6 @@ def test_plans_passed_over_would_have_changed_nothing(policy: str) -> None:
         every.run()
     assert some.told == every.told
     assert some.passes < 0.95 * every.passes, "many were passed over"
-
-
-def test_who_was_waited_for_in_a_plan_passed_over_is_found_out_where_it_matters() -> None:
-    """Under a policy that packs it comes back to look at packs before the next plan may stop somebody."""
-    jobs = crowd()
-    with patch.object(planning, "choose", side_effect=choose) as asked:
-        some = _Counted(jobs, "ganger")
-        some.run()
-    every_s = some.options.plan_every_s
-    is_exact = property(lambda self: self._clock.now < self._back_at == self._last_plan + every_s)
-    with patch.object(Planning, "_comes_back", is_exact), patch.object(planning, "choose", side_effect=choose):
-        others = _Counted(jobs, "ganger")
-        others.run()
-    assert asked.called
-    assert some.told == others.told
-    assert some.passes < others.passes
 
 
 @pytest.mark.parametrize("round_s", [None, 300.0])

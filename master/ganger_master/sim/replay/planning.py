@@ -15,7 +15,6 @@ from ganger_master.core.commands import Command
 from ganger_master.core.model import Job, JobState
 from ganger_master.core.purpose import Finding
 from ganger_master.core.state import State
-from ganger_master.planner.choice import choose
 from ganger_master.planner.passes import plan_by, terms_of
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
@@ -110,9 +109,8 @@ class Planning:
         self.moves = self._moves() if policy.moves else None
         self.sharing = self._sharing() if policy.shares else None
         self._packer = self._packing() if policy.packs else None
-        # Somebody found no place in the last plan; when the last one was passed over, if that is still to be found out.
+        # Somebody found no place in the last plan.
         self._is_waited_for = False
-        self._passed_over_at: float | None = None
         # Jobs came, started, stopped or ended since the last plan; those that the table does not show as they are now.
         self._is_news = False
         self._told: dict[int, None] = {}
@@ -135,8 +133,6 @@ class Planning:
 
     def plan(self) -> bool:
         """Proposes a plan if it is time for one; whether it changed anything."""
-        if self._is_news:
-            self._find_out()
         if self._told:
             self._follow()
         if not len(self.table):
@@ -171,7 +167,7 @@ class Planning:
             found, findings = moves.around(lambda kept_out, may: self._pass(now, may, kept_out), may_stop, is_news)
         else:
             found = self._known_pass(now, planned) or self._pass(now, may_stop)
-        self._is_waited_for, self._passed_over_at = found.waits, None
+        self._is_waited_for = found.waits
         if found.next_change_s < np.inf and self._options.round_s is None:
             self._come_back(max(found.next_change_s, self._last_plan + self._options.plan_every_s))
         if sizing is not None:
@@ -247,38 +243,14 @@ class Planning:
 
     def _is_vain(self) -> bool:
         """Whether a plan that may stop nobody would start nobody either, and need not say when the next one is due."""
-        if not self._comes_back or not self._is_plain or not self.table.has_waiting:
-            return False
-        if not self._can_find_out and self._back_at != self._last_plan + self._options.plan_every_s:
+        comes_back = self._back_at == self._last_plan + self._options.plan_every_s > self._clock.now
+        if not comes_back or not self._is_plain or not self.table.has_waiting:
             return False
         if may_start(self._policy.placement, self.table, self._room, terms_of(self._policy, self.table)):
             return False
         # What is known of jobs depends on when one looks.
         self.table.look(self._clock.now, self._order)
-        if self._can_find_out:
-            self._passed_over_at = self._clock.now
         return True
-
-    @property
-    def _comes_back(self) -> bool:
-        """Whether it will before any plan would have it do so that may stop nobody."""
-        return self._clock.now < self._back_at <= self._last_plan + self._options.plan_every_s
-
-    @property
-    def _can_find_out(self) -> bool:
-        """Whether what a plan says of who waits can be told later: not where that hangs on what the table does not
-        show."""
-        return self.moves is None and not self._order.knows_durations
-
-    def _find_out(self) -> None:
-        """Whether somebody would have found no place in the plan that was passed over last, before the table shows what
-        has come since. Nobody asks before it comes back, and it makes another plan then."""
-        at = self._passed_over_at
-        if at is None or self._comes_back:
-            return
-        self._passed_over_at = None
-        choice = choose(self._order, self.table, at, self._capacity, mates=terms_of(self._policy, self.table).mates)
-        self._is_waited_for = bool((choice.is_chosen & choice.waiting).any())
 
     def _share(self, sharing: Sharing) -> bool:
         """The same where jobs share GPUs: on news, and at the end of every quantum."""
