@@ -7,7 +7,9 @@ from math import inf
 import numpy as np
 import pytest
 from ganger_master.core.commands import Change
-from ganger_master.planner.pace import Pace
+from ganger_master.core.model import SuspendLevel
+from ganger_master.core.purpose import Goal, Purpose
+from ganger_master.planner.pace import Pace, is_stop
 from ganger_master.planner.target import Pass
 
 NOTHING = Pass()
@@ -19,6 +21,16 @@ def test_the_first_plan_may_stop_and_waits_for_nothing_but_news() -> None:
     assert pace.may_stop(0.0)
     assert pace.wait_s(0.0, is_news=True) == 0.0
     assert pace.wait_s(0.0, is_news=False) == inf
+
+
+def test_what_counts_as_stopping_somebody() -> None:
+    stop = Change(7, 1, "SUSPEND", level=SuspendLevel.CHECKPOINT)
+    unpacked = Change(7, 1, "SUSPEND", level=SuspendLevel.CHECKPOINT, purpose=Purpose(Goal.UNPACK))
+    moments = [Change(7, 1, "SUSPEND", level=SuspendLevel.OFFLOAD), Change(7, 1, "MOVE"), Change(7, 1, "START")]
+    resized = Change(7, 1, "RESIZE")
+    assert is_stop(stop, resizes=False)
+    assert is_stop(resized, resizes=True)
+    assert not any(is_stop(change, resizes=False) for change in (unpacked, resized, *moments))
 
 
 def test_after_a_stop_others_start_at_once_and_are_stopped_only_when_it_is_time() -> None:

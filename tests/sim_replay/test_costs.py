@@ -32,3 +32,18 @@ def test_in_turns_nobody_trains_on_the_way_to_host_memory_and_back() -> None:
     # Each time that one gives way to the other.
     assert found.overhead_s.sum() == pytest.approx(found.preemptions.sum() * 5.0)
     assert found.preemptions.sum() > 4
+
+
+def test_the_time_between_plans_that_stop_somebody_runs_from_the_last_one_that_did() -> None:
+    two_gpus = servers_from_flags(nodes=1, gpus_per_node=2)
+    jobs = workload(["old", "fits", "first", "second"], [0.0, 1_000.0, 1_010.0, 1_020.0], [1] * 4, [9_000.0] * 4)
+    found = simulate(jobs, two_gpus, "las", Options(costs=SwitchCosts(suspend_s=3.0))).outcomes
+    # The plan for the second job stopped nobody, so that the third one need not wait; for it somebody was stopped.
+    assert found.start_delay_s == pytest.approx([0.0, 0.0, 3.0, 1_310.0 + 3.0 - 1_020.0])
+
+
+def test_whoever_waits_is_weighed_again_after_that_time_though_nothing_happens() -> None:
+    jobs = workload(["old", "young"], [0.0, 0.0], [1, 1], [9_000.0, 9_000.0])
+    found = simulate(jobs, ONE_GPU, "las", Options()).outcomes
+    assert found.start_delay_s.max() < 700.0
+    assert found.preemptions.sum() > 20

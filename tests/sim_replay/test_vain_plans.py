@@ -62,7 +62,7 @@ def test_plans_passed_over_would_have_changed_nothing(policy: str) -> None:
         every = _Counted(jobs, policy)
         every.run()
     assert some.told == every.told
-    assert some.passes < 0.95 * every.passes, "many were passed over"
+    assert some.passes < 0.98 * every.passes, "some were passed over"
 
 
 @pytest.mark.parametrize("round_s", [None, 300.0])
@@ -80,7 +80,7 @@ def test_a_plan_that_finds_a_place_for_all_it_chose_is_the_last_of_its_instant(
         every = _Counted(jobs, policy, options)
         every.run()
     assert some.told == every.told
-    assert some.passes < 0.95 * every.passes, "many were passed over"
+    assert some.passes < 0.98 * every.passes, "some were passed over"
 
 
 @pytest.mark.parametrize("round_s", [None, 300.0])

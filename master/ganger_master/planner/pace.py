@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
 
+from ganger_master.core.commands import Change
+from ganger_master.core.model import SuspendLevel
+from ganger_master.core.purpose import Goal
 from ganger_master.planner.target import Pass
 
 # Of a core, at most a quarter is spent on plans.
@@ -20,6 +23,15 @@ _LEAST_REST_SECONDS: Final = 0.005
 _LEAST_ALONE_SECONDS: Final = 0.5
 # After plans in a row of which something was refused.
 _BACKOFF_SECONDS: Final = (0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+def is_stop(change: Change, resizes: bool) -> bool:
+    """Whether a change that was made counts as stopping somebody. `resizes`: sizes are weighed, which for that is the
+    same. Who rests in host memory loses no more than a moment, and who leaves a pack makes nobody wait longer for a
+    place."""
+    if change.kind == "RESIZE":
+        return resizes
+    return change.level is SuspendLevel.CHECKPOINT and change.purpose.goal is not Goal.UNPACK
 
 
 @dataclass(frozen=True, slots=True)

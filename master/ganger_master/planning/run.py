@@ -28,8 +28,7 @@ from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
 
 from ganger_master.core.commands import Change, Promise
-from ganger_master.core.model import SuspendLevel
-from ganger_master.core.purpose import Finding, Goal
+from ganger_master.core.purpose import Finding
 from ganger_master.planner import trials
 from ganger_master.planner.acting import Moving, Terms
 from ganger_master.planner.elastic import Growing, Sizes, plan_sizes, with_sizes
@@ -37,7 +36,7 @@ from ganger_master.planner.in_place import NOTHING_UNDER_WAY
 from ganger_master.planner.measurements import Heard, Measurements
 from ganger_master.planner.memory import Memory
 from ganger_master.planner.moves import plan_moves
-from ganger_master.planner.pace import Pace
+from ganger_master.planner.pace import Pace, is_stop
 from ganger_master.planner.packing import Packing, plan_packing
 from ganger_master.planner.parts import parts_of
 from ganger_master.planner.passes import plan_by
@@ -308,11 +307,7 @@ class Planner:
             for change, said in zip(changes, verdict.verdicts, strict=True):
                 if said.approved:
                     revisions[change.number] = said.revision
-                    # Who rests in host memory loses no more than a moment; where sizes are weighed, that is for all.
-                    is_weighed = policy.resizes and change.kind == "RESIZE"
-                    # Who leaves a pack makes nobody wait longer for a place.
-                    is_stopped = change.level is SuspendLevel.CHECKPOINT and change.purpose.goal is not Goal.UNPACK
-                    stopped = stopped or is_weighed or is_stopped
+                    stopped = stopped or is_stop(change, policy.resizes)
                 else:
                     refused.add(change.number)
                     refusals = convert.refusals_from_wire(said.refusals)

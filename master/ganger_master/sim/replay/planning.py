@@ -15,6 +15,7 @@ from ganger_master.core.commands import Command
 from ganger_master.core.model import Job, JobState
 from ganger_master.core.purpose import Finding
 from ganger_master.core.state import State
+from ganger_master.planner.pace import is_stop
 from ganger_master.planner.passes import plan_by, terms_of
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
@@ -109,14 +110,14 @@ class Planning:
         self.moves = self._moves() if policy.moves else None
         self.sharing = self._sharing() if policy.shares else None
         self._packer = self._packing() if policy.packs else None
-        # Somebody found no place in the last plan.
-        self._is_waited_for = False
         # Jobs came, started, stopped or ended since the last plan; those that the table does not show as they are now.
         self._is_news = False
         self._told: dict[int, None] = {}
         # If at its instant nothing has happened since but what it said, and no order ranks otherwise for that.
         self._planned = NOTHING_PLANNED
-        self._back_at = self._last_plan = self._packed_at = -np.inf
+        self._back_at = self._stopped_at = self._packed_at = -np.inf
+        # Plans are made as a live planner makes them (`planner.pace`).
+        self._is_paced = not options.ideal and options.round_s is None
 
     def told(self, numbers: Collection[int]) -> None:
         """These jobs came, changed or ended."""
@@ -167,9 +168,12 @@ class Planning:
             found, findings = moves.around(lambda kept_out, may: self._pass(now, may, kept_out), may_stop, is_news)
         else:
             found = self._known_pass(now, planned) or self._pass(now, may_stop)
-        self._is_waited_for = found.waits
         if found.next_change_s < np.inf and self._options.round_s is None:
-            self._come_back(max(found.next_change_s, self._last_plan + self._options.plan_every_s))
+            # Sizes are weighed anew as often as somebody may be stopped.
+            earliest = self._next_stop_s if self._policy.resizes else self._stopped_at + self._options.plan_every_s
+            self._come_back(max(found.next_change_s, earliest))
+        if self._is_paced and (found.waits or found.leaves_waiting):
+            self._come_back(self._next_stop_s)
         if sizing is not None:
             found, findings = sizing.beside(found), (*findings, *sizing.findings)
         self._resizing = found.resizing or self._resizing
@@ -243,7 +247,7 @@ class Planning:
 
     def _is_vain(self) -> bool:
         """Whether a plan that may stop nobody would start nobody either, and need not say when the next one is due."""
-        comes_back = self._back_at == self._last_plan + self._options.plan_every_s > self._clock.now
+        comes_back = self._back_at == self._stopped_at + self._options.plan_every_s > self._clock.now
         if not comes_back or not self._is_plain or not self.table.has_waiting:
             return False
         if may_start(self._policy.placement, self.table, self._room, terms_of(self._policy, self.table)):
@@ -308,6 +312,9 @@ class Planning:
         answer = self._send(commands.ProposePlan(changes, promises=promises, findings=findings))
         assert isinstance(answer, PlanAnswer)
         refused = {verdict.number for verdict in answer.verdicts if not verdict.approved}
+        made = [change for change in changes if change.number not in refused]
+        if self._is_paced and any(is_stop(change, self._policy.resizes) for change in made):
+            self._stopped_at = self._clock.now
         if self._resizing is not None:
             self._resizing = self._resizing.without(refused)
         if self.sizing is not None:
@@ -367,7 +374,7 @@ class Planning:
         return 0.0 < since_s <= self._nodes.longest_stop_s + INSTANT_S
 
     def _may_stop(self) -> bool:
-        """Whether a plan at this instant may stop who runs; if not, sees to it that the next one is made in time."""
+        """Whether a plan at this instant may stop who runs; in rounds, sees to it that the next one is made in time."""
         now, step = self._clock.now, self._options.round_s
         if step is not None:
             rounds = rounds_until(now, step)
@@ -376,12 +383,12 @@ class Planning:
             return rounds == whole
         if self._options.ideal:
             return self._is_news
-        if now != self._last_plan and now < self._last_plan + self._options.plan_every_s:
-            if self._is_waited_for and self._is_news:
-                self._come_back(self._last_plan + self._options.plan_every_s)
-            return False
-        self._last_plan = now
-        return True
+        return now == self._stopped_at or now >= self._stopped_at + self._options.plan_every_s
+
+    @property
+    def _next_stop_s(self) -> float:
+        """When the next plan may stop somebody, if this one is now; the one after it, if this one may."""
+        return (self._clock.now if self._may_stop() else self._stopped_at) + self._options.plan_every_s
 
     def _come_back(self, time: float) -> None:
         if self._back_at <= self._clock.now or time < self._back_at:
