@@ -31,6 +31,8 @@ def twin(facts: Facts) -> list[int]:
         saved = 1 / crowded + job["index"] * gpus
         if not job["is_running"]:
             saved = saved / (1 + SWITCH_S * saved)
+        elif job["index"] * gpus * SWITCH_S >= 1:
+            saved = float("inf")
         return (-job["priority"], -saved / gpus, not job["is_running"], job["arrival_s"], job["number"])
 
     return [job["number"] for job in sorted(jobs, key=key)]
@@ -62,6 +64,14 @@ def test_who_runs_keeps_its_place_before_one_like_it() -> None:
     alike = {"index": 1e-4}
     facts = facts_of({**alike, "waited_s": 60.0}, {**alike, "is_running": True, "arrival_s": 10.0})
     assert line(facts) == [1, 0]
+
+
+def test_who_ends_before_its_place_could_change_hands_keeps_it() -> None:
+    newcomer = {"gpus": 1, "index": 1 / 20, "waited_s": 600.0}
+    facts = facts_of(newcomer, {"gpus": 128, "index": 1 / 10 / 128, "is_running": True})
+    assert line(facts) == [1, 0]
+    later = facts_of(newcomer, {"gpus": 128, "index": 1 / 20 / 128, "is_running": True})
+    assert line(later) == [0, 1]
 
 
 def test_ganger_keeps_nodes_whole_unless_told_where_gangs_go() -> None:

@@ -14,7 +14,8 @@ one that will be gone before long jobs have ended, those who take few GPUs: most
 How long jobs will have to wait is not known; by Lindy's law as long again as they have, so H is the mean of the waits.
 
 An index is one end by the seconds it takes; to those a job that waits adds what it costs to put it in the place of
-another one: one is suspended, one started and resumed.
+another one: one is suspended, one started and resumed. Who runs and will have ended before that is done stays,
+however large its gang: its place is free sooner if one waits for it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ..
     gpus = np.maximum(facts.gpus, 1)
     rate = facts.index * gpus + 1.0 / _crowded_s(facts)
     after_switch = rate / (1.0 + SWITCH_S * rate)
-    return (-np.where(facts.is_running, rate, after_switch) / gpus, ~facts.is_running)
+    ends_soon = facts.index * gpus * SWITCH_S >= 1.0
+    stays = np.where(ends_soon, np.inf, rate)
+    return (-np.where(facts.is_running, stays, after_switch) / gpus, ~facts.is_running)
 
 
 def _crowded_s(facts: Facts) -> float:
