@@ -65,6 +65,7 @@ def test_who_ranks_higher_changes_places_under_an_order_that_regroups() -> None:
     drive, small = fragmented(policy="ganger")
     large = drive.submit(together(4))
     # By its GPUs it ranks below both.
+    assert not drive.found().displaced, "who changes places starts as soon as it can"
     ((kind, moved),) = drive.proposed()
     assert (kind, moved in small) == ("SUSPEND", True)
     drive.rests(moved)

@@ -9,7 +9,7 @@ from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import Level, Locality, Role, TaskShape
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer
-from ganger_master.core.commands import Change, ProposePlan, ResumeJob, SuspendJob
+from ganger_master.core.commands import CancelJob, Change, ProposePlan, ResumeJob, SuspendJob
 from ganger_master.core.model import Capabilities, Gang, Job, JobSpec, JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.settings import Settings
 from ganger_master.planner.passes import plan_by
@@ -92,6 +92,35 @@ def test_who_attained_most_is_stopped_for_a_newcomer_which_starts_once_there_is_
     assert drive.found().line.tolist() == [old]
     assert drive.found().leaves_waiting
     assert drive.job(young).preemptions == 0
+
+
+def test_who_was_stopped_for_others_rests_until_somebody_may_be_stopped_again() -> None:
+    drive = Planned(policy="ganger-alone")
+    large = drive.running(job_of(4), seconds=50_000.0)
+    small = drive.submit(job_of(1))
+    resting = drive.found().displaced
+    assert resting == {large}
+    assert drive.proposed() == [("SUSPEND", large)]
+    drive.rests(large)
+    assert drive.found(NOBODY.resting(resting), may_stop=False).changes[0].number == small
+    assert drive.proposed() == [("START", small)]
+    drive.step(CancelJob(small))
+    drive.seen_without("n1", small)
+    found = drive.found(NOBODY.resting(resting), may_stop=False)
+    assert (found.changes, found.line.tolist()) == ((), [large]), "it waits in line"
+    (newcomer, change) = drive.submit(job_of(1)), drive.found(NOBODY.resting(resting), may_stop=False).changes[0]
+    assert (change.kind, change.number) == ("START", newcomer), "for whom there is room at once"
+    drive.step(CancelJob(newcomer))
+    assert drive.proposed() == [("START", large)]
+
+
+def test_under_other_orders_nobody_rests() -> None:
+    drive = Planned()
+    large = drive.running(job_of(4), seconds=50.0)
+    drive.submit(job_of(1))
+    found = drive.found()
+    assert [change.number for change in found.changes] == [large]
+    assert not found.displaced
 
 
 def test_who_holds_the_cores_that_are_wanted_is_stopped_though_its_devices_are_not() -> None:

@@ -7,7 +7,7 @@ changes, or for some seconds.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ganger.resources.reasons import Kind, Reason, Refusal
@@ -34,6 +34,10 @@ class KeptOut:
     not_stopped: Collection[int] = ()
     nodes: Mapping[int, frozenset[str]] = field(default_factory=dict)
     unplaced: Collection[int] = ()
+
+    def resting(self, numbers: Collection[int]) -> KeptOut:
+        """With these, too, not to be started."""
+        return replace(self, not_started=frozenset((*self.not_started, *numbers))) if numbers else self
 
 
 NOBODY: Final = KeptOut()

@@ -47,7 +47,8 @@ class Pass:
     `next_change_s`: when the order may change by itself; infinite if it does not in jumps. `line`: numbers of all who
     waited, first job first, the started ones among them. `unplaced`: numbers of chosen ones for whom no place was
     found, whoever were stopped for them; without leave to stop anybody, of those known to be such. `follow`: numbers of
-    those who have a place once all that it stops is gone, first job first. `resizing`: what to remember of changes of
+    those who have a place once all that it stops is gone, first job first. `displaced`: under an order of which they
+    rest for that, numbers of those it stops who have no other place. `resizing`: what to remember of changes of
     size if it is proposed; None: what was before."""
 
     changes: tuple[Change, ...] = ()
@@ -56,6 +57,7 @@ class Pass:
     line: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
     unplaced: frozenset[int] = frozenset()
     follow: tuple[int, ...] = ()
+    displaced: frozenset[int] = frozenset()
     resizing: Resizing | None = None
 
     @property
@@ -195,7 +197,8 @@ def carried_out(
         follow = tuple([job.number for job in crowded if job.number not in unplaced])
     fitting.undo()
     unplaced -= fitting.waited_for
-    return Pass(fitting.changes, True, choice.changes_at, choice.told, unplaced, follow)
+    displaced = frozenset(fitting.displaced) if order.rests else frozenset[int]()
+    return Pass(fitting.changes, True, choice.changes_at, choice.told, unplaced, follow, displaced)
 
 
 # To place so many in vain takes less than to rank all who are live.
@@ -301,6 +304,8 @@ class _Fitting:
         self._terms = terms
         self._starts: list[Change] = []
         self._stops: list[Change] = []
+        # By number: who is stopped and has no other place.
+        self.displaced: set[int] = set()
         # Held in the room (None), or given back by nodes of these affinities, though nothing happened yet; in this
         # order.
         self._done: list[tuple[Claims, list[int] | None]] = []
@@ -332,6 +337,10 @@ class _Fitting:
 
     def stop(self, gangs: Iterable[tuple[Job, Gang]]) -> None:
         self._stops += [Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT) for job, _ in gangs]
+
+    def _displace(self, unit: Unit) -> None:
+        self.stop(unit)
+        self.displaced.update(job.number for job, _ in unit)
 
     def keep_for(self, overdue: Set[int], passing: Set[int]) -> None:
         """Once one of the `overdue` finds no room only the `passing` start where it could be."""
@@ -384,7 +393,8 @@ class _Fitting:
         """Stops who is `leaving` and in the way of the crowded, in order, and who is `staying` where that is not
         enough; who of these finds no place even so. Who is `going` has been told already."""
         if self._placement.by_counts and self._takes_all(crowded, leaving, going):
-            self.stop(pair for unit in leaving for pair in unit)
+            for unit in leaving:
+                self._displace(unit)
             return []
         held = [(unit, self._terms.held_by(unit)) for unit in leaving]
         gone = [_held(gang) for _, gang in going]
@@ -406,7 +416,7 @@ class _Fitting:
             if self._are_free(here):
                 self._take(here)
             else:
-                self.stop(unit)
+                self._displace(unit)
         self._busy.update(wanted)
         self._busy.update(claim.node for claims in (*(claims for _, claims in held), *gone) for claim in claims)
         return unplaced
@@ -442,7 +452,11 @@ class _Fitting:
             return None
         for move in hole.moves:
             self._give(move.gang.held)
-            self.stop(staying.units[move.number])
+            unit = staying.units[move.number]
+            if move.claims:
+                self.stop(unit)
+            else:
+                self._displace(unit)
             self._busy.update(claim.node for claim in move.gang.claims)
         for move in hole.moves:
             self._take(move.claims)

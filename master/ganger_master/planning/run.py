@@ -123,6 +123,8 @@ class Planner:
         self._line_told_s = 0.0
         # The places that the master was last told to keep.
         self._promised: tuple[Promise, ...] | None = None
+        # Whom the last plan that stopped somebody stopped for others: they rest until the next one may.
+        self._displaced: frozenset[int] = frozenset()
 
     async def run(self) -> None:
         """Until cancelled. NoPlannerError if there is nothing to plan here."""
@@ -287,6 +289,7 @@ class Planner:
             if policy.packs and not sizes.changes:
                 found, packed = self._packed(policy, found, now, pace.every_s)
                 findings = (*findings, *packed)
+            self._displaced = found.displaced or self._displaced
         found, findings = with_sizes(found, sizes), (*findings, *sizes.findings)
         if policy.resizes:
             self._resizing = found.resizing or self._resizing
@@ -336,6 +339,8 @@ class Planner:
         capacity = live.capacity_beside(self._resizing)
 
         def chosen(kept_out: KeptOut, may_stop: bool) -> Pass:
+            if not may_stop:
+                kept_out = kept_out.resting(self._displaced)
             return plan_by(
                 policy,
                 policy.aging_order,

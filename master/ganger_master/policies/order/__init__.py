@@ -35,7 +35,8 @@ class Order:
     `next_change`: when it will rank differently though nothing happens, if that comes in jumps. `overdue`: who has
     waited too long, of a cluster of so many GPUs, so that nobody may pass them for good (`selection.selected`).
     `overdue_share`: the part of the cluster that may go to them at once (`aging`). `regroups`: those it runs change
-    places where that makes room for a gang that finds none. `placement`: where gangs go unless a policy's name says.
+    places where that makes room for a gang that finds none. `rests`: who was stopped for others starts again only when
+    it could be stopped again. `placement`: where gangs go unless a policy's name says.
     `is_steady`: nobody ranks otherwise for having been started or stopped, until time has passed. `by_arrival`: who
     waits does so in the order of submission, as in the master's queue.
     """
@@ -50,6 +51,7 @@ class Order:
     overdue: Callable[[Facts, int], Flags] | None = None
     overdue_share: float = 1.0
     regroups: bool = False
+    rests: bool = False
     placement: str = "gandiva"
     with_history: Callable[[History], Order] | None = None
     is_steady: bool = False

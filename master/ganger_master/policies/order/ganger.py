@@ -52,5 +52,11 @@ def _crowded_s(facts: Facts) -> float:
 
 
 GANGER_ALONE = Order(
-    "ganger-alone", keys, learns=True, overdue_share=_OVERDUE_SHARE, regroups=True, placement="best-fit"
+    "ganger-alone",
+    keys,
+    learns=True,
+    overdue_share=_OVERDUE_SHARE,
+    regroups=True,
+    rests=True,
+    placement="best-fit",
 )

@@ -110,6 +110,8 @@ class Planning:
         self.moves = self._moves() if policy.moves else None
         self.sharing = self._sharing() if policy.shares else None
         self._packer = self._packing() if policy.packs else None
+        # Whom the last plan that stopped somebody stopped for others: they rest until the next one may.
+        self._displaced: frozenset[int] = frozenset()
         # Jobs came, started, stopped or ended since the last plan; those that the table does not show as they are now.
         self._is_news = False
         self._told: dict[int, None] = {}
@@ -168,6 +170,7 @@ class Planning:
             found, findings = moves.around(lambda kept_out, may: self._pass(now, may, kept_out), may_stop, is_news)
         else:
             found = self._known_pass(now, planned) or self._pass(now, may_stop)
+        self._displaced = found.displaced or self._displaced
         if found.next_change_s < np.inf and self._options.round_s is None:
             # Sizes are weighed anew as often as somebody may be stopped.
             earliest = self._next_stop_s if self._policy.resizes else self._stopped_at + self._options.plan_every_s
@@ -343,6 +346,8 @@ class Planning:
             )
             if packed is not None:
                 return packed
+        if not may_stop:
+            kept_out = kept_out.resting(self._displaced)
         return plan_by(
             self._policy,
             self._order,
