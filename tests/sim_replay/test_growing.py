@@ -143,7 +143,8 @@ def test_every_job_ends_in_sizes_that_it_accepts_and_nothing_is_promised_twice(
     replay = Watched(jobs, policy, Options(costs=COSTS, plan_every_s=plan_every_s))
     replay.run()
     assert replay.ledger.outcomes().finished.all()
-    assert replay.work.remaining(np.arange(len(rows)), replay.clock.now) == pytest.approx(0.0, abs=1e-6)
+    # Times are whole microseconds, of several times as much work where a job has more GPUs.
+    assert replay.work.remaining(np.arange(len(rows)), replay.clock.now) == pytest.approx(0.0, abs=1e-5)
     assert replay.state.free_devices == 8
 
 

@@ -396,6 +396,9 @@ class Planning:
         return (self._clock.now if self._may_stop() else self._stopped_at) + self._options.plan_every_s
 
     def _come_back(self, time: float) -> None:
+        if time <= self._clock.now:
+            # This instant is planned for until nothing changes any more.
+            return
         if self._back_at <= self._clock.now or time < self._back_at:
             self._back_at = time
             self._clock.at(time, _nothing)
