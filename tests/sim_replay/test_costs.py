@@ -47,3 +47,10 @@ def test_whoever_waits_is_weighed_again_after_that_time_though_nothing_happens()
     found = simulate(jobs, ONE_GPU, "las", Options()).outcomes
     assert found.start_delay_s.max() < 700.0
     assert found.preemptions.sum() > 20
+
+
+def test_a_plan_that_is_due_is_made_though_one_before_it_was_awaited_earlier() -> None:
+    jobs = workload(["a", "b", "c"], [0.0, 0.0, 10.0], [1, 1, 1], [9_000.0] * 3)
+    found = simulate(jobs, ONE_GPU, "las", Options(costs=SwitchCosts(suspend_s=3.0))).outcomes
+    # Since the first plan the next was due at 300 s; for the third job somebody was stopped after ten.
+    assert found.start_delay_s == pytest.approx([0.0, 13.0, 310.0 + 3.0 - 10.0])

@@ -118,6 +118,8 @@ class Planning:
         # If at its instant nothing has happened since but what it said, and no order ranks otherwise for that.
         self._planned = NOTHING_PLANNED
         self._back_at = self._stopped_at = self._packed_at = -np.inf
+        # When the next plan is due without news; an earlier one, for another reason, does not end that.
+        self._due_at = np.inf
         # Plans are made as a live planner makes them (`planner.pace`).
         self._is_paced = not options.ideal and options.round_s is None
 
@@ -140,6 +142,7 @@ class Planning:
             self._follow()
         if not len(self.table):
             return False
+        self._come_back(self._due_at)
         if self.sharing is not None:
             return self._share(self.sharing)
         return self._plan() or (self._packer is not None and self._pack(self._packer))
@@ -171,18 +174,25 @@ class Planning:
         else:
             found = self._known_pass(now, planned) or self._pass(now, may_stop)
         self._displaced = found.displaced or self._displaced
-        if found.next_change_s < np.inf and self._options.round_s is None:
-            # Sizes are weighed anew as often as somebody may be stopped.
-            earliest = self._next_stop_s if self._policy.resizes else self._stopped_at + self._options.plan_every_s
-            self._come_back(max(found.next_change_s, earliest))
-        if self._is_paced and (found.waits or found.leaves_waiting):
-            self._come_back(self._next_stop_s)
+        self._due_at = self._next_due_s(found)
+        self._come_back(self._due_at)
         if sizing is not None:
             found, findings = sizing.beside(found), (*findings, *sizing.findings)
         self._resizing = found.resizing or self._resizing
         is_carried_out = self._propose(found, findings)
         self._planned = self._said(found, now)
         return is_carried_out
+
+    def _next_due_s(self, found: Pass) -> float:
+        """When, after this pass, the next one is due whatever happens; infinite: not before something does."""
+        due_s = np.inf
+        if found.next_change_s < np.inf and self._options.round_s is None:
+            # Sizes are weighed anew as often as somebody may be stopped.
+            earliest = self._next_stop_s if self._policy.resizes else self._stopped_at + self._options.plan_every_s
+            due_s = max(found.next_change_s, earliest)
+        if self._is_paced and (found.waits or found.leaves_waiting):
+            due_s = min(due_s, self._next_stop_s)
+        return due_s
 
     def _follow(self) -> None:
         """The table shows everybody as they are now."""
@@ -250,7 +260,7 @@ class Planning:
 
     def _is_vain(self) -> bool:
         """Whether a plan that may stop nobody would start nobody either, and need not say when the next one is due."""
-        comes_back = self._back_at == self._stopped_at + self._options.plan_every_s > self._clock.now
+        comes_back = self._due_at == self._stopped_at + self._options.plan_every_s > self._clock.now
         if not comes_back or not self._is_plain or not self.table.has_waiting:
             return False
         if may_start(self._policy.placement, self.table, self._room, terms_of(self._policy, self.table)):
@@ -276,8 +286,8 @@ class Planning:
             errands = () if moves is None else moves.moving.errands
             found, packed = sharing.plan(self._nodes.switch_s, errands)
             findings = (*findings, *packed)
-            if sharing.switches_at < np.inf:
-                self._come_back(sharing.switches_at)
+            self._due_at = sharing.switches_at
+            self._come_back(self._due_at)
         if sizing is not None:
             found = sizing.beside(found)
         if not found.changes and not findings:
@@ -396,7 +406,7 @@ class Planning:
         return (self._clock.now if self._may_stop() else self._stopped_at) + self._options.plan_every_s
 
     def _come_back(self, time: float) -> None:
-        if time <= self._clock.now:
+        if time <= self._clock.now or time == np.inf:
             # This instant is planned for until nothing changes any more.
             return
         if self._back_at <= self._clock.now or time < self._back_at:
