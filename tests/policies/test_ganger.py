@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 from ganger_master.policies import policy_named
 from ganger_master.policies.facts import Facts
 from ganger_master.policies.order import ranked
-from ganger_master.policies.order.ganger import GANGER_ALONE, SWITCH_S
+from ganger_master.policies.order.ganger import FIRST_S, GANGER_ALONE, SWITCH_S
 from hypothesis import given
 from kit.facts import capacity_of, facts_of, live_jobs, rows
 from msgspec.structs import replace
@@ -33,20 +36,33 @@ def twin(facts: Facts) -> list[int]:
             saved = saved / (1 + SWITCH_S * saved)
         elif job["index"] * gpus * SWITCH_S >= 1:
             saved = float("inf")
-        return (-job["priority"], -saved / gpus, not job["is_running"], job["arrival_s"], job["number"])
+        if job["attained_s"] < FIRST_S:
+            own: tuple[float, ...] = (0, job["arrival_s"])
+        else:
+            own = (1, 0.0)
+        steps = float("inf") if saved == float("inf") else math.floor(math.log(saved / gpus) / math.log(1.01))
+        ran_s = job["attained_s"] if job["is_running"] else 0.0
+        return (-job["priority"], *own, -steps, not job["is_running"], ran_s, job["arrival_s"], job["number"])
 
     return [job["number"] for job in sorted(jobs, key=key)]
 
 
 @given(facts=live_jobs(now=NOW))
 def test_order_is_that_of_its_twin(facts: Facts) -> None:
-    facts = replace(facts, index=np.where(np.isnan(facts.index), 1e-4, facts.index))
+    index = np.where(np.isnan(facts.index), 1e-4, facts.index)
+    # Some in their first five minutes, some not.
+    facts = replace(facts, index=index, attained_s=60.0 * facts.attained_s)
     assert facts.number[line(facts)].tolist() == twin(facts)
+
+
+def known(*jobs: dict[str, Any]) -> Facts:
+    """They have run for ten minutes if nothing is said."""
+    return facts_of(*[{"attained_s": 600.0, **job} for job in jobs])
 
 
 def test_where_waits_are_short_a_long_job_of_one_gpu_goes_before_a_gang() -> None:
     # 1 GPU for 100,000 s against 8 for 1,000 s each, and both have waited for a minute.
-    facts = facts_of(
+    facts = known(
         {"gpus": 8, "index": 1 / 1_000 / 8, "waited_s": 60.0}, {"gpus": 1, "index": 1 / 100_000, "waited_s": 60.0}
     )
     assert line(facts) == [1, 0]
@@ -54,7 +70,7 @@ def test_where_waits_are_short_a_long_job_of_one_gpu_goes_before_a_gang() -> Non
 
 def test_where_waits_are_long_who_ends_soonest_for_its_gpus_goes_first() -> None:
     day = 86_400.0
-    facts = facts_of(
+    facts = known(
         {"gpus": 1, "index": 1 / 100_000, "waited_s": 9 * day}, {"gpus": 8, "index": 1 / 1_000 / 8, "waited_s": 9 * day}
     )
     assert line(facts) == [1, 0]
@@ -62,15 +78,30 @@ def test_where_waits_are_long_who_ends_soonest_for_its_gpus_goes_first() -> None
 
 def test_who_runs_keeps_its_place_before_one_like_it() -> None:
     alike = {"index": 1e-4}
-    facts = facts_of({**alike, "waited_s": 60.0}, {**alike, "is_running": True, "arrival_s": 10.0})
+    facts = known({**alike, "waited_s": 60.0}, {**alike, "is_running": True, "arrival_s": 10.0})
     assert line(facts) == [1, 0]
+
+
+def test_first_five_minutes_come_before_all_that_in_order_of_arrival() -> None:
+    soon = {"index": 1 / 10}
+    second = {"gpus": 8, "index": 1e-6, "arrival_s": 20.0, "attained_s": FIRST_S - 1.0, "is_running": True}
+    third = {"index": 1 / 100, "arrival_s": 30.0, "attained_s": 0.0, "waited_s": 900.0}
+    first = {"index": 1e-6, "arrival_s": 10.0, "attained_s": 0.0, "waited_s": 990.0}
+    assert line(known(soon, second, third, first)) == [3, 1, 2, 0]
+
+
+def test_of_those_that_are_worth_the_same_who_has_run_for_longest_makes_way() -> None:
+    runs = {"is_running": True, "index": 1e-7}
+    waits = {"waited_s": 600.0, "index": 1.001e-7}
+    facts = known(waits, {**runs, "attained_s": 9_000.0}, {**runs, "attained_s": 400.0, "index": 0.999e-7})
+    assert line(facts) == [2, 1, 0]
 
 
 def test_who_ends_before_its_place_could_change_hands_keeps_it() -> None:
     newcomer = {"gpus": 1, "index": 1 / 20, "waited_s": 600.0}
-    facts = facts_of(newcomer, {"gpus": 128, "index": 1 / 10 / 128, "is_running": True})
+    facts = known(newcomer, {"gpus": 128, "index": 1 / 10 / 128, "is_running": True})
     assert line(facts) == [1, 0]
-    later = facts_of(newcomer, {"gpus": 128, "index": 1 / 20 / 128, "is_running": True})
+    later = known(newcomer, {"gpus": 128, "index": 1 / 20 / 128, "is_running": True})
     assert line(later) == [0, 1]
 
 

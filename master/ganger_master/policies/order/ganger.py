@@ -16,6 +16,12 @@ How long jobs will have to wait is not known; by Lindy's law as long again as th
 An index is one end by the seconds it takes; to those a job that waits adds what it costs to put it in the place of
 another one: one is suspended, one started and resumed. Who runs and will have ended before that is done stays,
 however large its gang: its place is free sooner if one waits for it.
+
+Before all that everybody has its first five minutes, in order of arrival. What is likely of a job is told by others,
+and they are seldom enough: a job that fails does so soon, its user waits for a first sign, and who is stopped for it
+has run for longer (Gandiva, section 2, early feedback; least-attained-service, with one step). And where two are worth
+the same to one part in a hundred, who runs stays; of those that run, who has run for longer makes way: the same few do
+so each time, to whom a pause is the least of their time.
 """
 
 from __future__ import annotations
@@ -31,6 +37,10 @@ from ganger_master.policies.order import Order
 
 # Seconds in which GPUs train nobody when one job takes the place of another.
 SWITCH_S = 13.0
+# So long a job runs before what is likely of it counts: the time between two plans that may stop somebody.
+FIRST_S = 300.0
+# Logarithms that differ by less are alike: what is known of jobs is not known any better.
+_ALIKE = math.log(1.01)
 # Of the cluster, what jobs that have waited too long may take from those whose turn it is.
 _OVERDUE_SHARE = 0.1
 
@@ -41,7 +51,15 @@ def keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ..
     after_switch = rate / (1.0 + SWITCH_S * rate)
     ends_soon = facts.index * gpus * SWITCH_S >= 1.0
     stays = np.where(ends_soon, np.inf, rate)
-    return (-np.where(facts.is_running, stays, after_switch) / gpus, ~facts.is_running)
+    saved = np.where(facts.is_running, stays, after_switch) / gpus
+    is_first = facts.attained_s < FIRST_S
+    return (
+        ~is_first,
+        np.where(is_first, facts.arrival_s, 0.0),
+        -np.floor(np.log(saved) / _ALIKE),
+        ~facts.is_running,
+        np.where(facts.is_running, facts.attained_s, 0.0),
+    )
 
 
 def _crowded_s(facts: Facts) -> float:
