@@ -249,11 +249,13 @@ class Planning:
         return first is None or state.jobs[first].gpus > state.free_devices
 
     def _is_vain(self) -> bool:
-        """Whether a plan that may stop nobody would start nobody either, and need not say when the next one is due."""
-        comes_back = self._back_at == self._stopped_at + self._options.plan_every_s > self._clock.now
+        """Whether a plan that may stop nobody would start nobody either, and need not say when the next one is due: it
+        comes back by then anyhow, be it to look at packs."""
+        comes_back = self._clock.now < self._back_at <= self._stopped_at + self._options.plan_every_s
         if not comes_back or not self._is_plain or not self.table.has_waiting:
             return False
-        if may_start(self._policy.placement, self.table, self._room, terms_of(self._policy, self.table)):
+        terms = terms_of(self._policy, self.table)
+        if may_start(self._policy.placement, self.table, self._room, terms, self._displaced):
             return False
         # What is known of jobs depends on when one looks.
         self.table.look(self._clock.now, self._order)
