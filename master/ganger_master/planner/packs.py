@@ -268,7 +268,11 @@ def whole_again(
 ) -> Iterator[Change]:
     """Who has its devices to itself again gets the cores that go with them, as far as they are free."""
     free: dict[str, tuple[int, ...]] = {}
+    # In a crowd those are few: there is nothing to be had beside most.
+    with_cores = {view.nodes[slot] for slot in view.columns().millicores.nonzero()[0].tolist()}
     for number, (job, gang) in running.items():
+        if with_cores.isdisjoint(gang.nodes):
+            continue
         # Cores of those who take turns are of all of them.
         if number in busy or seen.beside(number) or not is_settled(job, gang) or gang.node_set:
             continue

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import chain, combinations_with_replacement
 from typing import Final, TypeAlias
@@ -184,21 +185,25 @@ def verdict(proposal: Proposal, rates: Mapping[int, Rates]) -> Judged:
 def still_pays(residents: Sequence[Resident], rates: Mapping[int, Rates], doubt: float = DOUBT / 10) -> bool:
     """Whether a pack that was kept is to stay: until it is less than time slicing would give, or somebody in it too
     slow, beyond doubt. `after`: its latest windows."""
-    measured = [rates[one.number] for one in residents]
-    if min(len(one.after) for one in measured) < FIRST_WINDOWS:
-        return True
-    if normalised(measured).bounds(doubt)[1] < 1.0:
-        return False
-    return all(
-        normalised([one]).bounds(doubt)[1] >= resident.least_speed
-        for one, resident in zip(measured, residents, strict=True)
-    )
+    measured = tuple([rates[one.number] for one in residents])
+    return _still_pays(measured, tuple([one.least_speed for one in residents]), doubt)
 
 
 def lesson(proposal: Proposal, rates: Mapping[int, Rates]) -> Trial:
     """For the interference model, whatever the verdict was."""
     speeds = tuple(normalised([rates[one.number]]).value for one in proposal.residents)
     return Trial(tuple(one.pressure for one in proposal.residents), speeds)
+
+
+# Who is in a pack that was kept is asked about again and again, mostly by the same windows.
+@lru_cache(4096)
+def _still_pays(measured: tuple[Rates, ...], least_speeds: tuple[float, ...], doubt: float) -> bool:
+    if min(len(one.after) for one in measured) < FIRST_WINDOWS:
+        return True
+    if normalised(measured).bounds(doubt)[1] < 1.0:
+        return False
+    each = zip(measured, least_speeds, strict=True)
+    return all(normalised([one]).bounds(doubt)[1] >= least_speed for one, least_speed in each)
 
 
 def _likeness(berth: Berth) -> Hashable:
