@@ -89,6 +89,8 @@ class Planning:
         self._places = policy.places is Places.PLANNER
         # What gangs have is not changed while they run.
         self._is_plain = policy.tuning is None and policy.tetris is None and not policy.resizes
+        # Nor anything else: plans are for those who wait.
+        self._only_for_waiting = self._is_plain and not (policy.moves or policy.grows or policy.shares)
         # Any free GPUs serve, nobody is stopped, and time alone changes nothing.
         does_more = self._order.preempts or self._order.learns or policy.shares
         only_starts = options.ideal and self._is_plain and not does_more
@@ -157,6 +159,9 @@ class Planning:
         if not is_due and not (self._is_news and self._may_start()):
             return False
         is_news, self._is_news = self._is_news, False
+        if self._only_for_waiting and not self.table.has_waiting:
+            self._planned = NOTHING_PLANNED
+            return False
         looks = may_stop or sizing is not None or (moves is not None and not moves.moves_nobody())
         if self._starts_nobody() if self._only_starts else not looks and self._is_vain():
             return False
