@@ -114,7 +114,7 @@ def plan(
         found = started(few, placement, table, now, room, kept_out, terms)
         if found is not None:
             return found
-    choice = choose(order, table, now, capacity, remaining_s, kept_out, terms.mates)
+    choice = choose(order, table, now, capacity, remaining_s, kept_out, bool(terms.mates))
     return carried_out(choice, order, placement, table, now, room, may_stop, kept_out, terms)
 
 
