@@ -51,10 +51,10 @@ def choose(
     line = ranked(order, facts, now, capacity)
     told = facts.number[line[waiting[line]]]
     if kept_out.not_stopped:
-        may = ~np.isin(facts.number, list(kept_out.not_stopped))
+        may = ~table.are_among(rows, kept_out.not_stopped)
         facts = replace_of(facts, is_preemptible=facts.is_preemptible & may)
     if kept_out.not_started:
-        waiting &= ~np.isin(facts.number, list(kept_out.not_started))
+        waiting &= ~table.are_among(rows, kept_out.not_started)
         line = line[(waiting | facts.is_running)[line]]
     changes_at = next_change_s(order, facts, now)
     leader = np.arange(len(rows))

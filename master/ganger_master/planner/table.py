@@ -6,7 +6,7 @@ Whoever plans feeds it every job that changed; it makes no difference in which o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -207,6 +207,13 @@ class LiveTable:
             index=index,
             remaining_s=remaining,
         )
+
+    def are_among(self, rows: Integers, numbers: Collection[int]) -> Flags:
+        """By row: whether it is that of one of these; some may not be live. Of few numbers, of many rows, all live."""
+        found = np.zeros(len(self._live), bool)
+        found[[row for number in numbers if (row := self._row_of.get(number)) is not None]] = True
+        among: Flags = found[rows]
+        return among
 
     def is_waiting(self, rows: Integers) -> Flags:
         """Whether they could be started: pending, with nothing left anywhere, or at rest where they are."""
