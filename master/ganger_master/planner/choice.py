@@ -60,10 +60,11 @@ def choose(
     leader = np.arange(len(rows))
     if as_one:
         facts, leader = _as_one(facts, line, table.units(rows))
+    guards = guarded(order, facts, capacity.gpus)
     is_chosen = np.zeros(len(rows), bool)
-    is_chosen[selected(order, facts, line, capacity.gpus)] = True
+    is_chosen[selected(order, facts, line, capacity.gpus, guards)] = True
     is_chosen = is_chosen[leader]
-    return Choice(rows, facts, line, told, waiting, is_chosen, *guarded(order, facts, capacity.gpus), changes_at)
+    return Choice(rows, facts, line, told, waiting, is_chosen, *guards, changes_at)
 
 
 def _as_one(facts: Facts, line: Integers, units: Integers) -> tuple[Facts, Integers]:

@@ -300,11 +300,12 @@ class Planning:
         """Once there is nothing else to do at an instant."""
         if self._told:
             return False
-        before, answer = packer.packing, None
-        if self._clock.now >= packer.next_look_s:
+        before, answer, next_look_s = packer.packing, None, packer.next_look_s
+        if self._clock.now >= next_look_s:
             answer = self._answer(*packer.plan())
-        if packer.next_look_s < np.inf:
-            self._come_back(packer.next_look_s)
+            next_look_s = packer.next_look_s
+        if next_look_s < np.inf:
+            self._come_back(next_look_s)
         if answer is None:
             return False
         refused = frozenset(verdict.number for verdict in answer.verdicts if not verdict.approved)
