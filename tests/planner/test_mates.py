@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
 from core.drive import GIB
@@ -9,8 +11,12 @@ from core.test_packing import Packing, small
 from ganger.resources.values import Level, Locality
 from ganger_master.core.commands import CancelJob
 from ganger_master.core.model import Capabilities, JobSpec, JobState
+from ganger_master.planner.choice import _as_one
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.totals import capacity_of
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.facts import facts_of
 from msgspec.structs import replace
 from planner.test_passes import Planned
 
@@ -67,9 +73,9 @@ def test_mates_that_a_table_keeps_are_those_that_a_new_one_finds() -> None:
         for job in drive.state.jobs.values():
             kept.put(*drive.as_told(job))
         known = dict(kept.mates)
-        sharing = {number for unit in known.values() for number in unit}
-        rows = np.array([kept.row(number) for number in sharing], np.int64)
-        assert kept.is_sharing(rows).all()
+        rows, facts = kept.facts(drive.now)
+        firsts = [known[number][0] if number in known else -1 for number in facts.number.tolist()]
+        assert kept.units(rows).tolist() == [first if first < 0 else kept.row(first) for first in firsts]
         assert known == mates(drive)
         return known
 
@@ -112,6 +118,29 @@ def test_the_first_of_them_in_line_speaks_for_both() -> None:
     drive.submit(of(2))
     # By itself the host, which has attained most of all, would have to go.
     assert drive.proposed() == [("SUSPEND", other)]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([-1, -1, 0, 3, 5]), st.integers(1, 8), st.booleans()), max_size=12), st.randoms()
+)
+def test_those_who_share_devices_are_made_one_as_if_looked_at_one_by_one(
+    live: list[tuple[int, int, bool]], random: Random
+) -> None:
+    facts = facts_of(*[{"number": n, "gpus": gpus, "is_preemptible": may} for n, (_, gpus, may) in enumerate(live)])
+    line = random.sample(range(len(live)), len(live))
+    units = [unit for unit, _, _ in live]
+    found, leader = _as_one(facts, np.array(line, np.int64), np.array(units, np.int64))
+    leads, gpus, may_be_stopped = list(range(len(live))), [gpus for _, gpus, _ in live], [may for *_, may in live]
+    first: dict[int, int] = {}
+    for at in line:
+        if units[at] >= 0:
+            leads[at] = first.setdefault(units[at], at)
+        if leads[at] != at:
+            gpus[at] = 0
+            may_be_stopped[leads[at]] &= may_be_stopped[at]
+    assert leader.tolist() == leads
+    assert found.gpus.tolist() == gpus
+    assert found.is_preemptible.tolist() == [may_be_stopped[at] for at in leads]
 
 
 def test_the_cluster_is_no_larger_for_those_who_share_devices() -> None:

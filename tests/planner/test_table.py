@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import pytest
 from ganger.resources.values import Level, Role, TaskShape
@@ -102,6 +103,17 @@ def test_who_asks_for_what_could_be_had_is_as_a_look_at_each_of_them_says(
                 naive.append(number)
     assert table.asking(numbers, most_gpus, least_urgent) == naive
     assert table.asking([], most_gpus, least_urgent) == []
+
+
+@pytest.mark.parametrize("numbers", [(), (7,), (20, 7, 31, 25), range(100)])
+def test_those_among_some_are_found_by_row(numbers: Collection[int]) -> None:
+    table = LiveTable()
+    for number in (25, 20, 21, 31, 7, 22):
+        table.put(replace(JOB, number=number), None)
+    table.put(replace(JOB, number=7, state=JobState.CANCELLED), None)
+    table.put(replace(JOB, number=21, state=JobState.SUSPENDED), None)
+    rows, facts = table.facts(150.0)
+    assert table.are_among(rows, numbers).tolist() == [number in numbers for number in facts.number.tolist()]
 
 
 def test_who_was_updated_ranks_by_the_new_priority_and_asks_for_the_new_amounts_until_it_starts() -> None:

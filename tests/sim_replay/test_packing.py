@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from ganger_master.planner.packs import Packs
+from collections.abc import Collection, Iterator, Mapping
+from unittest.mock import patch
+
+from ganger.placement.claims import resplit_cores
+from ganger.resources.fit import demand
+from ganger.resources.view import View
+from ganger_master.core.commands import Change
+from ganger_master.core.model import Gang, Job
+from ganger_master.planner import packs as of_packs
+from ganger_master.planner.packs import Packs, Seen, is_settled, whole_again
 from ganger_master.sim.replay.footprints import Footprints
 from ganger_master.sim.replay.options import Options
 from ganger_master.sim.replay.run import _Replay, simulate
 from ganger_master.sim.report.figures import figures
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.workload import Workload, workload
+from msgspec.structs import replace
 
 SERVERS = servers_from_flags(nodes=1, gpus_per_node=4)
 HOURS = 4 * 3600.0
@@ -49,6 +59,43 @@ def test_jobs_that_use_all_of_a_gpu_do_not_stay_together() -> None:
     # Such a pair is tried, and is left alone for an hour, and then for two, and four, if it is at all.
     assert packs.tried <= 4
     assert packs.kept == 0
+
+
+def naive_whole_again(
+    running: Mapping[int, tuple[Job, Gang]], busy: Collection[int], view: View, seen: Seen
+) -> Iterator[Change]:
+    """Everybody is looked at, wherever no core is free, too."""
+    free = dict(zip(view.nodes, view.millicores, strict=True))
+    for number, (job, gang) in running.items():
+        if number in busy or seen.beside(number) or not is_settled(job, gang) or gang.node_set:
+            continue
+        claims = []
+        for claim in gang.claims:
+            have, own = free[claim.node], claim.millicores
+            wanted = demand(view.topology(claim.node).configuration_set, job.shape, claim.tasks).millicores
+            cores = own if sum(own) >= wanted else resplit_cores(own, have, min(wanted, sum(own) + sum(have)))
+            free[claim.node] = tuple(h + o - n for h, o, n in zip(have, own, cores, strict=True))
+            claims.append(replace(claim, millicores=cores))
+        if tuple(claims) != gang.claims:
+            yield Change(number, job.revision, "CORES", tuple(claims))
+
+
+def test_who_gets_its_cores_back_is_found_as_if_everybody_were_looked_at() -> None:
+    found = []
+
+    def both(
+        running: Mapping[int, tuple[Job, Gang]], busy: Collection[int], view: View, seen: Seen
+    ) -> Iterator[Change]:
+        changes = list(whole_again(running, busy, view, seen))
+        assert changes == list(naive_whole_again(running, busy, view, seen))
+        found.extend(changes)
+        yield from changes
+
+    # Hosts and guests end at different times.
+    rows = jobs(*["vae", "scrnn"] * 6).with_columns(duration_s=[HOURS * (1 + at % 4) / 2 for at in range(12)])
+    with patch.object(of_packs, "whole_again", both):
+        simulate(rows, SERVERS, "ganger", options(rows))
+    assert found, "somebody got some"
 
 
 def test_once_nobody_waits_they_go_apart() -> None:

@@ -36,6 +36,11 @@ _FIRST_EDGE_S: Final = float(EDGES_S[0])
 _STARTS_S: Final = np.concatenate(((0.0,), EDGES_S[1:-1]))
 # Of those who end in a bucket, as if they were spread evenly over its logarithms.
 _MEANS_S: Final = (EDGES_S[1:] - EDGES_S[:-1]) / np.log(EDGES_S[1:] / EDGES_S[:-1])
+# From where one stands that is in a bucket (rows) to each bucket: whether that is ahead, seconds to the mean end in it,
+# and seconds to its upper edge. Of a bucket behind, where nobody ends, one second, so that it can be divided by.
+_IS_AHEAD: Final[Floats] = np.triu(np.ones((BUCKETS, BUCKETS)))
+_MEANS_AHEAD_S: Final = _MEANS_S - _STARTS_S[:, None]
+_ENDS_AHEAD_S: Final = np.where(_IS_AHEAD > 0, EDGES_S[1:] - _STARTS_S[:, None], 1.0)
 # Of who comes to a bucket, the share that ends in it, if each bucket from it on is as likely.
 _EVEN: Final = 1.0 / np.arange(BUCKETS, 0, -1)
 # Who has run for less than this is in the bucket still; nobody leaves the last one.
@@ -232,15 +237,15 @@ def bucket_of(ran_s: float) -> int:
 def gittins(hazards: Floats, buckets: Integers) -> Floats:
     """The index of jobs (rows) at the lower edges of these buckets, in 1 / seconds. `hazards` (jobs, BUCKETS): of who
     comes to a bucket the share that ends in it."""
-    first = buckets[:, None]
-    hazards = np.where(np.arange(BUCKETS) < first, 0.0, hazards)
+    hazards = hazards * _IS_AHEAD[buckets]
     goes_on = np.cumprod(1.0 - hazards, axis=1)
-    comes = np.concatenate((np.ones((len(hazards), 1)), goes_on[:, :-1]), axis=1)
-    ending = comes * hazards
-    start = _STARTS_S[first]
-    taken = np.cumsum(ending * (_MEANS_S - start), axis=1) + goes_on * np.maximum(EDGES_S[1:] - start, 0.0)
-    rates = np.divide(1.0 - goes_on, taken, out=np.zeros_like(taken), where=taken > 0)
-    best: Floats = rates.max(axis=1, initial=0.0)
+    # Of all who are here, those who end in each bucket.
+    ending = hazards
+    ending[:, 1:] *= goes_on[:, :-1]
+    ending *= _MEANS_AHEAD_S[buckets]
+    taken = np.cumsum(ending, axis=1)
+    taken += goes_on * _ENDS_AHEAD_S[buckets]
+    best: Floats = ((1.0 - goes_on) / taken).max(axis=1, initial=0.0)
     return best
 
 

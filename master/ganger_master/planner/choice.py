@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec.structs import replace as replace_of
 
-from ganger_master.planner.mates import ALONE, Mates
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies.facts import Capacity, Facts, Flags, Floats, Integers
@@ -41,9 +40,9 @@ def choose(
     capacity: Capacity,
     remaining_s: Callable[[Integers], Floats] | None = None,
     kept_out: KeptOut = NOBODY,
-    mates: Mates = ALONE,
+    as_one: bool = False,
 ) -> Choice:
-    """As `target.plan` is asked. `mates`: those are chosen, or not, as one."""
+    """As `target.plan` is asked. `as_one`: those who share devices are chosen together, or not at all."""
     if order.with_history is not None:
         order = order.with_history(table.history)
     assert not order.knows_durations or remaining_s is not None, f"{order.name} asks an oracle, and there is none"
@@ -52,35 +51,34 @@ def choose(
     line = ranked(order, facts, now, capacity)
     told = facts.number[line[waiting[line]]]
     if kept_out.not_stopped:
-        may = ~np.isin(facts.number, list(kept_out.not_stopped))
+        may = ~table.are_among(rows, kept_out.not_stopped)
         facts = replace_of(facts, is_preemptible=facts.is_preemptible & may)
     if kept_out.not_started:
-        waiting &= ~np.isin(facts.number, list(kept_out.not_started))
+        waiting &= ~table.are_among(rows, kept_out.not_started)
         line = line[(waiting | facts.is_running)[line]]
     changes_at = next_change_s(order, facts, now)
-    facts, leader = _as_one(facts, line, mates, table.is_sharing(rows))
+    leader = np.arange(len(rows))
+    if as_one:
+        facts, leader = _as_one(facts, line, table.units(rows))
+    guards = guarded(order, facts, capacity.gpus)
     is_chosen = np.zeros(len(rows), bool)
-    is_chosen[selected(order, facts, line, capacity.gpus)] = True
+    is_chosen[selected(order, facts, line, capacity.gpus, guards)] = True
     is_chosen = is_chosen[leader]
-    return Choice(rows, facts, line, told, waiting, is_chosen, *guarded(order, facts, capacity.gpus), changes_at)
+    return Choice(rows, facts, line, told, waiting, is_chosen, *guards, changes_at)
 
 
-def _as_one(facts: Facts, line: Integers, mates: Mates, shares: Flags) -> tuple[Facts, Integers]:
+def _as_one(facts: Facts, line: Integers, units: Integers) -> tuple[Facts, Integers]:
     """The devices of those who share them are those of the first of them in line, and can be taken from all or none;
-    and by position who that is: itself of everybody else. `shares`: by position, whether there may be mates of it."""
+    and by position who that is: itself of everybody else. `units`: by position, as `LiveTable.units`."""
     leader = np.arange(len(facts))
-    if not mates:
-        return facts, leader
+    sharing = line[units[line] >= 0]
+    unit = units[sharing]
+    first = np.empty(unit.max(initial=-1) + 1, np.int64)
+    # Of several the last one counts: the first in line.
+    first[unit[::-1]] = sharing[::-1]
+    leader[sharing] = first[unit]
+    others = sharing[leader[sharing] != sharing]
     gpus, is_preemptible = facts.gpus.copy(), facts.is_preemptible.copy()
-    first: dict[int, int] = {}
-    sharing = line[shares[line]]
-    for position, number in zip(sharing.tolist(), facts.number[sharing].tolist(), strict=True):
-        if number not in mates:
-            continue
-        unit = mates[number][0]
-        at = leader[position] = first.setdefault(unit, position)
-        if at != position:
-            gpus[position] = 0
-            is_preemptible[at] &= is_preemptible[position]
-    is_preemptible = is_preemptible[leader]
-    return replace_of(facts, gpus=gpus, is_preemptible=is_preemptible), leader
+    gpus[others] = 0
+    is_preemptible[leader[others[~is_preemptible[others]]]] = False
+    return replace_of(facts, gpus=gpus, is_preemptible=is_preemptible[leader]), leader

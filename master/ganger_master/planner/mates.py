@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
-from ganger.resources.topology import bits
-
 from ganger_master.core.model import Gang, Job
 
 # By number: all on its devices, itself among them, in order; nobody who has them to itself.
@@ -21,15 +19,16 @@ ALONE: Final[Mates] = MappingProxyType({})
 def mates_of(sharing: Iterable[tuple[Job, Gang]]) -> Mates:
     """Of those who may share devices."""
     together: dict[int, set[int]] = {}
-    on: dict[tuple[str, int], int] = {}
+    on: dict[str, list[tuple[int, int]]] = {}
     for job, gang in sharing:
         group = together[job.number] = {job.number}
-        for claim in gang.claims:
-            for device in bits(claim.device_mask):
-                other = together[on.setdefault((claim.node, device), job.number)]
-                if other is not group:
+        for piece in gang.pieces:
+            mask, there = piece.claim.device_mask, on.setdefault(piece.claim.node, [])
+            for taken, number in there:
+                if mask & taken and (other := together[number]) is not group:
                     group |= other
                     together.update(dict.fromkeys(other, group))
+            there.append((mask, job.number))
     return {number: tuple(sorted(group)) for number, group in together.items() if len(group) > 1}
 
 

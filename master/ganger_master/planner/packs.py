@@ -268,7 +268,11 @@ def whole_again(
 ) -> Iterator[Change]:
     """Who has its devices to itself again gets the cores that go with them, as far as they are free."""
     free: dict[str, tuple[int, ...]] = {}
+    # In a crowd those are few: there is nothing to be had beside most.
+    with_cores = {view.nodes[slot] for slot in view.columns().millicores.nonzero()[0].tolist()}
     for number, (job, gang) in running.items():
+        if with_cores.isdisjoint(gang.nodes):
+            continue
         # Cores of those who take turns are of all of them.
         if number in busy or seen.beside(number) or not is_settled(job, gang) or gang.node_set:
             continue
@@ -293,10 +297,12 @@ def _judged(
 ) -> tuple[Packs, Pack | None, list[Finding]]:
     """The pack if it stays, what was learned, and what is to be told of it."""
     proposal, numbers = pack.proposal, pack.numbers
-    if any(not seen.alone(number) for number in numbers):
+    alone = [seen.alone(number) for number in numbers]
+    if not all(alone):
         # Somebody has ended.
         return packs, None, []
-    are_together = all(seen.beside(number) == frozenset(numbers) - {number} for number in numbers)
+    everybody = frozenset(numbers)
+    are_together = all(seen.beside(number) == everybody - {number} for number in numbers)
     if not are_together:
         guest = table.get(pack.guest)
         if pack.is_kept:
@@ -309,7 +315,7 @@ def _judged(
             return packs, pack, []
         # It was refused, or somebody was stopped meanwhile.
         return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None, []
-    rates = {number: Rates(seen.alone(number), seen.present(number)) for number in numbers}
+    rates = {number: Rates(before, seen.present(number)) for number, before in zip(numbers, alone, strict=True)}
     if pack.is_kept:
         latest = {number: Rates(one.before, one.after[-_WATCHED_WINDOWS:]) for number, one in rates.items()}
         if still_pays(proposal.residents, latest):

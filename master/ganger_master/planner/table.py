@@ -6,7 +6,7 @@ Whoever plans feeds it every job that changed; it makes no difference in which o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,9 +49,9 @@ class LiveTable:
         # Rows of those who could be started, and of those who run on devices that others may be on, too.
         self._waiting: dict[int, None] = {}
         self._sharing: set[int] = set()
-        self._shares = np.zeros(_FIRST_ROOM, bool)
-        # None: somebody has come to others, or left them, since somebody asked.
+        # None: somebody has come to others, or left them, since somebody asked. The same by row.
         self._mates: Mates | None = None
+        self._units = np.zeros(0, np.int64)
         self._unknown = _unknown(_FIRST_ROOM)
         # What jobs like the live ones took, by row, and the GPU-seconds of those that ended last.
         self.memory = _memory() if learns else None
@@ -208,6 +208,13 @@ class LiveTable:
             remaining_s=remaining,
         )
 
+    def are_among(self, rows: Integers, numbers: Collection[int]) -> Flags:
+        """By row: whether it is that of one of these; some may not be live. Of few numbers, of many rows, all live."""
+        found = np.zeros(len(self._live), bool)
+        found[[row for number in numbers if (row := self._row_of.get(number)) is not None]] = True
+        among: Flags = found[rows]
+        return among
+
     def is_waiting(self, rows: Integers) -> Flags:
         """Whether they could be started: pending, with nothing left anywhere, or at rest where they are."""
         waiting: Flags = self._flags[2, rows]
@@ -255,12 +262,17 @@ class LiveTable:
         """Who shares devices with whom, as the master last said."""
         if self._mates is None:
             self._mates = mates_of(self.sharing)
+            self._units = np.full(len(self._live), -1)
+            for number, together in self._mates.items():
+                self._units[self._row_of[number]] = self._row_of[together[0]]
         return self._mates
 
-    def is_sharing(self, rows: Integers) -> Flags:
-        """Whether they run on devices that others may be on, too."""
-        sharing: Flags = self._shares[rows]
-        return sharing
+    def units(self, rows: Integers) -> Integers:
+        """The row of the first of those who share devices, the same for all of them; -1: nobody is on its devices."""
+        if not self.mates:
+            return np.full(len(rows), -1)
+        units: Integers = self._units[rows]
+        return units
 
     @property
     def parked(self) -> list[tuple[Job, Gang]]:
@@ -345,7 +357,6 @@ class LiveTable:
             self._sharing.add(row)
         else:
             self._sharing.remove(row)
-        self._shares[row] = is_shared
         self._mates = None
 
     def _drop(self, number: int, row: int) -> None:
@@ -361,7 +372,8 @@ class LiveTable:
     def _grow(self) -> None:
         room = 2 * len(self._live)
         self._live = np.concatenate((self._live, np.zeros(room // 2, bool)))
-        self._shares = np.concatenate((self._shares, np.zeros(room // 2, bool)))
+        # Each row is to have a place in it.
+        self._mates = None
         self._unknown = _unknown(room)
         for name in ("_integers", "_numbers", "_flags"):
             old = getattr(self, name)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import add, ge
@@ -114,7 +114,7 @@ def plan(
         found = started(few, placement, table, now, room, kept_out, terms)
         if found is not None:
             return found
-    choice = choose(order, table, now, capacity, remaining_s, kept_out, terms.mates)
+    choice = choose(order, table, now, capacity, remaining_s, kept_out, bool(terms.mates))
     return carried_out(choice, order, placement, table, now, room, may_stop, kept_out, terms)
 
 
@@ -136,12 +136,16 @@ def started(
     return None
 
 
-def may_start(placement: Placement, table: LiveTable, room: Room, terms: Terms = AS_ASKED) -> bool:
-    """Whether anybody may find room as it is. If not, `plan` starts nobody without leave to stop others, whoever goes
-    first."""
+def may_start(
+    placement: Placement, table: LiveTable, room: Room, terms: Terms = AS_ASKED, resting: Collection[int] = ()
+) -> bool:
+    """Whether anybody may find room as it is but those who are `resting`, by number. If not, `plan` starts nobody
+    without leave to stop others, whoever goes first."""
     room.refresh()
     vain: set[GangShape] = set()
     for job in table.waiting_at_most(room.free_devices):
+        if job.number in resting:
+            continue
         shape = terms.shape(job)
         if job.epoch or shape.locality.wish:
             # Where it rests, and for how long it has wished, make a difference.

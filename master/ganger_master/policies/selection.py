@@ -8,15 +8,17 @@ from ganger_master.policies.facts import Facts, Flags, Integers
 from ganger_master.policies.order import Order
 
 
-def selected(order: Order, facts: Facts, line: Integers, free: int) -> Integers:
+def selected(
+    order: Order, facts: Facts, line: Integers, free: int, guards: tuple[Flags, Flags] | None = None
+) -> Integers:
     """Positions of who should hold GPUs now, of `line` as `order` ranked it and `free` GPUs in all, held ones among
     them. Who runs and may not be stopped stays. While an overdue gang does not fit, only those who can be stopped for
-    it again start past it."""
+    it again start past it. `guards`: as `guarded` says, where whoever asks has asked that, too."""
     may_stop = facts.is_preemptible if order.preempts else np.zeros(len(facts), bool)
     stays = facts.is_running & ~may_stop
     if order.overdue is None:
         return chosen(line, facts.gpus, free, order.is_strict, stays)
-    overdue, passing = guarded(order, facts, free)
+    overdue, passing = guards or guarded(order, facts, free)
     return chosen(line, facts.gpus, free, order.is_strict, stays, overdue, passing)
 
 

@@ -214,13 +214,21 @@ def naive_proposals(
     st.integers(0, 12),
     st.integers(0, 3),
     st.sets(st.integers(0, 4), max_size=2),
+    st.sampled_from([12, 5, 2]),
 )
 def test_gangs_alike_are_paired_as_if_each_pair_were_asked_about(
-    some: list[tuple[tuple[float, float], int]], most: int, wanted: int, reluctance: int, known: set[int]
+    some: list[tuple[tuple[float, float], int]], most: int, wanted: int, reluctance: int, known: set[int], seats: int
 ) -> None:
-    """Of the same models, so that most ranks are ties, where not every host can take in every guest."""
+    """Of the same models, so that most ranks are ties, where not every host can take in every guest, and some take
+    turns on the same devices."""
     models = [(0.1, 2.0), (0.3, 2.0), (0.3, 11.0), (0.6, 5.0), (0.9, 1.0)]
-    berths = [berth(n, *model, signature=f"m{models.index(model)}", gpus=gpus) for n, (model, gpus) in enumerate(some)]
+    berths = [
+        replace(
+            berth(n, *model, signature=f"m{models.index(model)}", gpus=gpus),
+            seat=((f"s{n % seats:02}", (1 << gpus) - 1),),
+        )
+        for n, (model, gpus) in enumerate(some)
+    ]
     failed = Failed[Pair]()
     for number in known:
         failed = failed.noted(("P40", (f"m{number}", f"m{number}")), 0.0)
@@ -229,7 +237,7 @@ def test_gangs_alike_are_paired_as_if_each_pair_were_asked_about(
         return (3 * host.residents[0].number + guest.residents[0].number) % 4 >= reluctance
 
     def left(guest: Berth) -> float:
-        return float(wanted)
+        return float(wanted - guest.residents[0].number % 3)
 
     expected = naive_proposals(berths, failed, 1.0, most, may, left)
     assert proposals(berths, failed, 1.0, most=most, may=may, wanted=left) == expected

@@ -10,10 +10,11 @@ were, and tried again after a while, for jobs change. Packs are watched as long 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
-from itertools import combinations
+from functools import lru_cache
+from heapq import heappop, heappush
+from itertools import chain, combinations_with_replacement
 from typing import Final, TypeAlias
 
 from ganger_master.models.interference import (
@@ -42,6 +43,8 @@ _MOST_BERTHS: Final = 64
 # Type of GPU, and the signatures of all who would share it, in order.
 Pair: TypeAlias = tuple[str, tuple[str, ...]]
 _Rank: TypeAlias = tuple[float, float]
+# Berths of which the same is said, by seat, each with its place among all: who takes turns has a seat in common.
+_Alike: TypeAlias = list[tuple[Seat, int, "Berth"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,35 +123,39 @@ def proposals(
     for berth in berths:
         if berth.residents and all(one.least_speed < 1.0 for one in berth.residents):
             kinds.setdefault((berth.gpus, berth.device_type, berth.device_memory_bytes), []).append(berth)
-    found: list[tuple[_Rank, Berth, Berth]] = []
+    # Of many gangs some run the same, and what is said of two of them holds for others.
+    found: dict[_Rank, list[tuple[_Alike, _Alike]]] = {}
+    # By the number of the first resident: how many GPUs may be left by others before, if what this one leaves is to be
+    # wanted still.
+    room: dict[int, float] = {}
     for of_kind in kinds.values():
         of_kind.sort(key=lambda berth: (berth.utilisation, berth.seat))
         first = of_kind[:_MOST_BERTHS]
-        belief = contention.get(first[0].device_type, UNKNOWN_DEVICE)
-        # Of many gangs some run the same, and what is said of two of them holds for others.
-        numbers: dict[Hashable, int] = {}
-        like = [numbers.setdefault(_likeness(berth), len(numbers)) for berth in first]
-        ranks: dict[tuple[int, int], _Rank | None] = {}
-        for (one, host), (other, guest) in combinations(zip(like, first, strict=True), 2):
-            if (one, other) not in ranks:
-                ranks[one, other] = _rank(host, guest, failed, now, belief)
-            rank = ranks[one, other]
+        gpus, belief = first[0].gpus, contention.get(first[0].device_type, UNKNOWN_DEVICE)
+        behind = len(room)
+        room.update({_number(berth): wanted(berth) - gpus for berth in first})
+        if max([room[_number(berth)] for berth in first]) < 0:
+            continue
+        alike: dict[Hashable, _Alike] = {}
+        for place, berth in enumerate(first, behind):
+            alike.setdefault(_likeness(berth), []).append((berth.seat, place, berth))
+        for ones, others in combinations_with_replacement(alike.values(), 2):
+            rank = _rank(ones[0][-1], others[-1][-1], failed, now, belief)
             if rank is not None:
-                found.append((rank, host, guest))
+                found.setdefault(rank, []).append((ones, others))
     chosen: list[Proposal] = []
     used: set[Seat] = set()
     left = 0
 
     def comes_too_late(one: Berth, other: Berth) -> bool:
         """Whether the two are in no pack any more, whoever of them were the guest."""
-        if one.seat in used or other.seat in used:
-            return True
-        return left + one.gpus > max(wanted(one), wanted(other))
+        return one.seat in used or other.seat in used or left > max(room[_number(one)], room[_number(other)])
 
-    for host, guest in _best_first(found, may, comes_too_late):
+    line = chain.from_iterable(_by_seat(found[rank], used, comes_too_late, may) for rank in sorted(found))
+    for host, guest in line:
         if len(chosen) == most:
             break
-        if left + guest.gpus > wanted(guest):
+        if left > room[_number(guest)]:
             continue
         belief = contention.get(host.device_type, UNKNOWN_DEVICE)
         expected = forecast([*host.pressures, *guest.pressures], host.device_memory_bytes, belief)
@@ -178,21 +185,25 @@ def verdict(proposal: Proposal, rates: Mapping[int, Rates]) -> Judged:
 def still_pays(residents: Sequence[Resident], rates: Mapping[int, Rates], doubt: float = DOUBT / 10) -> bool:
     """Whether a pack that was kept is to stay: until it is less than time slicing would give, or somebody in it too
     slow, beyond doubt. `after`: its latest windows."""
-    measured = [rates[one.number] for one in residents]
-    if min(len(one.after) for one in measured) < FIRST_WINDOWS:
-        return True
-    if normalised(measured).bounds(doubt)[1] < 1.0:
-        return False
-    return all(
-        normalised([one]).bounds(doubt)[1] >= resident.least_speed
-        for one, resident in zip(measured, residents, strict=True)
-    )
+    measured = tuple([rates[one.number] for one in residents])
+    return _still_pays(measured, tuple([one.least_speed for one in residents]), doubt)
 
 
 def lesson(proposal: Proposal, rates: Mapping[int, Rates]) -> Trial:
     """For the interference model, whatever the verdict was."""
     speeds = tuple(normalised([rates[one.number]]).value for one in proposal.residents)
     return Trial(tuple(one.pressure for one in proposal.residents), speeds)
+
+
+# Who is in a pack that was kept is asked about again and again, mostly by the same windows.
+@lru_cache(4096)
+def _still_pays(measured: tuple[Rates, ...], least_speeds: tuple[float, ...], doubt: float) -> bool:
+    if min(len(one.after) for one in measured) < FIRST_WINDOWS:
+        return True
+    if normalised(measured).bounds(doubt)[1] < 1.0:
+        return False
+    each = zip(measured, least_speeds, strict=True)
+    return all(normalised([one]).bounds(doubt)[1] >= least_speed for one, least_speed in each)
 
 
 def _likeness(berth: Berth) -> Hashable:
@@ -213,33 +224,69 @@ def _rank(host: Berth, guest: Berth, failed: Failed[Pair], now: float, belief: C
     return -sum(speeds), host.utilisation + guest.utilisation
 
 
-def _best_first(
-    found: Collection[tuple[_Rank, Berth, Berth]],
-    may: Callable[[Berth, Berth], bool],
+def _by_seat(
+    alike: Collection[tuple[_Alike, _Alike]],
+    used: Set[Seat],
     comes_too_late: Callable[[Berth, Berth], bool],
+    may: Callable[[Berth, Berth], bool],
 ) -> Iterator[tuple[Berth, Berth]]:
-    """Hosts and guests, by rank, then by seat; none of which is said by its turn that it comes too late. `may` is asked
+    """Hosts and guests of one rank, by seat; none of which is said by its turn that it comes too late. `may` is asked
     of no more pairs than come to be looked at: it takes longer than all the rest."""
-    line: list[tuple[_Rank, tuple[Seat, Seat], int, bool, Berth, Berth]] = []
-    for number, (rank, one, other) in enumerate(found):
-        # Either of them may turn out to be the host: the pair comes no earlier than so.
-        seats = (one.seat, other.seat) if one.seat < other.seat else (other.seat, one.seat)
-        line.append((rank, seats, number, False, one, other))
-    heapify(line)
-    while line:
-        rank, seats, number, is_certain, host, guest = heappop(line)
-        if comes_too_late(host, guest):
+    # Whose host is the one of the higher seat: their turn comes later.
+    later: list[tuple[tuple[Seat, Seat], int, Berth, Berth]] = []
+
+    def whose_turn_is_before(seats: tuple[Seat, Seat] | None) -> Iterator[tuple[Berth, Berth]]:
+        while later and (seats is None or later[0][0] < seats):
+            _, _, host, guest = heappop(later)
+            if not comes_too_late(host, guest):
+                yield host, guest
+
+    for number, (one, other) in enumerate(_pairs(alike, used)):
+        # Of whom some may be used then.
+        yield from whose_turn_is_before((one.seat, other.seat))
+        if comes_too_late(one, other):
             continue
-        if not is_certain:
-            host, guest = _who_moves(host, guest)
-            fitting = next((pair for pair in ((host, guest), (guest, host)) if may(*pair)), None)
-            if fitting is None:
+        host, guest = _who_moves(one, other)
+        if not may(host, guest):
+            if not may(guest, host):
                 continue
-            host, guest = fitting
-            if (host.seat, guest.seat) != seats:
-                heappush(line, (rank, (host.seat, guest.seat), number, True, host, guest))
-                continue
-        yield host, guest
+            host, guest = guest, host
+        if host.seat <= guest.seat:
+            yield host, guest
+        else:
+            heappush(later, ((host.seat, guest.seat), number, host, guest))
+    yield from whose_turn_is_before(None)
+
+
+def _pairs(alike: Collection[tuple[_Alike, _Alike]], used: Set[Seat]) -> Iterator[tuple[Berth, Berth]]:
+    """Everybody of the ones with everybody of the others beside them, by seat, the lower one first, then by place;
+    nobody whose seat is `used` by then."""
+    partners: dict[int, list[_Alike]] = {}
+    at: dict[Seat, dict[int, Berth]] = {}
+    for ones, others in alike:
+        for these, those in ((ones, others),) if ones is others else ((ones, others), (others, ones)):
+            for seat, place, berth in these:
+                partners.setdefault(place, []).append(those)
+                at.setdefault(seat, {})[place] = berth
+    for seat in sorted(at):
+        if seat in used:
+            continue
+        both = [
+            (other_seat, min(place, other_place), max(place, other_place), one, other)
+            for place, one in at[seat].items()
+            for other_seat, other_place, other in chain.from_iterable(partners[place])
+            if (seat, place) < (other_seat, other_place)
+        ]
+        both.sort(key=lambda pair: pair[:3])
+        for other_seat, _, _, one, other in both:
+            if seat in used:
+                break
+            if other_seat not in used:
+                yield one, other
+
+
+def _number(berth: Berth) -> int:
+    return berth.residents[0].number
 
 
 def _who_moves(one: Berth, other: Berth) -> tuple[Berth, Berth]:

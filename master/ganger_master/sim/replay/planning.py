@@ -89,6 +89,8 @@ class Planning:
         self._places = policy.places is Places.PLANNER
         # What gangs have is not changed while they run.
         self._is_plain = policy.tuning is None and policy.tetris is None and not policy.resizes
+        # Nor anything else: plans are for those who wait.
+        self._only_for_waiting = self._is_plain and not (policy.moves or policy.grows or policy.shares)
         # Any free GPUs serve, nobody is stopped, and time alone changes nothing.
         does_more = self._order.preempts or self._order.learns or policy.shares
         only_starts = options.ideal and self._is_plain and not does_more
@@ -160,6 +162,9 @@ class Planning:
         if not is_due and not (self._is_news and self._may_start()):
             return False
         is_news, self._is_news = self._is_news, False
+        if self._only_for_waiting and not self.table.has_waiting:
+            self._planned = NOTHING_PLANNED
+            return False
         looks = may_stop or sizing is not None or (moves is not None and not moves.moves_nobody())
         if self._starts_nobody() if self._only_starts else not looks and self._is_vain():
             return False
@@ -263,7 +268,8 @@ class Planning:
         comes_back = self._due_at == self._stopped_at + self._options.plan_every_s > self._clock.now
         if not comes_back or not self._is_plain or not self.table.has_waiting:
             return False
-        if may_start(self._policy.placement, self.table, self._room, terms_of(self._policy, self.table)):
+        terms = terms_of(self._policy, self.table)
+        if may_start(self._policy.placement, self.table, self._room, terms, self._displaced):
             return False
         # What is known of jobs depends on when one looks.
         self.table.look(self._clock.now, self._order)
@@ -303,11 +309,12 @@ class Planning:
         """Once there is nothing else to do at an instant."""
         if self._told:
             return False
-        before, answer = packer.packing, None
-        if self._clock.now >= packer.next_look_s:
+        before, answer, next_look_s = packer.packing, None, packer.next_look_s
+        if self._clock.now >= next_look_s:
             answer = self._answer(*packer.plan())
-        if packer.next_look_s < np.inf:
-            self._come_back(packer.next_look_s)
+            next_look_s = packer.next_look_s
+        if next_look_s < np.inf:
+            self._come_back(next_look_s)
         if answer is None:
             return False
         refused = frozenset(verdict.number for verdict in answer.verdicts if not verdict.approved)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
-
-from ganger.resources.topology import bits
 
 from ganger_master.core import commands, machine
 from ganger_master.core.answers import Refused
@@ -148,8 +146,8 @@ class _Replay:
         measures = self.policy.moves or (is_elastic and (self.policy.grows or self.policy.resizes))
         self.memory = _footprints(jobs, servers, options.seed) if measures else self.footprints
         self.windows = None if self.memory is None else _windows(self.memory, options.seed)
-        # Who trains on a device, by node and number of the device, and where they do, by position.
-        self._on: dict[tuple[str, int], set[int]] = {}
+        # Who trains on a node, by position, with the mask of their devices; and where they do.
+        self._on: dict[str, dict[int, int]] = {}
         self._where: dict[int, Gang] = {}
         self.turns = Turns(self.state, self.send)
         self.events = 0
@@ -225,8 +223,8 @@ class _Replay:
         ends = self._let_go(self.work.begin(job, now, self._rate(job, gang)))
         if self.windows is not None:
             self._where[job] = gang
-            for device in _devices(gang):
-                self._on.setdefault(device, set()).add(job)
+            for piece in gang.pieces:
+                self._on.setdefault(piece.claim.node, {})[job] = piece.claim.device_mask
             ends = self._let_go(self._beside(job))
             self._retime(self._company(job, gang))
         return ends
@@ -235,7 +233,13 @@ class _Replay:
         """Who trains on its devices, too."""
         if self.footprints is None:
             return frozenset()
-        return frozenset(other for device in _devices(gang) for other in self._on.get(device, ()) if other != job)
+        found = []
+        for piece in gang.pieces:
+            mask = piece.claim.device_mask
+            for other, theirs in self._on.get(piece.claim.node, {}).items():
+                if mask & theirs and other != job:
+                    found.append(other)
+        return frozenset(found)
 
     def _beside(self, job: int) -> float:
         """It goes on beside those who are on its devices now; when it ends then."""
@@ -283,8 +287,8 @@ class _Replay:
         self.work.stop(job, now)
         self.ledger.halts(job, now - EPOCH_S)
         if self.windows is not None and self._where.pop(job, None) is not None:
-            for device in _devices(gang):
-                self._on[device].discard(job)
+            for piece in gang.pieces:
+                self._on[piece.claim.node].pop(job, None)
             self.windows.rests(number, now)
             self._retime(self._company(job, gang))
 
@@ -331,10 +335,6 @@ class _Replay:
 
     def _tick(self) -> None:
         self.send(commands.Tick())
-
-
-def _devices(gang: Gang) -> Iterator[tuple[str, int]]:
-    return ((claim.node, device) for claim in gang.claims for device in bits(claim.device_mask))
 
 
 # Of what most replays do without, and whose loading takes longer than to replay a hundred jobs.
