@@ -68,6 +68,22 @@ def test_best_mask_is_free_of_the_right_size_and_close_enough(topology: Topology
         assert topology.level(mask) == min(map(topology.level, reachable))
 
 
+@given(
+    devices=st.sampled_from([4, 8, 12]),
+    free=st.integers(0, (1 << 12) - 1),
+    count=st.integers(0, 6),
+    widest=st.sampled_from([Level.NVLINK, Level.SOCKET, Level.NODE]),
+    spread=st.booleans(),
+)
+def test_where_no_devices_are_closer_than_others_the_first_ones_are_the_best(
+    devices: int, free: int, count: int, widest: Level, spread: bool
+) -> None:
+    topology = Topology(ConfigurationSet("apart", "x", devices))
+    free &= topology.all_mask
+    searched = topology._search(free, count, widest, spread, (), ()) if count <= free.bit_count() else None
+    assert topology.best(free, count, widest, spread) == searched
+
+
 @given(free=st.integers(0, 255), widest=st.sampled_from([Level.SWITCH, Level.SOCKET, Level.NODE]))
 def test_largest_is_the_most_devices_within_a_level(free: int, widest: Level) -> None:
     naive = max(

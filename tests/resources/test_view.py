@@ -18,6 +18,31 @@ def rows(view: View) -> list[object]:
 
 
 @settings(max_examples=60)
+@given(
+    masks=st.lists(st.integers(1, 15), min_size=1, max_size=8),
+    before=st.one_of(st.none(), st.lists(st.integers(0, 2), min_size=4, max_size=4)),
+    data=st.data(),
+)
+def test_claims_on_each_device_are_counted(masks: list[int], before: list[int] | None, data: st.DataObject) -> None:
+    view = cluster(1)
+    rows = before or [0, 0, 0, 0]
+    free = sum(1 << device for device, claims in enumerate(rows) if not claims)
+    view.put(replace(view.row("s0"), device_rows=tuple(rows), free_mask=free, version=0))
+    held: list[Claim] = []
+    for mask in masks:
+        if held and data.draw(st.booleans()):
+            claim, sign = held.pop(data.draw(st.integers(0, len(held) - 1))), -1
+            view.give(claim)
+        else:
+            claim, sign = Claim("s0", mask, (0, 0), 0, shared_mask=mask), 1
+            view.take(claim)
+            held.append(claim)
+        rows = [claims + sign * (claim.device_mask >> device & 1) for device, claims in enumerate(rows)]
+        assert list(view.row("s0").device_rows) == list(view.copy().row("s0").device_rows) == rows
+        assert view.free[0] == sum(1 << device for device, claims in enumerate(rows) if not claims)
+
+
+@settings(max_examples=60)
 @given(shapes=st.lists(gangs(), max_size=8), order=st.randoms(use_true_random=False))
 def test_freed_is_what_was_held_in_any_order(shapes: list[GangShape], order: object) -> None:
     view = cluster(4, per_rack=2)

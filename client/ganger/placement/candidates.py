@@ -284,8 +284,8 @@ def share_with(view: View, shape: GangShape, avoid: Collection[str] = (), only: 
         return ""
     scan = Scan.of(view, shape, avoid, only)
     hosts = scan.hosts(Level.NODE, (Reason.GPUS, Reason.CORES, Reason.MEMORY, Reason.LOCALITY))
-    slots = np.flatnonzero(hosts & (scan.columns.affinity[: scan.size] == gpus))
-    if not slots.size:
+    slots = np.flatnonzero(hosts & (scan.columns.affinity[: scan.size] == gpus)).tolist()
+    if not slots:
         return ""
-    load = [sum(view.device_rows[slot]) / max(1, view.topologies[slot].devices) for slot in slots]
-    return view.nodes[int(slots[int(np.argmin(load))])]
+    load = [sum(view.device_rows(slot)) / max(1, view.topologies[slot].devices) for slot in slots]
+    return view.nodes[slots[int(np.argmin(load))]]

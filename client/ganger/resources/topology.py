@@ -77,6 +77,9 @@ class Topology:
             return 0
         if free.bit_count() < count:
             return None
+        if not self.circles:
+            # None are closer to each other than others.
+            return _lowest(free, count) if widest >= Level.NODE or count == 1 else None
         jobs = (tuple(socket_jobs), tuple(group_jobs)) if spread else ((), ())
         key = (free, count, widest, spread, *jobs)
         if key not in self._best:
@@ -171,6 +174,14 @@ def bits(mask: int) -> Iterator[int]:
         low = mask & -mask
         yield low.bit_length() - 1
         mask ^= low
+
+
+def _lowest(mask: int, count: int) -> int:
+    """The first `count` devices of a mask that has as many."""
+    rest = mask
+    for _ in range(count):
+        rest &= rest - 1
+    return mask ^ rest
 
 
 def parse_topology(

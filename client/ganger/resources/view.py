@@ -72,10 +72,13 @@ class View:
         self.fabrics: list[str] = []
         self.socket_jobs: list[tuple[int, ...]] = []
         self.group_jobs: list[tuple[int, ...]] = []
-        self.device_rows: list[tuple[int, ...]] = []
+        # Devices that a claim holds.
+        self.held: list[int] = []
         self.affinity: list[int] = []
         # Only of slots where parked gangs keep memory of devices: bytes by device.
         self.parked: dict[int, tuple[int, ...]] = {}
+        # Only of slots where that is not one claim each: how many hold each device.
+        self.shared: dict[int, tuple[int, ...]] = {}
         self._in_service: list[int] = []
         self._versions: list[int] = []
         # By slot: how many changes there were with its last one.
@@ -143,7 +146,7 @@ class View:
         self.fabrics[slot] = row.fabric
         self.socket_jobs[slot] = _padded(row.socket_jobs, len(topology.sockets))
         self.group_jobs[slot] = _padded(row.group_jobs, len(topology.groups))
-        self.device_rows[slot] = _padded(row.device_rows, topology.devices)
+        self._hold(slot, _padded(row.device_rows, topology.devices))
         self.affinity[slot] = row.affinity
         self._keep_parked(slot, row.parked_bytes and _padded(row.parked_bytes, topology.devices))
         self._in_service[slot] = serves
@@ -164,6 +167,7 @@ class View:
         self.available[slot] = False
         self.free[slot] = 0
         self.parked.pop(slot, None)
+        self.shared.pop(slot, None)
         self._vacant.append(slot)
         self._note(slot)
         self.version += 1
@@ -198,7 +202,8 @@ class View:
                 self.memory[slot],
                 self.socket_jobs[slot],
                 self.group_jobs[slot],
-                self.device_rows[slot],
+                self.held[slot],
+                self.shared.get(slot),
                 self.affinity[slot],
                 self.parked.get(slot),
                 claim.device_mask,
@@ -215,7 +220,9 @@ class View:
             self.memory[slot] = self.memory[first]
             self.socket_jobs[slot] = self.socket_jobs[first]
             self.group_jobs[slot] = self.group_jobs[first]
-            self.device_rows[slot] = self.device_rows[first]
+            self.held[slot] = self.held[first]
+            if self.shared:
+                self._hold(slot, self.device_rows(first))
             self.affinity[slot] = self.affinity[first]
             self._touch(slot)
             runs[-1].append(slot)
@@ -264,6 +271,14 @@ class View:
             return (capacity,) * topology.devices
         kept, ours = (_padded(tuple(some), topology.devices) for some in (self.parked.get(slot, ()), own))
         return tuple([max(0, capacity - size + mine) for size, mine in zip(kept, ours, strict=True)])
+
+    def device_rows(self, slot: int) -> tuple[int, ...]:
+        """How many claims hold each device."""
+        shared = self.shared.get(slot)
+        if shared is not None:
+            return shared
+        held = self.held[slot]
+        return tuple([held >> device & 1 for device in range(self.topologies[slot].devices)])
 
     def set_available(self, name: str, available: bool) -> None:
         slot = self.slots[name]
@@ -340,8 +355,8 @@ class View:
         empty.affinity = [0] * len(sets)
         empty.socket_jobs = [zeros[one.name][0] for one in sets]
         empty.group_jobs = [zeros[one.name][1] for one in sets]
-        empty.device_rows = [zeros[one.name][2] for one in sets]
-        empty.parked = {}
+        empty.held = [0] * len(sets)
+        empty.parked, empty.shared = {}, {}
         if everywhere_available:
             empty.available = [bool(name) for name in self.nodes]
         empty._columns = None
@@ -423,11 +438,32 @@ class View:
             changes = zip(kept, claim.parked_bytes, strict=True)
             self._keep_parked(slot, tuple([before + sign * more for before, more in changes]))
         if mask or any(millicores):
-            counts = (self.socket_jobs[slot], self.group_jobs[slot], self.device_rows[slot])
-            at_sockets, in_groups, on_devices, held = _counted(topology, counts, mask, millicores, sign)
-            self.socket_jobs[slot], self.group_jobs[slot], self.device_rows[slot] = at_sockets, in_groups, on_devices
+            counts = (self.socket_jobs[slot], self.group_jobs[slot])
+            self.socket_jobs[slot], self.group_jobs[slot] = _counted(topology, counts, mask, millicores, sign)
+            held = self._recount(slot, mask, sign)
         self._touch(slot)
         return held
+
+    def _recount(self, slot: int, mask: int, sign: int) -> int:
+        """One claim more, or less, on each of these devices; those of them that claims hold then."""
+        held = self.held[slot]
+        if slot not in self.shared and mask & held == (0 if sign > 0 else mask):
+            # Nobody else was on them, or is: as nearly always.
+            self.held[slot] = held ^ mask
+            return mask if sign > 0 else 0
+        rows = list(self.device_rows(slot))
+        for device in bits(mask):
+            rows[device] += sign
+        self._hold(slot, tuple(rows))
+        return mask & self.held[slot]
+
+    def _hold(self, slot: int, rows: tuple[int, ...]) -> None:
+        """So many claims hold each of its devices."""
+        self.held[slot] = sum([1 << device for device, claims in enumerate(rows) if claims > 0])
+        if all(map(_ONE_OR_NONE.__contains__, rows)):
+            self.shared.pop(slot, None)
+        else:
+            self.shared[slot] = rows
 
     def _fill_columns(self, columns: Columns, where: slice, slots: Iterable[int]) -> None:
         slots = tuple(slots)
@@ -473,7 +509,7 @@ class View:
         self.fabrics.append("")
         self.socket_jobs.append(())
         self.group_jobs.append(())
-        self.device_rows.append(())
+        self.held.append(0)
         self.affinity.append(0)
         self._in_service.append(0)
         self._versions.append(0)
@@ -491,7 +527,7 @@ class View:
             and self.fabrics[slot] == row.fabric
             and self.socket_jobs[slot] == _padded(row.socket_jobs, len(topology.sockets))
             and self.group_jobs[slot] == _padded(row.group_jobs, len(topology.groups))
-            and self.device_rows[slot] == _padded(row.device_rows, topology.devices)
+            and self.device_rows(slot) == _padded(row.device_rows, topology.devices)
             and self.affinity[slot] == row.affinity
             and self.parked.get(slot, ()) == row.parked_bytes
         )
@@ -521,7 +557,7 @@ class View:
             fabric=self.fabrics[slot],
             socket_jobs=self.socket_jobs[slot],
             group_jobs=self.group_jobs[slot],
-            device_rows=self.device_rows[slot],
+            device_rows=self.device_rows(slot),
             affinity=self.affinity[slot],
             parked_bytes=self.parked.get(slot, ()),
         )
@@ -532,6 +568,7 @@ class View:
 
 # Changes that are remembered, beside a few for each node.
 _MOST_NOTED = 1024
+_ONE_OR_NONE = frozenset({0, 1})
 _LISTS = (
     "nodes",
     "free",
@@ -543,44 +580,36 @@ _LISTS = (
     "fabrics",
     "socket_jobs",
     "group_jobs",
-    "device_rows",
+    "held",
     "affinity",
     "parked",
+    "shared",
     "_in_service",
     "_versions",
     "_vacant",
 )
 
 
-def _zeros(topology: Topology) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    return (0,) * len(topology.sockets), (0,) * len(topology.groups), (0,) * topology.devices
+def _zeros(topology: Topology) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (0,) * len(topology.sockets), (0,) * len(topology.groups)
 
 
 @lru_cache(16_384)
 def _counted(
     topology: Topology,
-    counts: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
+    counts: tuple[tuple[int, ...], tuple[int, ...]],
     mask: int,
     millicores: tuple[int, ...],
     sign: int,
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-    """Jobs at each socket, in each group, on each device with a claim more or less, and the devices of it that any are
-    on. Many nodes are filled alike."""
-    at_sockets, in_groups, on_devices = counts
-    rows = list(on_devices)
-    held = 0
-    for device in bits(mask):
-        rows[device] += sign
-        if rows[device] > 0:
-            held |= 1 << device
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Jobs at each socket and in each group with a claim more or less. Many nodes are filled alike."""
+    at_sockets, in_groups = counts
     return (
         tuple(
             jobs + sign if devices & mask or any(millicores[at : at + 1]) else jobs
             for at, (jobs, devices) in enumerate(zip(at_sockets, topology.sockets, strict=True))
         ),
         tuple(jobs + sign if group & mask else jobs for jobs, group in zip(in_groups, topology.groups, strict=True)),
-        tuple(rows),
-        held,
     )
 
 

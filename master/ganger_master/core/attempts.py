@@ -155,7 +155,13 @@ def _review_once(state: State, number: int, now: float, cause: str) -> bool:
     if _FORGET in acts:
         for gang, act in zip(gangs, acts, strict=True):
             if act is _FORGET and orders.holds_nothing(gang):
-                _forget(state, job, gang, now)
+                _forget(state, gang, now)
+                if job.ending is not None and len(gangs) == 1:
+                    # It was the last one, and of nothing nothing follows.
+                    ending.complete(state, job, (), now, cause)
+                    return False
+                if job.epoch == gang.epoch:
+                    state.put_job(replace(job, epoch=0))
                 return True
     if job.ending is not None:
         if all(gang.is_gone or gang.role is GangRole.SOURCE for gang in gangs):
@@ -241,9 +247,8 @@ def _rest(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool:
     step = max(piece.stop_step for piece in gang.pieces)
     if level is SuspendLevel.CHECKPOINT:
         by_user = job.state is JobState.SUSPENDED
-        if not by_user:
-            state.put_job(replace(job, preemptions=job.preemptions + 1))
-        ending.end(state, job.number, JobState.SUSPENDED if by_user else JobState.PENDING, now, "rests on storage")
+        becomes = JobState.SUSPENDED if by_user else JobState.PENDING
+        ending.end(state, job.number, becomes, now, "rests on storage", preempted=not by_user)
     else:
         state.put_gang(orders.rested(gang, now))
         if level is SuspendLevel.OFFLOAD:
@@ -298,12 +303,10 @@ def _note_left(state: State, gang: Gang, now: float) -> None:
             state.left_by[piece.claim.node] = (gang.job, now)
 
 
-def _forget(state: State, job: Job, gang: Gang, now: float) -> None:
+def _forget(state: State, gang: Gang, now: float) -> None:
     _note_left(state, gang, now)
     state.forget_gang(gang.epoch)
     sharing.leave(state, gang)
-    if job.epoch == gang.epoch:
-        state.put_job(replace(job, epoch=0))
 
 
 def _may_run_on(gang: Gang) -> bool:

@@ -33,17 +33,29 @@ def end(
     reason: str,
     failure: Failure | None = None,
     checkpoint_first: bool = False,
+    preempted: bool = False,
 ) -> None:
-    """Stops every gang of the job; once all are gone it becomes that. A final end stands against any other."""
+    """Stops every gang of the job; once all are gone it becomes that. A final end stands against any other.
+    `preempted`: it counts as a preemption."""
     job = state.jobs[number]
     if job.ending is not None and job.ending.is_final:
         return
     for gang in state.gangs_of_job(number):
         state.put_gang(orders.stop(gang, reason, now, checkpoint_first))
-    job = replace(clock_stopped(job, now), ending=becomes, failure=failure, reason=reason, next_epoch=0)
-    # Where it rested is among what is stopped.
-    job = replace(job, suspended_level=SuspendLevel.NONE)
-    state.put_job(replace(job, revision=job.revision + 1, pending_since=0.0))
+    state.put_job(
+        replace(
+            clock_stopped(job, now),
+            ending=becomes,
+            failure=failure,
+            reason=reason,
+            next_epoch=0,
+            # Where it rested is among what is stopped.
+            suspended_level=SuspendLevel.NONE,
+            pending_since=0.0,
+            preemptions=job.preemptions + preempted,
+            revision=job.revision + 1,
+        )
+    )
 
 
 def complete(state: State, job: Job, gangs: Sequence[Gang], now: float, cause: str) -> None:
