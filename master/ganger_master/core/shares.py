@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+
+def limit_of(quotas: Mapping[str, int], user: str) -> int | None:
+    """Devices that a user may hold at once; None: any number. `quotas`: as `Settings.quota_devices`."""
+    return quotas.get(user, quotas.get(""))
+
 
 class Shares:
     """Devices by user, of jobs that are charged for them."""
