@@ -26,6 +26,10 @@ class Shares:
             self._charged[number] = user, devices
             self._add(user, devices)
 
+    def of(self, number: int) -> int:
+        """What a job is charged for."""
+        return self._charged.get(number, ("", 0))[1]
+
     def beside(self, number: int, user: str) -> int:
         """What the user's jobs hold, one left out."""
         owner, own = self._charged.get(number, ("", 0))
