@@ -21,6 +21,7 @@ from ganger.wire.tls import check_directory, server_context, tell_end
 from ganger_master.config import Config
 from ganger_master.core.settings import Settings
 from ganger_master.policies import Places, live_policy_named
+from ganger_master.quotas import as_settings
 from ganger_master.rpc.server import MasterServer
 from ganger_master.runtime import failpoints, heap, recorder, retention
 from ganger_master.runtime.progress import ProgressBoard
@@ -120,7 +121,7 @@ class Master:
             session_alive_seconds=config.session_alive_seconds,
             finished_jobs_limit=config.finished_jobs_limit,
             residue_bytes=config.residue_bytes,
-            quota_devices={"" if user == "*" else user: gpus for user, gpus in config.quotas.items()},
+            quota_devices=as_settings(config.quotas),
         )
         store = self._given_store or SqlStore(config.url)
         writer = Writer(store, settings, self._clock, failpoints.of_environment())

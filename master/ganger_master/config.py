@@ -17,6 +17,7 @@ from ganger.units import parse_memory
 from ganger.wire.endpoints import EndpointError, check_address, check_listen_address, is_loopback
 
 from ganger_master.policies import live_policy_named
+from ganger_master.quotas import quotas_of
 
 PREFIX: Final = "GANGER_MASTER_"
 
@@ -179,7 +180,7 @@ def _parse_one(name: str, value: object, has_certificates: bool) -> object:
     if name == "residue_bytes":
         return parse_memory(value)
     if name == "quotas":
-        return _quotas_of(value)
+        return quotas_of(value)
     if name in ("scheduler_host", "planner"):
         return _truth_of(name, value)
     if name == "log_level":
@@ -194,20 +195,6 @@ def _parse_one(name: str, value: object, has_certificates: bool) -> object:
         return value
     known = ", ".join(sorted(one.removesuffix("_seconds") for one in _NAMES))
     raise ValueError(f"{name}: no such setting; known are {known}")
-
-
-def _quotas_of(value: object) -> dict[str, int]:
-    """Of a table, or of `alice=8,*=4` as variables and flags have it."""
-    if isinstance(value, str):
-        pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
-        value = {user.strip(): gpus.strip() for user, _, gpus in pairs}
-    if not isinstance(value, Mapping):
-        raise ValueError(f"quotas: {value!r} is no table of users and GPUs")
-    wrong = [user for user, gpus in value.items() if not user or isinstance(gpus, bool) or not str(gpus).isdecimal()]
-    if wrong:
-        names = ", ".join(repr(user) for user in wrong)
-        raise ValueError(f"quotas: {names}: write USER=GPUS, a number from 0 on, and *=GPUS for everybody else")
-    return {user: int(str(gpus)) for user, gpus in value.items()}
 
 
 def _check_policy(name: str) -> None:

@@ -10,6 +10,7 @@ from ganger.placement.resized import resized
 from ganger.resources.reasons import Reason
 from ganger.resources.values import Claim
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused
+from ganger_master.core.capacity import rules
 from ganger_master.core.commands import Change, ProposePlan, ResizeJob
 from ganger_master.core.desired import desired_of
 from ganger_master.core.model import (
@@ -232,6 +233,35 @@ def test_a_user_s_share_bounds_how_far_a_job_grows() -> None:
     assert isinstance(answer, Refused)
     assert "share of user" in answer.message
     assert drive.step(ResizeJob(number, 2)) == JobAnswer(number)
+
+
+def test_what_a_job_is_about_to_have_counts_towards_its_user_s_share() -> None:
+    drive = World(2, settings=Settings(quota_devices={"": 4}))
+    number, other = drive.running(elastic(1, 1, 4)), drive.submit(job_of(2))
+    assert rules(drive.state, drive.job(other)) == ()
+    assert drive.step(ResizeJob(number, 3)) == JobAnswer(number)
+    (refusal,) = rules(drive.state, drive.job(other))
+    assert refusal.figures == {"needed": 2, "held": 3, "limit": 4}
+    drive.seen(number, drive.job(number).next_epoch, ObservedPhase.ENDED)
+    assert not drive.job(number).next_epoch, "it was given up"
+    assert rules(drive.state, drive.job(other)) == ()
+
+
+def test_a_plan_cannot_exceed_a_user_s_share_by_growth_and_a_start() -> None:
+    drive = World(2, settings=Settings(quota_devices={"": 4}))
+    grows, waits = drive.running(elastic(1, 1, 4)), drive.submit(job_of(2))
+    job = drive.job(grows)
+    claims = resized(drive.state.view, job.spec.shape(job.arena_bytes_per_device, 0, 3), drive.state.gangs[1].claims)
+    assert claims is not None
+    (start,) = [places for places in drive.places(waits) if places[0].node == "n2"]
+    changes = (
+        Change(grows, job.revision, "RESIZE", claims),
+        Change(waits, drive.job(waits).revision, "START", start),
+    )
+    answer = drive.step(ProposePlan(changes))
+    assert isinstance(answer, PlanAnswer)
+    assert [verdict.approved for verdict in answer.verdicts] == [True, False]
+    assert answer.verdicts[1].refusals[0].reason is Reason.QUOTA
 
 
 _SEEN = ["prepared", "parked", "ready", "runs", "fails", "gone", "part fails", "restarts"]

@@ -347,6 +347,25 @@ def test_of_very_many_that_wait_for_no_other_job_some_are_looked_at_and_every_se
     assert wake <= drive.now + 1.0
 
 
+@pytest.mark.parametrize(("quota", "is_asked"), [(1, False), (2, True), (3, True)])
+def test_a_job_is_asked_again_only_if_its_user_s_quota_leaves_what_it_needs_at_least(
+    quota: int, is_asked: bool
+) -> None:
+    drive = Drive(1, Settings(policy="backfill", quota_devices={"alice": quota}))
+    for user in ("alice", "bob"):
+        other = drive.submit(job_of(1), user)
+        answer_turns(drive, 0.2)
+        drive.runs(other)
+    elastic = drive.submit(replace(job_of(3), gpus_min=1, gpus_max=3), "alice")
+    answer_turns(drive, 0.2)
+    assert elastic in drive.state.aside
+    drive.step(CancelJob(other))
+    drive.seen_without("n1", other)
+    drive.now += 5.0
+    drive.step(Tick())
+    assert (elastic in drive.state.turn_of) == is_asked
+
+
 def test_a_job_that_waits_for_no_other_job_is_asked_again_a_second_after_the_view_has_changed() -> None:
     drive = Drive(1, Settings(quota_devices={"alice": 1}))
     first, second = drive.submit(job_of(1), "alice"), drive.submit(job_of(1), "alice")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 from core.drive import GIB, Drive, job_of
 from ganger.placement.candidates import candidates
@@ -24,12 +26,14 @@ from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
 from kit.clusters import cluster, gang, idle_row, server
 from msgspec.structs import replace
 
+NO_QUOTAS: dict[str, int] = {}
+
 
 class Planned(Drive):
     """A state that a planner looks after."""
 
-    def __init__(self, nodes: int = 1, policy: str = "las") -> None:
-        super().__init__(nodes, Settings(policy=policy))
+    def __init__(self, nodes: int = 1, policy: str = "las", quotas: Mapping[str, int] = NO_QUOTAS) -> None:
+        super().__init__(nodes, Settings(policy=policy, quota_devices=quotas))
         self.policy = policy_named(policy)
 
     def as_told(self, job: Job) -> tuple[Job, Gang | None]:
@@ -42,7 +46,7 @@ class Planned(Drive):
         return told, gang
 
     def found(self, kept_out: KeptOut = NOBODY, may_stop: bool = True) -> Pass:
-        table = LiveTable()
+        table = LiveTable(quotas=self.state.settings.quota_devices)
         for job in self.state.jobs.values():
             table.put(*self.as_told(job))
         view = self.state.view.copy()
@@ -61,9 +65,9 @@ class Planned(Drive):
         assert all(verdict.approved for verdict in answer.verdicts), answer
         return [(change.kind, change.number) for change in changes]
 
-    def running(self, spec: JobSpec, seconds: float = 10.0) -> int:
+    def running(self, spec: JobSpec, seconds: float = 10.0, user: str = "") -> int:
         """A job that the planner started so long ago."""
-        number = self.submit(spec)
+        number = self.submit(spec, user)
         assert ("START", number) in self.proposed()
         self.runs(number)
         self.now += seconds

@@ -21,10 +21,14 @@ PENDING, HOLDING = job_pb2.Job.STATE_PENDING, job_pb2.Job.STATE_HOLDING
 
 
 def on_a_master(
-    tmp_path: Path, story: Callable[[Served, Speaker], Awaitable[None]], policy: str = "las", nodes: int = 1
+    tmp_path: Path,
+    story: Callable[[Served, Speaker], Awaitable[None]],
+    policy: str = "las",
+    nodes: int = 1,
+    **settings: object,
 ) -> None:
     async def told() -> None:
-        async with serving(tmp_path, planner=False, policy=policy, plan_every_seconds=1.0) as served:
+        async with serving(tmp_path, planner=False, policy=policy, plan_every_seconds=1.0, **settings) as served:
             speakers = [Speaker(served, f"n{number}") for number in range(1, nodes + 1)]
             for speaker in speakers:
                 await speaker.join()
@@ -114,6 +118,29 @@ def test_what_the_master_refuses_keeps_nobody_else_waiting_and_is_asked_for_agai
             assert state_of(served, 2) == "PENDING"
 
     on_a_master(tmp_path, story)
+
+
+@pytest.mark.parametrize("most", [2, 1 << 70])
+def test_who_would_take_its_user_beyond_its_quota_is_in_no_line_and_starts_once_others_of_its_user_have_gone(
+    tmp_path: Path, most: int
+) -> None:
+    async def story(served: Served, node: Speaker) -> None:
+        async with planning(served):
+            for _ in range(3):
+                await served.submit(spec_of(2))
+            state = served.master.writer.state
+            if most > 2:
+                await until(lambda: state_of(served, 2) == "HOLDING" and 3 in state.ranks)
+                return
+            await until(lambda: state_of(served, 1) == "HOLDING")
+            assert (await get(served, 2)).blockers[0].reason == "QUOTA"
+            await served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name="jobs/1"))
+            await node.reconcile()
+            await node.reconcile([])
+            await until(lambda: state_of(served, 2) == "HOLDING" and not state.ranks)
+            assert state_of(served, 3) == "PENDING"
+
+    on_a_master(tmp_path, story, quotas={"*": most})
 
 
 def test_where_jobs_share_gpus_it_starts_whom_there_is_room_for_too_and_goes_on_anew(tmp_path: Path) -> None:

@@ -135,6 +135,21 @@ def test_a_planner_is_asked_for_its_plans_and_leaves_the_replay_as_it_was(
     assert document["differences"] == 0
 
 
+@pytest.mark.parametrize("policy", ["las", "drf"])
+def test_a_planner_s_plans_keep_to_the_quotas_of_the_recorded_master(file: Path, policy: str) -> None:
+    rerun, other = Rerun(read_lines(file)), Otherwise(policy)
+    most = 0
+    for happening in rerun:
+        before = len(other.planned)
+        other.tell(happening, rerun.state)
+        for planned in other.planned[before:]:
+            assert rerun.state is not None
+            started = [rerun.state.jobs[number] for number in planned.starts]
+            anns = sum([job.gpus for job in started if job.user == "ann"])
+            most = max(most, rerun.state.shares.held.get("ann", 0) + anns)
+    assert most == 6
+
+
 def test_a_job_that_a_planner_lets_wait_is_told_its_place_when_that_changes() -> None:
     spec = JobSpec(("true",), (Role("worker", 1, TaskShape(1)),))
     state, story = State(Settings(policy="las"), 1_000.0), Story(2)

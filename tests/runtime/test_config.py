@@ -109,6 +109,8 @@ def test_quotas_are_a_table_or_pairs() -> None:
             load({"state_dir": "/s", "quotas": wrong}, {})
     with pytest.raises(ConfigError, match="no table"):
         load({"state_dir": "/s"}, {}, "quotas = 7\n")
+    with pytest.raises(ConfigError, match="quotas: 'alice' twice: give each user one number"):
+        load({"state_dir": "/s", "quotas": "alice=8,bob=1,alice =8"}, {})
 
 
 @pytest.mark.parametrize("listen", ["nowhere", "127.0.0.1:99999", "0.0.0.0:0", "unix:relative", "unix:/" + "x" * 200])

@@ -8,7 +8,7 @@ from ganger_master.sim.acceptable import acceptable
 from ganger_master.sim.replay.options import Options
 from ganger_master.sim.replay.run import simulate
 from ganger_master.sim.traces.servers import Servers, servers_from_description, servers_from_flags
-from ganger_master.sim.traces.workload import Workload, workload
+from ganger_master.sim.traces.workload import Labels, Workload, workload
 
 MIXED = servers_from_description(
     {
@@ -42,6 +42,30 @@ def test_of_several_types_the_one_there_are_most_of_is_asked_for(accepted: str, 
     jobs, findings = acceptable(jobs_of((1, 1.0, accepted)), MIXED, is_ideal=False)
     assert jobs.gpu_type.texts() == [asked]
     assert len(findings) == ("|" in accepted)
+
+
+@pytest.mark.parametrize(
+    ("quotas", "left"),
+    [
+        ({}, "0123"),
+        ({"ann": 8}, "0123"),
+        ({"ann": 4}, "023"),
+        ({"ann": 1, "*": 1}, "02"),
+        ({"*": 4}, "023"),
+        ({"*": 2, "ann": 8}, "0123"),
+        ({"bob": 1, "*": 8}, "012"),
+        ({"*": 0, "bob": 2}, "23"),
+        ({"*": 0}, ""),
+    ],
+)
+def test_a_gang_larger_than_its_user_s_quota_could_never_run(quotas: dict[str, int], left: str) -> None:
+    jobs = jobs_of((1, 1.0, ""), (8, 1.0, ""), (1, 1.0, ""), (2, 1.0, "")).with_columns(
+        user=Labels.of(["ann", "ann", "bob", ""]), tenant=Labels.of(["", "", "", "bob"])
+    )
+    kept, findings = acceptable(jobs, PLAIN, is_ideal=True, quotas=quotas)
+    assert kept.job_ids == tuple(f"j{number}" for number in left)
+    assert sum(finding.rows for finding in findings) == 4 - len(left)
+    assert all("of its user's quota" in finding.what for finding in findings)
 
 
 def test_types_mean_nothing_to_servers_whose_types_nobody_named() -> None:

@@ -226,6 +226,11 @@ def test_a_bad_trace_is_refused_with_its_lines(said: Said, tmp_path: Path, text:
         (["example", *ONE_NODE, "-p", "fifo+bestfit"], "no placement or tuning 'bestfit'; did you mean best-fit?"),
         (["example", *ONE_NODE, "-p", "las+defrag+defrag"], "'las+defrag+defrag' names defrag twice"),
         (["example", *ONE_NODE, "-p", "optimus", "--elastic", "0.5"], "--elastic: no job accepts less"),
+        (["example", *ONE_NODE, "--quotas", "ann"], "'ann': write USER=GPUS, a number from 0 on, and *=GPUS for"),
+        (["example", *ONE_NODE, "--quotas", "ann=-1,bob=few"], "'ann', 'bob': write USER=GPUS"),
+        (["example", *ONE_NODE, "--quotas", "ann=1,bob=1,ann=2"], "'ann' twice: give each user one number"),
+        (["example", *ONE_NODE, "--quotas", "*=1", "--quotas", "*=2"], "'*' twice: give each user one number"),
+        (["example", *ONE_NODE, "--quotas", "*=0"], "more GPUs than the 0 of its user's quota"),
         (["example", *ONE_NODE, "--csv", "/etc/hostname"], "/etc/hostname: not a directory"),
         (["example", *ONE_NODE, "--csv", "/proc/nothing"], "/proc/nothing: no such file"),
     ],
@@ -235,6 +240,46 @@ def test_what_cannot_be_is_refused_in_a_sentence(said: Said, arguments: list[str
     assert words in err
     assert code in (2, 4)
     assert out == ""
+
+
+OWNED = """job_id,submit_time_s,gpus,duration_s,user
+a1,0,1,100,ann
+a2,0,1,100,ann
+a3,0,2,100,ann
+b1,0,1,100,bob
+c1,0,1,100,
+"""
+
+
+def test_quotas_are_given_as_to_a_master_and_who_can_never_run_is_left_out_and_said(said: Said, tmp_path: Path) -> None:
+    path = tmp_path / "owned.csv"
+    path.write_text(OWNED)
+    flags = ["simulate", path, "--nodes", "1", "--gpus-per-node", "8", "-p", "las", "--cost", "start=0"]
+    code, out, _ = said(*flags, "--json")
+    assert (code, json.loads(out)["makespan_s"], json.loads(out)["options"]["quotas"]) == (0, 100.0, {})
+    code, out, err = said(*flags, "--quotas", "ann=1,*=3", "--json")
+    found = json.loads(out)
+    assert (code, found["jobs"], found["makespan_s"]) == (0, 4, 200.0)
+    assert found["options"]["quotas"] == {"ann": 1, "*": 3}
+    assert [each["what"] for each in found["trace"]["left_out"]] == ["needs more GPUs than the 1 of its user's quota"]
+    assert "owned.csv: left out: line 4: needs more GPUs than the 1 of its user's quota" in err
+    assert "owned.csv: changed: line 6: names no user: all such jobs together have *=3" in err
+    _, out, err = said(*flags, "--quotas", "ann=2", "--quotas", "bob=4")
+    assert "quotas                     ann=2, bob=4" in out
+    assert "names no user: no quota bounds it" in err
+    _, out, _ = said("compare", *flags[1:], "--quotas", "ann=2", "--json")
+    assert [run["makespan_s"] for load in json.loads(out)["loads"] for run in load["runs"]] == [200.0]
+
+
+def test_a_quota_of_whom_no_job_is_is_a_mistake(said: Said, trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "owned.csv"
+    path.write_text(OWNED)
+    code, out, err = said("simulate", path, *ONE_NODE, "-p", "fifo", "--quotas", "ann=3,bop=3")
+    assert (code, out) == (2, "")
+    assert "owned.csv: it has no job of 'bop', whom --quotas names; it has jobs of ann, bob" in err
+    code, out, err = said("simulate", trace, *ONE_NODE, "-p", "fifo", "--quotas", "ann=3")
+    assert (code, out) == (2, "")
+    assert "its jobs name no user: all of them together are bounded by *=GPUS" in err
 
 
 @pytest.mark.parametrize(

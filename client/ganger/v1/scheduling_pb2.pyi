@@ -971,6 +971,23 @@ Global___WatchClusterRequest: typing_extensions.TypeAlias = WatchClusterRequest
 class ClusterDelta(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class QuotasEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
     VIEW_FIELD_NUMBER: builtins.int
     JOBS_FIELD_NUMBER: builtins.int
     FORGOTTEN_FIELD_NUMBER: builtins.int
@@ -982,6 +999,7 @@ class ClusterDelta(google.protobuf.message.Message):
     QUANTUM_FIELD_NUMBER: builtins.int
     MOVES_PER_HOUR_FIELD_NUMBER: builtins.int
     CHANGING_NODE_SETS_FIELD_NUMBER: builtins.int
+    QUOTAS_FIELD_NUMBER: builtins.int
     continues: builtins.bool
     """More of the same moment follows: what is told so far does not add up yet."""
     policy: builtins.str
@@ -1020,6 +1038,10 @@ class ClusterDelta(google.protobuf.message.Message):
     def changing_node_sets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """"nodeSets/{n}" whose newest matrix is not yet made on all their nodes: no other is approved until it is."""
 
+    @property
+    def quotas(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """GPUs that a user may hold at once, "" being each who is not named; told with the whole view."""
+
     def __init__(
         self,
         *,
@@ -1034,10 +1056,11 @@ class ClusterDelta(google.protobuf.message.Message):
         quantum: google.protobuf.duration_pb2.Duration | None = ...,
         moves_per_hour: builtins.float | None = ...,
         changing_node_sets: collections.abc.Iterable[builtins.str] | None = ...,
+        quotas: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_moves_per_hour", b"_moves_per_hour", "moves_per_hour", b"moves_per_hour", "plan_every", b"plan_every", "quantum", b"quantum", "time", b"time", "view", b"view"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_moves_per_hour", b"_moves_per_hour", "changing_node_sets", b"changing_node_sets", "continues", b"continues", "draining", b"draining", "forgotten", b"forgotten", "jobs", b"jobs", "moves_per_hour", b"moves_per_hour", "plan_every", b"plan_every", "policy", b"policy", "quantum", b"quantum", "time", b"time", "view", b"view"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_moves_per_hour", b"_moves_per_hour", "changing_node_sets", b"changing_node_sets", "continues", b"continues", "draining", b"draining", "forgotten", b"forgotten", "jobs", b"jobs", "moves_per_hour", b"moves_per_hour", "plan_every", b"plan_every", "policy", b"policy", "quantum", b"quantum", "quotas", b"quotas", "time", b"time", "view", b"view"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__moves_per_hour: typing_extensions.TypeAlias = typing.Literal["moves_per_hour"]
     _WhichOneofArgType__moves_per_hour: typing_extensions.TypeAlias = typing.Literal["_moves_per_hour", b"_moves_per_hour"]

@@ -19,6 +19,7 @@ from ganger_master.approval.reservations import Reservation, Wanting, begins_at,
 from ganger_master.approval.verdicts import Approved, Rejected, approve
 from ganger_master.core import launches, orders, sharing
 from ganger_master.core.model import Claim, Job, Level, Node
+from ganger_master.core.shares import limit_of
 from ganger_master.core.state import State
 from ganger_master.core.waiting import Blocked, Kept
 
@@ -138,8 +139,8 @@ def rules(state: State, job: Job, gpus: int | None = None) -> tuple[Refusal, ...
     quotas = state.settings.quota_devices
     if not quotas:
         return ()
-    limit = quotas.get(job.user, quotas.get("", -1))
-    if limit < 0:
+    limit = limit_of(quotas, job.user)
+    if limit is None:
         return ()
     held, needed = state.shares.beside(job.number, job.user), job.gpus if gpus is None else gpus
     if held + needed <= limit:

@@ -56,7 +56,8 @@ def _explain(state: State, job: Job, now: float) -> Explanation:
     blockers = blockers_of(state, job, now)
     if state.policy.places is Places.PLANNER:
         assumption = "unknown, because whose the next free devices are is decided anew each time"
-        return Explanation((*blockers, *told_blockers(state, job)), assumption=assumption)
+        told = told_blockers(state, job)
+        return Explanation((*blockers, *(one for one in told if one not in blockers)), assumption=assumption)
     holders = tuple(_holders(state, now))
     if any(blocker.reason not in WAITS_FOR_PIECES | _BEHIND for blocker in blockers[:1]):
         return Explanation(blockers, assumption=f"unknown, because {blockers[0].message}")
@@ -75,7 +76,8 @@ def told_blockers(state: State, job: Job) -> tuple[Refusal, ...]:
     told = state.blockers_of(job.number)
     if told or state.policy.places is Places.JOBS or not state.is_waiting(job):
         return told
-    return (_ranked(state, job),)
+    # Whom its user's quota keeps out the planner does not rank.
+    return capacity.rules(state, job) or (_ranked(state, job),)
 
 
 def _held_back(array: Membership) -> Refusal:

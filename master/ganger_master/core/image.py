@@ -201,8 +201,7 @@ def _index(state: State) -> None:
             state.waiting.add(in_line)
             state.front.add(in_line)
         if state.settings.quota_devices:
-            holds = not job.state.is_final and job.epoch in state.gangs
-            state.shares.charge(job.number, job.user, job.gpus if holds else 0)
+            state.shares.charge(job.number, job.user, state.charged_for(job))
     for number in state.refusals:
         state.note_lack(number)
 

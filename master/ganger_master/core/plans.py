@@ -22,6 +22,7 @@ from ganger_master.core.checks import check_move, check_suspend, unfinished
 from ganger_master.core.events import Event
 from ganger_master.core.model import Claim, GangPhase, Intent, Job, JobState, SuspendLevel
 from ganger_master.core.resizing import check_resize, judge_resize, shares_nothing
+from ganger_master.core.shares import limit_of
 from ganger_master.core.sizes import devices_of, shape_for
 from ganger_master.core.state import State
 from ganger_master.core.taking_turns import judge_rows
@@ -173,7 +174,9 @@ class _Trial:
             case events.GangApproved(number=number, claims=claims):
                 self._use_share(self._state.jobs[number], devices_of(claims))
             case events.ResizeBegun(number=number, claims=claims):
-                self._resized.extend([*self._state.gangs[self._state.jobs[number].epoch].claims, *claims])
+                job = self._state.jobs[number]
+                self._resized.extend([*self._state.gangs[job.epoch].claims, *claims])
+                self._use_share(job, max(0, devices_of(claims) - job.gpus))
             case events.RowsChanged(starts=starts, takes=takes):
                 self._rows_on.update([claim.node for claim in takes])
                 for number, (claims, _) in starts.items():
@@ -219,8 +222,8 @@ class _Trial:
 
     def _use_share(self, job: Job, devices: int) -> None:
         quotas = self._state.settings.quota_devices
-        limit = quotas.get(job.user, quotas.get("", -1))
-        if limit >= 0:
+        limit = limit_of(quotas, job.user)
+        if limit is not None:
             left = {**quotas, job.user: max(0, limit - devices)}
             self._settings.append(replace(self._state.settings, quota_devices=left))
             self._state.settings = self._settings[-1]

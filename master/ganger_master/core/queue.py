@@ -14,7 +14,7 @@ from ganger.resources.reasons import Kind
 from ganger.resources.values import GangShape, Level
 from msgspec.structs import replace
 
-from ganger_master.core.capacity import first_blocked, has_place, lacks_memory, reservations_of
+from ganger_master.core.capacity import first_blocked, has_place, lacks_memory, reservations_of, rules
 from ganger_master.core.commands import ClaimTurns
 from ganger_master.core.events import GangRefused
 from ganger_master.core.model import Job
@@ -67,7 +67,7 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
             continue
         if not _has_room_beside(state, job, asking):
             break
-        if _lasts(state, number) and _asked_in_vain(state) >= most // 2:
+        if _lasts(state, number) and (_is_spent(state, job) or _asked_in_vain(state) >= most // 2):
             continue
         given.append(_give(state, job, now))
         asking += job.gpus
@@ -318,6 +318,11 @@ def _is_too_large(state: State, job: Job, ahead: int) -> bool:
     if not lacks and state.policy.protects_all and job.shape.locality.widest <= Level.NODE:
         lacks = job.gpus > state.largest_free and _holds_up(state, job.number)
     return lacks and not scheduler_of(state, job)
+
+
+def _is_spent(state: State, job: Job) -> bool:
+    """Whether its user's quota leaves less than the job needs at least, so that there is no use in asking it."""
+    return bool(rules(state, job, job.spec.gpus_min if job.spec.is_elastic and not job.is_bound else None))
 
 
 def _asked_in_vain(state: State) -> int:

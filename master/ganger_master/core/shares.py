@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+
+def limit_of(quotas: Mapping[str, int], user: str) -> int | None:
+    """Devices that a user may hold at once; None: any number. `quotas`: as `Settings.quota_devices`."""
+    return quotas.get(user, quotas.get(""))
+
 
 class Shares:
     """Devices by user, of jobs that are charged for them."""
@@ -18,6 +25,10 @@ class Shares:
         if devices:
             self._charged[number] = user, devices
             self._add(user, devices)
+
+    def of(self, number: int) -> int:
+        """What a job is charged for."""
+        return self._charged.get(number, ("", 0))[1]
 
     def beside(self, number: int, user: str) -> int:
         """What the user's jobs hold, one left out."""

@@ -227,11 +227,17 @@ class State:
             self._remove(("request", str(former.number)))
 
     def _charge(self, number: int) -> None:
-        """A job counts towards its user's quota from the approval of its gang until that is gone."""
         job = self.jobs.get(number)
         if job is not None:
-            holds = not job.state.is_final and job.epoch in self.gangs
-            self.shares.charge(number, job.user, job.gpus if holds else 0)
+            self.shares.charge(number, job.user, self.charged_for(job))
+
+    def charged_for(self, job: Job) -> int:
+        """A job counts towards its user's quota from the approval of its gang until that is gone; one that is about to
+        have more devices counts with those."""
+        if job.state.is_final or job.epoch not in self.gangs:
+            return 0
+        coming = self.gangs.get(job.next_epoch)
+        return job.gpus if coming is None else max(job.gpus, coming.devices)
 
     def put_node(self, node: Node) -> None:
         old = self.nodes.get(node.name)

@@ -43,12 +43,8 @@ def choose(
     as_one: bool = False,
 ) -> Choice:
     """As `target.plan` is asked. `as_one`: those who share devices are chosen together, or not at all."""
-    if order.with_history is not None:
-        order = order.with_history(table.history)
-    assert not order.knows_durations or remaining_s is not None, f"{order.name} asks an oracle, and there is none"
-    rows, facts = table.facts(now, order.learns, remaining_s=remaining_s if order.knows_durations else None)
+    order, rows, facts, line = _lined_up(order, table, now, capacity, remaining_s)
     waiting = table.is_waiting(rows)
-    line = ranked(order, facts, now, capacity)
     told = facts.number[line[waiting[line]]]
     if kept_out.not_stopped:
         may = ~table.are_among(rows, kept_out.not_stopped)
@@ -65,6 +61,41 @@ def choose(
     is_chosen[selected(order, facts, line, capacity.gpus, guards)] = True
     is_chosen = is_chosen[leader]
     return Choice(rows, facts, line, told, waiting, is_chosen, *guards, changes_at)
+
+
+def within_quotas(
+    order: Order,
+    table: LiveTable,
+    now: float,
+    capacity: Capacity,
+    remaining_s: Callable[[Integers], Floats] | None = None,
+    kept_out: KeptOut = NOBODY,
+) -> KeptOut:
+    """With those, too, not to be started for whom their user's quota leaves nothing once those of its jobs have started
+    that go before them: nobody is to be stopped for who could not start then."""
+    quotas = table.quotas
+    if quotas is None or not quotas.are_contested:
+        return kept_out
+    _, rows, _, line = _lined_up(order, table, now, capacity, remaining_s)
+    first = line[(table.is_waiting(rows) & ~table.are_among(rows, kept_out.not_started))[line]]
+    jobs = [job for row in rows[first].tolist() if (job := table.jobs[row]) is not None]
+    return kept_out.resting(quotas.beyond(jobs))
+
+
+def _lined_up(
+    order: Order,
+    table: LiveTable,
+    now: float,
+    capacity: Capacity,
+    remaining_s: Callable[[Integers], Floats] | None,
+) -> tuple[Order, Integers, Facts, Integers]:
+    """The order as what is known now makes it, the rows and facts of all who are live, and their positions, first job
+    first."""
+    if order.with_history is not None:
+        order = order.with_history(table.history)
+    assert not order.knows_durations or remaining_s is not None, f"{order.name} asks an oracle, and there is none"
+    rows, facts = table.facts(now, order.learns, remaining_s=remaining_s if order.knows_durations else None)
+    return order, rows, facts, ranked(order, facts, now, capacity)
 
 
 def _as_one(facts: Facts, line: Integers, units: Integers) -> tuple[Facts, Integers]:

@@ -123,7 +123,7 @@ def plan_sizes(
         return Sizes(changes, is_giving=bool(giving)), growing
     changes, findings, growing = _judged(running, speeds, growing, room.view, now)
     changing = {change.number for change in changes} | growing.trials.keys() | growing.giving.keys()
-    growable = [pair for number, pair in running.items() if number not in changing]
+    growable = [pair for number, pair in running.items() if number not in changing and _may_have_more(table, *pair)]
     growing = replace(growing, idle=_idle(growing.idle, room.view, list(running.values()), now))
     # Who rests in host memory by a plan needs GPUs to go on, as who waits does, and maybe more than are free yet.
     growth = None if table.parked else _grown(growable, speeds, growing, room.view, now, idle_s)
@@ -151,6 +151,10 @@ def _may_change(job: Job, gang: Gang) -> bool:
     settled = gang.phase is GangPhase.RUNNING and job.ending is None
     # Who shares its devices, at once or in turns, keeps its size until it has some of its own.
     return can and settled and not gang.node_set and not any(claim.shared_mask for claim in gang.claims)
+
+
+def _may_have_more(table: LiveTable, job: Job, gang: Gang) -> bool:
+    return table.quotas is None or table.quotas.left(job) > gang.devices
 
 
 def _followed(growing: Growing, table: LiveTable, now: float) -> Growing:

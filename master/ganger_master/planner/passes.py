@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from ganger_master.planner.choice import within_quotas
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import AS_ASKED, Pass, Terms, plan
@@ -41,6 +42,8 @@ def plan_by(
     """The changes to propose now, as `plan` has them. `order`: the policy's, or what is made of it. `remaining_s`: an
     oracle, for policies that ask one. `known` and `trials` are for policies that tune, `believed`, `resize_s`
     and `resizing` for one that resizes."""
+    if may_stop and order.preempts and table.quotas is not None:
+        kept_out = within_quotas(order, table, now, capacity, remaining_s, kept_out)
     if policy.resizes:
         # Its models need SciPy, for which no other policy's planner is to wait.
         from ganger_master.planner.in_place import NOTHING_UNDER_WAY

@@ -65,6 +65,8 @@ def plan_shared(
     each has run on its devices, by number. `draining`: names of nodes that are to be emptied. `changing`: numbers
     of node sets of which nothing else becomes before their last change is made. `errands`: moves under way: their
     places are kept, and nobody on them is disturbed."""
+    if table.quotas is not None and table.quotas.are_contested:
+        kept_out = kept_out.resting(table.quotas.beyond(table.waiting_jobs(len(table))))
     turns, packs, fairness = remembered.turns, remembered.packs, remembered.fairness
     is_due = now >= turns.since_s + quantum_s
     tried = Pass()

@@ -6,8 +6,9 @@ Whoever plans feeds it every job that changed; it makes no difference in which o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from ganger.resources.topology import bits
@@ -15,6 +16,7 @@ from ganger.resources.topology import bits
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobSpec, JobState, SuspendLevel
 from ganger_master.core.restarts import is_backing_off
 from ganger_master.planner.mates import Mates, mates_of
+from ganger_master.planner.quotas import Quotas
 from ganger_master.policies.facts import Facts, Flags, Floats, Integers
 from ganger_master.policies.history import NO_HISTORY, History
 from ganger_master.policies.order import Order
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 _RUN, _PARK, _STOP, _PARKED = Intent.RUN, Intent.PARK, Intent.STOP, GangPhase.PARKED
 _PENDING, _HOLDING, _SUSPENDED = JobState.PENDING, JobState.HOLDING, JobState.SUSPENDED
 
+_NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
 _FIRST_ROOM = 64
 # Ended jobs that a history is made from, and by what share it may be behind.
 _HISTORY, _STALE = 20_000, 0.05
@@ -33,9 +36,10 @@ _HISTORY, _STALE = 20_000, 0.05
 
 class LiveTable:
     """One row per live job. `positions` are rows; a row is reused once its job has ended. `learns`: somebody will ask
-    for indices, or for the remaining time that is to be expected."""
+    for indices, or for the remaining time that is to be expected. `quotas`: as `Settings.quota_devices`; who would take
+    its user beyond is as if it were not there until others of its user have gone."""
 
-    def __init__(self, learns: bool = True) -> None:
+    def __init__(self, learns: bool = True, quotas: Mapping[str, int] = _NO_QUOTAS) -> None:
         self.jobs: list[Job | None] = []
         # The gang a job holds or is giving back, None while it has none.
         self.gangs: list[Gang | None] = []
@@ -53,6 +57,8 @@ class LiveTable:
         self._mates: Mates | None = None
         self._units = np.zeros(0, np.int64)
         self._unknown = _unknown(_FIRST_ROOM)
+        # None: nobody is bounded.
+        self.quotas = Quotas(quotas) if quotas else None
         # What jobs like the live ones took, by row, and the GPU-seconds of those that ended last.
         self.memory = _memory() if learns else None
         self._services: deque[float] = deque(maxlen=_HISTORY)
@@ -134,6 +140,8 @@ class LiveTable:
             self._share(row, False)
         # Who rests for its user wants nothing.
         self._live[row] = job.state is not _SUSPENDED or goes
+        if self.quotas is not None:
+            self._keep_out(self.quotas, self.quotas.put(job, gang, waits))
 
     def forget(self, number: int) -> None:
         """A live job of which nobody said how it ended. KeyError for another one."""
@@ -359,6 +367,16 @@ class LiveTable:
             self._sharing.remove(row)
         self._mates = None
 
+    def _keep_out(self, quotas: Quotas, numbers: Iterable[int]) -> None:
+        """Of these, who wait, it may have changed whether they are kept out."""
+        for number in numbers:
+            row = self._row_of[number]
+            self._live[row] = self._flags[2, row] = number not in quotas.kept_out
+            if number in quotas.kept_out:
+                self._waiting.pop(row, None)
+            else:
+                self._waiting[row] = None
+
     def _drop(self, number: int, row: int) -> None:
         del self._row_of[number]
         self._live[row] = False
@@ -366,6 +384,9 @@ class LiveTable:
         self._waiting.pop(row, None)
         if row in self._sharing:
             self._share(row, False)
+        job = self.jobs[row]
+        if self.quotas is not None and job is not None:
+            self._keep_out(self.quotas, self.quotas.put(job, None, False))
         self.jobs[row] = self.gangs[row] = None
         self._vacant.append(row)
 

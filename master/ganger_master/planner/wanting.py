@@ -82,6 +82,8 @@ class Wanting:
             spec = jobs[at].spec
             each[at] = task = spec.roles[0].shape.gpus
             least[at], most[at] = spec.gpus_min // task, spec.gpus_max // task
+            if table.quotas is not None:
+                most[at] = max(least[at], min(most[at], table.quotas.left(jobs[at]) // task))
         wants = facts.is_running | waiting | going | changing
         # Who may not be stopped has what it has, whoever was first; and nobody who runs is stopped altogether but for
         # those who have waited too long.

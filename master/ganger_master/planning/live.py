@@ -73,7 +73,7 @@ class Live:
         parts, self._parts = self._parts, []
         first = parts[0]
         if first.view.from_version == 0:
-            self.table = LiveTable()
+            self.table = LiveTable(quotas=dict(first.quotas))
             self._revisions.clear()
             self._signatures.clear()
         self._mirror.apply(first.view)

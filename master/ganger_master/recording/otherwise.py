@@ -137,7 +137,7 @@ def _nodes_of(change: Change) -> tuple[str, ...]:
 
 
 def _table_of(state: State) -> LiveTable:
-    table = LiveTable()
+    table = LiveTable(quotas=state.settings.quota_devices)
     for job in state.jobs.values():
         if job.state.is_final:
             # Others like it may take as long.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from ganger.resources.values import NodeRow
@@ -30,6 +30,7 @@ from ganger_master.runtime.progress import ProgressBoard
 from ganger_master.runtime.writer import Writer
 
 _CANDIDATES_MOST: Final = 16
+_QUOTA_MOST: Final = 1 << 60
 _REQUESTS_MOST: Final = 1_000
 # Messages of one stream that may wait for their commit.
 _MESSAGES_AHEAD: Final = 16
@@ -135,6 +136,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                     ],
                     quantum=None if quantum is None else times.duration(quantum),
                     moves_per_hour=self._writer.state.settings.moves_per_hour,
+                    quotas=None if sent else _as_told(self._writer.state.settings.quota_devices),
                 )
                 sent = committed.view_version
                 delta.view.nodes.extend(await _messages(rows))
@@ -329,6 +331,11 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
 def _is_held_back(job: Job) -> bool:
     """Whether nobody is to look for a place for it."""
     return job.held or is_backing_off(job)
+
+
+def _as_told(quotas: Mapping[str, int]) -> dict[str, int]:
+    """Of whoever bounds a user by more than there could be, as many as a message can say."""
+    return {user: min(gpus, _QUOTA_MOST) for user, gpus in quotas.items()}
 
 
 async def _messages(rows: Sequence[NodeRow]) -> list[node_pb2.NodeRow]:

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
 import numpy as np
 from ganger.placement.impossible import impossible
 
 from ganger_master.core.model import JobSpec
 from ganger_master.core.submission import violations_of
+from ganger_master.sim.bounded import within_quotas
 from ganger_master.sim.replay.specs import devices_only, specs_of
 from ganger_master.sim.traces.findings import Finding, Kind, Tally
 from ganger_master.sim.traces.servers import Servers
 from ganger_master.sim.traces.transform import that_fit
 from ganger_master.sim.traces.workload import Labels, Workload
 
+_NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
 # What GPUs are called whose type nobody named.
 _UNNAMED = "gpu"
 
 
-def acceptable(jobs: Workload, servers: Servers, is_ideal: bool) -> tuple[Workload, tuple[Finding, ...]]:
-    """(jobs the master would take, findings on those that are changed or left out). Ideal servers are devices only, and
-    to them nobody asks for more."""
+def acceptable(
+    jobs: Workload, servers: Servers, is_ideal: bool, quotas: Mapping[str, int] = _NO_QUOTAS
+) -> tuple[Workload, tuple[Finding, ...]]:
+    """(jobs the master would take and some day start, findings on those that are changed or left out). Ideal servers
+    are devices only, and to them nobody asks for more. `quotas`: as `replay.options.Options` has them."""
     if is_ideal:
         unknown = np.full(len(jobs), np.nan)
         jobs = jobs.with_columns(cpus=unknown, memory_bytes=unknown)
     typed, changed = with_one_type(jobs, servers)
     fitting, too_large = that_fit(typed, servers)
     placed, refused = that_are_taken(fitting, servers, is_ideal)
-    return placed, (*changed, *too_large, *refused)
+    bounded, beyond = within_quotas(placed, quotas) if quotas else (placed, ())
+    return bounded, (*changed, *too_large, *refused, *beyond)
 
 
 def with_one_type(jobs: Workload, servers: Servers) -> tuple[Workload, tuple[Finding, ...]]:

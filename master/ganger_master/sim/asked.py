@@ -6,7 +6,7 @@ Files are read here; what a load and a seed make of the jobs is decided by pure 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ganger_master.sim.acceptable import acceptable
+from ganger_master.sim.bounded import strangers_among
 from ganger_master.sim.traces.findings import Finding, Kind, Tally, TraceError
 from ganger_master.sim.traces.profiles import gavel_speeds, synergy_profiles, with_iterations, with_models
 from ganger_master.sim.traces.reader import Reading, Wanted, read_stream, read_trace
@@ -37,7 +38,7 @@ class Part:
 
     `draws_durations`: jobs whose run time nothing tells get one at random; otherwise they are left out.
     `is_ideal`: whether they run on devices only. `elastic`: up to how many times its GPUs a job may have that the trace
-    gives one size.
+    gives one size. `quotas`: as `replay.options.Options` has them.
     """
 
     wanted: Wanted = field(default_factory=Wanted)
@@ -46,6 +47,7 @@ class Part:
     draws_durations: bool = False
     is_ideal: bool = False
     elastic: float | None = None
+    quotas: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,9 @@ def material(trace: str, servers: Servers, part: Part, progress: Callable[[int, 
     there are. TraceError, also where no job is left."""
     reading = _read(trace, part.wanted, progress)
     name = "standard input" if trace == STANDARD_INPUT else Path(trace).name
-    taken, refused = acceptable(reading.workload, servers, part.is_ideal)
+    if strangers := strangers_among(part.quotas, reading.workload):
+        raise TraceError(name, [strangers])
+    taken, refused = acceptable(reading.workload, servers, part.is_ideal, part.quotas)
     jobs, untimed = with_run_times(taken, part.draws_durations)
     findings = (*reading.findings, *refused, *untimed)
     if not len(jobs):

@@ -235,7 +235,13 @@ class _Experiment:
             if flags[name] not in (None, "auto")
         }
         return Options(
-            ideal=flags["ideal"], round_s=flags["round_s"], costs=self._costs, seed=seed, rates=flags["rates"], **named
+            ideal=flags["ideal"],
+            round_s=flags["round_s"],
+            costs=self._costs,
+            seed=seed,
+            rates=flags["rates"],
+            quotas=flags["quotas"],
+            **named,
         )
 
     def material(self) -> Material:
@@ -248,7 +254,15 @@ class _Experiment:
 
         flags = self.flags
         wanted = Wanted(flags["window"], _named(flags["where"], "--where"), flags["skip_mistakes"])
-        part = Part(wanted, flags["jobs"], flags["draw"], flags["draw_durations"], flags["ideal"], flags["elastic"])
+        part = Part(
+            wanted,
+            flags["jobs"],
+            flags["draw"],
+            flags["draw_durations"],
+            flags["ideal"],
+            flags["elastic"],
+            flags["quotas"],
+        )
         with _explained(), Meter(f"reading {Path(self._trace).name}", flags["progress"], "MB", 1e-6) as meter:
             source = material(self._trace, self._servers, part, meter)
         for line in notes(source, self.flags["ideal"]):
@@ -273,6 +287,7 @@ class _Experiment:
             ("trace", f"{source.trace}, load {', '.join(map(str, loads))}"),
             ("cluster", said.cluster_in_words(source.servers)),
             ("switching", said.options_in_words(self.options(0))),
+            *said.quotas_if_any(self.options(0)),
         ]
 
     def save(self, runs: Sequence[tuple[Load, Run, Figures]]) -> None:

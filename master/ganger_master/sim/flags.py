@@ -13,6 +13,8 @@ from ganger.console.numbers import Within
 from ganger.console.paths import Directory
 from ganger.units import parse_duration
 
+from ganger_master.quotas import quotas_of
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -113,6 +115,28 @@ def joined(
     return entries or None
 
 
+class Quotas(click.ParamType):  # type: ignore[type-arg]  # as above
+    """GPUs by user, as the master's flag of that name has them."""
+
+    name = "quotas"
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        try:
+            return quotas_of(value)
+        except ValueError as error:
+            self.fail(str(error).removeprefix("quotas: "), parameter, context)
+
+
+def _all_quotas(context: click.Context, parameter: click.Parameter, values: tuple[dict[str, int], ...]) -> Any:
+    """Those of a flag that may be given several times."""
+    found: dict[str, int] = {}
+    for quotas in values:
+        for user in found.keys() & quotas.keys():
+            raise click.BadParameter(f"{user!r} twice: give each user one number", context, parameter)
+        found |= quotas
+    return found
+
+
 class Pair(click.ParamType):  # type: ignore[type-arg]  # as above
     """A text and a value with a sign between them."""
 
@@ -206,6 +230,14 @@ _SHARED: list[Callable[[Any], Any]] = [
         metavar="N",
         help="For +defrag: moves of a node in an hour that nobody waits for, at most; auto (default): in all as many as"
         " GPUs are in use.",
+    ),
+    click.option(
+        "--quotas",
+        type=Quotas(),
+        metavar="USER=GPUS,...",
+        multiple=True,
+        callback=_all_quotas,
+        help="GPUs that a user may hold at once, as for a master; *=GPUS: everybody else.",
     ),
     click.option(
         "--cost",

@@ -58,6 +58,11 @@ def options_in_words(options: Options) -> str:
     return words if options.round_s is None else f"{words}; rounds of {options.round_s:g}s"
 
 
+def quotas_if_any(options: Options) -> list[tuple[str, str]]:
+    """The row of the quotas for a run that has some."""
+    return [("quotas", ", ".join(f"{user}={gpus}" for user, gpus in options.quotas.items()))] if options.quotas else []
+
+
 def load_unless_told(figures: Figures) -> list[tuple[str, str]]:
     """The row of the offered load for a run that has none: it is never left out."""
     if math.isfinite(figures.offered_load):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -44,7 +45,8 @@ class Options:
     the cores and memory, at the distance and on the GPUs that its gang has (`replay.rates`); who names no model gets
     one of the published. `profile_s`: how long it takes after a job's submission until a policy that tunes knows its
     profile, measured beside the queue: Synergy's eight points take about a minute each. `moves_per_hour`: of a node,
-    where jobs are moved; None: as many as the planner finds right."""
+    where jobs are moved; None: as many as the planner finds right. `quotas`: GPUs that a user may hold at once; "*" is
+    each who is not named. Jobs that name no user are one who is not."""
 
     ideal: bool = False
     round_s: float | None = None
@@ -54,6 +56,7 @@ class Options:
     rates: Literal["recorded", "profiles"] = "recorded"
     profile_s: float = 480.0
     moves_per_hour: float | None = None
+    quotas: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.ideal and self.rates != "recorded":

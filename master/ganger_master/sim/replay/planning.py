@@ -15,6 +15,7 @@ from ganger_master.core.commands import Command
 from ganger_master.core.model import Job, JobState
 from ganger_master.core.purpose import Finding
 from ganger_master.core.state import State
+from ganger_master.planner.choice import within_quotas
 from ganger_master.planner.pace import is_stop
 from ganger_master.planner.passes import plan_by, terms_of
 from ganger_master.planner.refused import NOBODY, KeptOut
@@ -93,9 +94,12 @@ class Planning:
         self._only_for_waiting = self._is_plain and not (policy.moves or policy.grows or policy.shares)
         # Any free GPUs serve, nobody is stopped, and time alone changes nothing.
         does_more = self._order.preempts or self._order.learns or policy.shares
-        only_starts = options.ideal and self._is_plain and not does_more
+        # Whose user has used its quota up finds no place, whatever is free.
+        self._is_bounded = bool(state.settings.quota_devices)
+        only_starts = options.ideal and self._is_plain and not does_more and not self._is_bounded
         self._only_starts = only_starts and self._order.next_change is None and self._order.with_history is None
-        self.table = LiveTable(learns=self._order.learns or policy.tetris is not None)
+        learns = self._order.learns or policy.tetris is not None
+        self.table = LiveTable(learns, state.settings.quota_devices)
         self._room = Room(state.view)
         self._capacity = Capacity(
             servers.gpus,
@@ -214,7 +218,7 @@ class Planning:
     def _said(self, found: Pass, now: float) -> _Planned:
         """What a plan said, where the next one of its instant will choose the same jobs."""
         is_steady = self._order.is_steady and self._order.next_change is None
-        if not is_steady or not self._is_plain or self._policy.moves or self.sizing is not None:
+        if not is_steady or not self._is_plain or self._policy.moves or self.sizing is not None or self._is_bounded:
             return NOTHING_PLANNED
         if found.waits and not (found.follow and not found.unplaced and self._policy.placement.by_counts):
             return NOTHING_PLANNED
@@ -350,6 +354,7 @@ class Planning:
 
             # Whoever was stopped may go before others then, but a round stops nobody twice.
             may_stop, self._packed_at = self._packed_at != now, now
+            kept_out = within_quotas(self._order, self.table, now, self._capacity, self._oracle, kept_out)
             packed = plan_packed(
                 tuning,
                 self._order,
@@ -359,6 +364,7 @@ class Planning:
                 self._room.view,
                 may_stop,
                 self._oracle,
+                kept_out,
                 known=self._known or NOTHING,
             )
             if packed is not None:

@@ -19,13 +19,14 @@ from ganger_master.core.state import State
 from ganger_master.policies import Places, policy_named
 from ganger_master.policies.order.las2d import LAS2D
 from ganger_master.policies.place.anywhere import BY_COUNTS
+from ganger_master.quotas import as_settings
 from ganger_master.sim.replay.clock import EPOCH_S, Clock, instant, round_start, rounds_until
 from ganger_master.sim.replay.ledger import Ledger
 from ganger_master.sim.replay.meters import Meters
 from ganger_master.sim.replay.nodes import Nodes
 from ganger_master.sim.replay.options import FREE, Options
 from ganger_master.sim.replay.planning import Planning
-from ganger_master.sim.replay.specs import devices_only, specs_of
+from ganger_master.sim.replay.specs import devices_only, specs_of, users_of
 from ganger_master.sim.replay.turns import Turns
 from ganger_master.sim.replay.work import Work
 from ganger_master.sim.report.outcomes import Run
@@ -118,6 +119,7 @@ class _Replay:
             # Ended jobs are looked at by nobody.
             request_kept_seconds=0.0,
             finished_jobs_limit=1_000,
+            quota_devices=as_settings(options.quotas),
         )
         # Modelled nodes look for themselves what their gangs are to do, and nothing is stored.
         self.state = State(self.settings, EPOCH_S, tells=False)
@@ -168,7 +170,7 @@ class _Replay:
             self.send,
         )
         self._specs = specs_of(jobs, servers, options.ideal, EPOCH_S)
-        self._users = [user or tenant for user, tenant in zip(jobs.user.texts(), jobs.tenant.texts(), strict=True)]
+        self._users = users_of(jobs)
         self._submitted = [instant(EPOCH_S + submit_s) for submit_s in jobs.submit_s.tolist()]
         self._open(servers)
         self.meters = Meters(jobs, self.state, servers.millicores)
@@ -326,12 +328,13 @@ class _Replay:
                 self.nodes.follow(number)
         if effects.turns:
             self.turns.take(effects.turns, now)
-        if effects.wake_at is not None:
-            wake = effects.wake_at
-            # For what is never to be, nothing is kept in mind.
-            if wake < _NEVER_S:
-                # Most leases are used long before they would run out.
-                self.clock.at(wake, self._tick, lambda: self.state.wake_at != wake)
+        wake = effects.wake_at
+        if self.options.quotas:
+            wake = self.turns.wake_at(wake)
+        # For what is never to be, nothing is kept in mind.
+        if wake is not None and wake < _NEVER_S:
+            # Most leases are used long before they would run out.
+            self.clock.at(wake, self._tick, lambda: self.state.wake_at != wake)
 
     def _tick(self) -> None:
         self.send(commands.Tick())

@@ -67,6 +67,11 @@ def specs_of(jobs: Workload, servers: Servers, ideal: bool, epoch_s: float = 0.0
     return specs
 
 
+def users_of(jobs: Workload) -> list[str]:
+    """Whose each job is: its user, or else its tenant; empty where the trace names neither."""
+    return [user or tenant for user, tenant in zip(jobs.user.texts(), jobs.tenant.texts(), strict=True)]
+
+
 def _largest_by_type(servers: Servers) -> Mapping[str, int]:
     """GPUs of the largest server, by their type; any serves who asks for none. Of a type that is not there: 0."""
     largest: defaultdict[str, int] = defaultdict(int)

@@ -10,6 +10,7 @@ from ganger.scheduling.scheduler import Proposal, Turn
 from ganger_master.core import answers
 from ganger_master.core.commands import Command, RequestGang
 from ganger_master.core.model import Job
+from ganger_master.core.queue import ASIDE
 from ganger_master.core.state import State
 from ganger_master.core.waiting import Turn as Lease
 
@@ -22,12 +23,30 @@ class Turns:
         self._send = send
         # What a scheduler learned while its job waits.
         self._schedulers: dict[int, DefaultScheduler] = {}
+        # The view when something got free last, and how often others were looked at since, the last time when.
+        self._freed = self._looks = 0
+        self._looked_at = 0.0
 
     def take(self, turns: Iterable[int], now: float) -> None:
         for number in turns:
             lease = self._state.turns.get(number)
             if lease is not None:
                 self._ask(lease, now)
+
+    def wake_at(self, wake: float | None) -> float | None:
+        """When time is to pass though nothing happens, if the core says so now: those beyond their users' quotas it
+        asks by turns, second by second, but once all were asked nobody gets anything before something is free."""
+        state = self._state
+        if len(state.aside) <= ASIDE:
+            return wake
+        if state.view.freed != self._freed:
+            self._freed, self._looked_at, self._looks = state.view.freed, state.aside_at, 0
+            return state.wake_at
+        if state.aside_at != self._looked_at:
+            self._looked_at = state.aside_at
+            self._looks += 1
+        is_vain = not state.turns and self._looks > len(state.aside) // ASIDE + 1
+        return None if is_vain else wake
 
     def _ask(self, lease: Lease, now: float) -> None:
         state, number = self._state, lease.number

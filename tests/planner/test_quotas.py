@@ -1,0 +1,142 @@
+"""Quotas in plans: who would take its user beyond waits for its own, and nobody is stopped, or kept waiting, for it."""
+
+from __future__ import annotations
+
+import pytest
+from core.drive import job_of
+from ganger.resources.reasons import Reason
+from ganger.resources.values import Claim, Level, Role, TaskShape
+from ganger_master.core.commands import CancelJob
+from ganger_master.core.explain import explain, told_blockers
+from ganger_master.core.model import Gang, GangPhase, GangRole, Job, JobSpec, JobState, Piece
+from ganger_master.planner.quotas import Quotas
+from ganger_master.planner.table import LiveTable
+from hypothesis import given
+from hypothesis import strategies as some
+from planner.test_passes import Planned
+
+
+def crowded(quotas: dict[str, int]) -> tuple[Planned, int, int]:
+    """On four GPUs one job of ann's and an older one of bob's, who goes after any newcomer; and their numbers."""
+    drive = Planned(quotas=quotas)
+    return drive, drive.running(job_of(2), seconds=500.0, user="bob"), drive.running(job_of(2), user="ann")
+
+
+@pytest.mark.parametrize("quotas", [{"ann": 3}, {"": 3}, {"ann": 2, "": 9}])
+def test_nobody_is_stopped_for_who_would_take_its_user_beyond_its_quota(quotas: dict[str, int]) -> None:
+    drive, bobs, anns = crowded({})
+    drive.submit(job_of(2), "ann")
+    assert [change.number for change in drive.found().changes] == [bobs], "without a quota"
+    drive, bobs, anns = crowded(quotas)
+    newcomer = drive.submit(job_of(2), "ann")
+    found = drive.found()
+    assert (found.changes, found.line.tolist()) == ((), []), "it is in no line"
+    for told in (explain(drive.state, newcomer, drive.now).blockers, told_blockers(drive.state, drive.job(newcomer))):
+        assert [blocker.reason for blocker in told] == [Reason.QUOTA]
+    drive.step(CancelJob(anns))
+    drive.seen_without("n1", anns)
+    assert drive.proposed() == [("START", newcomer)]
+
+
+def test_of_several_that_could_start_each_alone_somebody_is_stopped_for_the_first_only() -> None:
+    def stopped(quotas: dict[str, int]) -> int:
+        drive = Planned(quotas=quotas)
+        for _ in range(2):
+            drive.running(job_of(2), seconds=500.0, user="bob")
+        for _ in range(2):
+            drive.submit(job_of(2), "ann")
+        return len(drive.found().changes)
+
+    assert stopped({}) == stopped({"ann": 4}) == 2
+    assert stopped({"ann": 3}) == stopped({"ann": 2}) == 1
+    assert stopped({"ann": 1}) == 0
+
+
+def test_where_nobody_is_stopped_who_fits_into_what_is_left_starts_past_who_does_not() -> None:
+    drive = Planned(quotas={"ann": 3})
+    anns = drive.running(job_of(2), user="ann")
+    large, small = drive.submit(job_of(2), "ann"), drive.submit(job_of(1), "ann")
+    bobs = drive.submit(job_of(1), "bob")
+    assert drive.proposed() == [("START", small), ("START", bobs)]
+    drive.step(CancelJob(anns))
+    drive.seen_without("n1", anns)
+    assert drive.proposed() == [("START", large)]
+
+
+def gang(epoch: int, number: int, gpus: int) -> Gang:
+    claim = Claim("n1", (1 << gpus) - 1, (0,), 0)
+    piece = Piece(claim, claim)
+    return Gang(epoch, number, GangRole.ACTIVE, GangPhase.RUNNING, (piece,), Level.NODE, 1.0)
+
+
+@given(
+    some.dictionaries(some.sampled_from(["ann", "bob", ""]), some.integers(0, 6)),
+    some.lists(
+        some.tuples(some.integers(0, 7), some.sampled_from(["waits", "runs", "ends", "forgotten", "rests"])),
+        max_size=60,
+    ),
+)
+def test_the_table_keeps_out_whom_a_look_at_everybody_would(
+    quotas: dict[str, int], story: list[tuple[int, str]]
+) -> None:
+    table = LiveTable(quotas=quotas)
+    waiting: dict[int, Job] = {}
+    holding: dict[int, Job] = {}
+    for number, what in story:
+        spec = JobSpec(("train",), (Role("worker", 1 + number % 3, TaskShape(gpus=1)),))
+        job = Job(number, "uid", ("ann", "bob", "cat")[number % 3 - number // 4], spec, 1.0, pending_since=1.0)
+        waiting.pop(number, None)
+        holding.pop(number, None)
+        match what:
+            case "waits":
+                table.put(job, None)
+                waiting[number] = job
+            case "runs" | "rests":
+                state = JobState.HOLDING if what == "runs" else JobState.SUSPENDED
+                epoch = number + 100
+                table.put(
+                    Job(number, "uid", job.user, spec, 1.0, state=state, epoch=epoch), gang(epoch, number, job.gpus)
+                )
+                holding[number] = job
+            case "ends":
+                table.put(Job(number, "uid", job.user, spec, 1.0, state=JobState.SUCCEEDED), None)
+            case "forgotten" if table.get(number) is not None:
+                table.forget(number)
+            case _:
+                pass
+        naive = []
+        for one in waiting.values():
+            limit = quotas.get(one.user, quotas.get("", 1 << 30))
+            held = sum([other.gpus for other in holding.values() if other.user == one.user])
+            if held + one.gpus <= limit:
+                naive.append(one.number)
+        rows, facts = table.facts(2.0)
+        assert sorted(facts.number[table.is_waiting(rows)].tolist()) == sorted(naive)
+        assert sorted([one.number for one in table.waiting_jobs(99)]) == sorted(naive)
+        assert table.has_waiting == bool(naive)
+
+
+@given(
+    some.dictionaries(some.sampled_from(["ann", "bob", ""]), some.integers(0, 6)),
+    some.lists(some.tuples(some.sampled_from(["ann", "bob", "cat"]), some.integers(1, 3)), max_size=12),
+)
+def test_of_a_line_those_start_who_fit_beside_those_before_them(
+    limits: dict[str, int], line: list[tuple[str, int]]
+) -> None:
+    quotas = Quotas(limits)
+    jobs = [
+        Job(number, "uid", user, JobSpec(("train",), (Role("worker", gpus, TaskShape(gpus=1)),)), 1.0)
+        for number, (user, gpus) in enumerate(line, 1)
+    ]
+    for job in jobs:
+        quotas.put(job, None, True)
+    held: dict[str, int] = {}
+    beyond = []
+    for job in jobs:
+        limit = limits.get(job.user, limits.get("", 1 << 30))
+        if held.get(job.user, 0) + job.gpus > limit:
+            beyond.append(job.number)
+        else:
+            held[job.user] = held.get(job.user, 0) + job.gpus
+    assert quotas.beyond(jobs) == set(beyond)
+    assert quotas.are_contested == (quotas.beyond([job for job in jobs if job.number not in quotas.kept_out]) != set())
