@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from ganger.placement.claims import make_claim
 from ganger.resources.fit import demand
-from ganger.resources.values import Claim, ConfigurationSet, GangShape, Level, Locality, NodeRow, Role, TaskShape
+from ganger.resources.values import Claim, GangShape, Level, Locality, Role, TaskShape
 from ganger.resources.view import Mode, View
 from ganger_master.policies.facts import Facts
 from ganger_master.policies.fragmentation import Demand, demand_of_shapes, fragmented_gpus
 from ganger_master.policies.place import PLACEMENTS, Want, placement_named
-from ganger_master.policies.place.anywhere import FreeDevices, is_counted
 from ganger_master.policies.place.optimus import smallest_first, traffic_per_card, traffic_per_server_task
 from ganger_master.policies.room import Room
 from hypothesis import given, settings
@@ -163,45 +162,6 @@ def test_anywhere_takes_the_first_free_devices(view: View, shape: GangShape) -> 
             claims.append(claim)
             remaining -= claim.tasks[0]
     assert place(view, shape, "anywhere") == (None if remaining else tuple(claims))
-
-
-@settings(max_examples=100)
-@given(
-    st.lists(st.tuples(st.sampled_from([4, 12, 64]), st.integers(0, (1 << 64) - 1), st.booleans()), min_size=1),
-    st.lists(st.tuples(st.integers(1, 24), st.sampled_from([1, 1, 1, 2])), min_size=1),
-)
-def test_by_counts_gangs_find_what_they_would_anywhere_one_after_the_other(
-    nodes: list[tuple[int, int, bool]], sizes: list[tuple[int, int]]
-) -> None:
-    view = View([ConfigurationSet(f"only-{devices}", "x", devices) for devices in (4, 12, 64)])
-    for at, (devices, free, available) in enumerate(nodes):
-        mask = free & ((1 << devices) - 1)
-        view.put(NodeRow(f"s{at}", f"only-{devices}", mask, (0,), 0, available=available))
-    room, free_devices = Room(view.copy()), FreeDevices(view)
-    for tasks, each in sizes:
-        shape = replace(gang(), roles=(Role("worker", tasks, TaskShape(each)),))
-        assert is_counted(shape)
-        assert free_devices.count == room.free_devices
-        found = PLACEMENTS["anywhere"].place(room, shape)
-        assert free_devices.place(shape) == found
-        room.take(found or ())
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        gang(2, cores=1),
-        gang(2, gib=1),
-        gang(2, device_type="other"),
-        gang(2, nodes=2),
-        gang(2, widest=Level.NODE),
-        gang(2, device_gib=1),
-        replace(gang(2), roles=(Role("idle", 1, TaskShape(0)),)),
-        replace(gang(2), roles=(*gang(2).roles, *gang(1).roles)),
-    ],
-)
-def test_who_asks_for_more_than_devices_is_not_placed_by_counts(shape: GangShape) -> None:
-    assert not is_counted(shape)
 
 
 @settings(max_examples=100)

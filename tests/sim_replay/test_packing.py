@@ -44,7 +44,8 @@ def packs_of(replay: _Replay) -> Packs:
 def test_light_jobs_share_gpus_while_others_wait_and_all_are_done_sooner() -> None:
     rows = jobs(*["vae"] * 6)
     together, alone = [simulate(rows, SERVERS, policy, options(rows)) for policy in ("ganger", "ganger-alone")]
-    assert figures(alone).makespan_s > 1.9 * HOURS
+    # Six hours of a GPU for each four that there are.
+    assert figures(alone).makespan_s > 1.5 * HOURS
     assert figures(together).makespan_s < 1.2 * HOURS
     assert together.outcomes.jct_s.mean() < 0.85 * alone.outcomes.jct_s.mean()
     assert together.outcomes.migrations.sum() >= 2

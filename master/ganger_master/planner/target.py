@@ -36,7 +36,6 @@ from ganger_master.policies.facts import Capacity, Floats, Integers
 from ganger_master.policies.introspect.hole import Hole, Movable, Movables, hole_for
 from ganger_master.policies.order import Order
 from ganger_master.policies.place import Placement, Want
-from ganger_master.policies.place.anywhere import FreeDevices, is_counted
 from ganger_master.policies.room import Room
 
 Claims = tuple[Claim, ...]
@@ -109,7 +108,8 @@ def plan(
     if not table.has_waiting:
         return NOTHING_TO_DO
     few = table.waiting_jobs(_FEW) if kept_out is NOBODY else []
-    if few and sum([job.gpus for job in few]) <= _free_devices(placement, room):
+    room.refresh()
+    if few and sum([job.gpus for job in few]) <= room.free_devices:
         # Where there is room for all who wait, it makes no difference who goes first.
         found = started(few, placement, table, now, room, kept_out, terms)
         if found is not None:
@@ -128,18 +128,12 @@ def started(
     terms: Terms = AS_ASKED,
 ) -> Pass | None:
     """The pass that starts these jobs, which wait, in this order, and no others; None if one of them finds no room."""
+    room.refresh()
     fitting = _Fitting(placement, room, table, now, kept_out, terms)
     if fitting.starts_all(jobs):
         return Pass(fitting.changes, line=np.array([job.number for job in jobs], np.int64))
     fitting.undo()
     return None
-
-
-def _free_devices(placement: Placement, room: Room) -> int:
-    if placement.by_counts:
-        return FreeDevices(room.view).count
-    room.refresh()
-    return room.free_devices
 
 
 def may_start(
@@ -181,6 +175,7 @@ def carried_out(
     with another size; they count as neither running nor chosen. `placing`: the chosen ones who wait, first one first,
     if not in the order of the line. `going`: who gives back what, if not whoever the table says does all it holds."""
     rows, line, waiting, is_chosen = choice.rows, choice.line, choice.waiting, choice.is_chosen
+    room.refresh()
     fitting = _Fitting(placement, room, table, now, kept_out, terms)
     fitting.stop(resized)
     if choice.overdue.any():
@@ -298,20 +293,15 @@ def _gangs(table: LiveTable, rows: Integers, positions: Integers) -> list[tuple[
 
 
 class _Fitting:
-    """Fits gangs into a room, which it first has follow what happened, and undoes it. By counts the room is not asked,
-    nor does it follow, before more than counts matters."""
+    """Fits gangs into a room, and undoes it."""
 
     def __init__(
         self, placement: Placement, room: Room, table: LiveTable, now: float, kept_out: KeptOut, terms: Terms
     ) -> None:
         self._placement = placement
         self._what_if = room
-        # None: nothing is found by counts, or not any more.
-        self._counted = FreeDevices(room.view) if placement.by_counts else None
-        if self._counted is None:
-            room.refresh()
         # What was found last and the room does not show yet: of the last one of all nobody asks.
-        self._unseen: list[Claims] = []
+        self._unseen: Claims = ()
         self._table = table
         self._now = now
         self._closed = kept_out.nodes
@@ -339,13 +329,10 @@ class _Fitting:
         return self._what_if
 
     def _see(self) -> None:
-        if self._counted is not None:
-            self._counted = None
-            self._what_if.refresh()
-        for claims in self._unseen:
-            self._what_if.take(claims)
-            self._done.append((claims, None))
-        self._unseen.clear()
+        if self._unseen:
+            self._what_if.take(self._unseen)
+            self._done.append((self._unseen, None))
+            self._unseen = ()
 
     @property
     def changes(self) -> tuple[Change, ...]:
@@ -443,13 +430,11 @@ class _Fitting:
         held = [sum([claim.device_mask.bit_count() for claim in self._terms.held(unit[0][1])]) for unit in leaving]
         gone = [claim.device_mask.bit_count() for _, gang in going for claim in _held(gang)]
         taken = sum([self._terms.shape(job).gpus for job in crowded])
-        free = self._room.free_devices if self._counted is None else self._counted.count
-        return 0 <= free + sum(held) + sum(gone) - taken < min(held, default=math.inf)
+        return 0 <= self._room.free_devices + sum(held) + sum(gone) - taken < min(held, default=math.inf)
 
     def undo(self, done: int = 0) -> None:
         """The room is as it was when so much was done."""
-        self._unseen.clear()
-        self._counted = None
+        self._unseen = ()
         room = self._what_if
         while len(self._done) > done:
             claims, affinities = self._done.pop()
@@ -520,10 +505,7 @@ class _Fitting:
         if not (job.epoch or closed or shape.locality.wish):
             if shape in vain:
                 return None
-            if self._counted is not None and not avoid and is_counted(shape):
-                claims = self._counted.place(shape)
-            else:
-                claims = self._placement.place(self._room, shape, Want(avoid=avoid) if avoid else _ANYTHING)
+            claims = self._placement.place(self._room, shape, Want(avoid=avoid) if avoid else _ANYTHING)
             if claims is None:
                 vain.add(shape)
                 return None
@@ -562,9 +544,8 @@ class _Fitting:
         )
 
     def _take(self, claims: Claims) -> None:
-        if self._counted is None:
-            self._see()
-        self._unseen.append(claims)
+        self._see()
+        self._unseen = claims
 
     def _give(self, claims: Claims) -> None:
         view = self._room.view

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from ganger.placement.claims import make_claim
 from ganger.placement.filling import evenly, greedily
-from ganger.resources.values import Claim, GangShape, Level
-from ganger.resources.view import Mode, View
+from ganger.resources.values import Claim, Level
+from ganger.resources.view import Mode
 
 from ganger_master.policies.alike import Alike
 from ganger_master.policies.ask import Ask
@@ -55,50 +55,6 @@ def _from_the_first(room: Room, ask: Ask, level: Level, number: int) -> Claims |
         if not remaining:
             return tuple(claims)
     return None
-
-
-class FreeDevices:
-    """What is free of servers that have nothing but devices: gang after gang finds there what it would find in a room
-    that all those before it had taken their places in. No view is changed, and no room is needed."""
-
-    def __init__(self, view: View) -> None:
-        self._view = view
-        # By slot.
-        self._free = [free if takes else 0 for free, takes in zip(view.free, view.available, strict=True)]
-        self.count = sum([free.bit_count() for free in self._free])
-
-    def place(self, shape: GangShape) -> Claims | None:
-        """Takes a place for a gang that names nothing but devices (`is_counted`); None: there is none."""
-        if shape.gpus > self.count:
-            return None
-        (role,) = shape.roles
-        each, remaining = role.shape.gpus, role.tasks
-        view, claims = self._view, []
-        for slot, free in enumerate(self._free):
-            count = min(remaining, free.bit_count() // each)
-            if count:
-                topology = view.topologies[slot]
-                mask = topology.best(free, count * each)
-                assert mask is not None, f"{view.nodes[slot]} has fewer devices free than are counted"
-                claims.append(Claim(view.nodes[slot], mask, (0,) * len(topology.sockets), 0, tasks=(count,)))
-                remaining -= count
-                if not remaining:
-                    break
-        if remaining:
-            # What is free is scattered over nodes that have too little each.
-            return None
-        for claim in claims:
-            self._free[view.slots[claim.node]] ^= claim.device_mask
-        self.count -= shape.gpus
-        return tuple(claims)
-
-
-def is_counted(shape: GangShape) -> bool:
-    """Whether all that matters for a place of such a gang is how many devices are free."""
-    if len(shape.roles) > 1 or shape.device_type or shape.nodes or shape.device_memory_bytes:
-        return False
-    task = shape.roles[0].shape
-    return task.gpus > 0 and not (task.millicores or task.memory_bytes) and shape.locality.widest is Level.CLUSTER
 
 
 ANYWHERE = Placement("anywhere", "any free devices, the first node first, for ideal runs", search)
