@@ -93,13 +93,17 @@ class CoreTable:
 
 
 def allocate(
-    table: CoreTable, owner: str, millicores: Sequence[int], near: Collection[int] = ()
+    table: CoreTable,
+    owner: str,
+    millicores: Sequence[int],
+    near: Collection[int] = (),
+    preferred: Collection[int] = (),
 ) -> CoreTable | CoreShortage:
-    """Give `owner` that much of each socket. `near`: CPUs close to its devices, preferred. An owner that holds
-    something keeps what it can (see `resize`)."""
+    """Give `owner` that much of each socket. `near`: CPUs close to its devices, preferred; `preferred`: cores it had
+    before, rather than those. An owner that holds something keeps what it can (see `resize`)."""
     if owner in table.held:
         return resize(table, owner, millicores, near)
-    return _grant(table, owner, millicores, near, preferred=(), avoided=())
+    return _grant(table, owner, millicores, near, preferred, avoided=())
 
 
 def allocate_after(

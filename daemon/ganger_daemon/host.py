@@ -89,10 +89,12 @@ class Host:
         self.core_table = table
         return ""
 
-    def change_cores(self, owner: str, millicores: Sequence[int], near: Collection[int]) -> str:
-        if owner not in self.core_table.held:
-            return self.take_cores(owner, millicores, near)
-        table = cores.resize(self.core_table, owner, millicores, near)
+    def change_cores(
+        self, owner: str, millicores: Sequence[int], near: Collection[int], former: Collection[int] = ()
+    ) -> str:
+        """So many for an owner, who stays on what it has as far as it can; what is missing, or empty. `former`: cores
+        that it had before it held none, preferred."""
+        table = cores.allocate(self.core_table, owner, millicores, near, former)
         if isinstance(table, cores.CoreShortage):
             return str(table)
         self.core_table = table

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Collection
 
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.page import Word
@@ -25,16 +26,22 @@ class Pinning:
         self._pages = pages
         self._part = part
         self._millicores: tuple[int, ...] | None = None
+        # The cores it gave up when it came to rest: it gets them back where they are free.
+        self._former: tuple[int, ...] = ()
         self.repin_done = 0
         self.trouble = ""
 
     async def follow(self, desired: agent_pb2.DesiredGang, iteration_seconds: float) -> None:
         """Brings cores and threads to what is wanted; does nothing when they are."""
         near = self._host.near(desired.claim.device_mask)
+        await self._retune(desired, near, iteration_seconds)
+        # Only now: a gang that has rested had no cores which others could be in the place of.
         if desired.repin_request > self.repin_done:
             self._host.repin_cores(self._group, near)
             await self._pin()
             self.repin_done = int(desired.repin_request)
+
+    async def _retune(self, desired: agent_pb2.DesiredGang, near: Collection[int], iteration_seconds: float) -> None:
         millicores = tuple(desired.claim.millicores)
         if self._millicores is None:
             self._millicores = self._held_millicores(millicores)
@@ -48,13 +55,14 @@ class Pinning:
                 case RetuneStep.WAIT:
                     await self._wait(sequence, max(ACK_SECONDS, 2 * iteration_seconds))
                 case RetuneStep.PIN:
-                    shortage = self._host.change_cores(self._group, millicores, near)
+                    shortage = self._host.change_cores(self._group, millicores, near, self._former)
                     self.trouble = f"no cores: {shortage}" if shortage else ""
                     await self._pin()
         self._millicores = millicores
 
     def give_up(self) -> None:
         """Who rests without its devices keeps no cores either: it gets some when it runs again."""
+        self._former = tuple([core for core, _ in self._host.shares_of(self._group)]) or self._former
         self._host.release_cores(self._group)
         self._millicores = ()
 

@@ -1,0 +1,81 @@
+"""On which cores a gang is pinned when it goes on after a rest, and when its user asks for others."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from ganger.agent.v1 import agent_pb2
+from ganger_daemon.control.pinning import Pinning
+from ganger_daemon.cores import CoreTable, Grant, adopt, declared_cores
+from ganger_daemon.host import Host
+
+
+class Node:
+    """What of a daemon's host has to do with cores: eight declared ones that stand for two CPUs."""
+
+    change_cores, repin_cores, release_cores = Host.change_cores, Host.repin_cores, Host.release_cores
+    shares_of, cpus_of = Host.shares_of, Host.cpus_of
+
+    def __init__(self) -> None:
+        self.core_table = CoreTable.empty(declared_cores(8, 1, (0, 1), housekeeping=0))
+        self.pinned: list[tuple[int, ...]] = []
+        self.cgroups = SimpleNamespace(set_cpus=lambda group, cpus: self.pinned.append(cpus))
+
+    def near(self, device_mask: int) -> tuple[int, ...]:
+        return ()
+
+
+def pinning_on(node: Any) -> Pinning:
+    pages: Any = SimpleNamespace(threads=lambda: 1)
+    part: Any = SimpleNamespace(ranks=(0,))
+    return Pinning(node, "gang", pages, part)
+
+
+def wanted(repin_request: int = 0) -> agent_pb2.DesiredGang:
+    desired = agent_pb2.DesiredGang(threads=1, repin_request=repin_request)
+    desired.claim.millicores.append(1000)
+    return desired
+
+
+def follow(pinning: Pinning, desired: agent_pb2.DesiredGang) -> None:
+    asyncio.run(pinning.follow(desired, 0.0))
+
+
+def test_a_gang_that_goes_on_gets_the_cores_back_that_it_gave_up() -> None:
+    node = Node()
+    node.core_table = adopt(node.core_table, "gang", Grant(((5, 1000),)))
+    pinning = pinning_on(node)
+    follow(pinning, wanted())
+    pinning.give_up()
+    # Asked for more than once while it rests.
+    pinning.give_up()
+    assert node.shares_of("gang") == ()
+    follow(pinning, wanted())
+    assert node.shares_of("gang") == ((5, 1000),)
+
+
+def test_other_cores_asked_for_as_a_gang_goes_on_are_others_than_it_had() -> None:
+    for core in (4, 5):
+        node = Node()
+        node.core_table = adopt(node.core_table, "gang", Grant(((core, 1000),)))
+        pinning = pinning_on(node)
+        follow(pinning, wanted())
+        before = node.cpus_of("gang")
+        pinning.give_up()
+        follow(pinning, wanted(repin_request=1))
+        assert (pinning.repin_done, len(node.cpus_of("gang"))) == (1, 1)
+        assert node.cpus_of("gang") != before
+        assert node.pinned[-1] == node.cpus_of("gang")
+
+
+def test_what_others_took_meanwhile_is_theirs() -> None:
+    node = Node()
+    node.core_table = adopt(node.core_table, "gang", Grant(((5, 1000),)))
+    pinning = pinning_on(node)
+    follow(pinning, wanted())
+    pinning.give_up()
+    node.core_table = adopt(node.core_table, "other", Grant(((5, 1000),)))
+    follow(pinning, wanted())
+    assert node.shares_of("gang") not in {(), ((5, 1000),)}
