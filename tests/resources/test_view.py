@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ganger.placement.candidates import candidates
-from ganger.resources.values import Claim, GangShape
+from ganger.resources.values import Claim, ConfigurationSet, GangShape, Socket
 from ganger.resources.view import View
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -158,10 +158,14 @@ def test_putting_the_same_row_again_changes_nothing() -> None:
     assert view.version == version
 
 
-def test_idle_node_takes_the_affinity_of_its_first_gang_and_loses_it_with_the_last() -> None:
-    view = cluster(1)
-    claim = candidates(view, gang(2)).candidates[0][0]
-    view.take(claim, 2)
+@pytest.mark.parametrize("of", [server(), replace(server(), sockets=(Socket(8_000, 0),), groups=())])
+def test_idle_node_takes_the_affinity_of_its_first_gang_and_loses_it_with_the_last(of: ConfigurationSet) -> None:
+    view = cluster(1, of)
+    first, second = (Claim("s0", mask, (), 0) for mask in (0b0011, 0b0100))
+    view.take(first, 2)
+    view.take(second, 1)
     assert view.row("s0").affinity == 2
-    view.give(claim)
+    view.give(first)
+    assert view.row("s0").affinity == 2
+    view.give(second)
     assert view.row("s0").affinity == 0

@@ -240,7 +240,7 @@ class View:
         self.free[slot] |= claim.device_mask & self._in_service[slot] & ~held
         if affinity is not None:
             self.affinity[slot] = affinity
-        elif not any(self.group_jobs[slot]):
+        elif not self.held[slot]:
             self.affinity[slot] = 0
         self.freed = self.version
 
