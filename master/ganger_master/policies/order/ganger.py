@@ -47,18 +47,17 @@ _OVERDUE_SHARE = 0.1
 
 def keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
     gpus = np.maximum(facts.gpus, 1)
-    rate = facts.index * gpus + 1.0 / _crowded_s(facts)
+    ends = facts.index * gpus
+    rate = ends + 1.0 / _crowded_s(facts)
     after_switch = rate / (1.0 + SWITCH_S * rate)
-    ends_soon = facts.index * gpus * SWITCH_S >= 1.0
-    stays = np.where(ends_soon, np.inf, rate)
+    stays = np.where(ends * SWITCH_S >= 1.0, np.inf, rate)
     saved = np.where(facts.is_running, stays, after_switch) / gpus
-    is_first = facts.attained_s < FIRST_S
     return (
-        ~is_first,
-        np.where(is_first, facts.arrival_s, 0.0),
+        # Whose turn comes by arrival, then all others.
+        np.where(facts.attained_s < FIRST_S, facts.arrival_s, np.inf),
         -np.floor(np.log(saved) / _ALIKE),
-        ~facts.is_running,
-        np.where(facts.is_running, facts.attained_s, 0.0),
+        # Who runs, then who waits.
+        np.where(facts.is_running, facts.attained_s, np.inf),
     )
 
 
