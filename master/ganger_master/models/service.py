@@ -191,7 +191,11 @@ class ServiceMemory:
     def _hazards(self, slots: Integers) -> Floats:
         """(slots, BUCKETS): of who comes to a bucket the share that ends in it."""
         everybody = (self._all_ended + _ALL_LEAN * _EVEN) / (self._all_came + _ALL_LEAN)
-        found: Floats = (self._ended[slots] + _LEAN * everybody) / (self._came[slots] + _LEAN)
+        found: Floats = self._ended.take(slots, axis=0)
+        found += _LEAN * everybody
+        came = self._came.take(slots, axis=0)
+        came += _LEAN
+        found /= came
         return found
 
     def _goes_on(self, slot: int, bucket: int) -> None:
@@ -237,15 +241,16 @@ def bucket_of(ran_s: float) -> int:
 def gittins(hazards: Floats, buckets: Integers) -> Floats:
     """The index of jobs (rows) at the lower edges of these buckets, in 1 / seconds. `hazards` (jobs, BUCKETS): of who
     comes to a bucket the share that ends in it."""
-    hazards = hazards * _IS_AHEAD[buckets]
-    goes_on = np.cumprod(1.0 - hazards, axis=1)
+    ending = hazards * _IS_AHEAD.take(buckets, axis=0)
+    # In place: of few jobs to make room for columns takes as long as to fill them.
+    goes_on = 1.0 - ending
+    np.multiply.accumulate(goes_on, axis=1, out=goes_on)
     # Of all who are here, those who end in each bucket.
-    ending = hazards
     ending[:, 1:] *= goes_on[:, :-1]
-    ending *= _MEANS_AHEAD_S[buckets]
-    taken = np.cumsum(ending, axis=1)
-    taken += goes_on * _ENDS_AHEAD_S[buckets]
-    best: Floats = ((1.0 - goes_on) / taken).max(axis=1, initial=0.0)
+    ending *= _MEANS_AHEAD_S.take(buckets, axis=0)
+    taken = np.add.accumulate(ending, axis=1, out=ending)
+    taken += goes_on * _ENDS_AHEAD_S.take(buckets, axis=0)
+    best: Floats = np.maximum.reduce((1.0 - goes_on) / taken, axis=1, initial=0.0)
     return best
 
 
