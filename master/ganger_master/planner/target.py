@@ -175,6 +175,10 @@ def carried_out(
     with another size; they count as neither running nor chosen. `placing`: the chosen ones who wait, first one first,
     if not in the order of the line. `going`: who gives back what, if not whoever the table says does all it holds."""
     rows, line, waiting, is_chosen = choice.rows, choice.line, choice.waiting, choice.is_chosen
+    first = line[(is_chosen & waiting)[line]] if placing is None else placing
+    if not (len(first) or resized):
+        # Nobody leaves but for somebody who comes.
+        return Pass(next_change_s=choice.changes_at, line=choice.told)
     room.refresh()
     fitting = _Fitting(placement, room, table, now, kept_out, terms)
     fitting.stop(resized)
@@ -184,7 +188,6 @@ def carried_out(
     if going is None:
         going = _gangs(table, rows, table.is_going(rows).nonzero()[0])
     going = [*going, *resized]
-    first = line[(is_chosen & waiting)[line]] if placing is None else placing
     crowded = fitting.start(_jobs(table, rows, first), going=going)
     if not crowded:
         return Pass(fitting.changes, next_change_s=choice.changes_at, line=choice.told)
