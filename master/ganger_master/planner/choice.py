@@ -53,13 +53,14 @@ def choose(
         waiting &= ~table.are_among(rows, kept_out.not_started)
         line = line[(waiting | facts.is_running)[line]]
     changes_at = next_change_s(order, facts, now)
-    leader = np.arange(len(rows))
+    leader = None
     if as_one:
         facts, leader = _as_one(facts, line, table.units(rows))
     guards = guarded(order, facts, capacity.gpus)
     is_chosen = np.zeros(len(rows), bool)
     is_chosen[selected(order, facts, line, capacity.gpus, guards)] = True
-    is_chosen = is_chosen[leader]
+    if leader is not None:
+        is_chosen = is_chosen[leader]
     return Choice(rows, facts, line, told, waiting, is_chosen, *guards, changes_at)
 
 

@@ -16,20 +16,22 @@ def selected(
     it again start past it. `guards`: as `guarded` says, where whoever asks has asked that, too."""
     may_stop = facts.is_preemptible if order.preempts else np.zeros(len(facts), bool)
     stays = facts.is_running & ~may_stop
-    if order.overdue is None:
-        return chosen(line, facts.gpus, free, order.is_strict, stays)
     overdue, passing = guards or guarded(order, facts, free)
+    if not overdue.any():
+        return chosen(line, facts.gpus, free, order.is_strict, stays)
     return chosen(line, facts.gpus, free, order.is_strict, stays, overdue, passing)
 
 
 def guarded(order: Order, facts: Facts, free: int) -> tuple[Flags, Flags]:
     """By position: who is overdue, with `free` GPUs in all, and who may start past such a one all the same, because it
-    can be stopped for it again. Under an order of which nobody is ever overdue, nobody and nobody."""
+    can be stopped for it again. While nobody is overdue, nobody and nobody."""
     nobody = np.zeros(len(facts), bool)
     if order.overdue is None:
         return nobody, nobody
     # What fits into no empty cluster is waited for by nobody.
     overdue = order.overdue(facts, free) & (facts.gpus <= free)
+    if not overdue.any():
+        return nobody, nobody
     return overdue, (facts.is_preemptible if order.preempts else nobody) & ~overdue
 
 
