@@ -57,7 +57,7 @@ class Packing:
         """Infinite while there is nothing to look at."""
         if not (self.packs.packs or self.halved or table.has_waiting or table.has_sharing):
             return math.inf
-        pace = _TRIAL if self.packs.on_trial else _QUIET if self.is_quiet else _BUSY
+        pace = _TRIAL if self.packs.is_trying else _QUIET if self.is_quiet else _BUSY
         return self.looked_s + max(_LEAST_S, pace * plan_every_s)
 
     def without(self, before: Packing, refused: Set[int], barred: Set[int] = frozenset()) -> Packing:

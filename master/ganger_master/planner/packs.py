@@ -84,7 +84,8 @@ class Pack:
     @property
     def numbers(self) -> tuple[int, ...]:
         """Hosts first."""
-        return tuple([one.number for one in self.proposal.residents])
+        berths = self.proposal.host, self.proposal.guest
+        return tuple([one.number for berth in berths for one in berth.residents])
 
     @property
     def guest(self) -> int:
@@ -137,8 +138,15 @@ class Packs:
         return tuple([pack.numbers for pack in self.packs])
 
     @property
+    def is_trying(self) -> bool:
+        """Whether anybody is `on_trial`."""
+        return bool(self.leaving or self.parting) or not all([pack.is_kept for pack in self.packs])
+
+    @property
     def on_trial(self) -> frozenset[int]:
         """And who is on the way there, or back: nobody else is to disturb them."""
+        if not self.is_trying:
+            return frozenset()
         trying = [pack.numbers for pack in self.packs if not pack.is_kept]
         coming = [one.numbers for one in self.leaving]
         going = [(one.host, one.guest) for one in self.parting]
@@ -161,7 +169,7 @@ def plan_packs(
     and rests on storage; nobody is in a pack whose time is limited, or beside one of another priority. `wanted`: of the
     devices that a guest would leave, how many somebody waits for."""
     rests = parking if in_turns else _suspending
-    running = {job.number: (job, gang) for job, gang in table.running}
+    running = {pair[0].number: pair for pair in table.running}
     changes: list[Change] = []
     left: list[Pack] = []
     findings: list[Finding] = []
@@ -301,9 +309,8 @@ def _judged(
     if not all(alone):
         # Somebody has ended.
         return packs, None, []
-    everybody = frozenset(numbers)
-    are_together = all(seen.beside(number) == everybody - {number} for number in numbers)
-    if not are_together:
+    everybody = {*numbers}
+    if not all([seen.beside(number) == everybody - {number} for number in numbers]):
         guest = table.get(pack.guest)
         if pack.is_kept:
             # Who rests for its user may do so for long.
@@ -315,13 +322,13 @@ def _judged(
             return packs, pack, []
         # It was refused, or somebody was stopped meanwhile.
         return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None, []
-    rates = {number: Rates(before, seen.present(number)) for number, before in zip(numbers, alone, strict=True)}
+    first = -_WATCHED_WINDOWS if pack.is_kept else 0
+    rates = {n: Rates(before, seen.present(n)[first:]) for n, before in zip(numbers, alone, strict=True)}
     if pack.is_kept:
-        latest = {number: Rates(one.before, one.after[-_WATCHED_WINDOWS:]) for number, one in rates.items()}
-        if still_pays(proposal.residents, latest):
+        if still_pays(proposal.residents, rates):
             return packs, pack, []
         packs = replace(packs, failed=packs.failed.noted(proposal.pair, now))
-        return packs, None, _told(numbers, latest, is_kept=False)
+        return packs, None, _told(numbers, rates, is_kept=False)
     is_measured = min(len(one.after) for one in rates.values()) >= FIRST_WINDOWS
     judged = verdict(proposal, rates) if is_measured else Judged(Verdict.MEASURE)
     found = judged.verdict

@@ -250,8 +250,8 @@ class LiveTable:
         """Who holds a gang and was not told to give it back, by number."""
         rows = np.flatnonzero(self._flags[1])
         rows = rows[np.argsort(self._integers[0, rows])].tolist()
-        pairs = [(self.jobs[row], self.gangs[row]) for row in rows]
-        return [(job, gang) for job, gang in pairs if job is not None and gang is not None]
+        jobs, gangs = self.jobs, self.gangs
+        return [(job, gang) for row in rows if (job := jobs[row]) is not None and (gang := gangs[row]) is not None]
 
     @property
     def sharing(self) -> list[tuple[Job, Gang]]:

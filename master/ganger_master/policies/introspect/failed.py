@@ -31,7 +31,11 @@ class Failed(Generic[K]):
 
     def forgotten(self, tried: K) -> Failed[K]:
         """It helped after all."""
-        return Failed({known: note for known, note in self.notes.items() if known != tried})
+        if tried not in self.notes:
+            return self
+        notes = {**self.notes}
+        del notes[tried]
+        return Failed(notes)
 
     def holds(self, tried: K, now: float) -> bool:
         return now < self.notes.get(tried, (0, float("-inf")))[1]
