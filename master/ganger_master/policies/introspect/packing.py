@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import chain, combinations_with_replacement
+from itertools import chain, combinations_with_replacement, takewhile
 from typing import Final, TypeAlias
 
 from ganger_master.models.interference import (
@@ -151,7 +151,9 @@ def proposals(
         """Whether the two are in no pack any more, whoever of them were the guest."""
         return one.seat in used or other.seat in used or left > max(room[_number(one)], room[_number(other)])
 
-    line = chain.from_iterable(_by_seat(found[rank], used, comes_too_late, may) for rank in sorted(found))
+    most_room = max(room.values(), default=-math.inf)
+    in_time = takewhile(lambda rank: left <= most_room, sorted(found))
+    line = chain.from_iterable(_by_seat(found[rank], used, comes_too_late, may) for rank in in_time)
     for host, guest in line:
         if len(chosen) == most:
             break
