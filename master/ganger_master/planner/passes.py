@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,9 @@ from ganger_master.policies.room import Room
 
 if TYPE_CHECKING:
     # What makes a pass of its own is loaded for those policies alone: it takes longer than many passes.
+    from ganger.resources.values import GangShape
+
+    from ganger_master.core.model import Job
     from ganger_master.planner.in_place import Resizing
     from ganger_master.policies.tune.known import Known
 
@@ -84,6 +88,11 @@ def terms_of(policy: Policy, table: LiveTable) -> Terms:
     """Under a policy that packs those who share devices go together, and who has some leaves memory for another one."""
     if not policy.packs:
         return AS_ASKED
+    return Terms(shape=_shape_for_two(), mates_now=lambda: table.mates)
+
+
+@cache
+def _shape_for_two() -> Callable[[Job], GangShape]:
     from ganger_master.planner.packing import shape_for_two
 
-    return Terms(shape=shape_for_two, mates_now=lambda: table.mates)
+    return shape_for_two

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 from ganger.placement.claims import make_claim
@@ -36,6 +35,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import cluster, gang, server
 from msgspec import structs
+from msgspec.structs import replace
 
 # VGG16 and ResNet101 on four GPUs, nearly (Chronus): a third of the speed on four servers, and hardly any loss.
 SENSITIVE = LocalityModel(across=0.3, per_node=0.6, per_gpu=0.2, inside=0.1, beyond=0.1)

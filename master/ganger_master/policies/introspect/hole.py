@@ -23,6 +23,7 @@ from ganger.placement.filling import evenly, greedily
 from ganger.resources.fit import gang_level
 from ganger.resources.values import GangShape, Level
 from ganger.resources.view import Mode, View
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ganger_master.policies.introspect.whatif import Claims, WhatIf
@@ -42,8 +43,7 @@ _MOST_OTHERS: Final = 32
 _MOST_SETS_OF_MANY: Final = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Movable:
+class Movable(Struct, frozen=True, gc=False):
     """A running gang. `shape`: what it accepts elsewhere. Infinite costs: it may not be moved, not be stopped. `kind`:
     what behaves like it; nothing if nobody knows."""
 
