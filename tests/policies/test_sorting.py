@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ganger_master.policies import sorting
-from ganger_master.policies.sorting import counted_below, sorted_by
+from ganger_master.policies.sorting import behind, counted_below, sorted_by
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +24,14 @@ def test_columns_sort_as_rows_do_ties_and_nan_included(rows: list[tuple[float, b
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sorting, "_MANY", many)
             assert sorted_by(*columns).tolist() == expected
+
+
+@given(st.lists(st.tuples(NUMBERS, st.booleans(), NUMBERS), min_size=1, max_size=30), st.data())
+def test_behind_a_row_is_who_is_sorted_after_it(rows: list[tuple[float, bool, float]], data: st.DataObject) -> None:
+    columns = [*[np.array(column) for column in zip(*rows, strict=True)], np.arange(len(rows))]
+    line = sorted_by(*columns).tolist()
+    at = data.draw(st.integers(0, len(rows) - 1))
+    assert sorted(line[line.index(at) + 1 :]) == behind(columns, at).nonzero()[0].tolist()
 
 
 def test_ranks_of_more_columns_than_fit_into_one_number_still_sort() -> None:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from msgspec.structs import replace as replace_of
+from numpy.typing import NDArray
 
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies.facts import Capacity, Facts, Flags, Floats, Integers
-from ganger_master.policies.order import Order, next_change_s, ranked
+from ganger_master.policies.order import Order, next_change_s, ranked, ranks
 from ganger_master.policies.selection import guarded, selected
+from ganger_master.policies.sorting import behind, sorted_by
+
+# So many who do not run are looked at one by one before all are ranked.
+_FEW = 4
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Choice:
+class Choice(Struct, frozen=True, eq=False, gc=False):
     """Who should run, by counts. `line`: positions of all who may, first job first; `told`: numbers of all who wait, in
     the same order. The rest is by position; `overdue` and `passing` as `selection.guarded` has them, `changes_at` as
     `Pass.next_change_s`."""
@@ -33,7 +38,54 @@ class Choice:
     changes_at: float
 
 
-def choose(
+class Asked(Struct, frozen=True, eq=False, gc=False):
+    """What a choice is made of. `ranks`: columns to sort the jobs by; `may`: by position, who runs, or may start;
+    `units`: by position, as `LiveTable.units`, where those who share devices are chosen together or not at all; None:
+    where they are not."""
+
+    order: Order
+    gpus: int
+    rows: Integers
+    facts: Facts
+    ranks: tuple[NDArray[Any], ...]
+    waiting: Flags
+    may: Flags | None
+    told: Flags
+    units: Integers | None
+    changes_at: float
+
+    @property
+    def nobody_comes(self) -> bool:
+        """Whether all who run are chosen, and nobody else: where few do not run, none of whom would fit if all who rank
+        behind it were stopped. Else it may be so or not."""
+        order, facts = self.order, self.facts
+        comes = ~facts.is_running if self.may is None else self.may & ~facts.is_running
+        newcomers = comes.nonzero()[0].tolist()
+        if len(newcomers) > _FEW or order.is_strict:
+            return False
+        if order.overdue is not None and order.overdue(facts, self.gpus).any():
+            return False
+        # Those who share devices are as many, and hold them once: the first of them.
+        holds = (
+            facts.is_running
+            if self.units is None
+            else facts.is_running & ((self.units < 0) | (self.units == self.rows))
+        )
+        held = np.where(holds, facts.gpus, 0)
+        free = self.gpus - int(held.sum())
+        may_leave = np.where(facts.is_preemptible, held, 0) if order.preempts else np.zeros_like(held)
+        return free >= 0 and not any(
+            facts.gpus[at] <= free + may_leave[behind(self.ranks, at)].sum() for at in newcomers
+        )
+
+    @property
+    def line(self) -> Integers:
+        """Numbers of all who wait, first job first."""
+        waits = self.told.nonzero()[0]
+        return self.facts.number[waits[sorted_by(*[column[waits] for column in self.ranks])]]
+
+
+def asked(
     order: Order,
     table: LiveTable,
     now: float,
@@ -41,27 +93,37 @@ def choose(
     remaining_s: Callable[[Integers], Floats] | None = None,
     kept_out: KeptOut = NOBODY,
     as_one: bool = False,
-) -> Choice:
+) -> Asked:
     """As `target.plan` is asked. `as_one`: those who share devices are chosen together, or not at all."""
-    order, rows, facts, line = _lined_up(order, table, now, capacity, remaining_s)
-    waiting = table.is_waiting(rows)
-    told = facts.number[line[waiting[line]]]
+    order, rows, facts = _known(order, table, now, remaining_s)
+    columns = ranks(order, facts, now, capacity)
+    told = waiting = table.is_waiting(rows)
+    may = None
     if kept_out.not_stopped:
-        may = ~table.are_among(rows, kept_out.not_stopped)
-        facts = replace_of(facts, is_preemptible=facts.is_preemptible & may)
+        may_stop = ~table.are_among(rows, kept_out.not_stopped)
+        facts = replace_of(facts, is_preemptible=facts.is_preemptible & may_stop)
     if kept_out.not_started:
-        waiting &= ~table.are_among(rows, kept_out.not_started)
-        line = line[(waiting | facts.is_running)[line]]
+        waiting = waiting & ~table.are_among(rows, kept_out.not_started)
+        may = waiting | facts.is_running
+    units = table.units(rows) if as_one else None
     changes_at = next_change_s(order, facts, now)
-    leader = None
-    if as_one:
-        facts, leader = _as_one(facts, line, table.units(rows))
-    guards = guarded(order, facts, capacity.gpus)
+    return Asked(order, capacity.gpus, rows, facts, columns, waiting, may, told, units, changes_at)
+
+
+def choose(of: Asked) -> Choice:
+    order, rows, facts, leader = of.order, of.rows, of.facts, None
+    line = sorted_by(*of.ranks)
+    told = facts.number[line[of.told[line]]]
+    if of.may is not None:
+        line = line[of.may[line]]
+    if of.units is not None:
+        facts, leader = _as_one(facts, line, of.units)
+    guards = guarded(order, facts, of.gpus)
     is_chosen = np.zeros(len(rows), bool)
-    is_chosen[selected(order, facts, line, capacity.gpus, guards)] = True
+    is_chosen[selected(order, facts, line, of.gpus, guards)] = True
     if leader is not None:
         is_chosen = is_chosen[leader]
-    return Choice(rows, facts, line, told, waiting, is_chosen, *guards, changes_at)
+    return Choice(rows, facts, line, told, of.waiting, is_chosen, *guards, of.changes_at)
 
 
 def within_quotas(
@@ -77,26 +139,22 @@ def within_quotas(
     quotas = table.quotas
     if quotas is None or not quotas.are_contested:
         return kept_out
-    _, rows, _, line = _lined_up(order, table, now, capacity, remaining_s)
+    order, rows, facts = _known(order, table, now, remaining_s)
+    line = ranked(order, facts, now, capacity)
     first = line[(table.is_waiting(rows) & ~table.are_among(rows, kept_out.not_started))[line]]
     jobs = [job for row in rows[first].tolist() if (job := table.jobs[row]) is not None]
     return kept_out.resting(quotas.beyond(jobs))
 
 
-def _lined_up(
-    order: Order,
-    table: LiveTable,
-    now: float,
-    capacity: Capacity,
-    remaining_s: Callable[[Integers], Floats] | None,
-) -> tuple[Order, Integers, Facts, Integers]:
-    """The order as what is known now makes it, the rows and facts of all who are live, and their positions, first job
-    first."""
+def _known(
+    order: Order, table: LiveTable, now: float, remaining_s: Callable[[Integers], Floats] | None
+) -> tuple[Order, Integers, Facts]:
+    """The order as what is known now makes it, and the rows and facts of all who are live."""
     if order.with_history is not None:
         order = order.with_history(table.history)
     assert not order.knows_durations or remaining_s is not None, f"{order.name} asks an oracle, and there is none"
     rows, facts = table.facts(now, order.learns, remaining_s=remaining_s if order.knows_durations else None)
-    return order, rows, facts, ranked(order, facts, now, capacity)
+    return order, rows, facts
 
 
 def _as_one(facts: Facts, line: Integers, units: Integers) -> tuple[Facts, Integers]:

@@ -18,7 +18,7 @@ from ganger.resources.view import View
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, Job, SuspendLevel
 from ganger_master.planner.amounts import Amounts, Wish, fitted
-from ganger_master.planner.choice import Choice, choose
+from ganger_master.planner.choice import Choice, asked, choose
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
@@ -54,7 +54,7 @@ def plan_packed(
     """The changes that lead to the packing, as `plan`. None: somebody is chosen whom a packing by GPUs cannot
     place, or it would place nobody at all."""
     assert tuning.place is not None, f"{tuning.name} places nobody"
-    choice = choose(order, table, now, capacity, remaining_s, kept_out)
+    choice = choose(asked(order, table, now, capacity, remaining_s, kept_out))
     is_movable = choice.facts.is_running & choice.facts.is_preemptible
     running = {job.number: gang for job, gang in _gangs(table, choice, is_movable)}
     jobs = _jobs(table, choice, choice.line[(choice.is_chosen & (is_movable | ~choice.facts.is_running))[choice.line]])

@@ -140,7 +140,7 @@ class Packs:
     @property
     def is_trying(self) -> bool:
         """Whether anybody is `on_trial`."""
-        return bool(self.leaving or self.parting) or not all([pack.is_kept for pack in self.packs])
+        return bool(self.leaving or self.parting) or any(not pack.is_kept for pack in self.packs)
 
     @property
     def on_trial(self) -> frozenset[int]:
@@ -310,7 +310,7 @@ def _judged(
         # Somebody has ended.
         return packs, None, []
     everybody = {*numbers}
-    if not all([seen.beside(number) == everybody - {number} for number in numbers]):
+    if not all(seen.beside(number) == everybody - {number} for number in numbers):
         guest = table.get(pack.guest)
         if pack.is_kept:
             # Who rests for its user may do so for long.

@@ -22,12 +22,13 @@ import numpy as np
 from ganger.placement.candidates import widest_now
 from ganger.resources.values import Claim, GangShape
 from ganger.resources.view import View
+from msgspec import Struct
 from msgspec.structs import replace as replace_of
 
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, Job, SuspendLevel
 from ganger_master.core.orders import same_place
-from ganger_master.planner.choice import Choice, choose
+from ganger_master.planner.choice import Choice, asked, choose
 from ganger_master.planner.in_place import Resizing
 from ganger_master.planner.mates import ALONE, Mates, Unit, units
 from ganger_master.planner.refused import NOBODY, KeptOut
@@ -69,14 +70,13 @@ class Pass:
 NOTHING_TO_DO = Pass()
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(Struct, frozen=True):
     """What a pass goes by: the shape that a waiting job is placed with, what a gang counts as holding, and who shares
     devices."""
 
-    shape: Callable[[Job], GangShape] = field(default=lambda job: job.shape)
-    held: Callable[[Gang], Claims] = field(default=lambda gang: _held(gang))
-    mates_now: Callable[[], Mates] = field(default=lambda: ALONE)
+    shape: Callable[[Job], GangShape] = lambda job: job.shape
+    held: Callable[[Gang], Claims] = lambda gang: _held(gang)
+    mates_now: Callable[[], Mates] = lambda: ALONE
 
     @property
     def mates(self) -> Mates:
@@ -114,8 +114,11 @@ def plan(
         found = started(few, placement, table, now, room, kept_out, terms)
         if found is not None:
             return found
-    choice = choose(order, table, now, capacity, remaining_s, kept_out, bool(terms.mates))
-    return carried_out(choice, order, placement, table, now, room, may_stop, kept_out, terms)
+    of = asked(order, table, now, capacity, remaining_s, kept_out, bool(terms.mates))
+    if of.nobody_comes:
+        # Nobody leaves but for somebody who comes.
+        return Pass(next_change_s=of.changes_at, line=of.line)
+    return carried_out(choose(of), order, placement, table, now, room, may_stop, kept_out, terms)
 
 
 def started(
@@ -177,7 +180,6 @@ def carried_out(
     rows, line, waiting, is_chosen = choice.rows, choice.line, choice.waiting, choice.is_chosen
     first = line[(is_chosen & waiting)[line]] if placing is None else placing
     if not (len(first) or resized):
-        # Nobody leaves but for somebody who comes.
         return Pass(next_change_s=choice.changes_at, line=choice.told)
     room.refresh()
     fitting = _Fitting(placement, room, table, now, kept_out, terms)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ganger_master.policies.facts import Floats, Integers
+from ganger_master.policies.facts import Flags, Floats, Integers
 
 # With fewer rows `lexsort` is faster: it makes use of columns that are nearly in order, as those by arrival are.
 _MANY = 2_000
@@ -64,6 +64,22 @@ def _narrow(key: Integers, distinct: int, factor: int) -> tuple[Integers, int]:
         return key, distinct
     keys, key = np.unique(key, return_inverse=True)
     return key, len(keys)
+
+
+def behind(columns: Sequence[NDArray[Any]], at: int) -> Flags:
+    """Which rows come after the one at this position, as they would be sorted; none that equals it in all columns."""
+    found, is_tied = np.zeros(len(columns[0]), bool), np.ones(len(columns[0]), bool)
+    for column in columns:
+        value = column[at]
+        if value != value:
+            is_tied &= column != column
+        else:
+            found |= is_tied & ~(column <= value)
+            is_tied &= column == value
+        if np.count_nonzero(is_tied) == 1:
+            # Nobody but itself.
+            break
+    return found
 
 
 def counted_below(values: Floats, limits: Floats) -> Integers:

@@ -66,7 +66,12 @@ def as_decimals(amounts: Floats) -> Floats:
 
 def ranked(order: Order, facts: Facts, now: float, capacity: Capacity) -> Integers:
     """Positions in the facts, first job first."""
-    return sorted_by(-facts.priority, *order.keys(facts, now, capacity), facts.arrival_s, facts.number)
+    return sorted_by(*ranks(order, facts, now, capacity))
+
+
+def ranks(order: Order, facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
+    """The columns that jobs are sorted by, most significant first; no two jobs are equal in all of them."""
+    return (-facts.priority, *order.keys(facts, now, capacity), facts.arrival_s, facts.number)
 
 
 def next_change_s(order: Order, facts: Facts, now: float) -> float:
