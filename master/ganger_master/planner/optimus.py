@@ -303,7 +303,8 @@ def _yielding(placement: Placement, least: Mapping[GangShape, int]) -> Placement
                 fits, found = tasks, smaller
         return found
 
-    return replace(placement, search=search)
+    # By counts a gang would find no place with fewer tasks.
+    return replace(placement, search=search, counts=None)
 
 
 def _with_tasks(shape: GangShape, tasks: int) -> GangShape:

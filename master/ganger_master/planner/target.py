@@ -37,6 +37,7 @@ from ganger_master.policies.facts import Capacity, Floats, Integers
 from ganger_master.policies.introspect.hole import Hole, Movable, Movables, hole_for
 from ganger_master.policies.order import Order
 from ganger_master.policies.place import Placement, Want
+from ganger_master.policies.place.counted import is_counted
 from ganger_master.policies.room import Room
 
 Claims = tuple[Claim, ...]
@@ -108,8 +109,7 @@ def plan(
     if not table.has_waiting:
         return NOTHING_TO_DO
     few = table.waiting_jobs(_FEW) if kept_out is NOBODY else []
-    room.refresh()
-    if few and sum([job.gpus for job in few]) <= room.free_devices:
+    if few and sum([job.gpus for job in few]) <= _free_devices(placement, room):
         # Where there is room for all who wait, it makes no difference who goes first.
         found = started(few, placement, table, now, room, kept_out, terms)
         if found is not None:
@@ -131,12 +131,18 @@ def started(
     terms: Terms = AS_ASKED,
 ) -> Pass | None:
     """The pass that starts these jobs, which wait, in this order, and no others; None if one of them finds no room."""
-    room.refresh()
     fitting = _Fitting(placement, room, table, now, kept_out, terms)
     if fitting.starts_all(jobs):
         return Pass(fitting.changes, line=np.array([job.number for job in jobs], np.int64))
     fitting.undo()
     return None
+
+
+def _free_devices(placement: Placement, room: Room) -> int:
+    if placement.counts is not None:
+        return placement.counts(room.view).count
+    room.refresh()
+    return room.free_devices
 
 
 def may_start(
@@ -181,7 +187,6 @@ def carried_out(
     first = line[(is_chosen & waiting)[line]] if placing is None else placing
     if not (len(first) or resized):
         return Pass(next_change_s=choice.changes_at, line=choice.told)
-    room.refresh()
     fitting = _Fitting(placement, room, table, now, kept_out, terms)
     fitting.stop(resized)
     if choice.overdue.any():
@@ -298,15 +303,21 @@ def _gangs(table: LiveTable, rows: Integers, positions: Integers) -> list[tuple[
 
 
 class _Fitting:
-    """Fits gangs into a room, and undoes it."""
+    """Fits gangs into a room, which first follows what has happened, and undoes it. Where the placement counts, neither
+    is done before more than counts matters."""
 
     def __init__(
         self, placement: Placement, room: Room, table: LiveTable, now: float, kept_out: KeptOut, terms: Terms
     ) -> None:
         self._placement = placement
         self._what_if = room
-        # What was found last and the room does not show yet: of the last one of all nobody asks.
-        self._unseen: Claims = ()
+        # None: the room says what is free, and follows.
+        self._counted = None if placement.counts is None else placement.counts(room.view)
+        if self._counted is None:
+            room.refresh()
+        # Places that the room does not show yet: all that were found by counts, else the last one, for of the last one
+        # of all nobody asks.
+        self._unseen: list[Claims] = []
         self._table = table
         self._now = now
         self._closed = kept_out.nodes
@@ -334,10 +345,18 @@ class _Fitting:
         return self._what_if
 
     def _see(self) -> None:
-        if self._unseen:
-            self._what_if.take(self._unseen)
-            self._done.append((self._unseen, None))
-            self._unseen = ()
+        if self._counted is not None:
+            self._counted = None
+            self._what_if.refresh()
+        for claims in self._unseen:
+            self._what_if.take(claims)
+            self._done.append((claims, None))
+        self._unseen.clear()
+
+    def _mark(self) -> int:
+        """To `undo` to."""
+        self._see()
+        return len(self._done)
 
     @property
     def changes(self) -> tuple[Change, ...]:
@@ -435,13 +454,17 @@ class _Fitting:
         held = [sum([claim.device_mask.bit_count() for claim in self._terms.held(unit[0][1])]) for unit in leaving]
         gone = [claim.device_mask.bit_count() for _, gang in going for claim in _held(gang)]
         taken = sum([self._terms.shape(job).gpus for job in crowded])
-        return 0 <= self._room.free_devices + sum(held) + sum(gone) - taken < min(held, default=math.inf)
+        free = self._room.free_devices if self._counted is None else self._counted.count
+        return 0 <= free + sum(held) + sum(gone) - taken < min(held, default=math.inf)
 
-    def undo(self, done: int = 0) -> None:
-        """The room is as it was when so much was done."""
-        self._unseen = ()
+    def undo(self, mark: int = 0) -> None:
+        """All is as it was at a mark, or in the beginning."""
+        if self._counted is not None:
+            for claims in self._unseen:
+                self._counted.give(claims)
+        self._unseen.clear()
         room = self._what_if
-        while len(self._done) > done:
+        while len(self._done) > mark:
             claims, affinities = self._done.pop()
             if affinities is None:
                 room.give(claims)
@@ -479,12 +502,11 @@ class _Fitting:
 
     def _would_be(self, job: Job, given: Iterable[Claims], avoid: frozenset[str]) -> frozenset[str]:
         """The nodes where a job would be if these were given back; none if that is not enough."""
-        self._see()
-        done = len(self._done)
+        mark = self._mark()
         for back in given:
             self._give(back)
         claims = self._hold(job, avoid, set())
-        self.undo(done)
+        self.undo(mark)
         return frozenset(claim.node for claim in claims or ())
 
     def _wait_for(self, job: Job) -> None:
@@ -510,7 +532,10 @@ class _Fitting:
         if not (job.epoch or closed or shape.locality.wish):
             if shape in vain:
                 return None
-            claims = self._placement.place(self._room, shape, Want(avoid=avoid) if avoid else _ANYTHING)
+            if self._counted is not None and not avoid and is_counted(shape):
+                claims = self._counted.take(shape)
+            else:
+                claims = self._placement.place(self._room, shape, Want(avoid=avoid) if avoid else _ANYTHING)
             if claims is None:
                 vain.add(shape)
                 return None
@@ -549,8 +574,9 @@ class _Fitting:
         )
 
     def _take(self, claims: Claims) -> None:
-        self._see()
-        self._unseen = claims
+        if self._counted is None:
+            self._see()
+        self._unseen.append(claims)
 
     def _give(self, claims: Claims) -> None:
         view = self._room.view

@@ -14,6 +14,7 @@ from ganger.resources.view import Mode
 from ganger_master.policies.alike import Alike
 from ganger_master.policies.ask import Ask
 from ganger_master.policies.fragmentation import Demand
+from ganger_master.policies.place.counted import FreeDevices
 from ganger_master.policies.place.placement import Claims, Placement
 from ganger_master.policies.place.search import fitting_spans, in_span, on_first_node, walk
 from ganger_master.policies.room import Room
@@ -59,4 +60,4 @@ def _from_the_first(room: Room, ask: Ask, level: Level, number: int) -> Claims |
 
 ANYWHERE = Placement("anywhere", "any free devices, the first node first, for ideal runs", search)
 # Of servers that have nothing but devices.
-BY_COUNTS = replace(ANYWHERE, by_counts=True)
+BY_COUNTS = replace(ANYWHERE, by_counts=True, counts=FreeDevices)

@@ -8,9 +8,11 @@ from typing import Final, TypeAlias
 
 from ganger.placement.candidates import asked_for, still_free, widest_now
 from ganger.resources.values import Claim, GangShape, Level
+from ganger.resources.view import View
 
 from ganger_master.policies.ask import Ask
 from ganger_master.policies.fragmentation import Demand
+from ganger_master.policies.place.counted import FreeDevices
 from ganger_master.policies.room import Room
 
 Claims: TypeAlias = tuple[Claim, ...]
@@ -38,12 +40,14 @@ _NOTHING_ELSE: Final = Want()
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`summary`: one line for people. `by_counts`: a gang finds a place wherever so many devices are free."""
+    """`summary`: one line for people. `by_counts`: a gang finds a place wherever so many devices are free. `counts`:
+    finds the places that `search` would, but without a room, for gangs that are `counted.is_counted`."""
 
     name: str
     summary: str
     search: Search
     by_counts: bool = False
+    counts: Callable[[View], FreeDevices] | None = None
 
     def place(self, room: Room, shape: GangShape, want: Want = _NOTHING_ELSE) -> Claims | None:
         """Claims that fit, or None. Nothing is taken."""

@@ -1,0 +1,177 @@
+"""Passes that find places by counts, against the same passes in a room."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from dataclasses import replace as replaced
+
+import numpy as np
+import pytest
+from ganger.resources.values import ConfigurationSet, GangShape, Level, Locality, NodeRow, Role, TaskShape
+from ganger.resources.view import View
+from ganger_master.core.model import Gang, GangPhase, GangRole, Intent, Job, JobSpec, JobState, Piece, SuspendLevel
+from ganger_master.planner.optimus import _yielding
+from ganger_master.planner.refused import NOBODY
+from ganger_master.planner.table import LiveTable
+from ganger_master.planner.target import AS_ASKED, Claims, Pass, _Fitting, plan
+from ganger_master.policies.facts import Capacity
+from ganger_master.policies.order.registry import ORDERS
+from ganger_master.policies.place import PLACEMENTS, Placement
+from ganger_master.policies.place.anywhere import BY_COUNTS
+from ganger_master.policies.place.counted import FreeDevices, is_counted
+from ganger_master.policies.room import Room
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.clusters import gang
+from msgspec.structs import replace
+
+NOW = 1_000_000.0
+IN_A_ROOM = replaced(BY_COUNTS, counts=None)
+SIZES = (4, 12, 64)
+
+# Devices of each node, those that are free, and whether it takes gangs.
+nodes = st.lists(st.tuples(st.sampled_from(SIZES), st.integers(0, (1 << 64) - 1), st.booleans()), min_size=1)
+Asked = tuple[int, float, bool, bool]
+Step = Asked | list[Asked] | None
+# Devices, seconds since it began to run or wait, whether it may be stopped, whether it asks for more than devices.
+asked = st.tuples(st.integers(1, 24), st.floats(1.0, 900_000.0), st.booleans(), st.sampled_from([False] * 5 + [True]))
+
+
+def view_of(servers: list[tuple[int, int, bool]]) -> View:
+    view = View([ConfigurationSet(f"only-{devices}", "x", devices) for devices in SIZES])
+    for at, (devices, free, available) in enumerate(servers):
+        view.put(NodeRow(f"s{at}", f"only-{devices}", free & ((1 << devices) - 1), (0,), 0, available=available))
+    return view
+
+
+@settings(max_examples=100)
+@given(nodes, st.lists(st.tuples(st.integers(1, 24), st.sampled_from([1, 1, 1, 2]), st.booleans()), min_size=1))
+def test_gangs_come_and_go_as_they_would_in_a_room(
+    servers: list[tuple[int, int, bool]], sizes: list[tuple[int, int, bool]]
+) -> None:
+    view = view_of(servers)
+    room, free_devices = Room(view.copy()), FreeDevices(view)
+    for tasks, each, is_undone in sizes:
+        shape = replace(gang(), roles=(Role("worker", tasks, TaskShape(each)),))
+        assert is_counted(shape)
+        found = PLACEMENTS["anywhere"].place(room, shape)
+        assert free_devices.take(shape) == found
+        if is_undone:
+            free_devices.give(found or ())
+        else:
+            room.take(found or ())
+        assert free_devices.count == room.free_devices
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        gang(2, cores=1),
+        gang(2, gib=1),
+        gang(2, device_type="other"),
+        gang(2, nodes=2),
+        gang(2, widest=Level.NODE),
+        gang(2, device_gib=1),
+        replace(gang(2), roles=(Role("idle", 1, TaskShape(0)),)),
+        replace(gang(2), roles=(*gang(2).roles, *gang(1).roles)),
+    ],
+)
+def test_who_asks_for_more_than_devices_is_not_placed_by_counts(shape: GangShape) -> None:
+    assert not is_counted(shape)
+
+
+def job_of(number: int, gpus: int, since_s: float, preemptible: bool, asks_for_more: bool) -> Job:
+    spec = JobSpec(
+        ("train",),
+        (Role("worker", gpus, TaskShape(1)),),
+        locality=Locality(Level.CLUSTER),
+        preemptible=preemptible,
+        device_type="x" if asks_for_more else "",
+    )
+    return Job(number, f"uid-{number}", "ada", spec, create_time=NOW - since_s, pending_since=NOW - since_s)
+
+
+def started(view: View, job: Job, epoch: int, is_going: bool) -> tuple[Job, Gang] | None:
+    """A job that runs, and holds what it found, or is giving it back."""
+    claims = PLACEMENTS["anywhere"].place(Room(view), job.shape)
+    if claims is None:
+        return None
+    for claim in claims:
+        view.take(claim)
+    job = replace(job, state=JobState.HOLDING, epoch=epoch, pending_since=0.0, running_since=job.pending_since)
+    pieces = tuple([Piece(claim, claim) for claim in claims])
+    held = Gang(epoch, job.number, GangRole.ACTIVE, GangPhase.RUNNING, pieces, Level.CLUSTER, NOW)
+    if is_going:
+        level = SuspendLevel.CHECKPOINT
+        held = replace(held, intent=Intent.PARK, park_level=level, phase=GangPhase.STOPPING, parked_by_plan=True)
+    return job, held
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(st.tuples(st.sampled_from(SIZES), st.just((1 << 64) - 1), st.just(True)), min_size=1, max_size=4),
+    st.lists(st.tuples(asked, st.sampled_from([False, False, True])), max_size=12),
+    st.lists(asked, min_size=1, max_size=14),
+    st.sampled_from(["fifo", "fifo-backfill", "las", "las2d", "tiresias", "drf"]),
+    st.booleans(),
+)
+def test_passes_are_as_they_would_be_in_a_room(
+    servers: list[tuple[int, int, bool]],
+    running: list[tuple[Asked, bool]],
+    waiting: list[Asked],
+    order: str,
+    may_stop: bool,
+) -> None:
+    view, table = view_of(servers), LiveTable()
+    for at, (what, is_going) in enumerate(running, 1):
+        found = started(view, job_of(at, *what), at, is_going)
+        if found is not None:
+            table.put(*found)
+    for at, what in enumerate(waiting, 100):
+        table.put(job_of(at, *what), None)
+    rows = [replace(row, version=0) for row in view.rows()]
+    devices = sum(topology.devices for topology in view.topologies)
+    capacity = Capacity(devices, 1.0, 1.0, max(SIZES))
+
+    def found_by(placement: Placement) -> Pass:
+        passed = plan(ORDERS[order], placement, table, NOW, capacity, Room(view), may_stop)
+        assert [replace(row, version=0) for row in view.rows()] == rows, "all is given back"
+        return passed
+
+    counted, twin = found_by(BY_COUNTS), found_by(IN_A_ROOM)
+    for field in fields(Pass):
+        assert np.array_equal(getattr(counted, field.name), getattr(twin, field.name)), field.name
+
+
+@settings(max_examples=150)
+@given(nodes, st.lists(st.one_of(asked, st.none(), st.lists(asked, max_size=3)), min_size=1))
+def test_what_is_undone_half_way_leaves_the_rest(servers: list[tuple[int, int, bool]], steps: list[Step]) -> None:
+    """A job starts; or all is undone (None); or somebody looks where it would be once some who started were gone."""
+    view, table = view_of(servers), LiveTable(learns=False)
+    rows = [replace(row, version=0) for row in view.rows()]
+    twins = [_Fitting(one, Room(view.copy()), table, NOW, NOBODY, AS_ASKED) for one in (BY_COUNTS, IN_A_ROOM)]
+    held: list[Claims] = []
+    for number, step in enumerate(steps):
+        if step is None:
+            for one in twins:
+                one.undo()
+            held.clear()
+        elif isinstance(step, tuple):
+            counted, found = (one._hold(job_of(number, *step), frozenset(), set()) for one in twins)
+            assert counted == found
+            held += [] if found is None else [found]
+        elif step:
+            job, gone = job_of(number, *step[0]), held[: len(step)]
+            there, expected = (one._would_be(job, gone, frozenset()) for one in twins)
+            assert there == expected
+    for one in twins:
+        one.undo()
+        assert [replace(row, version=0) for row in one._room.view.rows()] == rows
+
+
+def test_who_accepts_fewer_devices_finds_them_where_the_counts_have_too_few() -> None:
+    room, job = Room(view_of([(4, 0b0111, True)])), job_of(1, 4, 1.0, True, False)
+    placement = _yielding(BY_COUNTS, {job.shape: 2})
+    fitting = _Fitting(placement, room, LiveTable(learns=False), NOW, NOBODY, AS_ASKED)
+    (claim,) = fitting._hold(job, frozenset(), set()) or ()
+    assert claim.device_mask == 0b0111
