@@ -5,6 +5,7 @@ Whoever plans feeds it every job that changed; it makes no difference in which o
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -30,6 +31,7 @@ _PENDING, _HOLDING, _SUSPENDED = JobState.PENDING, JobState.HOLDING, JobState.SU
 
 _NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
 _FIRST_ROOM = 64
+_NEVER: Final = math.inf
 # Ended jobs that a history is made from, and by what share it may be behind.
 _HISTORY, _STALE = 20_000, 0.05
 
@@ -48,6 +50,8 @@ class LiveTable:
         self._users: dict[str, int] = {}
         self._live = np.zeros(_FIRST_ROOM, bool)
         self._integers = np.zeros((4, _FIRST_ROOM), np.int64)
+        # From the sixth on: run for, running since, waiting since, started, waited before; what has not begun begins at
+        # infinity.
         self._numbers = np.zeros((10, _FIRST_ROOM))
         self._flags = np.zeros((4, _FIRST_ROOM), bool)
         # Rows of those who could be started, and of those who run on devices that others may be on, too.
@@ -99,8 +103,8 @@ class LiveTable:
             row = self._take_row(number)
             user = self._users.setdefault(job.user, len(self._users))
             self._integers[:, row] = number, job.gpus, spec.priority, user
-            self._numbers[:5, row] = job.create_time, *_amounts(spec), spec.weight, spec.deadline or np.inf
-            self._numbers[5:, row] = 0.0
+            self._numbers[:5, row] = job.create_time, *_amounts(spec), spec.weight, spec.deadline or _NEVER
+            self._numbers[5:, row] = 0.0, _NEVER, _NEVER, _NEVER, 0.0
             if self.memory is not None:
                 self.memory.begin(row, (user, spec.gpus))
         else:
@@ -118,10 +122,11 @@ class LiveTable:
         waiting_since = self._numbers.item(7, row)
         if job.pending_since:
             self._numbers[9, row] = 0.0
-        elif waiting_since and gang is not None:
+        elif waiting_since < _NEVER and gang is not None:
             # The wait that ended when this gang was approved or resumed; a table made anew does not know it.
             self._numbers[9, row] = max(0.0, max(gang.create_time, gang.since) - waiting_since)
-        self._numbers[5:9, row] = job.run_seconds, job.running_since, job.pending_since, job.start_time
+        began = job.running_since or _NEVER, job.pending_since or _NEVER, job.start_time or _NEVER
+        self._numbers[5:9, row] = job.run_seconds, *began
         # One that has not said yet what it can may be able to.
         is_preemptible = job.spec.preemptible and (job.capabilities.checkpoint or not job.capabilities.known)
         holds = gang is not None and gang.intent is _RUN and job.ending is None and job.state is _HOLDING
@@ -167,7 +172,7 @@ class LiveTable:
         if order.learns and self.memory is not None:
             rows = np.flatnonzero(self._live)
             ran, running_since = self._numbers[5:7].take(rows, axis=1)
-            self.memory.index(rows, ran + _stretch_s(running_since, now))
+            self.memory.index(rows, ran + _seconds_since(running_since, now))
 
     def facts(
         self,
@@ -180,18 +185,18 @@ class LiveTable:
         time that is to be expected; `remaining_s`: with what an oracle says of the jobs of these numbers."""
         rows = self._live.nonzero()[0]
         number, gpus, priority, user = self._integers.take(rows, axis=1)
-        arrival, cores, memory, weight, deadline, ran, running_since, pending_since, started, waited_before = (
-            self._numbers.take(rows, axis=1)
-        )
-        is_preemptible, is_running = self._flags[:2].take(rows, axis=1)
-        stretch = _stretch_s(running_since, now)
+        numbers = self._numbers.take(rows, axis=1)
+        arrival, cores, memory, weight, deadline, ran, _, _, started, waited_before = numbers
+        is_preemptible, is_running, _, _ = self._flags.take(rows, axis=1)
+        stretch, waited = _seconds_since(numbers[6:8], now)
+        attained = ran + stretch
         index = expected = remaining = self._unknown[: len(rows)]
         if learned:
             assert self.memory is not None, "nobody was to ask for indices"
-            index = self.memory.index(rows, ran + stretch) / np.maximum(gpus, 1)
+            index = self.memory.index(rows, attained) / np.maximum(gpus, 1)
         if expects:
             assert self.memory is not None, "nobody was to ask for what is to be expected"
-            expected = self.memory.remaining_s(rows, ran + stretch)
+            expected = self.memory.remaining_s(rows, attained)
         if remaining_s is not None:
             remaining = remaining_s(number)
         return rows, Facts(
@@ -206,9 +211,9 @@ class LiveTable:
             deadline_s=deadline,
             is_running=is_running,
             is_preemptible=is_preemptible,
-            attained_s=ran + stretch,
-            waited_s=np.where(pending_since > 0, now - pending_since, 0.0),
-            started_s=np.where(started > 0, started, np.inf),
+            attained_s=attained,
+            waited_s=waited,
+            started_s=started,
             stretch_s=stretch,
             waited_before_s=waited_before,
             expected_remaining_s=expected,
@@ -428,9 +433,10 @@ def _unknown(count: int) -> Floats:
     return nothing
 
 
-def _stretch_s(running_since: Floats, now: float) -> Floats:
-    stretch: Floats = np.where(running_since > 0, now - running_since, 0.0)
-    return stretch
+def _seconds_since(began: Floats, now: float) -> Floats:
+    """None since what has not begun."""
+    seconds: Floats = np.maximum(now - began, 0.0)
+    return seconds
 
 
 def is_shared(gang: Gang) -> bool:
