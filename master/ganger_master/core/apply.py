@@ -56,7 +56,7 @@ def _put_submitted(state: State, job: Job, cause: str) -> None:
     state.put_job(job)
     # Nothing follows from a job that has nothing yet.
     state.dirty.jobs.pop(job.number, None)
-    state.history(job.create_time, job.name, "job_submitted", cause, gpus=job.spec.gpus, tasks=job.spec.tasks)
+    state.history(job.create_time, job, "job_submitted", cause, gpus=job.spec.gpus, tasks=job.spec.tasks)
 
 
 def _array_submitted(state: State, event: events.ArraySubmitted) -> None:
@@ -75,7 +75,7 @@ def _rung_reached(state: State, event: events.RungReached) -> None:
 
 def _job_cancelled(state: State, event: events.JobCancelled) -> None:
     job = state.jobs[event.number]
-    state.history(event.time, job.name, "cancel_ordered", event.cause, event.reason)
+    state.history(event.time, job, "cancel_ordered", event.cause, event.reason)
     ending.end(state, event.number, JobState.CANCELLED, event.time, event.reason or "cancelled")
 
 
@@ -129,7 +129,7 @@ def _cores_changed(state: State, event: events.CoresChanged) -> None:
     state.put_job(replace(job, revision=job.revision + 1))
     cores = sum(sum(claim.millicores) for claim in event.claims)
     repin = int(event.repin)
-    state.history(event.time, job.name, "cores_changed", event.cause, event.reason, millicores=cores, repin=repin)
+    state.history(event.time, job, "cores_changed", event.cause, event.reason, millicores=cores, repin=repin)
 
 
 def _rows_changed(state: State, event: events.RowsChanged) -> None:

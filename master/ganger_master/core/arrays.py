@@ -184,7 +184,7 @@ def _stop(state: State, number: int, rule: StopRule, stop: Stop, now: float) -> 
     state.put_job(replace(job, rungs=job.rungs[: stop.rung + 1]))
     cause = f"arrays/{array.array}"
     figures = {"metric": rule.metric, "value": value, "rung": stop.rung, "at": f"{rule.rung(stop.rung):g}"}
-    state.history(now, job.name, "stop_ordered", cause, why, **figures)
+    state.history(now, job, "stop_ordered", cause, why, **figures)
     ending.end(state, number, JobState.STOPPED, now, why)
 
 

@@ -71,7 +71,7 @@ def start(state: State, number: int, claims: Sequence[Claim], level: Level, now:
         state.put_job(job)
         epoch = copies.go_on_elsewhere(state, job, parked, claims, level, now)
     nodes = " ".join([c.node for c in claims])
-    state.history(now, job.name, "gang_approved", cause, why, epoch=epoch, nodes=nodes, **waited)
+    state.history(now, job, "gang_approved", cause, why, epoch=epoch, nodes=nodes, **waited)
     return epoch
 
 
@@ -103,7 +103,7 @@ def suspend(
         waits = job.state is JobState.PENDING
         state.put_gang(replace(orders.park(gang, level, now, by_plan and not waits), purpose=purpose))
         state.put_job(replace(job, state=JobState.HOLDING) if waits else job)
-    state.history(now, job.name, "suspend_ordered", cause, level=level.name, **purpose.figures)
+    state.history(now, job, "suspend_ordered", cause, level=level.name, **purpose.figures)
 
 
 def resume(state: State, number: int, now: float, cause: str, purpose: Purpose = NO_PURPOSE) -> None:
@@ -137,7 +137,7 @@ def resume(state: State, number: int, now: float, cause: str, purpose: Purpose =
             level = gang.rested_level or SuspendLevel.PAUSE
             state.put_gang(orders.rested(orders.park(gang, level, now, by_plan=False), now))
         state.put_job(replace(job, state=JobState.PENDING, pending_since=now))
-    state.history(now, job.name, "resume_ordered", cause, **purpose.figures)
+    state.history(now, job, "resume_ordered", cause, **purpose.figures)
 
 
 # -- consequences ------------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def _follow(state: State, job: Job, gang: Gang, act: Act, now: float, cause: str
             _stay(state, job, gang, now, cause)
             return True
         case Act.SUCCEED:
-            state.history(now, job.name, "gang_done", cause, epoch=gang.epoch)
+            state.history(now, job, "gang_done", cause, epoch=gang.epoch)
             launches.note_success(state, gang)
             state.put_job(ending.started(job, gang))
             ending.end(state, job.number, JobState.SUCCEEDED, now, "every rank has finished")
@@ -215,12 +215,12 @@ def _follow(state: State, job: Job, gang: Gang, act: Act, now: float, cause: str
 def _stepped(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool:
     if gang.phase is GangPhase.STARTING:
         state.put_gang(replace(gang, phase=GangPhase.RUNNING, stepped=True, since=now))
-        state.history(now, job.name, "gang_running", cause, epoch=gang.epoch)
+        state.history(now, job, "gang_running", cause, epoch=gang.epoch)
         pause = 0.0 if gang.stepped else moving.pause(state, gang, now)
         if pause:
             figures = {"pause_ms": f"{1000 * pause:.1f}", **gang.purpose.figures}
             kind = "resize_done" if gang.resizes else "move_done"
-            state.history(now, job.name, kind, cause, epoch=gang.epoch, **figures)
+            state.history(now, job, kind, cause, epoch=gang.epoch, **figures)
         state.put_job(
             replace(
                 job,
@@ -255,7 +255,7 @@ def _rest(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool:
             _note_left(state, gang, now)
         if job.state is JobState.SUSPENDED:
             state.put_job(replace(job, suspended_level=level, revision=job.revision + 1))
-    state.history(now, job.name, "gang_parked", cause, epoch=gang.epoch, level=level.name, step=step)
+    state.history(now, job, "gang_parked", cause, epoch=gang.epoch, level=level.name, step=step)
     return True
 
 
@@ -267,7 +267,7 @@ def _stay(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
         moving.abort(state, job, gang, now, cause, trouble)
         return
     figures = {"level": gang.park_level.name}
-    state.history(now, job.name, "suspend_refused", cause, trouble, epoch=gang.epoch, **figures)
+    state.history(now, job, "suspend_refused", cause, trouble, epoch=gang.epoch, **figures)
     # What was moved away may never step again, so it stands where it is.
     back = gang.rested_level or (SuspendLevel.PAUSE if copies.is_superseded(state, gang) else SuspendLevel.NONE)
     gang = replace(gang, refused_at=now)

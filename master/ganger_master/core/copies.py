@@ -39,7 +39,7 @@ def go_back(state: State, job: Job, source: Gang, now: float, cause: str) -> Non
     state.put_gang(orders.holding_nothing(source))
     source = state.gangs[source.epoch]
     epoch = go_on_elsewhere(state, job, source, source.claims, source.level, now)
-    state.history(now, job.name, "move_back", cause, epoch=epoch, source=source.epoch)
+    state.history(now, job, "move_back", cause, epoch=epoch, source=source.epoch)
 
 
 def reap(state: State, job: Job, now: float) -> bool:

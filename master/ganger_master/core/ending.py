@@ -88,14 +88,14 @@ def complete(state: State, job: Job, gangs: Sequence[Gang], now: float, cause: s
         copies.go_back(state, job, state.gangs[source.epoch], now, cause)
     else:
         state.put_job(replace(job, pending_since=now))
-        state.history(now, job.name, "job_pending", cause, job.reason)
+        state.history(now, job, "job_pending", cause, job.reason)
 
 
 def fail(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
     """The attempt has failed. Who is to blame decides which budget pays; the job goes on from its last checkpoint."""
     outcome = bad_outcome(gang)
     state.history(
-        now, job.name, "attempt_failed", cause, outcome.message, epoch=gang.epoch, outcome=outcome.kind,
+        now, job, "attempt_failed", cause, outcome.message, epoch=gang.epoch, outcome=outcome.kind,
         exit_code=outcome.exit_code, rank=outcome.rank,
     )  # fmt: skip
     if outcome.kind is OutcomeKind.STATE_UNREADABLE and job.checkpoint is not None:
@@ -138,7 +138,7 @@ def _fall_back(
     trouble = "; ".join([*earlier, f"{OutcomeKind.STATE_UNREADABLE}: {outcome.message}"])
     before = job.checkpoint_before
     figures = {"step": newest.step, "goes_on_from": before.step if before else "nowhere"}
-    state.history(now, job.name, "checkpoint_unreadable", cause, outcome.message, epoch=gang.epoch, **figures)
+    state.history(now, job, "checkpoint_unreadable", cause, outcome.message, epoch=gang.epoch, **figures)
     if before is None:
         text = f"{trouble}; there is no older checkpoint, and nothing was deleted"
         end(state, job.number, JobState.FAILED, now, text, Failure("NO_CHECKPOINT", text, epoch=gang.epoch))
@@ -169,7 +169,7 @@ def _rest_after_failure(state: State, job: Job, source: Gang | None, now: float)
 def _finish(state: State, job: Job, now: float, cause: str) -> None:
     state.put_job(replace(job, end_time=now, epoch=0, capabilities=job.capabilities))
     figures = {"failure": job.failure.reason} if job.failure else {}
-    state.history(now, job.name, f"job_{job.state.value.lower()}", cause, job.reason, **figures)
+    state.history(now, job, f"job_{job.state.value.lower()}", cause, job.reason, **figures)
     if job.spec.array is not None:
         memberships.note_ended(state, job, job.spec.array, now, cause)
     finished.forget(state, now)

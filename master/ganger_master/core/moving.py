@@ -31,7 +31,7 @@ def begin(
         state.put_gang(replace(source, phase=GangPhase.MOVING))
     epoch = copies.go_on_elsewhere(state, job, source, claims, level, now, purpose)
     nodes = " ".join(c.node for c in claims)
-    state.history(now, job.name, "move_begun", cause, epoch=epoch, nodes=nodes, **purpose.figures)
+    state.history(now, job, "move_begun", cause, epoch=epoch, nodes=nodes, **purpose.figures)
     return epoch
 
 
@@ -94,7 +94,7 @@ def commit(state: State, job: Job, now: float, cause: str) -> bool:
         )
     )
     kind = "resize_committed" if destination.resizes else "move_committed"
-    state.history(now, job.name, kind, cause, epoch=destination.epoch, source=source.epoch, step=step)
+    state.history(now, job, kind, cause, epoch=destination.epoch, source=source.epoch, step=step)
     return True
 
 
@@ -118,7 +118,7 @@ def abort(state: State, job: Job, gang: Gang, now: float, cause: str, why: str =
     else:
         state.put_job(replace(ending.clock_stopped(job, now), state=JobState.PENDING, pending_since=now))
     kind = "resize_aborted" if destination.resizes else "move_aborted"
-    state.history(now, job.name, kind, cause, trouble, epoch=destination.epoch)
+    state.history(now, job, kind, cause, trouble, epoch=destination.epoch)
 
 
 def pause(state: State, gang: Gang, now: float) -> float:

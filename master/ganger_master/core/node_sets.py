@@ -211,7 +211,7 @@ def _give_up_unable(state: State, node_set: NodeSet, now: float, cause: str) -> 
         if job.ending is None:
             state.put_job(replace(job, preemptions=job.preemptions + 1))
             reason = f"it takes no turns: it cannot be suspended at {node_set.newest.level.name}"
-            state.history(now, job.name, "turn_refused", cause, reason, epoch=epoch)
+            state.history(now, job, "turn_refused", cause, reason, epoch=epoch)
             ending.end(state, job.number, JobState.PENDING, now, reason)
 
 
@@ -283,7 +283,7 @@ def _dissolve(state: State, node_set: NodeSet, live: Sequence[int], now: float, 
         state.put_gang(gang if gang.intent is Intent.PREPARE else orders.begin_anew(gang))
         job = state.jobs[gang.job]
         state.put_job(replace(job, revision=job.revision + 1))
-        state.history(now, job.name, "turns_ended", cause, node_set=node_set.number)
+        state.history(now, job, "turns_ended", cause, node_set=node_set.number)
 
 
 def _charge(state: State, node_set: NodeSet, live: Collection[int]) -> None:

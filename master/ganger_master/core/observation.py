@@ -235,7 +235,7 @@ def _learn_checkpoint(state: State, node: str, observed: ObservedGang, now: floa
         unreadable = () if checkpoint.epoch == job.epoch else job.unreadable
         before = job.checkpoint
         state.put_job(replace(job, checkpoint=checkpoint, checkpoint_before=before, unreadable=unreadable, trouble=""))
-        state.history(now, job.name, "checkpoint_complete", f"epoch:{observed.epoch}", step=checkpoint.step)
+        state.history(now, job, "checkpoint_complete", f"epoch:{observed.epoch}", step=checkpoint.step)
 
 
 def _is_newer(one: Checkpoint, other: Checkpoint | None) -> bool:

@@ -126,4 +126,4 @@ def _let_in(state: State, gang: Gang, newcomer: Claim, now: float, cause: str) -
     job = state.jobs[gang.job]
     # Whoever planned for it alone plans anew.
     state.put_job(replace(job, revision=job.revision + 1))
-    state.history(now, job.name, "gang_joined", cause, epoch=gang.epoch, node=newcomer.node)
+    state.history(now, job, "gang_joined", cause, epoch=gang.epoch, node=newcomer.node)

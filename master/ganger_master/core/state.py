@@ -407,13 +407,16 @@ class State:
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
-    def history(self, now: float, subject: str, kind: str, cause: str, message: str = "", **figures: object) -> None:
+    def history(
+        self, now: float, subject: Job | str, kind: str, cause: str, message: str = "", **figures: object
+    ) -> None:
         if not self.tells:
             return
         sequence = self.counters.next_event
         self.counters.next_event += 1
         texts = {name: str(value) for name, value in figures.items()}
-        self.outbox.append(History(sequence, now, subject, kind, cause, message, texts))
+        name = subject if isinstance(subject, str) else subject.name
+        self.outbox.append(History(sequence, now, name, kind, cause, message, texts))
 
     def note_refusals(self, number: int, refusals: tuple[Refusal, ...]) -> None:
         self.refusals[number] = refusals
@@ -523,8 +526,10 @@ class State:
         if held.shared_mask or held.parked_bytes or node.strays or node.device_faults:
             return False
         # Where nothing is left, more may be held than there is.
-        memory, cores = held.memory_bytes + held.arena_bytes, zip(held.millicores, view.millicores[slot], strict=False)
-        if (memory and not view.memory[slot]) or any(own and not left for own, left in cores):
+        if (held.memory_bytes or held.arena_bytes) and not view.memory[slot]:
+            return False
+        cores = zip(held.millicores, view.millicores[slot], strict=False)
+        if any(held.millicores) and any(own and not left for own, left in cores):
             return False
         was_free = view.free[slot].bit_count()
         view.give(held, self.affinity_of(held.node))

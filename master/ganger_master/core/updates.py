@@ -86,7 +86,7 @@ def carry_out(state: State, number: int, spec: JobSpec, asked: Update, request_i
     updates = (*job.updates, Updated(request_id, asked))[-_KEPT:] if request_id else job.updates
     submitted = job.submitted or Submitted(**{name: getattr(old, name) for name in Submitted.__struct_fields__})
     state.put_job(replace(job, spec=spec, revision=job.revision + 1, submitted=submitted, updates=updates))
-    state.history(now, job.name, "job_updated", cause, _told(old, spec))
+    state.history(now, job, "job_updated", cause, _told(old, spec))
 
 
 def carry_out_array(state: State, event: events.ArrayUpdated) -> None:

@@ -42,7 +42,7 @@ def begin_resize(
             source = orders.park(source, SuspendLevel.OFFLOAD, now, by_plan=True)
         state.put_gang(replace(source, phase=GangPhase.RESIZING))
     figures = {"devices": source.devices, "becomes": devices_of(claims)}
-    state.history(now, job.name, "resize_begun", cause, reason, epoch=epoch, **figures, **purpose.figures)
+    state.history(now, job, "resize_begun", cause, reason, epoch=epoch, **figures, **purpose.figures)
     return epoch
 
 
