@@ -126,14 +126,13 @@ def _judge_rows(
 
 class _Trial:
     """The state as it will be once the changes approved so far have happened, as far as the next ones can see it: what
-    is free, and the users' shares. A shallow copy: only for judging."""
+    is free, and the users' shares. The state itself until that differs, then a shallow copy: only for judging."""
 
     def __init__(self, state: State) -> None:
-        self._state = copy.copy(state)
+        self._state = self._real = state
         self._given_and_taken: list[tuple[tuple[Claim, ...], tuple[Claim, ...]]] = []
         # What of that is taken beside others.
         self._joined: list[Claim] = []
-        self._has_own_view = False
         self._settings = [state.settings]
         # Not looked at yet: to copy the view of a large cluster takes as long as to judge many changes, and what the
         # last one takes nobody asks.
@@ -163,10 +162,8 @@ class _Trial:
 
     def _show(self, event: Event) -> None:
         given, taken = _exchange(self._state, event)
-        if taken and not self._has_own_view:
-            self._state.view = self._state.view.copy()
-            self._has_own_view = True
         if taken:
+            self._differ()
             self._given_and_taken.append((given, taken))
             self._joined += [claim for claim in taken if claim.shared_mask]
             self._exchange(given, taken)
@@ -182,12 +179,18 @@ class _Trial:
                 for number, (claims, _) in starts.items():
                     self._use_share(self._state.jobs[number], devices_of(claims))
 
+    def _differ(self) -> None:
+        if self._state is self._real:
+            self._state = copy.copy(self._real)
+            self._state.view = self._real.view.copy()
+
     def undo(self, mark: tuple[int, int, int]) -> None:
         self._unseen.clear()
         for given, taken in reversed(self._given_and_taken[mark[0] :]):
             self._exchange(taken, given)
         del self._given_and_taken[mark[0] :], self._settings[mark[1] :], self._joined[mark[2] :]
-        self._state.settings = self._settings[-1]
+        if self._state is not self._real:
+            self._state.settings = self._settings[-1]
 
     def disturbed(self, change: commands.Change) -> Refusal | None:
         """Whether it is about devices that somebody has just come to share: to be judged once that has happened."""
@@ -224,6 +227,7 @@ class _Trial:
         quotas = self._state.settings.quota_devices
         limit = limit_of(quotas, job.user)
         if limit is not None:
+            self._differ()
             left = {**quotas, job.user: max(0, limit - devices)}
             self._settings.append(replace(self._state.settings, quota_devices=left))
             self._state.settings = self._settings[-1]
