@@ -7,7 +7,9 @@ group by group beyond. Knows nothing of nodes or jobs but the counts it is given
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from itertools import combinations
+from operator import or_
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +34,8 @@ class Topology:
         self.all_mask = (1 << configuration_set.devices) - 1
         self.sockets = tuple(socket.device_mask for socket in configuration_set.sockets)
         self.groups = innermost_groups(configuration_set)
+        # Devices that are at a socket or in a group.
+        self.neighbours = reduce(or_, (*self.sockets, *self.groups), 0)
         self._cliques = _cliques(configuration_set)
         self._pairs = _pair_levels(configuration_set)
         # Of a server on which all are equally far from each other; None of any other.

@@ -426,7 +426,8 @@ class View:
         held = 0
         topology = self.topologies[slot]
         mask, millicores = claim.device_mask, claim.millicores
-        if millicores:
+        uses_cores = any(millicores)
+        if uses_cores:
             have = self.millicores[slot]
             assert len(have) == len(millicores), f"{claim.node} has {len(have)} sockets, not those of the claim"
             cores = self.millicores[slot] = tuple(map(sub if sign > 0 else add, have, millicores))
@@ -437,9 +438,10 @@ class View:
             kept = self.parked.get(slot, (0,) * topology.devices)
             changes = zip(kept, claim.parked_bytes, strict=True)
             self._keep_parked(slot, tuple([before + sign * more for before, more in changes]))
-        if mask or any(millicores):
+        if uses_cores or mask & topology.neighbours:
             counts = (self.socket_jobs[slot], self.group_jobs[slot])
             self.socket_jobs[slot], self.group_jobs[slot] = _counted(topology, counts, mask, millicores, sign)
+        if uses_cores or mask:
             held = self._recount(slot, mask, sign)
         self._touch(slot)
         return held
