@@ -189,7 +189,7 @@ def carried_out(
         return Pass(next_change_s=choice.changes_at, line=choice.told)
     fitting = _Fitting(placement, room, table, now, kept_out, terms)
     fitting.stop(resized)
-    if choice.overdue.any():
+    if np.count_nonzero(choice.overdue):
         numbers = choice.facts.number
         fitting.keep_for(set(numbers[choice.overdue & waiting].tolist()), set(numbers[choice.passing].tolist()))
     if going is None:

@@ -51,7 +51,7 @@ def chosen(
     staying = ranked[:0]
     if kept is not None:
         is_kept = kept[ranked]
-        if is_kept.any():
+        if np.count_nonzero(is_kept):
             staying, ranked = ranked[is_kept], ranked[~is_kept]
             free -= int(gpus[staying].sum())
     choose = one_by_one if len(ranked) <= _FEW else by_stretches
@@ -69,7 +69,11 @@ def one_by_one(
     """As `chosen`, none of whom is kept."""
     taken: list[int] = []
     is_guarded = False
-    for job, size in zip(ranked.tolist(), gpus[ranked].tolist(), strict=True):
+    sizes = gpus[ranked].tolist()
+    least = min(sizes, default=0)
+    for job, size in zip(ranked.tolist(), sizes, strict=True):
+        if free < least:
+            break
         if is_guarded and passing is not None and not passing[job]:
             continue
         if size <= free:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import numpy as np
 from numpy.typing import NDArray
 
 from ganger_master.policies.facts import Capacity, Facts, Flags, Floats, Integers
@@ -60,7 +59,7 @@ class Order:
 
 def as_decimals(amounts: Floats) -> Floats:
     """Seconds, or GPU-seconds, to go by: those that are equal in decimals are, however their sums were rounded."""
-    rounded: Floats = np.round(amounts, 6)
+    rounded: Floats = amounts.round(6)
     return rounded
 
 
