@@ -158,6 +158,26 @@ def test_putting_the_same_row_again_changes_nothing() -> None:
     assert view.version == version
 
 
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from(["change", "change", "look", "copy"]))))
+def test_columns_of_a_view_and_of_its_copies_follow_each_their_own_changes(steps: list[tuple[int, int, str]]) -> None:
+    views = [cluster(4)]
+    for which, slot, step in steps:
+        view = views[which % len(views)]
+        if step == "copy":
+            views.append(view.copy())
+        elif step == "look":
+            view.columns()
+        else:
+            claim = Claim(f"s{slot}", 1, (1000, 0), 0, tasks=(1,))
+            (view.take if view.free[slot] & 1 else view.give)(claim)
+    for view in views:
+        columns = view.columns()
+        view._columns = None
+        for name in type(columns).__slots__:
+            np.testing.assert_array_equal(getattr(view.columns(), name)[:4], getattr(columns, name)[:4])
+
+
 @pytest.mark.parametrize("of", [server(), replace(server(), sockets=(Socket(8_000, 0),), groups=())])
 def test_idle_node_takes_the_affinity_of_its_first_gang_and_loses_it_with_the_last(of: ConfigurationSet) -> None:
     view = cluster(1, of)

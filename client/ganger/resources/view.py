@@ -90,6 +90,8 @@ class View:
         self._columns: Columns | None = None
         # How many changes there were when the columns were last brought up to date.
         self._columns_at = 0
+        # They are a copy's, too: whoever writes to them takes its own first.
+        self._shares_columns = False
         # Slots in the order in which they changed, and how many came before the first that is kept.
         self._journal: list[int] = []
         self._forgotten = 0
@@ -384,13 +386,15 @@ class View:
         twin.slots = dict(self.slots)
         for name in _LISTS:
             setattr(twin, name, getattr(self, name).copy())
-        # It counts its own changes.
+        # It counts its own changes; the first are those that the columns do not show yet.
         twin._changed_at = [0] * len(self.nodes)
+        unseen = None if self._columns is None else self.changed_since(self._columns_at)
+        if unseen is not None:
+            twin._columns, twin._journal = self._columns, list(unseen)
+            self._shares_columns = twin._shares_columns = True
         twin._topology_of = dict(self._topology_of)
         twin._place_codes = dict(self._place_codes)
         twin._set_codes = dict(self._set_codes)
-        columns = self.columns()
-        twin._columns = Columns(**{name: getattr(columns, name).copy() for name in Columns.__slots__})
         return twin
 
     def columns(self) -> Columns:
@@ -399,9 +403,13 @@ class View:
         columns = self._columns
         if columns is None or len(columns.free) < size:
             columns = self._columns = _empty_columns(max(16, size * 5 // 4))
+            self._shares_columns = False
             changed = None
         else:
             changed = self.changed_since(self._columns_at)
+            if self._shares_columns and changed != []:
+                columns = self._columns = Columns(*[getattr(columns, name).copy() for name in Columns.__slots__])
+                self._shares_columns = False
         slots = range(size) if changed is None else set(changed)
         if len(slots) * 4 > size:
             self._fill_columns(columns, slice(0, size), range(size))
