@@ -53,10 +53,17 @@ def start(state: State, number: int, claims: Sequence[Claim], level: Level, now:
     waited, why = _waited(state, job, claims, now) if state.tells else ({}, "")
     parked = state.gangs.get(job.epoch)
     epoch = job.epoch if parked is not None else state.take_epoch()
-    job = replace(job, state=JobState.HOLDING, revision=job.revision + 1, pending_since=0.0, epoch=epoch, again_at=0.0)
+    gpus = devices_of(claims)
+    job = replace(
+        job,
+        state=JobState.HOLDING,
+        revision=job.revision + 1,
+        pending_since=0.0,
+        epoch=epoch,
+        again_at=0.0,
+        gpus_given=job.gpus_given if parked is not None else 0 if gpus == job.spec.gpus else gpus,
+    )
     if parked is None:
-        gpus = devices_of(claims)
-        job = replace(job, gpus_given=0 if gpus == job.spec.gpus else gpus)
         version = state.next_desired_version
         state.put_gang(orders.new_gang(epoch, number, claims, level, now, GangRole.ACTIVE, _restore(job), version))
         state.put_job(job)
@@ -65,7 +72,7 @@ def start(state: State, number: int, claims: Sequence[Claim], level: Level, now:
     elif orders.same_place(parked.claims, claims) and not copies.is_superseded(state, parked):
         state.put_gang(orders.run(orders.holding(parked, claims), now))
         state.put_job(job)
-    elif devices_of(claims) != parked.devices:
+    elif gpus != parked.devices:
         epoch = begin_with(state, job, parked, claims, level, now)
     else:
         state.put_job(job)
@@ -152,9 +159,9 @@ def _review_once(state: State, number: int, now: float, cause: str) -> bool:
         return True
     # They stand until something changes, and then all is looked at again.
     acts = list(map(act_of, gangs))
-    if _FORGET in acts:
+    if _FORGET in acts or job.ending is not None:
         for gang, act in zip(gangs, acts, strict=True):
-            if act is _FORGET and orders.holds_nothing(gang):
+            if _is_done_with(job, gang, act):
                 _forget(state, gang, now)
                 if job.ending is not None and len(gangs) == 1:
                     # It was the last one, and of nothing nothing follows.
@@ -301,6 +308,11 @@ def _note_left(state: State, gang: Gang, now: float) -> None:
     for piece in gang.pieces:
         if piece.claim.device_mask:
             state.left_by[piece.claim.node] = (gang.job, now)
+
+
+def _is_done_with(job: Job, gang: Gang, act: Act) -> bool:
+    """Who was stopped has given all back, or its job ends and it need not be stopped."""
+    return orders.holds_nothing(gang) if act is _FORGET else job.ending is not None and orders.is_over(gang)
 
 
 def _forget(state: State, gang: Gang, now: float) -> None:

@@ -35,13 +35,14 @@ def end(
     checkpoint_first: bool = False,
     preempted: bool = False,
 ) -> None:
-    """Stops every gang of the job; once all are gone it becomes that. A final end stands against any other.
+    """Stops every gang of the job that is not over; once all are, it becomes that. A final end stands against another.
     `preempted`: it counts as a preemption."""
     job = state.jobs[number]
     if job.ending is not None and job.ending.is_final:
         return
     for gang in state.gangs_of_job(number):
-        state.put_gang(orders.stop(gang, reason, now, checkpoint_first))
+        if not orders.is_over(gang):
+            state.put_gang(orders.stop(gang, reason, now, checkpoint_first))
     state.put_job(
         replace(
             clock_stopped(job, now),

@@ -75,9 +75,17 @@ def run(gang: Gang, now: float) -> Gang:
 
 def park(gang: Gang, level: SuspendLevel, now: float, by_plan: bool) -> Gang:
     """The stop that is under way goes on at the new level."""
-    ordered = _order(replace(gang, intent=Intent.PARK, park_level=level, phase=GangPhase.STOPPING, since=now))
-    begun = gang.stop_sequence or ordered.master_sequence
-    return replace(ordered, stop_sequence=begun, parked_by_plan=by_plan)
+    sequence = gang.master_sequence + 1
+    return replace(
+        gang,
+        master_sequence=sequence,
+        intent=Intent.PARK,
+        park_level=level,
+        phase=GangPhase.STOPPING,
+        stop_sequence=gang.stop_sequence or sequence,
+        parked_by_plan=by_plan,
+        since=now,
+    )
 
 
 def hand_over(gang: Gang) -> Gang:
@@ -90,16 +98,15 @@ def stop(gang: Gang, reason: str, now: float, checkpoint_first: bool = False) ->
     """Ends here, wherever it still is. Stopping what is being stopped changes nothing."""
     if gang.intent is Intent.STOP:
         return gang
-    return _order(
-        replace(
-            gang,
-            role=GangRole.LEAVING,
-            intent=Intent.STOP,
-            phase=GangPhase.STOPPING,
-            stop_reason=reason,
-            checkpoint_first=checkpoint_first,
-            since=now,
-        )
+    return replace(
+        gang,
+        master_sequence=gang.master_sequence + 1,
+        role=GangRole.LEAVING,
+        intent=Intent.STOP,
+        phase=GangPhase.STOPPING,
+        stop_reason=reason,
+        checkpoint_first=checkpoint_first,
+        since=now,
     )
 
 
@@ -203,6 +210,11 @@ def holding_nothing(gang: Gang) -> Gang:
 
 def holds_nothing(gang: Gang) -> bool:
     return all(piece.held is None for piece in gang.pieces)
+
+
+def is_over(gang: Gang) -> bool:
+    """Whether nothing is left of it anywhere, nor on a node that may come back with it."""
+    return all(piece.gone and piece.held is None and not piece.lost for piece in gang.pieces)
 
 
 def holds_devices(gang: Gang) -> bool:
