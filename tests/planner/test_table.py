@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import pytest
 from ganger.resources.values import Level, Role, TaskShape
-from ganger_master.core.model import Gang, GangPhase, GangRole, Job, JobSpec, JobState
+from ganger_master.core.model import Gang, GangPhase, GangRole, Intent, Job, JobSpec, JobState
 from ganger_master.planner.table import LiveTable
 from msgspec.structs import replace
 
@@ -127,3 +127,20 @@ def test_who_was_updated_ranks_by_the_new_priority_and_asks_for_the_new_amounts_
     table.put(replace(held, spec=replace(first.spec, priority=-2)), gang(1, 140.0))
     _, facts = table.facts(160.0)
     assert (facts.priority.tolist(), facts.cores.tolist(), table.least_urgent_running) == ([-2], [6.0], -2)
+
+
+def test_who_is_going_is_as_a_look_at_each_of_them_says() -> None:
+    table = LiveTable()
+    for number in range(1, 9):
+        epoch = number % 4 and number
+        job = replace(JOB, number=number, epoch=epoch, state=JobState.HOLDING if epoch else JobState.PENDING)
+        held = replace(gang(epoch, 140.0), job=number)
+        stopping = replace(held, intent=Intent.STOP if number % 2 else Intent.RUN)
+        table.put(job, held if epoch else None)
+        table.put(job, stopping if epoch else None)
+    table.put(replace(JOB, number=3, state=JobState.SUCCEEDED), None)
+    table.forget(5)
+    found = [(job.number, held.epoch) for job, held in table.going]
+    assert found == [(1, 1), (7, 7)]
+    rows, facts = table.facts(150.0)
+    assert sorted(number for number, _ in found) == sorted(facts.number[table.is_going(rows)].tolist())

@@ -54,8 +54,10 @@ class LiveTable:
         # infinity.
         self._numbers = np.zeros((10, _FIRST_ROOM))
         self._flags = np.zeros((4, _FIRST_ROOM), bool)
-        # Rows of those who could be started, and of those who run on devices that others may be on, too.
+        # Rows of those who could be started, of those who are giving back what they hold, and of those who run on
+        # devices that others may be on, too.
         self._waiting: dict[int, None] = {}
+        self._going: set[int] = set()
         self._sharing: set[int] = set()
         # None: somebody has come to others, or left them, since somebody asked. The same by row.
         self._mates: Mates | None = None
@@ -138,6 +140,10 @@ class LiveTable:
             self._waiting[row] = None
         else:
             self._waiting.pop(row, None)
+        if goes:
+            self._going.add(row)
+        else:
+            self._going.discard(row)
         if holds and gang is not None and is_shared(gang):
             if row not in self._sharing or held_before is None or held_before.claims != gang.claims:
                 self._share(row)
@@ -266,6 +272,12 @@ class LiveTable:
         return [(job, gang) for job, gang in pairs if job is not None and gang is not None]
 
     @property
+    def going(self) -> list[tuple[Job, Gang]]:
+        """Who is giving back what it holds, by row."""
+        pairs = [(self.jobs[row], self.gangs[row]) for row in sorted(self._going)]
+        return [(job, gang) for job, gang in pairs if job is not None and gang is not None]
+
+    @property
     def has_sharing(self) -> bool:
         """Whether anybody runs on devices that others may be on, too."""
         return bool(self._sharing)
@@ -387,6 +399,7 @@ class LiveTable:
         self._live[row] = False
         self._flags[:, row] = False
         self._waiting.pop(row, None)
+        self._going.discard(row)
         if row in self._sharing:
             self._share(row, False)
         job = self.jobs[row]

@@ -193,7 +193,7 @@ def carried_out(
         numbers = choice.facts.number
         fitting.keep_for(set(numbers[choice.overdue & waiting].tolist()), set(numbers[choice.passing].tolist()))
     if going is None:
-        going = _gangs(table, rows, table.is_going(rows).nonzero()[0])
+        going = table.going
     going = [*going, *resized]
     crowded = fitting.start(_jobs(table, rows, first), going=going)
     if not crowded:
@@ -596,9 +596,7 @@ def _held(gang: Gang) -> Claims:
 
 def held_by_all(table: LiveTable, held: Callable[[Gang], Claims] = _held) -> list[Claims]:
     """What everybody holds who runs, which counts as `held`, or is giving it back."""
-    rows = np.arange(len(table.jobs))
-    going = _gangs(table, rows, rows[table.is_going(rows)])
-    return [*[held(gang) for _, gang in table.running], *[_held(gang) for _, gang in going]]
+    return [*[held(gang) for _, gang in table.running], *[_held(gang) for _, gang in table.going]]
 
 
 def nodes_for(view: View, shape: GangShape) -> frozenset[str]:
