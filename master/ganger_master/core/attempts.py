@@ -241,7 +241,7 @@ def _stepped(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool
         )
         launches.note_success(state, gang)
         # What it came from may go now.
-        return len(state.gangs_of_job(job.number)) > 1
+        return len(state.gangs_of[job.number]) > 1
     return copies.reap(state, job, now)
 
 

@@ -60,10 +60,12 @@ def _complete(state: State, answer: Answer) -> Answer:
             return answers.Approved(job.number, epoch, job.revision, state.view.version, answer.candidate)
         case answers.PlanAnswer():
             verdicts = tuple(
-                replace(verdict, revision=state.jobs[verdict.number].revision)
-                if verdict.number in state.jobs
-                else verdict
-                for verdict in answer.verdicts
+                [
+                    replace(verdict, revision=state.jobs[verdict.number].revision)
+                    if verdict.number in state.jobs
+                    else verdict
+                    for verdict in answer.verdicts
+                ]
             )
             return replace(answer, verdicts=verdicts, view_version=state.view.version)
         case _:

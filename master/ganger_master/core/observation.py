@@ -48,7 +48,8 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
                 continue
         piece = gang.piece(report.node) if gang is not None else None
         if gang is None or piece is None or (piece.gone and not piece.lost) or not _same_job(state, observed, gang):
-            _learn_checkpoint(state, report.node, observed, now)
+            if observed.checkpoint is not None:
+                _learn_checkpoint(state, report.node, observed, observed.checkpoint, now)
             stray = _stray_of(state, node, observed)
             if stray is not None:
                 strays.append(stray)
@@ -63,7 +64,8 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
             observed = replace(observed, capabilities=replace(observed.capabilities, presumed=True))
         _observe_piece(state, gang, piece, observed, now)
         _learn(state, gang, node, observed, now)
-        _learn_checkpoint(state, report.node, observed, now)
+        if observed.checkpoint is not None:
+            _learn_checkpoint(state, report.node, observed, observed.checkpoint, now)
         if observed.phase is ObservedPhase.ENDED:
             acknowledged.append(observed.epoch)
         else:
@@ -214,11 +216,8 @@ def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: fl
         state.dirty.arenas[job.number] = None
 
 
-def _learn_checkpoint(state: State, node: str, observed: ObservedGang, now: float) -> None:
+def _learn_checkpoint(state: State, node: str, observed: ObservedGang, checkpoint: Checkpoint, now: float) -> None:
     """A complete checkpoint counts whichever attempt wrote it, be it one that was cut off from here when it did."""
-    checkpoint = observed.checkpoint
-    if checkpoint is None:
-        return
     job = state.jobs.get(observed.job)
     if job is None or job.uid != observed.uid or job.state.is_final:
         return

@@ -336,9 +336,10 @@ class Planning:
         answer = self._send(commands.ProposePlan(changes, promises=promises, findings=findings))
         assert isinstance(answer, PlanAnswer)
         refused = {verdict.number for verdict in answer.verdicts if not verdict.approved}
-        made = [change for change in changes if change.number not in refused]
-        if self._is_paced and any(is_stop(change, self._policy.resizes) for change in made):
-            self._stopped_at = self._clock.now
+        if self._is_paced:
+            made = [change for change in changes if change.number not in refused]
+            if any(is_stop(change, self._policy.resizes) for change in made):
+                self._stopped_at = self._clock.now
         if self._resizing is not None:
             self._resizing = self._resizing.without(refused)
         if self.sizing is not None:
