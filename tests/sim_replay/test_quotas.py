@@ -12,7 +12,6 @@ from ganger_master.policies import NAMES, policy_named
 from ganger_master.quotas import as_settings
 from ganger_master.sim.replay.options import FREE, Options, SwitchCosts
 from ganger_master.sim.replay.run import simulate
-from ganger_master.sim.replay.specs import devices_only
 from ganger_master.sim.report.outcomes import Outcomes
 from ganger_master.sim.traces.servers import Servers, servers_from_flags
 from ganger_master.sim.traces.workload import Workload, workload
@@ -40,7 +39,6 @@ class Bounded(Watched):
     ) -> None:
         self.most: Counter[str] = Counter()
         self.limits = as_settings(quotas)
-        servers = devices_only(servers) if options.ideal else servers
         super().__init__(jobs, servers, policy, replace(options, quotas=quotas))
 
     def _finish(self) -> None:

@@ -13,7 +13,6 @@ from ganger_master.sim.replay import run
 from ganger_master.sim.replay.options import Options
 from ganger_master.sim.replay.planning import NOTHING_PLANNED, Planning
 from ganger_master.sim.replay.run import _Replay
-from ganger_master.sim.replay.specs import devices_only
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.workload import Workload, workload
 
@@ -27,8 +26,7 @@ class _Counted(_Replay):
     def __init__(self, jobs: Workload, policy: str, options: Options = OPTIONS) -> None:
         self.told: list[tuple[float, Command]] = []
         self.passes = 0
-        servers = servers_from_flags(nodes=3, gpus_per_node=4)
-        super().__init__(jobs, devices_only(servers) if options.ideal else servers, policy, options, None)
+        super().__init__(jobs, servers_from_flags(nodes=3, gpus_per_node=4), policy, options, None)
 
     def send(self, command: Command) -> object:
         self.told.append((self.clock.now, command))

@@ -60,8 +60,6 @@ def simulate(
     """Every job from submission to end. Every gang must fit into the cluster (`traces.transform.that_fit`) and every
     duration be known. KeyError for an unknown policy; `progress` is told how many jobs have ended, of how many."""
     began, began_cpu = time.perf_counter(), time.process_time()
-    if options.ideal:
-        servers = devices_only(servers)
     if options.rates == "profiles":
         from ganger_master.sim.replay.rates import without_arenas
 
@@ -101,6 +99,8 @@ class _Replay:
             # Where any free devices serve there is nothing for a job's own scheduler to weigh.
             order = _CONTINUOUS.get(self.policy.order.name, self.policy.order)
             self.policy = replace(self.policy, order=order, placement=BY_COUNTS, places=Places.PLANNER, packs=False)
+            # What is placed by counts claims nothing but devices.
+            servers = devices_only(servers)
         elif options.round_s is not None:
             # A job's own scheduler would find it a place within a round.
             self.policy = replace(self.policy, places=Places.PLANNER)
