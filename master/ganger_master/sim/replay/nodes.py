@@ -28,8 +28,11 @@ from ganger_master.sim.replay.options import SwitchCosts
 
 _OFFERED = Capabilities(pause=True, offload=True, checkpoint=True, known=True, resize=True)
 _NONE = Outcome()
-_AT_REST = (ObservedPhase.PARKED, ObservedPhase.READY)
-_TO_STORAGE = SuspendLevel.CHECKPOINT
+# To look up a member of an enumeration takes Python 3.11 as long as a call, and these are asked for all the time.
+_RUN, _PREPARE, _PARK = Intent.RUN, Intent.PREPARE, Intent.PARK
+_RUNNING, _PARKED = ObservedPhase.RUNNING, ObservedPhase.PARKED
+_AT_REST = (_PARKED, ObservedPhase.READY)
+_NO_LEVEL, _TO_STORAGE = SuspendLevel.NONE, SuspendLevel.CHECKPOINT
 
 
 @dataclass(slots=True)
@@ -114,14 +117,14 @@ class Nodes:
             gang = self._state.gangs[epoch]
             followed = self._followed.get(epoch)
             if followed is None:
-                if gang.intent is Intent.RUN:
+                if gang.intent is _RUN:
                     self._start(gang, self._state.jobs[number])
-                elif gang.intent is Intent.PREPARE:
+                elif gang.intent is _PREPARE:
                     self._prepare(gang, self._state.jobs[number])
             elif gang.master_sequence != followed.gang.master_sequence:
                 followed.gang = gang
                 self._obey(followed)
-            elif gang.intent is Intent.PREPARE:
+            elif gang.intent is _PREPARE:
                 self._fetch(followed)
 
     def retimed(self, number: int) -> None:
@@ -145,17 +148,15 @@ class Nodes:
         self._at(followed.finishes, followed, self._finished)
 
     def _obey(self, followed: _Followed) -> None:
-        match followed.gang.intent:
-            case Intent.RUN if followed.phase in _AT_REST:
-                self._go_on(followed)
-            case Intent.RUN:
-                self._retune(followed)
-            case Intent.PREPARE:
-                self._fetch(followed)
-            case _ if followed.phase in _AT_REST:
-                self._rest_deeper(followed)
-            case _ if not followed.is_told_to_stop:
-                self._stop(followed)
+        intent, rests = followed.gang.intent, followed.phase in _AT_REST
+        if intent is _RUN:
+            (self._go_on if rests else self._retune)(followed)
+        elif intent is _PREPARE:
+            self._fetch(followed)
+        elif rests:
+            self._rest_deeper(followed)
+        elif not followed.is_told_to_stop:
+            self._stop(followed)
 
     def _retune(self, followed: _Followed) -> None:
         """Other cores, or more or less memory, are there at once, and a stop that is not done yet is called off."""
@@ -179,8 +180,9 @@ class Nodes:
             return
         followed.is_told_to_stop = True
         gang = followed.gang
-        rests = gang.intent is Intent.HAND_OVER or (gang.intent is Intent.PARK and gang.park_level < _TO_STORAGE)
-        keeps = gang.intent is Intent.PARK or gang.checkpoint_first
+        parks = gang.intent is _PARK
+        rests = gang.park_level < _TO_STORAGE if parks else gang.intent is Intent.HAND_OVER
+        keeps = parks or gang.checkpoint_first
         takes = self._costs.offload_s if rests else self._costs.suspend_s if keeps else 0.0
         if followed.is_training:
             followed.is_training, followed.is_saving, followed.finishes = False, True, math.inf
@@ -250,7 +252,7 @@ class Nodes:
         self._report(followed, ObservedPhase.READY)
 
     def _stopped(self, followed: _Followed) -> None:
-        yields = followed.gang.intent is Intent.PARK
+        yields = followed.gang.intent is _PARK
         self._gone(followed, OutcomeKind.YIELDED if yields else OutcomeKind.STOPPED)
 
     def _gone(self, followed: _Followed, kind: OutcomeKind) -> None:
@@ -265,7 +267,7 @@ class Nodes:
 
     def _report(self, followed: _Followed, phase: ObservedPhase, outcome: Outcome = _NONE) -> None:
         gang, job = followed.gang, followed.job
-        checkpoint = None
+        runs, parked, checkpoint = phase is _RUNNING, phase is _PARKED, None
         if outcome.kind is OutcomeKind.YIELDED:
             checkpoint = Checkpoint(gang.epoch, gang.epoch, f"{job.uid}/{gang.epoch}")
         for piece in gang.pieces:
@@ -276,16 +278,16 @@ class Nodes:
                 epoch=gang.epoch,
                 phase=phase,
                 master_sequence=gang.master_sequence,
-                level=gang.park_level if phase is ObservedPhase.PARKED else SuspendLevel.NONE,
+                level=gang.park_level if parked else _NO_LEVEL,
                 stop_sequence=gang.stop_sequence,
                 stop_step=followed.stop_step,
                 outcome=outcome,
                 checkpoint=checkpoint,
-                peak_device_bytes=self._peak_bytes(job.number) if phase is ObservedPhase.RUNNING else 0,
+                peak_device_bytes=self._peak_bytes(job.number) if runs else 0,
                 capabilities=_OFFERED,
                 device_mask=piece.claim.device_mask,
-                last_step_time=followed.last_step if phase is ObservedPhase.PARKED else 0.0,
-                first_step_time=followed.first_step if phase is ObservedPhase.RUNNING else 0.0,
+                last_step_time=followed.last_step if parked else 0.0,
+                first_step_time=followed.first_step if runs else 0.0,
             )
 
     def report(self) -> bool:

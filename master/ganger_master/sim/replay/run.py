@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -318,14 +318,20 @@ class _Replay:
                 break
         self.meters.read(self.clock.now - EPOCH_S)
 
-    def _finish(self) -> None:
-        self._happened = False
-        now = self.clock.now
-        effects = machine.finish(self.state, now)
-        self.planning.told(effects.jobs)
-        for number in effects.jobs:
+    def _follow(self, news: Iterable[int]) -> None:
+        for number in news:
             if number in self.state.jobs:
                 self.nodes.follow(number)
+
+    def _finish(self) -> None:
+        """Ends a batch, of which all is part that nodes do and say at once of what they are told."""
+        now, news = self.clock.now, self.state.dirty.news
+        self._follow(news)
+        while self.nodes.report():
+            self._follow(news)
+        self._happened = False
+        effects = machine.finish(self.state, now)
+        self.planning.told(effects.jobs)
         if effects.turns:
             self.turns.take(effects.turns, now)
         wake = effects.wake_at
