@@ -7,7 +7,6 @@ nothing the second time. What a move, and what an end comes to, is told in `movi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from msgspec.structs import replace
 
@@ -34,8 +33,8 @@ _ROUNDS_LIMIT = 64
 # Of those who made room.
 _NAMED = 10
 # To look up a member of an enumeration takes Python 3.11 as long as a call, and these are asked for in every review.
-_FORGET: Final = Act.FORGET
-_WAIT: Final = Act.WAIT
+_FORGET, _WAIT, _STEPPED, _REST = Act.FORGET, Act.WAIT, Act.STEPPED, Act.REST
+_LEAVING, _SOURCE = GangRole.LEAVING, GangRole.SOURCE
 
 
 def review(state: State, number: int, now: float, cause: str) -> None:
@@ -171,28 +170,30 @@ def _review_once(state: State, number: int, now: float, cause: str) -> bool:
                     state.put_job(replace(job, epoch=0))
                 return True
     if job.ending is not None:
-        if all(gang.is_gone or gang.role is GangRole.SOURCE for gang in gangs):
+        if all(gang.is_gone or gang.role is _SOURCE for gang in gangs):
             ending.complete(state, job, gangs, now, cause)
             # Of nothing nothing follows.
             return bool(gangs)
         return False
     for gang, act in zip(gangs, acts, strict=True):
-        if act is not _WAIT and gang.role is not GangRole.LEAVING and _follow(state, job, gang, act, now, cause):
+        if act is not _WAIT and gang.role is not _LEAVING and _follow(state, job, gang, act, now, cause):
             return True
     return False
 
 
 def _follow(state: State, job: Job, gang: Gang, act: Act, now: float, cause: str) -> bool:
     """Carries out what the table says of one gang; False when nothing changed."""
-    if gang.role is GangRole.SOURCE:
+    if gang.role is _SOURCE:
         # Committed elsewhere: its loss costs nothing unless the new gang fails too.
         if act in (Act.FAIL, Act.SUCCEED):
             state.put_gang(orders.stop(gang, "source lost", now))
             return True
         return False
+    if act is _STEPPED:
+        return gang.role is GangRole.ACTIVE and _stepped(state, job, gang, now, cause)
+    if act is _REST:
+        return _rest(state, job, gang, now, cause)
     match act:
-        case Act.STEPPED:
-            return gang.role is GangRole.ACTIVE and _stepped(state, job, gang, now, cause)
         case Act.HAND_OVER:
             return moving.let_hand_over(state, job, now)
         case Act.COMMIT:
@@ -201,17 +202,14 @@ def _follow(state: State, job: Job, gang: Gang, act: Act, now: float, cause: str
         case Act.ABORT:
             moving.abort(state, launches.note_failure(state, job, gang), gang, now, cause)
             return True
-        case Act.REST:
-            return _rest(state, job, gang, now, cause)
         case Act.STAY:
             _stay(state, job, gang, now, cause)
             return True
         case Act.SUCCEED:
             state.history(now, job, "gang_done", cause, epoch=gang.epoch)
             launches.note_success(state, gang)
-            state.put_job(ending.started(job, gang))
-            ending.end(state, job.number, JobState.SUCCEEDED, now, "every rank has finished")
-            return True
+            job = ending.started(job, gang)
+            return _end(state, job, gang, JobState.SUCCEEDED, "every rank has finished", now, cause)
         case Act.FAIL:
             ending.fail(state, job, gang, now, cause)
             return True
@@ -251,18 +249,31 @@ def _rest(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool:
         return moving.commit(state, job, now, cause)
     copies.reap(state, job, now)
     level = gang.park_level
-    step = max(piece.stop_step for piece in gang.pieces)
+    step = max([piece.stop_step for piece in gang.pieces])
+    state.history(now, job, "gang_parked", cause, epoch=gang.epoch, level=level.name, step=step)
     if level is SuspendLevel.CHECKPOINT:
         by_user = job.state is JobState.SUSPENDED
         becomes = JobState.SUSPENDED if by_user else JobState.PENDING
-        ending.end(state, job.number, becomes, now, "rests on storage", preempted=not by_user)
-    else:
-        state.put_gang(orders.rested(gang, now))
-        if level is SuspendLevel.OFFLOAD:
-            _note_left(state, gang, now)
-        if job.state is JobState.SUSPENDED:
-            state.put_job(replace(job, suspended_level=level, revision=job.revision + 1))
-    state.history(now, job, "gang_parked", cause, epoch=gang.epoch, level=level.name, step=step)
+        return _end(state, job, gang, becomes, "rests on storage", now, cause, preempted=not by_user)
+    state.put_gang(orders.rested(gang, now))
+    if level is SuspendLevel.OFFLOAD:
+        _note_left(state, gang, now)
+    if job.state is JobState.SUSPENDED:
+        state.put_job(replace(job, suspended_level=level, revision=job.revision + 1))
+    return True
+
+
+def _end(
+    state: State, job: Job, gang: Gang, becomes: JobState, reason: str, now: float, cause: str, preempted: bool = False
+) -> bool:
+    """An attempt whose present gang has come to its end by itself; whether anything may follow from what else the job
+    has somewhere. Of nothing nothing follows, so that it becomes that at once."""
+    if orders.is_over(gang) and state.gangs_of[job.number] == [gang.epoch]:
+        _forget(state, gang, now)
+        ending.complete(state, ending.to_end(job, becomes, now, reason, preempted=preempted), (), now, cause)
+        return False
+    state.put_job(job)
+    ending.end(state, job.number, becomes, now, reason, preempted=preempted)
     return True
 
 

@@ -43,19 +43,24 @@ def end(
     for gang in state.gangs_of_job(number):
         if not orders.is_over(gang):
             state.put_gang(orders.stop(gang, reason, now, checkpoint_first))
-    state.put_job(
-        replace(
-            clock_stopped(job, now),
-            ending=becomes,
-            failure=failure,
-            reason=reason,
-            next_epoch=0,
-            # Where it rested is among what is stopped.
-            suspended_level=SuspendLevel.NONE,
-            pending_since=0.0,
-            preemptions=job.preemptions + preempted,
-            revision=job.revision + 1,
-        )
+    state.put_job(to_end(job, becomes, now, reason, failure, preempted))
+
+
+def to_end(
+    job: Job, becomes: JobState, now: float, reason: str, failure: Failure | None = None, preempted: bool = False
+) -> Job:
+    """Its attempt is over, or is stopped: it becomes that once nothing is left of it."""
+    return replace(
+        clock_stopped(job, now),
+        ending=becomes,
+        failure=failure,
+        reason=reason,
+        next_epoch=0,
+        # Where it rested is among what is stopped.
+        suspended_level=SuspendLevel.NONE,
+        pending_since=0.0,
+        preemptions=job.preemptions + preempted,
+        revision=job.revision + 1,
     )
 
 
