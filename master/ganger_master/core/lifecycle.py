@@ -103,6 +103,8 @@ TABLE: Final[Mapping[tuple[Intent, Seen], Act]] = {
 _RUN: Final = Intent.RUN
 _RUNNING: Final = ObservedPhase.RUNNING
 _NOT_SEEN: Final = ObservedPhase.NONE
+_YIELDED: Final = OutcomeKind.YIELDED
+_WELL: Final = frozenset({OutcomeKind.DONE, _YIELDED})
 
 
 _ALL_RUN: Final = Seen.RUNNING
@@ -133,11 +135,11 @@ def seen_of(gang: Gang) -> Seen:
         is_gone = len(gone) == len(pieces)
         if is_gone and gang.intent is Intent.STOP:
             return Seen.GONE
-        if any(_ended_badly(piece) for piece in gone):
+        kinds = {piece.outcome.kind for piece in gone}
+        if not kinds <= _WELL:
             return Seen.BROKEN
         if is_gone:
-            done = all(piece.outcome.kind is OutcomeKind.DONE for piece in gone)
-            return Seen.DONE if done else Seen.YIELDED
+            return Seen.YIELDED if _YIELDED in kinds else Seen.DONE
     if gang.intent in (Intent.PREPARE, Intent.HAND_OVER) and any(_is_troubled(gang, piece) for piece in pieces):
         return Seen.TROUBLED
     phases = {piece.phase for piece in pieces}
@@ -186,7 +188,7 @@ _TELLING: Final = (
 
 
 def _ended_badly(piece: Piece) -> bool:
-    return piece.gone and piece.outcome.kind not in (OutcomeKind.DONE, OutcomeKind.YIELDED)
+    return piece.gone and piece.outcome.kind not in _WELL
 
 
 def _is_troubled(gang: Gang, piece: Piece) -> bool:

@@ -66,7 +66,7 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
         _learn(state, gang, node, observed, now)
         if observed.checkpoint is not None:
             _learn_checkpoint(state, report.node, observed, observed.checkpoint, now)
-        if observed.phase is ObservedPhase.ENDED:
+        if observed.phase is _ENDED:
             acknowledged.append(observed.epoch)
         else:
             state.last_said[report.node, said.epoch] = (said, state.gangs[gang.epoch], state.jobs[gang.job])
@@ -98,6 +98,8 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
 
 
 _epoch_of: Final = attrgetter("epoch")
+# To look up a member of an enumeration takes Python 3.11 as long as a call.
+_ENDED: Final = ObservedPhase.ENDED
 
 
 def lose(state: State, name: str, now: float, cause: str, reason: str) -> None:
@@ -136,7 +138,7 @@ def give_up(state: State, name: str) -> None:
 
 
 def _observe_piece(state: State, gang: Gang, piece: Piece, observed: ObservedGang, now: float) -> None:
-    ended = observed.phase is ObservedPhase.ENDED
+    ended = observed.phase is _ENDED
     if piece.lost:
         # Its job went on without it: all that counts is that it goes.
         if ended:
@@ -201,7 +203,8 @@ def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: fl
             peak_device_bytes=max(job.peak_device_bytes, peak),
             used_device_bytes=max(job.used_device_bytes, used),
         )
-    if observed.capabilities.known and gang.role is not GangRole.DESTINATION:
+    is_said = observed.capabilities == job.capabilities and len(gang.pieces) == 1
+    if observed.capabilities.known and not is_said and gang.role is not GangRole.DESTINATION:
         # What an earlier attempt did in its turn is not for this one to deny.
         common = _common(state.gangs[gang.epoch]).without_turns(job.capabilities.no_turns)
         if common != fresh.capabilities:

@@ -73,6 +73,8 @@ def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Res
 
 def _groups(changes: Sequence[commands.Change]) -> list[list[commands.Change]]:
     """Those of one non-zero `together` are one, at the place of the first of them."""
+    if not any(change.together for change in changes):
+        return [[change] for change in changes]
     groups: dict[tuple[bool, int], list[commands.Change]] = {}
     for change in changes:
         key = (True, change.together) if change.together else (False, change.number)
@@ -84,6 +86,14 @@ def _judge_group(
     trial: _Trial, group: Sequence[commands.Change], proposer: str, now: float
 ) -> tuple[list[Event], dict[int, Refusal]]:
     """All of its events, or for every change why not; the trial is as before if one is refused."""
+    if len(group) == 1 and group[0].kind != "ROW":
+        # Nothing has happened yet if it is refused.
+        judged = trial.disturbed(group[0]) or _judge_change(trial.state, group[0], proposer, now)
+        if isinstance(judged, Refusal):
+            return [], {group[0].number: judged}
+        for event in judged:
+            trial.happen(event)
+        return list(judged), {}
     happening: list[Event] = []
     refused: dict[int, Refusal] = {}
     mark = trial.mark()
@@ -152,7 +162,8 @@ class _Trial:
         return len(self._given_and_taken), len(self._settings), len(self._joined)
 
     def happen(self, event: Event) -> None:
-        self._unseen.append(event)
+        if type(event) is not events.JobSuspended:
+            self._unseen.append(event)
 
     def _look(self) -> None:
         if self._unseen:
