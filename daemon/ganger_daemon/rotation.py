@@ -368,6 +368,7 @@ class Rotation:
             standing.switch_seconds,
             frozenset(gang.desired.epoch for gang in alive if not gang.launched),
             any(self._is_blocked(standing, gang) for gang in alive),
+            frozenset(gang.desired.epoch for gang in members if _rests_for_good(gang)),
         )
 
     def _is_blocked(self, standing: Standing, gang: LocalGang) -> bool:
@@ -423,6 +424,12 @@ def _wants_turns(gang: LocalGang) -> bool:
     if gang.phase is Phase.ENDED or gang.told.intent == agent_pb2.INTENT_STOP:
         return False
     return gang.told.intent == agent_pb2.INTENT_RUN or not gang.launched or gang.phase is not Phase.PARKED
+
+
+def _rests_for_good(gang: LocalGang) -> bool:
+    """Not for another's turn, but because the master wants it."""
+    wants_rest = gang.told.intent in (agent_pb2.INTENT_PARK, agent_pb2.INTENT_HAND_OVER)
+    return gang.launched and gang.phase is Phase.PARKED and wants_rest
 
 
 def _has_begun(gang: LocalGang) -> bool:
@@ -489,6 +496,7 @@ def state_to_wire(number: int, member: Member) -> peer_pb2.RowState:
         switch_seconds=member.switch_seconds,
         unstarted_epochs=sorted(member.unstarted),
         blocked=member.blocked,
+        resting_epochs=sorted(member.resting),
     )
 
 
@@ -502,4 +510,5 @@ def member_from_wire(message: peer_pb2.RowState) -> Member:
         message.switch_seconds,
         frozenset(message.unstarted_epochs),
         message.blocked,
+        frozenset(message.resting_epochs),
     )

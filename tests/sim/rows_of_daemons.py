@@ -237,6 +237,7 @@ class DaemonTurns:
             frozenset(one.order.epoch for one in running),
             unstarted=frozenset(one.order.epoch for one in alive if one.doing is Doing.WAITING),
             blocked=any(self._is_blocked(standing, one) for one in alive),
+            resting=frozenset(one.order.epoch for one in self._members(standing) if self._rests_for_good(one)),
         )
 
     def _is_blocked(self, standing: Standing, ranks: Ranks) -> bool:
@@ -248,6 +249,10 @@ class DaemonTurns:
         if not ranks.is_alive or ranks.wanted.intent is Intent.STOP:
             return False
         return ranks.wanted.intent is Intent.RUN or ranks.doing is not Doing.PARKED
+
+    @staticmethod
+    def _rests_for_good(ranks: Ranks) -> bool:
+        return ranks.doing is Doing.PARKED and ranks.wanted.intent in (Intent.PARK, Intent.HAND_OVER)
 
     def _has_begun(self, ranks: Ranks) -> bool:
         if not self._wants_turns(ranks):

@@ -97,6 +97,11 @@ def test_nobody_keeps_others_from_their_turns_for_ever(seed: int) -> None:
     run(seed, jobs=14, seconds=300.0)
 
 
+def test_no_switch_comes_between_two_nodes_that_hear_of_a_stop_one_after_the_other() -> None:
+    """A storm in which two gangs each kept a device of one node and waited there for their other parts, for ever."""
+    run(168, jobs=14, seconds=300.0)
+
+
 @pytest.mark.parametrize("seed", [725, 736])
 def test_nodes_that_are_lost_or_removed_break_no_rule_of_turns(seed: int) -> None:
     """Storms in which a matrix forgot the lost gangs of jobs that began anew, and a removed node stopped the master."""

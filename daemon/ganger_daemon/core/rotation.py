@@ -76,8 +76,8 @@ class Position:
 @dataclass(frozen=True, slots=True)
 class Member:
     """What a member says: the order it obeys, the newest version it knows, whether all of the row's gangs there step,
-    which gangs with a part there want turns, which step, and which were never started, and whether one of the row waits
-    for devices that others still have."""
+    which gangs with a part there want turns, which step, and which were never started, whether one of the row waits for
+    devices that others still have, and which gangs rest there because their master wants it."""
 
     position: Position
     known: int
@@ -87,6 +87,7 @@ class Member:
     switch_seconds: float = 0.0
     unstarted: frozenset[int] = frozenset()
     blocked: bool = False
+    resting: frozenset[int] = frozenset()
 
 
 def runs(position: Position, matrix: Rows | None, epoch: int) -> bool:
@@ -142,8 +143,13 @@ def lead(
             return None
         counted = ordered_seconds if started_seconds is None or position.held_seconds else started_seconds
         elapsed = position.held_seconds + counted
-        if elapsed < (position.quantum_seconds or quantum_seconds(matrix, switch_seconds)):
+        quantum = position.quantum_seconds or quantum_seconds(matrix, switch_seconds)
+        if elapsed < quantum:
             return _filled(position, matrix, matrices, said, alive, elapsed)
+        # the master's order to rest is on its way to the others of a gang, who cannot come to rest by another one
+        is_torn = not own.isdisjoint(frozenset[int]().union(*[member.resting for member in said]))
+        if is_torn and elapsed < quantum + START_SECONDS:
+            return None
     return _next(position, matrix, matrices, said, alive, switch_seconds)
 
 

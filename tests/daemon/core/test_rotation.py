@@ -163,6 +163,20 @@ def test_the_turn_of_who_waits_for_a_long_mini_batch_of_another_is_not_over_befo
     assert lead(first, rows, {"n1": starting}, 0.1, None) is None
 
 
+@pytest.mark.parametrize(
+    ("resting", "elapsed", "is_over"),
+    [({1}, QUANTUM, False), ({1}, QUANTUM + START_SECONDS, True), ({2}, QUANTUM, True), (set(), QUANTUM, True)],
+)
+def test_no_turn_is_over_while_one_part_of_a_gang_of_it_has_not_heard_that_all_are_to_rest(
+    resting: set[int], elapsed: float, is_over: bool
+) -> None:
+    rows = {1: matrix((1,), (2,), members=("n1", "n2"))}
+    position = Position(Switch(1, 1), 1, 0, {2: Switch(1, 1)}, in_turn=0, quantum_seconds=QUANTUM)
+    has_heard = Member(position, 1, True, frozenset({2}), resting=frozenset(resting))
+    members = {"n1": saying(position, 1, {1}, {1}), "n2": has_heard}
+    assert (lead(position, rows, members, elapsed, elapsed) is not None) is is_over
+
+
 def test_who_is_new_comes_next_and_then_the_rows_go_on_where_they_were() -> None:
     rows = {1: matrix((1,), (2,), (3,))}
     position = alone(Position(), rows, {1, 2, 3})

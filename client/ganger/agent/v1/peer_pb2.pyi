@@ -294,6 +294,7 @@ class RowState(google.protobuf.message.Message):
     SWITCH_SECONDS_FIELD_NUMBER: builtins.int
     UNSTARTED_EPOCHS_FIELD_NUMBER: builtins.int
     BLOCKED_FIELD_NUMBER: builtins.int
+    RESTING_EPOCHS_FIELD_NUMBER: builtins.int
     known_version: builtins.int
     started: builtins.bool
     """Every gang of the row that has a part here runs."""
@@ -314,6 +315,10 @@ class RowState(google.protobuf.message.Message):
     def unstarted_epochs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Those of `alive_epochs` that were never started here: they come next."""
 
+    @property
+    def resting_epochs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Gangs with a part here that rest because the master wants it, and so want no turn."""
+
     def __init__(
         self,
         *,
@@ -325,10 +330,11 @@ class RowState(google.protobuf.message.Message):
         switch_seconds: builtins.float = ...,
         unstarted_epochs: collections.abc.Iterable[builtins.int] | None = ...,
         blocked: builtins.bool = ...,
+        resting_epochs: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["order", b"order"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["alive_epochs", b"alive_epochs", "blocked", b"blocked", "known_version", b"known_version", "order", b"order", "running_epochs", b"running_epochs", "started", b"started", "switch_seconds", b"switch_seconds", "unstarted_epochs", b"unstarted_epochs"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["alive_epochs", b"alive_epochs", "blocked", b"blocked", "known_version", b"known_version", "order", b"order", "resting_epochs", b"resting_epochs", "running_epochs", b"running_epochs", "started", b"started", "switch_seconds", b"switch_seconds", "unstarted_epochs", b"unstarted_epochs"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RowState: typing_extensions.TypeAlias = RowState
