@@ -48,7 +48,7 @@ def review(state: State, number: int, now: float, cause: str) -> None:
 def start(state: State, number: int, claims: Sequence[Claim], level: Level, now: float, cause: str) -> int:
     """A PENDING job got a gang: in place from its parked pieces, by a move from them, or afresh. Its epoch."""
     job = state.jobs[number]
-    # Before it waits no more, and only where somebody reads its history.
+    # Before it waits no more, and only where somebody reads its history, as with all that is worked out for that alone.
     waited, why = _waited(state, job, claims, now) if state.tells else ({}, "")
     parked = state.gangs.get(job.epoch)
     epoch = job.epoch if parked is not None else state.take_epoch()
@@ -76,8 +76,9 @@ def start(state: State, number: int, claims: Sequence[Claim], level: Level, now:
     else:
         state.put_job(job)
         epoch = copies.go_on_elsewhere(state, job, parked, claims, level, now)
-    nodes = " ".join([c.node for c in claims])
-    state.history(now, job, "gang_approved", cause, why, epoch=epoch, nodes=nodes, **waited)
+    if state.tells:
+        nodes = " ".join([c.node for c in claims])
+        state.history(now, job, "gang_approved", cause, why, epoch=epoch, nodes=nodes, **waited)
     return epoch
 
 
@@ -109,7 +110,8 @@ def suspend(
         waits = job.state is JobState.PENDING
         state.put_gang(replace(orders.park(gang, level, now, by_plan and not waits), purpose=purpose))
         state.put_job(replace(job, state=JobState.HOLDING) if waits else job)
-    state.history(now, job, "suspend_ordered", cause, level=level.name, **purpose.figures)
+    if state.tells:
+        state.history(now, job, "suspend_ordered", cause, level=level.name, **purpose.figures)
 
 
 def resume(state: State, number: int, now: float, cause: str, purpose: Purpose = NO_PURPOSE) -> None:
@@ -249,8 +251,9 @@ def _rest(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool:
         return moving.commit(state, job, now, cause)
     copies.reap(state, job, now)
     level = gang.park_level
-    step = max([piece.stop_step for piece in gang.pieces])
-    state.history(now, job, "gang_parked", cause, epoch=gang.epoch, level=level.name, step=step)
+    if state.tells:
+        step = max([piece.stop_step for piece in gang.pieces])
+        state.history(now, job, "gang_parked", cause, epoch=gang.epoch, level=level.name, step=step)
     if level is SuspendLevel.CHECKPOINT:
         by_user = job.state is JobState.SUSPENDED
         becomes = JobState.SUSPENDED if by_user else JobState.PENDING
