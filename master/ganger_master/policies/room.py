@@ -177,14 +177,14 @@ class Room:
             return self._numbers
         return self._numbers[self.slots_in(level, number)]
 
-    def slots_in(self, level: Level, number: int) -> Sequence[int]:
+    def slots_in(self, level: Level, number: int) -> NDArray[np.intp]:
         """The nodes of a span, ascending, as `entries_in` has them."""
         if level is Level.CLUSTER:
-            return range(len(self._alike))
+            return np.arange(len(self._alike))
         found = self._members.get((level, number))
         if found is None:
             spans = self._racks if level is Level.RACK else self._fabrics
-            found = self._members[level, number] = np.flatnonzero(spans == number).tolist()
+            found = self._members[level, number] = np.flatnonzero(spans == number)
         return found
 
     def span(self, level: Level, number: int) -> Slots:
@@ -193,7 +193,7 @@ class Room:
             return self._everywhere
         found = self._spans.get((level, number))
         if found is None:
-            slots = self.slots_in(level, number)
+            slots = self.slots_in(level, number).tolist()
             found = self._spans[level, number] = together(slots, len(self._alike))
         return found
 
@@ -288,7 +288,7 @@ class Room:
         racks = _numbered([(fabric, rack) if rack else None for fabric, rack in codes])
         fabrics = _numbered([fabric or None for fabric, _ in codes])
         self._racks, self._fabrics = (numbers[places] if len(places) else numbers for numbers in (racks, fabrics))
-        self._members: dict[tuple[Level, int], list[int]] = {}
+        self._members: dict[tuple[Level, int], NDArray[np.intp]] = {}
         self._spans: dict[tuple[Level, int], Slots] = {}
         self._everywhere: Slots = (1 << len(view.nodes)) - 1
 

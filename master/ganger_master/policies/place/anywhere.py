@@ -49,7 +49,7 @@ def _from_the_first(room: Room, ask: Ask, level: Level, number: int) -> Claims |
     slots = room.slots_in(level, number)
     for position in np.flatnonzero(rooms).tolist():
         count = min(remaining, int(rooms[position]))
-        claim = make_claim(view, slots[position], shape, (count,), Mode.PACK)
+        claim = make_claim(view, slots.item(position), shape, (count,), Mode.PACK)
         assert claim is not None, f"the index has room on {view.nodes[slots[position]]} where there is none"
         claims.append(claim)
         remaining -= count

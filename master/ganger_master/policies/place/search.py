@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import chain
+from itertools import chain, islice
 from operator import itemgetter, or_
 from typing import Any, Final, TypeAlias
 
@@ -31,6 +31,7 @@ Key: TypeAlias = Callable[[Alike, Ask], Any]
 # So many nodes are told apart one by one.
 _FEW: Final = 128
 _LEVELS: Final = (Level.RACK, Level.FABRIC, Level.CLUSTER)
+_NO_ROOM: Final = np.iinfo(np.int64).max
 
 
 def at_once(room: Room, ask: Ask) -> Iterable[Iterable[Family]]:
@@ -140,7 +141,7 @@ def over_nodes(room: Room, ask: Ask, widest: Level, spread: Spread) -> Claims | 
         if level > widest or (level < widest and not spread.closest_first):
             continue
         most = None if level is Level.CLUSTER else spread.most_spans
-        for number in _fitting(tallies, ask, level, spread.closest_first)[:most]:
+        for number in islice(_fitting(tallies, ask, level, spread.closest_first), most):
             for accepts in spread.tries:
                 claims = _fill(room, ask, level, number, spread, accepts)
                 if claims is not None:
@@ -150,10 +151,10 @@ def over_nodes(room: Room, ask: Ask, widest: Level, spread: Spread) -> Claims | 
 
 def fitting_spans(room: Room, ask: Ask, level: Level, tightest_first: bool) -> Sequence[int]:
     """Racks (fabrics, the cluster) with room for every role."""
-    return _fitting([room.tally(ask, role) for role in ask.by_weight], ask, level, tightest_first)
+    return list(_fitting([room.tally(ask, role) for role in ask.by_weight], ask, level, tightest_first))
 
 
-def _fitting(tallies: Sequence[Tally], ask: Ask, level: Level, tightest_first: bool) -> Sequence[int]:
+def _fitting(tallies: Sequence[Tally], ask: Ask, level: Level, tightest_first: bool) -> Iterator[int]:
     """By the tallies of the roles, as `Ask.by_weight` has them."""
     totals = [tally.totals(level) for tally in tallies]
     enough = totals[0] >= ask.everything[ask.by_weight[0]]
@@ -161,10 +162,14 @@ def _fitting(tallies: Sequence[Tally], ask: Ask, level: Level, tightest_first: b
     for role, total in zip(ask.by_weight[1:], totals[1:], strict=True):
         enough &= total >= ask.everything[role]
         tightness = tightness + total
-    numbers = enough.nonzero()[0]
-    if tightest_first and len(numbers) > 1:
-        numbers = numbers[tightness[numbers].argsort(kind="stable")]
-    return numbers.tolist()
+    if not tightest_first:
+        yield from enough.nonzero()[0].tolist()
+        return
+    # Of hundreds one or two are asked for most times.
+    left = np.where(enough, tightness, _NO_ROOM)
+    while len(left) and left[number := int(left.argmin())] < _NO_ROOM:
+        yield number
+        left[number] = _NO_ROOM
 
 
 def in_span(room: Room, ask: Ask, level: Level, number: int, key_of: dict[Alike, Any]) -> Iterator[tuple[Any, Slots]]:
@@ -237,11 +242,10 @@ def _roomiest_first(
     """Nodes of a span by how many tasks of the one role they have room for, those with equal room by their keys. Keys
     are not asked for before it comes to their nodes."""
     span = room.span(level, number)
-    is_small = level is Level.RACK or not ask.least_free
-    for most, some in _by_room_of_few(room, ask, level, number) if is_small else _by_room(room, ask):
-        inside = some if level is Level.CLUSTER else [alike for alike in some if alike.slots & span]
-        if any(key_of[alike] is not None for alike in inside):
-            yield most, _walk(inside, key_of, span)
+    is_part = level is not Level.CLUSTER or not ask.least_free
+    for most, some in _by_room_of_few(room, ask, level, number) if is_part else _by_room(room, ask):
+        if any(key_of[alike] is not None for alike in some):
+            yield most, _walk(some, key_of, span)
 
 
 def _by_room_of_few(room: Room, ask: Ask, level: Level, number: int) -> Iterator[tuple[int, list[Alike]]]:
