@@ -83,12 +83,17 @@ def shared_speeds(pressures: Sequence[Pressure], contention: Contention = UNKNOW
     return tuple(_speeds(pressures, contention.multiplier, contention.overhead))
 
 
+def fit_together(pressures: Iterable[Pressure], device_memory_bytes: float) -> bool:
+    """Whether there is memory for all of them on one GPU."""
+    return sum([pressure.memory_bytes for pressure in pressures]) <= MEMORY_SHARE * device_memory_bytes
+
+
 def forecast(
     pressures: Sequence[Pressure], device_memory_bytes: float, contention: Contention = UNKNOWN_DEVICE
 ) -> Forecast:
     """What packing these jobs on one GPU would give. No jobs: a gain of zero, nothing to try."""
     speeds = shared_speeds(pressures, contention)
-    fits = sum(pressure.memory_bytes for pressure in pressures) <= MEMORY_SHARE * device_memory_bytes
+    fits = fit_together(pressures, device_memory_bytes)
     if not speeds:
         return Forecast(0.0, 0.0, 0.0, 0.0, fits)
     gain = sum(speeds)

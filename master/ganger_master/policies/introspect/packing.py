@@ -23,6 +23,7 @@ from ganger_master.models.interference import (
     Forecast,
     Pressure,
     Trial,
+    fit_together,
     forecast,
     shared_speeds,
 )
@@ -161,10 +162,9 @@ def proposals(
             continue
         belief = contention.get(host.device_type, UNKNOWN_DEVICE)
         expected = forecast([*host.pressures, *guest.pressures], host.device_memory_bytes, belief)
-        if expected.fits:
-            chosen.append(Proposal(guest, host, expected))
-            left += guest.gpus
-            used.update((host.seat, guest.seat))
+        chosen.append(Proposal(guest, host, expected))
+        left += guest.gpus
+        used.update((host.seat, guest.seat))
     return chosen
 
 
@@ -222,6 +222,8 @@ def _rank(host: Berth, guest: Berth, failed: Failed[Pair], now: float, belief: C
     too_slow = any(speed < one.least_speed for speed, one in zip(speeds, residents, strict=True))
     pays = sum(speeds) > (1.0 + MARGIN) * max(host.gain, guest.gain)
     if not pays or too_slow or failed.holds(pair_of(host, guest), now):
+        return None
+    if not fit_together([one.pressure for one in residents], host.device_memory_bytes):
         return None
     return -sum(speeds), host.utilisation + guest.utilisation
 
