@@ -157,7 +157,7 @@ class _Live:
         guests = self.guests.get(number, [])
         stays = runs and not all(self._may_stop(*self.running[one]) for one in (number, *guests) if one in self.running)
         before = known.get(number, Sharer(number, job.gpus, job.create_time))
-        return replace(
+        return structs.replace(
             before,
             gpus=job.gpus,
             weight=sum([self.weight[one] for one in (number, *guests)]),

@@ -26,6 +26,7 @@ from ganger_master.policies.introspect.slicing import (
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.clusters import GIB, server
+from msgspec import structs
 
 QUANTUM = 60.0
 
@@ -123,7 +124,7 @@ sharers_of_all_kinds = st.lists(
     ),
     min_size=1,
     max_size=10,
-).map(lambda some: tuple(replace(one, number=n) for n, one in enumerate(some)))
+).map(lambda some: tuple(structs.replace(one, number=n) for n, one in enumerate(some)))
 
 
 @settings(max_examples=100)
@@ -155,7 +156,7 @@ MIXED = tuple(
 @given(sharers_of_all_kinds)
 @example(MIXED)
 def test_everybody_who_fits_the_set_runs_again_and_again(sharers: tuple[Sharer, ...]) -> None:
-    sharers = tuple(replace(one, priority=0, is_bound=False) for one in sharers if one.gpus <= 4)
+    sharers = tuple(structs.replace(one, priority=0, is_bound=False) for one in sharers if one.gpus <= 4)
     rows, _ = run(sharers, nodes(), 200)
     most = 6 * max(1, sum(one.gpus for one in sharers))
     for one in sharers:

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from typing import Final, TypeAlias
 
 from ganger.resources.topology import Topology
 from ganger.resources.values import Level
+from msgspec import Struct
+from msgspec.structs import replace
 
 # Node and mask of its devices, by node.
 Seat: TypeAlias = tuple[tuple[str, int], ...]
@@ -38,8 +40,7 @@ class SharedNode:
     mask: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sharer:
+class Sharer(Struct, frozen=True, gc=False):
     """One gang. `joined_s`: when it came; `received_s`: seconds for which it has run here; `deficit_s`: how far it is
     behind what it is entitled to; `waited_s`: since it last ran. `seat`: where it runs, or ran last; one that
     `is_bound` runs nowhere else."""
