@@ -101,7 +101,9 @@ def plan_shared(
             fairness = moved(fairness, [change for change in found.changes if change.purpose.goal in _GOING], now)
             turns = replace(turns, since_s=now) if is_due else turns
         else:
-            found, turns = plan_slices(placement, table, now, room, turns, quantum_s, kept_out, busy, packs.together)
+            # Mostly nobody rests, and nobody asks.
+            units = (pack.numbers for pack in packs.packs)
+            found, turns = plan_slices(placement, table, now, room, turns, quantum_s, kept_out, busy, units)
     finally:
         trying.undo()
     next_s = found.next_change_s

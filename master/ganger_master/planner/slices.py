@@ -14,7 +14,8 @@ import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from operator import le
 from typing import Final
 
 import numpy as np
@@ -43,6 +44,9 @@ from ganger_master.policies.place import Placement, Want
 from ganger_master.policies.room import Room
 
 Claims = tuple[Claim, ...]
+
+# To look up a member of an enumeration takes Python 3.11 as long as a call, and these are asked for all the time.
+_RUN, _PARKED, _HOLDING, _OFFLOAD = Intent.RUN, GangPhase.PARKED, JobState.HOLDING, SuspendLevel.OFFLOAD
 
 # Gangs that take turns on one device, at most: each keeps its state in host memory, and memory for its processes.
 MOST_ROWS: Final = 4
@@ -91,8 +95,9 @@ def plan_slices(
         filling.bring_back([number for number in live.parked if number not in turns.entering])
     finally:
         filling.undo()
-    entering = {number: seat for number, seat in turns.entering.items() if number not in filling.entered}
-    turns = replace(turns, entering=entering)
+    if not filling.entered.isdisjoint(turns.entering):
+        left = {number: seat for number, seat in turns.entering.items() if number not in filling.entered}
+        turns = replace(turns, entering=left)
     started = {change.number for change in filling.changes if change.kind != "SUSPEND"}
     shares = bool(crowded) or any(number not in started for number in live.parked)
     line = np.array(list(live.waiting), np.int64)
@@ -112,49 +117,74 @@ class _Live:
         units: Iterable[tuple[int, ...]],
     ) -> None:
         rows, facts = table.facts(now)
+        self._facts = facts
         order = np.lexsort((facts.number, facts.arrival_s, -facts.priority))
-        waits = table.is_waiting(rows)
+        rows = rows[order]
         self.waiting: dict[int, Job] = {}
         self.running: dict[int, tuple[Job, Gang]] = {}
         self.parked: dict[int, tuple[Job, Gang]] = {}
         self.busy = busy
         self.not_stopped = frozenset(kept_out.not_stopped)
-        self.attained_s = dict(zip(facts.number.tolist(), facts.attained_s.tolist(), strict=True))
-        self.weight = dict(zip(facts.number.tolist(), facts.weight.tolist(), strict=True))
-        for at in order.tolist():
-            job, gang = table.jobs[rows[at]], table.gangs[rows[at]]
+        for row, waits in zip(rows.tolist(), table.is_waiting(rows).tolist(), strict=True):
+            job, gang = table.jobs[row], table.gangs[row]
             if job is None:
                 continue
-            if waits[at]:
+            if waits:
                 if job.number not in kept_out.not_started:
                     self.waiting[job.number] = job
-            elif gang is None or job.next_epoch or job.ending is not None or job.state is not JobState.HOLDING:
+            elif gang is None or job.next_epoch or job.ending is not None or job.state is not _HOLDING:
                 continue
-            elif gang.intent is Intent.RUN:
+            elif gang.intent is _RUN:
                 self.running[job.number] = (job, gang)
             elif job.number in busy:
                 # It rests on its way.
                 continue
-            elif gang.phase is GangPhase.PARKED and gang.park_level is SuspendLevel.OFFLOAD:
+            elif gang.phase is _PARKED and gang.park_level is _OFFLOAD:
                 self.parked[job.number] = (job, gang)
+        self._units = units
+        # Who of a unit is there, by its first number: most passes ask for those of few units.
+        self._there: dict[int, list[int]] = {}
 
-        # Who stands for the others of a unit, by their numbers, and the others by its.
-        self.host_of: dict[int, int] = {}
-        self.guests: dict[int, list[int]] = {}
-        for unit in units:
-            known = {**self.parked, **self.running}
-            there = [n for n in unit if n in self.running] + [n for n in unit if n in self.parked]
+    @cached_property
+    def attained_s(self) -> dict[int, float]:
+        return dict(zip(self._facts.number.tolist(), self._facts.attained_s.tolist(), strict=True))
+
+    @cached_property
+    def weight(self) -> dict[int, float]:
+        return dict(zip(self._facts.number.tolist(), self._facts.weight.tolist(), strict=True))
+
+    @cached_property
+    def _unit_of(self) -> dict[int, tuple[int, ...]]:
+        return {number: unit for unit in self._units for number in unit}
+
+    def host_of(self, number: int) -> int | None:
+        """Who stands for its unit; None: it does so itself, or is in none."""
+        there = self._together(number)
+        return there[0] if number in there[1:] else None
+
+    def guests(self, number: int) -> Sequence[int]:
+        """The others of the unit that it stands for."""
+        there = self._together(number)
+        return there[1:] if there[:1] == [number] else ()
+
+    def _together(self, number: int) -> list[int]:
+        """Who of its unit is on the same devices, the one who stands for them first; nobody for who is in none."""
+        unit = self._unit_of.get(number)
+        if unit is None:
+            return []
+        found = self._there.get(unit[0])
+        if found is None:
+            gangs = [(n, self.running[n][1]) for n in unit if n in self.running]
+            gangs += [(n, self.parked[n][1]) for n in unit if n in self.parked]
             # One of them may have gone on elsewhere, by itself.
-            there = [n for n in there if shares_all(known[n][1].claims)]
-            there = [n for n in there if seat_of(known[n][1].claims) == seat_of(known[there[0]][1].claims)]
-            self.host_of.update(dict.fromkeys(there[1:], *there[:1]))
-            if len(there) > 1:
-                self.guests[there[0]] = there[1:]
+            seats = [(n, seat_of(gang.claims)) for n, gang in gangs if shares_all(gang.claims)]
+            found = self._there[unit[0]] = [n for n, seat in seats if seat == seats[0][1]]
+        return found
 
     def sharer(self, number: int, known: Mapping[int, Sharer]) -> Sharer:
         job, gang = self.running.get(number) or self.parked.get(number) or (self.waiting[number], None)
         runs = number in self.running
-        guests = self.guests.get(number, [])
+        guests = self.guests(number)
         stays = runs and not all(self._may_stop(*self.running[one]) for one in (number, *guests) if one in self.running)
         before = known.get(number, Sharer(number, job.gpus, job.create_time))
         return structs.replace(
@@ -203,15 +233,12 @@ class _Filling:
 
     def __init__(self, placement: Placement, room: Room, live: _Live) -> None:
         self._placement, self._room, self._live = placement, room, live
+        self.view = room.view
         self.changes: list[Change] = []
         self.entered: set[int] = set()
         self._taken: list[Claims] = []
         shares = [share_of_memory(made, 1) for made in room.view.sets.values() if made.devices]
         self._least_memory = min(shares, default=0) // MOST_ROWS
-
-    @property
-    def view(self) -> View:
-        return self._room.view
 
     def undo(self) -> None:
         for claims in reversed(self._taken):
@@ -247,7 +274,7 @@ class _Filling:
         for number in numbers:
             job, gang = self._live.parked[number]
             seat = seat_of(gang.claims)
-            host = self._live.host_of.get(number)
+            host = self._live.host_of(number)
             if host is not None:
                 if host in self._live.running:
                     self._come_back(job, gang)
@@ -263,7 +290,7 @@ class _Filling:
 
     def stop(self, number: int) -> None:
         """With those who are on its devices, too."""
-        for one in (number, *self._live.guests.get(number, ())):
+        for one in (number, *self._live.guests(number)):
             if one in self._live.running:
                 job, gang = self._live.running[one]
                 has_arena = job.capabilities.offload and has_arenas(gang)
@@ -272,8 +299,8 @@ class _Filling:
 
     def _come_back(self, job: Job, gang: Gang) -> None:
         """A guest follows its host, where they share all that it is on."""
-        claims = tuple([structs.replace(c, arena_bytes=0, memory_bytes=0) for c in gang.claims])
-        if all(map(self._has_cores, claims)):
+        if all(map(self._has_cores, gang.claims)):
+            claims = tuple([structs.replace(c, arena_bytes=0, memory_bytes=0) for c in gang.claims])
             self._change(job, "RESUME", (), claims)
 
     def memory_of(self, job: Job, node: str, gpus: int) -> int:
@@ -291,10 +318,9 @@ class _Filling:
         if not all(self._is_free(node, mask) for node, mask in seat):
             return False
         if gang is not None and seat == seat_of(gang.claims):
-            held = tuple([piece.held for piece in gang.pieces if piece.held is not None])
-            claims = tuple([structs.replace(c, arena_bytes=0, memory_bytes=0, shared_mask=0) for c in gang.claims])
-            if len(held) != len(gang.pieces) or not all(map(self._has_cores, claims)):
+            if any(piece.held is None for piece in gang.pieces) or not all(map(self._has_cores, gang.claims)):
                 return False
+            claims = tuple([structs.replace(c, arena_bytes=0, memory_bytes=0, shared_mask=0) for c in gang.claims])
             self._change(job, "RESUME", (), claims)
             return True
         found = self._claims_at(job, seat)
@@ -343,7 +369,7 @@ class _Filling:
 
     def _has_cores(self, claim: Claim) -> bool:
         have = self.view.millicores[self.view.slots[claim.node]]
-        return all(want <= free for want, free in zip(claim.millicores, have, strict=True))
+        return all(map(le, claim.millicores, have))
 
 
 _ANYWHERE: Final = Want()
@@ -378,7 +404,7 @@ def _switched(
     seats = {
         number: seat_of(gang.claims)
         for number, (_, gang) in (*live.running.items(), *live.parked.items())
-        if number not in live.host_of
+        if live.host_of(number) is None
     }
     # Who could not enter the last row, though its devices were freed, lets others have this one.
     crowded = [job for job in crowded if job.number not in turns.entering]
