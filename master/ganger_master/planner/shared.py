@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final
 
+from ganger_master.core.commands import Change
 from ganger_master.core.purpose import Finding, Goal
 from ganger_master.planner.errands import LONGEST_S, Errand, hold
 from ganger_master.planner.fairness import NOTHING as NOTHING_OWED
@@ -76,8 +77,12 @@ def plan_shared(
         changes, packs, findings = plan_packs(packs, table, room.view, now, seen, gpus, is_crowded)
         tried = Pass(changes)
     # Where the planner leads the turns, they keep nobody from its cores.
-    followed, packs = follow(packs, table, room.view, now, seen) if matrices else ((), replace(packs, parting=()))
-    tried = Pass((*tried.changes, *followed))
+    followed: tuple[Change, ...] = ()
+    if matrices:
+        followed, packs = follow(packs, table, room.view, now, seen)
+        tried = Pass((*tried.changes, *followed))
+    elif packs.parting:
+        packs = replace(packs, parting=())
     # One that is not looked after any more keeps nobody.
     errands = [errand for errand in errands if now < errand.began_s + LONGEST_S]
     busy = packs.on_trial | {change.number for change in tried.changes}
@@ -109,7 +114,7 @@ def plan_shared(
     next_s = found.next_change_s
     if packs.packs or (matrices and _take_turns(table)):
         # They are watched as long as they last, and who takes turns is measured meanwhile.
-        turns = replace(turns, since_s=now) if is_due else turns
+        turns = replace(turns, since_s=now) if is_due and turns.since_s != now else turns
         next_s = min(next_s, turns.since_s + quantum_s)
     next_s = max(next_s, now + 1.0) if next_s < math.inf else next_s
     return (
