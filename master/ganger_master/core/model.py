@@ -512,6 +512,8 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def claims(self) -> tuple[Claim, ...]:
+        if len(self.pieces) == 1:
+            return (self.pieces[0].claim,)
         return tuple([piece.claim for piece in self.pieces])
 
     @property
