@@ -50,7 +50,7 @@ def company_of(
     found = {}
     for claim in claims:
         if claim.shared_mask and claim.node in state.nodes:
-            found[claim.node] = _company_on(state, job, claim.node, agreed_only)
+            found[claim.node] = _company_on(state, job, claim, agreed_only)
     return found
 
 
@@ -91,19 +91,20 @@ def leave(state: State, gang: Gang) -> None:
                 state.put_gang(orders.marked(other, node, left))
 
 
-def _company_on(state: State, job: Job, node: str, agreed_only: bool) -> tuple[int, ...]:
-    devices = state.view.topology(node).devices
+def _company_on(state: State, job: Job, claim: Claim, agreed_only: bool) -> tuple[int, ...]:
+    """By device of the node; of those that are not to be shared nothing is said."""
+    devices = state.view.topology(claim.node).devices
     needed: list[list[int]] = [[] for _ in range(devices)]
-    for epoch, place in state.gangs_on.get(node, {}).items():
+    for epoch, place in state.gangs_on.get(claim.node, {}).items():
         gang = state.gangs[epoch]
         held = gang.pieces[place].held
-        if held is None or not held.device_mask:
+        if held is None or not held.device_mask & claim.shared_mask:
             continue
         other = state.jobs[gang.job]
         size = other.shape.device_memory_bytes
         is_open = gang.job != job.number and other.spec.preemptible and size > 0
         is_open = is_open and epoch not in state.set_of and not has_two_worlds(state, gang.job)
-        for device in bits(held.device_mask):
+        for device in bits(held.device_mask & claim.shared_mask):
             agrees = is_open and (not agreed_only or bool(held.shared_mask >> device & 1))
             needed[device].append(size if agrees else _NOBODY)
     return tuple([sum(sizes) if sizes and min(sizes) >= 0 else _NOBODY for sizes in needed])
