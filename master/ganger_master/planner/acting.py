@@ -118,11 +118,16 @@ class Acting:
         view, costs, rated = self.room.view, self.costs, self.terms.rated
         found = {}
         for job, gang in pairs:
-            if _can_move(job, gang) and (packed or not is_shared(gang)):
+            if _goes_alone(job, gang) or (packed and _can_move(job, gang)):
                 kind = rated.signature(job.number)
                 one = movable(view, job.number, job.shape, _held(gang), costs.pause_s(job, gang), kind)
                 found[job.number] = job, gang, one
         return found
+
+    @cached_property
+    def movable_gpus(self) -> int:
+        """Devices of the `gangs`, which need not be made for that."""
+        return sum([job.gpus for job, gang in self.running if _goes_alone(job, gang)])
 
     @cached_property
     def _pairs(self) -> dict[int, tuple[Job, Gang]]:
@@ -196,6 +201,10 @@ def _can_move(job: Job, gang: Gang) -> bool:
         return False
     # Who takes turns moves for those it takes them with: it leaves no room.
     return can_hand_over(job) and not gang.node_set
+
+
+def _goes_alone(job: Job, gang: Gang) -> bool:
+    return not is_shared(gang) and _can_move(job, gang)
 
 
 def _held(gang: Gang) -> Claims:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Final
 
 from ganger_master.core.model import Gang, Job
@@ -135,15 +137,17 @@ class Tidying:
         packs: list[Packed] = []
         horizon_s = math.inf
         for group, pairs in groups.items():
-            rates = [Rates(rated.alone(number), rated.present(number)[-_WINDOWS:]) for number in sorted(group)]
-            is_measured = all(len(one.before) > 1 and len(one.after) >= FIRST_WINDOWS for one in rates)
-            if len(pairs) < len(group) or not is_measured or group & acting.terms.on_trial:
+            if len(pairs) < len(group) or group & acting.terms.on_trial:
                 continue
-            # What it may be at most: else chance would take packs apart.
-            _, gain = normalised(rates).bounds(DOUBT)
-            movable = [one for job, _, one in acting.movable(pairs, packed=True).values() if job.spec.movable]
-            packs.append(Packed(gain, len(group), tuple(movable)))
+            rates = [Rates(rated.alone(number), rated.present(number)[-_WINDOWS:]) for number in sorted(group)]
+            if not all(len(one.before) > 1 and len(one.after) >= FIRST_WINDOWS for one in rates):
+                continue
             horizon_s = min(horizon_s, *[acting.ran_s(job) for job, _ in pairs])
+            pack = Packed(_most_gain(tuple(rates)), len(group), ())
+            # Of most nobody need be asked whether he could go.
+            if pack.is_slow:
+                movable = [one for job, _, one in acting.movable(pairs, packed=True).values() if job.spec.movable]
+                packs.append(replace(pack, movable=tuple(movable)))
         if packs:
             failed, placement = self._brought.failed, acting.terms.placement
             self._propose(unpacked(acting.room, packs, horizon_s, placement, now=acting.now, failed=failed))
@@ -183,7 +187,7 @@ class Tidying:
         """Moves that nobody waits for and may still begin."""
         acting = self._acting
         if acting.terms.per_hour is None:
-            most = float(max(_LEAST_AN_HOUR, sum(one.shape.gpus for _, _, one in acting.gangs.values())))
+            most = float(max(_LEAST_AN_HOUR, acting.movable_gpus))
         else:
             most = acting.terms.per_hour * len(acting.room.view)
         begun = sum(len(errand.legs) for errand in acting.errands if errand.began_s == acting.now)
@@ -191,6 +195,8 @@ class Tidying:
 
     def _propose(self, proposals: Sequence[Proposal]) -> float:
         """Begins those that may begin; when the first one may, though nothing happens, if none may now."""
+        if not proposals:
+            return math.inf
         acting = self._acting
         chosen = capped(proposals, acting.now, self._moved_at, (), max(0, self._left))
         for proposal in chosen:
@@ -206,3 +212,10 @@ class Tidying:
         when_s = min([rest_s if acting.now < rest_s else allowed_s for rest_s in rests], default=math.inf)
         acting.come_back(when_s)
         return when_s
+
+
+# Who is in a pack is asked about again and again, mostly by the same windows.
+@lru_cache(4096)
+def _most_gain(rates: tuple[Rates, ...]) -> float:
+    """What a pack makes of its devices at most: else chance would take packs apart."""
+    return normalised(rates).bounds(DOUBT)[1]

@@ -84,6 +84,16 @@ class Packed:
     residents: int
     movable: tuple[Movable, ...]
 
+    @property
+    def lost(self) -> float:
+        """Of the pace of each alone."""
+        return 1.0 - self.gain / self.residents
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it loses more than noise."""
+        return self.lost >= LEAST_GAIN
+
 
 # What behaves like a job, or the job, and the nodes where it was slow.
 Tried: TypeAlias = tuple[str, frozenset[str]]
@@ -239,9 +249,8 @@ def unpacked(
     for pack in sorted(packs, key=lambda pack: (pack.gain - pack.residents, [one.number for one in pack.movable])):
         for one in sorted(pack.movable, key=lambda one: (one.move_cost, one.number)):
             # The others go on at least as fast as all of them did, and this one by itself.
-            lost = 1.0 - pack.gain / pack.residents
-            saves = lost * one.shape.gpus * horizon_s - one.move_cost
-            pays = saves > 0.0 and lost >= LEAST_GAIN
+            saves = pack.lost * one.shape.gpus * horizon_s - one.move_cost
+            pays = saves > 0.0 and pack.is_slow
             claims = placement.place(room, one.shape, Want(math.inf)) if pays else None
             if claims is not None and failed.holds(tried(one.number, one.kind, claims), now):
                 continue
