@@ -11,7 +11,7 @@ from ganger.resources.values import Claim, GangShape, Level, NodeRow
 from ganger.resources.view import Mode, View
 from ganger_master.models.locality import LocalityModel
 from ganger_master.policies.introspect.failed import Failed
-from ganger_master.policies.introspect.hole import Movable, Movables, Move, in_order
+from ganger_master.policies.introspect.hole import Movable, Movables, Move, hole_for, in_order
 from ganger_master.policies.introspect.migration import (
     Packed,
     Proposal,
@@ -20,6 +20,7 @@ from ganger_master.policies.introspect.migration import (
     Why,
     capped,
     closer,
+    closest_with_room,
     defragmented,
     drained,
     exchanged,
@@ -30,6 +31,7 @@ from ganger_master.policies.introspect.migration import (
     worth_going_back,
 )
 from ganger_master.policies.introspect.trial import Rates, Verdict
+from ganger_master.policies.introspect.whatif import WhatIf
 from ganger_master.policies.room import Room
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,6 +79,30 @@ def test_sensitive_gang_is_brought_together_when_a_node_is_free() -> None:
         4, 1, gang_level(view, move.claims)
     )
     assert found.saves == pytest.approx(3600.0 * 4 * lost - PAUSE_S * 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=6, max_size=6), st.lists(st.integers(1, 3), min_size=2, max_size=4))
+def test_closer_than_where_room_is_counted_no_search_finds_a_place(others: list[int], own: list[int]) -> None:
+    """Six nodes of four GPUs in three racks of a fabric; others hold so many, and the gang is on the first nodes."""
+    view = cluster(6, server("2x2"), per_rack=2)
+    beside = [count if node >= len(own) else min(count, 4 - own[node]) for node, count in enumerate(others)]
+    for node, count in enumerate(beside):
+        if count:
+            put(view, 2 + node, (node, count))
+    one = put(view, 1, *enumerate(own), shape=gang(sum(own)))
+    closest, room = closest_with_room(view, one), Room(view)
+    trying = WhatIf(room)
+    for level in range(Level.NVLINK, gang_level(view, one.claims)):
+        shape = gang(sum(own), widest=Level(level))
+        trying.give(one.claims)
+        found = hole_for(room, Movables(view, ()), shape, stay=(1,))
+        trying.undo()
+        assert found is None or level >= closest
+    free = [4 - count for count in beside]
+    racks = [free[0] + free[1], free[2] + free[3], free[4] + free[5]]
+    counted = Level.NVLINK if max(free) >= sum(own) else Level.RACK if max(racks) >= sum(own) else Level.FABRIC
+    assert closest is counted
 
 
 def test_gang_to_which_it_makes_no_difference_stays_apart() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, TypeAlias
 
+import numpy as np
 from ganger.resources.fit import gang_level
 from ganger.resources.values import GangShape, Level
 from ganger.resources.view import View
@@ -363,7 +364,8 @@ def _better_place(trying: WhatIf, one: Spread, others: Movables | None, placemen
     room = trying.room
     best = (0.0, Hole(()))
     most = _could_save(room.view, one) - one.gang.move_cost
-    for level in range(Level.NVLINK, gang_level(room.view, one.gang.claims)):
+    closest = Level.NVLINK if others is not None else closest_with_room(room.view, one.gang)
+    for level in range(closest, gang_level(room.view, one.gang.claims)):
         locality = replace(one.gang.shape.locality, widest=Level(level), wish=None)
         shape = replace(one.gang.shape, locality=locality)
         claims = placement.place(room, shape, Want(math.inf))
@@ -379,6 +381,22 @@ def _better_place(trying: WhatIf, one: Spread, others: Movables | None, placemen
             if saves > best[0]:
                 best = (saves, hole)
     return best
+
+
+def closest_with_room(view: View, gang: Movable) -> Level:
+    """No closer than this is there a place for it, if nobody else goes: as many devices as it has are not free in one
+    node, rack or fabric, with its own given back. Within a node all levels are as one."""
+    columns, size = view.columns(), len(view.nodes)
+    free = np.bitwise_count(columns.free[:size]).astype(np.int64)
+    for claim in gang.claims:
+        free[view.slots[claim.node]] += claim.device_mask.bit_count()
+    if free.max(initial=0) >= gang.shape.gpus:
+        return Level.NVLINK
+    for level, codes in ((Level.RACK, columns.racks), (Level.FABRIC, columns.fabrics)):
+        # Those of no rack are under the first code.
+        if np.bincount(codes[:size], free)[1:].max(initial=0) >= gang.shape.gpus:
+            return level
+    return Level.CLUSTER
 
 
 def _could_save(view: View, one: Spread) -> float:
