@@ -1,0 +1,62 @@
+"""What a member of a node set says to its leader: all of it arrives, and who rests for good is told from who rests for
+another's turn."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ganger.agent.v1 import agent_pb2, peer_pb2
+from ganger_daemon.core.orders import Phase
+from ganger_daemon.core.rotation import Member, Position, Switch
+from ganger_daemon.rotation import Rotation, member_from_wire, state_to_wire
+
+SAID = Member(
+    Position(Switch(2, 5), 3, 1, {7: Switch(2, 4)}, in_turn=1),
+    known=4,
+    started=True,
+    alive=frozenset({7, 8}),
+    running=frozenset({8}),
+    switch_seconds=0.25,
+    unstarted=frozenset({7}),
+    blocked=True,
+    resting=frozenset({9, 10}),
+)
+
+
+def test_all_that_a_member_says_arrives() -> None:
+    sent = state_to_wire(12, SAID).SerializeToString()
+    assert member_from_wire(peer_pb2.RowState.FromString(sent)) == SAID
+
+
+@pytest.mark.parametrize(
+    ("intent", "phase", "rests"),
+    [
+        (agent_pb2.INTENT_PARK, Phase.PARKED, True),
+        (agent_pb2.INTENT_HAND_OVER, Phase.PARKED, True),
+        # On its way: it may wait for the others of its gang.
+        (agent_pb2.INTENT_PARK, Phase.RUNNING, False),
+        # For another's turn.
+        (agent_pb2.INTENT_RUN, Phase.PARKED, False),
+        (agent_pb2.INTENT_STOP, Phase.ENDED, False),
+    ],
+)
+def test_who_rests_because_the_master_wants_it_is_said(
+    intent: agent_pb2.Intent, phase: Phase, rests: bool, tmp_path: Path
+) -> None:
+    gang = SimpleNamespace(
+        desired=SimpleNamespace(epoch=7),
+        told=SimpleNamespace(intent=intent),
+        wanted=SimpleNamespace(stop_sequence=0),
+        phase=phase,
+        launched=True,
+    )
+    gangs = SimpleNamespace(all=lambda: [gang], blocked_by=lambda gang: [])
+    host: Any = SimpleNamespace(paths=SimpleNamespace(state=tmp_path), node="n1", changed=lambda: None)
+    rotation = Rotation(host, peers=SimpleNamespace(), gangs=gangs)  # type: ignore[arg-type]
+    rotation.hear([agent_pb2.DesiredRows(node_set=9, version=2, rows=[agent_pb2.Row(epochs=[7])], set_epoch=1)])
+    answer = asyncio.run(rotation.heard(peer_pb2.RowOrder(node_set=9, ask=True)))
+    assert list(answer.resting_epochs) == ([7] if rests else [])
