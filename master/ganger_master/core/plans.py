@@ -86,17 +86,10 @@ def _judge_group(
     trial: _Trial, group: Sequence[commands.Change], proposer: str, now: float
 ) -> tuple[list[Event], dict[int, Refusal]]:
     """All of its events, or for every change why not; the trial is as before if one is refused."""
-    if len(group) == 1 and group[0].kind != "ROW":
-        # Nothing has happened yet if it is refused.
-        judged = trial.disturbed(group[0]) or _judge_change(trial.state, group[0], proposer, now)
-        if isinstance(judged, Refusal):
-            return [], {group[0].number: judged}
-        for event in judged:
-            trial.happen(event)
-        return list(judged), {}
     happening: list[Event] = []
     refused: dict[int, Refusal] = {}
-    mark = trial.mark()
+    # Of one alone nothing has happened yet when it is refused.
+    mark = trial.mark() if len(group) > 1 else None
     if "ROW" in [change.kind for change in group]:
         happening, refused = _judge_rows(trial, group, proposer, now)
     else:
@@ -110,7 +103,8 @@ def _judge_group(
                 trial.happen(event)
     if not refused:
         return happening, {}
-    trial.undo(mark)
+    if mark is not None:
+        trial.undo(mark)
     blamed = f"jobs/{next(iter(refused))}"
     for change in group:
         if change.number not in refused:
@@ -162,6 +156,7 @@ class _Trial:
         return len(self._given_and_taken), len(self._settings), len(self._joined)
 
     def happen(self, event: Event) -> None:
+        # A stop takes nothing, and what it gives back counts only once that is free.
         if type(event) is not events.JobSuspended:
             self._unseen.append(event)
 

@@ -242,13 +242,14 @@ def _roomiest_first(
     """Nodes of a span by how many tasks of the one role they have room for, those with equal room by their keys. Keys
     are not asked for before it comes to their nodes."""
     span = room.span(level, number)
-    is_part = level is not Level.CLUSTER or not ask.least_free
-    for most, some in _by_room_of_few(room, ask, level, number) if is_part else _by_room(room, ask):
+    # Of the whole cluster the index is shorter than the nodes are many, but only of those that have devices free.
+    by_entry = level is Level.CLUSTER and ask.least_free
+    for most, some in _by_room(room, ask) if by_entry else _by_room_of_nodes(room, ask, level, number):
         if any(key_of[alike] is not None for alike in some):
             yield most, _walk(some, key_of, span)
 
 
-def _by_room_of_few(room: Room, ask: Ask, level: Level, number: int) -> Iterator[tuple[int, list[Alike]]]:
+def _by_room_of_nodes(room: Room, ask: Ask, level: Level, number: int) -> Iterator[tuple[int, list[Alike]]]:
     """Node by node."""
     entries = room.entries_in(level, number)
     rooms = ask.rooms[0].by_number(room.entries)[entries]

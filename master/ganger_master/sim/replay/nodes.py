@@ -149,8 +149,10 @@ class Nodes:
 
     def _obey(self, followed: _Followed) -> None:
         intent, rests = followed.gang.intent, followed.phase in _AT_REST
-        if intent is _RUN:
-            (self._go_on if rests else self._retune)(followed)
+        if intent is _RUN and rests:
+            self._go_on(followed)
+        elif intent is _RUN:
+            self._retune(followed)
         elif intent is _PREPARE:
             self._fetch(followed)
         elif rests:
