@@ -14,10 +14,11 @@ from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import CancelJob, Change, ProposePlan, ResumeJob, SuspendJob
 from ganger_master.core.model import Capabilities, Gang, Job, JobSpec, JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.settings import Settings
+from ganger_master.planner.fitting import nodes_for
 from ganger_master.planner.passes import plan_by
 from ganger_master.planner.refused import NOBODY, KeptOut, Refused
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass, nodes_for
+from ganger_master.planner.target import Pass
 from ganger_master.planner.totals import capacity_of
 from ganger_master.policies import policy_named
 from ganger_master.policies.order.aging import WEEK_S

@@ -45,7 +45,8 @@ from ganger_master.planner.in_place import (
 from ganger_master.planner.move_costs import move_costs
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass, Terms, carried_out
+from ganger_master.planner.target import Pass, carried_out
+from ganger_master.planner.terms import Terms
 from ganger_master.planner.wanting import Wanting, without_growth
 from ganger_master.policies.ask import Ask
 from ganger_master.policies.facts import Capacity, Flags, Integers

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from ganger_master.planner.choice import within_quotas
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import AS_ASKED, Pass, Terms, plan
+from ganger_master.planner.target import Pass, plan
+from ganger_master.planner.terms import AS_ASKED, Terms
 from ganger_master.policies import Policy
 from ganger_master.policies.facts import Capacity, Floats, Integers
 from ganger_master.policies.optimus_belief import Believed, nothing_believed

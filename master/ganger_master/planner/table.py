@@ -277,6 +277,15 @@ class LiveTable:
         pairs = [(self.jobs[row], self.gangs[row]) for row in sorted(self._going)]
         return [(job, gang) for job, gang in pairs if job is not None and gang is not None]
 
+    def jobs_at(self, rows: Integers) -> list[Job]:
+        """In the order of the rows."""
+        return [job for row in rows.tolist() if (job := self.jobs[row]) is not None]
+
+    def gangs_at(self, rows: Integers) -> list[tuple[Job, Gang]]:
+        """Those of them who have a gang, in the order of the rows."""
+        found = [(self.jobs[row], self.gangs[row]) for row in rows.tolist()]
+        return [(job, gang) for job, gang in found if job is not None and gang is not None]
+
     @property
     def has_sharing(self) -> bool:
         """Whether anybody runs on devices that others may be on, too."""

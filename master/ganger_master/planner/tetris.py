@@ -18,9 +18,11 @@ from ganger.resources.values import GangShape
 
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Job
+from ganger_master.planner.fitting import nodes_for
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass, held_by_all, nodes_for
+from ganger_master.planner.target import Pass
+from ganger_master.planner.terms import held_by_all
 from ganger_master.policies.facts import Capacity, Facts, Floats, Integers
 from ganger_master.policies.introspect.whatif import WhatIf
 from ganger_master.policies.order import Order, next_change_s, ranked

@@ -28,7 +28,8 @@ from ganger_master.core.model import Gang, Job
 from ganger_master.planner.amounts import Amounts, Wish, fitted
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass, Terms, plan
+from ganger_master.planner.target import Pass, plan
+from ganger_master.planner.terms import Terms
 from ganger_master.policies.facts import Capacity, Floats, Integers
 from ganger_master.policies.order import Order
 from ganger_master.policies.place import Placement

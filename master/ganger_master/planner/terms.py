@@ -1,0 +1,43 @@
+"""What a pass goes by: with which shape a job is placed, what a gang counts as holding, and who shares devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ganger.resources.values import Claim, GangShape
+from msgspec import Struct
+
+from ganger_master.core.model import Gang, Job
+from ganger_master.planner.mates import ALONE, Mates, Unit
+from ganger_master.planner.table import LiveTable
+
+Claims = tuple[Claim, ...]
+
+
+def held_of(gang: Gang) -> Claims:
+    return tuple([piece.held for piece in gang.pieces if piece.held is not None])
+
+
+def held_by_all(table: LiveTable, held: Callable[[Gang], Claims] = held_of) -> list[Claims]:
+    """What everybody holds who runs, which counts as `held`, or is giving it back."""
+    return [*[held(gang) for _, gang in table.running], *[held_of(gang) for _, gang in table.going]]
+
+
+class Terms(Struct, frozen=True):
+    """What a pass goes by: the shape that a waiting job is placed with, what a gang counts as holding, and who shares
+    devices."""
+
+    shape: Callable[[Job], GangShape] = lambda job: job.shape
+    held: Callable[[Gang], Claims] = held_of
+    mates_now: Callable[[], Mates] = lambda: ALONE
+
+    @property
+    def mates(self) -> Mates:
+        return self.mates_now()
+
+    def held_by(self, unit: Unit) -> Claims:
+        """What all of them hold."""
+        return tuple([claim for _, gang in unit for claim in self.held(gang)])
+
+
+AS_ASKED = Terms()
