@@ -161,15 +161,15 @@ class _PageWatch(Watch):
         source = Page.open(str(self._source), writable=False)
         destination: Page | None = None
         while self.goes_on():
-            if source.get(Word.ORDER) == Order.STOP:
-                self.times.setdefault("ordered", now_ns())
-            if source.get(Word.STATE) in (State.PAUSED, State.SAVING, State.HANDED_OVER):
-                self.times.setdefault("stopped", now_ns())
+            # what comes last is read first: this thread may be held up between two reads for longer than a copy takes
             self.state_bytes = max(self.state_bytes, source.get(Word.ARENA_SIZE))
-            if destination is None:
-                destination = self._open_other()
-            elif self.state_bytes and destination.get(Word.ARENA_AVAILABLE) >= self.state_bytes:
-                self.times.setdefault("complete", now_ns())
+            complete = bool(destination and 0 < self.state_bytes <= destination.get(Word.ARENA_AVAILABLE))
+            stopped = source.get(Word.STATE) in (State.PAUSED, State.SAVING, State.HANDED_OVER)
+            ordered = source.get(Word.ORDER) == Order.STOP
+            for word, seen in (("ordered", ordered), ("stopped", stopped), ("complete", complete)):
+                if seen:
+                    self.times.setdefault(word, now_ns())
+            destination = destination or self._open_other()
         source.close()
         if destination is not None:
             destination.close()
