@@ -236,6 +236,31 @@ def test_a_running_job_moves_in_with_another_and_out_again(drive: Packing) -> No
     assert drive.propose(drive.change(guest, "MOVE", out)) == [None]
 
 
+def test_a_host_that_rested_beside_others_gives_cores_to_the_next_who_comes_by_the_same_plan(drive: Packing) -> None:
+    host, first = drive.run(small(needs=GIB // 4)), drive.submit(small(needs=GIB // 4))
+    assert drive.pack(first, host) is None
+    drive.runs(first)
+    # It may come back, so the host keeps its mark.
+    assert drive.propose(drive.change(first, "SUSPEND", level=SuspendLevel.OFFLOAD)) == [None]
+    drive.seen(first, drive.job(first).epoch, ObservedPhase.PARKED, stop_step=3)
+    guest = drive.run(small(needs=GIB // 4))
+    (held,) = drive.state.gangs[drive.job(host).epoch].claims
+    assert held.shared_mask
+    halved = replace(held, millicores=tuple([cores // 2 for cores in held.millicores]))
+    gives = drive.change(host, "CORES", (halved,), together=guest)
+    comes = drive.change(guest, "MOVE", drive.beside(guest, host), together=guest)
+    assert drive.propose(gives, comes) == [None, None]
+
+
+def test_who_may_not_move_in_with_fewer_cores_than_it_asks_for_is_told_what_is_missing(drive: Packing) -> None:
+    host, guest = drive.run(small(needs=GIB * 6 // 10)), drive.run(small())
+    (there,) = drive.beside(guest, host)
+    fewer = replace(there, millicores=tuple([cores // 2 for cores in there.millicores]))
+    refusal = drive.propose(drive.change(guest, "MOVE", (fewer,)))[0]
+    assert refusal is not None
+    assert refusal.reason is Reason.DEVICE_MEMORY
+
+
 def test_a_pack_outlives_the_master(drive: Packing) -> None:
     host = drive.run(small())
     guest = drive.submit(small())

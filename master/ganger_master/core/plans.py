@@ -171,7 +171,8 @@ class _Trial:
         if taken:
             self._differ()
             self._given_and_taken.append((given, taken))
-            self._joined += [claim for claim in taken if claim.shared_mask]
+            if type(event) is not events.CoresChanged:
+                self._joined += [claim for claim in taken if claim.shared_mask]
             self._exchange(given, taken)
         match event:
             case events.GangApproved(number=number, claims=claims):
@@ -311,7 +312,7 @@ def _judge_move(
 ) -> tuple[Event, ...] | Refusal:
     claims = check_move(state, job, (), change.claims)
     if isinstance(claims, Refused):
-        refusals = judge_change(state, job, change.claims) if claims.reason == "MOVE_REFUSED" else ()
+        refusals = judge_change(state, job, change.claims, retune=True) if claims.reason == "MOVE_REFUSED" else ()
         return refusals[0] if refusals else _refusal_of(job, claims)
     return (events.MoveBegun(now, proposer, job.number, claims, level_of(state, claims), change.purpose),)
 
