@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import pytest
+from core.drive import GIB
 from core.test_packing import Packing, small
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.model import Capabilities, GangPhase, ObservedPhase, SuspendLevel
@@ -220,3 +221,52 @@ def test_who_has_come_to_a_pack_and_does_no_step_yet_is_waited_for(tried: Tried)
     assert tried.packs.on_trial == set(tried.pair)
     tried.state.put_job(job)
     assert tried.plan(Seen()) != [], "it runs, and not beside the other"
+
+
+def rest(drive: Tried, number: int, residue_bytes: int = 0) -> None:
+    drive.residue_bytes = residue_bytes
+    assert drive.propose(drive.change(number, "SUSPEND", level=SuspendLevel.OFFLOAD)) == [None]
+    drive.seen(number, drive.job(number).epoch, ObservedPhase.PARKED, stop_step=9)
+
+
+def rest_where(drive: Tried, number: int, residue_bytes: int) -> None:
+    """Another job comes to the devices of one who rests, and rests there, too."""
+    other = drive.submit(small())
+    claims = drive.state.gangs[drive.job(number).epoch].claims
+    assert drive.propose(drive.change(other, "START", tuple(replace(c, shared_mask=0) for c in claims))) == [None]
+    drive.runs(other)
+    rest(drive, other, residue_bytes)
+
+
+def go_on(drive: Tried, number: int) -> None:
+    assert drive.propose(drive.change(number, "RESUME")) == [None]
+    drive.runs(number)
+
+
+@pytest.mark.parametrize(("residue_bytes", "tried"), [(0, ["CORES", "MOVE"]), (GIB // 5, [])])
+def test_nobody_is_let_in_where_those_who_rest_leave_too_little_memory_for_both(
+    residue_bytes: int, tried: list[str]
+) -> None:
+    drive = Tried()
+    for number in drive.pair:
+        rest(drive, number)
+        rest_where(drive, number, residue_bytes)
+        go_on(drive, number)
+    assert sorted(kind for kind, _ in drive.plan(Seen())) == tried
+
+
+@pytest.mark.parametrize(("residue_bytes", "lasts"), [(0, True), (GIB // 5, False)])
+def test_a_pack_whose_guest_has_no_room_any_more_beside_its_host_lasts_no_longer(
+    tried: Tried, residue_bytes: int, lasts: bool
+) -> None:
+    assert tried.plan(tried.together(SLOWER)) == []
+    (pack,) = tried.packs.packs
+    host = pack.numbers[0]
+    for number in (pack.guest, host):
+        rest(tried, number)
+    rest_where(tried, host, residue_bytes)
+    go_on(tried, host)
+    assert tried.plan(Seen(dict.fromkeys(tried.pair, SLOWER)), is_crowded=False) == []
+    assert bool(tried.packs.packs) is lasts
+    # It takes turns with its host from now on, whose cores are made whole first.
+    assert bool(tried.packs.parting) is not lasts

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import numpy as np
 import pytest
-from ganger_master.core.commands import CancelJob
+from ganger_master.core.answers import PlanAnswer
+from ganger_master.core.commands import CancelJob, Change
+from ganger_master.core.purpose import Finding
 from ganger_master.planner.packs import Packs
 from ganger_master.policies.introspect.slicing import quantum_s
 from ganger_master.sim.replay.footprints import Footprints
@@ -43,6 +46,25 @@ def test_light_jobs_are_packed_and_the_cluster_does_more() -> None:
     # Eight on four GPUs: in turns alone it would take all of them twice as long.
     assert found.end_s.max() < 1.6 * 3000.0
     assert found.migrations.sum() >= 2
+
+
+def test_no_guest_is_told_to_go_on_in_vain_where_many_rest_and_keep_memory() -> None:
+    models = ["vae", "superres", "rhn", "scrnn"] * 10
+    replay = _Replay(jobs(*models, seconds=1500.0), SERVERS, "gandiva", Options(), None)
+    refused: list[str] = []
+    answered = replay.planning._answer
+
+    def answer(changes: tuple[Change, ...], findings: tuple[Finding, ...] = ()) -> PlanAnswer | None:
+        given = answered(changes, findings)
+        resumed = {change.number for change in changes if change.kind == "RESUME"}
+        if given is not None:
+            refused.extend(str(one) for one in given.verdicts if one.number in resumed and not one.approved)
+        return given
+
+    with patch.object(replay.planning, "_answer", answer):
+        replay.run()
+    assert refused == []
+    assert packs_of(replay).kept >= 2
 
 
 def test_who_has_a_gpu_to_itself_again_has_its_cores_again() -> None:

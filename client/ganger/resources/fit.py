@@ -292,13 +292,20 @@ def _fit_together(
         if needed:
             detail = "the configuration set does not say how much memory a device has, so none can be shared"
         return [Refusal(Reason.DEVICE_MEMORY, {"needed_bytes": needed}, node=node, detail=detail)]
-    left = view.device_memory_left(slot, own)
-    spare = capacity - int(MEMORY_SHARE * capacity)
-    free = min([left[device] - company[device] for device in bits(joined)]) - spare
+    free = memory_beside(view, slot, joined, company, own)
     if needed <= free:
         return []
     figures = {"needed_bytes": needed, "free_bytes": max(0, free), "conflicting": joined.bit_count()}
     return [Refusal(Reason.DEVICE_MEMORY, figures, node=node, detail="beside those who use the device it does not fit")]
+
+
+def memory_beside(view: View, slot: int, devices: int, company: Sequence[int], own: Sequence[int] = ()) -> int:
+    """Bytes that one more may use of each of these devices, beside those who hold them, who need `company` bytes by
+    device, and what parked gangs keep there; `own` bytes of that count as free. Negative where they need too much."""
+    left = view.device_memory_left(slot, own)
+    capacity = view.topologies[slot].configuration_set.device_memory_bytes
+    spare = capacity - int(MEMORY_SHARE * capacity)
+    return min([left[device] - company[device] for device in bits(devices)]) - spare
 
 
 def memory_named(shape: GangShape, tasks: Sequence[int]) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
-from ganger_master.core.model import Gang, Job
+from ganger.resources.fit import memory_beside
+from ganger.resources.view import View
+
+from ganger_master.core.model import Claim, Gang, Job
 
 # By number: all on its devices, itself among them, in order; nobody who has them to itself.
 Mates: TypeAlias = Mapping[int, tuple[int, ...]]
@@ -41,3 +44,17 @@ def units(gangs: Iterable[tuple[Job, Gang]], mates: Mates) -> list[Unit]:
         first = mates.get(job.number, (job.number,))[0]
         found.setdefault(first, []).append((job, gang))
     return list(map(tuple, found.values()))
+
+
+def fits_beside(job: Job, claims: Sequence[Claim], mates: Iterable[Job], view: View) -> bool:
+    """Whether the memory of these devices has room for it beside its mates, who hold all of them, and what parked gangs
+    keep there. `parked_bytes` of a claim are its own."""
+    taken = sum([mate.shape.device_memory_bytes for mate in mates])
+    for claim in claims:
+        slot, mask = view.slots.get(claim.node), claim.device_mask
+        if slot is None:
+            return False
+        company = (taken,) * view.topologies[slot].devices
+        if mask and job.shape.device_memory_bytes > memory_beside(view, slot, mask, company, claim.parked_bytes):
+            return False
+    return True

@@ -26,6 +26,7 @@ from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
 from ganger_master.core.purpose import Finding, Goal, Purpose
 from ganger_master.models.interference import UNKNOWN_DEVICE, Contention, Pressure, learn
+from ganger_master.planner.mates import fits_beside
 from ganger_master.planner.slices import as_held, shares_all, takes_turns
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies.introspect.failed import Failed
@@ -174,7 +175,7 @@ def plan_packs(
     left: list[Pack] = []
     findings: list[Finding] = []
     for pack in packs.packs:
-        packs, stays, found = _judged(packs, pack, running, table, now, seen)
+        packs, stays, found = _judged(packs, pack, running, table, view, now, seen)
         findings.extend(found)
         limited = not in_turns and any(not may_be_slower(running[n][0]) for n in pack.numbers if n in running)
         if stays is not None and not (limited and _is_together(pack, running)):
@@ -301,7 +302,13 @@ def whole_again(
 
 
 def _judged(
-    packs: Packs, pack: Pack, running: Mapping[int, tuple[Job, Gang]], table: LiveTable, now: float, seen: Seen
+    packs: Packs,
+    pack: Pack,
+    running: Mapping[int, tuple[Job, Gang]],
+    table: LiveTable,
+    view: View,
+    now: float,
+    seen: Seen,
 ) -> tuple[Packs, Pack | None, list[Finding]]:
     """The pack if it stays, what was learned, and what is to be told of it."""
     proposal, numbers = pack.proposal, pack.numbers
@@ -312,6 +319,10 @@ def _judged(
     everybody = {*numbers}
     if not all(seen.beside(number) == everybody - {number} for number in numbers):
         guest = table.get(pack.guest)
+        if pack.is_kept and guest is not None and _is_kept_out(*guest, running.get(pack.numbers[0]), view):
+            # It would rest for as long as its host runs.
+            parting = (*packs.parting, Parting(pack.numbers[0], pack.guest, now))
+            return replace(packs, failed=packs.failed.noted(proposal.pair, now), parting=parting), None, []
         if pack.is_kept:
             # Who rests for its user may do so for long.
             rests = any(found is None or found[0].state is JobState.SUSPENDED for found in map(table.get, numbers))
@@ -345,6 +356,15 @@ def _judged(
         packs = replace(packs, failed=packs.failed.forgotten(proposal.pair), kept=packs.kept + 1)
         return packs, replace(pack, is_kept=True), told
     return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None, told
+
+
+def _is_kept_out(job: Job, gang: Gang | None, host: tuple[Job, Gang] | None, view: View) -> bool:
+    """Whether who rests in its turn cannot go on beside its host: others have come to rest on their devices meanwhile,
+    and keep memory there."""
+    if gang is None or host is None or job.state is not JobState.HOLDING or job.next_epoch or not is_settled(*host):
+        return False
+    rests = gang.phase is GangPhase.PARKED and gang.intent is Intent.PARK and gang.park_level is SuspendLevel.OFFLOAD
+    return rests and not fits_beside(job, gang.parked_claims, [host[0]], view)
 
 
 def _is_coming(job: Job, gang: Gang | None) -> bool:
@@ -406,6 +426,8 @@ def _feasible(running: Mapping[int, tuple[Job, Gang]], view: View, in_turns: boo
             return False
         node_set = running[there][1].node_set
         if not node_set and _beside(running[there], running[comes], view) is None:
+            return False
+        if not fits_beside(running[comes][0], running[there][1].claims, [running[there][0]], view):
             return False
         masks = dict(host.seat)
         return not node_set or not any(

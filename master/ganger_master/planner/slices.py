@@ -28,6 +28,7 @@ from msgspec import structs
 from ganger_master.core.arenas import has_arenas
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.planner.mates import fits_beside
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
@@ -277,7 +278,7 @@ class _Filling:
             host = self._live.host_of(number)
             if host is not None:
                 if host in self._live.running:
-                    self._come_back(job, gang)
+                    self._come_back(job, gang, host)
                 continue
             if not self._enter(number, seat) and len(seat) == 1:
                 node, mask = seat[0]
@@ -297,9 +298,10 @@ class _Filling:
                 level = SuspendLevel.OFFLOAD if has_arena else SuspendLevel.CHECKPOINT
                 self.changes.append(Change(one, job.revision, "SUSPEND", level=level))
 
-    def _come_back(self, job: Job, gang: Gang) -> None:
+    def _come_back(self, job: Job, gang: Gang, host: int) -> None:
         """A guest follows its host, where they share all that it is on."""
-        if all(map(self._has_cores, gang.claims)):
+        there = [self._live.running[one][0] for one in (host, *self._live.guests(host)) if one in self._live.running]
+        if all(map(self._has_cores, gang.claims)) and fits_beside(job, gang.parked_claims, there, self.view):
             claims = tuple([structs.replace(c, arena_bytes=0, memory_bytes=0) for c in gang.claims])
             self._change(job, "RESUME", (), claims)
 
