@@ -100,6 +100,14 @@ def test_on_real_servers_too_nobody_starts_or_ends_within_a_round(policy: str) -
     assert not (run.outcomes.end_s % 30).any()
 
 
+@pytest.mark.parametrize("policy", ["fifo-backfill", "las2d", "ganger", "gandiva", "tetris", "srtf+synergy-tune"])
+def test_who_comes_just_after_a_round_has_begun_waits_for_the_next_one(policy: str) -> None:
+    """Though those for whom it made room start then, once that is free."""
+    rows = [(0, 1, 100), (61, 1, 50), (62, 2, 50)]
+    run = simulate(_workload(rows), servers_from_flags(nodes=2, gpus_per_node=4), policy, Options(round_s=60.0))
+    assert run.outcomes.first_start_s.tolist() == [0.0, 120.0, 120.0]
+
+
 def test_more_jobs_may_end_at_once_than_are_kept() -> None:
     rows = [(0, 1, 10)] * 1_010 + [(20, 1_020, 10)]
     run = simulate(_workload(rows), servers_from_flags(nodes=16, gpus_per_node=64), "srtf", Options(ideal=True))

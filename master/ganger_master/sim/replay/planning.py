@@ -294,7 +294,7 @@ class Planning:
         # Else who waits is about to have devices of its own.
         if sizing is None or not sizing.is_giving:
             errands = () if moves is None else moves.moving.errands
-            found, packed = sharing.plan(self._nodes.switch_s, errands)
+            found, packed = sharing.plan(self._nodes.switch_s, errands, self._newcomers)
             findings = (*findings, *packed)
             self._due_at = sharing.switches_at
             self._come_back(self._due_at)
@@ -371,7 +371,7 @@ class Planning:
             if packed is not None:
                 return packed
         if not may_stop:
-            kept_out = kept_out.resting(self._displaced)
+            kept_out = kept_out.resting(self._displaced | self._newcomers)
         return plan_by(
             self._policy,
             self._order,
@@ -401,6 +401,16 @@ class Planning:
             return True
         since_s = rounds_until(self._clock.now, step) % 1.0 * step
         return 0.0 < since_s <= self._nodes.longest_stop_s + INSTANT_S
+
+    @property
+    def _newcomers(self) -> frozenset[int]:
+        """Who has come since the round began, and waits for the next one; nobody without rounds."""
+        step = self._options.round_s
+        if step is None:
+            return frozenset()
+        began_s = round_start(math.floor(rounds_until(self._clock.now, step)), step)
+        waiting = self.table.waiting_jobs(len(self.table))
+        return frozenset([job.number for job in waiting if job.create_time > began_s])
 
     def _may_stop(self) -> bool:
         """Whether a plan at this instant may stop who runs; in rounds, sees to it that the next one is made in time."""

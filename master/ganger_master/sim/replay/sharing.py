@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ganger_master.core.purpose import Finding
 from ganger_master.planner.errands import Errand
+from ganger_master.planner.refused import NOBODY
 from ganger_master.planner.shared import NOTHING, plan_shared
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
@@ -41,8 +42,11 @@ class Sharing:
         """Seconds for which gangs that share a device have it, if a switch takes so long."""
         return quantum_s(switch_s) if self._round_s is None else self._round_s
 
-    def plan(self, switch_s: float, errands: Sequence[Errand]) -> tuple[Pass, tuple[Finding, ...]]:
-        """The changes to propose now. `switch_s`: how long a switch takes. `errands`: moves under way."""
+    def plan(
+        self, switch_s: float, errands: Sequence[Errand], kept_out: frozenset[int]
+    ) -> tuple[Pass, tuple[Finding, ...]]:
+        """The changes to propose now. `switch_s`: how long a switch takes. `errands`: moves under way. `kept_out`:
+        numbers of those who are not to be started yet."""
         now = self._windows.now = self._clock.now
         found, self.remembered, findings = plan_shared(
             self._placement,
@@ -53,6 +57,7 @@ class Sharing:
             self._windows,
             self._gpus,
             self.quantum_s(switch_s),
+            NOBODY.resting(kept_out),
             errands=errands,
         )
         self.switches_at = found.next_change_s
