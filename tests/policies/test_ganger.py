@@ -27,7 +27,7 @@ def twin(facts: Facts) -> list[int]:
     """Job by job."""
     jobs = rows(facts)
     waits = [job["waited_s"] for job in jobs if not job["is_running"]]
-    crowded = max([SWITCH_S, sum(waits) / len(waits)]) if waits else SWITCH_S
+    crowded = max(SWITCH_S, sum(wait * wait for wait in waits) / max(1.0, sum(waits)))
 
     def key(job: dict[str, float]) -> tuple[float, ...]:
         gpus = max(1, job["gpus"])
@@ -74,6 +74,14 @@ def test_where_waits_are_long_who_ends_soonest_for_its_gpus_goes_first() -> None
         {"gpus": 1, "index": 1 / 100_000, "waited_s": 9 * day}, {"gpus": 8, "index": 1 / 1_000 / 8, "waited_s": 9 * day}
     )
     assert line(facts) == [1, 0]
+
+
+def test_who_was_stopped_for_others_does_not_go_before_them_at_once() -> None:
+    wide = {"gpus": 32, "index": 2.5e-6, "waited_s": 90_000.0}
+    ran = [{"gpus": 8, "index": 8e-7, "attained_s": 1e5} for _ in range(6)]
+    # Few wait, so long that who ends soonest goes first; then those that were stopped wait, too.
+    assert line(known(wide, *({**job, "is_running": True} for job in ran)))[0] == 0
+    assert line(known(wide, *({**job, "waited_s": 3.0} for job in ran)))[0] == 0
 
 
 def test_who_runs_keeps_its_place_before_one_like_it() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from unittest.mock import patch
 
 import numpy as np
 import pytest
-from ganger_master.core.commands import Command
+from ganger_master.core.commands import Command, ProposePlan
 from ganger_master.policies.order.registry import ORDERS
 from ganger_master.policies.place.anywhere import ANYWHERE
 from ganger_master.sim.replay import run
@@ -117,3 +118,12 @@ def test_who_stops_nobody_makes_no_plan_while_who_may_go_next_is_too_large_for_w
     never_ended = pytest.raises(AssertionError, match="never ended")
     with never_ended, patch.object(Planning, "_starts_nobody", lambda self: True):
         _Counted(jobs, policy, options).run()
+
+
+def test_ganger_does_not_take_back_what_it_did_for_those_who_had_waited() -> None:
+    """Each round is settled by few plans: one that stops, one that starts, and what those lead to."""
+    plans: Counter[float] = Counter()
+    run_on = _Counted(crowd(), "ganger", Options(ideal=True, round_s=300.0))
+    run_on.run()
+    plans.update(at for at, command in run_on.told if isinstance(command, ProposePlan))
+    assert max(plans.values()) <= 5

@@ -11,7 +11,9 @@ jobs of the same user and gang that were submitted next to it), the best rate at
 knows only what is likely. In a crowd without end who most probably ends soonest for the GPUs it takes goes first; in
 one that will be gone before long jobs have ended, those who take few GPUs: most can run then.
 
-How long jobs will have to wait is not known; by Lindy's law as long again as they have, so H is the mean of the waits.
+How long jobs will have to wait is not known; by Lindy's law as long again as they have, so H is the mean of the waits,
+each counted for as long as it has lasted. Who was stopped just now does not shorten it: for whom that was done would
+not be worth it any more, and the next plan would take it back.
 
 An index is one end by the seconds it takes; to those a job that waits adds what it costs to put it in the place of
 another one: one is suspended, one started and resumed. Who runs and will have ended before that is done stays,
@@ -65,7 +67,7 @@ def _crowded_s(facts: Facts) -> float:
     """For how long jobs will go on waiting."""
     waits_s = facts.waited_s[~facts.is_running]
     # Exact, so that it does not depend on the order of the rows.
-    return max(SWITCH_S, math.fsum(waits_s) / max(1, len(waits_s)))
+    return max(SWITCH_S, math.fsum(waits_s * waits_s) / max(1.0, math.fsum(waits_s)))
 
 
 GANGER_ALONE = Order(
