@@ -77,6 +77,11 @@ def test_who_was_packed_with_another_and_then_takes_turns_with_it_waits_for_it()
     run(1013, jobs=14, seconds=500.0)
 
 
+def test_a_gang_whose_machine_is_wiped_before_anybody_heard_that_it_ran_starts_over_from_where_it_moved_from() -> None:
+    """A storm in which it did its first step twice, and the model did not know of the second start."""
+    run(1449, jobs=14, seconds=500.0, rotation="no", opaque=0.2)
+
+
 @pytest.mark.parametrize("seed", [1004, 1006])
 def test_jobs_that_cannot_rest_stop_nobody_from_taking_turns(seed: int) -> None:
     """Storms in which some were let in before anybody knew."""

@@ -209,6 +209,10 @@ class Physics:
 
     def _fork(self, node: str, order: DesiredGang) -> None:
         self._know(order)
+        gang = self.gangs[order.epoch]
+        if not any(name != node and (order.epoch, name) in self.ranks for name in gang.nodes):
+            # All of it that there was went with its machines before anybody heard that it ran: it starts over.
+            gang.restored = gang.stepped = False
         ranks = self.ranks[order.epoch, node] = Ranks(node, order)
         self._launch(ranks)
 
