@@ -268,5 +268,8 @@ def test_a_pack_whose_guest_has_no_room_any_more_beside_its_host_lasts_no_longer
     go_on(tried, host)
     assert tried.plan(Seen(dict.fromkeys(tried.pair, SLOWER)), is_crowded=False) == []
     assert bool(tried.packs.packs) is lasts
+    assert {one.number for one in tried.found if "no room any more" in one.detail} == (
+        set() if lasts else {*tried.pair}
+    )
     # It takes turns with its host from now on, whose cores are made whole first.
     assert bool(tried.packs.parting) is not lasts

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from unittest.mock import patch
+from typing import Any
 
 import numpy as np
 import pytest
 from ganger_master.core.answers import PlanAnswer
-from ganger_master.core.commands import CancelJob, Change
-from ganger_master.core.purpose import Finding
+from ganger_master.core.commands import CancelJob, Change, Command, ProposePlan
 from ganger_master.planner.packs import Packs
 from ganger_master.policies.introspect.slicing import quantum_s
 from ganger_master.sim.replay.footprints import Footprints
@@ -26,6 +25,21 @@ SERVERS = servers_from_flags(nodes=1, gpus_per_node=4)
 def jobs(*models: str, seconds: float = 3000.0) -> Workload:
     count = len(models)
     return workload(map(str, range(count)), [0.0] * count, [1] * count, [seconds] * count, labels={"model": models})
+
+
+class _Answered(_Replay):
+    """Keeps what was refused of the plans."""
+
+    def __init__(self, *given: Any) -> None:
+        self.refused: list[Change] = []
+        super().__init__(*given)
+
+    def send(self, command: Command) -> object:
+        answer = super().send(command)
+        if isinstance(command, ProposePlan) and isinstance(answer, PlanAnswer):
+            refused = {verdict.number for verdict in answer.verdicts if not verdict.approved}
+            self.refused += [change for change in command.changes if change.number in refused]
+        return answer
 
 
 def replayed(rows: Workload, seed: int = 0) -> _Replay:
@@ -50,20 +64,9 @@ def test_light_jobs_are_packed_and_the_cluster_does_more() -> None:
 
 def test_no_guest_is_told_to_go_on_in_vain_where_many_rest_and_keep_memory() -> None:
     models = ["vae", "superres", "rhn", "scrnn"] * 10
-    replay = _Replay(jobs(*models, seconds=1500.0), SERVERS, "gandiva", Options(), None)
-    refused: list[str] = []
-    answered = replay.planning._answer
-
-    def answer(changes: tuple[Change, ...], findings: tuple[Finding, ...] = ()) -> PlanAnswer | None:
-        given = answered(changes, findings)
-        resumed = {change.number for change in changes if change.kind == "RESUME"}
-        if given is not None:
-            refused.extend(str(one) for one in given.verdicts if one.number in resumed and not one.approved)
-        return given
-
-    with patch.object(replay.planning, "_answer", answer):
-        replay.run()
-    assert refused == []
+    replay = _Answered(jobs(*models, seconds=1500.0), SERVERS, "gandiva", Options(), None)
+    replay.run()
+    assert [change for change in replay.refused if change.kind == "RESUME"] == []
     assert packs_of(replay).kept >= 2
 
 

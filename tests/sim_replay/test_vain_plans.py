@@ -122,8 +122,7 @@ def test_who_stops_nobody_makes_no_plan_while_who_may_go_next_is_too_large_for_w
 
 def test_ganger_does_not_take_back_what_it_did_for_those_who_had_waited() -> None:
     """Each round is settled by few plans: one that stops, one that starts, and what those lead to."""
-    plans: Counter[float] = Counter()
-    run_on = _Counted(crowd(), "ganger", Options(ideal=True, round_s=300.0))
-    run_on.run()
-    plans.update(at for at, command in run_on.told if isinstance(command, ProposePlan))
+    replay = _Counted(crowd(), "ganger", Options(ideal=True, round_s=300.0))
+    replay.run()
+    plans = Counter(at for at, command in replay.told if isinstance(command, ProposePlan))
     assert max(plans.values()) <= 5

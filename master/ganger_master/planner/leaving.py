@@ -17,9 +17,19 @@ from ganger.resources.view import View
 from msgspec import structs
 
 from ganger_master.core.commands import Change
-from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.model import Gang, Intent, Job, JobState
 from ganger_master.core.purpose import Goal, Purpose
-from ganger_master.planner.packs import Leaving, Pack, Packs, Seen, is_settled, move_in, parking, whole_again
+from ganger_master.planner.packs import (
+    Leaving,
+    Pack,
+    Packs,
+    Seen,
+    is_resting,
+    is_settled,
+    move_in,
+    parking,
+    whole_again,
+)
 from ganger_master.planner.slices import Claims
 from ganger_master.planner.table import LiveTable
 
@@ -43,7 +53,7 @@ def follow(packs: Packs, table: LiveTable, view: View, now: float, seen: Seen) -
         if now > one.since_s + _LONGEST_S:
             failed = failed.noted(one.proposal.pair, now)
             continue
-        if not (_rests(*guest) and is_settled(*host) and not host[1].node_set):
+        if not (is_resting(*guest) and is_settled(*host) and not host[1].node_set):
             leaving.append(one)
             changes.extend(_next(one, host, guest))
         elif together := move_in(one.proposal, host, guest, view):
@@ -54,7 +64,7 @@ def follow(packs: Packs, table: LiveTable, view: View, now: float, seen: Seen) -
     parting = []
     for going in packs.parting:
         host, guest = _of(table, going.host), _of(table, going.guest)
-        if guest is not None and not _rests(*guest) and now <= going.since_s + _LONGEST_S:
+        if guest is not None and not is_resting(*guest) and now <= going.since_s + _LONGEST_S:
             parting.append(going)
         elif host is not None:
             changes.extend(whole_again({going.host: host}, (), view, seen))
@@ -76,21 +86,16 @@ def _of(table: LiveTable, number: int) -> _Pair | None:
     return found[0], found[1]
 
 
-def _rests(job: Job, gang: Gang) -> bool:
-    parked = gang.phase is GangPhase.PARKED and gang.intent is Intent.PARK and not job.next_epoch
-    return parked and gang.park_level is SuspendLevel.OFFLOAD
-
-
 def _next(one: Leaving, host: _Pair, guest: _Pair) -> Sequence[Change]:
     purpose = Purpose(Goal.PACK, detail=f"out of its turns, to be tried with {host[0].name} on its devices")
     if _may_rest(*guest):
         return [parking(*guest, purpose)]
-    if not _rests(*guest):
+    if not is_resting(*guest):
         return []
     if host[1].node_set and _may_rest(*host):
         detail = f"out of its turns, to be tried with {guest[0].name} on its devices"
         return [parking(*host, Purpose(Goal.PACK, detail=detail))]
-    if _rests(*host):
+    if is_resting(*host):
         return [Change(host[0].number, host[0].revision, "RESUME", purpose=Purpose(Goal.PACK))]
     return []
 

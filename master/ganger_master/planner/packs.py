@@ -50,6 +50,7 @@ _DEVICES_PER_TRIAL: Final = 8
 _LONGEST_TRIAL_S: Final = 3600.0
 # A pack that was kept goes by its latest windows: interference that has come is not to be outvoted by what was before.
 _WATCHED_WINDOWS: Final = 16
+_NO_ROOM: Final = "those who rest on their devices keep so much memory there that both have no room any more"
 
 
 class Seen(Protocol):
@@ -320,9 +321,10 @@ def _judged(
     if not all(seen.beside(number) == everybody - {number} for number in numbers):
         guest = table.get(pack.guest)
         if pack.is_kept and guest is not None and _is_kept_out(*guest, running.get(pack.numbers[0]), view):
-            # It would rest for as long as its host runs.
+            # It would rest for as long as its host runs, which makes what it would in turns.
             parting = (*packs.parting, Parting(pack.numbers[0], pack.guest, now))
-            return replace(packs, failed=packs.failed.noted(proposal.pair, now), parting=parting), None, []
+            told = [Finding(number, Goal.PACK, False, 1.0, 0.0, _NO_ROOM) for number in numbers]
+            return replace(packs, failed=packs.failed.noted(proposal.pair, now), parting=parting), None, told
         if pack.is_kept:
             # Who rests for its user may do so for long.
             rests = any(found is None or found[0].state is JobState.SUSPENDED for found in map(table.get, numbers))
@@ -361,10 +363,9 @@ def _judged(
 def _is_kept_out(job: Job, gang: Gang | None, host: tuple[Job, Gang] | None, view: View) -> bool:
     """Whether who rests in its turn cannot go on beside its host: others have come to rest on their devices meanwhile,
     and keep memory there."""
-    if gang is None or host is None or job.state is not JobState.HOLDING or job.next_epoch or not is_settled(*host):
+    if gang is None or host is None or job.state is not JobState.HOLDING or not is_settled(*host):
         return False
-    rests = gang.phase is GangPhase.PARKED and gang.intent is Intent.PARK and gang.park_level is SuspendLevel.OFFLOAD
-    return rests and not fits_beside(job, gang.parked_claims, [host[0]], view)
+    return is_resting(job, gang) and not fits_beside(job, gang.parked_claims, [host[0]], view)
 
 
 def _is_coming(job: Job, gang: Gang | None) -> bool:
@@ -390,6 +391,12 @@ def _is_together(pack: Pack, running: Mapping[int, tuple[Job, Gang]]) -> bool:
 
 def is_settled(job: Job, gang: Gang) -> bool:
     return gang.phase is GangPhase.RUNNING and not job.next_epoch
+
+
+def is_resting(job: Job, gang: Gang) -> bool:
+    """In host memory, until it is told to go on."""
+    parked = gang.phase is GangPhase.PARKED and gang.intent is Intent.PARK and not job.next_epoch
+    return parked and gang.park_level is SuspendLevel.OFFLOAD
 
 
 def _berth(job: Job, gang: Gang, view: View, seen: Seen, in_turns: bool) -> Berth | None:
