@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ganger.resources.columns import Columns
 from ganger.resources.fit import demand
 from ganger.resources.reasons import Reason
 from ganger.resources.topology import FAR, Topology
 from ganger.resources.values import ConfigurationSet, GangShape, Level
-from ganger.resources.view import Columns, View
+from ganger.resources.view import View
 
 # More tasks than any gang has; what a node could take that the tasks need nothing of.
 PLENTY = 1 << 20

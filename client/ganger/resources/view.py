@@ -13,9 +13,7 @@ from functools import lru_cache
 from operator import add, sub
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from ganger.resources.columns import Columns
 from ganger.resources.topology import Topology, bits
 from ganger.resources.values import Claim, ConfigurationSet, NodeRow
 
@@ -25,21 +23,6 @@ class Mode(Enum):
 
     SPREAD = "spread"
     PACK = "pack"
-
-
-@dataclass(slots=True)
-class Columns:
-    """One entry per slot of the view; slots without a node are never available."""
-
-    free: NDArray[np.uint64]
-    available: NDArray[np.bool_]
-    millicores: NDArray[np.int64]
-    memory: NDArray[np.int64]
-    affinity: NDArray[np.int64]
-    jobs: NDArray[np.int64]
-    sets: NDArray[np.int32]
-    racks: NDArray[np.int32]
-    fabrics: NDArray[np.int32]
 
 
 @dataclass(slots=True)
@@ -402,13 +385,13 @@ class View:
         size = len(self.nodes)
         columns = self._columns
         if columns is None or len(columns.free) < size:
-            columns = self._columns = _empty_columns(max(16, size * 5 // 4))
+            columns = self._columns = Columns.empty(max(16, size * 5 // 4))
             self._shares_columns = False
             changed = None
         else:
             changed = self.changed_since(self._columns_at)
             if self._shares_columns and changed != []:
-                columns = self._columns = Columns(*[getattr(columns, name).copy() for name in Columns.__slots__])
+                columns = self._columns = columns.copy()
                 self._shares_columns = False
         slots = range(size) if changed is None else set(changed)
         if len(slots) * 4 > size:
@@ -627,17 +610,3 @@ def _padded(counts: tuple[int, ...], length: int) -> tuple[int, ...]:
     if len(counts) == length:
         return counts
     return tuple(counts[:length]) + (0,) * (length - len(counts))
-
-
-def _empty_columns(size: int) -> Columns:
-    return Columns(
-        free=np.zeros(size, np.uint64),
-        available=np.zeros(size, np.bool_),
-        millicores=np.zeros(size, np.int64),
-        memory=np.zeros(size, np.int64),
-        affinity=np.zeros(size, np.int64),
-        jobs=np.zeros(size, np.int64),
-        sets=np.zeros(size, np.int32),
-        racks=np.zeros(size, np.int32),
-        fabrics=np.zeros(size, np.int32),
-    )
