@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from ganger.injob import obedience
+from ganger.injob.arena import arena_variable, inherited_arena, make_arena
 from ganger.injob.boundary import has_ended
 from ganger.injob.control import Control, Handlers, RestoreOrder, StopRequest
 from ganger.injob.page import (
@@ -33,6 +34,7 @@ from ganger.injob.page import (
     now_ns,
 )
 from ganger.injob.pages import GangPages, page_path
+from ganger.injob.processes import start_ticks
 from kit.waiting import eventually
 
 WORKER = str(Path(__file__).with_name("worker.py"))
@@ -386,6 +388,53 @@ def test_environment_is_read_and_checked(page: Page, tmp_path: Path, monkeypatch
     monkeypatch.setenv("GANGER_PAGE", str(tmp_path / "none.page"))
     with pytest.raises(PageError, match="cannot be opened"):
         Control.from_environment()
+
+
+def test_a_descriptor_of_the_arenas_number_that_is_another_file_is_not_the_arena(tmp_path: Path) -> None:
+    own, other = make_arena(None, "own", 4096), make_arena(None, "own", 4096)
+    unsealed = os.memfd_create("own", os.MFD_ALLOW_SEALING)
+    number = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    value = arena_variable(own)
+    try:
+        assert inherited_arena(value) == own
+        _, device, inode = value.split(":")
+        for descriptor in (number, other, unsealed):
+            assert inherited_arena(f"{descriptor}:{device}:{inode}") is None
+        assert inherited_arena(arena_variable(unsealed)) is None
+        assert inherited_arena(arena_variable(number)) is None
+    finally:
+        for descriptor in (own, other, unsealed, number):
+            os.close(descriptor)
+    for nonsense in (value, "", "12", "a:b:c", f"{1 << 80}:1:1", "-1:1:1"):
+        assert inherited_arena(nonsense) is None
+
+
+def test_a_process_that_did_not_inherit_the_arena_has_no_control(
+    page: Page, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    descriptor = make_arena(None, "own", 4096)
+    monkeypatch.setenv("GANGER_PAGE", page.path)
+    monkeypatch.setenv("GANGER_ARENA", arena_variable(descriptor))
+    found = Control.from_environment()
+    assert found is not None
+    assert found.arena_fd == descriptor
+    found.close()
+    os.close(descriptor)
+    assert Control.from_environment() is None
+    assert "did not inherit the arena" in capsys.readouterr().err
+    assert page.get(Word.LOCK) == 0
+
+
+def test_only_the_process_that_the_launcher_named_is_the_rank(page: Page) -> None:
+    assert page.is_of_this_process()
+    page.set(Word.PID, os.getpid())
+    page.set(Word.START_TICKS, start_ticks(os.getpid()) or 0)
+    assert page.is_of_this_process()
+    # the same number in another pid namespace, or used again
+    page.set(Word.START_TICKS, 1)
+    assert not page.is_of_this_process()
+    page.set(Word.PID, os.getppid())
+    assert not page.is_of_this_process()
 
 
 def test_socket_says_hello_again_to_a_new_daemon_and_loses_nothing(page: Page, tmp_path: Path) -> None:

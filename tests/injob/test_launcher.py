@@ -22,9 +22,9 @@ import pytest
 from ganger.injob.environment import rank_environment
 from ganger.injob.inject import prepare_inject_directory
 from ganger.injob.launcher.client import Forked, Launcher, LauncherError, start_launcher
-from ganger.injob.launcher.exits import start_ticks
 from ganger.injob.launcher.starter import begin, make_starter
 from ganger.injob.page import Order, Page, page_path
+from ganger.injob.processes import start_ticks
 from kit.waiting import eventually
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -380,8 +380,9 @@ def test_watchers_hear_of_exits(plain: Place) -> None:
 
 def test_arena_is_shared_by_rank_launcher_and_daemon(plain: Place) -> None:
     body = (
-        "import mmap, os\n"
-        "fd = int(os.environ['GANGER_ARENA_FD']); m = mmap.mmap(fd, 0); m[:5] = b'state'; print(len(m), flush=True)\n"
+        "import mmap, os\nfrom ganger.injob.arena import inherited_arena\n"
+        "fd = inherited_arena(os.environ['GANGER_ARENA'])\n"
+        "m = mmap.mmap(fd, 0); m[:5] = b'state'; print(len(m), flush=True)\n"
         "try: os.ftruncate(fd, 0)\nexcept PermissionError: print('sealed', flush=True)\n"
         "open('go').read()\n"
     )

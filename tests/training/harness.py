@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ganger.injob.arena import VARIABLE, arena_variable, make_arena
 from ganger.injob.arm import print_stacks_on_request
 from ganger.injob.page import Level, Order, Page, Phase, Word
 
@@ -113,8 +114,7 @@ class Rank:
                 (directory / f"restore-{rank}.json").write_text(json.dumps(restore))
                 variables["GANGER_RESTORE"] = str(directory / f"restore-{rank}.json")
             if arena_bytes:
-                self.arena_fd = os.memfd_create("arena")
-                os.ftruncate(self.arena_fd, arena_bytes)
+                self.arena_fd = make_arena(None, "of a test", arena_bytes)
         plan = {
             "environment": {**variables, **(environment or {})},
             "arguments": [str(script), *map(str, arguments)],
@@ -186,7 +186,7 @@ def _run(plan: dict[str, Any], arena: str | None) -> None:
     if arena is not None:
         descriptor = os.open(arena, os.O_RDWR)
         os.set_inheritable(descriptor, True)
-        os.environ["GANGER_ARENA_FD"] = str(descriptor)
+        os.environ[VARIABLE] = arena_variable(descriptor)
     sys.argv = plan["arguments"]
     sys.path.insert(0, os.path.dirname(sys.argv[0]))
     if plan["stop_at"]:

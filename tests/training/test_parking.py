@@ -87,6 +87,42 @@ def test_offload_frees_the_memory_it_reports_and_training_goes_on_alike(
     assert rank.output() == undisturbed(tmp_path, path)
 
 
+# The rank starts the process that trains: it has the rank's environment and none of its descriptors.
+PARENT = """
+import subprocess, sys
+sys.exit(subprocess.call([sys.executable, "-u", "child.py"], cwd=sys.argv[1]))
+"""
+CHILD = """
+import ganger, torch
+files = [open(f"shard{{number}}.bin", "r+b") for number in range({files})]
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+job = ganger.attach(model=model, optimizer=optimizer)
+for step in range(3):
+    model(torch.ones(64)).sum().backward()
+    optimizer.step()
+    job.step()
+print("trained", flush=True)
+"""
+
+
+@pytest.mark.parametrize("files", [32, 0])
+def test_a_stop_writes_nothing_into_the_files_of_a_process_that_did_not_inherit_the_arena(
+    tmp_path: Path, files: int
+) -> None:
+    content = bytes(200_000)
+    for number in range(files):
+        (tmp_path / f"shard{number}.bin").write_bytes(content)
+    (tmp_path / "parent.py").write_text(PARENT)
+    (tmp_path / "child.py").write_text(CHILD.format(files=files))
+    rank = Rank(tmp_path / "run", tmp_path / "parent.py", [tmp_path], arena_bytes=ARENA_BYTES)
+    rank.stop(2, Level.OFFLOAD)
+    assert rank.end() == 0, rank.output()
+    assert "trained" in rank.output()
+    assert rank.page.get(Word.LOCK) == 0
+    assert all((tmp_path / f"shard{number}.bin").read_bytes() == content for number in range(files))
+
+
 def test_a_parked_state_is_written_to_storage_without_waking_up(tmp_path: Path, script: tuple[Path, bool]) -> None:
     path, agent = script
     rank = Rank(tmp_path / "parked", path, agent=agent, arena_bytes=ARENA_BYTES, stop_at=2)

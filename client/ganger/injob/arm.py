@@ -9,7 +9,7 @@ import signal
 import sys
 
 from ganger.injob import exitcode
-from ganger.injob.page import Page, PageError, Word
+from ganger.injob.page import Page, PageError
 
 
 def print_stacks_on_request() -> None:
@@ -31,7 +31,7 @@ def arm() -> None:
         return
     try:
         page = Page.open(path)
-        is_rank = page.get(Word.PID) == os.getpid()
+        is_rank = page.is_of_this_process()
         if is_rank:
             exitcode.watch(page)
         else:

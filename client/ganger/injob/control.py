@@ -4,7 +4,7 @@ Knows nothing of frameworks: what it means to offload or to save is given as `Ha
 control (`Control.from_environment` returns None) and nothing is done.
 
 Environment: GANGER_PAGE (control page of this rank), GANGER_JOB_DIR (this epoch's directory), GANGER_SOCKET,
-GANGER_RESTORE (path of a JSON file, see `RestoreOrder`), GANGER_ARENA_FD (descriptor of the arena).
+GANGER_RESTORE (path of a JSON file, see `RestoreOrder`), GANGER_ARENA (descriptor of the arena, see `arena`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 import weakref
 from typing import Any, Callable, NamedTuple
 
-from ganger.injob import exitcode
+from ganger.injob import arena, exitcode
 from ganger.injob.access import Words
 from ganger.injob.arm import print_stacks_on_request
 from ganger.injob.jobsocket import JobSocket
@@ -74,12 +74,22 @@ class Control:
 
     @classmethod
     def from_environment(cls) -> Control | None:
-        """Return the control of this process, or None outside Ganger.
+        """Return the control of this process, or None outside Ganger and in a process that did not inherit its rank's
+        arena: what is parked there would go elsewhere.
 
         Raises PageMismatchError for a daemon of another version, PageError for an environment that makes no sense.
         """
         path = os.environ.get("GANGER_PAGE", "")
         if not path:
+            return None
+        arena_value = os.environ.get(arena.VARIABLE, "")
+        arena_fd = arena.inherited_arena(arena_value)
+        if arena_value and arena_fd is None:
+            print(
+                "ganger: this process did not inherit the arena of its rank, so it trains without control:"
+                " start it by exec, or with open descriptors (subprocess: close_fds=False)",
+                file=sys.stderr,
+            )
             return None
         try:
             page = Page.open(path)
@@ -89,7 +99,7 @@ class Control:
             page,
             job_dir=os.environ.get("GANGER_JOB_DIR", ""),
             socket_path=os.environ.get("GANGER_SOCKET", ""),
-            arena_fd=_arena_fd(),
+            arena_fd=arena_fd,
         )
         control.restore = _read_restore(os.environ.get("GANGER_RESTORE", ""), control.rank)
         return control
@@ -271,18 +281,6 @@ def _forget_all_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all_in_child)
-
-
-def _arena_fd() -> int | None:
-    text = os.environ.get("GANGER_ARENA_FD", "")
-    if not text:
-        return None
-    try:
-        descriptor = int(text)
-        os.fstat(descriptor)
-    except (ValueError, OSError) as error:
-        raise PageError(f"GANGER_ARENA_FD is {text!r}, which is no open descriptor of this process") from error
-    return descriptor
 
 
 def _read_restore(path: str, own_rank: int) -> RestoreOrder | None:

@@ -79,7 +79,7 @@ def report(**values: Any) -> None:
     try:
         page = _pages.get(path) or _pages.setdefault(path, Page.open(path))
         # A loader's worker, or a process the script started, speaks for nobody.
-        if page.get(Word.PID) in (0, os.getpid()):
+        if page.is_of_this_process():
             write(page, numbers)
     except (OSError, PageError):
         # Training goes on whoever listens.

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ganger.injob.access import Access, Filed, Mapped, PageError, Words
 from ganger.injob.boundary import Point
+from ganger.injob.processes import start_ticks
 from ganger.injob.words import (
     CHECKPOINT_BIT,
     EXIT_FENCED,
@@ -373,6 +374,14 @@ class Page:
             start_ticks=words[Word.START_TICKS],
             flags=words[Word.FLAGS],
         )
+
+    def is_of_this_process(self) -> bool:
+        """Whether the launcher made this very process the rank. True for a page that no launcher filled in (tests).
+
+        The pid alone does not say so: it may be used again, or stand for another process in a container.
+        """
+        pid, ticks = self.words[Word.PID], self.words[Word.START_TICKS]
+        return pid == 0 or (pid == os.getpid() and ticks in (0, start_ticks(pid)))
 
     def read_order(self) -> PageOrder:
         """Return the order that stands; all zero before the first. Waits out a writer in the middle of one."""

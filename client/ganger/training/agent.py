@@ -59,16 +59,16 @@ def stand_down() -> None:
 
 def _is_rank() -> bool:
     """Whether this process is the one that was launched, not a helper that inherited its environment."""
-    from ganger.injob.page import Page, PageError, Word
+    from ganger.injob.page import Page, PageError
 
     try:
         page = Page.open(os.environ["GANGER_PAGE"], writable=False)
     except (OSError, PageError):
         return False
-    launched = page.get(Word.PID)
-    page.close()
-    # 0: nobody filled it in, so the first one to look is taken for it
-    return launched in (0, os.getpid())
+    try:
+        return page.is_of_this_process()
+    finally:
+        page.close()
 
 
 def _replay_log() -> str:

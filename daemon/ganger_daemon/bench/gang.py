@@ -34,6 +34,7 @@ RANKS = """
 import ctypes, json, mmap, os, random, struct, sys, time
 import torch, torch.distributed, torch.nn.parallel
 import ganger
+from ganger.injob.arena import VARIABLE, arena_variable, make_arena
 plan = json.loads(sys.argv[1])
 parent = os.getpid()
 for rank, environment in enumerate(plan["ranks"]):
@@ -52,9 +53,8 @@ os.environ.update(environment)
 torch.set_num_threads(1)
 torch.manual_seed(0)
 dice = random.Random(plan["seed"] * 1000 + rank)
-arena = os.memfd_create("arena")
-os.ftruncate(arena, plan["arena_bytes"])
-os.environ["GANGER_ARENA_FD"] = str(arena)
+arena = make_arena(None, "of a bench", plan["arena_bytes"])
+os.environ[VARIABLE] = arena_variable(arena)
 torch.distributed.init_process_group("gloo", init_method="file://" + plan["store"], rank=rank, world_size=plan["world"])
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
 model = torch.nn.parallel.DistributedDataParallel(model)

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import BinaryIO, Callable, NoReturn, cast
 
-from ganger.injob.launcher.exits import start_ticks
+from ganger.injob.arena import VARIABLE, arena_variable
 from ganger.injob.launcher.launch import Launch, LaunchError, PythonCommand, python_command
 from ganger.injob.launcher.script import run_as_main
 from ganger.injob.page import Page, PageError, Word
+from ganger.injob.processes import start_ticks
 
 
 def settle(launch: Launch) -> None:
@@ -79,7 +80,7 @@ def run(launch: Launch, may_fork: bool, arena: int | None, settled: Callable[[],
     """
     environment = dict(launch.env)
     if arena is not None:
-        environment["GANGER_ARENA_FD"] = str(arena)
+        environment[VARIABLE] = arena_variable(arena)
         os.set_inheritable(arena, True)
     command = python_command(launch.argv, environment, launch.cwd) if may_fork else None
     if command is None:

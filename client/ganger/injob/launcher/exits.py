@@ -1,4 +1,4 @@
-"""How a process ended, and that nobody forgets it: the durable exit record, and who a pid is."""
+"""How a process ended: the durable exit record."""
 
 from __future__ import annotations
 
@@ -24,16 +24,6 @@ class Exit(NamedTuple):
     time: float
     source: str
     message: str = ""
-
-
-def start_ticks(pid: int) -> int | None:
-    """Return when a process started, in kernel clock ticks; None if there is none. A zombie counts as gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b") ")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def from_wait(name: str, pid: int, ticks: int, result: Any) -> Exit:

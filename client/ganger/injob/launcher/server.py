@@ -17,13 +17,15 @@ import time
 from collections.abc import Mapping
 from typing import Any, Callable, NoReturn
 
+from ganger.injob.arena import make_arena, recover_arena
 from ganger.injob.launcher import child
-from ganger.injob.launcher.children import Child, make_arena, recover_arena
-from ganger.injob.launcher.exits import Exit, from_page, from_wait, record, start_ticks
+from ganger.injob.launcher.children import Child
+from ganger.injob.launcher.exits import Exit, from_page, from_wait, record
 from ganger.injob.launcher.launch import Launch, LaunchError, parse_launch, python_command
 from ganger.injob.launcher.publish import publish
 from ganger.injob.launcher.starter import Starter, StarterError, begin
 from ganger.injob.launcher.store import open_listener, serve_store
+from ganger.injob.processes import start_ticks
 
 _REQUEST_LIMIT = 4 << 20  # bytes of one request: an environment and an argument vector fit many times over
 _RETRY_SECONDS = 1.0

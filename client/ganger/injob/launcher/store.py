@@ -10,7 +10,8 @@ import sys
 import time
 from typing import NoReturn
 
-from ganger.injob.launcher.exits import start_ticks, write_durably
+from ganger.injob.launcher.exits import write_durably
+from ganger.injob.processes import start_ticks
 
 _LOOK_EVERY_SECONDS = 2.0
 

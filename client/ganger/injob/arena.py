@@ -1,0 +1,61 @@
+"""The memfd in which a parked state waits: how a launcher makes it, and how a process recognises it as its own.
+
+A descriptor's number means something only in a process that inherited the descriptor. A rank's environment reaches
+further: into children whose own file may have that number. So the environment names the file too, and its seal is
+checked before anything is written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+VARIABLE = "GANGER_ARENA"
+
+
+def make_arena(existing: int | None, name: str, size: int) -> int:
+    """Return a memfd of at least ``size`` bytes, the existing one if there is one. Raises OSError."""
+    if existing is None:
+        existing = os.memfd_create(_memfd_name(name), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(existing, size)
+        # A job that shrank it would kill the daemon that streams from it.
+        fcntl.fcntl(existing, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    elif os.fstat(existing).st_size < size:
+        os.ftruncate(existing, size)
+    return existing
+
+
+def recover_arena(pid: int, name: str) -> int | None:
+    """Find the arena of a rank another launcher started, among the rank's own descriptors."""
+    wanted = f"/memfd:{_memfd_name(name)} (deleted)"
+    try:
+        for entry in os.listdir(f"/proc/{pid}/fd"):
+            path = f"/proc/{pid}/fd/{entry}"
+            if os.readlink(path) == wanted:
+                return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        pass
+    return None
+
+
+def arena_variable(descriptor: int) -> str:
+    """Return the value of GANGER_ARENA for a process that inherits ``descriptor``: number, device and inode."""
+    status = os.fstat(descriptor)
+    return f"{descriptor}:{status.st_dev}:{status.st_ino}"
+
+
+def inherited_arena(value: str) -> int | None:
+    """Return the descriptor that ``value`` of GANGER_ARENA names; None if this process did not inherit the arena."""
+    try:
+        descriptor, device, inode = map(int, value.split(":"))
+        status = os.fstat(descriptor)
+        # Only a memfd made with sealing can have this seal.
+        is_sealed = bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except (ValueError, OSError, OverflowError):
+        return None
+    return descriptor if is_sealed and (status.st_dev, status.st_ino) == (device, inode) else None
+
+
+def _memfd_name(name: str) -> str:
+    # The kernel allows 249 bytes; slashes are fine.
+    return f"ganger {name}"[:240]
