@@ -90,11 +90,14 @@ class GangSet:
         desired: Iterable[agent_pb2.DesiredGang],
         acknowledged: frozenset[int],
         rows: Iterable[agent_pb2.DesiredRows] = (),
-    ) -> None:
-        """One desired set, complete. Idempotent."""
+        missing: frozenset[int] = frozenset(),
+    ) -> frozenset[int]:
+        """One desired set, complete. Idempotent. `missing`: epochs whose spec is still to come; such a gang neither
+        starts nor stops, unless it is here already. Returns those that are not here."""
         self.rotation.hear(rows)
         messages: dict[GangId, agent_pb2.DesiredGang] = {}
         wanted: list[Wanted] = []
+        absent: set[int] = set()
         for message in desired:
             try:
                 one = wanted_of(message)
@@ -102,6 +105,9 @@ class GangSet:
                 log.error("desired gang not understood", extra={"job": message.job, "error": str(error)})
                 continue
             here = self._gangs.get((one.job_uid, one.epoch))
+            if one.epoch in missing and here is None:
+                absent.add(one.epoch)
+                continue
             if here is not None and self.rotation.rules(here, one):
                 # What follows from it follows when its turn comes, or is over.
                 here.hear_master(message)
@@ -123,8 +129,10 @@ class GangSet:
             except Exception:
                 # whatever it is, it is one gang's: the others are not kept waiting for it
                 log.exception("desired gang not applied", extra={"action": str(action)})
-        self.rotation.know()
+        if not absent:
+            self.rotation.know()
         self.rotation.follow()
+        return frozenset(absent)
 
     async def _act(self, action: Action, messages: Mapping[GangId, agent_pb2.DesiredGang]) -> None:
         match action:

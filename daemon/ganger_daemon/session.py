@@ -11,14 +11,14 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
 from ganger.injob.page import now_ns
-from ganger.wire.channels import open_aio_channel
+from ganger.wire.channels import PART_BYTES, open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger.wire.errors import from_rpc_error, reason_of
 from ganger.wire.times import duration, seconds
@@ -38,6 +38,10 @@ _FIRST_RETRY_SECONDS = 0.05
 _LAST_RETRY_SECONDS = 2.0
 _LASTING_RETRY_SECONDS = 10.0
 _LOOK_SECONDS = 0.05
+# A part of a set is answered at once.
+_PART_SECONDS = 10.0
+# What a gang takes in a message beyond its own bytes, at most.
+_FIELD_BYTES = 16
 # Reasons that will not go away by asking again soon; a person has to do something.
 _LASTING = frozenset(
     {
@@ -65,6 +69,8 @@ class Conversation:
     said_proved: bool = False
     # The newest desired set of this session; None before the first answer.
     desired: list[agent_pb2.DesiredGang] | None = None
+    # Of these of its gangs the spec is still to come.
+    missing: frozenset[int] = frozenset()
     rows: list[agent_pb2.DesiredRows] = field(default_factory=list)
 
 
@@ -162,8 +168,10 @@ class Session:
         try:
             while True:
                 request = self._request(conversation)
-                sent_at = now_ns()
                 try:
+                    for part in _first_parts(request):
+                        await stub.Reconcile(part, timeout=_PART_SECONDS)
+                    sent_at = now_ns()
                     answer = await self._call(stub, request, conversation)
                 except grpc.aio.AioRpcError as error:
                     if reason_of(from_rpc_error(error)) == "SESSION_SUPERSEDED":
@@ -204,6 +212,7 @@ class Session:
             max_wait=duration(self._max_wait(conversation)),
             storage_proved=proved,
             rows=rows if changed else [],
+            missing_specs=sorted(conversation.missing),
         )
 
     def _max_wait(self, conversation: Conversation) -> float:
@@ -237,12 +246,49 @@ class Session:
         self._host.lease_until_ns = lease_until(sent_at_ns, conversation.lost_after_seconds)
         acknowledged = frozenset(answer.acknowledged_epochs)
         if answer.changed:
+            conversation.missing = _specs_kept(answer, conversation.desired or ())
             conversation.desired, conversation.rows = list(answer.gangs), list(answer.rows)
         if conversation.desired is not None and (answer.changed or acknowledged):
-            await self._gangs.apply(conversation.desired, acknowledged, conversation.rows)
+            conversation.missing = await self._gangs.apply(
+                conversation.desired, acknowledged, conversation.rows, conversation.missing
+            )
+        # A version counts as applied once every gang of it is known whole: until then its answers come at once.
+        if answer.changed and not conversation.missing:
             conversation.desired_version = answer.desired_version
         self._host.logs.storage = self._host.storage.path if self._host.storage.proved else None
         self._gangs.wake_all()
+
+
+def _first_parts(request: agent_pb2.ReconcileRequest) -> list[agent_pb2.ReconcileRequest]:
+    """Takes the gangs for which one message has no room out of a request, and returns the calls that go before it."""
+    parts: list[agent_pb2.ReconcileRequest] = []
+    while request.ByteSize() > PART_BYTES and len(request.gangs) > 1:
+        part = agent_pb2.ReconcileRequest(
+            session=request.session, observation=request.observation, changed=True, continues=True
+        )
+        room = PART_BYTES
+        count = 0
+        for count, gang in enumerate(request.gangs):
+            room -= gang.ByteSize() + _FIELD_BYTES
+            if room < 0 and count:
+                break
+        part.gangs.extend(request.gangs[:count])
+        del request.gangs[:count]
+        parts.append(part)
+    return parts
+
+
+def _specs_kept(answer: agent_pb2.ReconcileResponse, known: Iterable[agent_pb2.DesiredGang]) -> frozenset[int]:
+    """Gives gangs whose spec is left out for want of room the one that came earlier; returns those that have none."""
+    if not answer.later_specs:
+        return frozenset()
+    specs = {gang.epoch: gang.spec for gang in known if gang.HasField("spec")}
+    missing = set(answer.later_specs)
+    for gang in answer.gangs:
+        if gang.epoch in missing and gang.epoch in specs:
+            gang.spec.CopyFrom(specs[gang.epoch])
+            missing.discard(gang.epoch)
+    return frozenset(missing)
 
 
 async def _wait_for(call: Any) -> agent_pb2.ReconcileResponse:

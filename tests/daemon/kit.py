@@ -46,6 +46,21 @@ class NodeBook:
     acknowledged: list[int] = field(default_factory=list)
     reports: int = 0
     observation: int = 0
+    # Epochs whose spec is held back, as if there were no room for it, and those that the daemon misses.
+    late: set[int] = field(default_factory=set)
+    missed: tuple[int, ...] = ()
+    # Gangs of the parts of an observed set so far.
+    parts: list[agent_pb2.ObservedGang] = field(default_factory=list)
+
+    def wanted(self) -> list[agent_pb2.DesiredGang]:
+        gangs = []
+        for epoch, gang in self.desired.items():
+            copy = agent_pb2.DesiredGang()
+            copy.CopyFrom(gang)
+            if epoch in self.late:
+                copy.ClearField("spec")
+            gangs.append(copy)
+        return gangs
 
 
 class FakeMaster(agent_pb2_grpc.AgentServiceServicer):
@@ -85,8 +100,13 @@ class FakeMaster(agent_pb2_grpc.AgentServiceServicer):
             raise SessionSuperseded("another session")
         async with self.changed:
             book.reports += 1
+            book.missed = tuple(request.missing_specs)
+            if request.continues:
+                book.parts.extend(request.gangs)
+                return agent_pb2.ReconcileResponse(observation=request.observation)
             if request.changed:
-                book.observed = {gang.epoch: gang for gang in request.gangs}
+                book.observed = {gang.epoch: gang for gang in (*book.parts, *request.gangs)}
+                book.parts = []
             book.observation = request.observation
             self.changed.notify_all()
             deadline = time.monotonic() + request.max_wait.ToTimedelta().total_seconds()
@@ -101,7 +121,8 @@ class FakeMaster(agent_pb2_grpc.AgentServiceServicer):
             return agent_pb2.ReconcileResponse(
                 desired_version=book.version,
                 changed=book.version != request.desired_version,
-                gangs=list(book.desired.values()) if book.version != request.desired_version else [],
+                gangs=book.wanted() if book.version != request.desired_version else [],
+                later_specs=sorted(book.late & set(book.desired)) if book.version != request.desired_version else [],
                 acknowledged_epochs=book.acknowledged,
                 observation=request.observation,
             )

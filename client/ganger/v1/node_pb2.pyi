@@ -41,7 +41,9 @@ class Node(google.protobuf.message.Message):
         STATE_DRAINING: Node._State.ValueType  # 4
         STATE_LOST: Node._State.ValueType  # 5
         STATE_SILENT: Node._State.ValueType  # 6
-        """Its daemon has not called for longer than one does that has nothing to tell: no new gangs until it does."""
+        """Its daemon has not called for longer than one does that has nothing to tell, or its calls cannot be answered, as
+        `state_reason` explains: no new gangs until that changes.
+        """
 
     class State(_State, metaclass=_StateEnumTypeWrapper): ...
     STATE_UNSPECIFIED: Node.State.ValueType  # 0
@@ -52,7 +54,9 @@ class Node(google.protobuf.message.Message):
     STATE_DRAINING: Node.State.ValueType  # 4
     STATE_LOST: Node.State.ValueType  # 5
     STATE_SILENT: Node.State.ValueType  # 6
-    """Its daemon has not called for longer than one does that has nothing to tell: no new gangs until it does."""
+    """Its daemon has not called for longer than one does that has nothing to tell, or its calls cannot be answered, as
+    `state_reason` explains: no new gangs until that changes.
+    """
 
     @typing.final
     class CapabilitiesEntry(google.protobuf.message.Message):

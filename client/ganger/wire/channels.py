@@ -17,6 +17,8 @@ from ganger.wire.endpoints import Endpoint, check_dial_address
 from ganger.wire.methods import deadline_seconds, retry_service_config
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+# Lists and sets are sent in parts of at most this: room is left for what comes with a part.
+PART_BYTES = 3 * 1024 * 1024
 TOKEN_KEY = "authorization"
 
 _CLIENT_OPTIONS: tuple[tuple[str, int | str], ...] = (

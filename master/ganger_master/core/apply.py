@@ -160,6 +160,7 @@ def _session_opened(state: State, event: events.SessionOpened) -> None:
         session=event.session,
         heard=False,
         silent=False,
+        unanswerable="",
         lost=False,
         observation=0,
         applied_version=0,
@@ -180,7 +181,10 @@ def _node_observed(state: State, event: events.NodeObserved) -> None:
 
 
 def _node_answered(state: State, event: events.NodeAnswered) -> None:
-    silence.end(state, event.node, event.time, event.cause)
+    if event.problem:
+        silence.note_unanswerable(state, event.node, event.problem, event.time, event.cause)
+    else:
+        silence.end(state, event.node, event.time, event.cause)
 
 
 def _node_marked(state: State, event: events.NodeMarked) -> None:

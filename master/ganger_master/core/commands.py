@@ -258,11 +258,13 @@ class Observe(Struct, frozen=True, gc=False):
 
 
 class Answer(Struct, frozen=True, gc=False):
-    """The shell is about to answer a Reconcile: from this instant the lost-node time counts. Not durable."""
+    """The shell is about to answer a Reconcile: from this instant the lost-node time counts. Not durable.
+    `problem`: it cannot answer, and why; the node takes no gangs until it can."""
 
     node: str
     session: str
     desired_version: int = 0
+    problem: str = ""
 
 
 class DrainNode(Struct, frozen=True, gc=False):

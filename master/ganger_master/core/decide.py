@@ -226,7 +226,10 @@ def _answer(state: State, command: commands.Answer, now: float) -> Decision:
     refused = _check_session(state, command.node, command.session)
     if refused is not None:
         return Decision((), refused)
-    event = events.NodeAnswered(now, f"daemon:{command.node}", command.node, command.desired_version)
+    if command.problem and state.nodes[command.node].unanswerable == command.problem:
+        return Decision((), Done())
+    cause, version = f"daemon:{command.node}", command.desired_version
+    event = events.NodeAnswered(now, cause, command.node, version, command.problem)
     return Decision((event,), Done())
 
 

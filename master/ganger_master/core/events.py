@@ -202,6 +202,8 @@ class NodeAnswered(Struct, frozen=True, gc=False):
     cause: str
     node: str
     desired_version: int
+    # Why the call could not be answered; empty: it was.
+    problem: str = ""
 
 
 class NodeMarked(Struct, frozen=True, gc=False):

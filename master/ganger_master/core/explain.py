@@ -164,16 +164,21 @@ def _silent_nodes(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
     for name in gang.nodes if gang is not None else ():
         node, answered = state.nodes.get(name), state.last_answer.get(name)
         silent = 0.0 if answered is None else now - answered
-        if node is None or node.lost or (node.heard and not node.silent and silent <= patience):
+        if node is None or node.lost:
+            continue
+        is_silent = node.state is NodeState.SILENT or silent > patience
+        if node.heard and not is_silent:
             continue
         how = f"has not called for {silent:.0f} s" if node.heard else "has not told yet what runs there"
+        if node.unanswerable:
+            how = f"cannot be sent what it is to do: {node.unanswerable}"
         lost = "" if state.lost_after is None else f"once its silence has lasted {state.lost_after:.0f} s, or "
         detail = (
             f"nodes/{name} {how}: what is said of the job is what was known then, and no order reaches"
             f" it; it {fate} {lost}when an operator says so (`ganger lost {name}`)"
         )
         # Right after a restart it is only expected.
-        reason = Reason.NODE_SILENT if node.silent or silent > patience else Reason.NODE_UNAVAILABLE
+        reason = Reason.NODE_SILENT if is_silent else Reason.NODE_UNAVAILABLE
         told.append(Refusal(reason, detail=detail))
     return tuple(told)
 
@@ -195,7 +200,7 @@ def _is_open(state: State, name: str) -> bool:
 
 
 def _condition(node: Node) -> str:
-    why = "its daemon does not call" if node.state is NodeState.SILENT else node.state_reason
+    why = node.unanswerable or ("its daemon does not call" if node.state is NodeState.SILENT else node.state_reason)
     return f"nodes/{node.name} is {node.state.value}" + (f" ({why})" if why else "")
 
 

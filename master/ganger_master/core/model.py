@@ -583,6 +583,8 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
     heard: bool = False
     # Its daemon has not called for longer than one does that has nothing to tell.
     silent: bool = False
+    # Why calls of its daemon cannot be answered; empty when they can.
+    unanswerable: str = ""
     # Lost until it opens a session again.
     lost: bool = False
     cordoned: bool = False
@@ -608,7 +610,7 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
             return NodeState.LOST
         if not self.heard:
             return NodeState.UNKNOWN
-        if self.silent:
+        if self.silent or self.unanswerable:
             return NodeState.SILENT
         if self.draining:
             return NodeState.DRAINING
@@ -616,7 +618,7 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def takes_gangs(self) -> bool:
-        return self.heard and not (self.lost or self.silent or self.draining or self.cordoned)
+        return self.heard and not (self.lost or self.silent or self.unanswerable or self.draining or self.cordoned)
 
     @property
     def is_choosy(self) -> bool:

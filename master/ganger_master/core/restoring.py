@@ -60,7 +60,7 @@ def restored(settings: Settings, elements: Iterable[Element], now: float, former
 
 def _put_node(state: State, node: Node, now: float, former: State | None) -> None:
     if former is None:
-        state.put_node(replace(node, session="", heard=False, silent=False))
+        state.put_node(replace(node, session="", heard=False, silent=False, unanswerable=""))
         if not node.lost:
             state.note_answer(node.name, now)
         return

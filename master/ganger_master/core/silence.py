@@ -50,6 +50,14 @@ def end(state: State, name: str, now: float, cause: str) -> None:
     """The node's daemon has called and is answered."""
     state.note_answer(name, now)
     node = state.nodes[name]
-    if node.silent:
-        state.put_node(replace(node, silent=False))
-        state.history(now, f"nodes/{name}", "node_ready", cause, "it calls again")
+    if node.silent or node.unanswerable:
+        message = "it calls again" if node.silent else "its calls are answered again"
+        state.put_node(replace(node, silent=False, unanswerable=""))
+        state.history(now, f"nodes/{name}", "node_ready", cause, message)
+
+
+def note_unanswerable(state: State, name: str, problem: str, now: float, cause: str) -> None:
+    """The node's daemon has called, and what it is to do cannot be sent: it takes no gangs, and the time since its last
+    answer goes on, for its ranks stop after that time as well."""
+    state.put_node(replace(state.nodes[name], unanswerable=problem))
+    state.history(now, f"nodes/{name}", "node_silent", cause, problem)

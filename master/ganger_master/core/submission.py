@@ -63,21 +63,26 @@ def violations_of(spec: JobSpec) -> tuple[tuple[str, str], ...]:
     return (*_wrong_program(spec), *_wrong_numbers(spec), *_wrong_texts(spec), *_wrong_roles(spec), *_wrong_sizes(spec))
 
 
+def bytes_of(text: str) -> int:
+    """What a text takes on the wire and on disk."""
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
+
+
 def _wrong_program(spec: JobSpec) -> Iterator[tuple[str, str]]:
     path, command = "spec.command", spec.command
     if not command or not command[0]:
         yield path, "must name a program to run"
     if len(command) > _COMMAND_LIMIT:
         yield path, f"at most {_COMMAND_LIMIT} words"
-    if sum([len(word.encode(errors="surrogatepass")) for word in command]) > _COMMAND_BYTES_LIMIT:
+    if bytes_of("".join(command)) > _COMMAND_BYTES_LIMIT:
         yield path, f"at most {_COMMAND_BYTES_LIMIT} bytes in all"
     if "\0" in "".join(command):
         yield path, "no word may contain a NUL character"
     path, directory = "spec.working_directory", spec.working_directory
     if not directory.startswith("/"):
         yield path, "must be an absolute path"
-    if len(directory) > _TEXT_LIMIT or "\0" in directory:
-        yield path, f"at most {_TEXT_LIMIT} characters, no NUL"
+    if bytes_of(directory) > _TEXT_LIMIT or "\0" in directory:
+        yield path, f"at most {_TEXT_LIMIT} bytes, no NUL"
     if spec.environment:
         path, names, values = "spec.environment", "".join(spec.environment), "".join(spec.environment.values())
         if "" in spec.environment or "=" in names or "\0" in names:
@@ -85,8 +90,8 @@ def _wrong_program(spec: JobSpec) -> Iterator[tuple[str, str]]:
             yield path, f"no such variable name is possible: {bad[:3]}"
         if "\0" in values:
             yield path, "no value may contain a NUL character"
-        if len(names) + len(values) > _ENVIRONMENT_LIMIT:
-            yield path, f"at most {_ENVIRONMENT_LIMIT} characters in all"
+        if bytes_of(names) + bytes_of(values) > _ENVIRONMENT_LIMIT:
+            yield path, f"at most {_ENVIRONMENT_LIMIT} bytes in all"
     if spec.scheduler:
         path = "spec.scheduler"
         if not _is_text(spec.scheduler, _TEXT_LIMIT):

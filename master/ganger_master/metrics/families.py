@@ -39,7 +39,7 @@ def gpus_of(node: Node, devices: int, row: NodeRow | None) -> Counter[str]:
         return Counter(unknown=devices)
     free = row.free_mask.bit_count()
     faulty = len(node.device_faults)
-    state = "silent" if node.silent else "idle" if node.takes_gangs else "drained"
+    state = "silent" if node.silent or node.unanswerable else "idle" if node.takes_gangs else "drained"
     return Counter({state: free, "faulty": faulty, "busy": devices - free - faulty})
 
 

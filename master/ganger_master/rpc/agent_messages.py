@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Final
 
 from ganger.agent.v1 import agent_pb2
 from ganger.v1 import job_pb2
 from ganger.wire import convert, errors, names, times
+from ganger.wire.channels import PART_BYTES
 
 from ganger_master.core import commands
 from ganger_master.core.model import Capabilities, Intent, ObservedPhase, Outcome, OutcomeKind
-from ganger_master.core.wanted import DesiredGang, DesiredRows, Member
+from ganger_master.core.wanted import DesiredGang, DesiredRows, DesiredSet, Member
 from ganger_master.rpc import job_messages
 
 # No quantum is fifty times as long as that.
@@ -19,6 +20,8 @@ _LONGEST_SWITCH_SECONDS: Final = 3600.0
 # As many as a mask has bits.
 _DEVICES_MOST: Final = 64
 _SEQUENCE_MOST: Final = (1 << 63) - 1
+# What a spec takes in its gang's message beyond its own bytes, at most.
+_FIELD_BYTES: Final = 16
 _INTENTS: Final[Mapping[Intent, agent_pb2.Intent.ValueType]] = {
     intent: agent_pb2.Intent.Value(f"INTENT_{intent.name}") for intent in Intent
 }
@@ -127,6 +130,7 @@ def observed_gang_from_wire(message: agent_pb2.ObservedGang) -> commands.Observe
 
 
 def desired_gang_to_wire(gang: DesiredGang) -> agent_pb2.DesiredGang:
+    """Without the spec, which goes into an answer where it is needed and there is room."""
     message = agent_pb2.DesiredGang(
         job=names.job_name(gang.job) if gang.job else "",
         job_uid=gang.uid,
@@ -147,8 +151,6 @@ def desired_gang_to_wire(gang: DesiredGang) -> agent_pb2.DesiredGang:
         grace=times.duration(gang.grace_seconds),
         checkpoint_first=gang.checkpoint_first,
     )
-    if gang.needs_spec and gang.spec is not None:
-        message.spec.CopyFrom(job_messages.spec_to_wire(gang.spec, with_environment=True))
     restore = gang.restore
     if restore.parked_epoch:
         message.restore.parked.epoch = restore.parked_epoch
@@ -160,6 +162,42 @@ def desired_gang_to_wire(gang: DesiredGang) -> agent_pb2.DesiredGang:
         message.restore.checkpoint_path = restore.checkpoint_path
         message.restore.step = restore.step
     return message
+
+
+def response_to_wire(
+    desired: DesiredSet, observation: int, version: int, missing_specs: Collection[int] = ()
+) -> agent_pb2.ReconcileResponse:
+    """The answer to a daemon that has applied `version`. The set in it is complete; specs are added, those that are
+    missed there first, while the answer is below PART_BYTES. The rest is named in `later_specs`."""
+    message = agent_pb2.ReconcileResponse(
+        desired_version=desired.version,
+        changed=desired.version != version,
+        acknowledged_epochs=desired.acknowledged_epochs,
+        observation=observation,
+    )
+    if not message.changed:
+        return message
+    message.rows.extend(desired_rows_to_wire(rows) for rows in desired.rows)
+    gangs = desired.gangs
+    message.gangs.extend(map(desired_gang_to_wire, gangs))
+    _add_specs(message, gangs, set(missing_specs))
+    return message
+
+
+def _add_specs(message: agent_pb2.ReconcileResponse, gangs: Sequence[DesiredGang], missing: Set[int]) -> None:
+    places = [place for place, gang in enumerate(gangs) if gang.needs_spec and gang.spec is not None]
+    places.sort(key=lambda place: gangs[place].epoch not in missing)
+    room = PART_BYTES - message.ByteSize() - _FIELD_BYTES * len(places)
+    for number, place in enumerate(places):
+        gang = gangs[place]
+        assert gang.spec is not None
+        spec = job_messages.spec_to_wire(gang.spec, with_environment=True)
+        room -= spec.ByteSize() + _FIELD_BYTES
+        # One goes with every answer, so that all go in the end.
+        if room < 0 and number:
+            message.later_specs.extend([gangs[late].epoch for late in places[number:]])
+            return
+        message.gangs[place].spec.CopyFrom(spec)
 
 
 def _member_to_wire(member: Member) -> agent_pb2.Member:

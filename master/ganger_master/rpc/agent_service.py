@@ -10,8 +10,10 @@ from typing import Any, Final
 
 from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
 from ganger.wire import errors, names, times
+from ganger.wire.channels import MAX_MESSAGE_BYTES
 from ganger.wire.roles import Identity, Role
 from ganger.wire.servers import Callers
+from msgspec.structs import replace
 
 from ganger_master.core import commands
 from ganger_master.core.answers import Done, SessionAnswer
@@ -23,6 +25,7 @@ from ganger_master.core.wanted import DesiredSet
 from ganger_master.rpc import agent_messages
 from ganger_master.rpc.answers import expect
 from ganger_master.rpc.membership_messages import metrics_from_wire
+from ganger_master.rpc.observed_parts import ObservedParts
 from ganger_master.runtime.progress import ProgressBoard, Sample
 from ganger_master.runtime.writer import Writer
 
@@ -43,6 +46,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         self._answered_at: dict[str, float] = {}
         # The call that may be answered, by node.
         self._newest: dict[str, object] = {}
+        self._parts = ObservedParts()
 
     def is_held(self, node: str) -> bool:
         """Whether the node's daemon waits for an answer at this moment: it lives, however long ago it had the last."""
@@ -87,18 +91,46 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         self._newest[node] = call
         self._writer.committed.wake(f"nodes/{node}")
         try:
+            if not self._parts.complete(node, request):
+                return agent_pb2.ReconcileResponse(observation=request.observation)
             if request.changed:
                 expect(await self._writer.submit(agent_messages.observe_from_wire(node, request)), Done)
             await self._hold(node, request, call)
             if self._newest.get(node) is not call:
                 raise errors.NotReady("a newer call of this node has come")
-            answer = commands.Answer(node, request.session, request.desired_version)
-            expect(await self._writer.submit(answer), Done)
+            response = await self._answer(node, request)
         finally:
             if self._newest.get(node) is call:
                 del self._newest[node]
         self._answered_at[request.session] = asyncio.get_running_loop().time()
-        return _response(self._writer.committed.desired.get(node, DesiredSet()), request)
+        return response
+
+    async def _answer(self, node: str, request: agent_pb2.ReconcileRequest) -> agent_pb2.ReconcileResponse:
+        """Raises MessageTooLarge for a set that no message holds, once the core knows: the node counts as silent."""
+        desired, response = self._response(node, request)
+        size = response.ByteSize()
+        answer = commands.Answer(node, request.session, request.desired_version)
+        if size > MAX_MESSAGE_BYTES:
+            problem = (
+                f"its desired state takes {_megabytes(size)}, a message holds {_megabytes(MAX_MESSAGE_BYTES)}:"
+                " cancel jobs that are placed there"
+            )
+            expect(await self._writer.submit(replace(answer, problem=problem)), Done)
+            raise errors.MessageTooLarge(f"nodes/{node}: {problem}")
+        expect(await self._writer.submit(answer), Done)
+        if self._writer.committed.desired.get(node) is not desired:
+            # It changed while the answer was noted: the daemon gets the newest, which is judged by its size next time.
+            response = self._response(node, request)[1]
+        return response
+
+    def _response(
+        self, node: str, request: agent_pb2.ReconcileRequest
+    ) -> tuple[DesiredSet | None, agent_pb2.ReconcileResponse]:
+        desired = self._writer.committed.desired.get(node)
+        message = agent_messages.response_to_wire(
+            desired or DesiredSet(), request.observation, request.desired_version, request.missing_specs
+        )
+        return desired, message
 
     async def ReportProgress(
         self, request_iterator: AsyncIterator[agent_pb2.ProgressReport], context: Any
@@ -197,13 +229,5 @@ def _check_node(caller: Identity, node: str) -> None:
         )
 
 
-def _response(desired: DesiredSet, request: agent_pb2.ReconcileRequest) -> agent_pb2.ReconcileResponse:
-    changed = desired.version != request.desired_version
-    return agent_pb2.ReconcileResponse(
-        desired_version=desired.version,
-        changed=changed,
-        gangs=[agent_messages.desired_gang_to_wire(gang) for gang in desired.gangs] if changed else [],
-        acknowledged_epochs=desired.acknowledged_epochs,
-        observation=request.observation,
-        rows=[agent_messages.desired_rows_to_wire(rows) for rows in desired.rows] if changed else [],
-    )
+def _megabytes(size: int) -> str:
+    return f"{size / (1 << 20):.1f} MiB"

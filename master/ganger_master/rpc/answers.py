@@ -122,7 +122,7 @@ class Shown:
             machine_uuid=node.machine_uuid,
             configuration_set=node.configuration_set,
             state=_NODE_STATES[node.state],
-            state_reason=node.state_reason,
+            state_reason=node.unanswerable or node.state_reason,
             row=None if row is None else convert.node_row_to_wire(row),
             capabilities=dict(node.capabilities),
             peer_address=node.peer_address,

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from ganger.wire import errors
+from ganger.wire.channels import PART_BYTES
 
 PAGE_DEFAULT: Final = 100
 PAGE_MOST: Final = 1_000
 # A page of large messages must still fit into one.
-PAGE_BYTES: Final = 3 * 1024 * 1024
+PAGE_BYTES: Final = PART_BYTES
 
 _Place = TypeVar("_Place")
 

@@ -37,7 +37,7 @@ def differences(live: State, restored: State) -> list[str]:
         if stored is None:
             continue
         said = {"observation": stored.observation, "applied_version": stored.applied_version}
-        if stored == replace(node, session="", heard=False, silent=False, **said):
+        if stored == replace(node, session="", heard=False, silent=False, unanswerable="", **said):
             restored.put_node(node)
             restored.refresh_row(name)
     found = []

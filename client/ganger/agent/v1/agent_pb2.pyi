@@ -206,6 +206,8 @@ class ReconcileRequest(google.protobuf.message.Message):
     MAX_WAIT_FIELD_NUMBER: builtins.int
     STORAGE_PROVED_FIELD_NUMBER: builtins.int
     ROWS_FIELD_NUMBER: builtins.int
+    MISSING_SPECS_FIELD_NUMBER: builtins.int
+    CONTINUES_FIELD_NUMBER: builtins.int
     session: builtins.str
     observation: builtins.int
     """Raised with every change of the observed set."""
@@ -214,6 +216,10 @@ class ReconcileRequest(google.protobuf.message.Message):
     changed: builtins.bool
     """False: `gangs`, `device_faults` and `rows` are empty and stand as in the last call of this session."""
     storage_proved: builtins.bool
+    continues: builtins.bool
+    """The observed set does not fit into one message: the next call of the same observation has more of `gangs`. Answered
+    at once and without a desired set; the set counts, whole, with the call that has this unset.
+    """
     @property
     def gangs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ObservedGang]: ...
     @property
@@ -223,6 +229,10 @@ class ReconcileRequest(google.protobuf.message.Message):
     @property
     def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ObservedRows]:
         """Where the node sets stand that this node is in."""
+
+    @property
+    def missing_specs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Epochs of the desired set whose spec was named in `later_specs` and has not arrived: the answer brings them first."""
 
     def __init__(
         self,
@@ -236,10 +246,12 @@ class ReconcileRequest(google.protobuf.message.Message):
         max_wait: google.protobuf.duration_pb2.Duration | None = ...,
         storage_proved: builtins.bool = ...,
         rows: collections.abc.Iterable[Global___ObservedRows] | None = ...,
+        missing_specs: collections.abc.Iterable[builtins.int] | None = ...,
+        continues: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["max_wait", b"max_wait"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changed", b"changed", "desired_version", b"desired_version", "device_faults", b"device_faults", "gangs", b"gangs", "max_wait", b"max_wait", "observation", b"observation", "rows", b"rows", "session", b"session", "storage_proved", b"storage_proved"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changed", b"changed", "continues", b"continues", "desired_version", b"desired_version", "device_faults", b"device_faults", "gangs", b"gangs", "max_wait", b"max_wait", "missing_specs", b"missing_specs", "observation", b"observation", "rows", b"rows", "session", b"session", "storage_proved", b"storage_proved"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReconcileRequest: typing_extensions.TypeAlias = ReconcileRequest
@@ -254,6 +266,7 @@ class ReconcileResponse(google.protobuf.message.Message):
     ACKNOWLEDGED_EPOCHS_FIELD_NUMBER: builtins.int
     OBSERVATION_FIELD_NUMBER: builtins.int
     ROWS_FIELD_NUMBER: builtins.int
+    LATER_SPECS_FIELD_NUMBER: builtins.int
     desired_version: builtins.int
     changed: builtins.bool
     """False: `gangs` and `rows` are empty and the desired set stands."""
@@ -271,6 +284,13 @@ class ReconcileResponse(google.protobuf.message.Message):
         it is to run at all; when, its rows say.
         """
 
+    @property
+    def later_specs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """With `changed`: epochs in `gangs` whose spec did not fit into this answer. The set is complete without them, but the
+        daemon neither starts nor stops such a gang and does not count the version as applied until it has the spec: its next
+        call names it in `missing_specs`, and is answered at once.
+        """
+
     def __init__(
         self,
         *,
@@ -280,8 +300,9 @@ class ReconcileResponse(google.protobuf.message.Message):
         acknowledged_epochs: collections.abc.Iterable[builtins.int] | None = ...,
         observation: builtins.int = ...,
         rows: collections.abc.Iterable[Global___DesiredRows] | None = ...,
+        later_specs: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_epochs", b"acknowledged_epochs", "changed", b"changed", "desired_version", b"desired_version", "gangs", b"gangs", "observation", b"observation", "rows", b"rows"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_epochs", b"acknowledged_epochs", "changed", b"changed", "desired_version", b"desired_version", "gangs", b"gangs", "later_specs", b"later_specs", "observation", b"observation", "rows", b"rows"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReconcileResponse: typing_extensions.TypeAlias = ReconcileResponse
