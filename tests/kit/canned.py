@@ -112,6 +112,10 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         chosen = [job for job in self.jobs.values() if not request.states or job.state in request.states]
         if request.array:
             chosen = [job for job in chosen if job.array.array == request.array]
+        if request.user:
+            chosen = [job for job in chosen if job.user == request.user]
+        if request.display_name:
+            chosen = [job for job in chosen if job.spec.display_name == request.display_name]
         if request.fold_arrays:
             chosen = [job for job in chosen if not job.HasField("array")]
         first = int(request.page_token or 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +10,9 @@ from typing import TYPE_CHECKING, cast
 import click
 
 from ganger.cli.failures import CommandError, Exit
-from ganger.cli.options import JobOrArrayType, JobType, NodeType, array_of, json_option, number, open_client
+from ganger.cli.options import JobType, NodeType, array_of, json_option, number, open_client
+from ganger.cli.order_wait import POLL_SECONDS, ordered, ordered_once_stopped, seconds, silence, until
+from ganger.cli.selection import Selection, chooses_jobs, each_of, members, print_answers
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -24,7 +25,7 @@ wait_option = click.option("--wait/--no-wait", "is_waiting", default=True, help=
 def _checked(context: click.Context, parameter: click.Parameter, text: str | None) -> str | None:
     """The text as it was given, which is a duration: what cannot be read must not be found out after the order."""
     if text is not None:
-        _seconds(text)
+        seconds(text)
     return text
 
 
@@ -36,16 +37,11 @@ timeout_option = click.option(
     callback=_checked,
     help="How long to wait; the order stands after it.",
 )
-_POLL_SECONDS = 0.05
 _CORES_SECONDS = 3.0
-# How often who waits asks whether an order reaches its job at all.
-_LOOK_SECONDS = 0.5
-# A script may import for so long before its agent speaks up; of one that is silent for longer nothing else is expected.
-_SILENT_SECONDS = 60.0
 
 
 @click.command()
-@click.argument("job", type=JobType())
+@chooses_jobs()
 @click.option(
     "--level",
     type=click.Choice(("pause", "offload", "checkpoint"), case_sensitive=False),
@@ -55,8 +51,8 @@ _SILENT_SECONDS = 60.0
 @wait_option
 @timeout_option
 @json_option
-def suspend(job: str, level: str | None, is_waiting: bool, timeout: str, as_json: bool) -> None:
-    """Stop a job between two mini-batches, keeping its state."""
+def suspend(selection: Selection, level: str | None, is_waiting: bool, timeout: str, as_json: bool) -> int:
+    """Stop jobs between two mini-batches, keeping their state."""
     from ganger.v1.job_pb2 import Gang, Job
 
     def is_settled(now: Job) -> bool:
@@ -64,24 +60,29 @@ def suspend(job: str, level: str | None, is_waiting: bool, timeout: str, as_json
         return stopped and (not now.HasField("gang") or now.gang.phase != Gang.PHASE_STOPPING)
 
     with open_client() as client:
-        if not is_waiting:
-            message = client.suspend_job(job, level)
-        else:
+
+        def order(job: str) -> Job:
+            if not is_waiting:
+                return client.suspend_job(job, level)
             # Before it has said what it can, no suspend would be accepted.
-            order = partial(client.suspend_job, job, level)
-            _, message = _ordered(client, job, timeout, lambda now: _can_rest(now, level), order)
-            message = _until(client, message, is_settled, timeout, "at rest")
+            suspend_now = partial(client.suspend_job, job, level)
+            return ordered(client, job, timeout, lambda now: _can_rest(now, level), suspend_now)[1]
+
+        def finish(begun: Job) -> Job:
+            message = until(client, begun, is_settled, timeout, "at rest")
             _check_suspended(message, level)
-    _tell(message, as_json)
+            return message
+
+        return _command_each(client, selection, order, finish if is_waiting else None, as_json, _kept_devices)
 
 
 @click.command()
-@click.argument("job", type=JobType())
+@chooses_jobs()
 @wait_option
 @timeout_option
 @json_option
-def resume(job: str, is_waiting: bool, timeout: str, as_json: bool) -> None:
-    """Let a suspended job go on. Does not wait for devices if there are none free: see `ganger why`."""
+def resume(selection: Selection, is_waiting: bool, timeout: str, as_json: bool) -> int:
+    """Let suspended jobs go on. Does not wait for devices if there are none free: see `ganger why`."""
     from ganger.v1.job_pb2 import Gang, Job
 
     def goes_on(now: Job) -> bool:
@@ -89,34 +90,85 @@ def resume(job: str, is_waiting: bool, timeout: str, as_json: bool) -> None:
         return waits or (now.state == Job.STATE_HOLDING and now.gang.phase == Gang.PHASE_RUNNING)
 
     with open_client() as client:
-        message = client.resume_job(job)
-        if is_waiting:
-            message = _until(client, message, goes_on, timeout, "running")
-    _tell(message, as_json)
+
+        def order(job: str) -> Job:
+            if not is_waiting:
+                return client.resume_job(job)
+            return ordered_once_stopped(client, job, timeout, partial(client.resume_job, job))
+
+        def finish(begun: Job) -> Job:
+            return until(client, begun, goes_on, timeout, "running")
+
+        return _command_each(client, selection, order, finish if is_waiting else None, as_json)
 
 
 @click.command()
-@click.argument("job", type=JobType())
+@chooses_jobs()
 @click.option("--to", "nodes", multiple=True, type=NodeType(), help="Where to; repeat for several nodes.")
 @wait_option
 @timeout_option
 @json_option
-def move(job: str, nodes: tuple[str, ...], is_waiting: bool, timeout: str, as_json: bool) -> None:
-    """Move a running job to other nodes without losing a step."""
+def move(selection: Selection, nodes: tuple[str, ...], is_waiting: bool, timeout: str, as_json: bool) -> int:
+    """Move running jobs to other nodes without losing a step."""
     from ganger.v1.job_pb2 import Gang, Job
 
+    def is_settled(now: Job) -> bool:
+        return now.state != Job.STATE_HOLDING or now.gang.phase == Gang.PHASE_RUNNING
+
     with open_client() as client:
-        if not is_waiting:
-            message = client.move_job(job, nodes)
-        else:
-            before, message = _ordered(client, job, timeout, _can_move, partial(client.move_job, job, nodes))
+        befores: dict[str, Job] = {}
 
-            def is_settled(now: Job) -> bool:
-                return now.state != Job.STATE_HOLDING or now.gang.phase == Gang.PHASE_RUNNING
+        def order(job: str) -> Job:
+            if not is_waiting:
+                return client.move_job(job, nodes)
+            before, message = ordered(client, job, timeout, _can_move, partial(client.move_job, job, nodes))
+            befores[message.name] = before
+            return message
 
-            message = _until(client, message, is_settled, timeout, "running at its new place")
-            _check_went_on(before, message, "where it was: the move")
-    _tell(message, as_json)
+        def finish(begun: Job) -> Job:
+            message = until(client, begun, is_settled, timeout, "running at its new place")
+            _check_went_on(befores[message.name], message, "where it was: the move")
+            return message
+
+        return _command_each(client, selection, order, finish if is_waiting else None, as_json)
+
+
+def _command_each(
+    client: Client,
+    selection: Selection,
+    order: Callable[[str], Job],
+    finish: Callable[[Job], Job] | None,
+    as_json: bool,
+    note: Callable[[Job], str] = lambda job: "",
+) -> int:
+    """Order it for every job, then wait for each by `finish`, None: do not wait. `note`: what the line ends with."""
+    begun, worst = each_of(selection.named(client), order)
+
+    def done(job: str) -> Job:
+        message = by_name[job] if finish is None else finish(by_name[job])
+        if not as_json:
+            _tell(message, False, note(message))
+        return message
+
+    by_name = {message.name: message for message in begun}
+    messages, late = each_of(by_name, done)
+    if as_json:
+        print_answers(messages, selection)
+    return max(worst, late)
+
+
+def _kept_devices(job: Job) -> str:
+    """That a job suspended at PAUSE keeps its GPUs, which its user may not expect."""
+    from ganger.v1.job_pb2 import SUSPEND_LEVEL_PAUSE, Gang
+
+    held = sum(claim.device_mask.bit_count() for claim in job.gang.claims)
+    rests = job.state == job.STATE_SUSPENDED and job.gang.phase == Gang.PHASE_PARKED
+    if not rests or not held or job.gang.parked_level != SUSPEND_LEVEL_PAUSE:
+        return ""
+    gpus = "its GPU" if held == 1 else f"its {held} GPUs"
+    return (
+        f", and keeps {gpus}: `ganger suspend {number(job.name)} --level offload` frees {'it' if held == 1 else 'them'}"
+    )
 
 
 @click.command()
@@ -133,12 +185,12 @@ def resize(job: str, gpus: int, is_waiting: bool, timeout: str, as_json: bool) -
         if not is_waiting:
             message = client.resize_job(job, gpus)
         else:
-            before, message = _ordered(client, job, timeout, _can_move, partial(client.resize_job, job, gpus))
+            before, message = ordered(client, job, timeout, _can_move, partial(client.resize_job, job, gpus))
 
             def is_settled(now: Job) -> bool:
                 return now.state != Job.STATE_HOLDING or now.gang.phase == Gang.PHASE_RUNNING
 
-            message = _until(client, message, is_settled, timeout, f"running on {gpus} GPUs")
+            message = until(client, message, is_settled, timeout, f"running on {gpus} GPUs")
             _check_went_on(before, message, "with as many GPUs as before: the change")
     _tell(message, as_json)
 
@@ -171,27 +223,15 @@ def repin(job: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("jobs", type=JobOrArrayType(), nargs=-1, required=True)
+@chooses_jobs()
 @click.option("--reason", default="", help="For the history.")
 @json_option
-def cancel(jobs: tuple[str, ...], reason: str, as_json: bool) -> int:
+def cancel(selection: Selection, reason: str, as_json: bool) -> int:
     """End jobs for good; of an array every member that has not ended."""
     from ganger.console.plain import print_json
-    from ganger.wire.errors import ApiError
 
-    worst = Exit.OK
-    cancelled: list[Job | Array] = []
     with open_client() as client:
-        for job in jobs:
-            try:
-                cancelled.append(_cancel(client, job, reason))
-            except ApiError as error:
-                # One that has ended already must not keep the others alive.
-                from ganger.cli.failures import report
-
-                worst = max(worst, Exit(report(error)))
-                if worst >= Exit.UNREACHABLE:
-                    break
+        cancelled, worst = each_of(selection.named(client), lambda name: _cancel(client, name, reason))
         if as_json:
             print_json(cancelled)
             return worst
@@ -219,8 +259,8 @@ def _tell_cancelled(client: Client, job: Job) -> None:
     from ganger.job import FINISHED
 
     _tell(job, False)
-    if job.state not in FINISHED and (silence := _silence(client, job)):
-        print_line(f"  but {silence}")
+    if job.state not in FINISHED and (unreachable := silence(client, job)):
+        print_line(f"  but {unreachable}")
 
 
 def _tell_array(array: Array) -> None:
@@ -230,10 +270,10 @@ def _tell_array(array: Array) -> None:
 
 
 @click.command()
-@click.argument("jobs", type=JobOrArrayType(), nargs=-1, required=True)
+@chooses_jobs()
 @click.option("--timeout", metavar="TIME", callback=_checked, help="Give up after so long.")
 @json_option
-def wait(jobs: tuple[str, ...], timeout: str | None, as_json: bool) -> int:
+def wait(selection: Selection, timeout: str | None, as_json: bool) -> int:
     """Wait until jobs, or all members of arrays, have ended.
 
     Exit code 1 if one neither succeeded nor was stopped by the rule of its array."""
@@ -242,11 +282,11 @@ def wait(jobs: tuple[str, ...], timeout: str | None, as_json: bool) -> int:
     from ganger.job import Job as Handle
     from ganger.job import JobState
 
-    deadline = None if timeout is None else time.monotonic() + _seconds(timeout)
+    deadline = None if timeout is None else time.monotonic() + seconds(timeout)
     messages: list[Job] = []
     is_good = True
     with open_client() as client:
-        for job in [member for name in jobs for member in _members(client, name)]:
+        for job in [member for name in selection.named(client) for member in members(client, name)]:
             handle = Handle(client, client.get_job(job))
             try:
                 remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -262,84 +302,6 @@ def wait(jobs: tuple[str, ...], timeout: str | None, as_json: bool) -> int:
     return Exit.OK if is_good else Exit.JOB_FAILED
 
 
-def _members(client: Client, name: str) -> list[str]:
-    """The jobs that a name means: itself, or the members of an array."""
-    from ganger.wire.errors import JobNotFound
-
-    array = name
-    if not name.startswith("arrays/"):
-        try:
-            return [client.get_job(name).name]
-        except JobNotFound as error:
-            array = array_of(name, error)
-    return sorted((member.name for member in client.list_jobs(array=array)), key=lambda name: int(number(name)))
-
-
-def _until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout: str, goal: str) -> Job:
-    """The job once `is_done`. Polls: the interesting changes of a gang come every few milliseconds or not at all."""
-    from ganger.cli.job_lines import state_text
-    from ganger.job import FINISHED
-    from ganger.wire.errors import DeadlineExceeded, NotReady, Unreachable
-
-    now = time.monotonic()
-    deadline, look_at = now + _seconds(timeout), now + _LOOK_SECONDS
-    while not is_done(message) and message.state not in FINISHED:
-        now = time.monotonic()
-        if now > deadline:
-            raise CommandError(
-                f"job {number(message.name)} is {state_text(message)}, not {goal}, after {timeout}; the order stands:"
-                f" `ganger show {number(message.name)}`"
-            )
-        time.sleep(_POLL_SECONDS)
-        # The order is durable: a master that goes away meanwhile carries it out when it is back.
-        with contextlib.suppress(Unreachable, NotReady, DeadlineExceeded):
-            message = client.get_job(message.name)
-            if now >= look_at and not is_done(message):
-                look_at = now + _LOOK_SECONDS
-                if silence := _silence(client, message):
-                    told = f"job {number(message.name)} is {state_text(message)}, not {goal}"
-                    raise CommandError(f"{told}; the order stands, but {silence}")
-    return message
-
-
-def _silence(client: Client, job: Job) -> str:
-    """Which of its nodes is silent, and what becomes of the job; empty while an order can reach it."""
-    told = [blocker.message for blocker in client.explain_job(job.name).blockers if blocker.reason == "NODE_SILENT"]
-    return "; ".join(told)
-
-
-def _ordered(
-    client: Client, job: str, timeout: str, is_ready: Callable[[Job], bool], order: Callable[[], Job]
-) -> tuple[Job, Job]:
-    """The job as it was looked at before the order, and after it; once it can be carried out. What begins between look
-    and order (the planner moves it) is waited for as well; what lasts is the order's to say."""
-    from ganger.wire.errors import JobBusy, NotRunning
-
-    deadline = time.monotonic() + _seconds(timeout)
-    while True:
-        before = _let_settle(client, job, deadline, is_ready)
-        try:
-            return before, order()
-        except (JobBusy, NotRunning):
-            if time.monotonic() > deadline or client.get_job(job).revision == before.revision:
-                raise
-
-
-def _let_settle(client: Client, job: str, deadline: float, is_ready: Callable[[Job], bool]) -> Job:
-    """Waits while a job has its gang and has not stepped, or its agent has not spoken up, unless it is ready before;
-    and while it is on its way to other places or another size. What cannot be the order says."""
-    from ganger.v1.job_pb2 import Gang, Job
-
-    while True:
-        now = client.get_job(job)
-        is_on_its_way = now.gang.phase in (Gang.PHASE_MOVING, Gang.PHASE_RESIZING)
-        starts = now.gang.phase == Gang.PHASE_STARTING or _is_young(now)
-        waits = now.state == Job.STATE_HOLDING and (is_on_its_way or (starts and not is_ready(now)))
-        if not waits or time.monotonic() > deadline:
-            return now
-        time.sleep(_POLL_SECONDS)
-
-
 def _can_rest(job: Job, level: str | None) -> bool:
     """Whether it has said what it can; what is presumed is good for PAUSE, if that is wanted."""
     can = job.capabilities
@@ -353,12 +315,6 @@ def _can_move(job: Job) -> bool:
     from ganger.v1.job_pb2 import Gang
 
     return job.gang.phase != Gang.PHASE_STARTING and not job.capabilities.presumed
-
-
-def _is_young(job: Job) -> bool:
-    from ganger.wire import times
-
-    return job.HasField("start_time") and time.time() - times.unix_seconds(job.start_time) < _SILENT_SECONDS
 
 
 def _check_suspended(now: Job, level: str | None) -> None:
@@ -394,7 +350,7 @@ def _tell_cores(client: Client, before: Job, message: Job, as_json: bool) -> Non
 
     deadline = time.monotonic() + _CORES_SECONDS
     while list(message.gang.cores) == list(before.gang.cores) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+        time.sleep(POLL_SECONDS)
         message = client.get_job(message.name)
     text = cores(message)
     _tell(message, as_json, f", cores {' | '.join(text)}" if text else "")
@@ -417,12 +373,3 @@ def _tell(message: Job, as_json: bool, what: str = "") -> None:
     place = job_lines.place(message)
     where = f" on {place}" if place and message.state not in FINISHED else ""
     print_line(f"{job_lines.sentence(message)}{at}{where}{what}")
-
-
-def _seconds(text: str) -> float:
-    from ganger.units import parse_duration
-
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise click.UsageError(f"--timeout: {error}") from error

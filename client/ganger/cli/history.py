@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ganger.cli.options import array_of, json_option, open_client
+from ganger.cli.selection import Selection, each_of, split
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -37,42 +38,88 @@ def events(subject: str | None, follow: bool, after: int, limit: int | None, as_
 
 
 @click.command()
-@click.argument("subject", required=False)
+@click.argument("subjects", nargs=-1)
+@click.option("--name", "label", default="", metavar="TEXT", help="All jobs submitted with this --name.")
+@click.option("--user", default="", metavar="USER", help="All jobs of this user that have not ended.")
+@click.option("--all", "-a", "everything", is_flag=True, help="All of your jobs that have not ended.")
 @follow_option
 @json_option
-def history(subject: str | None, follow: bool, as_json: bool) -> None:
-    """Tell what happened to SUBJECT and why: a job (7, 7_3) or an array (7), from its submission to its end.
+def history(
+    subjects: tuple[str, ...], label: str, user: str, everything: bool, follow: bool, as_json: bool
+) -> int | None:
+    """Tell what happened to SUBJECTS and why: jobs (7, 7_3, 1,2 or 3-5) or arrays (7), from submission to end.
 
     Of a node, and without SUBJECT of everything, it lists the events: see `ganger events`.
     """
+    from ganger.console.plain import print_json
+
+    if subjects and (label or user or everything):
+        raise click.UsageError("give jobs or a filter (--name, --user, --all), not both")
+    with open_client() as client:
+        if label or user or everything:
+            words: list[str | None] = [*Selection((), label, user, everything).named(client, ended=True)]
+        else:
+            words = [word for subject in subjects for word in split(subject)] or [None]
+        if len(words) == 1:
+            _print_history(client, _subject(client, words[0]), follow, as_json)
+            return None
+        if follow:
+            raise click.UsageError(f"--follow takes one subject, not {len(words)}")
+
+        if as_json:
+            answers, worst = each_of(words, lambda word: _as_json(client, _subject(client, word)))
+            print_json(answers)
+            return worst
+
+        def print_one(word: str | None) -> None:
+            name = _subject(client, word)
+            print(f"==> {name} <==", flush=True)
+            _print_history(client, name, False, False)
+
+        return each_of(words, print_one)[1]
+
+
+def _print_history(client: Client, name: str, follow: bool, as_json: bool) -> None:
+    """Print the history of one job or array; of anything else its events."""
     from ganger.cli.change_lines import happening
     from ganger.console.plain import print_json
     from ganger.console.visible import print_line
     from ganger.story import summary, tell
 
-    with open_client() as client:
-        name = _subject(client, subject)
-        if not name.startswith(("jobs/", "arrays/")):
-            _print_events(client, name, follow, 0, None, as_json)
-            return
-        happenings: list[Happening] = []
-        told = 0
-        for news in client.follow_events(name) if follow else [client.list_events(name)]:
-            happenings += map(happening, news)
-            chapters, totals = tell(happenings, time.time())
-            if as_json and not follow:
-                print_json({"subject": name, "chapters": list(map(_plain, chapters)), "totals": _figures(totals)})
-                return
-            for chapter in chapters[told:]:
-                print(json.dumps(_plain(chapter))) if as_json else print_line(_chapter_line(chapter))
-            told = len(chapters)
-            sys.stdout.flush()
-            if chapters and chapters[-1].kind in _LAST:
-                break
+    if not name.startswith(("jobs/", "arrays/")):
+        _print_events(client, name, follow, 0, None, as_json)
+        return
+    if as_json and not follow:
+        print_json(_as_json(client, name))
+        return
+    happenings: list[Happening] = []
+    told = 0
+    for news in client.follow_events(name) if follow else [client.list_events(name)]:
+        happenings += map(happening, news)
+        chapters, totals = tell(happenings, time.time())
+        for chapter in chapters[told:]:
+            print(json.dumps(_plain(chapter))) if as_json else print_line(_chapter_line(chapter))
+        told = len(chapters)
+        sys.stdout.flush()
+        if chapters and chapters[-1].kind in _LAST:
+            break
     if as_json:
         print(json.dumps({"subject": name, "totals": _figures(totals)}))
     elif line := summary(totals):
         print(f"in all: {line}")
+
+
+def _as_json(client: Client, name: str) -> dict[str, Any]:
+    """The history of a job or array, the events of anything else, as one value for JSON."""
+    from ganger.cli.change_lines import happening
+    from ganger.console.plain import plain
+    from ganger.story import tell
+
+    events = list(client.list_events(name))
+    if not name.startswith(("jobs/", "arrays/")):
+        return {"subject": name, "events": [plain(event) for event in events]}
+    chapters, totals = tell(list(map(happening, events)), time.time())
+    return {"subject": name, "chapters": list(map(_plain, chapters)), "totals": _figures(totals)}
 
 
 _LAST = frozenset({"job_succeeded", "job_failed", "job_cancelled", "job_stopped", "array_ended"})

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ganger.cli.failures import Exit
-from ganger.cli.options import JobType, number, open_client
+from ganger.cli.options import number, open_client
+from ganger.cli.selection import Selection, chooses_jobs, each_of
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -31,7 +32,8 @@ _QUIET_SECONDS = 2.0
 
 
 @click.command()
-@click.argument("job", type=JobType())
+# --all is for all tasks.
+@chooses_jobs(has_all=False)
 @click.option("--rank", "-r", type=click.IntRange(0), default=0, show_default=True, help="Which task.")
 @click.option("--all", "-a", "everyone", is_flag=True, help="All tasks, each line with its rank.")
 @click.option("--follow", "-f", is_flag=True, help="Go on until the job ends.")
@@ -43,26 +45,48 @@ _QUIET_SECONDS = 2.0
     help="Start at this byte; negative: so many before the end.",
 )
 @click.option("--tail", "-n", type=click.IntRange(0), metavar="N", help="Only the last N lines, and what follows.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a chunk: rank, offset, data, lost_bytes.")
-def logs(job: str, rank: int, everyone: bool, follow: bool, offset: int, tail: int | None, as_json: bool) -> None:
-    """Print what a job wrote."""
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a chunk: job, rank, offset, data, lost_bytes.")
+def logs(
+    selection: Selection, rank: int, everyone: bool, follow: bool, offset: int, tail: int | None, as_json: bool
+) -> int:
+    """Print what jobs wrote."""
     if tail is not None and offset:
         raise click.UsageError("--tail does not go with --offset: give one of them")
-    with open_client() as client, _telling_why_it_waits(client, job if follow else ""):
+    with open_client() as client:
+        jobs = selection.named(client, ended=True)
+        if follow and len(jobs) > 1:
+            raise click.UsageError(f"--follow takes one job, not {len(jobs)}: `ganger logs -f {number(jobs[0])}`")
 
-        def begin(rank: int) -> int:
-            return offset if tail is None else tail_offset(client, job, rank, tail)
+        def print_one(job: str) -> None:
+            if len(jobs) > 1 and not as_json:
+                print(f"==> job {number(job)} <==", flush=True)
+            with _telling_why_it_waits(client, job if follow else ""):
+                _print_log(client, job, None if everyone else rank, offset, tail, follow, as_json)
 
-        if everyone:
-            from ganger.cli.job_lines import tasks
+        if len(jobs) == 1:
+            print_one(jobs[0])
+            return Exit.OK
+        return each_of(jobs, print_one)[1]
 
-            _print_all(client, job, tasks(client.get_job(job).spec), begin, follow, as_json)
-        elif as_json:
-            for chunk in client.read_log(job, rank, begin(rank), follow=follow):
-                sys.stdout.buffer.write(_object(rank, chunk))
-                sys.stdout.buffer.flush()
-        else:
-            print_chunks(client.read_log(job, rank, begin(rank), follow=follow))
+
+def _print_log(
+    client: Client, job: str, rank: int | None, offset: int, tail: int | None, follow: bool, as_json: bool
+) -> None:
+    """Print the log of one task, None: of all. offset, tail: where to begin, in bytes or in lines from the end."""
+
+    def begin(rank: int) -> int:
+        return offset if tail is None else tail_offset(client, job, rank, tail)
+
+    if rank is None:
+        from ganger.cli.job_lines import tasks
+
+        _print_all(client, job, tasks(client.get_job(job).spec), begin, follow, as_json)
+    elif as_json:
+        for chunk in client.read_log(job, rank, begin(rank), follow=follow):
+            sys.stdout.buffer.write(_object(job, rank, chunk))
+            sys.stdout.buffer.flush()
+    else:
+        print_chunks(client.read_log(job, rank, begin(rank), follow=follow))
 
 
 def follow_job(client: Client, job: str) -> int:
@@ -124,11 +148,11 @@ def print_chunks(chunks: Iterable[LogChunk]) -> None:
         sys.stdout.buffer.flush()
 
 
-def _object(rank: int, chunk: LogChunk) -> bytes:
+def _object(job: str, rank: int, chunk: LogChunk) -> bytes:
     """As JSON on a line of its own. Bytes that are no UTF-8, or half a sign at an end, are there once more as such."""
     from ganger.console.plain import plain
 
-    told = {"rank": rank, **plain(chunk), "data_base64": None}
+    told = {"job": job, "rank": rank, **plain(chunk), "data_base64": None}
     if told["data"].encode() != chunk.data:
         told["data_base64"] = base64.b64encode(chunk.data).decode()
     return json.dumps(told).encode() + b"\n"
@@ -171,7 +195,7 @@ def _print_all(client: Client, job: str, ranks: int, begin: Callable[[int], int]
     def rank_lines(rank: int) -> Iterator[bytes]:
         chunks = client.read_log(job, rank, begin(rank), follow=follow)
         if as_json:
-            return (_object(rank, chunk) for chunk in chunks)
+            return (_object(job, rank, chunk) for chunk in chunks)
         prefix = f"{rank:>{width}}: ".encode()
         return (prefix + line for line in lines(chunk.data for chunk in chunks))
 

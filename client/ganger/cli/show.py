@@ -2,54 +2,67 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from ganger.cli.options import JobOrArrayType, array_of, json_option, number, open_client
+from ganger.cli.options import array_of, json_option, number, open_client
+from ganger.cli.selection import Selection, chooses_jobs, each_of, print_answers
 
 if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
 
     from ganger.client import Client
+    from ganger.v1.array_pb2 import Array
     from ganger.v1.job_pb2 import Job
 
 
 @click.command()
-@click.argument("job", type=JobOrArrayType())
+@chooses_jobs()
 @json_option
-def show(job: str, as_json: bool) -> None:
-    """Show all that is known of a job, or of an array and its members."""
-    from ganger.console.plain import print_json
-    from ganger.console.tables import print_pairs
+def show(selection: Selection, as_json: bool) -> int:
+    """Show all that is known of jobs, or of arrays and their members."""
+    with open_client() as client:
+        found, worst = each_of(selection.named(client, ended=True), lambda name: _found(client, name))
+    if as_json:
+        print_answers([_plain(*each) for each in found], selection)
+        return worst
+    for index, (one, members) in enumerate(found):
+        if index:
+            print()
+        _print(one, members)
+    return worst
+
+
+def _found(client: Client, name: str) -> tuple[Job | Array, list[Job]]:
+    """The job, or the array with its members by number. Raises ApiError."""
     from ganger.wire.errors import JobNotFound
 
-    with open_client() as client:
-        if job.startswith("arrays/"):
-            _show_array(client, job, as_json)
-            return
+    array = name
+    if not name.startswith("arrays/"):
         try:
-            message = client.get_job(job)
+            return client.get_job(name), []
         except JobNotFound as error:
-            _show_array(client, array_of(job, error), as_json)
-            return
-    if as_json:
-        print_json(message)
-    else:
-        print_pairs(pairs(message))
+            array = array_of(name, error)
+    members = client.list_jobs(array=array)
+    return client.get_array(array), sorted(members, key=lambda member: int(number(member.name)))
 
 
-def _show_array(client: Client, name: str, as_json: bool) -> None:
+def _plain(one: Job | Array, members: list[Job]) -> dict[str, Any]:
+    from ganger.console.plain import plain
+
+    is_array = one.DESCRIPTOR.name == "Array"
+    return {**plain(one), **({"members": [plain(member) for member in members]} if is_array else {})}
+
+
+def _print(one: Job | Array, members: list[Job]) -> None:
     from ganger.cli import array_lines
-    from ganger.console.plain import plain, print_json
     from ganger.console.tables import print_pairs, print_table
 
-    array = client.get_array(name)
-    members = sorted(client.list_jobs(array=name), key=lambda member: int(number(member.name)))
-    if as_json:
-        print_json({**plain(array), "members": [plain(member) for member in members]})
+    if one.DESCRIPTOR.name == "Job":
+        print_pairs(pairs(cast("Job", one)))
         return
-    print_pairs(array_lines.facts(array))
+    print_pairs(array_lines.facts(cast("Array", one)))
     print()
     print_table(*array_lines.table(members))
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ganger.cli.failures import CommandError, Exit
-from ganger.cli.options import JobOrArrayType, array_of, json_option, number, open_client
+from ganger.cli.options import array_of, json_option, number, open_client
+from ganger.cli.selection import Selection, chooses_jobs, each_of
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -20,7 +21,8 @@ _NAMED = 3
 
 # Values are texts here, as in `submit`.
 @click.command()
-@click.argument("jobs", type=JobOrArrayType(), nargs=-1, required=True)
+# --name is what the jobs are to be called.
+@chooses_jobs(has_name=False)
 @click.option("--priority", metavar="N", help="-1000 to 1000; higher goes first.")
 @click.option("--time", "-t", metavar="TIME|never", help="Stop it after running so long in all, e.g. 2h30m.")
 @click.option("--name", "-n", metavar="TEXT", help="A label; need not be unique.")
@@ -32,7 +34,7 @@ _NAMED = 3
 @click.option("--cpus-per-gpu", metavar="N|auto", help="Cores beside each GPU.")
 @click.option("--request-id", metavar="ID", help="Repeat it to update at most once.")
 @json_option
-def update(jobs: tuple[str, ...], request_id: str | None, as_json: bool, **flags: str | None) -> int:
+def update(selection: Selection, request_id: str | None, as_json: bool, **flags: str | None) -> int:
     """Change what was asked for: `ganger update 7 --priority 5 --time 4h`.
 
     Priority, time and name of any job that has not ended, the rest of one that has never started; of an array, of every
@@ -41,29 +43,23 @@ def update(jobs: tuple[str, ...], request_id: str | None, as_json: bool, **flags
     from ganger.cli.failures import report
     from ganger.console.plain import print_json
     from ganger.updates import make_update
-    from ganger.wire.errors import ApiError
 
     given = {key: value for key, value in flags.items() if value is not None}
     if not given:
         raise click.UsageError("say what to change, for example --priority 5")
     wanted = make_update(given, {key: f"--{key.replace('_', '-')}" for key in given})
-    worst = Exit.OK
-    updated: list[Job | UpdateArrayResponse] = []
     with open_client() as client:
-        for name in jobs:
-            try:
-                message = _update(client, name, wanted, request_id)
-            except ApiError as error:
-                # One that has ended already must not keep the others as they are.
-                worst = max(worst, Exit(report(error)))
-                if worst >= Exit.UNREACHABLE:
-                    break
-                continue
-            updated.append(message)
+
+        def change(name: str) -> Job | UpdateArrayResponse:
+            message = _update(client, name, wanted, request_id)
             if not as_json:
                 _tell(message, given)
-            if refused := _refused(message):
-                worst = max(worst, Exit(report(CommandError(refused))))
+            return message
+
+        updated, worst = each_of(selection.named(client), change)
+    for message in updated:
+        if refused := _refused(message):
+            worst = max(worst, Exit(report(CommandError(refused))))
     if as_json:
         print_json(updated)
     return worst

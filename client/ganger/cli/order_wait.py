@@ -1,0 +1,178 @@
+"""Orders to jobs that take a moment: when they can be given, and when they are carried out."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import click
+
+from ganger.cli.failures import CommandError
+from ganger.cli.options import number
+
+if TYPE_CHECKING:
+    from ganger.client import Client
+    from ganger.v1.job_pb2 import Job
+
+POLL_SECONDS = 0.05
+# How often a wait checks whether the order reaches the job at all.
+_LOOK_SECONDS = 0.5
+# A script may import for so long before its agent reports; from one that is silent for longer nothing else is expected.
+_SILENT_SECONDS = 60.0
+# A wait is explained after so long, and again each time it has lasted twice as long.
+_EXPLAIN_SECONDS = 1.0
+
+
+class _Explained:
+    """Prints on stderr what a command waits for, once that lasts."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._next_seconds = _EXPLAIN_SECONDS
+
+    def tell(self, job: Job) -> None:
+        from ganger.console.visible import print_line
+
+        waited = time.monotonic() - self._began
+        if waited >= self._next_seconds:
+            self._next_seconds = 2.0 * waited
+            print_line(f"ganger: after {waited:.0f} s: {obstacle(job)}", sys.stderr)
+
+
+def obstacle(job: Job, now: float | None = None) -> str:
+    """Return what an order to this job waits for, as a sentence. now: Unix time in seconds, default the clock."""
+    from ganger.cli.job_lines import called, state_text
+    from ganger.v1.job_pb2 import Gang
+    from ganger.wire import times
+
+    name, phase = f"job {called(job)}", job.gang.phase
+    if phase in (Gang.PHASE_MOVING, Gang.PHASE_RESIZING):
+        return f"{name} is {state_text(job)}: the order waits until that is done"
+    if job.state == job.STATE_HOLDING and (phase == Gang.PHASE_STARTING or job.capabilities.presumed):
+        return f"{name} is {state_text(job)}: its script has not reported yet what it can save"
+    if phase != Gang.PHASE_STOPPING:
+        return f"{name} is {state_text(job)}"
+    if job.gang.stop_step:
+        return f"{name} is stopped at step {job.gang.stop_step}: its state is being saved"
+    progress = job.progress
+    if not progress.step:
+        return f"{name} is stopping: its ranks have not reached a boundary yet"
+    told = f"{name} is stopping at its next boundary; step {progress.step}"
+    if progress.HasField("step_time"):
+        ago = max(0.0, (time.time() if now is None else now) - times.unix_seconds(progress.step_time))
+        told += f" was done {ago:.0f} s ago"
+    if progress.steps_per_second > 0.0:
+        told += f", a step takes about {1.0 / progress.steps_per_second:.2g} s"
+    return told
+
+
+def until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout: str, goal: str) -> Job:
+    """The job once `is_done`. Polls: the interesting changes of a gang come every few milliseconds or not at all."""
+    from ganger.cli.job_lines import state_text
+    from ganger.job import FINISHED
+    from ganger.wire.errors import DeadlineExceeded, NotReady, Unreachable
+
+    now = time.monotonic()
+    deadline, look_at = now + seconds(timeout), now + _LOOK_SECONDS
+    explained = _Explained()
+    while not is_done(message) and message.state not in FINISHED:
+        now = time.monotonic()
+        if now > deadline:
+            raise CommandError(
+                f"job {number(message.name)} is {state_text(message)}, not {goal}, after {timeout}; the order stands:"
+                f" `ganger show {number(message.name)}`"
+            )
+        time.sleep(POLL_SECONDS)
+        # The order is durable: a master that goes away meanwhile carries it out when it is back.
+        with contextlib.suppress(Unreachable, NotReady, DeadlineExceeded):
+            message = client.get_job(message.name)
+            if not is_done(message):
+                explained.tell(message)
+            if now >= look_at and not is_done(message):
+                look_at = now + _LOOK_SECONDS
+                if unreachable := silence(client, message):
+                    told = f"job {number(message.name)} is {state_text(message)}, not {goal}"
+                    raise CommandError(f"{told}; the order stands, but {unreachable}")
+    return message
+
+
+def silence(client: Client, job: Job) -> str:
+    """Which of its nodes is silent, and what becomes of the job; empty while an order can reach it."""
+    told = [blocker.message for blocker in client.explain_job(job.name).blockers if blocker.reason == "NODE_SILENT"]
+    return "; ".join(told)
+
+
+def ordered(
+    client: Client, job: str, timeout: str, is_ready: Callable[[Job], bool], order: Callable[[], Job]
+) -> tuple[Job, Job]:
+    """The job as it was looked at before the order, and after it; once it can be carried out. What begins between look
+    and order (the planner moves it) is waited for as well; what lasts is the order's to say."""
+    from ganger.wire.errors import JobBusy, NotRunning
+
+    deadline = time.monotonic() + seconds(timeout)
+    while True:
+        before = _let_settle(client, job, deadline, is_ready)
+        try:
+            return before, order()
+        except (JobBusy, NotRunning):
+            if time.monotonic() > deadline or client.get_job(job).revision == before.revision:
+                raise
+
+
+def _let_settle(client: Client, job: str, deadline: float, is_ready: Callable[[Job], bool]) -> Job:
+    """Waits while a job has its gang and has not stepped, or its agent has not spoken up, unless it is ready before;
+    and while it is on its way to other places or another size. What cannot be the order says."""
+    from ganger.v1.job_pb2 import Gang, Job
+
+    explained = _Explained()
+    while True:
+        now = client.get_job(job)
+        is_on_its_way = now.gang.phase in (Gang.PHASE_MOVING, Gang.PHASE_RESIZING)
+        starts = now.gang.phase == Gang.PHASE_STARTING or _is_young(now)
+        waits = now.state == Job.STATE_HOLDING and (is_on_its_way or (starts and not is_ready(now)))
+        if not waits or time.monotonic() > deadline:
+            return now
+        explained.tell(now)
+        time.sleep(POLL_SECONDS)
+
+
+def ordered_once_stopped(client: Client, job: str, timeout: str, order: Callable[[], Job]) -> Job:
+    """Give an order that the master refuses with JOB_BUSY for as long as the job is stopping; wait for that.
+
+    Raises JobBusy if the job is busy with something else, or still stopping after `timeout`."""
+    from ganger.v1.job_pb2 import Gang
+    from ganger.wire.errors import JobBusy
+
+    deadline = time.monotonic() + seconds(timeout)
+    explained, was_stopping = _Explained(), True
+    while True:
+        try:
+            return order()
+        except JobBusy:
+            now = client.get_job(job)
+            is_stopping = now.gang.phase == Gang.PHASE_STOPPING
+            # It may have stopped between the refusal and the look: such a one is ordered once more.
+            if time.monotonic() > deadline or not (is_stopping or was_stopping):
+                raise
+            was_stopping = is_stopping
+            explained.tell(now)
+        time.sleep(POLL_SECONDS)
+
+
+def _is_young(job: Job) -> bool:
+    from ganger.wire import times
+
+    return job.HasField("start_time") and time.time() - times.unix_seconds(job.start_time) < _SILENT_SECONDS
+
+
+def seconds(text: str) -> float:
+    """Parse a --timeout. Raises click.UsageError."""
+    from ganger.units import parse_duration
+
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise click.UsageError(f"--timeout: {error}") from error

@@ -1,0 +1,190 @@
+"""The jobs that a command is about: numbers, lists and ranges, or a filter over the jobs that have not ended."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ganger.cli.failures import CommandError, Exit
+from ganger.cli.options import JobOrArrayType, array_of, number
+
+if TYPE_CHECKING:
+    from ganger.client import Client
+
+Message = TypeVar("Message")
+Named = TypeVar("Named")
+
+# A range longer than this is more likely a slip of the keyboard than a wish.
+_LONGEST_RANGE = 10_000
+_RANGE = re.compile(r"([0-9]{1,18})-([0-9]{1,18})")
+
+
+class JobsType(JobOrArrayType):
+    """One word of a selection: "7", "1,2", "1-3", "7_3", "jobs/7" or "arrays/7"; converts to a tuple of names."""
+
+    def convert(self, value: object, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        convert = super().convert
+        return tuple(convert(part, parameter, context) for part in split(str(value)))
+
+
+def split(text: str) -> list[str]:
+    """Return the parts of a list or range, "1,3-5" -> ["1", "3", "4", "5"]; other words stay as they are.
+
+    Raises click.BadParameter for a range that is backwards or longer than 10,000.
+    """
+    parts: list[str] = []
+    for part in text.split(","):
+        matched = _RANGE.fullmatch(part)
+        if matched is None:
+            parts.append(part)
+            continue
+        first, last = int(matched[1]), int(matched[2])
+        if not 1 <= first <= last < first + _LONGEST_RANGE:
+            raise click.BadParameter(
+                f"{part!r} is no range of at most {_LONGEST_RANGE} jobs: write FIRST-LAST, for example 3-7"
+            )
+        parts += map(str, range(first, last + 1))
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What the command line names.
+
+    names: of jobs and arrays, in the order given. label, user: filters over the jobs that have not ended, "" for any.
+    everything: all of them. is_single: one job was named, so that the answer is one object and not a list.
+    """
+
+    names: tuple[str, ...]
+    label: str = ""
+    user: str = ""
+    everything: bool = False
+    is_single: bool = False
+
+    def named(self, client: Client, *, ended: bool = False) -> list[str]:
+        """Return the names of jobs and arrays; those of a filter are jobs only.
+
+        ended: whether a filter by name finds jobs that have ended, too. Raises CommandError if a filter finds none.
+        """
+        if self.names:
+            return list(self.names)
+        from ganger.v1.job_pb2 import Job
+
+        states = [] if ended and self.label else [Job.STATE_PENDING, Job.STATE_HOLDING, Job.STATE_SUSPENDED]
+        user = self.user or _own_jobs_of(client)
+        found = [job.name for job in client.list_jobs(states, user, name=self.label)]
+        if not found:
+            wanted = [f"the name {self.label!r}"] if self.label else []
+            wanted += [f"the user {user!r}"] if user else []
+            which = f" with {' and '.join(wanted)}" if wanted else ""
+            kind = "" if not states else " that has not ended"
+            raise CommandError(f"there is no job{which}{kind}: see `ganger queue --all`", Exit.NOT_FOUND)
+        return sorted(found, key=lambda name: int(number(name)))
+
+
+def chooses_jobs(*, has_name: bool = True, has_all: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the argument JOBS and the filters --name, --user and --all, passed on as `selection`.
+
+    has_name, has_all: whether --name and --all mean a filter in this command; some have those flags for other things.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        from functools import wraps
+
+        @wraps(function)
+        def chosen(
+            words: tuple[tuple[str, ...], ...], by_name: str = "", by_user: str = "", by_all: bool = False, **rest: Any
+        ) -> Any:
+            return function(selection=_selection(words, by_name, by_user, by_all, has_name, has_all), **rest)
+
+        chosen = click.option("--user", "by_user", default="", metavar="USER", help="All jobs of this user.")(chosen)
+        if has_name:
+            chosen = click.option(
+                "--name", "by_name", default="", metavar="TEXT", help="All jobs submitted with this --name."
+            )(chosen)
+        if has_all:
+            text = "All of your jobs that have not ended; as an operator, of all users."
+            chosen = click.option("--all", "-a", "by_all", is_flag=True, help=text)(chosen)
+        return click.argument("words", metavar="[JOBS]...", type=JobsType(), nargs=-1)(chosen)
+
+    return decorate
+
+
+def _selection(
+    words: tuple[tuple[str, ...], ...], by_name: str, by_user: str, by_all: bool, has_name: bool, has_all: bool
+) -> Selection:
+    """Raises click.UsageError if nothing is chosen, or jobs and a filter both are."""
+    names = tuple(dict.fromkeys(name for word in words for name in word))
+    filters = " ".join(
+        [
+            *(["--name"] if by_name else []),
+            *(["--user"] if by_user else []),
+            *(["--all"] if by_all else []),
+        ]
+    )
+    if names and filters:
+        raise click.UsageError(f"give jobs or {filters}, not both")
+    if not names and not filters:
+        ways = ["--name TEXT"] * has_name + ["--user USER"] + ["--all"] * has_all
+        raise click.UsageError(f"say which jobs: numbers (7, 1,2 or 3-5), or {' or '.join(ways)}")
+    return Selection(names, by_name, by_user, by_all, is_single=len(names) == 1)
+
+
+def each_of(names: Iterable[Named], act: Callable[[Named], Message]) -> tuple[list[Message], Exit]:
+    """Do `act` to each; report an error of one and go on with the next, so that it does not hinder the others.
+
+    Returns what was answered, and the worst exit code. A master that cannot be reached ends it at once.
+    """
+    from ganger.cli.failures import report
+    from ganger.wire.errors import ApiError
+
+    worst, answers = Exit.OK, []
+    for name in names:
+        try:
+            answers.append(act(name))
+        except (ApiError, CommandError) as error:
+            worst = max(worst, Exit(report(error)))
+            if worst >= Exit.UNREACHABLE:
+                break
+    return answers, worst
+
+
+def members(client: Client, name: str) -> list[str]:
+    """The jobs that a name means: the job itself, or the members of an array."""
+    from ganger.wire.errors import JobNotFound
+
+    array = name
+    if not name.startswith("arrays/"):
+        try:
+            return [client.get_job(name).name]
+        except JobNotFound as error:
+            array = array_of(name, error)
+    return sorted((member.name for member in client.list_jobs(array=array)), key=lambda name: int(number(name)))
+
+
+def print_answers(answers: Sequence[Any], selection: Selection) -> None:
+    """Print as JSON: one object for one job that was named, nothing if it was refused; else a list."""
+    from ganger.console.plain import print_json
+
+    if not selection.is_single:
+        print_json(list(answers))
+    elif answers:
+        print_json(answers[0])
+
+
+def _own_jobs_of(client: Client) -> str:
+    """The user whose jobs --all means: that of the certificate; "" for operators and on one machine."""
+    from pathlib import Path
+
+    from ganger.wire.tls import identity_in_pem, read_files
+
+    if not client.endpoint.tls:
+        return ""
+    identity = identity_in_pem(read_files(Path(client.endpoint.tls)).certificate)
+    return identity.name if identity.has_own_jobs_only else ""
