@@ -105,7 +105,9 @@ def asked(
     if kept_out.not_started:
         waiting = waiting & ~table.are_among(rows, kept_out.not_started)
         may = waiting | facts.is_running
-    units = table.units(rows) if as_one else None
+    units = None
+    if as_one:
+        units, facts = table.units(rows), replace_of(facts, gpus=table.with_unit_gpus(rows, facts.gpus))
     changes_at = next_change_s(order, facts, now)
     return Asked(order, capacity.gpus, rows, facts, columns, waiting, may, told, units, changes_at)
 

@@ -14,7 +14,7 @@ from ganger_master.core.moving import can_hand_over
 from ganger_master.core.purpose import Goal, Purpose
 from ganger_master.planner.acting import MOST_AT_ONCE, Acting
 from ganger_master.planner.errands import is_free
-from ganger_master.planner.table import LiveTable, is_shared
+from ganger_master.planner.table import LiveTable, shares_devices
 from ganger_master.policies.introspect.hole import Hole
 from ganger_master.policies.introspect.migration import drained
 from ganger_master.policies.place import Want
@@ -49,7 +49,7 @@ def _sharing(acting: Acting, node: str) -> list[Job]:
     """Who is on a node beside others, at once or in turns. The master has moved those for whom devices are free, and
     where they could take turns they are sent by those who make matrices, before anybody is asked for here: once all who
     share devices run, nobody else makes room for them."""
-    sharing = [(job, gang) for job, gang in acting.running if gang.node_set or is_shared(gang)]
+    sharing = [(job, gang) for job, gang in acting.running if shares_devices(gang)]
     if any(gang.phase is not GangPhase.RUNNING for _, gang in sharing):
         return []
     return [

@@ -46,7 +46,7 @@ from ganger_master.planner.move_costs import move_costs
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass, carried_out
-from ganger_master.planner.terms import Terms
+from ganger_master.planner.terms import Terms, held_of
 from ganger_master.planner.wanting import Wanting, without_growth
 from ganger_master.policies.ask import Ask
 from ganger_master.policies.facts import Capacity, Flags, Integers
@@ -135,7 +135,7 @@ def plan_optimus(
         room,
         may_stop,
         kept_out,
-        Terms(lambda job: shapes.get(job.number) or job.shape),
+        Terms(lambda job: shapes.get(job.number) or job.shape, mates_now=lambda: table.mates),
         [(jobs[at], gang) for at in stopped if (gang := gangs[at]) is not None],
         going=going,
     )
@@ -283,7 +283,7 @@ def _as_far_as_it_goes(
 
 
 def _held(gang: Gang | None) -> Claims:
-    return () if gang is None else tuple([piece.held for piece in gang.pieces if piece.held is not None])
+    return () if gang is None else held_of(gang)
 
 
 def _yielding(placement: Placement, least: Mapping[GangShape, int]) -> Placement:

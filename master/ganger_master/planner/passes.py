@@ -11,7 +11,7 @@ from ganger_master.planner.choice import within_quotas
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass, plan
-from ganger_master.planner.terms import AS_ASKED, Terms
+from ganger_master.planner.terms import Terms
 from ganger_master.policies import Policy
 from ganger_master.policies.facts import Capacity, Floats, Integers
 from ganger_master.policies.optimus_belief import Believed, nothing_believed
@@ -86,9 +86,10 @@ def plan_by(
 
 
 def terms_of(policy: Policy, table: LiveTable) -> Terms:
-    """Under a policy that packs those who share devices go together, and who has some leaves memory for another one."""
+    """Jobs on the same devices go together: another policy may have time-sliced or co-located them. Under a policy that
+    co-locates, a job leaves memory for another one."""
     if not policy.packs:
-        return AS_ASKED
+        return Terms(mates_now=lambda: table.mates)
     return Terms(shape=_shape_for_two(), mates_now=lambda: table.mates)
 
 

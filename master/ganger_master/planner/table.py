@@ -62,6 +62,8 @@ class LiveTable:
         # None: somebody has come to others, or left them, since somebody asked. The same by row.
         self._mates: Mates | None = None
         self._units = np.zeros(0, np.int64)
+        # By row of a job that shares devices: how many it and its mates hold together.
+        self._unit_gpus: dict[int, int] = {}
         self._unknown = _unknown(_FIRST_ROOM)
         # None: nobody is bounded.
         self.quotas = Quotas(quotas) if quotas else None
@@ -144,7 +146,7 @@ class LiveTable:
             self._going.add(row)
         else:
             self._going.discard(row)
-        if holds and gang is not None and is_shared(gang):
+        if holds and gang is not None and shares_devices(gang):
             if row not in self._sharing or held_before is None or held_before.claims != gang.claims:
                 self._share(row)
         elif row in self._sharing:
@@ -253,8 +255,7 @@ class LiveTable:
             return held
         # Those who share devices hold them once.
         sharing = self.sharing
-        on = {(c.node, device) for _, gang in sharing for c in gang.claims for device in bits(c.device_mask)}
-        return held - sum([gang.devices for _, gang in sharing]) + len(on)
+        return held - sum([gang.devices for _, gang in sharing]) + len(_devices_of([gang for _, gang in sharing]))
 
     @property
     def running(self) -> list[tuple[Job, Gang]]:
@@ -297,8 +298,13 @@ class LiveTable:
         if self._mates is None:
             self._mates = mates_of(self.sharing)
             self._units = np.full(len(self._live), -1)
+            self._unit_gpus.clear()
             for number, together in self._mates.items():
-                self._units[self._row_of[number]] = self._row_of[together[0]]
+                row = self._row_of[number]
+                self._units[row] = self._row_of[together[0]]
+                if number == together[0]:
+                    on = _devices_of([gang for mate in together if (gang := self.gangs[self._row_of[mate]])])
+                    self._unit_gpus.update({self._row_of[mate]: len(on) for mate in together})
         return self._mates
 
     def units(self, rows: Integers) -> Integers:
@@ -307,6 +313,13 @@ class LiveTable:
             return np.full(len(rows), -1)
         units: Integers = self._units[rows]
         return units
+
+    def with_unit_gpus(self, rows: Integers, gpus: Integers) -> Integers:
+        """The GPUs of these rows; of a job that shares devices, all that it and its mates hold together."""
+        found = gpus.copy()
+        for at in np.flatnonzero(self.units(rows) >= 0).tolist():
+            found[at] = self._unit_gpus[int(rows[at])]
+        return found
 
     @property
     def parked(self) -> list[tuple[Job, Gang]]:
@@ -462,8 +475,18 @@ def _seconds_since(began: Floats, now: float) -> Floats:
 
 
 def is_shared(gang: Gang) -> bool:
-    """Whether others may be on devices of it, too."""
+    """Whether others may be on devices of it at the same time."""
     return any(piece.claim.shared_mask for piece in gang.pieces)
+
+
+def shares_devices(gang: Gang) -> bool:
+    """Whether others may hold devices of it: in time slices, or at the same time."""
+    return bool(gang.node_set) or is_shared(gang)
+
+
+def _devices_of(gangs: Iterable[Gang]) -> set[tuple[str, int]]:
+    """All devices of these gangs, by node and number."""
+    return {(claim.node, device) for gang in gangs for claim in gang.claims for device in bits(claim.device_mask)}
 
 
 def _gives_back(gang: Gang) -> bool:

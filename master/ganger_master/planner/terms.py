@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ganger.resources.values import Claim, GangShape
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ganger_master.core.model import Gang, Job
 from ganger_master.planner.mates import ALONE, Mates, Unit
@@ -15,7 +16,9 @@ Claims = tuple[Claim, ...]
 
 
 def held_of(gang: Gang) -> Claims:
-    return tuple([piece.held for piece in gang.pieces if piece.held is not None])
+    """What a gang holds. Devices of a time-sliced gang count as shared: others of its group hold them too."""
+    held = tuple([piece.held for piece in gang.pieces if piece.held is not None])
+    return tuple([replace(claim, shared_mask=claim.device_mask) for claim in held]) if gang.node_set else held
 
 
 def held_by_all(table: LiveTable, held: Callable[[Gang], Claims] = held_of) -> list[Claims]:

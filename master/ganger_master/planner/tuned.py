@@ -27,9 +27,9 @@ from msgspec import structs
 from ganger_master.core.model import Gang, Job
 from ganger_master.planner.amounts import Amounts, Wish, fitted
 from ganger_master.planner.refused import NOBODY, KeptOut
-from ganger_master.planner.table import LiveTable
+from ganger_master.planner.table import LiveTable, shares_devices
 from ganger_master.planner.target import Pass, plan
-from ganger_master.planner.terms import Terms
+from ganger_master.planner.terms import Terms, held_of
 from ganger_master.policies.facts import Capacity, Floats, Integers
 from ganger_master.policies.order import Order
 from ganger_master.policies.place import Placement
@@ -67,7 +67,11 @@ def plan_tuned(
     for held, least in lent:
         room.give(held)
         room.take(least)
-    terms = Terms(lambda job: with_shares(job.shape), lambda gang: least_of.get(_held(gang), _held(gang)))
+    terms = Terms(
+        lambda job: with_shares(job.shape),
+        lambda gang: least_of.get(held_of(gang), held_of(gang)),
+        lambda: table.mates,
+    )
     found = plan(order, placement, table, now, capacity, room, may_stop, remaining_s, kept_out, terms)
     for held, least in reversed(lent):
         room.give(least)
@@ -82,8 +86,11 @@ def plan_tuned(
 
 
 def is_tuned(view: View, job: Job, gang: Gang) -> bool:
-    """Gangs that move, and those with pieces without devices or on nodes that left, keep what they have."""
-    return not job.next_epoch and all(claim.device_mask and claim.node in view.slots for claim in gang.claims)
+    """Gangs that move or share devices, and those with pieces without devices or on nodes that left, keep what they
+    have."""
+    return not (job.next_epoch or shares_devices(gang)) and all(
+        claim.device_mask and claim.node in view.slots for claim in gang.claims
+    )
 
 
 def _wishes(
@@ -242,7 +249,3 @@ def with_shares(shape: GangShape) -> GangShape:
 def _servers(shape: GangShape, claim: Claim) -> int:
     """Tasks of the claim that have no devices."""
     return sum([count for count, role in zip(claim.tasks, shape.roles, strict=True) if not role.shape.gpus])
-
-
-def _held(gang: Gang) -> tuple[Claim, ...]:
-    return tuple([piece.held for piece in gang.pieces if piece.held is not None])
