@@ -117,7 +117,7 @@ def test_without_an_agent_a_python_is_left_alone_but_for_its_exit_code() -> None
 
 def test_a_job_that_ignores_every_order_loses_its_devices() -> None:
     async def story(made: Cluster) -> None:
-        await made.daemon("n1", order_patience_seconds=0.2, order_deadline_seconds=0.5)
+        await made.daemon("n1", order_patience_seconds=0.2, order_deadline_seconds=3.0)
         uid = str(uuid.uuid4())
         gang = made.gang({"n1": [0]}, "n1", uid=uid, mode="deaf")
         gang.grace.FromMilliseconds(300)

@@ -18,6 +18,7 @@ from ganger_daemon.workers.processes import anonymous_bytes
 pytestmark = pytest.mark.system
 
 MEBIBYTE = 1 << 20
+PAUSE = {"intent": Intents.INTENT_PARK, "level": job_pb2.SUSPEND_LEVEL_PAUSE}
 OFFLOAD = {"intent": Intents.INTENT_PARK, "level": job_pb2.SUSPEND_LEVEL_OFFLOAD}
 
 
@@ -42,6 +43,25 @@ def test_cores_and_threads_change_while_the_job_runs() -> None:
             assert held.phase == seen.phase == Observed.PHASE_RUNNING
         assert before == 1
         assert len(log_of(made.directory, "n1", uid, 0, 1)) > 0
+
+    run(story)
+
+
+def test_a_rank_in_a_long_step_is_asked_for_its_stacks_and_gets_no_signal() -> None:
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1", order_patience_seconds=0.2, order_deadline_seconds=300)
+        uid = str(uuid.uuid4())
+        gang = made.gang({"n1": [0]}, "n1", uid=uid, mode="long step")
+        await made.master.want("n1", gang)
+        await made.master.until("n1", 1, lambda seen: bool(seen.capabilities.pause))
+        await made.master.want("n1", with_changes(gang, 2, **PAUSE))
+        async with asyncio.timeout(60):
+            while not any("in main" in line for line in log_of(made.directory, "n1", uid, 0, 1)):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        (made.directory / "go").touch()
+        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        assert parked.order.master_sequence == 2
+        assert "signalled" not in log_of(made.directory, "n1", uid, 0, 1)
 
     run(story)
 

@@ -113,6 +113,10 @@ def main():
         print("deaf", flush=True)
         while True:
             time.sleep(1)
+    if mode == "long step":
+        signal.signal(signal.SIGUSR2, lambda *_: print("signalled", flush=True))
+        while not os.path.exists("go"):
+            time.sleep(0.02)
     while steps == 0 or control.step < steps:
         time.sleep(pause * (1 + control.rank) if mode == "apart" else pause)
         at = control.step % max(1, size - 8)

@@ -425,6 +425,23 @@ def test_a_process_that_did_not_inherit_the_arena_has_no_control(
     assert page.get(Word.LOCK) == 0
 
 
+def test_stacks_are_printed_when_the_page_asks_for_them(
+    page: Page, control: Control, capfd: pytest.CaptureFixture[str]
+) -> None:
+    control.hello(capabilities=1)
+    page.set(Word.STACKS_SEQ, 1)
+    printed = ""
+
+    def is_printed() -> bool:
+        nonlocal printed
+        printed += capfd.readouterr().err
+        return "in test_stacks_are_printed" in printed
+
+    eventually(is_printed, what="the stacks")
+    control.close()
+    assert "ganger-stacks" not in [thread.name for thread in threading.enumerate()]
+
+
 def test_only_the_process_that_the_launcher_named_is_the_rank(page: Page) -> None:
     assert page.is_of_this_process()
     page.set(Word.PID, os.getpid())

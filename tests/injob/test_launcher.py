@@ -6,6 +6,7 @@ import importlib.util
 import json
 import mmap
 import os
+import re
 import shutil
 import signal
 import socket
@@ -217,21 +218,25 @@ def test_interpreter_that_has_computed_is_not_forked() -> None:
 
 
 @pytest.mark.torch
-def test_stacks_are_printed_on_request_from_the_first_line_on(zygote: Place) -> None:
-    launch = zygote.script(
-        zygote.launch([sys.executable, "train.py"]), "def work():\n    open('go').read()\n\n\nwork()\n"
+@pytest.mark.parametrize("starts", ["forked", "executed"])
+def test_a_rank_has_the_signal_handlers_of_a_fresh_interpreter(zygote: Place, starts: str) -> None:
+    body = (
+        "import signal\n"
+        "print(*[line for line in open('/proc/self/status') if line.startswith(('SigCgt', 'SigIgn'))], flush=True)\n"
     )
-    os.mkfifo(os.path.join(launch["cwd"], "go"))
-    forked = zygote.fork(launch)
-
-    def asked() -> bool:
-        os.kill(forked.pid, signal.SIGUSR2)
-        return "in work" in _log(launch)
-
-    eventually(asked, what="the stacks", story=lambda: _log(launch))
-    with open(os.path.join(launch["cwd"], "go"), "w"):
-        pass
+    command = [sys.executable, *(["-X", "dev"] if starts == "executed" else []), "train.py"]
+    launch = zygote.script(zygote.launch(command), body)
+    zygote.fork(launch)
     assert _ended(launch)["code"] == 0
+    fresh = subprocess.run(
+        [sys.executable, "-c", body], capture_output=True, text=True, check=True, env={}, cwd=launch["cwd"]
+    )
+    found = re.findall(r"Sig\w+:\s+(\w+)", _log(launch))
+    assert len(found) == 2
+    # of -X dev and of torch: faults are told of, which are no signals between programs
+    faults = sum(1 << (number - 1) for number in (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, 4))
+    expected = re.findall(r"Sig\w+:\s+(\w+)", fresh.stdout)
+    assert [int(mask, 16) & ~faults for mask in found] == [int(mask, 16) & ~faults for mask in expected]
 
 
 @pytest.mark.torch

@@ -5,6 +5,7 @@ Scripts are forked from a server that has torch imported already, as the launche
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from ganger.injob.arena import VARIABLE, arena_variable, make_arena
-from ganger.injob.arm import print_stacks_on_request
 from ganger.injob.page import Level, Order, Page, Phase, Word
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -181,7 +181,7 @@ def _run(plan: dict[str, Any], arena: str | None) -> None:
     os.dup2(log, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
-    print_stacks_on_request()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     os.environ.update(plan["environment"])
     if arena is not None:
         descriptor = os.open(arena, os.O_RDWR)

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import os
-import signal
 import sys
 
 from ganger.injob import exitcode
 from ganger.injob.page import Page, PageError
-
-
-def print_stacks_on_request() -> None:
-    """Let SIGUSR2 print the stacks of all threads, instead of ending the process."""
-    try:
-        faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
-    except (AttributeError, ValueError, OSError, RuntimeError):
-        pass  # no stderr to print to: the stacks are a help, not a need
 
 
 def arm() -> None:
@@ -38,8 +28,6 @@ def arm() -> None:
             page.close()
         if os.environ.get("GANGER_AGENT") == "none":
             return  # the user wants no agent: how it ends is all we note
-        if is_rank:
-            print_stacks_on_request()
         importlib.import_module("ganger.training.agent").install()
     except (OSError, PageError, ImportError) as problem:
         print(f"ganger: this process runs without control: {problem}", file=sys.stderr)

@@ -20,11 +20,11 @@ from typing import Any, Callable, NamedTuple
 
 from ganger.injob import arena, exitcode
 from ganger.injob.access import Words
-from ganger.injob.arm import print_stacks_on_request
 from ganger.injob.jobsocket import JobSocket
 from ganger.injob.obedience import FIRST_LOOK, Handlers, Known, Obedience, StopRequest
 from ganger.injob.page import PAGE_BYTES, Error, Page, PageError, Phase, State, Word, now_ns
 from ganger.injob.pages import GangPages
+from ganger.injob.stacks import StackPrinter
 
 __all__ = ["Control", "Handlers", "RestoreOrder", "StopRequest"]
 
@@ -68,6 +68,7 @@ class Control:
         )
         self.boundary, self._set_step, self._get_step, self._detach = _make_boundary(page.words, self._obedience.attend)
         self._started = False
+        self._stacks: StackPrinter | None = None
         # A step was made whose boundary is still to come.
         self.is_step_owed = False
         _live.add(self)
@@ -129,7 +130,7 @@ class Control:
             os.close(descriptor)
 
     def hello(self, capabilities: int, **facts: Any) -> None:
-        """Say what this job can do (see `Capability`); ``facts`` go to the daemon's log. SIGUSR2 prints stacks."""
+        """Say what this job can do (see `Capability`); ``facts`` go to the daemon's log."""
         self.page.set(Word.CAPABILITIES, capabilities)
         now = now_ns()
         if self.page.get(Word.HELLO_TIME) == 0:
@@ -137,7 +138,8 @@ class Control:
         message = {"event": "hello", "rank": self.rank, "epoch": self.epoch, "pid": os.getpid()}
         message.update(capabilities=capabilities, python=sys.version.split()[0], **facts)
         self._socket.hello(message, now)
-        print_stacks_on_request()
+        if self._stacks is None:
+            self._stacks = StackPrinter(self.page.words)
 
     def start(self, step: int = 0) -> None:
         """End of attach: ``step`` boundaries are behind us (restored ones). Returns when the rank may step.
@@ -198,6 +200,8 @@ class Control:
     def close(self) -> None:
         """Let go of the page and the socket (tests, and a process that turns out not to be the one that trains)."""
         self._detach()
+        if self._stacks is not None:
+            self._stacks.close()
         self._socket.close()
         self._obedience.pages.close()
         if self._started:
@@ -215,6 +219,7 @@ class Control:
     def _forget_in_child(self) -> None:
         self._detach()
         self._socket.close()
+        self._stacks = None
         self._obedience.detach()
         atexit.unregister(self._at_exit)
 

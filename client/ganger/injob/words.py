@@ -42,6 +42,7 @@ class Word:
     THREADS = 17  # D
     WORKERS = 18  # D: hint for data loaders
     LEAVE_SEQ = 19  # D: highest ORDER_SEQ whose checkpoint is published: a rank that saved for it may end now
+    STACKS_SEQ = 20  # D: raised to ask for the stacks of all threads, in the log
 
     # line 3: the boundary
     ACK_SEQ = 24  # J: STOP_SEQ acked; written after ACK_STEP

@@ -82,8 +82,10 @@ def _hook() -> None:
     if _waiting is not None:
         _waiting.remove()
         _waiting = None
+    from ganger.training import rendezvous
     from ganger.training.unmodified import UnmodifiedScript
 
+    rendezvous.hook()
     _script = UnmodifiedScript(_diversion)
     _script.hook()
 

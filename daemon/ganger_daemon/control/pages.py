@@ -156,6 +156,13 @@ class ControlPages:
         self.written()
         return sequence
 
+    def ask_for_stacks(self) -> None:
+        """Have every local rank with an agent print the stacks of its threads into its log. No answer comes."""
+        for rank in self.local:
+            if self.readable:
+                # cut, because the job may have written any number there
+                self[rank].set(Word.STACKS_SEQ, (self[rank].get(Word.STACKS_SEQ) + 1) & 0xFFFFFFFF)
+
     def threads(self) -> int:
         return self[self.local[0]].get(Word.THREADS)
 

@@ -1,9 +1,9 @@
 """When a job that does not obey is dealt with more firmly: the ladder from an order to the kill of its group.
 
-An order gets `patience` (30 s, or twice its measured iteration if that is longer); then SIGUSR2, so that the agent
-dumps its stacks; at the deadline SIGTERM to the main processes; after the grace the kill. Phases without boundaries
-(evaluation, compilation, replay, a state on its way) move the clock: time spent there does not count, up to a bound.
-STOP begins at SIGTERM.
+An order gets `patience` (30 s, or twice its measured iteration if that is longer); then the agent is asked for the
+stacks of its threads; at the deadline SIGTERM to the main processes; after the grace the kill. Phases without
+boundaries (evaluation, compilation, replay, a state on its way) move the clock: time spent there does not count, up to
+a bound. STOP begins at SIGTERM.
 """
 
 from __future__ import annotations

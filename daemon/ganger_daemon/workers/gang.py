@@ -346,7 +346,7 @@ class LocalGang:
         for todo in self.judgement.todo:
             await self._do(todo, facts, now)
         if self._launched and not self._reaped and not (self._order_due and self._unwritten):
-            await self._pressing.press(self.facts(), now)
+            await self._pressing.press(self.facts(), self.pages, now)
         self._publish_observation()
 
     def facts(self) -> core.Gang:

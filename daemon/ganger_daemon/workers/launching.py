@@ -18,6 +18,7 @@ from ganger.agent.v1 import agent_pb2
 from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.page import Word
 from ganger.injob.pages import page_path
+from ganger.v1 import job_pb2
 
 from ganger_daemon.cgroups.contract import Variant
 from ganger_daemon.control.orders import page_order, write_details
@@ -348,18 +349,21 @@ class Launching:
         known = read_json(paths.rendezvous)
         if known and is_alive(ProcessId(int(known.get("pid") or 0), int(known.get("start_ticks") or 0))):
             return Rendezvous(str(known["host"]), int(known["port"]))  # a former daemon had it started
-        try:
-            port = (await asyncio.to_thread(launcher.store, str(paths.run), host)).port
-        except LauncherError as error:
-            if error.reason != "NO_TORCH":
-                raise
-            # nothing here speaks torch's protocol; a job that wants to meet gets an address, and rank 0 serves
+        # Without the agent torch would take every address that the script names for that of our store.
+        has_store = desired.spec.agent != job_pb2.JobSpec.AGENT_NONE
+        if has_store:
+            try:
+                port = (await asyncio.to_thread(launcher.store, str(paths.run), host)).port
+            except LauncherError as error:
+                if error.reason != "NO_TORCH":
+                    raise
+                has_store = False
+        if not has_store:
+            # A job that wants to meet gets an address, and rank 0 serves it.
             port = free_port(host)
             write_json(paths.rendezvous, {"host": host, "port": port, "pid": 0})
-            self.rendezvous = (host, port)
-            return Rendezvous(host, port, store=False)
         self.rendezvous = (host, port)
-        return Rendezvous(host, port)
+        return Rendezvous(host, port, store=has_store)
 
     async def _of_leader(self, asking: Coroutine[Any, Any, tuple[str, int]]) -> Rendezvous:
         """What the leader says; not waited for any longer once the gang is to stop, for its leader may be over it

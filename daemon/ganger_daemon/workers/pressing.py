@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+from ganger_daemon.control.pages import ControlPages
 from ganger_daemon.core import escalation
 from ganger_daemon.core import gang as core
 from ganger_daemon.core.orders import Intent, Wanted
@@ -53,7 +54,7 @@ class Pressing:
             log.error("gang killed", extra={"gang": self._paths.group, "cause": why})
         await signals.kill(self._host.cgroups, self._paths.group, live)
 
-    async def press(self, facts: core.Gang, now: float) -> None:
+    async def press(self, facts: core.Gang, pages: ControlPages, now: float) -> None:
         """Climbs the rung that is due, if the gang does not obey."""
         passed, self._pressed_at = now - self._pressed_at, now
         live = self._deaths.live()
@@ -68,12 +69,7 @@ class Pressing:
         log.warning("escalation", extra={"gang": self._paths.group, "rung": climbed.rung.name})
         match climbed.rung:
             case escalation.Rung.DUMP:
-                said_hello = {rank.rank for rank in facts.ranks if rank.hello}
-                signals.dump_stacks(
-                    process
-                    for rank, process in self._deaths.processes.items()
-                    if rank in said_hello and self._deaths.is_live(rank)
-                )
+                pages.ask_for_stacks()
             case escalation.Rung.TERMINATE:
                 self.escalated = facts.wanted.intent is not Intent.STOP
                 self.stop_signalled = True

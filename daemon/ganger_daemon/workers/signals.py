@@ -14,12 +14,6 @@ from .processes import ProcessId, send_signal
 log = logging.getLogger(__name__)
 
 
-def dump_stacks(processes: Iterable[ProcessId]) -> None:
-    """SIGUSR2, to ranks that said hello only: to any other process it would be deadly."""
-    for process in processes:
-        send_signal(process, signal.SIGUSR2)
-
-
 def terminate(processes: Iterable[ProcessId]) -> None:
     """SIGTERM to main processes only: loader workers that die first would take a last checkpoint with them."""
     for process in processes:
