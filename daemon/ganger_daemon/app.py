@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from ganger.agent.v1 import agent_pb2, peer_pb2_grpc
@@ -40,7 +40,13 @@ from ganger_daemon.peers import PeerCalls, PeerServicer
 from ganger_daemon.session import Session
 from ganger_daemon.transfer.serving import ParkedArenas
 from ganger_daemon.transfer.stream import StreamServer
-from ganger_daemon.workers.directories import DaemonPaths, DirectoryError, DirectoryNameError
+from ganger_daemon.workers.directories import (
+    DaemonPaths,
+    DirectoryError,
+    DirectoryNameError,
+    choose_run_directory,
+    make_private,
+)
 from ganger_daemon.workers.launch import own_user
 from ganger_daemon.workers.launchers import Launchers
 
@@ -80,7 +86,6 @@ class Settings:
     run_directory: Path | None = None
     virtual: VirtualSpec | None = None
     recorded: Path | None = None
-    cgroup_root: str = "ganger"
     cgroups: str = "auto"
     rack: str = ""
     fabric: str = ""
@@ -104,10 +109,9 @@ class Daemon:
                 f"{self.node!r} cannot name a node: give --node a name of letters, digits, '-', '.' or '_'",
                 Obstacle.SETTING,
             )
-        run = settings.run_directory or default_run_directory(self.node)
-        self.paths = DaemonPaths(settings.state_directory.absolute(), run.absolute())
+        self._state = settings.state_directory.absolute()
         self._tls = str(settings.tls or "")
-        self._lock: int | None = None
+        self._locks: list[int] = []
         self._server: grpc.aio.Server | None = None
         self._stream: StreamServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -115,27 +119,14 @@ class Daemon:
     async def start(self) -> None:
         """Raises DaemonError."""
         self._check_certificate()
-        try:
-            self.paths.prepare()
-        except DirectoryError as error:
-            named = isinstance(error, DirectoryNameError)
-            raise DaemonError(str(error), Obstacle.SETTING if named else _obstacle_of(error)) from error
-        self._take_lock()
-        known = read_json(self.paths.state / "node.json")
-        former = str(known.get("node") or self.node)
-        if former != self.node:
-            # What runs here is of gangs of that node: nobody would adopt it, and its devices would be given again.
-            raise DaemonError(
-                f"{self.paths.state} is that of node {former}, whose jobs may still run: give --node {former}, or, once"
-                " they have ended, another --state-dir",
-            )
+        known = self._claim_directories()
         self.paths.sweep()
         settings = self._settings
         try:
             devices = choose_devices(settings.virtual, settings.recorded, node=self.node)
             gpu_cores = settings.virtual.gpu_cores if settings.virtual is not None else 0.0
             cgroups = await asyncio.to_thread(
-                choose_cgroups, settings.cgroup_root, only=settings.cgroups, quotas=gpu_cores > 0.0
+                choose_cgroups, self.paths.own_name, only=settings.cgroups, quotas=gpu_cores > 0.0
             )
             if gpu_cores and not is_done(cgroups, "cpu_quota"):
                 why = cgroups.capabilities["cpu_quota"]
@@ -143,7 +134,6 @@ class Daemon:
         except ValueError as error:
             raise DaemonError(str(error), Obstacle.SETTING) from error
         inventory = devices.discover()
-        self._machine_uuid = str(known.get("machine_uuid") or uuid.uuid4())
         storage = Storage(override=settings.storage)
         storage.learn(str(known.get("storage", "")), str(known.get("storage_token", "")))
         self.host = Host(
@@ -196,9 +186,9 @@ class Daemon:
             self.host.devices.close()
             # goes only if no gang is left: their groups lie below
             self.host.cgroups.tidy()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        for lock in self._locks:
+            os.close(lock)
+        self._locks.clear()
 
     @property
     def peer_address(self) -> str:
@@ -209,24 +199,60 @@ class Daemon:
         assert self._stream is not None, "known once started"
         return self._stream.address
 
-    def _take_lock(self) -> None:
-        path = self.paths.state / "daemon.lock"
+    def _claim_directories(self) -> dict[str, Any]:
+        """Makes the directories this daemon's own and returns the fields of node.json. Raises DaemonError."""
         try:
-            self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            make_private(self._state)
+            self._take_lock(self._state, "--state-dir")
+            known = self._claim_state()
+            run = self._settings.run_directory or choose_run_directory(self._state, known)
+            self.paths = DaemonPaths(self._state, run.absolute(), self._machine_uuid)
+            self.paths.prepare()
+            self._take_lock(self.paths.run, "--run-dir")
+        except DirectoryError as error:
+            named = isinstance(error, DirectoryNameError)
+            raise DaemonError(str(error), Obstacle.SETTING if named else _obstacle_of(error)) from error
+        return known
+
+    def _claim_state(self) -> dict[str, Any]:
+        """Return the fields of node.json. The first start writes the machine UUID there, before it makes anything that
+        is named after it. Raises DaemonError."""
+        path = self._state / "node.json"
+        known = read_json(path)
+        former = str(known.get("node") or self.node)
+        if former != self.node:
+            # What runs here is of gangs of that node: nobody would adopt it, and its devices would be given again.
+            raise DaemonError(
+                f"{self._state} is that of node {former}, whose jobs may still run: give --node {former}, or, once"
+                " they have ended, another --state-dir",
+            )
+        if not known.get("machine_uuid"):
+            known |= {"node": self.node, "machine_uuid": str(uuid.uuid4())}
+            try:
+                write_json(path, known, durable=True)
+            except OSError as error:
+                raise DaemonError(f"cannot write {path}: {error.strerror}", _obstacle_of(error)) from error
+        self._machine_uuid = str(known["machine_uuid"])
+        return known
+
+    def _take_lock(self, directory: Path, flag: str) -> None:
+        """Two daemons with one directory would take each other's gangs, sockets and launchers for their own."""
+        path = directory / "daemon.lock"
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise DaemonError(f"cannot use {path}: {error.strerror}", _obstacle_of(error)) from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            owner = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
-            os.close(self._lock)
-            self._lock = None
+            owner = os.pread(lock, 32, 0).decode(errors="replace").strip()
+            os.close(lock)
             raise DaemonError(
-                f"another daemon (pid {owner or 'unknown'}) uses {self.paths.state}:"
-                " stop it or choose another --state-dir"
+                f"another daemon (pid {owner or 'unknown'}) uses {directory}: stop it or choose another {flag}"
             ) from error
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        self._locks.append(lock)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
 
     def _check_certificate(self) -> None:
         """Raises DaemonError unless it is this node's, and does; and where one is needed and there is none."""
@@ -300,6 +326,8 @@ class Daemon:
         fields = {
             "node": self.node,
             "machine_uuid": self._machine_uuid,
+            "run_directory": str(self.paths.run),
+            "cgroup": self.paths.own_name,
             "peer_address": self.peer_address,
             "stream_address": self.stream_address,
             "storage": str(self.host.storage.path or ""),
@@ -371,14 +399,6 @@ class Daemon:
 def _obstacle_of(error: BaseException) -> Obstacle:
     denied = isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError)
     return Obstacle.RIGHTS if denied else Obstacle.STATE
-
-
-def default_run_directory(node: str) -> Path:
-    """A tmpfs directory of this user."""
-    if os.geteuid() == 0 and os.access("/run", os.W_OK):
-        return Path("/run/ganger") / node
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    return (Path(base) / "ganger" if base else Path(f"/dev/shm/ganger-{os.getuid()}")) / node
 
 
 def _port_of(address: object) -> int:

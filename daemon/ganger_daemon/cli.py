@@ -48,7 +48,7 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
     help="Certificate of this daemon (`ganger certs`): needed beyond loopback.  [env: GANGER_DAEMON_TLS]",
 )
 @click.option("--node", default="", help="Name of this node. Default: the host name.")
-@click.option("--run-dir", type=Directory(), help="Directory in a tmpfs for control pages and sockets.")
+@click.option("--run-dir", type=Directory(), help="Directory in a tmpfs for control pages and sockets, its own.")
 @click.option("--virtual-gpus", type=click.IntRange(0, 64), help="Declare this many devices that are not there.")
 @click.option(
     "--virtual-cores", type=click.IntRange(0), default=0, help="Cores to declare. Default: those of the machine."
@@ -62,7 +62,6 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
 )
 @click.option("--topology", help="Of declared devices: sockets x devices, for example 2x2.")
 @click.option("--recorded", type=click.Path(path_type=Path, exists=True), help="Devices from a recording.")
-@click.option("--cgroup-root", default="ganger", help="Name of the cgroup below which gangs get theirs.")
 @click.option(
     "--cgroups", type=click.Choice(["auto", "none", "v1", "v2"]), default="auto", help="Which cgroups to use."
 )
@@ -92,7 +91,6 @@ def daemon(
     virtual_gpu_cores: float | None,
     topology: str | None,
     recorded: Path | None,
-    cgroup_root: str,
     cgroups: str,
     rack: str,
     fabric: str,
@@ -129,7 +127,6 @@ def daemon(
         run_directory=run_dir,
         virtual=virtual,
         recorded=recorded,
-        cgroup_root=cgroup_root,
         cgroups=cgroups,
         rack=rack,
         fabric=fabric,

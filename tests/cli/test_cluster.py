@@ -24,24 +24,24 @@ GANGER = (sys.executable, "-m", "ganger.cli.main")
 
 def test_a_virtual_cluster_is_a_master_and_daemons_with_the_same_flags(tmp_path: Path) -> None:
     settings = Settings(tmp_path, 2, 4, 8, "16G", "2x2", policy="las", plan_every="1m")
-    master, first, second = programs(settings, tmp_path / "run")
+    master, first, second = programs(settings)
     assert [program.name for program in (master, first, second)] == ["master", "n1", "n2"]
     assert master.arguments[3:] == ("master", "--state-dir", str(tmp_path), "--policy", "las", "--plan-every", "1m")
     assert first.arguments[-8:] == (
         *("--virtual-gpus", "4", "--virtual-cores", "8"),
         *("--virtual-memory", "16G", "--topology", "2x2"),
     )
-    assert str(tmp_path / "run" / "n2") in second.arguments
+    assert str(tmp_path / "nodes" / "n2") in second.arguments
 
 
 def test_metrics_are_served_by_the_master_alone(tmp_path: Path) -> None:
-    master, daemon = programs(Settings(tmp_path, 1, metrics="127.0.0.1:9464"), tmp_path)
+    master, daemon = programs(Settings(tmp_path, 1, metrics="127.0.0.1:9464"))
     assert master.arguments[-2:] == ("--metrics", "127.0.0.1:9464")
     assert "--metrics" not in daemon.arguments
 
 
 def test_an_empty_value_is_refused_by_the_program_it_is_for_and_not_left_out(tmp_path: Path) -> None:
-    master, daemon = programs(Settings(tmp_path, 1, 4, policy="", moves_per_hour="", topology=""), tmp_path)
+    master, daemon = programs(Settings(tmp_path, 1, 4, policy="", moves_per_hour="", topology=""))
     assert master.arguments[-4:] == ("--policy", "", "--moves-per-hour", "")
     assert daemon.arguments[-2:] == ("--topology", "")
     for program in (master, daemon):
@@ -59,7 +59,7 @@ def test_a_directory_without_a_name_is_not_where_one_stands(
 
 
 def test_real_devices_get_no_virtual_flags(tmp_path: Path) -> None:
-    _, daemon = programs(Settings(tmp_path, 1), tmp_path)
+    _, daemon = programs(Settings(tmp_path, 1))
     assert not [argument for argument in daemon.arguments if "virtual" in argument]
 
 
@@ -102,7 +102,7 @@ def test_a_program_that_dies_again_and_again_is_left_and_the_others_go_on(
 ) -> None:
     log = tmp_path / "log"
     both = (cluster.Program("master", ("sleep", "600"), log), cluster.Program("n1", ("sh", "-c", "echo why"), log))
-    monkeypatch.setattr(cluster, "programs", lambda settings, directory: both)
+    monkeypatch.setattr(cluster, "programs", lambda settings: both)
     said: list[str] = []
     supervisor = cluster.Supervisor(Settings(tmp_path, 1), said.append)
     supervisor.start()

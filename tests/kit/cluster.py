@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ganger.failpoints import VARIABLE
+from kit.leftovers import remove_leftovers
 from kit.shell import Shell
 from kit.waiting import eventually
 
@@ -134,7 +135,6 @@ class Cluster:
                     *("--topology", self.topology),
                     *("--virtual-cores", str(self.virtual_cores)),
                     *("--virtual-memory", self.virtual_memory),
-                    *("--cgroup-root", f"ganger-test-{os.getpid()}-{name}"),
                     *self.daemon_options,
                 ],
                 self.directory / f"{name}.log",
@@ -196,6 +196,7 @@ class Cluster:
         for service in (*self.daemons.values(), self.master):
             service.stop()
         self._kill_all(self.survivors())
+        remove_leftovers(self.directory / name for name in self.daemons)
         shutil.rmtree(self.run_directory, ignore_errors=True)
 
     def destroy_node(self, name: str) -> None:
@@ -204,8 +205,9 @@ class Cluster:
         mine = (self.directory / name, self.run_directory / name)
         # Killed one by one, so until nobody is left: one that dies may just have forked another.
         eventually(lambda: not self._kill_all(self.survivors(*mine)), what=f"nothing of {name} is left")
+        remove_leftovers([mine[0]])
         for directory in mine:
-            shutil.rmtree(directory)
+            shutil.rmtree(directory, ignore_errors=True)
 
     @staticmethod
     def _kill_all(pids: Sequence[int]) -> Sequence[int]:

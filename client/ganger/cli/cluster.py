@@ -7,7 +7,6 @@ are sessions of their own, and `ganger down` finds them by STATE_DIR/up.json, by
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import signal
@@ -71,7 +70,7 @@ class Started:
     start_ticks: int
 
 
-def programs(settings: Settings, run_directory: Path) -> tuple[Program, ...]:
+def programs(settings: Settings) -> tuple[Program, ...]:
     """The master, then a daemon for each node, "n1" to "nN"."""
     directory = settings.state_directory
     ganger = (sys.executable, "-m", "ganger.cli.main")
@@ -92,7 +91,7 @@ def programs(settings: Settings, run_directory: Path) -> tuple[Program, ...]:
     for index in range(1, settings.nodes + 1):
         node = f"n{index}"
         daemon = [*ganger, "daemon", "--node", node, "--master", str(directory)]
-        daemon += ["--state-dir", str(directory / "nodes" / node), "--run-dir", str(run_directory / node)]
+        daemon += ["--state-dir", str(directory / "nodes" / node)]
         if settings.virtual_gpus is not None:
             daemon += ["--virtual-gpus", str(settings.virtual_gpus)]
             daemon += _given("--virtual-cores", settings.virtual_cores)
@@ -108,23 +107,13 @@ def _given(flag: str, value: object) -> list[str]:
     return [] if value is None else [flag, str(value)]
 
 
-def run_directory_for(state_directory: Path) -> Path:
-    """A directory in memory, of this user and this cluster: control pages must not touch a disk."""
-    own = hashlib.sha256(os.fsencode(state_directory)).hexdigest()[:12]
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    for base in (Path(runtime) if runtime else None, Path("/run"), Path("/dev/shm")):
-        if base is not None and base.is_dir() and os.access(base, os.W_OK):
-            return base / f"ganger-{os.getuid()}" / own
-    return state_directory / "run"
-
-
 class Supervisor:
     """Starts the programs, starts dead ones again, stops them all."""
 
     def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
         self._settings = settings
         self._say = say
-        self._programs = programs(settings, run_directory_for(settings.state_directory))
+        self._programs = programs(settings)
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._starts: dict[str, list[float]] = {}
         self._resting: set[str] = set()

@@ -64,7 +64,6 @@ class BenchCluster:
                     *("--state-dir", str(self.directory / name), "--run-dir", str(self._run / name)),
                     *self._devices,
                     *self._daemon_options,
-                    *("--cgroup-root", f"ganger-bench-{os.getpid()}-{name}"),
                 )
             self.until(self._are_ready, START_SECONDS, "every node is ready")
         except BaseException:

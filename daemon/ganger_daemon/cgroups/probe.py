@@ -50,7 +50,7 @@ Makers: TypeAlias = tuple[tuple[str, Callable[[Path], P]], ...]
 
 
 def choose_cgroups(
-    root: str = "ganger",
+    root: str,
     mount: Path = MOUNT,
     only: str = "auto",
     own: Path = Path("/proc/self/cgroup"),

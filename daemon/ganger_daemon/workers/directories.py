@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ganger_daemon.files import remove_tree
 
@@ -97,8 +100,11 @@ class GangPaths:
 
 @dataclass(frozen=True, slots=True)
 class DaemonPaths:
+    """`machine_uuid`: what this daemon names things after that all daemons of a machine make in one place."""
+
     state: Path
     run: Path
+    machine_uuid: str = ""
 
     def prepare(self) -> None:
         """Makes the directories, private to this user. Raises DirectoryError."""
@@ -108,16 +114,16 @@ class DaemonPaths:
                 f"run directory {self.run} is too long for sockets: name one of at most {room} characters"
             )
         for path in (self.state, self.run, self.jobs, self.logs, self.launchers):
-            try:
-                path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            except OSError as error:
-                raise DirectoryError(
-                    f"cannot make {path}: {error.strerror}; choose another with --state-dir or --run-dir"
-                ) from error
+            make_private(path)
 
     def sweep(self) -> None:
         """What a former daemon did not come to remove."""
         _remove_beside([*self.jobs.glob(f"{_GONE}*"), *self.run.glob(f"{_GONE}*")])
+
+    @property
+    def own_name(self) -> str:
+        """Name of this daemon's cgroup, which no other daemon of this machine has, of whatever cluster or node name."""
+        return f"ganger-{_short(self.machine_uuid)}"
 
     @property
     def jobs(self) -> Path:
@@ -149,6 +155,36 @@ class DaemonPaths:
             except (ValueError, NotADirectoryError):
                 continue  # not ours
         return tuple(found)
+
+
+def make_private(path: Path) -> None:
+    """Raises DirectoryError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise DirectoryError(
+            f"cannot make {path}: {error.strerror}; choose another with --state-dir or --run-dir"
+        ) from error
+
+
+def choose_run_directory(state: Path, node: Mapping[str, Any]) -> Path:
+    """Return the run directory of the daemon of a state directory, with these fields in node.json: the one it had,
+    while it is there (its gangs have their control pages in it), else one in a tmpfs of this user."""
+    former = str(node.get("run_directory") or "")
+    if former and os.access(former, os.W_OK):
+        return Path(former)
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    tmpfs = (
+        Path("/run/ganger") if os.geteuid() == 0 else None,
+        Path(runtime) / "ganger" if runtime else None,
+        Path(f"/dev/shm/ganger-{os.getuid()}"),
+    )
+    base = next((path for path in tmpfs if path is not None and os.access(path.parent, os.W_OK)), state / "run")
+    return base / _short(str(node["machine_uuid"]))
+
+
+def _short(machine_uuid: str) -> str:
+    return hashlib.sha256(machine_uuid.encode()).hexdigest()[:12]
 
 
 def _remove_beside(paths: Sequence[Path]) -> None:

@@ -4,6 +4,7 @@ programs of their own, as `ganger up` and an operator start them."""
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ganger.client import Client
@@ -40,7 +41,6 @@ class Cluster:
         # pages belong on a tmpfs, and a socket's path has to be short
         self._run = Path(tempfile.mkdtemp(prefix="ganger-demo-", dir=shared if os.access(shared, os.W_OK) else None))
         self.master_directory = self.directory / "master"
-        self._group = f"ganger-demo-{os.getpid()}"
         self._names = [f"n{number + 1}" for number in range(nodes)]
         self._options = [
             *("--virtual-gpus", str(gpus)),
@@ -99,7 +99,7 @@ class Cluster:
             except (ProcessLookupError, PermissionError):
                 continue
         self._processes.clear()
-        _remove_groups(self._group)
+        _remove_groups(self._groups())
         shutil.rmtree(self._run, ignore_errors=True)
 
     def remove(self) -> None:
@@ -123,7 +123,6 @@ class Cluster:
                     *("--master", str(self.master_directory)),
                     *("--state-dir", str(self.directory / name)),
                     *("--run-dir", str(self._run / name)),
-                    *("--cgroup-root", f"{self._group}-{name}"),
                     *self._options,
                 ],
             )
@@ -152,6 +151,14 @@ class Cluster:
                 logs = "\n".join(f"-- {name}\n{self.log(name, 1000)}" for name in self._processes)
                 raise ClusterError(f"not within {START_SECONDS:g} s: {what}\n{logs}")
             time.sleep(0.05)
+
+    def _groups(self) -> list[str]:
+        """Names of the daemons' cgroups."""
+        found = []
+        for name in self._names:
+            with suppress(OSError, ValueError, KeyError):
+                found.append(str(json.loads((self.directory / name / "node.json").read_text())["cgroup"]))
+        return found
 
     def _survivors(self) -> list[int]:
         """Processes whose command line or environment names the demo's directories."""
@@ -182,9 +189,9 @@ def _uninterrupted() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _remove_groups(prefix: str) -> None:
+def _remove_groups(names: list[str]) -> None:
     """The cgroups of daemons that could not tidy up: empty now, for all their processes have ended."""
-    roots = [found for hierarchy in _hierarchies() for found in hierarchy.glob(f"**/{prefix}-*")]
+    roots = [found for hierarchy in _hierarchies() for name in names for found in hierarchy.glob(f"**/{name}")]
     deadline = time.monotonic() + STOP_SECONDS
     for root in roots:
         groups = sorted((path for path in root.glob("**/") if path.is_dir()), reverse=True)
