@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ganger.placement.candidates import candidates
 from ganger.resources.topology import parse_topology
 from ganger.resources.values import Claim, Role, TaskShape
@@ -42,6 +44,10 @@ class Drive:
         self.told += done.effects.history
         assert violations(self.state) == []
         return done.answer
+
+    def set_quotas(self, **devices: int) -> None:
+        """As a restart with other quotas does; those of before stay accepted."""
+        self.state.settings = replace(self.state.settings, quota_devices=devices)
 
     def join(self, node: str) -> None:
         answer = self.step(OpenSession(node, f"machine-{node}", SERVER, peer_address=f"{node}:1"))

@@ -6,9 +6,12 @@ from collections import Counter
 
 import pytest
 from core.drive import SERVER, Drive, job_of
+from ganger.resources.reasons import Reason
+from ganger_master.core.answers import Refused
 from ganger_master.core.capacity import rules
-from ganger_master.core.commands import SuspendJob
-from ganger_master.core.model import SuspendLevel
+from ganger_master.core.commands import Change, ProposePlan, SubmitArray, SubmitJob, SuspendJob
+from ganger_master.core.explain import explain, told_blockers
+from ganger_master.core.model import JobState, SuspendLevel
 from ganger_master.core.settings import Settings
 from ganger_master.core.shares import Shares
 from ganger_master.core.state import State
@@ -75,3 +78,54 @@ def test_the_last_charge_of_a_job_is_what_counts(charges: list[tuple[int, str, i
         for number in last:
             others = [devices for other, (who, devices) in last.items() if who == user and other != number]
             assert shares.beside(number, user) == sum(others)
+
+
+@pytest.mark.parametrize("policy", ["fifo", "las"])
+def test_a_job_larger_than_its_user_s_quota_is_refused_at_submission_with_the_numbers(policy: str) -> None:
+    drive = Drive(settings=Settings(policy=policy, quota_devices={"ann": 2, "bob": 0, "": 3}))
+    for command in (SubmitJob(job_of(3), "uid", "ann"), SubmitArray(job_of(3), ((0, {}),), ("uid",), user="ann")):
+        answer = drive.step(command)
+        assert isinstance(answer, Refused)
+        assert answer.reason == "QUOTA_EXCEEDED"
+        assert answer.metadata == {"user": "ann", "needed": "3", "limit": "2"}
+        assert "needs 3 GPUs and the quota of user 'ann' is 2: ask for 2 or fewer" in answer.message
+    nothing = drive.step(SubmitJob(job_of(1), "uid", "bob"))
+    assert isinstance(nothing, Refused)
+    assert "user 'bob' may hold none" in nothing.message
+    assert isinstance(drive.step(SubmitJob(job_of(4), "uid", "cat")), Refused)
+    drive.submit(job_of(2), "ann")
+    drive.submit(job_of(3), "cat")
+
+
+@pytest.mark.parametrize("policy", ["fifo", "las"])
+def test_why_names_the_jobs_that_hold_the_share(policy: str) -> None:
+    drive = Drive(2, Settings(policy=policy, quota_devices={"ann": 4}))
+    sizes = {drive.submit(job_of(gpus), "ann"): gpus for gpus in (1, 2, 1)}
+    for number in sizes:
+        job = drive.job(number)
+        drive.step(ProposePlan((Change(number, job.revision, "START", drive.places(number)[0]),)))
+        assert drive.job(number).state is JobState.HOLDING
+    waiting = drive.submit(job_of(1), "ann")
+    if policy == "fifo":
+        # Where jobs place themselves it is told what its last request was refused for.
+        drive.request(waiting, *drive.places(waiting))
+    for (blocker,) in (
+        explain(drive.state, waiting, drive.now).blockers,
+        told_blockers(drive.state, drive.job(waiting)),
+    ):
+        assert blocker.reason is Reason.QUOTA
+        assert blocker.message.startswith(
+            "user 'ann' holds 4 of the 4 GPUs of its quota: jobs/2 (2), jobs/1 (1), jobs/3 (1)"
+        )
+        assert "because of" not in blocker.message
+
+
+@pytest.mark.parametrize("policy", ["fifo", "las"])
+def test_why_says_that_a_job_never_starts_once_the_quota_was_set_below_what_it_needs(policy: str) -> None:
+    drive = Drive(settings=Settings(policy=policy, quota_devices={"ann": 4}))
+    number = drive.submit(job_of(3), "ann")
+    drive.set_quotas(ann=2)
+    found = explain(drive.state, number, drive.now)
+    (blocker,) = found.blockers
+    assert (blocker.reason, blocker.figures) == (Reason.QUOTA, {"needed": 3, "held": 0, "limit": 2})
+    assert found.assumption == "never under this quota: ask for fewer GPUs, or have an operator raise the quota"

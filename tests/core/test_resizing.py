@@ -231,7 +231,7 @@ def test_a_user_s_share_bounds_how_far_a_job_grows() -> None:
     number = drive.running(elastic(1, 1, 4))
     answer = drive.step(ResizeJob(number, 3))
     assert isinstance(answer, Refused)
-    assert "share of user" in answer.message
+    assert "the whole quota of user '' is 2" in answer.message
     assert drive.step(ResizeJob(number, 2)) == JobAnswer(number)
 
 

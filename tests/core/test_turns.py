@@ -8,7 +8,7 @@ from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import Claim, Level, Locality
 from ganger_master.core import queue
 from ganger_master.core.answers import Rejected
-from ganger_master.core.commands import CancelJob, ClaimTurns, RequestGang, Tick
+from ganger_master.core.commands import CancelJob, ClaimTurns, CordonNode, RequestGang, Tick, UncordonNode
 from ganger_master.core.model import JobState, ObservedPhase
 from ganger_master.core.queue import ASIDE, WINDOW
 from ganger_master.core.settings import Settings
@@ -316,8 +316,11 @@ def answer_turns(drive: Drive, seconds: float) -> None:
 
 @pytest.mark.parametrize("policy", ["fifo", "backfill"])
 def test_jobs_that_wait_for_no_other_job_are_passed_over_however_many_they_are(policy: str) -> None:
-    drive = Drive(1, Settings(policy=policy, quota_devices={"alice": 0}))
+    drive = Drive(1, Settings(policy=policy))
+    drive.step(CordonNode("n1", "not yet"))
     alice = [drive.submit(job_of(1), "alice") for _ in range(WINDOW + 1)]
+    drive.set_quotas(alice=0)
+    drive.step(UncordonNode("n1"))
     bob = drive.submit(job_of(1), "bob")
     answer_turns(drive, 3.0)
     assert drive.job(bob).state is JobState.HOLDING
@@ -325,8 +328,9 @@ def test_jobs_that_wait_for_no_other_job_are_passed_over_however_many_they_are(p
 
 
 def test_of_very_many_that_wait_for_no_other_job_some_are_looked_at_and_every_second_others() -> None:
-    drive = Drive(1, Settings(policy="backfill", quota_devices={"alice": 0}, turns_at_once=4))
+    drive = Drive(1, Settings(policy="backfill", turns_at_once=4))
     alice = [drive.submit(job_of(1), "alice") for _ in range(4 * ASIDE)]
+    drive.set_quotas(alice=0)
     over_quota = (Refusal(Reason.QUOTA),)
     for number in alice:
         drive.state.note_refusals(number, over_quota)
@@ -351,12 +355,13 @@ def test_of_very_many_that_wait_for_no_other_job_some_are_looked_at_and_every_se
 def test_a_job_is_asked_again_only_if_its_user_s_quota_leaves_what_it_needs_at_least(
     quota: int, is_asked: bool
 ) -> None:
-    drive = Drive(1, Settings(policy="backfill", quota_devices={"alice": quota}))
+    drive = Drive(1, Settings(policy="backfill", quota_devices={"alice": 3}))
     for user in ("alice", "bob"):
         other = drive.submit(job_of(1), user)
         answer_turns(drive, 0.2)
         drive.runs(other)
     elastic = drive.submit(replace(job_of(3), gpus_min=1, gpus_max=3), "alice")
+    drive.set_quotas(alice=quota)
     answer_turns(drive, 0.2)
     assert elastic in drive.state.aside
     drive.step(CancelJob(other))

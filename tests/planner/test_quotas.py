@@ -40,11 +40,12 @@ def test_nobody_is_stopped_for_who_would_take_its_user_beyond_its_quota(quotas: 
 
 def test_of_several_that_could_start_each_alone_somebody_is_stopped_for_the_first_only() -> None:
     def stopped(quotas: dict[str, int]) -> int:
-        drive = Planned(quotas=quotas)
+        drive = Planned()
         for _ in range(2):
             drive.running(job_of(2), seconds=500.0, user="bob")
         for _ in range(2):
             drive.submit(job_of(2), "ann")
+        drive.set_quotas(**quotas)
         return len(drive.found().changes)
 
     assert stopped({}) == stopped({"ann": 4}) == 2

@@ -27,7 +27,7 @@ from recording.kit import busy, busy_for, recorded, rerun_of, stormy
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    cluster = stormy(7, "fifo-backfill", is_calm=True)
+    cluster = stormy(26, "fifo-backfill", is_calm=True)
     busy(cluster, 4)
     directory = tmp_path_factory.mktemp("replay")
     return recorded(directory, cluster, busy_for(8, 60.0)).path

@@ -129,6 +129,12 @@ class GangImpossible(ApiError):
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "GANG_IMPOSSIBLE"
 
 
+class QuotaExceeded(ApiError):
+    """metadata: `user`, `needed` and `limit`, in GPUs."""
+
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "QUOTA_EXCEEDED"
+
+
 class JobFinished(ApiError):
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "JOB_FINISHED"
 

@@ -233,7 +233,7 @@ def _check(state: State, command: commands.SubmitArray) -> Refused | None:
         violations = list(dict.fromkeys(found))[:SEVERAL]
     if violations:
         return Refused("SPEC_INVALID", "the array cannot be accepted", violations=tuple(violations))
-    return check_room(state, command.spec, len(command.members))
+    return check_room(state, command.spec, command.user, len(command.members))
 
 
 def _wrong_members(members: Sequence[tuple[int, Mapping[str, str]]]) -> list[tuple[str, str]]:

@@ -135,7 +135,7 @@ _PATIENT = 1e12
 
 
 def rules(state: State, job: Job, gpus: int | None = None) -> tuple[Refusal, ...]:
-    """What keeps the job from any place: its user's quota. `gpus`: with so many devices, else with what it asks for."""
+    """Return what keeps the job from any place: its user's quota. `gpus`: with so many devices, else as it asks for."""
     quotas = state.settings.quota_devices
     if not quotas:
         return ()
@@ -146,7 +146,25 @@ def rules(state: State, job: Job, gpus: int | None = None) -> tuple[Refusal, ...
     if held + needed <= limit:
         return ()
     figures = {"needed": needed, "held": held, "limit": limit}
-    return (Refusal(Reason.QUOTA, figures, job=job.name, detail=f"the share of user {job.user!r} is used up"),)
+    if needed > limit:
+        detail = f"it needs {needed} GPUs and the whole quota of user {job.user!r} is {limit}"
+    else:
+        detail = f"user {job.user!r} holds {held} of the {limit} GPUs of its quota: {_holders(state, job)}"
+    return (Refusal(Reason.QUOTA, figures, detail=detail),)
+
+
+def is_beyond_quota(state: State, job: Job) -> bool:
+    """Whether the job needs more devices than its user may hold at all, so that it can never start."""
+    limit = limit_of(state.settings.quota_devices, job.user)
+    return limit is not None and job.gpus > limit
+
+
+def _holders(state: State, job: Job) -> str:
+    """Name the jobs that hold most of the share of the job's user: "jobs/3 (4), jobs/1 (2), 5 more jobs"."""
+    shares = state.shares
+    told = [f"jobs/{number} ({devices})" for number, devices in shares.largest(job.user, _TOLD, job.number)]
+    more = shares.jobs_of(job.user) - bool(shares.of(job.number)) - len(told)
+    return ", ".join([*told, f"{more} more jobs"] if more else told)
 
 
 def node_rules(state: State, job: Job, claims: Sequence[Claim]) -> tuple[Refusal, ...]:
@@ -318,6 +336,8 @@ def _places_for(state: State, waited: Sequence[Job], now: float) -> Mapping[str,
 
 
 _KEPT_SECONDS = 0.5
+# Jobs that hold a share that are named.
+_TOLD: Final = 3
 
 
 def first_blocked(state: State) -> list[Job]:

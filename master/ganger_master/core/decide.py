@@ -57,7 +57,7 @@ def _submit(state: State, command: commands.SubmitJob, now: float) -> Decision:
         name = f"jobs/{former.number}"
         text = f"request id {command.request_id} was accepted as {name}, which has ended and is no longer kept"
         return Decision((), Refused("REQUEST_REUSED", text, {"job": name}))
-    refused = check_submission(state, command.spec)
+    refused = check_submission(state, command.spec, command.user)
     if refused is not None:
         return Decision((), refused)
     number = state.counters.next_job

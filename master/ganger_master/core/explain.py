@@ -53,6 +53,9 @@ def _explain(state: State, job: Job, now: float) -> Explanation:
             return Explanation(stuck, assumption=_at_rest(state, job))
         trouble = f"; {job.trouble}" if job.trouble and not job.state.is_final else ""
         return Explanation((), assumption=_at_rest(state, job) + trouble)
+    if capacity.is_beyond_quota(state, job):
+        never = "never under this quota: ask for fewer GPUs, or have an operator raise the quota"
+        return Explanation(capacity.rules(state, job), assumption=never)
     blockers = blockers_of(state, job, now)
     if state.policy.places is Places.PLANNER:
         assumption = "unknown, because whose the next free devices are is decided anew each time"
@@ -74,6 +77,9 @@ def told_blockers(state: State, job: Job) -> tuple[Refusal, ...]:
     if is_backing_off(job):
         return (_failing(state, job),)
     told = state.blockers_of(job.number)
+    if told and told[0].reason is Reason.QUOTA:
+        # Other jobs of its user may have come and gone since.
+        return capacity.rules(state, job) or told
     if told or state.policy.places is Places.JOBS or not state.is_waiting(job):
         return told
     # Whom its user's quota keeps out the planner does not rank.

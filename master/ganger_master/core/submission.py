@@ -8,6 +8,7 @@ from ganger.placement.impossible import impossible
 
 from ganger_master.core.answers import Refused
 from ganger_master.core.model import JobSpec
+from ganger_master.core.shares import limit_of
 from ganger_master.core.state import State
 
 _TASKS_LIMIT = 10_000
@@ -33,20 +34,34 @@ _CENTURY = "at most a century"
 SEVERAL = 20
 
 
-def check_submission(state: State, spec: JobSpec) -> Refused | None:
-    """None if the job may be accepted."""
+def check_submission(state: State, spec: JobSpec, user: str) -> Refused | None:
+    """None if the user's job may be accepted."""
     violations = violations_of(spec)
     if violations:
         text = "; ".join(f"{path}: {what}" for path, what in violations[:SEVERAL])
         return Refused("SPEC_INVALID", text, violations=violations)
-    return check_room(state, spec)
+    return check_room(state, spec, user)
 
 
-def check_room(state: State, spec: JobSpec, jobs: int = 1) -> Refused | None:
-    """Whether so many jobs of this kind may wait, and could ever run."""
+def check_room(state: State, spec: JobSpec, user: str, jobs: int = 1) -> Refused | None:
+    """Whether so many jobs of this kind of the user may wait, and could ever run."""
     if len(state.waiting) + jobs > state.settings.jobs_waiting_limit:
         return Refused("QUEUE_FULL", f"{len(state.waiting)} jobs wait already; cancel some or try later")
-    return check_possible(state, spec)
+    return check_possible(state, spec) or _check_quota(state, spec, user)
+
+
+def _check_quota(state: State, spec: JobSpec, user: str) -> Refused | None:
+    """Whether the user's quota could ever let the job start."""
+    limit = limit_of(state.settings.quota_devices, user)
+    if limit is None or spec.gpus <= limit:
+        return None
+    text = (
+        f"the job needs {spec.gpus} GPUs and the quota of user {user!r} is {limit}: ask for {limit} or fewer,"
+        " or have an operator raise the quota"
+        if limit
+        else f"the job needs {spec.gpus} GPUs and user {user!r} may hold none: have an operator raise the quota"
+    )
+    return Refused("QUOTA_EXCEEDED", text, {"user": user, "needed": str(spec.gpus), "limit": str(limit)})
 
 
 def check_possible(state: State, spec: JobSpec) -> Refused | None:
