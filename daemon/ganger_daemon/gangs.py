@@ -108,6 +108,8 @@ class GangSet:
             if one.epoch in missing and here is None:
                 absent.add(one.epoch)
                 continue
+            if here is not None:
+                here.hear_checkpoints(message.kept_checkpoints)
             if here is not None and self.rotation.rules(here, one):
                 # What follows from it follows when its turn comes, or is over.
                 here.hear_master(message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from core.drive import Drive, job_of
 from ganger_master.core.commands import DeclareLost, ResumeJob, SuspendJob
+from ganger_master.core.desired import desired_of
 from ganger_master.core.model import Checkpoint, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
 from msgspec.structs import replace
 
@@ -143,3 +144,71 @@ def test_a_suspended_job_that_is_resumed_goes_back_too() -> None:
     ends(drive, number, unreadable("20"))
     drive.start(number)
     assert drive.state.gangs[drive.job(number).epoch].restore.step == 10
+
+
+def test_a_job_whose_known_checkpoints_are_gone_goes_on_from_the_newest_on_storage() -> None:
+    drive, number = begun()
+    saved(drive, number, 10)
+    saved(drive, number, 20)
+    first = drive.job(number).epoch
+    restarted(drive, number)
+    found = tuple([Checkpoint(step, first, f"checkpoints/{step}-{first}") for step in (30, 40)])
+    ends(drive, number, replace(unreadable(f"20-{first}"), checkpoints=found))
+    job = drive.job(number)
+    assert (job.state, job.failures, job.launch_failures) == (JobState.PENDING, 0, 0)
+    assert checkpoints(drive, number) == [f"checkpoints/40-{first}", f"checkpoints/30-{first}"]
+    restore = drive.state.gangs[drive.start(number)].restore
+    assert (restore.checkpoint_path, restore.step) == (f"checkpoints/40-{first}", 40)
+
+
+def test_of_what_a_daemon_finds_on_storage_nothing_unreadable_and_nothing_of_a_later_epoch_is_taken() -> None:
+    drive, number = begun()
+    saved(drive, number, 10)
+    first = drive.job(number).epoch
+    epoch = restarted(drive, number)
+    found = (Checkpoint(10, first, f"checkpoints/10-{first}"), Checkpoint(30, epoch, f"checkpoints/30-{epoch}"))
+    ends(drive, number, replace(unreadable(f"10-{first}"), checkpoints=found))
+    assert drive.job(number).state is JobState.FAILED
+
+
+def outdated(*steps: int, epoch: int) -> Outcome:
+    found = tuple([Checkpoint(step, epoch, f"checkpoints/{step}-{epoch}") for step in steps])
+    return Outcome(OutcomeKind.STATE_OUTDATED, message="storage has a newer checkpoint", checkpoints=found)
+
+
+def test_a_newer_checkpoint_on_storage_is_what_the_job_starts_from_at_no_cost_to_it() -> None:
+    drive, number = begun()
+    first = drive.job(number).epoch
+    restarted(drive, number)
+    ends(drive, number, outdated(30, 40, epoch=first))
+    job = drive.job(number)
+    assert (job.state, job.failures, job.launch_failures) == (JobState.PENDING, 0, 0)
+    assert checkpoints(drive, number) == [f"checkpoints/40-{first}", f"checkpoints/30-{first}"]
+    assert drive.state.gangs[drive.start(number)].restore.step == 40
+
+
+def test_a_daemon_that_goes_on_reporting_newer_checkpoints_without_any_does_not_start_the_job_for_ever() -> None:
+    drive, number = begun()
+    restarted(drive, number)
+    for _ in range(drive.state.settings.launch_failures_allowed):
+        ends(drive, number, outdated(epoch=1))
+        assert drive.job(number).state is JobState.PENDING
+        drive.start(number)
+    ends(drive, number, outdated(epoch=1))
+    assert drive.job(number).state is JobState.FAILED
+
+
+def test_the_leader_is_told_which_checkpoints_to_keep_as_soon_as_they_are_durable() -> None:
+    drive = Drive(nodes=2)
+    number = drive.submit(job_of(8))
+    first = drive.start(number)
+    drive.runs(number)
+    gang = drive.state.gangs[first]
+    kept = {}
+    for step in (10, 20, 30):
+        told = replace(drive.report(gang, ObservedPhase.RUNNING), checkpoint=Checkpoint(step, first, f"{step}-{first}"))
+        drive.observe("n1", told)
+        kept = {node: desired_of(drive.state, node).gangs[0].kept_checkpoints for node in ("n1", "n2")}
+    leader = desired_of(drive.state, "n1").gangs[0].members[0].node
+    (other,) = {"n1", "n2"} - {leader}
+    assert kept == {leader: (f"30-{first}", f"20-{first}"), other: ()}

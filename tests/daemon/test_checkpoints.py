@@ -16,7 +16,7 @@ from ganger_daemon.checkpoints.publish import Gathering, Shard, manifest
 from ganger_daemon.checkpoints.storage import proved, room_missing
 from ganger_daemon.checkpoints.verify import Unreadable, Verified, describe_shard, verify
 from ganger_daemon.workers.desired import LocalPart
-from ganger_daemon.workers.launch import LaunchRefusedError, StateUnreadableError, restore_plan
+from ganger_daemon.workers.launch import LaunchRefusedError, StateOutdatedError, StateUnreadableError, restore_plan
 
 UID = "2f1c7c9e-5f4e-4a8e-9d55-1f1f4e1d2b10"
 
@@ -91,7 +91,7 @@ def test_old_checkpoints_dead_leftovers_and_trash_go_and_living_ones_stay(tmp_pa
         make(tmp_path, step, epoch)
     for name in ("5-1.tmp", "3-2.tmp", "6-2.tmp", ".trash-0-1"):
         (tmp_path / name).mkdir()
-    collect(tmp_path, CheckpointName(4, 2), restored=CheckpointName(1, 1))
+    collect(tmp_path, CheckpointName(4, 2), [CheckpointName(1, 1), CheckpointName(3, 1)])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1-1", "3-1", "4-2", "6-2.tmp"]
     assert complete(tmp_path) == (CheckpointName(1, 1), CheckpointName(3, 1), CheckpointName(4, 2))
 
@@ -203,3 +203,55 @@ def test_storage_that_went_away_is_no_damaged_checkpoint(tmp_path: Path) -> None
     with pytest.raises(LaunchRefusedError, match="cannot be read now") as refused:
         restore_plan(agent_pb2.DesiredGang(job_uid=UID, restore=restore), tmp_path, LocalPart((0,), (1,), 1, True))
     assert not isinstance(refused.value, StateUnreadableError)
+
+
+def gang_from(path: str, step: int, epoch: int, *unreadable: str) -> agent_pb2.DesiredGang:
+    restore = agent_pb2.Restore(checkpoint_path=path, step=step, unreadable_paths=unreadable) if path else None
+    return agent_pb2.DesiredGang(job_uid=UID, epoch=epoch, restore=restore)
+
+
+def test_the_leader_reports_a_newer_checkpoint_of_an_earlier_attempt_and_its_members_do_not_look(
+    tmp_path: Path,
+) -> None:
+    for step, epoch in ((9, 1), (7, 2), (8, 2), (99, 3)):
+        make(tmp_path / UID / "checkpoints", step, epoch)
+    leader, member = LocalPart((0,), (1,), 2, True), LocalPart((1,), (1,), 2, False)
+    for desired in (gang_from("checkpoints/9-1", 9, 3), gang_from("", 0, 3)):
+        with pytest.raises(StateOutdatedError, match="newer checkpoint, checkpoints/8-2") as refused:
+            restore_plan(desired, tmp_path, leader)
+        assert [one.path for one in refused.value.found] == [
+            "checkpoints/8-2", "checkpoints/7-2", "checkpoints/9-1",
+        ]  # fmt: skip
+    for desired in (
+        gang_from("checkpoints/8-2", 8, 3),
+        gang_from("checkpoints/7-2", 7, 3, "checkpoints/8-2"),
+    ):
+        assert restore_plan(desired, tmp_path, leader).step == desired.restore.step
+    assert restore_plan(gang_from("checkpoints/9-1", 9, 3), tmp_path, member).step == 9
+
+
+def test_what_else_is_on_storage_is_reported_with_a_checkpoint_that_cannot_be_read(tmp_path: Path) -> None:
+    for step in (7, 8, 9):
+        make(tmp_path / UID / "checkpoints", step, 1)
+    damage(tmp_path / UID / "checkpoints" / "9-1" / "rank-1.shard")
+    (tmp_path / ".ganger-token").write_text("token\n")
+    with pytest.raises(StateUnreadableError) as refused:
+        restore_plan(gang_from("checkpoints/9-1", 9, 2), tmp_path, LocalPart((1,), (1,), 2, False))
+    assert [(one.step, one.size_bytes > 8192) for one in refused.value.found] == [(9, True), (8, True), (7, True)]
+
+
+def test_no_checkpoint_goes_that_the_master_wants_and_none_at_all_while_it_is_not_known_what_it_wants(
+    tmp_path: Path,
+) -> None:
+    directory = tmp_path / UID / "checkpoints"
+
+    async def story(wanted: frozenset[CheckpointName] | None, steps: range) -> list[int]:
+        keeper = Keeper(UID, 1, 1, True, publish_here, nobody, lambda: None, wanted)
+        for step in steps:
+            write_shards(directory, step, 1, 1)
+            await keeper.durable(tmp_path, step, step, (0,))
+        return [name.step for name in complete(directory)]
+
+    assert asyncio.run(story(None, range(1, 5))) == [1, 2, 3, 4]
+    wanted = frozenset({CheckpointName(1, 1), CheckpointName(2, 1)})
+    assert asyncio.run(story(wanted, range(5, 8))) == [1, 2, 3, 6, 7]

@@ -242,6 +242,53 @@ def test_a_checkpoint_written_while_cut_off_is_what_the_next_attempt_starts_from
     ends(cluster, number)
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_job_whose_checkpoints_were_written_while_its_master_was_dead_goes_on_from_the_newest(is_told: bool) -> None:
+    """The node dies before the master is back; `is_told`: the master knew of a checkpoint before it died."""
+    cluster = cluster_of(2)
+    number = started(cluster, job_of(4, steps=200))
+    training = cluster.oracle.trainings["uid-1"]
+    assert cluster.run_until(lambda: training.known == 20 or (not is_told and training.step == 15), 60.0)
+    held = gang(cluster, number)
+    assert held is not None
+    (here,) = held.nodes
+    cluster.master.crash(120.0)
+    assert cluster.run_until(lambda: len(training.checkpoints) == 4, 100.0)
+    if is_told:
+        # Two newer ones are there, and still those that the master would start from.
+        assert [one.step for one in cluster.physics.on_storage("uid-1")] == [20, 60, 80]
+    cluster.daemons[here].reboot(wiped=True)
+    assert cluster.run_until(lambda: cluster.master.is_up, 130.0)
+    cluster.run_for(5.0)
+    cluster.engine.after(100.0, cluster.daemons[here].start)
+    assert cluster.run_until(lambda: isinstance(cluster.ask(DeclareLost(here)), NodeAnswer), 60.0)
+    assert cluster.run_until(lambda: training.step > 80, 60.0)
+    assert training.began == 80
+    ends(cluster, number)
+    assert job(cluster, number).launch_failures == 0
+
+
+def test_a_job_whose_known_checkpoints_are_gone_from_storage_goes_on_from_the_newest_that_is_left() -> None:
+    cluster = cluster_of(2)
+    number = started(cluster, job_of(4, steps=200))
+    training = cluster.oracle.trainings["uid-1"]
+    assert cluster.run_until(lambda: training.known == 40, 60.0)
+    cluster.master.crash(60.0)
+    assert cluster.run_until(lambda: len(training.checkpoints) == 4, 60.0)
+    held = gang(cluster, number)
+    assert held is not None
+    (here,) = held.nodes
+    for path in cluster.physics.kept.pop(held.epoch):
+        del cluster.physics.checkpoints[path]
+    cluster.daemons[here].reboot(wiped=True)
+    assert cluster.run_until(lambda: cluster.master.is_up, 70.0)
+    cluster.run_for(5.0)
+    assert cluster.run_until(lambda: isinstance(cluster.ask(DeclareLost(here)), NodeAnswer), 60.0)
+    assert cluster.run_until(lambda: training.step > 80, 60.0)
+    assert training.began == 80
+    ends(cluster, number)
+
+
 def test_a_draining_node_empties_by_moves() -> None:
     cluster = cluster_of(2)
     numbers = [started(cluster, job_of(1, steps=200)), started(cluster, job_of(1, steps=200))]

@@ -1,4 +1,5 @@
-"""Which checkpoints may go: all but the newest complete ones, what a job began from, and what is still being written.
+"""Which checkpoints may go: all but the newest complete ones, those the master would start the job from, and what is
+still being written.
 
 Newer is what a later epoch wrote, whatever its step: a job that had to go back to an older checkpoint leaves unreadable
 ones of higher steps behind, and those must not crowd out the good ones.
@@ -19,16 +20,22 @@ _TRASH = ".trash-"
 
 
 def surplus(
-    names: Collection[CheckpointName], newest: CheckpointName, restored: CheckpointName | None = None
+    names: Collection[CheckpointName], newest: CheckpointName, wanted: Collection[CheckpointName] = ()
 ) -> tuple[CheckpointName, ...]:
-    """What to remove once `newest` is published, oldest first. What its epoch was restored from is known to be good and
-    stays until the epoch has KEEP of its own."""
-    ordered = sorted(names, key=lambda name: (name.epoch, name.step))
-    own = sum(name.epoch == newest.epoch for name in ordered)
-    kept = {*ordered[-KEEP:], newest}
-    if restored is not None and own < KEEP:
-        kept.add(restored)
+    """What to remove once `newest` is published, oldest first.
+
+    `wanted`: those the master would start the job from, as it has said last. Of what was published since, it may have
+    made the first one durable without its answer coming through; so that one stays, too.
+    """
+    ordered = sorted(names, key=_age)
+    said = max(map(_age, wanted), default=(-1, -1))
+    since = [name for name in ordered if _age(name) > said]
+    kept = {*ordered[-KEEP:], newest, *wanted, *since[:1]}
     return tuple(name for name in ordered if name not in kept)
+
+
+def _age(name: CheckpointName) -> tuple[int, int]:
+    return (name.epoch, name.step)
 
 
 def is_leftover(unfinished: CheckpointName, newest: CheckpointName) -> bool:
@@ -36,7 +43,7 @@ def is_leftover(unfinished: CheckpointName, newest: CheckpointName) -> bool:
     return (unfinished.epoch, unfinished.step) <= (newest.epoch, newest.step)
 
 
-def collect(directory: Path, newest: CheckpointName, restored: CheckpointName | None = None) -> tuple[str, ...]:
+def collect(directory: Path, newest: CheckpointName, wanted: Collection[CheckpointName] = ()) -> tuple[str, ...]:
     """Removes surplus checkpoints, leftovers and old trash from one job's directory, `newest` being just published;
     names removed.
 
@@ -44,7 +51,7 @@ def collect(directory: Path, newest: CheckpointName, restored: CheckpointName | 
     """
     if not directory.is_dir():
         return ()
-    doomed = [str(name) for name in surplus(complete(directory), newest, restored)]
+    doomed = [str(name) for name in surplus(complete(directory), newest, wanted)]
     doomed += [name for name, unfinished in _unfinished(directory) if is_leftover(unfinished, newest)]
     return _remove(directory, doomed)
 

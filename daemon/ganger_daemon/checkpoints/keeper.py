@@ -59,8 +59,8 @@ Report = Callable[[int, int, tuple[Shard, ...]], Awaitable[bool]]
 
 class Keeper:
     """`publish(tmp, final, manifest)` blocks (the launcher does it) and raises StorageError, or OSError for what may
-    pass; `report` tells the leader, on a member, and returns whether the checkpoint is published. `restored` is what
-    the gang began from: it is kept until this epoch has as many of its own."""
+    pass; `report` tells the leader, on a member, and returns whether the checkpoint is published. `wanted`: those
+    the master would start the job from; None: not known, and nothing is removed."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Keeper:
         publish: Publish,
         report: Report,
         changed: Callable[[], None],
-        restored: CheckpointName | None = None,
+        wanted: frozenset[CheckpointName] | None = frozenset(),
     ) -> None:
         self._job_uid = job_uid
         self._epoch = epoch
@@ -80,7 +80,7 @@ class Keeper:
         self._publish = publish
         self._report = report
         self._changed = changed
-        self._restored = restored
+        self.wanted = wanted
         self._gatherings: dict[int, Gathering] = {}
         self._described: dict[tuple[int, int], Shard] = {}  # by (agreement, rank)
         self._refused: dict[int, str] = {}
@@ -100,6 +100,12 @@ class Keeper:
             if name.epoch == self._epoch:
                 self.published = _published(storage, self._job_uid, name)
                 return
+
+    def prune(self, storage: Path) -> None:
+        """Removes what is neither among the newest nor wanted by the master. Blocks."""
+        if self._leads and self.published is not None and self.wanted is not None:
+            newest = CheckpointName(self.published.step, self.published.epoch)
+            collect(checkpoints_directory(storage, self._job_uid), newest, self.wanted)
 
     def due(self, now: float, interval_seconds: float, request: int) -> bool:
         return self._leads and due(self.schedule, now, interval_seconds, request)
@@ -182,7 +188,7 @@ class Keeper:
         name = CheckpointName(gathering.step, self._epoch)
         self.published = _published(storage, self._job_uid, name)
         log.info("checkpoint published", extra={"job": self._job_uid, "checkpoint": str(name)})
-        collect(checkpoints_directory(storage, self._job_uid), name, self._restored)
+        self.prune(storage)
 
     async def _describe(
         self, tmp: Path, final: Path, agreement: int, ranks: tuple[int, ...]

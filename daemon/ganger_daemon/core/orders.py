@@ -65,6 +65,18 @@ class OutcomeKind(IntEnum):
     FENCED = 8
     ESCALATED = 9
     STATE_UNREADABLE = 10
+    STATE_OUTDATED = 11
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A complete checkpoint on storage; `path` is relative to the job's directory."""
+
+    step: int
+    epoch: int
+    path: str
+    size_bytes: int = 0
+    time_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +85,8 @@ class Outcome:
     exit_code: int = 0
     rank: int = 0
     message: str = ""
+    # The newest ones, where it could not start from the one that was named.
+    found: tuple[Found, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

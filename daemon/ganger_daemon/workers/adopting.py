@@ -35,6 +35,12 @@ def recall_notes(host: Host, paths: GangPaths, launching: Launching, memory: Mem
     return mark
 
 
+def recall_wanted_checkpoints(paths: GangPaths) -> list[str] | None:
+    """Paths of those the master would start the job from, as noted; None if they are not."""
+    noted = read_json(paths.local).get("wanted_checkpoints")
+    return [str(path) for path in noted] if isinstance(noted, list) else None
+
+
 def recall_told(paths: GangPaths, desired: agent_pb2.DesiredGang) -> agent_pb2.DesiredGang:
     """What the master wanted of a gang, as noted where a switch of rows came after it; else its last order."""
     if not order_key(desired.order).is_by_turn:

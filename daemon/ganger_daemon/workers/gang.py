@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,14 +34,14 @@ from ganger_daemon.files import make_directory, write_hint
 from ganger_daemon.host import Host
 
 from . import outcomes
-from .adopting import find_ranks, recall_notes, recall_told
+from .adopting import find_ranks, recall_notes, recall_told, recall_wanted_checkpoints
 from .agreeing import Agreeing
 from .belonging import Child
 from .complaints import Complaints, summary_of
 from .deaths import Deaths
 from .desired import local_part, to_json, wanted_of, with_spec_of
 from .incoming import Incoming
-from .launch import StateUnreadableError, has_no_agent
+from .launch import LaunchRefusedError, has_no_agent
 from .launching import Launching
 from .looks import next_look
 from .observation import observe
@@ -57,6 +57,7 @@ log = logging.getLogger(__name__)
 # What a shell exits with where it could not execute a command.
 _NOT_EXECUTED = 127
 _COPYING = {Phase.STOPPING: core.RankState.SAVING, Phase.PREPARED: core.RankState.RESTORING}
+_NOT_STARTED = (OutcomeKind.LAUNCH_FAILED, OutcomeKind.STATE_UNREADABLE, OutcomeKind.STATE_OUTDATED)
 _YOUNG_SECONDS = 60.0
 _LOG_SECONDS = 10.0
 # Of what a job says; its own log has room for the rest.
@@ -214,6 +215,11 @@ class LocalGang:
         """What the master wants of it, where it does not follow at once what it is to do now."""
         self.told = with_spec_of(told, self.told)
 
+    def hear_checkpoints(self, paths: Sequence[str]) -> None:
+        """Which checkpoints the master would start the job from."""
+        if self.saving.want(paths) and self._launched:
+            self._write_local()
+
     def obey(self, desired: agent_pb2.DesiredGang) -> None:
         """A newer order. Returns at once; the loop carries it out."""
         merged = with_spec_of(desired, self.desired)
@@ -293,10 +299,11 @@ class LocalGang:
         self._mark = recall_notes(self.host, self.paths, self.launching, self.memory)
         self.told = recall_told(self.paths, self.desired)
         kept = outcomes.kept(self.paths)
-        self.saving.recall(self.wanted.stop_sequence, kept.step if kept is not None else None)
+        noted = recall_wanted_checkpoints(self.paths)
+        self.saving.recall(self.wanted.stop_sequence, kept.step if kept is not None else None, noted)
         if kept is not None:
             self._settled = kept.outcome
-            if self._settled.kind in (OutcomeKind.LAUNCH_FAILED, OutcomeKind.STATE_UNREADABLE):
+            if self._settled.kind in _NOT_STARTED:
                 self._launch_failure = self._settled
         ranks = find_ranks(self.paths, self.part, self.pages, self.launching, children)
         if ranks is not None:
@@ -411,12 +418,12 @@ class LocalGang:
         except Exception as error:
             if not isinstance(error, self.launching.REFUSALS):
                 log.exception("launch failed", extra={"job": self.desired.job})
-            unreadable = isinstance(error, StateUnreadableError)
-            kind = OutcomeKind.STATE_UNREADABLE if unreadable else OutcomeKind.LAUNCH_FAILED
+            kind = error.kind if isinstance(error, LaunchRefusedError) else OutcomeKind.LAUNCH_FAILED
+            found = error.found if isinstance(error, LaunchRefusedError) else ()
             # By its having an exit code the master knows that the command is to blame, and not the node.
             is_command = isinstance(error, LauncherError) and error.reason == "COMMAND"
             self._launch_failure = Outcome(
-                kind, _NOT_EXECUTED if is_command else 0, message=str(error) or type(error).__name__
+                kind, _NOT_EXECUTED if is_command else 0, 0, str(error) or type(error).__name__, found
             )
             self.wake()
             return
@@ -626,6 +633,7 @@ class LocalGang:
             "grant": [list(share) for share in self.host.shares_of(self.paths.group)],
             "baselines": self.memory.baselines(),
             "mark": self._mark.journal(),
+            "wanted_checkpoints": self.saving.wanted_paths,
             "told": to_json(self.told) if self.wanted.order.is_by_turn else {},
             **self.launching.journal(),
         }

@@ -20,8 +20,11 @@ from ganger.injob.page import VERSION
 from ganger.injob.pages import page_path
 from ganger.v1 import job_pb2
 
+from ganger_daemon.checkpoints.found import newest_found
+from ganger_daemon.checkpoints.layout import parse_final
 from ganger_daemon.checkpoints.storage import token_found
 from ganger_daemon.checkpoints.verify import Unreadable, verify
+from ganger_daemon.core.orders import Found, OutcomeKind
 from ganger_daemon.files import write_json
 
 from .desired import LocalPart
@@ -33,11 +36,26 @@ _ARENA_ALIGNMENT = 2 << 20
 
 
 class LaunchRefusedError(Exception):
-    """The gang cannot start here; the message says why, for the user."""
+    """The gang cannot start here; the message says why, for the user. `found`: complete checkpoints on storage, newest
+    first, where those matter."""
+
+    kind = OutcomeKind.LAUNCH_FAILED
+
+    def __init__(self, message: str, found: tuple[Found, ...] = ()) -> None:
+        super().__init__(message)
+        self.found = found
 
 
 class StateUnreadableError(LaunchRefusedError):
     """What it was to start from is damaged or gone; the message names the files."""
+
+    kind = OutcomeKind.STATE_UNREADABLE
+
+
+class StateOutdatedError(LaunchRefusedError):
+    """Storage has a newer checkpoint than the one it was to start from."""
+
+    kind = OutcomeKind.STATE_OUTDATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +124,17 @@ def restore_plan(desired: agent_pb2.DesiredGang, storage: Path | None, part: Loc
     """What the ranks start from. Raises LaunchRefusedError, StateUnreadableError.
 
     Just the checkpoint that is named: all nodes of a gang must start from the same, so none may take another one. Of
-    the shards only those of this node are read; the other nodes read theirs.
+    the shards only those of this node are read; the other nodes read theirs. The leader looks whether storage has a
+    newer one, which was written while its node was cut off from the master; then the master has to name that.
+    Raises StateOutdatedError.
     """
     source = desired.restore.WhichOneof("source")
-    if source is None:
-        return RestorePlan()
     if source == "parked":
         return RestorePlan("arena", step=desired.restore.step)
+    if part.leads and storage is not None:
+        _check_newest(desired, storage)
+    if source is None:
+        return RestorePlan()
     if storage is None:
         raise LaunchRefusedError("the checkpoint lies on storage this node does not see")
     path = Path(desired.restore.checkpoint_path)
@@ -123,12 +145,30 @@ def restore_plan(desired: agent_pb2.DesiredGang, storage: Path | None, part: Loc
         # its token is looked at last: what is not seen because storage went away is not damaged
         if not found.is_lasting or not token_found(storage):
             raise LaunchRefusedError(f"checkpoint {path} cannot be read now: {found.why}")
-        raise StateUnreadableError(f"checkpoint {path} cannot be restored: {found.why}")
+        left = _on_storage(desired, storage)
+        raise StateUnreadableError(f"checkpoint {path} cannot be restored: {found.why}", left)
     may_differ = desired.spec.gpus_max > 0
     if found.step < desired.restore.step or not (found.world == part.world or may_differ):
         said = f"is of step {found.step} and {found.world} ranks"
-        raise StateUnreadableError(f"checkpoint {path} {said}, not of {desired.restore.step} and {part.world}")
+        text = f"checkpoint {path} {said}, not of {desired.restore.step} and {part.world}"
+        raise StateUnreadableError(text, _on_storage(desired, storage))
     return RestorePlan("checkpoint", str(path), found.step, found.world)
+
+
+def _check_newest(desired: agent_pb2.DesiredGang, storage: Path) -> None:
+    """Raises StateOutdatedError where an earlier attempt left a newer checkpoint than the one that is named."""
+    named = parse_final(Path(desired.restore.checkpoint_path).name)
+    unreadable = set(desired.restore.unreadable_paths)
+    found = _on_storage(desired, storage)
+    newest = next((one for one in found if one.path not in unreadable), None)
+    if newest is not None and (named is None or (newest.epoch, newest.step) > (named.epoch, named.step)):
+        than = f"than {desired.restore.checkpoint_path}" if named is not None else "and was to start from none"
+        raise StateOutdatedError(f"storage has a newer checkpoint, {newest.path}, {than}", found)
+
+
+def _on_storage(desired: agent_pb2.DesiredGang, storage: Path) -> tuple[Found, ...]:
+    """The newest complete checkpoints of earlier attempts, newest first."""
+    return newest_found(storage, desired.job_uid, desired.epoch)
 
 
 def arena_bytes_per_rank(desired: agent_pb2.DesiredGang, ranks: int, device_memory_bytes: int) -> int:

@@ -72,6 +72,16 @@ def observe(gang: LocalGang) -> agent_pb2.ObservedGang:
                 exit_code=outcome.exit_code,
                 rank=outcome.rank,
                 message=outcome.message,
+                checkpoints=[
+                    job_pb2.Checkpoint(
+                        step=one.step,
+                        epoch=one.epoch,
+                        path=one.path,
+                        size_bytes=one.size_bytes,
+                        create_time=timestamp_pb2.Timestamp(seconds=int(one.time_s)),
+                    )
+                    for one in outcome.found
+                ],
             )
         )
     published = gang.saving.keeper.published

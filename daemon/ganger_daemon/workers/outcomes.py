@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from typing import NamedTuple
 
-from ganger_daemon.core.orders import Outcome, OutcomeKind
+from ganger_daemon.core.orders import Found, Outcome, OutcomeKind
 from ganger_daemon.files import make_directory, read_json, write_json
 
 from .directories import GangPaths
@@ -28,6 +29,7 @@ def keep(paths: GangPaths, outcome: Outcome, step: int | None) -> None:
         "rank": outcome.rank,
         "message": outcome.message,
         "step": step,
+        "found": [asdict(one) for one in outcome.found],
     }
     make_directory(paths.job)
     write_json(paths.outcome, fields, durable=True)
@@ -41,7 +43,8 @@ def kept(paths: GangPaths) -> Kept | None:
     try:
         kind, code, rank = (int(fields[name]) for name in ("kind", "exit_code", "rank"))
         step = None if fields.get("step") is None else int(fields["step"])
-        return Kept(Outcome(OutcomeKind(kind), code, rank, str(fields["message"])), step)
+        found = tuple([Found(**one) for one in fields.get("found", ())])
+        return Kept(Outcome(OutcomeKind(kind), code, rank, str(fields["message"]), found), step)
     except (KeyError, TypeError, ValueError) as error:
         log.warning("outcome cannot be read", extra={"path": str(paths.outcome), "error": repr(error)})
         return None

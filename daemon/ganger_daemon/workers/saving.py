@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.page import CHECKPOINT_BIT, Level, Progress
 
 from ganger_daemon.checkpoints.keeper import Keeper, StorageError, publish_here
-from ganger_daemon.checkpoints.layout import parse_final
+from ganger_daemon.checkpoints.layout import CheckpointName, parse_final
 from ganger_daemon.checkpoints.publish import Shard
 from ganger_daemon.control.orders import page_order, write_details
 from ganger_daemon.control.pages import ControlPages
@@ -64,14 +64,39 @@ class Saving:
             self._publish,
             self._report,
             news,
-            parse_final(Path(desired.restore.checkpoint_path).name),
+            _names(desired.kept_checkpoints),
         )
+        self._pruning: asyncio.Task[None] | None = None
 
-    def recall(self, stop_sequence: int, step: int | None) -> None:
-        """After a daemon restart; `step` is that of a checkpoint the gang has ended with."""
+    def recall(self, stop_sequence: int, step: int | None, wanted: Collection[str] | None) -> None:
+        """After a daemon restart; `step` is that of a checkpoint the gang has ended with, `wanted` are the paths of
+        those the master wanted last, None if no note says."""
+        self.keeper.wanted = None if wanted is None else _names(wanted)
         self.keeper.recall(self._host.storage.path)
         if step is not None:
             self.keeper.handed[stop_sequence] = step
+
+    def want(self, paths: Collection[str]) -> bool:
+        """The master has said which checkpoints it would start the job from: others may go. Whether that is news."""
+        names = _names(paths)
+        if names == self.keeper.wanted:
+            return False
+        self.keeper.wanted = names
+        if self._part.leads and (self._pruning is None or self._pruning.done()):
+            # Beside the gang's loop: storage may hang.
+            self._pruning = asyncio.create_task(self._prune())
+        return True
+
+    @property
+    def wanted_paths(self) -> list[str] | None:
+        """For the notes of the next daemon."""
+        names = self.keeper.wanted
+        return None if names is None else [f"checkpoints/{name}" for name in sorted(names)]
+
+    async def _prune(self) -> None:
+        storage = self._host.storage.path
+        if storage is not None:
+            await asyncio.to_thread(self.keeper.prune, storage)
 
     def obey(self, wanted: Wanted, newer: Wanted) -> None:
         """If the ranks were to save and end, and are to do something else now, that checkpoint is given up."""
@@ -170,6 +195,11 @@ class Saving:
         return await self._peers.shard_written(
             leader.peer_address, self._paths.job_uid, self._paths.epoch, agreement, step, shards
         )
+
+
+def _names(paths: Iterable[str]) -> frozenset[CheckpointName]:
+    found = [parse_final(Path(path).name) for path in paths]
+    return frozenset(name for name in found if name is not None)
 
 
 def _saves(wanted: Wanted) -> bool:

@@ -26,8 +26,8 @@ def desired_of(state: State, node: str) -> DesiredSet:
 
 
 class Party(Struct, eq=False, gc=False):
-    """A gang with all that its orders are made of. What else they depend on never changes, but for the job's spec: when
-    that is updated, the state forgets the party."""
+    """A gang with all that its orders are made of. What else they depend on never changes, but for the job's spec and
+    its checkpoints: when those change, the state forgets the party."""
 
     gang: Gang
     job: Job
@@ -197,6 +197,7 @@ def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
             restore.step,
             restore.alone,
             restore.peak_device_bytes,
+            job.unreadable,
         ),
         threads=gang.threads,
         checkpoint_interval_seconds=max(0.0, interval),
@@ -204,8 +205,14 @@ def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
         repin_request=gang.repin_request,
         grace_seconds=settings.grace_seconds,
         checkpoint_first=gang.checkpoint_first,
+        kept_checkpoints=_kept_checkpoints(job) if party.members[0].node == piece.claim.node else (),
         needs_spec=not _is_begun(piece),
     )
+
+
+def _kept_checkpoints(job: Job) -> tuple[str, ...]:
+    """What the job would start from: as long as this has not changed at its leader, nothing newer is durable here."""
+    return tuple([one.path for one in (job.checkpoint, job.checkpoint_before) if one is not None])
 
 
 def _is_begun(piece: Piece) -> bool:

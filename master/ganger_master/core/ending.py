@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ganger_master.core import copies, finished, launches, memberships, orders, restarts
+from ganger_master.core import checkpoints, copies, finished, launches, memberships, orders, restarts
 from ganger_master.core.lifecycle import bad_outcome
 from ganger_master.core.model import (
     Checkpoint,
@@ -107,6 +107,8 @@ def fail(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
     if outcome.kind is OutcomeKind.STATE_UNREADABLE and job.checkpoint is not None:
         _fall_back(state, job, gang, job.checkpoint, outcome, now, cause)
         return
+    if outcome.kind is OutcomeKind.STATE_OUTDATED and _catch_up(state, job, gang, outcome, now):
+        return
     failure = _failure_of(gang, outcome)
     if outcome.kind is OutcomeKind.ESCALATED and gang.node_set:
         # Others waited for it until it was killed, and would again, turn after turn.
@@ -134,7 +136,8 @@ def fail(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
 def _fall_back(
     state: State, job: Job, gang: Gang, newest: Checkpoint, outcome: Outcome, now: float, cause: str
 ) -> None:
-    """A checkpoint is damaged or gone: on from the complete one before it, steps back but never from the beginning."""
+    """A checkpoint is damaged or gone: continue from the newest other one that is on storage, else from the one before
+    it that is known; steps back, but never from the beginning."""
     if gang.restore.checkpoint_path != newest.path:
         # A newer one is there by now.
         requeue(state, job, now, outcome.message)
@@ -142,16 +145,31 @@ def _fall_back(
     # Of two damaged ones both are named.
     earlier = [job.trouble] if job.trouble.startswith(f"{OutcomeKind.STATE_UNREADABLE}:") else []
     trouble = "; ".join([*earlier, f"{OutcomeKind.STATE_UNREADABLE}: {outcome.message}"])
-    before = job.checkpoint_before
+    passed_over = (*job.unreadable, newest.path)
+    left = checkpoints.usable(outcome.checkpoints, gang.epoch, passed_over)
+    before = left[0] if left else job.checkpoint_before
     figures = {"step": newest.step, "goes_on_from": before.step if before else "nowhere"}
     state.history(now, job, "checkpoint_unreadable", cause, outcome.message, epoch=gang.epoch, **figures)
     if before is None:
         text = f"{trouble}; there is no older checkpoint, and nothing was deleted"
         end(state, job.number, JobState.FAILED, now, text, Failure("NO_CHECKPOINT", text, epoch=gang.epoch))
         return
-    passed_over = (*job.unreadable, newest.path)
-    state.put_job(replace(job, checkpoint=before, checkpoint_before=None, unreadable=passed_over, trouble=trouble))
+    second = left[1] if len(left) > 1 else None
+    state.put_job(replace(job, checkpoint=before, checkpoint_before=second, unreadable=passed_over, trouble=trouble))
+    if checkpoints.is_newer(before, newest):
+        state.history(now, job, "checkpoint_complete", f"epoch:{gang.epoch}", step=before.step)
     requeue(state, job, now, f"{trouble}; it goes on from step {before.step}")
+
+
+def _catch_up(state: State, job: Job, gang: Gang, outcome: Outcome, now: float) -> bool:
+    """Storage has a newer checkpoint than the master knew of, written while its node was cut off: start from that.
+    Returns whether that is so by what is known here."""
+    left = checkpoints.usable(outcome.checkpoints, gang.epoch, job.unreadable)
+    if not left or not checkpoints.is_newer(left[0], job.checkpoint):
+        return False
+    job = checkpoints.learn(state, job, left[0], now, f"epoch:{gang.epoch}", left[1] if len(left) > 1 else None)
+    requeue(state, job, now, outcome.message)
+    return True
 
 
 def requeue(state: State, job: Job, now: float, reason: str) -> None:
@@ -202,7 +220,7 @@ def _is_users(outcome: Outcome) -> bool:
 def _is_failed_start(gang: Gang, outcome: Outcome) -> bool:
     """Whether a job that only ever ends like this would be started for ever, and free of charge. Losing a node is not
     the job's to answer for."""
-    if outcome.kind is OutcomeKind.LAUNCH_FAILED:
+    if outcome.kind in (OutcomeKind.LAUNCH_FAILED, OutcomeKind.STATE_OUTDATED):
         return True
     is_explained = outcome.kind not in (OutcomeKind.UNKNOWN, OutcomeKind.FENCED)
     return not is_explained and not gang.stepped and not any(piece.lost for piece in gang.pieces)

@@ -174,6 +174,7 @@ def is_refused(gang: Gang, piece: Piece) -> bool:
 # Most telling first: a rank that died of its own takes its peers along.
 _TELLING: Final = (
     OutcomeKind.STATE_UNREADABLE,
+    OutcomeKind.STATE_OUTDATED,
     OutcomeKind.OUT_OF_MEMORY,
     OutcomeKind.LAUNCH_FAILED,
     OutcomeKind.FAILED,

@@ -141,6 +141,8 @@ class OutcomeKind(StrEnum):
     FENCED = "FENCED"
     ESCALATED = "ESCALATED"
     STATE_UNREADABLE = "STATE_UNREADABLE"
+    # Storage has a newer checkpoint than the one it was to start from: nothing was started.
+    STATE_OUTDATED = "STATE_OUTDATED"
 
 
 class NodeState(StrEnum):
@@ -418,6 +420,8 @@ class Outcome(Struct, frozen=True, gc=False, omit_defaults=True):
     exit_code: int = 0
     rank: int = 0
     message: str = ""
+    # Complete ones found on storage where it could not start from the one that was named.
+    checkpoints: tuple[Checkpoint, ...] = ()
 
 
 class Piece(Struct, frozen=True, gc=False, omit_defaults=True):

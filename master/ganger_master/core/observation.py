@@ -12,7 +12,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ganger_master.core import arrays
+from ganger_master.core import arrays, checkpoints
 from ganger_master.core.commands import Observe, ObservedGang
 from ganger_master.core.model import (
     Capabilities,
@@ -233,16 +233,8 @@ def _learn_checkpoint(state: State, node: str, observed: ObservedGang, checkpoin
     # It would be the newest for ever.
     if checkpoint.epoch > observed.epoch:
         return
-    if _is_newer(checkpoint, job.checkpoint):
-        unreadable = () if checkpoint.epoch == job.epoch else job.unreadable
-        before = job.checkpoint
-        state.put_job(replace(job, checkpoint=checkpoint, checkpoint_before=before, unreadable=unreadable, trouble=""))
-        state.history(now, job, "checkpoint_complete", f"epoch:{observed.epoch}", step=checkpoint.step)
-
-
-def _is_newer(one: Checkpoint, other: Checkpoint | None) -> bool:
-    """A later epoch's is newer whatever its step: it may have had to go back behind a damaged one."""
-    return other is None or (one.epoch, one.step) > (other.epoch, other.step)
+    if checkpoints.is_newer(checkpoint, job.checkpoint):
+        checkpoints.learn(state, job, checkpoint, now, f"epoch:{observed.epoch}")
 
 
 def _is_further(one: Progress, other: Progress | None) -> bool:

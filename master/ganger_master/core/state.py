@@ -150,8 +150,8 @@ class State:
             return
         self.jobs[job.number] = job
         self._index_job(old, job)
-        if old is not None and old.spec is not job.spec:
-            self._tell_spec(job.number)
+        if old is not None and (old.spec is not job.spec or old.checkpoint is not job.checkpoint):
+            self._tell_job(job.number)
         if self.settings.quota_devices:
             self._charge(job.number)
         if self.tells:
@@ -664,8 +664,8 @@ class State:
             for node in node_set.nodes:
                 self.dirty.wants[node] = []
 
-    def _tell_spec(self, number: int) -> None:
-        """Orders of its gangs carry the job's spec."""
+    def _tell_job(self, number: int) -> None:
+        """Orders of its gangs carry the job's spec, and its checkpoints."""
         for epoch in self.gangs_of.get(number, ()):
             self.parties.pop(epoch, None)
             for node in self.gangs[epoch].nodes:

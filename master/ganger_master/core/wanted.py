@@ -29,6 +29,8 @@ class DesiredRestore(Struct, frozen=True, gc=False):
     step: int = 0
     alone: bool = False
     peak_device_bytes: int = 0
+    # Paths of checkpoints that could not be read.
+    unreadable: tuple[str, ...] = ()
 
 
 class DesiredGang(Struct, frozen=True, gc=False):
@@ -50,6 +52,8 @@ class DesiredGang(Struct, frozen=True, gc=False):
     repin_request: int = 0
     grace_seconds: float = 0.0
     checkpoint_first: bool = False
+    # To the leader: paths of the checkpoints that the job would start from. No change of what is wanted.
+    kept_checkpoints: tuple[str, ...] = ()
     # The daemon has not yet launched this epoch, as far as it has said. No change of what is wanted.
     needs_spec: bool = True
 

@@ -19,6 +19,7 @@ from ganger_master.rpc import job_messages
 _LONGEST_SWITCH_SECONDS: Final = 3600.0
 # As many as a mask has bits.
 _DEVICES_MOST: Final = 64
+_CHECKPOINTS_MOST: Final = 16
 _SEQUENCE_MOST: Final = (1 << 63) - 1
 # What a spec takes in its gang's message beyond its own bytes, at most.
 _FIELD_BYTES: Final = 16
@@ -150,6 +151,7 @@ def desired_gang_to_wire(gang: DesiredGang) -> agent_pb2.DesiredGang:
         repin_request=gang.repin_request,
         grace=times.duration(gang.grace_seconds),
         checkpoint_first=gang.checkpoint_first,
+        kept_checkpoints=gang.kept_checkpoints,
     )
     restore = gang.restore
     if restore.parked_epoch:
@@ -160,6 +162,7 @@ def desired_gang_to_wire(gang: DesiredGang) -> agent_pb2.DesiredGang:
         message.restore.step = restore.step
     elif restore.checkpoint_path:
         message.restore.checkpoint_path = restore.checkpoint_path
+        message.restore.unreadable_paths.extend(restore.unreadable)
         message.restore.step = restore.step
     return message
 
@@ -211,7 +214,11 @@ def _member_to_wire(member: Member) -> agent_pb2.Member:
 
 def _outcome_from_wire(message: agent_pb2.Outcome) -> Outcome:
     return Outcome(
-        _OUTCOMES_FROM_WIRE.get(message.kind, OutcomeKind.UNKNOWN), message.exit_code, message.rank, message.message
+        _OUTCOMES_FROM_WIRE.get(message.kind, OutcomeKind.UNKNOWN),
+        message.exit_code,
+        message.rank,
+        message.message,
+        tuple([job_messages.checkpoint_from_wire(one) for one in message.checkpoints[:_CHECKPOINTS_MOST]]),
     )
 
 

@@ -185,6 +185,11 @@ class Oracle:
             if jobs.get(number) != uid:
                 raise RuleBrokenError(f"jobs/{number} ({uid}) was accepted and is lost")
 
+    def check_without_checkpoint(self, uid: str, on_storage: Sequence[str]) -> None:
+        """It is said to have failed because no checkpoint is left."""
+        if on_storage:
+            raise RuleBrokenError(f"{uid} failed for want of a checkpoint beside {', '.join(on_storage)}")
+
     def check_succeeded(self, uid: str) -> None:
         training = self.trainings[uid]
         if training.step != training.total_steps:

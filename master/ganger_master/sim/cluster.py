@@ -302,6 +302,10 @@ class Cluster:
         elif row.kind == "turn_refused":
             # Whoever turns out to have no boundaries begins anew, for nobody knew.
             self.oracle.died(self.state.jobs[int(row.subject.removeprefix("jobs/"))].uid)
+        elif row.kind == "job_failed":
+            job = self.state.jobs[int(row.subject.removeprefix("jobs/"))]
+            if row.figures.get("failure") == "NO_CHECKPOINT":
+                self.oracle.check_without_checkpoint(job.uid, [one.path for one in self.physics.on_storage(job.uid)])
         elif row.kind == "checkpoint_complete":
             job = self.state.jobs[int(row.subject.removeprefix("jobs/"))]
             self.oracle.made_known(job.uid, int(row.figures["step"]))

@@ -215,6 +215,9 @@ class SimDaemon:
 
     def _hear(self, told: DesiredGang) -> None:
         self.wanted.add(told.epoch)
+        if told.members and told.members[0].node == self.name:
+            self.physics.kept[told.epoch] = told.kept_checkpoints
+            self.physics.prune(told.uid, told.epoch)
         ranks = self.physics.ranks.get((told.epoch, self.name))
         if ranks is None or not self.turns.rules(ranks, told):
             self.physics.obey(self.name, told)
@@ -275,7 +278,7 @@ class SimDaemon:
             stop_sequence=stop_sequence,
             stop_step=stop_step,
             trouble=ranks.trouble,
-            outcome=Outcome(ranks.outcome, ranks.exit_code, message=ranks.message),
+            outcome=Outcome(ranks.outcome, ranks.exit_code, message=ranks.message, checkpoints=ranks.found),
             checkpoint=checkpoint,
             peak_device_bytes=self.physics.peak_of(gang.uid) if gang.stepped else 0,
             capabilities=self._offered(ranks) if attached else Capabilities(),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ganger.resources.topology import bits
 
-from ganger_master.core.model import Intent, JobSpec, OutcomeKind, SuspendLevel
+from ganger_master.core.model import Checkpoint, Intent, JobSpec, OutcomeKind, SuspendLevel
 from ganger_master.core.wanted import DesiredGang
 from ganger_master.sim.checkers import Oracle
 from ganger_master.sim.engine import Engine
@@ -64,6 +64,8 @@ class Ranks:
     trouble: str = ""
     exit_code: int = 0
     checkpoint: tuple[int, str] | None = None
+    # Complete ones on storage, where it could not start from the one that was named.
+    found: tuple[Checkpoint, ...] = ()
 
     @property
     def devices(self) -> list[tuple[str, int]]:
@@ -124,7 +126,9 @@ class Physics:
         self.residue_bytes = 0
         self.ranks: dict[tuple[int, str], Ranks] = {}
         self.gangs: dict[int, Gang] = {}
-        self.checkpoints: dict[str, int] = {}
+        # On storage, by path; and by epoch those that its leader was told to keep.
+        self.checkpoints: dict[str, Checkpoint] = {}
+        self.kept: dict[int, tuple[str, ...]] = {}
         # Jobs, by uid, without boundaries.
         self.opaque: set[str] = set()
         # By node.
@@ -278,7 +282,10 @@ class Physics:
         parked = order.restore.parked_epoch
         if not parked:
             if not gang.restored:
-                gang.step = self.checkpoints.get(order.restore.checkpoint_path, 0)
+                if self._is_refused(ranks):
+                    return
+                named = self.checkpoints.get(order.restore.checkpoint_path)
+                gang.step = 0 if named is None else named.step
                 gang.restored = True
             ranks.doing = Doing.READY
             self._follow(ranks)
@@ -288,6 +295,33 @@ class Physics:
             self.engine.after(self.engine.between(0.1, 1.0), lambda: self._copied(ranks, parked))
         else:
             self.engine.after(0.5, lambda: self._restore(ranks))
+
+    def _is_refused(self, ranks: Ranks) -> bool:
+        """Whether it cannot start from the checkpoint that is named, or storage has a newer one: then it ends, and
+        reports what there is."""
+        order, name = ranks.order, ranks.order.restore.checkpoint_path
+        earlier = [one for one in self.on_storage(order.uid) if one.epoch < order.epoch]
+        ranks.found = tuple(reversed(earlier))
+        good = [one.path for one in ranks.found if one.path not in order.restore.unreadable]
+        if name and name not in self.checkpoints:
+            self._end(ranks, OutcomeKind.STATE_UNREADABLE, f"{name} is not on storage")
+        elif good and good[0] != name:
+            self._end(ranks, OutcomeKind.STATE_OUTDATED, f"storage has {good[0]}")
+        return not ranks.is_alive
+
+    def on_storage(self, uid: str) -> list[Checkpoint]:
+        """Complete checkpoints of a job, oldest first."""
+        own = [one for path, one in self.checkpoints.items() if path.startswith(f"{uid}/")]
+        return sorted(own, key=lambda one: (one.epoch, one.step))
+
+    def prune(self, uid: str, epoch: int) -> None:
+        """The leader keeps the two newest, those the master would start the job from, and the first one after them,
+        whose acknowledgement may have got lost."""
+        kept, present = self.kept.get(epoch, ()), self.on_storage(uid)
+        known = [at for at, one in enumerate(present) if one.path in kept]
+        for at, one in enumerate(present[:-2]):
+            if at not in known and at != max(known, default=-1) + 1:
+                del self.checkpoints[one.path]
 
     def _copied(self, ranks: Ranks, parked: int) -> None:
         order = ranks.order
@@ -426,9 +460,10 @@ class Physics:
 
     def _write_checkpoint(self, gang: Gang, members: list[Ranks]) -> None:
         path = f"{gang.uid}/{gang.step}-{gang.epoch}"
-        self.checkpoints[path] = gang.step
+        self.checkpoints[path] = Checkpoint(gang.step, gang.epoch, path)
         members[0].checkpoint = (gang.step, path)
         self.oracle.checkpointed(gang.uid, gang.step)
+        self.prune(gang.uid, gang.epoch)
 
     def _end(self, ranks: Ranks, outcome: OutcomeKind, message: str, exit_code: int = 0) -> None:
         order = ranks.order

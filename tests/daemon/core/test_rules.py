@@ -118,16 +118,26 @@ def test_rates_are_means_and_a_restart_counts_as_nothing() -> None:
     assert rate_between(None, late).steps_per_second == 0.0
 
 
-def test_the_two_newest_checkpoints_stay() -> None:
+def test_the_two_newest_checkpoints_stay_and_no_other_once_the_master_knows_them() -> None:
     names = [CheckpointName(step, 1) for step in (10, 20, 30, 40)]
-    assert surplus(names, names[3]) == (names[0], names[1])
+    assert surplus(names, names[3], names[2:]) == (names[0], names[1])
     assert surplus(names[:2], names[1]) == ()
+
+
+def test_what_the_master_would_start_from_stays_and_the_first_it_has_not_acknowledged_however_long_it_is_away() -> None:
+    names = [CheckpointName(step, 1) for step in range(10, 100, 10)]
+    for newest in range(2, len(names)):
+        gone = surplus(names[: newest + 1], names[newest], names[:2])
+        assert not {*names[:3], *names[newest - 1 : newest + 1]} & set(gone)
+    assert surplus(names, names[-1], names[:2]) == tuple(names[3:-2])
+    assert surplus(names, names[-1]) == tuple(names[1:-2])
 
 
 def test_a_good_checkpoint_is_not_crowded_out_by_a_damaged_one_of_a_higher_step() -> None:
     good, damaged, *own = CheckpointName(10, 1), CheckpointName(20, 1), CheckpointName(14, 2), CheckpointName(18, 2)
-    assert surplus([good, damaged, own[0]], own[0], restored=good) == ()
-    assert surplus([good, damaged, *own], own[1], restored=good) == (good, damaged)
+    assert surplus([good, damaged, own[0]], own[0], [good]) == ()
+    assert surplus([good, damaged, *own], own[1], [own[0], good]) == (damaged,)
+    assert surplus([good, *own], own[1], own) == (good,)
 
 
 def test_what_an_epoch_passed_over_is_nobodys_any_more() -> None:

@@ -487,6 +487,7 @@ class DesiredGang(google.protobuf.message.Message):
     REPIN_REQUEST_FIELD_NUMBER: builtins.int
     GRACE_FIELD_NUMBER: builtins.int
     CHECKPOINT_FIRST_FIELD_NUMBER: builtins.int
+    KEPT_CHECKPOINTS_FIELD_NUMBER: builtins.int
     job: builtins.str
     job_uid: builtins.str
     epoch: builtins.int
@@ -530,6 +531,10 @@ class DesiredGang(google.protobuf.message.Message):
     def grace(self) -> google.protobuf.duration_pb2.Duration:
         """For INTENT_STOP: time between SIGTERM and kill."""
 
+    @property
+    def kept_checkpoints(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """To the leader: paths of the checkpoints that the master would start the job from. None of them is removed."""
+
     def __init__(
         self,
         *,
@@ -551,10 +556,11 @@ class DesiredGang(google.protobuf.message.Message):
         repin_request: builtins.int = ...,
         grace: google.protobuf.duration_pb2.Duration | None = ...,
         checkpoint_first: builtins.bool = ...,
+        kept_checkpoints: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_interval", b"checkpoint_interval", "claim", b"claim", "grace", b"grace", "order", b"order", "restore", b"restore", "spec", b"spec"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_first", b"checkpoint_first", "checkpoint_interval", b"checkpoint_interval", "checkpoint_request", b"checkpoint_request", "claim", b"claim", "epoch", b"epoch", "grace", b"grace", "intent", b"intent", "job", b"job", "job_uid", b"job_uid", "level", b"level", "members", b"members", "order", b"order", "repin_request", b"repin_request", "restore", b"restore", "spec", b"spec", "stop_sequence", b"stop_sequence", "threads", b"threads", "user", b"user"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_first", b"checkpoint_first", "checkpoint_interval", b"checkpoint_interval", "checkpoint_request", b"checkpoint_request", "claim", b"claim", "epoch", b"epoch", "grace", b"grace", "intent", b"intent", "job", b"job", "job_uid", b"job_uid", "kept_checkpoints", b"kept_checkpoints", "level", b"level", "members", b"members", "order", b"order", "repin_request", b"repin_request", "restore", b"restore", "spec", b"spec", "stop_sequence", b"stop_sequence", "threads", b"threads", "user", b"user"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___DesiredGang: typing_extensions.TypeAlias = DesiredGang
@@ -566,6 +572,7 @@ class Restore(google.protobuf.message.Message):
     CHECKPOINT_PATH_FIELD_NUMBER: builtins.int
     PARKED_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
+    UNREADABLE_PATHS_FIELD_NUMBER: builtins.int
     checkpoint_path: builtins.str
     """Directory on storage."""
     step: builtins.int
@@ -574,16 +581,21 @@ class Restore(google.protobuf.message.Message):
     def parked(self) -> Global___ParkedState:
         """Arenas of an older epoch, on these members."""
 
+    @property
+    def unreadable_paths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Paths of checkpoints that could not be read: none of them counts as newer than the one named."""
+
     def __init__(
         self,
         *,
         checkpoint_path: builtins.str = ...,
         parked: Global___ParkedState | None = ...,
         step: builtins.int = ...,
+        unreadable_paths: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_path", b"checkpoint_path", "parked", b"parked", "source", b"source"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_path", b"checkpoint_path", "parked", b"parked", "source", b"source", "step", b"step"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_path", b"checkpoint_path", "parked", b"parked", "source", b"source", "step", b"step", "unreadable_paths", b"unreadable_paths"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: typing_extensions.TypeAlias = typing.Literal["checkpoint_path", "parked"]
     _WhichOneofArgType_source: typing_extensions.TypeAlias = typing.Literal["source", b"source"]
@@ -834,6 +846,8 @@ class Outcome(google.protobuf.message.Message):
         """Did not obey an order within its deadline and was killed."""
         KIND_STATE_UNREADABLE: Outcome._Kind.ValueType  # 10
         """The checkpoint it was to start from cannot be read: message names the files; nothing was started."""
+        KIND_STATE_OUTDATED: Outcome._Kind.ValueType  # 11
+        """Storage has a newer complete checkpoint than the one it was to start from (or than none); nothing was started."""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
     KIND_UNSPECIFIED: Outcome.Kind.ValueType  # 0
@@ -854,16 +868,23 @@ class Outcome(google.protobuf.message.Message):
     """Did not obey an order within its deadline and was killed."""
     KIND_STATE_UNREADABLE: Outcome.Kind.ValueType  # 10
     """The checkpoint it was to start from cannot be read: message names the files; nothing was started."""
+    KIND_STATE_OUTDATED: Outcome.Kind.ValueType  # 11
+    """Storage has a newer complete checkpoint than the one it was to start from (or than none); nothing was started."""
 
     KIND_FIELD_NUMBER: builtins.int
     EXIT_CODE_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
+    CHECKPOINTS_FIELD_NUMBER: builtins.int
     kind: Global___Outcome.Kind.ValueType
     exit_code: builtins.int
     rank: builtins.int
     """The rank that failed first."""
     message: builtins.str
+    @property
+    def checkpoints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.job_pb2.Checkpoint]:
+        """With STATE_UNREADABLE and STATE_OUTDATED: the newest complete checkpoints on storage, newest first."""
+
     def __init__(
         self,
         *,
@@ -871,8 +892,9 @@ class Outcome(google.protobuf.message.Message):
         exit_code: builtins.int = ...,
         rank: builtins.int = ...,
         message: builtins.str = ...,
+        checkpoints: collections.abc.Iterable[ganger.v1.job_pb2.Checkpoint] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["exit_code", b"exit_code", "kind", b"kind", "message", b"message", "rank", b"rank"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoints", b"checkpoints", "exit_code", b"exit_code", "kind", b"kind", "message", b"message", "rank", b"rank"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Outcome: typing_extensions.TypeAlias = Outcome
