@@ -569,3 +569,24 @@ def test_who_was_measured_to_be_slower_beside_others_goes_to_an_emptier_node() -
     assert drive.proposed() == []
     (finding,) = drive.findings
     assert (finding.goal, finding.kept) == (Goal.BALANCE, True)
+
+
+@pytest.mark.parametrize(
+    ("gib", "level"), [(1, SuspendLevel.OFFLOAD), (8, SuspendLevel.CHECKPOINT), (0, SuspendLevel.CHECKPOINT)]
+)
+@pytest.mark.parametrize("policy", ["fifo+defrag", "fifo-backfill+defrag"])
+def test_one_gang_rests_for_an_urgent_one_and_not_two_where_its_memory_is_in_the_way(
+    policy: str, gib: int, level: SuspendLevel
+) -> None:
+    """Two gangs of two devices on a node of four, one of four on the other: what the last would keep of host memory at
+    OFFLOAD leaves too little for a gang of four, which would be spread over both nodes for a second victim."""
+    drive = Moved(2, policy)
+    small = [drive.running(together(2, roles=job_of(2, gib * GIB).roles)) for _ in range(2)]
+    large = drive.running(job_of(4, gib * GIB))
+    urgent = drive.submit(replace(job_of(4, gib * GIB), priority=3))
+    drive.now += 100.0
+    (change,) = drive.found().changes
+    assert (change.kind, change.number, change.level) == ("SUSPEND", large, level)
+    assert drive.node_of(large) not in {drive.node_of(number) for number in small}
+    ((waiting, hole),) = [(one.waiting, one.hole) for one in drive.moving.errands]
+    assert (waiting, [claim.node for claim in hole]) == (urgent, [drive.node_of(large)])

@@ -13,7 +13,7 @@ from ganger.resources.view import View
 
 from ganger_master.core.arenas import has_arenas
 from ganger_master.core.commands import Change, Promise
-from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState
+from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
 from ganger_master.core.moving import can_hand_over
 from ganger_master.core.purpose import Goal
 from ganger_master.planner.brought import Brought, Nobody, Rated
@@ -159,10 +159,17 @@ class Acting:
         )
 
     def begin(
-        self, goal: Goal, hole: Hole, waiting: int = 0, saved: float = 0.0, last_goal: Goal | None = None
+        self,
+        goal: Goal,
+        hole: Hole,
+        waiting: int = 0,
+        saved: float = 0.0,
+        last_goal: Goal | None = None,
+        level: SuspendLevel = SuspendLevel.OFFLOAD,
     ) -> bool:
         """An errand, and its first changes; not where somebody would have to rest on its way who cannot, or who would
-        find no memory where it goes beside what it keeps meanwhile. `last_goal`: that of the last move, if another."""
+        find no memory where it goes beside what it keeps meanwhile. `last_goal`: that of the last move, if another.
+        `level`: where jobs rest that go nowhere."""
         ordered, parked = in_order(hole.moves)
         if not all(has_arenas(self._pairs[move.number][1]) for move in parked):
             return False
@@ -173,7 +180,8 @@ class Acting:
             job, gang = self._pairs[move.number]
             pause = self.costs.pause_s(job, gang)
             own = last_goal if move is hole.moves[-1] else None
-            legs.append(Leg(move.number, gang.claims, move.claims, pause, is_parked=move in parked, goal=own))
+            rest = SuspendLevel.OFFLOAD if move.claims else level
+            legs.append(Leg(move.number, gang.claims, move.claims, pause, move in parked, goal=own, level=rest))
         errand = Errand(goal, tuple(legs), self.now, waiting, hole.claims if waiting else (), saved)
         carried = carry_on([errand], self.table, self.trying, self.now)
         self.errands.extend(carried.errands)

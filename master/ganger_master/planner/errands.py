@@ -30,8 +30,8 @@ _MOST_TRIES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One who goes from `source` to `claims`; nowhere: it rests in host memory. `is_parked`: it rests there on its way,
-    for others want its place before its own is free. `goal`: its own, if not the errand's."""
+    """One job that goes from `source` to `claims`; nowhere: it rests at `level`. `is_parked`: it rests in host memory
+    on its way, for others want its place before its own is free. `goal`: its own, if not the errand's."""
 
     number: int
     source: Claims
@@ -40,6 +40,7 @@ class Leg:
     is_parked: bool = False
     tries: int = 0
     goal: Goal | None = None
+    level: SuspendLevel = SuspendLevel.OFFLOAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +159,8 @@ def is_free(view: View, claims: Claims) -> bool:
     return True
 
 
-def park(job: Job, purpose: Purpose) -> Change:
-    return Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.OFFLOAD, purpose=purpose)
+def park(job: Job, purpose: Purpose, level: SuspendLevel = SuspendLevel.OFFLOAD) -> Change:
+    return Change(job.number, job.revision, "SUSPEND", level=level, purpose=purpose)
 
 
 def _is_over(errand: Errand, stages: list[Stage], table: LiveTable) -> bool:
@@ -229,7 +230,7 @@ def _next_change(errand: Errand, leg: Leg, stage: Stage, table: LiveTable, view:
     if leg.claims and is_free(view, leg.claims):
         return Change(job.number, job.revision, "MOVE", leg.claims, purpose=purpose)
     if stage is Stage.TO_BEGIN and (leg.is_parked or not leg.claims):
-        return park(job, purpose)
+        return park(job, purpose, leg.level)
     return None
 
 

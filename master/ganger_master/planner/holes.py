@@ -2,7 +2,8 @@
 
 A hole is made once the gang has waited as long as it would cost others, GPU-second for GPU-second: who has waited so
 long may have to wait as long again. What is left of a place that was found is kept, so that nobody else takes it
-meanwhile. Who outranks others may have them rest in host memory, where they lose nothing.
+meanwhile. A job that outranks others may have them rest in host memory, where they lose nothing; or on storage, where
+what they would keep in host memory is in its way, so that more of them would have to rest.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from ganger.resources.values import GangShape
 from msgspec.structs import replace as replace_of
 
 from ganger_master.core.arenas import has_arenas
-from ganger_master.core.model import Job
+from ganger_master.core.model import Gang, Job, SuspendLevel
 from ganger_master.core.purpose import Goal
 from ganger_master.planner.acting import MOST_AT_ONCE, Acting, Looked
 from ganger_master.planner.errands import Errand, is_waiting
 from ganger_master.planner.target import Pass
 from ganger_master.policies.introspect.hole import Hole, Movable, Movables, hole_for
-from ganger_master.policies.introspect.swap import swap_for
+from ganger_master.policies.introspect.swap import badness, swap_for
 from ganger_master.policies.order import SLACK_S
 
 # Jobs of one pass for which a hole is looked for, first job first: a search takes as long as many placements.
@@ -104,11 +105,11 @@ class Holes:
             job.shape, locality=replace_of(job.shape.locality, widest=widest_now(job.shape, waited), wish=None)
         )
         stay = acting.busy
-        hole, worth_s = self._by_moves(job, shape, stay), 0.0
+        hole, worth_s, level = self._by_moves(job, shape, stay), 0.0, SuspendLevel.OFFLOAD
         if hole is not None:
             worth_s = hole.cost / max(1, shape.gpus)
         elif self._outranks(job):
-            hole = swap_for(acting.room, self._stoppable(job), shape, placement=acting.terms.placement, stay=stay)
+            hole, level = self._by_stops(job, shape, stay)
         if hole is None or not hole.moves:
             self._look_later(job.number)
             return
@@ -123,7 +124,7 @@ class Holes:
             self._look_later(job.number)
             return
         saved = waited * shape.gpus - (hole.cost if worth_s else 0.0)
-        acting.begin(Goal.HOLE, hole, job.number, max(0.0, saved))
+        acting.begin(Goal.HOLE, hole, job.number, max(0.0, saved), level=level)
 
     def _by_moves(self, job: Job, shape: GangShape, stay: frozenset[int]) -> Hole | None:
         acting = self._acting
@@ -133,19 +134,31 @@ class Holes:
         hole = hole_for(acting.room, movables, shape, placement=acting.terms.placement, stay=stay)
         return hole if hole is not None and hole.moves else None
 
+    def _by_stops(self, job: Job, shape: GangShape, stay: frozenset[int]) -> tuple[Hole | None, SuspendLevel]:
+        """Return the hole that costs least, and the level at which its victims rest: the higher one if that does."""
+        best, at = None, SuspendLevel.OFFLOAD
+        for level in (SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT):
+            gangs = self._stoppable(job, level)
+            hole = swap_for(self._acting.room, gangs, shape, placement=self._acting.terms.placement, stay=stay)
+            if hole is not None and (best is None or badness(hole) < badness(best)):
+                best, at = hole, level
+        return best, at
+
     def _outranks(self, job: Job) -> bool:
         least = self._acting.table.least_urgent_running
         return least is not None and least < job.spec.priority
 
-    def _stoppable(self, job: Job) -> list[Movable]:
-        """Who may move for a job, those of lower priority also by resting in host memory, where they keep theirs."""
+    def _stoppable(self, job: Job, level: SuspendLevel) -> list[Movable]:
+        """Gangs that may move for a job; those of lower priority may rest at this level, too."""
         found = []
         for other, gang, one in self._acting.gangs.values():
             if not _may_go(other, job):
                 continue
-            if other.spec.priority < job.spec.priority and other.capabilities.offload and has_arenas(gang):
-                # Nothing of the memory is given back.
-                claims = tuple([replace_of(claim, memory_bytes=0, arena_bytes=0) for claim in one.claims])
+            if other.spec.priority < job.spec.priority and _can_rest(other, gang, level):
+                claims = one.claims
+                if level is SuspendLevel.OFFLOAD:
+                    # Nothing of the memory is given back.
+                    claims = tuple([replace_of(claim, memory_bytes=0, arena_bytes=0) for claim in claims])
                 cost = (1.0 + other.spec.priority - _LOWEST) * max(1, other.gpus)
                 one = Movable(one.number, one.shape, claims, one.move_cost, cost)
             found.append(one)
@@ -159,6 +172,12 @@ class Holes:
             again_s = acting.now + (_LOOK_AGAIN - 1.0) * waited
             self._looked[number] = Looked(max(again_s, acting.now + _LEAST_LOOK_S), acting.free)
             acting.come_back(self._looked[number].again_s)
+
+
+def _can_rest(job: Job, gang: Gang, level: SuspendLevel) -> bool:
+    if level is SuspendLevel.CHECKPOINT:
+        return job.capabilities.checkpoint
+    return job.capabilities.offload and has_arenas(gang)
 
 
 def _may_go(other: Job, job: Job) -> bool:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import heapq
 import math
+from itertools import combinations
 
-from ganger.resources.values import Level
+from ganger.resources.values import GangShape, Level
+from ganger.resources.view import View
 from ganger_master.policies.introspect.hole import Hole, Movable
 from ganger_master.policies.introspect.swap import swap_for
+from ganger_master.policies.introspect.whatif import WhatIf
+from ganger_master.policies.place import Want
+from ganger_master.policies.place.best_fit import BEST_FIT
 from ganger_master.policies.room import Room
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.clusters import gang
+from kit.clusters import cluster, gang, server
 from policies.introspect.test_hole import filled, rows
 
 # Far dearer than a move, as resting is.
@@ -77,3 +82,50 @@ def test_sixteen_on_four_nodes_with_one_that_may_rest_on_each() -> None:
 
 def test_nobody_rests_where_that_helps_nobody() -> None:
     assert search([[False] * 4, [True, False, False, False]], 2) is None
+
+
+@st.composite
+def full_clusters(draw: st.DrawFn) -> tuple[View, list[Movable], GangShape]:
+    """Two or three nodes with up to six gangs that may be stopped, some over several nodes; and a gang without room."""
+    view = cluster(draw(st.integers(2, 3)), server(draw(st.sampled_from(["2", "4"]))))
+    room, gangs = Room(view), []
+    for number in range(6):
+        shape = gang(draw(st.integers(1, 3)), widest=draw(st.sampled_from([Level.NODE, Level.CLUSTER])))
+        avoid = draw(st.frozensets(st.sampled_from(view.nodes), max_size=1))
+        claims = BEST_FIT.place(room, shape, Want(avoid=avoid))
+        if claims is not None:
+            room.take(claims)
+            cost = (STOP + draw(st.integers(0, 1))) * shape.gpus
+            gangs.append(Movable(number, shape, claims, math.inf, cost))
+    wanted = gang(draw(st.integers(1, 5)), widest=draw(st.sampled_from([Level.NODE, Level.CLUSTER])))
+    return view, gangs, wanted
+
+
+def best_of_all_sets(room: Room, gangs: list[Movable], wanted: GangShape) -> tuple[float, int, int] | None:
+    """Cost, victims and nodes of the gang, by stopping every set of gangs."""
+    found, trying = [], WhatIf(room)
+    for count in range(len(gangs) + 1):
+        for chosen in combinations(gangs, count):
+            for one in chosen:
+                trying.give(one.claims)
+            claims = BEST_FIT.place(room, wanted, Want(math.inf))
+            trying.undo()
+            if claims is not None:
+                found.append((sum([one.stop_cost for one in chosen]), count, len(claims)))
+    return min(found, default=None)
+
+
+@settings(max_examples=300, deadline=None)
+@given(full_clusters())
+def test_the_victims_cost_least_then_are_fewest_and_the_gang_is_spread_least(
+    case: tuple[View, list[Movable], GangShape],
+) -> None:
+    view, gangs, wanted = case
+    best = best_of_all_sets(Room(view.copy()), gangs, wanted)
+    before = rows(view)
+    found = swap_for(Room(view), gangs, wanted)
+    assert rows(view) == before
+    if best is None or best[1] == 0:
+        return
+    assert found is not None
+    assert (found.cost, len(found.moves), len(found.claims)) == best

@@ -405,7 +405,7 @@ class _Search:
             kind = (gang.shape, gang.price, len(gang.claims), claim.millicores, claim.memory_bytes, mask, gang.beside)
             kind_of[gang.number] = kinds.setdefault(kind, len(kinds))
         there.sort(key=lambda pair: (pair[0].price, kind_of[pair[0].number], pair[0].number))
-        ways = _cheapest_first(
+        ways = cheapest_first(
             [gang.price for gang, _ in there],
             [claim.device_mask.bit_count() for _, claim in there],
             [kind_of[gang.number] for gang, _ in there],
@@ -424,7 +424,7 @@ def _least_first(least: NDArray[np.float64], below: float, most: int) -> list[in
     return positions
 
 
-def _cheapest_first(
+def cheapest_first(
     prices: Sequence[float], gpus: Sequence[int], kinds: Sequence[int], missing: int, most: int
 ) -> Iterator[tuple[int, ...]]:
     """Sets of at most so many positions that have the missing devices, by the sum of their prices, which ascend; of

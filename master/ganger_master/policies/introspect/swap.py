@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
 from typing import Final, TypeAlias
 
 import numpy as np
 from ganger.resources.values import GangShape
 
-from ganger_master.policies.introspect.hole import MOST_MOVES, Hole, Movable, Movables, Move, hole_for
+from ganger_master.policies.introspect.hole import MOST_MOVES, Hole, Movable, Movables, Move, cheapest_first, hole_for
 from ganger_master.policies.introspect.whatif import WhatIf
 from ganger_master.policies.place import Placement
 from ganger_master.policies.place.best_fit import BEST_FIT
 from ganger_master.policies.room import Room
 
-# Who is stopped is found one by one, with a search for each; and once more for so many nodes, with those there first.
+# Victims are found one by one, with a search for each; and once more for so many nodes, with those there first.
 _MOST_STOPPED: Final = 32
 _MOST_NODES: Final = 4
+# Sets of victims that are tried because they may be better than what was found so.
+_MOST_SETS: Final = 128
 
 _Search: TypeAlias = Callable[[], Hole | None]
 
@@ -31,9 +34,12 @@ def swap_for(
     most_moves: int = MOST_MOVES,
     stay: Collection[int] = (),
 ) -> Hole | None:
-    """A hole by stopping who may be stopped, those first who cost the least for each device, and no more than it takes;
-    the others move at most, as few as will do. None where even all of them would not be enough. `claims` of who may be
-    stopped are what it would give back by that. The room is left as it was."""
+    """Return the cheapest hole that stops gangs: then the one with the fewest victims and moves, then the least spread.
+
+    Gangs that may not be stopped move at most, as few as will do. `claims` of one that may be stopped are what it would
+    give back by that. None where even all of them would not be enough. Exact on small clusters; on large ones no victim
+    is stopped that is not needed, and a bounded number of cheaper sets is tried. The room is left as it was.
+    """
     gangs = [gang for gang in gangs if gang.number not in stay]
     stoppable = sorted((gang for gang in gangs if gang.stop_cost < float("inf")), key=_dearness)
     names = {gang.number for gang in stoppable}
@@ -48,7 +54,40 @@ def swap_for(
         hole = _stopping(trying, order[:_MOST_STOPPED], shape.gpus, search)
         if hole is not None:
             found.append(hole)
-    return min(found, key=lambda hole: (hole.cost, len(hole.moves)), default=None)
+    if not found:
+        return None
+    return _better(trying, stoppable, shape.gpus, min(found, key=badness), search)
+
+
+def badness(hole: Hole) -> tuple[float, int, int]:
+    return hole.cost, len(hole.moves), len(hole.claims)
+
+
+def _better(trying: WhatIf, stoppable: Sequence[Movable], gpus: int, best: Hole, search: _Search) -> Hole:
+    """The best hole, of this one and of those that other sets of victims make, the cheapest sets first."""
+    missing = gpus - int(np.bitwise_count(trying.room.view.columns().free).sum())
+    by_price = sorted(stoppable, key=lambda gang: (gang.stop_cost, gang.number))
+    kinds: dict[tuple[object, ...], int] = {}
+    kind_of = [kinds.setdefault((gang.stop_cost, gang.shape, gang.claims), len(kinds)) for gang in by_price]
+    sets = cheapest_first(
+        [gang.stop_cost for gang in by_price],
+        [sum([claim.device_mask.bit_count() for claim in gang.claims]) for gang in by_price],
+        kind_of,
+        missing,
+        _MOST_STOPPED,
+    )
+    for chosen in islice(sets, _MOST_SETS):
+        stopped = [by_price[at] for at in chosen]
+        if (sum([gang.stop_cost for gang in stopped]), len(stopped), 1) >= badness(best):
+            break
+        for gang in stopped:
+            trying.give(gang.claims)
+        hole = search()
+        trying.undo()
+        if hole is not None:
+            whole = Hole(hole.claims, (*(Move(gang, ()) for gang in stopped), *hole.moves))
+            best = min(best, whole, key=badness)
+    return best
 
 
 def _orders(stoppable: Sequence[Movable]) -> Iterable[Sequence[Movable]]:
