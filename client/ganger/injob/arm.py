@@ -7,7 +7,7 @@ import os
 import sys
 
 from ganger.injob import exitcode
-from ganger.injob.page import Page, PageError
+from ganger.injob.page import Page
 
 
 def arm() -> None:
@@ -29,5 +29,5 @@ def arm() -> None:
         if os.environ.get("GANGER_AGENT") == "none":
             return  # the user wants no agent: how it ends is all we note
         importlib.import_module("ganger.training.agent").install()
-    except (OSError, PageError, ImportError) as problem:
+    except Exception as problem:  # whatever is wrong with the agent, the user's program runs
         print(f"ganger: this process runs without control: {problem}", file=sys.stderr)

@@ -22,11 +22,15 @@ from ganger.injob import arena, exitcode
 from ganger.injob.access import Words
 from ganger.injob.jobsocket import JobSocket
 from ganger.injob.obedience import FIRST_LOOK, Handlers, Known, Obedience, StopRequest
-from ganger.injob.page import PAGE_BYTES, Error, Page, PageError, Phase, State, Word, now_ns
+from ganger.injob.page import PAGE_BYTES, Capability, Error, Opaque, Page, PageError, Phase, State, Word, now_ns
 from ganger.injob.pages import GangPages
 from ganger.injob.stacks import StackPrinter
 
 __all__ = ["Control", "Handlers", "RestoreOrder", "StopRequest"]
+
+_MESSAGE_CHARACTERS = 4000
+# Of a rank that obeys nothing: how often it looks at its page at least.
+_COUNT_EVERY_NS = 1_000_000_000
 
 
 class RestoreOrder(NamedTuple):
@@ -66,7 +70,11 @@ class Control:
         self._obedience = Obedience(
             page, GangPages(os.path.dirname(page.path), self.world, [page]), job_dir, self._socket, self.error
         )
-        self.boundary, self._set_step, self._get_step, self._detach = _make_boundary(page.words, self._obedience.attend)
+        self._obedience.withdraw = self._withdraw
+        # What has failed once, as `Capability` bits: it is not offered again.
+        self._withdrawn = 0
+        hot_path = _make_boundary(page.words, self._obedience.attend)
+        self.boundary, self._set_step, self._get_step, self._detach, self._replace_attend = hot_path
         self._started = False
         self._stacks: StackPrinter | None = None
         # A step was made whose boundary is still to come.
@@ -130,7 +138,13 @@ class Control:
             os.close(descriptor)
 
     def hello(self, capabilities: int, **facts: Any) -> None:
-        """Say what this job can do (see `Capability`); ``facts`` go to the daemon's log."""
+        """Say what this job can do (see `Capability`); ``facts`` go to the daemon's log.
+
+        A ``reason`` among the facts says why no checkpoint is offered, and is shown to people.
+        """
+        capabilities &= ~self._withdrawn
+        if facts.get("reason") and not capabilities & Capability.CHECKPOINT:
+            self._explain("CHECKPOINT", facts["reason"])
         self.page.set(Word.CAPABILITIES, capabilities)
         now = now_ns()
         if self.page.get(Word.HELLO_TIME) == 0:
@@ -176,16 +190,53 @@ class Control:
     def error(self, error: int, message: str) -> None:
         """Report what went wrong (see `Error`): in the page, in rank-K.error.json, and to the daemon."""
         reason = next((name for name, value in vars(Error).items() if value == error), "UNKNOWN")
+        said = {"reason": reason, "message": message[:_MESSAGE_CHARACTERS]}
         if self.job_dir:
-            path = os.path.join(self.job_dir, f"rank-{self.rank}.error.json")
-            try:
-                with open(f"{path}.tmp", "w", encoding="utf-8") as file:
-                    json.dump({"reason": reason, "message": message[:4000]}, file)
-                os.replace(f"{path}.tmp", path)
-            except OSError as problem:
-                print(f"ganger: cannot write {path}: {problem.strerror}", file=sys.stderr)
+            self._write_beside("error", said)
         self.page.set(Word.ERROR, error)
-        self._socket.send({"event": "error", "rank": self.rank, "reason": reason, "message": message[:4000]}, now_ns())
+        self._socket.send({"event": "error", "rank": self.rank, **said}, now_ns())
+
+    def step_aside(self, why: int, message: str) -> None:
+        """Obey no order from now on, and say why (see `Opaque`); boundaries go on to publish the step."""
+        self._explain("BOUNDARIES", message)
+        if self.page.get(Word.OPAQUE) != Opaque.SEVERAL_TRAIN:
+            self.page.set(Word.OPAQUE, why)
+        self.page.set(Word.CAPABILITIES, self.page.get(Word.CAPABILITIES) | Capability.OPAQUE)
+        if self.page.get(Word.HELLO_TIME) == 0:
+            self.page.set(Word.HELLO_TIME, now_ns())
+        self._replace_attend(self._count)
+
+    def _count(self, step: int, now: int) -> Known:
+        """Stand in for `Obedience.attend`: publish the step and obey nothing."""
+        words = self.page.words
+        if not words[Word.FIRST_STEP_TIME]:
+            words[Word.FIRST_STEP_TIME] = now
+        words[Word.PHASE] = Phase.TRAINING
+        words[Word.STATE] = State.RUNNING
+        words[Word.STEP] = step
+        words[Word.STEP_TIME] = now
+        return words[Word.ORDER_SEQ], words[Word.CHECKPOINT_SEQ], words[Word.RETUNE_SEQ], now + _COUNT_EVERY_NS
+
+    def _withdraw(self, capability: int, level: str, why: str) -> None:
+        """Offer a level no more: it failed, and would again."""
+        self._explain(level, f"it failed once: {why}")
+        self._withdrawn |= capability
+        self.page.set(Word.CAPABILITIES, self.page.get(Word.CAPABILITIES) & ~capability)
+
+    def _explain(self, what: str, message: str) -> None:
+        """Write down why something is not offered: rank-K.no-WHAT.json."""
+        if self.job_dir:
+            self._write_beside(f"no-{what}", {"message": message[:_MESSAGE_CHARACTERS]})
+
+    def _write_beside(self, name: str, content: dict[str, Any]) -> None:
+        path = os.path.join(self.job_dir, f"rank-{self.rank}.{name}.json")
+        temporary = f"{path}.{os.getpid()}.tmp"
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                json.dump(content, file)
+            os.replace(temporary, path)
+        except OSError as problem:
+            print(f"ganger: cannot write {path}: {problem.strerror}", file=sys.stderr)
 
     def note(self, message: str, **facts: Any) -> None:
         """Tell the daemon something for its log."""
@@ -226,7 +277,13 @@ class Control:
 
 def _make_boundary(
     words: Words, attend: Callable[[int, int], Known]
-) -> tuple[Callable[[], None], Callable[[int], None], Callable[[], int], Callable[[], None]]:
+) -> tuple[
+    Callable[[], None],
+    Callable[[int], None],
+    Callable[[], int],
+    Callable[[], None],
+    Callable[[Callable[[int, int], Known]], None],
+]:
     """Build the hot path as a closure over plain variables: no attribute lookups, one load, two stores, one clock.
 
     Only ORDER_SEQ is looked at each time; lease (a fence ends it), cores and checkpoint requests 1 ms after the last
@@ -269,7 +326,11 @@ def _make_boundary(
         words = memoryview(bytearray(PAGE_BYTES)).cast("Q")
         attend = _never_attend
 
-    return boundary, set_step, get_step, detach
+    def replace_attend(other: Callable[[int, int], Known]) -> None:
+        nonlocal attend, order
+        attend, order = other, FIRST_LOOK
+
+    return boundary, set_step, get_step, detach, replace_attend
 
 
 def _never_attend(step: int, now: int) -> Known:

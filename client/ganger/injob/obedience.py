@@ -21,6 +21,7 @@ from ganger.injob.page import (
     EXIT_FENCED,
     EXIT_NO_STATE,
     EXIT_YIELDED,
+    Capability,
     Error,
     Level,
     Order,
@@ -38,6 +39,9 @@ FIRST_LOOK = -1
 
 # Known to a boundary that was passed: ORDER_SEQ, CHECKPOINT_SEQ, RETUNE_SEQ, and until when the socket can wait.
 Known = tuple[int, int, int, int]
+
+# What is withdrawn with a level.
+_OFFERED_WITH = {"OFFLOAD": Capability.OFFLOAD, "CHECKPOINT": Capability.CHECKPOINT | Capability.RESIZE}
 
 _TEND_EVERY_NS = 1_000_000_000
 _SHORTEST_SLEEP = 20e-6
@@ -92,6 +96,8 @@ class Obedience:
     ) -> None:
         self.handlers = Handlers()
         self.pages = pages
+        # withdraw(capability, name of the level, why): what failed is not offered again
+        self.withdraw: Callable[[int, str, str], None] = lambda capability, level, why: None
         self._page = page
         self._words = page.words
         self._rank = page.get(Word.RANK)
@@ -105,6 +111,7 @@ class Obedience:
         self._attempted = 0  # ORDER_SEQ last carried out or failed at
         self._failed_restore = (0, 0, 0)  # ORDER_SEQ under which the state did not come back, first and last time
         self._saved = (0, 0)  # (STOP_SEQ, step) whose shard is durable
+        self._failure = (Error.NONE, "")  # what the last handler that failed met
         self._held = False  # stopped at a boundary since the last RUN
         self._offloaded = False
         self._fresh = True  # no boundary passed since the last start or resume
@@ -328,7 +335,7 @@ class Obedience:
                     return self._refuse(order)
                 freed = []
                 offload = handlers.on_offload
-                if not self._try(lambda: freed.append(offload(request)), Error.STATE_UNSAVEABLE):
+                if not self._try_to_save(lambda: freed.append(offload(request)), "OFFLOAD"):
                     return False
                 self._offloaded = True
                 words[Word.OFFLOADED_BYTES] = freed[0]
@@ -338,7 +345,7 @@ class Obedience:
             hand_over = handlers.on_hand_over
             if hand_over is None:
                 return self._refuse(order)
-            if not self._try(lambda: hand_over(request), Error.STATE_UNSAVEABLE):
+            if not self._try_to_save(lambda: hand_over(request), "OFFLOAD", "CHECKPOINT"):
                 return False
             words[Word.STATE] = State.HANDED_OVER
             return True
@@ -346,7 +353,7 @@ class Obedience:
         if save is None or order.level != Level.CHECKPOINT:
             return self._refuse(order)
         if self._saved != (order.stop_seq, step):
-            if not self._try(lambda: save(request), Error.STATE_UNSAVEABLE):
+            if not self._try_to_save(lambda: save(request), "CHECKPOINT"):
                 return False
             self._saved = (order.stop_seq, step)
         words[Word.CHECKPOINT_STEP] = step
@@ -364,7 +371,7 @@ class Obedience:
         self._words[Word.STATE] = State.SAVING
         details = self._details(f"checkpoint-{agreement & ~CHECKPOINT_BIT}")
         request = StopRequest(agreement, step, Level.CHECKPOINT, details, False, False)
-        self._try(lambda: save(request), Error.STATE_UNSAVEABLE)
+        self._try_to_save(lambda: save(request), "CHECKPOINT")
         self._words[Word.STATE] = State.RUNNING
 
     def _retune(self) -> None:
@@ -390,6 +397,15 @@ class Obedience:
         self._report(Error.STATE_UNSAVEABLE, f"this job cannot stop at level {order.level}: it can only pause")
         return False
 
+    def _try_to_save(self, save: Callable[[], None], *levels: str) -> bool:
+        """Run a handler of a level; where the state itself is what cannot be saved, it is offered no more."""
+        if self._try(save, Error.STATE_UNSAVEABLE):
+            return True
+        if self._failure[0] == Error.STATE_UNSAVEABLE:
+            for level in levels:
+                self.withdraw(_OFFERED_WITH[level], level, self._failure[1])
+        return False
+
     def _try(self, action: Callable[[], None], error: int) -> bool:
         """Run a handler; a failure is reported and False is returned, so that the daemon decides what is next."""
         try:
@@ -399,6 +415,7 @@ class Obedience:
                 full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
                 error = Error.STORAGE_FULL if full else Error.STORAGE_FAILED
             error = getattr(problem, "ganger_error", error)
+            self._failure = (error, str(problem) or type(problem).__name__)
             self._report(error, "".join(traceback.format_exception(type(problem), problem, problem.__traceback__)))
             return False
         return True

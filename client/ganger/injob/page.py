@@ -30,6 +30,7 @@ from ganger.injob.words import (
     Error,
     Flag,
     Level,
+    Opaque,
     Order,
     Phase,
     State,
@@ -49,6 +50,7 @@ __all__ = [
     "Flag",
     "Identity",
     "Level",
+    "Opaque",
     "Order",
     "Page",
     "PageError",
@@ -153,6 +155,7 @@ class Progress(NamedTuple):
     error: int
     lock_pid: int
     resize_divides: int
+    opaque: int
 
 
 def now_ns() -> int:
@@ -421,7 +424,7 @@ class Page:
         # Line by line in this order: a step before the ack that belongs to it, a state before what it leaves behind.
         steps = self._access.read(Word.STEP, _LINE)
         boundary = self._steady(Word.ACK_SEQ, _LINE)
-        job = self._steady(Word.CAPABILITIES, Word.TRAINING_EPOCHS + 1 - Word.CAPABILITIES)
+        job = self._steady(Word.CAPABILITIES, Word.OPAQUE + 1 - Word.CAPABILITIES)
         raw = (*(0,) * Word.ACK_SEQ, *boundary, *steps, *job)
         cut = [word if word < _STEP_LIMIT else _STEP_LIMIT for word in raw]
         exit_word = raw[Word.EXIT_CODE]
@@ -456,6 +459,7 @@ class Page:
             error=min(raw[Word.ERROR], Error.STORAGE_FAILED),
             lock_pid=cut[Word.LOCK],
             resize_divides=min(raw[Word.RESIZE_DIVIDES], _COUNT_LIMIT),
+            opaque=min(raw[Word.OPAQUE], Opaque.AGENT_FAILED),
         )
 
     def metric_words(self) -> Sequence[int]:

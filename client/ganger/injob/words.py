@@ -79,6 +79,7 @@ class Word:
     ERROR = 51  # J: see Error; details in rank-K.error.json
     RESIZE_DIVIDES = 52  # J: numbers of ranks it may go on with divide this; 0 any (see Capability.RESIZE)
     TRAINING_EPOCHS = 53  # J: of which TRAINING_EPOCH is one, from 0; 0 nobody said
+    OPAQUE = 54  # J, or a process that the rank started: see Opaque; once set it stays
 
 
 # Lines 8 to 15: what the job reports by name. J: how often it did (written last, 0 while the line changes), the step,
@@ -134,6 +135,15 @@ class Capability:
     FIVE_LINE = 8  # the script attached by itself
     OPAQUE = 16  # the agent gave up on this script
     RESIZE = 32  # its state can be brought back with another number of ranks
+
+
+class Opaque:
+    """Why a rank cannot obey orders at boundaries. The sentence for people is in rank-K.no-BOUNDARIES.json."""
+
+    NO = 0
+    TRAINS_IN_CHILD = 1  # the process that trains is not the one that was launched
+    SEVERAL_TRAIN = 2  # more than one of the rank's processes trains
+    AGENT_FAILED = 3  # the agent met what it cannot handle
 
 
 class Error:

@@ -1,9 +1,9 @@
 """The zero-line form: finds the boundaries of an unmodified script, pauses it there, brings it back after a restart.
 
 A boundary is the next fetch from the loader after an optimizer's step, so that what a script does after the step
-(schedules, logging) is part of it. Torch is hooked when it is imported, not before. The first process whose training
-loop begins takes the page; helpers stay as they are. What the agent cannot handle is named in the hello, and offered
-less.
+(schedules, logging) is part of it. Torch is hooked when it is imported, not before. Only the process that was launched
+takes the page; where another one trains, the job can be frozen and no more (see `child_training`). What the agent
+cannot handle is named, and offered less: no failure of the agent ends a job, but where a state has to be brought back.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any, Callable
 
+from ganger.training import child_training
 from ganger.training.diversion import Diversion
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def install() -> None:
     if _is_installed or not os.environ.get("GANGER_PAGE") or os.environ.get("GANGER_AGENT") == "none":
         return
     _is_installed = True
-    if os.environ.get("GANGER_RESTORE") and _is_rank():
+    if os.environ.get("GANGER_RESTORE") and not child_training.is_child():
         _diversion = Diversion(_replay_log())
         atexit.register(_ended_too_early)
     if "torch" in sys.modules:
@@ -57,20 +58,6 @@ def stand_down() -> None:
         _diversion.end()
 
 
-def _is_rank() -> bool:
-    """Whether this process is the one that was launched, not a helper that inherited its environment."""
-    from ganger.injob.page import Page, PageError
-
-    try:
-        page = Page.open(os.environ["GANGER_PAGE"], writable=False)
-    except (OSError, PageError):
-        return False
-    try:
-        return page.is_of_this_process()
-    finally:
-        page.close()
-
-
 def _replay_log() -> str:
     page = os.environ["GANGER_PAGE"]
     name = os.path.basename(page).replace(".page", "") + ".replay.log"
@@ -82,12 +69,43 @@ def _hook() -> None:
     if _waiting is not None:
         _waiting.remove()
         _waiting = None
-    from ganger.training import rendezvous
-    from ganger.training.unmodified import UnmodifiedScript
+    try:
+        from ganger.training import rendezvous
 
-    rendezvous.hook()
-    _script = UnmodifiedScript(_diversion)
-    _script.hook()
+        rendezvous.hook()
+        if child_training.is_child():
+            child_training.watch()
+            return
+        from ganger.training.unmodified import UnmodifiedScript
+
+        _script = UnmodifiedScript(_diversion)
+        os.register_at_fork(after_in_child=child_training.watch_after_fork)
+        _script.hook()
+    except Exception as problem:  # in the middle of the user's `import torch`
+        stand_aside(problem)
+        if _script is not None:
+            _script.retire()
+
+
+def stand_aside(problem: Exception) -> None:
+    """Before there is a control, the agent has met what it cannot handle: say so in the page, and do nothing else."""
+    from ganger.injob.control import Control
+    from ganger.injob.page import Opaque, PageError
+
+    print(f"ganger: {failure_text(problem)}; training goes on", file=sys.stderr, flush=True)
+    try:
+        control = Control.from_environment()
+        if control is not None:
+            control.step_aside(Opaque.AGENT_FAILED, failure_text(problem))
+            control.close()
+    except (OSError, PageError) as unreadable:
+        print(f"ganger: this process runs without control: {unreadable}", file=sys.stderr)
+
+
+def failure_text(problem: Exception) -> str:
+    """One line for people: what the agent met."""
+    lines = str(problem).strip().splitlines()
+    return f"the agent met what it cannot handle: {type(problem).__name__}{': ' + lines[0][:300] if lines else ''}"
 
 
 def _ended_too_early() -> None:

@@ -16,8 +16,8 @@ import torch
 
 from ganger.injob import exitcode, metrics
 from ganger.injob.control import Control
-from ganger.injob.page import EXIT_NO_STATE, Capability, Error, Phase, Word
-from ganger.training import agent
+from ganger.injob.page import EXIT_NO_STATE, Capability, Error, Opaque, Phase, Word
+from ganger.training import agent, child_training
 from ganger.training.ending import keep_default_group
 from ganger.training.hardware import tell
 from ganger.training.loader import ElasticLoader
@@ -31,6 +31,9 @@ from ganger.training.state import Restored, Training, apply_object
 
 # Process and page of the call that has the job; a process forked from it may have one of its own.
 _attached: tuple[int, str] | None = None
+
+# Steps after which there is something to publish again.
+_NEVER = 1 << 62
 
 FIVE_LINE = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT | Capability.FIVE_LINE
 
@@ -52,7 +55,10 @@ def attach(
         schedulers=_named(scheduler, "scheduler"),
         scalers=_named(scaler, "scaler"),
     )
-    control = Control.from_environment()
+    is_child = child_training.is_child()
+    if is_child:
+        child_training.watch()
+    control = None if is_child else Control.from_environment()
     if control is not None and not control.claim():
         # a helper process of a script: the one that trains has the page
         control.close()
@@ -68,8 +74,19 @@ def attach(
         _attached = here
     job = TrainingJob(training, control, seed)
     if control is not None:
-        job._start(control)
+        _start_carefully(job, control)
     return job
+
+
+def _start_carefully(job: TrainingJob, control: Control) -> None:
+    """Whatever the agent meets, the script trains, unless it would train from the wrong state."""
+    try:
+        job._start(control)
+    except Exception as problem:
+        if control.restore is not None:
+            control.error(Error.STATE_UNREADABLE, f"cannot restore: {agent.failure_text(problem)}")
+            exitcode.leave_now(EXIT_NO_STATE)
+        job.step_aside(problem)
 
 
 def _named(given: Any, kind: str) -> dict[str, Any]:
@@ -116,6 +133,8 @@ class TrainingJob:
         self._made = 0
         self._place = Place()
         self._reasons: list[str] = []
+        # The agent has failed: steps are counted, no order is obeyed.
+        self._is_aside = False
         self._epoch = 0
         self._steps = 0
         self._samples = 0
@@ -176,6 +195,14 @@ class TrainingJob:
         self._position_at_start = None
         self._training.objects = {}
         restore_random(drawn_next)
+
+    def step_aside(self, problem: Exception) -> None:
+        """The agent has met what it cannot handle: it obeys no order from now on, and training goes on."""
+        text = agent.failure_text(problem)
+        tell(f"{text}; training goes on")
+        if self._control is not None:
+            self._is_aside = True
+            self._control.step_aside(Opaque.AGENT_FAILED, text)
 
     # -- what a script may ask
 
@@ -377,6 +404,8 @@ class TrainingJob:
         """Publish what the steps `passed` since the last call came to; returns after how many to call again."""
         assert self._progress is not None
         self._steps += passed
+        if self._is_aside:
+            return _NEVER
         return self._progress.publish(passed, self._samples, self._waited_nanoseconds, loss)
 
     def _show(self) -> None:
@@ -389,7 +418,10 @@ class TrainingJob:
         if self._reasons:
             return
         if not page.get(Word.CAPABILITIES) & Capability.RESIZE:
-            why_not = why_not_replicated(self._training)
+            try:
+                why_not = why_not_replicated(self._training)
+            except Exception as problem:
+                why_not = agent.failure_text(problem)
             if why_not:
                 tell(f"this job cannot go on with another number of ranks: {why_not}")
                 return
@@ -434,7 +466,10 @@ class TrainingJob:
         self._place.held = 0
         if self._control is not None:
             self._control.is_step_owed = False
-            self._control.boundary()
+            try:
+                self._control.boundary()
+            except Exception as problem:
+                self.step_aside(problem)
 
     def _finish(self) -> None:
         self._place.leave_loop()
@@ -448,6 +483,8 @@ class TrainingJob:
         assert self._control is not None
         if self._held:
             return True
+        if self._is_aside:
+            return False
         self._control.is_step_owed = self._place.holds_step()
         if not self._control.is_step_owed:
             self._look_around(self._control)
@@ -494,13 +531,17 @@ def _managed_step(
 
     def step(loss: Any = None) -> None:
         nonlocal tell_after, countdown
-        countdown -= 1
-        if countdown <= 0:
-            tell_after = countdown = job._tell(tell_after - countdown, loss)
-            if job._holds_step():
-                tell_after = countdown = 0
-                return
-        boundary()
+        try:
+            countdown -= 1
+            if countdown <= 0:
+                tell_after = countdown = job._tell(tell_after - countdown, loss)
+                if job._holds_step():
+                    tell_after = countdown = 0
+                    return
+            boundary()
+        except Exception as problem:
+            tell_after = countdown = 0
+            job.step_aside(problem)
 
     def untold_steps() -> int:
         return tell_after - countdown

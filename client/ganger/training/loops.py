@@ -32,6 +32,8 @@ class Script(Protocol):
 
     def note_reason(self, reason: str) -> None: ...
 
+    def step_aside(self, problem: Exception) -> None: ...
+
 
 class Loop:
     """The iterator of one pass over a loader, as the script sees it."""
@@ -62,7 +64,10 @@ class Loop:
         return original(loader)
 
     def _first_fetch(self) -> None:
-        self.fetched_first_at = fetch_place()
+        try:
+            self.fetched_first_at = fetch_place()
+        except Exception as problem:
+            self._script.step_aside(problem)
         self._before_fetch = self._script.before_fetch
         self._before_fetch(self)
 

@@ -361,10 +361,16 @@ def device_bytes(training: Training) -> tuple[int, int]:
         now = sum(torch.cuda.memory_allocated(device) for device in devices)
         return now, sum(torch.cuda.max_memory_allocated(device) for device in devices)
     seen: dict[tuple[str, int], int] = {}
-    for tensor in _live_tensors(training):
+    for tensor in map(_local, _live_tensors(training)):
         seen[_storage_key(tensor)] = tensor.untyped_storage().nbytes()
     total = sum(seen.values())
     return total, total
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a sharded tensor (DTensor: FSDP2, tensor parallel) that lies in this process's memory."""
+    shard: Any = getattr(tensor, "_local_tensor", None)
+    return tensor if shard is None else shard
 
 
 def _live_tensors(training: Training) -> list[torch.Tensor]:

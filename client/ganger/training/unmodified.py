@@ -13,14 +13,15 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Any, Callable
+from typing import Any, Callable, NoReturn
 
 import torch
 from torch.utils.data import DataLoader
 
 from ganger.injob import exitcode
 from ganger.injob.control import Control
-from ganger.injob.page import EXIT_NO_STATE, Capability, Error, Phase
+from ganger.injob.page import EXIT_NO_STATE, Capability, Error, Opaque, Phase
+from ganger.training import agent
 from ganger.training.codec import StateNotSupportedError
 from ganger.training.discovery import Discovery
 from ganger.training.diversion import Diversion
@@ -48,6 +49,8 @@ class UnmodifiedScript:
     def __init__(self, diversion: Diversion | None) -> None:
         self._diversion = diversion
         self._retired = False
+        # The agent has failed: steps are counted, no order is obeyed.
+        self._is_aside = False
         self._discovery = Discovery()
         self._control: Control | None = None
         self._keeper: StateKeeper | None = None
@@ -87,7 +90,7 @@ class UnmodifiedScript:
 
         def begin(loader: Any) -> Any:
             if script._is_concerned():
-                return script._begin_loop(loader, original)
+                return script._begin(loader, original)
             return original(loader)
 
         DataLoader.__iter__ = begin  # type: ignore[method-assign]
@@ -110,14 +113,47 @@ class UnmodifiedScript:
         self._retired = True
         self._control = None
 
+    def step_aside(self, problem: Exception) -> None:
+        """The agent has met what it cannot handle. Training goes on, but for a script on its way back to a state: what
+        it would go on from is wrong."""
+        text = agent.failure_text(problem)
+        if self._going_back:
+            self._give_up_replay(text)
+        print(f"ganger: {text}; training goes on", file=sys.stderr, flush=True)
+        if self._is_aside or self._control is None:
+            self.retire()
+            return
+        self._is_aside = True
+        self._control.step_aside(Opaque.AGENT_FAILED, text)
+
+    def _give_up_replay(self, text: str) -> NoReturn:
+        if self._diversion is not None:
+            tail = self._diversion.tail()
+            self._diversion.end()
+            print(tail, file=sys.stderr)
+        message = f"this script cannot be run again to its position: {text}"
+        print(f"ganger: {message}", file=sys.stderr, flush=True)
+        if self._control is not None:
+            self._control.error(Error.STATE_UNREADABLE, message)
+        exitcode.leave_now(EXIT_NO_STATE)
+
     def _is_concerned(self) -> bool:
         return (
-            not self._retired
+            not (self._retired or self._is_aside)
             and threading.current_thread() is threading.main_thread()
             and self._discovery.has_optimizer
         )
 
     # -- hooks
+
+    def _begin(self, loader: Any, original: Any) -> Any:
+        try:
+            return self._begin_loop(loader, original)
+        except Exception as problem:  # whatever a script is made of, it trains on
+            # first, for it raises what is the script's own to handle
+            plain = None if self._going_back else original(loader)
+            self.step_aside(problem)
+            return plain
 
     def _begin_loop(self, loader: Any, original: Any) -> Any:
         if self._control is None and not self._take_page():
@@ -149,10 +185,22 @@ class UnmodifiedScript:
     def _before_step(self, *_: Any) -> None:
         if self._control is None and self._is_concerned() and not self._going_back and self._last is None:
             # no loader so far: from now on the optimizer's steps are the boundaries
-            self._take_page()
+            try:
+                self._take_page()
+            except Exception as problem:
+                self.step_aside(problem)
 
     def _after_step(self, *_: Any) -> None:
         if self._control is None or self._going_back:
+            return
+        try:
+            self._stepped(self._control)
+        except Exception as problem:
+            self.step_aside(problem)
+
+    def _stepped(self, control: Control) -> None:
+        if self._is_aside:
+            control.boundary()
             return
         self._has_stepped = True
         self._stepping = self._last
@@ -165,8 +213,11 @@ class UnmodifiedScript:
     def before_fetch(self, loop: Loop) -> None:
         """`loop` is about to fetch: a boundary if it has made a step since its last fetch."""
         if self._has_stepped:
-            if self._stepping is loop.reference:
-                self._boundary(loop)
+            if self._stepping is loop.reference and not self._is_aside:
+                try:
+                    self._boundary(loop)
+                except Exception as problem:
+                    self.step_aside(problem)
         elif not self._refined:
             self._fetched += 1
             if self._fetched == BATCHES_BEFORE_OPAQUE and self._control is not None:
@@ -251,6 +302,9 @@ class UnmodifiedScript:
         except StateNotSupportedError as error:
             can_offload = False
             self.note_reason(str(error))
+        except Exception as problem:
+            can_offload = False
+            self.note_reason(agent.failure_text(problem))
         if not training.models:
             can_offload = False
             self.note_reason("it has no torch.nn.Module")
@@ -309,6 +363,8 @@ class UnmodifiedScript:
             self._variables.note()
         except StateNotSupportedError as error:
             self.note_reason(str(error))
+        except Exception as problem:
+            self.note_reason(agent.failure_text(problem))
 
     def _is_mixed(self, loop: Loop) -> bool:
         return any(other is not None and other is not loop and other.is_being_read for other in self._living())

@@ -1,0 +1,205 @@
+"""What the agent cannot handle ends no job: it steps aside, says why, and training goes on as without it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ganger.injob.page import Capability, Level, Opaque, Order, State, Word
+from training.harness import Rank, Rendezvous, end_together, undisturbed
+
+pytestmark = pytest.mark.torch
+
+LOOP = """
+import sys, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+{before}
+torch.set_num_threads(1)
+torch.manual_seed(1)
+model = nn.Linear(4, 4)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+for epoch in range(2):
+    for (x,) in DataLoader(TensorDataset(torch.randn(12, 4)), batch_size=2, shuffle=True):
+        loss = model(x).square().mean()
+        loss.backward(); optimizer.step(); optimizer.zero_grad()
+        print(loss.item().hex(), flush=True)
+"""
+# Where the agent works: as it takes the page, looks at the script, counts bytes, passes a boundary, publishes.
+FAILING = {
+    "taking the page": "ganger.injob.control.Control.claim",
+    "the state's keeper": "ganger.training.offload.StateKeeper.handlers",
+    "the first look at a script": "ganger.training.unmodified.UnmodifiedScript._examine",
+    "finding what is trained": "ganger.training.discovery.Discovery.training",
+    "counting bytes": "ganger.training.offload._live_tensors",
+    "publishing": "ganger.training.progress.Progress.publish",
+    "a boundary": "ganger.injob.obedience.Obedience.attend",
+    "the place of a fetch": "ganger.training.loops.fetch_place",
+    "the place of a loop": "ganger.training.loops.places",
+}
+BREAK = """
+import importlib
+def fail(*arguments, **options):
+    raise RuntimeError("Attempted to access the data pointer on an invalid python storage.")
+def break_it(name):
+    path, _, leaf = name.rpartition(".")
+    try:
+        holder = importlib.import_module(path)
+    except ImportError:
+        module, _, kind = path.rpartition(".")
+        holder = getattr(importlib.import_module(module), kind)
+    setattr(holder, leaf, fail)
+break_it("{name}")
+"""
+
+
+def _script(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    return path
+
+
+def _numbers(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("0x")]
+
+
+@pytest.mark.parametrize("place", FAILING)
+def test_a_failure_of_the_agent_is_said_and_training_goes_on(tmp_path: Path, place: str) -> None:
+    script = _script(tmp_path, LOOP.format(before=""))
+    broken = tmp_path / "broken.py"
+    broken.write_text(LOOP.format(before=BREAK.format(name=FAILING[place])))
+    rank = Rank(tmp_path / "run", broken, agent=True)
+    assert rank.end() == 0, rank.output()
+    assert _numbers(rank.output()) == _numbers(undisturbed(tmp_path, script))
+    assert "the agent met what it cannot handle: RuntimeError: Attempted to access" in rank.output()
+    assert "Traceback" not in rank.output()
+    if place != "taking the page":
+        assert rank.page.get(Word.OPAQUE) == Opaque.AGENT_FAILED
+        said = json.loads((rank.directory / "rank-0.no-BOUNDARIES.json").read_text())
+        assert said["message"].startswith("the agent met what it cannot handle: RuntimeError")
+
+
+def test_a_job_whose_agent_has_failed_goes_on_counting_its_steps_and_obeys_no_stop(tmp_path: Path) -> None:
+    text = LOOP.format(before=BREAK.format(name=FAILING["counting bytes"])).replace("range(2)", "range(200)")
+    rank = Rank(tmp_path / "run", _script(tmp_path, text), agent=True)
+    rank.wait_word(Word.OPAQUE, Opaque.AGENT_FAILED)
+    rank.stop(2, Level.PAUSE)
+    rank.at_step(1100)
+    assert rank.end() == 0, rank.output()
+    assert rank.page.get(Word.ACK_SEQ) == 0
+
+
+def test_the_script_s_own_failure_stays_its_own(tmp_path: Path) -> None:
+    text = LOOP.format(before="").replace("optimizer.zero_grad()", "raise ValueError('mine')")
+    rank = Rank(tmp_path / "run", _script(tmp_path, text), agent=True)
+    assert rank.end() == 1
+    assert "ValueError: mine" in rank.output()
+
+
+ATTACHED = """
+import ganger, torch
+{before}
+torch.set_num_threads(1)
+torch.manual_seed(1)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+job = ganger.attach(model=model, optimizer=optimizer)
+loader = job.dataloader(torch.randn(12, 4), global_batch=2, shuffle=True)
+for epoch in job.epochs(2):
+    for x in loader:
+        loss = model(x).square().mean()
+        loss.backward(); optimizer.step(); optimizer.zero_grad()
+        print(loss.item().hex(), flush=True)
+        job.step(loss)
+"""
+
+
+@pytest.mark.parametrize("place", ["the state's keeper", "counting bytes", "publishing", "a boundary"])
+def test_a_failure_in_an_attached_job_is_said_and_training_goes_on(tmp_path: Path, place: str) -> None:
+    script = _script(tmp_path, ATTACHED.format(before=""))
+    broken = tmp_path / "broken.py"
+    broken.write_text(ATTACHED.format(before=BREAK.format(name=FAILING[place])))
+    rank = Rank(tmp_path / "run", broken)
+    assert rank.end() == 0, rank.output()
+    assert _numbers(rank.output()) == _numbers(undisturbed(tmp_path, script))
+    assert rank.page.get(Word.OPAQUE) == Opaque.AGENT_FAILED
+
+
+SHARDED = """
+import os, sys, torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, TensorDataset
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(1)
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+{shard}
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+{attach}
+loader = DataLoader(TensorDataset(torch.randn({steps} * 2, 8)), batch_size=2)
+for (x,) in loader:
+    loss = model(x).square().mean()
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+    {step}
+print("trained", flush=True)
+dist.destroy_process_group()
+"""
+SHARDING = {
+    "FSDP2": "from torch.distributed.fsdp import fully_shard\nfully_shard(model, mesh=mesh)",
+    "tensor parallel": (
+        "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module\n"
+        "parallelize_module(model, mesh, {'0': ColwiseParallel(), '2': RowwiseParallel()})"
+    ),
+}
+ATTACH = "import ganger\njob = ganger.attach(model=model, optimizer=optimizer)"
+
+
+@pytest.mark.parametrize("way", SHARDING)
+@pytest.mark.parametrize("attached", [False, True])
+def test_sharded_jobs_train_are_counted_and_can_be_paused(tmp_path: Path, way: str, attached: bool) -> None:
+    text = SHARDED.format(
+        shard=SHARDING[way], attach=ATTACH if attached else "", step="job.step(loss)" if attached else "", steps=3000
+    )
+    script = _script(tmp_path, text)
+    rendezvous = Rendezvous()
+    ranks = [
+        Rank(tmp_path / "run", script, rank=rank, world=2, rendezvous=rendezvous, agent=not attached)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.at_step(12)
+        rank.stop(2, Level.PAUSE)
+    assert len({rank.reached(2) for rank in ranks}) == 1
+    for rank in ranks:
+        assert rank.page.get(Word.OPAQUE) == Opaque.NO, rank.output()
+        assert rank.page.get(Word.DEVICE_BYTES) > 0
+        if not attached:
+            assert rank.page.get(Word.CAPABILITIES) == Capability.PAUSE
+            said = json.loads((rank.directory / f"rank-{rank.rank}.no-CHECKPOINT.json").read_text())
+            assert "sharded" in said["message"]
+        rank.order(3, Order.RUN)
+    assert end_together(ranks) == [0, 0], ranks[0].output() + ranks[1].output()
+    assert "trained" in ranks[0].output()
+
+
+def test_an_attached_sharded_job_says_so_at_the_stop_and_is_not_asked_again(tmp_path: Path) -> None:
+    text = SHARDED.format(shard=SHARDING["FSDP2"], attach=ATTACH, step="job.step(loss)", steps=3000)
+    rendezvous = Rendezvous()
+    ranks = [
+        Rank(tmp_path / "run", _script(tmp_path, text), rank=rank, world=2, rendezvous=rendezvous, arena_bytes=1 << 20)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.at_step(2)
+        rank.stop(2, Level.OFFLOAD)
+    for rank in ranks:
+        rank.wait_word(Word.STATE, State.PAUSED)
+        assert not rank.page.get(Word.CAPABILITIES) & Capability.OFFLOAD
+        said = json.loads((rank.directory / f"rank-{rank.rank}.no-OFFLOAD.json").read_text())
+        assert said["message"].startswith("it failed once: ")
+        rank.order(3, Order.RUN)
+    assert end_together(ranks) == [0, 0], ranks[0].output() + ranks[1].output()
