@@ -135,6 +135,26 @@ def test_a_job_that_ignores_every_order_loses_its_devices() -> None:
     run(story)
 
 
+def test_a_job_that_does_not_stop_for_a_move_is_left_alone_and_the_reason_is_said() -> None:
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1", order_patience_seconds=0.2, order_deadline_seconds=0.5)
+        uid = str(uuid.uuid4())
+        gang = made.gang({"n1": [0]}, "n1", uid=uid, mode="deaf")
+        gang.grace.FromMilliseconds(300)
+        await made.master.want("n1", gang)
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        await until(lambda: "deaf" in log_of(made.directory, "n1", uid, 0, 1), "a job that hears nothing")
+        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, intent=Intents.INTENT_HAND_OVER))
+        troubled = await made.master.until("n1", 1, lambda message: bool(message.trouble))
+        assert "it came to no boundary for" in troubled.trouble
+        await made.master.want("n1", with_changes(gang, 3))
+        running = await made.master.until("n1", 1, lambda message: not message.trouble)
+        assert running.phase in (Observed.PHASE_STARTING, Observed.PHASE_RUNNING)
+        assert not is_stopped(running.ranks[0].pid)
+
+    run(story)
+
+
 def test_without_a_lease_jobs_stand_still_until_the_master_is_back() -> None:
     async def story(made: Cluster) -> None:
         made.master.lost_after = 1.0

@@ -2,7 +2,7 @@
 
 node NAME TOPOLOGY [type=T] [user=U]       policy NAME | quota USER=DEVICES ...   (before nodes)
 submit GPUS [steps= cores= memory= type= within= user= priority= failures=]
-cancel|resume|why|show|fails JOB           suspend JOB LEVEL              move JOB [NODE]
+told JOB KIND   cancel|resume|why|show|fails JOB           suspend JOB LEVEL              move JOB [NODE]
 cordon|uncordon|drain|reboot|silent|heard|storage|nostorage NODE     residue MEBIBYTES     run SECONDS      nodes
 """
 
@@ -155,6 +155,12 @@ class _Story:
             places = " ".join(f"{claim.node}:{claim.device_mask:#x}" for claim in gang.claims)
             words.append(f"epoch {gang.epoch} {gang.phase.value} on {places}")
         yield " ".join(words)
+
+    def _told(self, number: str, kind: str) -> Iterator[str]:
+        """What the job's history has of a kind."""
+        for row in self.cluster.master.history:
+            if row.subject == f"jobs/{number}" and row.kind == kind:
+                yield row.message
 
     def _why(self, number: str) -> Iterator[str]:
         found = explain(self.cluster.state, int(number), self.cluster.master.now())

@@ -209,7 +209,7 @@ class ControlPages:
                     reached_step=progress.reached_step,
                     first_step=_stepped(progress, mark, rank),
                     hello=progress.hello_time_ns != 0,
-                    opaque=bool(progress.capabilities & Capability.OPAQUE),
+                    opaque=bool(progress.capabilities & Capability.OPAQUE or progress.opaque),
                     let_go=0 < progress.reached_seq <= self[rank].get(Word.LEAVE_SEQ),
                     fenced=self[rank].fenced,
                 )

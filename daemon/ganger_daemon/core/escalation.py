@@ -3,7 +3,7 @@
 An order gets `patience` (30 s, or twice its measured iteration if that is longer); then the agent is asked for the
 stacks of its threads; at the deadline SIGTERM to the main processes; after the grace the kill. Phases without
 boundaries (evaluation, compilation, replay, a state on its way) move the clock: time spent there does not count, up to
-a bound. STOP begins at SIGTERM.
+a bound. STOP begins at SIGTERM. A move ends no job: at its deadline the gang reports that it did not stop, and goes on.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class Rung(IntEnum):
     DUMP = 1
     TERMINATE = 2
     KILL = 3
+    GIVE_UP = 4  # instead of TERMINATE: the order is reported as one that cannot be carried out
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Ladder:
     rung: Rung = Rung.NONE
     extended: float = 0.0
     terminated_at: float | None = None
+    ends: bool = True  # whether processes may be ended for this order
 
 
 def begin(
@@ -43,9 +45,11 @@ def begin(
     grace: float,
     deadline: float = DEADLINE_SECONDS,
     patience: float = PATIENCE_SECONDS,
+    *,
+    ends: bool = True,
 ) -> Ladder:
     patient = max(min(patience, deadline), 2.0 * iteration_seconds)
-    return Ladder(now, patient, max(deadline, 2.0 * patient), grace)
+    return Ladder(now, patient, max(deadline, 2.0 * patient), grace, ends=ends)
 
 
 def begin_stop(now: float, grace: float) -> Ladder:
@@ -63,6 +67,8 @@ def climb(ladder: Ladder, now: float) -> Ladder:
     waited = now - ladder.ordered_at - ladder.extended
     if ladder.rung is Rung.NONE and waited >= ladder.patience:
         return replace(ladder, rung=Rung.DUMP)
+    if ladder.rung is Rung.DUMP and waited >= ladder.deadline and not ladder.ends:
+        return replace(ladder, rung=Rung.GIVE_UP)
     if ladder.rung is Rung.DUMP and waited >= ladder.deadline:
         return replace(ladder, rung=Rung.TERMINATE, terminated_at=now)
     if (

@@ -200,6 +200,14 @@ def is_paused_by_freezing(gang: Gang, now: float) -> bool:
     return bool(live) and all(is_opaque(gang, rank, now) for rank in live)
 
 
+def is_beyond(gang: Gang) -> bool:
+    """Whether the present order asks for more than a job without boundaries can do: it will never be carried out."""
+    deeper = gang.wanted.intent is Intent.PARK and gang.wanted.level > Level.PAUSE
+    if not deeper and gang.wanted.intent is not Intent.HAND_OVER:
+        return False
+    return any(rank.opaque and rank.exit is None for rank in gang.ranks) and reached_step(gang) is None
+
+
 def should_freeze(gang: Gang, now: float, lease_is_over: bool) -> bool:
     """Whether the processes must stand still now: PAUSE without boundaries, or no lease and no agent that minds it."""
     live = [rank for rank in gang.ranks if rank.exit is None]
@@ -207,11 +215,12 @@ def should_freeze(gang: Gang, now: float, lease_is_over: bool) -> bool:
         return False
     if lease_is_over and any(rank.opaque or not rank.hello for rank in live):
         return True
-    return is_paused_by_freezing(gang, now)
+    # for an order that is beyond it, it rests for as long as it takes to say so
+    return is_paused_by_freezing(gang, now) or (gang.wanted.intent is Intent.PARK and is_beyond(gang))
 
 
 def _parking(gang: Gang, now: float) -> Judgement:
-    if is_paused_by_freezing(gang, now):
+    if is_paused_by_freezing(gang, now) or (gang.wanted.intent is Intent.PARK and is_beyond(gang)):
         stood = max(rank.step for rank in gang.ranks)
         return Judgement(Phase.PARKED, Level.PAUSE, stood) if gang.frozen else Judgement(Phase.STOPPING)
     step = reached_step(gang)

@@ -20,6 +20,7 @@ from .desired import LocalPart
 from .directories import GangPaths
 
 _LIMIT = 1000
+_REASON_LIMIT = 500
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Exit|Interrupt): ")
 
 
@@ -43,6 +44,8 @@ class Complaints:
         self._part = part
         self._pages = pages
         self._refused = (0, "")  # (order, why)
+        # By rank and what is not offered: the file's time, and what it says.
+        self._reasons: dict[tuple[int, str], tuple[int, str]] = {}
 
     def under(self, order: OrderKey) -> str:
         """The first one under an order; empty if there is none."""
@@ -65,6 +68,20 @@ class Complaints:
         if text:
             self._refused = (sequence, text)
         return text
+
+    def reason(self, what: str) -> str:
+        """Why the ranks here do not offer `what` (see `GangPaths.reason`), by the first that says so; else empty."""
+        return next(filter(None, (self._reason_of(rank, what) for rank in self._part.ranks)), "")
+
+    def _reason_of(self, rank: int, what: str) -> str:
+        path = self._paths.reason(rank, what)
+        written = _time_of(path)
+        known = self._reasons.get((rank, what), (0, ""))
+        if known[0] != written:
+            text = str(read_json(path).get("message", ""))[:_REASON_LIMIT] if written else ""
+            known = (written, "".join(sign if sign.isprintable() else " " for sign in text))
+            self._reasons[rank, what] = known
+        return known[1]
 
     def _room(self) -> str:
         storage = self._host.storage.path

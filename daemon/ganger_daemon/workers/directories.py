@@ -46,6 +46,10 @@ class GangPaths:
     def error(self, rank: int) -> Path:
         return self.job / f"rank-{rank}.error.json"
 
+    def reason(self, rank: int, what: str) -> Path:
+        """Why a rank does not offer `what`: BOUNDARIES (no order can be obeyed), OFFLOAD or CHECKPOINT."""
+        return self.job / f"rank-{rank}.no-{what}.json"
+
     @property
     def gang(self) -> Path:
         return self.job / "gang.json"

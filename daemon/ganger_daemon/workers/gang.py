@@ -94,7 +94,7 @@ class LocalGang:
             host, peers, self.paths, self.part, self.pages, desired, self.launching.running_launcher, self.wake
         )
         self._agreeing = Agreeing(peers, self.paths, self.part, self.pages, self.saving)
-        self._complaints = Complaints(host, self.paths, self.part, self.pages)
+        self.complaints = Complaints(host, self.paths, self.part, self.pages)
         self._pressing = Pressing(host, self.paths, self.deaths)
         self._pace = Pace(self.pages, self.part.ranks)
         self._using = Using(host, self.paths.group, desired.claim.device_mask)
@@ -370,7 +370,7 @@ class LocalGang:
             ranks = tuple(replace(rank, exit=self.deaths.exits.get(rank.rank)) for rank in ranks)
         facts = self._facts(ranks)
         return replace(
-            facts, refusal=self._complaints.refusal(facts, self.saving.keeper.refusal(self.wanted.stop_sequence))
+            facts, refusal=self.complaints.refusal(facts, self.saving.keeper.refusal(self.wanted.stop_sequence))
         )
 
     def _facts(self, ranks: tuple[core.Rank, ...]) -> core.Gang:
@@ -588,14 +588,17 @@ class LocalGang:
 
     def trouble(self) -> str:
         """Why a move, or a stop at the wanted level, cannot go on; else what the last checkpoint suffered from."""
-        said = self.pages.foreign or self._incoming.trouble or self._complaints.under(self.wanted.order)
+        said = self.pages.foreign or self._incoming.trouble or self.complaints.under(self.wanted.order)
         if said:
             return said
+        if core.is_beyond(self.facts()):
+            why = self.complaints.reason("BOUNDARIES") or "this job has no boundaries"
+            return f"{why}: {self.wanted.level.name if self.wanted.intent is Intent.PARK else 'a move'} is not possible"
         is_to_rest = self.judgement.phase is Phase.STOPPING and self.wanted.intent is Intent.PARK
         if is_to_rest and not self._standing.frozen and self._has_no_boundaries():
             return f"this job has no boundaries: {self.wanted.level.name} cannot be had of it"
         if self.wanted.intent in (Intent.PREPARE, Intent.HAND_OVER):
-            return ""  # nothing else stands in the way of a move
+            return self._pressing.given_up  # nothing else stands in the way of a move
         return self.memory.trouble or self.pinning.trouble or self.saving.keeper.trouble
 
     def _has_no_boundaries(self) -> bool:

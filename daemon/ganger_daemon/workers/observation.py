@@ -136,7 +136,8 @@ def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> Non
     if live and any(is_opaque(facts, rank, now) for rank in live):
         message.capabilities_presumed = not any(rank.opaque for rank in live) and not facts.no_agent
         why = "no agent has spoken up so far" if message.capabilities_presumed else "no agent"
-        _add_what_an_opaque_job_can(message.capabilities, gang, why)
+        said = "" if message.capabilities_presumed else gang.complaints.reason("BOUNDARIES")
+        _add_what_an_opaque_job_can(message.capabilities, gang, why, said)
     elif all(progress.hello_time_ns for progress in found):
         _add_what_the_agent_can(message.capabilities, gang, found)
         if any(map(is_still_looking, found)):
@@ -169,17 +170,19 @@ def _waited(progress: Progress) -> float:
     return min(1.0, progress.data_wait_ns / seconds) if progress.first_step_time_ns and seconds > 0 else 0.0
 
 
-def _add_what_an_opaque_job_can(capabilities: job_pb2.Capabilities, gang: LocalGang, why: str) -> None:
+def _add_what_an_opaque_job_can(capabilities: job_pb2.Capabilities, gang: LocalGang, why: str, said: str = "") -> None:
+    """`said`: what the agent itself gave as the reason."""
+    why = said or why
     if gang.desired.spec.gpus_max:
-        capabilities.missing[RESIZE] = f"{why}: nobody could carry this job's state to another number of ranks"
+        capabilities.missing[RESIZE] = f"{why}: its state cannot be carried to another number of ranks"
     freezer = gang.host.cgroups.capabilities.get("freeze", "none")
     capabilities.pause = gang.part.world == 1 and not freezer.startswith("none")
     if gang.part.world != 1:
         capabilities.missing["PAUSE"] = f"{why}: of several processes some would be stopped in a collective operation"
     elif not capabilities.pause:
         capabilities.missing["PAUSE"] = f"{why}, and processes cannot be frozen on this node ({freezer})"
-    capabilities.missing["OFFLOAD"] = f"{why}: nobody could move this job's state out of the device"
-    capabilities.missing["CHECKPOINT"] = f"{why}: nobody could save and restore this job"
+    capabilities.missing["OFFLOAD"] = said or f"{why}: its state cannot be moved out of the device"
+    capabilities.missing["CHECKPOINT"] = said or f"{why}: its state cannot be saved and restored"
 
 
 def _add_what_the_agent_can(capabilities: job_pb2.Capabilities, gang: LocalGang, found: Sequence[Progress]) -> None:
@@ -192,13 +195,13 @@ def _add_what_the_agent_can(capabilities: job_pb2.Capabilities, gang: LocalGang,
     if not capabilities.pause:
         capabilities.missing["PAUSE"] = "the script has no boundaries the agent could find"
     if not capabilities.offload:
-        capabilities.missing["OFFLOAD"] = "the agent cannot move this job's state out of the device"
+        why = gang.complaints.reason("OFFLOAD") or gang.complaints.reason("CHECKPOINT")
+        capabilities.missing["OFFLOAD"] = why or "the agent cannot move this job's state out of the device"
     if able & Capability.CHECKPOINT and not gang.host.storage.proved:
         capabilities.missing["CHECKPOINT"] = "the storage of this node is not the cluster's"
     elif not capabilities.checkpoint:
-        capabilities.missing["CHECKPOINT"] = (
-            "the agent cannot bring this script back in a new process; its log says why"
-        )
+        why = gang.complaints.reason("CHECKPOINT") or "its log says why"
+        capabilities.missing["CHECKPOINT"] = f"the agent cannot bring this script back in a new process: {why}"
         capabilities.missing[MOVE] = capabilities.missing["CHECKPOINT"]
     capabilities.resize = bool(able & Capability.RESIZE)
     if capabilities.resize:

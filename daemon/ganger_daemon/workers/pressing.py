@@ -30,16 +30,20 @@ class Pressing:
         self._pressed_at = time.monotonic()
         self.escalated = False  # killed because it ignored an order
         self.stop_signalled = False  # SIGTERM was sent: there is no way back
+        self.given_up = ""  # why the present order is not carried out, though nothing failed
 
     def begin(self, wanted: Wanted, now: float, iteration_seconds: float) -> None:
         """A new order: orders to stop have a deadline, running needs none."""
         if self.stop_signalled:
             return
         self._ladder = None
-        stops = wanted.intent in (Intent.PARK, Intent.HAND_OVER)
+        self.given_up = ""
+        is_move = wanted.intent is Intent.HAND_OVER
+        stops = is_move or wanted.intent is Intent.PARK
         if stops or (wanted.intent is Intent.STOP and wanted.checkpoint_first):
             deadline, patience = self._host.order_deadline_seconds, self._host.order_patience_seconds
-            self._ladder = escalation.begin(now, iteration_seconds, wanted.grace_seconds, deadline, patience)
+            grace = wanted.grace_seconds
+            self._ladder = escalation.begin(now, iteration_seconds, grace, deadline, patience, ends=not is_move)
 
     def terminate(self, wanted: Wanted, now: float) -> None:
         """SIGTERM to the main processes now, the kill of the group after the grace."""
@@ -74,5 +78,8 @@ class Pressing:
                 self.escalated = facts.wanted.intent is not Intent.STOP
                 self.stop_signalled = True
                 signals.terminate(live)
+            case escalation.Rung.GIVE_UP:
+                waited = now - climbed.ordered_at
+                self.given_up = f"it came to no boundary for {waited:.0f} s, so it is not moved now"
             case escalation.Rung.KILL:
                 await signals.kill(self._host.cgroups, self._paths.group, live)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.launcher.client import Launcher, LauncherError
-from ganger.injob.page import CHECKPOINT_BIT, Level, Progress
+from ganger.injob.page import CHECKPOINT_BIT, Capability, Level, Progress
 
 from ganger_daemon.checkpoints.keeper import Keeper, StorageError, publish_here
 from ganger_daemon.checkpoints.layout import CheckpointName, parse_final
@@ -124,9 +124,11 @@ class Saving:
             # not sooner: until they rest or run again the ranks may be saving
             self._tidy_due = False
             await asyncio.to_thread(self.keeper.tidy, storage)
-        if wanted.intent is Intent.RUN and phase is Phase.RUNNING and is_whole and self._host.storage.proved:
-            await self._ask(storage, desired, now)
         found = [self._pages.progress(rank) for rank in self._part.ranks]
+        runs = wanted.intent is Intent.RUN and phase is Phase.RUNNING and is_whole and self._host.storage.proved
+        # What a rank cannot be brought back from is no checkpoint.
+        if runs and all(progress.capabilities & Capability.CHECKPOINT for progress in found):
+            await self._ask(storage, desired, now)
         await self._hand_on_running(storage, found)
         await self._hand_on_leaving(storage, wanted, found)
 

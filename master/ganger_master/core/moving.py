@@ -8,7 +8,19 @@ from msgspec.structs import replace
 
 from ganger_master.core import copies, ending, going_on, orders
 from ganger_master.core.lifecycle import Seen, bad_outcome, seen_of
-from ganger_master.core.model import Claim, Gang, GangPhase, GangRole, Intent, Job, JobState, Level, SuspendLevel
+from ganger_master.core.model import (
+    Claim,
+    Gang,
+    GangPhase,
+    GangRole,
+    Intent,
+    Job,
+    JobState,
+    Level,
+    ObservedPhase,
+    Piece,
+    SuspendLevel,
+)
 from ganger_master.core.purpose import NO_PURPOSE, Purpose
 from ganger_master.core.state import State
 from ganger_master.core.worlds import can_go_back
@@ -36,9 +48,29 @@ def begin(
 
 
 def give_up(state: State, number: int, now: float, cause: str) -> None:
-    """The destination took too long."""
+    """The deadline of a move has passed: it is undone, whichever side it waited for."""
     job = state.jobs[number]
-    abort(state, job, state.gangs[job.next_epoch], now, cause, "the destination was not ready in time")
+    destination = state.gangs[job.next_epoch]
+    abort(state, job, destination, now, cause, _who_is_late(state, state.gangs[job.epoch], destination))
+
+
+def _who_is_late(state: State, source: Gang, destination: Gang) -> str:
+    """What a move waits for: that the destination is prepared, then that the source stops, then that its state has come
+    to the destination."""
+    ready = ObservedPhase.READY
+    late = _not_in(destination, ObservedPhase.PREPARED, ready)
+    what = "was not ready"
+    if late is None:
+        late, what = _not_in(source, ObservedPhase.PARKED), "did not stop"
+    if late is None:
+        late, what = _not_in(destination, ready) or destination.pieces[0], "was not ready"
+    seen = "" if late.phase is ObservedPhase.NONE else f" ({late.phase.value})"
+    return f"nodes/{late.claim.node} {what} within {state.settings.move_deadline_seconds:g} s{seen}"
+
+
+def _not_in(gang: Gang, *phases: ObservedPhase) -> Piece | None:
+    """The first part that is seen in none of these phases; None if all are."""
+    return next((piece for piece in gang.pieces if piece.phase not in phases), None)
 
 
 def can_hand_over(job: Job) -> bool:
@@ -103,7 +135,13 @@ def abort(state: State, job: Job, gang: Gang, now: float, cause: str, why: str =
     source, destination = state.gangs[job.epoch], state.gangs[job.next_epoch]
     trouble = why or next((piece.trouble for piece in gang.pieces if piece.trouble), "") or bad_outcome(gang).message
     state.put_gang(orders.stop(destination, f"move given up: {trouble}", now))
-    job = replace(job, next_epoch=0, moves_aborted=job.moves_aborted + 1, revision=job.revision + 1)
+    job = replace(
+        job,
+        next_epoch=0,
+        moves_aborted=job.moves_aborted + 1,
+        revision=job.revision + 1,
+        trouble=f"its {'resize' if destination.resizes else 'move'} was given up: {trouble}",
+    )
     if can_go_back(source) and not copies.is_superseded(state, source):
         phase = GangPhase.RUNNING if source.stepped else GangPhase.STARTING
         if source.intent is Intent.RUN:

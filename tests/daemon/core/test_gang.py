@@ -217,3 +217,26 @@ def test_a_destination_that_is_ready_says_of_which_step_and_nothing_where_its_ra
 
     assert ready(7, 7) == core.Judgement(Phase.READY, stop_step=7)
     assert ready(7, 8) == core.Judgement(Phase.READY, stop_step=0)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("wanted", [OFFLOAD, SAVE])
+def test_a_stop_that_is_beyond_a_job_without_boundaries_is_refused_by_resting_short_of_it(
+    wanted: Wanted, world: int
+) -> None:
+    gang = Gang(wanted, (replace(RUNNING, opaque=True, step=9),), launched=True, world=world)
+    assert core.is_beyond(gang)
+    assert core.should_freeze(gang, 0.0, lease_is_over=False)
+    assert judge(gang, 0.0).phase is Phase.STOPPING
+    rests = judge(replace(gang, frozen=True), 0.0)
+    assert (rests.phase, rests.level, rests.stop_step) == (Phase.PARKED, Level.PAUSE, 9)
+    assert not core.is_disobedient(replace(gang, frozen=True))
+
+
+def test_a_hand_over_is_beyond_a_job_without_boundaries_and_a_pause_is_not() -> None:
+    rank = replace(RUNNING, opaque=True)
+    assert core.is_beyond(Gang(HAND, (rank,), launched=True))
+    assert not core.should_freeze(Gang(HAND, (rank,), launched=True), 0.0, lease_is_over=False)
+    assert not core.is_beyond(Gang(PAUSE, (rank,), launched=True))
+    assert not core.is_beyond(Gang(RUN, (rank,), launched=True))
+    assert not core.is_beyond(Gang(OFFLOAD, (RUNNING,), launched=True))

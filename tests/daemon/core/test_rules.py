@@ -35,6 +35,11 @@ def test_an_order_climbs_from_dump_to_kill() -> None:
     assert rungs(ladder, 200.0) == [(30.0, Rung.DUMP), (60.0, Rung.TERMINATE), (70.0, Rung.KILL)]
 
 
+def test_the_order_of_a_move_ends_no_process() -> None:
+    ladder = escalation.begin(0.0, 0.1, grace=10.0, ends=False)
+    assert rungs(ladder, 1e4) == [(30.0, Rung.DUMP), (60.0, Rung.GIVE_UP)]
+
+
 def test_long_iterations_get_two_of_themselves() -> None:
     assert rungs(escalation.begin(0.0, 50.0, grace=5.0), 300.0)[0] == (100.0, Rung.DUMP)
 
