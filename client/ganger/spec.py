@@ -55,6 +55,7 @@ KEYS = frozenset(
         "checkpoint_every",
         "labels",
         "agent",
+        "distributed",
     ]
 )
 _EVERY_KEY = ", ".join(sorted(KEYS | {"array"}))
@@ -172,6 +173,7 @@ def make_spec(
         scheduler=reader.read("scheduler", _scheduler, ""),
         labels=reader.read("labels", _labels, no_variables),
         agent=reader.read("agent", _agent, JobSpec.AGENT_AUTOMATIC),
+        distributed=reader.read("distributed", _truth, None) or False,
     )
     if spec.nodes > (tasks := sum(role.tasks for role in roles)) > 0:
         reader.complain("nodes", f"{spec.nodes} nodes are more than there are tasks ({tasks}): each has one at least")

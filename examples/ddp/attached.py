@@ -68,14 +68,14 @@ def accuracy(network, loader, device):
 
 def join_ranks():
     """Returns the device of this rank."""
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29511")):
-        os.environ.setdefault(name, value)
+    # Of a process alone nobody set the variables: it meets itself.
+    alone = {} if "RANK" in os.environ else {"store": distributed.HashStore(), "rank": 0, "world_size": 1}
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        distributed.init_process_group("nccl", device_id=device)
+        distributed.init_process_group("nccl", device_id=device, **alone)
         return device
-    distributed.init_process_group("gloo")
+    distributed.init_process_group("gloo", **alone)
     return torch.device("cpu")
 
 

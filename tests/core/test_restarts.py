@@ -7,6 +7,7 @@ from core.drive import Drive, job_of
 from core.test_removed_nodes import restarted
 from ganger.resources.reasons import Reason
 from ganger_master.core.commands import Answer, CancelJob, DeclareLost, ResumeJob, SuspendJob, Tick
+from ganger_master.core.desired import desired_of
 from ganger_master.core.explain import explain
 from ganger_master.core.image import image_of, state_of
 from ganger_master.core.model import JobState, ObservedPhase, Outcome, OutcomeKind
@@ -63,6 +64,19 @@ def test_the_first_failure_costs_no_time_and_each_further_one_twice_the_last() -
     assert waited == [0, 10, 20, 40, 80, 160, 300, 300, 300]
     fail(drive, number)
     assert drive.job(number).state is JobState.FAILED
+
+
+def test_each_start_of_a_job_is_told_which_attempt_it_is() -> None:
+    drive, number = failing()
+    attempts = []
+    for _ in range(3):
+        epoch = drive.start(number)
+        attempts += [gang.attempt for gang in desired_of(drive.state, "n1").gangs if gang.epoch == epoch]
+        drive.runs(number)
+        report = drive.report(drive.state.gangs[epoch], ObservedPhase.ENDED)
+        drive.observe("n1", replace(report, outcome=EXIT))
+        tick_until_tried(drive, number)
+    assert attempts == [1, 2, 3]
 
 
 def test_who_is_not_to_be_tried_again_fails_at_once() -> None:

@@ -56,6 +56,7 @@ SPEC = JobSpec(
     weight=2.5,
     least_decrease=0.02,
     converged_passes=3,
+    distributed=True,
 )
 CLAIM = Claim("n1", 0b11, (2000,), 1 << 31, tasks=(2,))
 GANG = Gang(

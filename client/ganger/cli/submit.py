@@ -50,6 +50,7 @@ _LEVELS = "nvlink, switch, socket, node, rack, fabric, cluster"
 @click.option("--no-move", is_flag=True, help="Never move it for another job's sake.")
 @click.option("--scheduler", metavar="MODULE:CLASS", help="Your own job scheduler, started with the job.")
 @click.option("--agent", metavar="automatic|none", help="none: inject nothing into the script.")
+@click.option("--distributed", is_flag=True, help="Set torchrun's variables (RANK, ...) for a single task, too.")
 @click.option("--env", "-e", "variables", multiple=True, metavar="NAME[=VALUE]", help="Set or pass on a variable.")
 @click.option("--label", "-l", "labels", multiple=True, metavar="NAME=VALUE", help="A label to find it by.")
 @click.option(
@@ -74,6 +75,7 @@ def submit(
     stop: str | None,
     not_preemptible: bool,
     no_move: bool,
+    distributed: bool,
     request_id: str | None,
     follow: bool,
     dry_run: bool,
@@ -98,6 +100,8 @@ def submit(
         description["preemptible"] = False
     if no_move:
         description["movable"] = False
+    if distributed:
+        description["distributed"] = True
     wrong: list[Violation] = []
     for key, (given, mistakes) in (("environment", _variables(variables)), ("labels", pairs("--label", labels))):
         if given:

@@ -4,11 +4,53 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import NamedTuple
 
 # Two ranks of one job may share a core set with others: spinning threads would burn what the others need (measured: up
 # to five times slower), passive ones give the core back.
 _THREADING = {"OMP_WAIT_POLICY": "passive"}
 _OF_JOBS = ("GANGER_ARRAY", "GANGER_DEVICES")
+
+
+class TaskPlace(NamedTuple):
+    """Where a task is in its gang: ``rank`` of ``world``, ``local_rank`` of ``local_world`` on node ``node_rank`` of
+    ``nodes``."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    node_rank: int = 0
+    nodes: int = 1
+
+
+def torchrun_environment(place: TaskPlace, host: str, port: int, *, run: str, has_store: bool) -> dict[str, str]:
+    """Return what torchrun sets in a worker, but what names its own files.
+
+    ``run`` names the gang. ``has_store``: a process of ours serves the rendezvous store at ``host``:``port``, so no
+    rank opens one; otherwise rank 0 does.
+    """
+    environment = {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.world,
+        "LOCAL_RANK": place.local_rank,
+        "LOCAL_WORLD_SIZE": place.local_world,
+        "NODE_RANK": place.node_rank,
+        "GROUP_RANK": place.node_rank,
+        "GROUP_WORLD_SIZE": place.nodes,
+        "ROLE_RANK": place.rank,
+        "ROLE_WORLD_SIZE": place.world,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": run,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        # Torch's store of an agent insists on it.
+        "TORCHELASTIC_RESTART_COUNT": 0,
+    }
+    if has_store:
+        environment["TORCHELASTIC_USE_AGENT_STORE"] = True
+    return {name: str(value) for name, value in environment.items()}
 
 
 def rank_environment(
@@ -17,20 +59,15 @@ def rank_environment(
     page: str,
     job_dir: str,
     socket: str,
-    rank: int,
-    world: int,
-    local_rank: int,
-    local_world: int,
-    master_addr: str,
-    master_port: int,
     threads: int,
     inject: str,
     restore: str = "",
+    job: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Return the whole environment of one rank on top of what the user's shell had (``base``).
 
     ``inject`` is a directory of `ganger.injob.inject`; ``restore`` the path of a restore file or empty. ``threads`` 0
-    leaves the number to the program. ``master_port`` 0 (a job without a rendezvous store) sets no rendezvous.
+    leaves the number to the program. ``job`` is what the job is told of itself and of its gang.
     """
     # What the master tells a member of an array, and a daemon who has virtual devices, is the job's; all else of that
     # name is set here.
@@ -42,24 +79,12 @@ def rank_environment(
         GANGER_PAGE=page,
         GANGER_JOB_DIR=job_dir,
         GANGER_SOCKET=socket,
-        RANK=str(rank),
-        WORLD_SIZE=str(world),
-        LOCAL_RANK=str(local_rank),
-        LOCAL_WORLD_SIZE=str(local_world),
+        **(job or {}),
     )
     if restore:
         environment["GANGER_RESTORE"] = restore
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
-    if master_port:
-        environment.update(
-            MASTER_ADDR=master_addr,
-            MASTER_PORT=str(master_port),
-            # The store is a process of ours: no rank opens one. torch reads the restart count only in this mode, and
-            # insists on it.
-            TORCHELASTIC_USE_AGENT_STORE="True",
-            TORCHELASTIC_RESTART_COUNT="0",
-        )
     # Our directory first: it holds nothing but `ganger` and a sitecustomize that loads the user's own.
     parts = [inject, *(part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if part and part != inject)]
     environment["PYTHONPATH"] = os.pathsep.join(parts)

@@ -291,6 +291,7 @@ class JobSpec(google.protobuf.message.Message):
     MOVABLE_FIELD_NUMBER: builtins.int
     WEIGHT_FIELD_NUMBER: builtins.int
     CONVERGENCE_FIELD_NUMBER: builtins.int
+    DISTRIBUTED_FIELD_NUMBER: builtins.int
     display_name: builtins.str
     """A label for people; need not be unique, at most 63 characters."""
     working_directory: builtins.str
@@ -323,6 +324,8 @@ class JobSpec(google.protobuf.message.Message):
     """Its share of what it has to share with others, to that of a job of weight 1: turns on a GPU, and what a fair policy
     (drf, ftf, gandiva) gives it; 0.01..100, zero stands for 1. Priority goes before it.
     """
+    distributed: builtins.bool
+    """Gives its only task the variables of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ...), which several tasks always have."""
     @property
     def command(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """argv; at least one element, at most 1,000, 64 KiB in all."""
@@ -381,10 +384,11 @@ class JobSpec(google.protobuf.message.Message):
         movable: builtins.bool | None = ...,
         weight: builtins.float = ...,
         convergence: Global___Convergence | None = ...,
+        distributed: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "checkpoint_interval", b"checkpoint_interval", "convergence", b"convergence", "deadline", b"deadline", "locality", b"locality", "movable", b"movable", "preemptible", b"preemptible", "time_limit", b"time_limit"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "agent", b"agent", "checkpoint_interval", b"checkpoint_interval", "command", b"command", "convergence", b"convergence", "deadline", b"deadline", "device_type", b"device_type", "display_name", b"display_name", "environment", b"environment", "gpu_memory_bytes", b"gpu_memory_bytes", "gpus_max", b"gpus_max", "gpus_min", b"gpus_min", "labels", b"labels", "locality", b"locality", "max_failures", b"max_failures", "movable", b"movable", "nodes", b"nodes", "preemptible", b"preemptible", "priority", b"priority", "roles", b"roles", "scheduler", b"scheduler", "time_limit", b"time_limit", "weight", b"weight", "working_directory", b"working_directory"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "agent", b"agent", "checkpoint_interval", b"checkpoint_interval", "command", b"command", "convergence", b"convergence", "deadline", b"deadline", "device_type", b"device_type", "display_name", b"display_name", "distributed", b"distributed", "environment", b"environment", "gpu_memory_bytes", b"gpu_memory_bytes", "gpus_max", b"gpus_max", "gpus_min", b"gpus_min", "labels", b"labels", "locality", b"locality", "max_failures", b"max_failures", "movable", b"movable", "nodes", b"nodes", "preemptible", b"preemptible", "priority", b"priority", "roles", b"roles", "scheduler", b"scheduler", "time_limit", b"time_limit", "weight", b"weight", "working_directory", b"working_directory"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__movable: typing_extensions.TypeAlias = typing.Literal["movable"]
     _WhichOneofArgType__movable: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable"]

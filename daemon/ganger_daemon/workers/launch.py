@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ganger.agent.v1 import agent_pb2
-from ganger.injob.environment import rank_environment
+from ganger.injob.environment import TaskPlace, rank_environment, torchrun_environment
 from ganger.injob.page import VERSION
 from ganger.injob.pages import page_path
 from ganger.v1 import job_pb2
+from ganger.wire.names import parse_job_name, parse_node_name
 
 from ganger_daemon.checkpoints.found import newest_found
 from ganger_daemon.checkpoints.layout import parse_final
@@ -196,6 +197,32 @@ def arena_name(paths: GangPaths, rank: int) -> str:
     return paths.name(rank)
 
 
+def is_distributed(desired: agent_pb2.DesiredGang, part: LocalPart) -> bool:
+    """Whether its tasks have the variables of torchrun: several have, one that may become several, and one that asks
+    for them. Scripts take them for an order to start a process group."""
+    return part.world > 1 or desired.spec.gpus_max > 0 or desired.spec.distributed
+
+
+def job_environment(
+    desired: agent_pb2.DesiredGang, paths: GangPaths, part: LocalPart, rank: int, rendezvous: Rendezvous
+) -> dict[str, str]:
+    """What a rank is told of its job and its gang."""
+    nodes = [parse_node_name(member.node) for member in desired.members]
+    environment = {
+        "GANGER_JOB_ID": str(parse_job_name(desired.job)),
+        "GANGER_JOB_NAME": desired.spec.display_name,
+        "GANGER_ATTEMPT": str(desired.attempt or 1),
+        "GANGER_NODES": ",".join(nodes),
+    }
+    if is_distributed(desired, part):
+        own = next((number for number, member in enumerate(desired.members) if rank in member.ranks), 0)
+        place = TaskPlace(rank, part.world, part.ranks.index(rank), len(part.ranks), own, len(nodes))
+        environment |= torchrun_environment(
+            place, rendezvous.host, rendezvous.port, run=paths.group, has_store=rendezvous.store
+        )
+    return environment
+
+
 def launch_mapping(
     *,
     desired: agent_pb2.DesiredGang,
@@ -213,7 +240,6 @@ def launch_mapping(
     arena_bytes: int,
 ) -> dict[str, Any]:
     """rank-K.launch.json: all that the launcher is told of one rank."""
-    local_rank = part.ranks.index(rank)
     ahead = bytes_ahead_per_rank(desired, len(part.ranks), arena_bytes)
     restore_path = ""
     if restore.kind:
@@ -226,20 +252,11 @@ def launch_mapping(
         page=page_path(str(paths.run), rank),
         job_dir=str(paths.job),
         socket=str(paths.socket),
-        rank=rank,
-        world=part.world,
-        local_rank=local_rank,
-        local_world=len(part.ranks),
-        master_addr=rendezvous.host,
-        master_port=rendezvous.port,
         threads=threads,
         inject=inject,
         restore=restore_path,
+        job=job_environment(desired, paths, part, rank, rendezvous),
     )
-    if rendezvous.port and not rendezvous.store:
-        # nobody serves the store for them: rank 0 has to
-        env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-        env.pop("TORCHELASTIC_RESTART_COUNT", None)
     if desired.spec.agent == job_pb2.JobSpec.AGENT_NONE:
         env["GANGER_AGENT"] = "none"
     mapping: dict[str, Any] = {

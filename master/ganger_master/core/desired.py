@@ -206,6 +206,7 @@ def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
         grace_seconds=settings.grace_seconds,
         checkpoint_first=gang.checkpoint_first,
         kept_checkpoints=_kept_checkpoints(job) if party.members[0].node == piece.claim.node else (),
+        attempt=1 + job.failures + job.preemptions,
         needs_spec=not _is_begun(piece),
     )
 

@@ -196,6 +196,8 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
     # many passes over the data; zero: nobody says.
     least_decrease: float = 0.0
     converged_passes: int = 1
+    # Whether its only task has the variables of torchrun, too.
+    distributed: bool = False
     # Set by the master.
     array: Membership | None = None
 

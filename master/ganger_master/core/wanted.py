@@ -54,6 +54,8 @@ class DesiredGang(Struct, frozen=True, gc=False):
     checkpoint_first: bool = False
     # To the leader: paths of the checkpoints that the job would start from. No change of what is wanted.
     kept_checkpoints: tuple[str, ...] = ()
+    # How many times the job was started, this time included.
+    attempt: int = 1
     # The daemon has not yet launched this epoch, as far as it has said. No change of what is wanted.
     needs_spec: bool = True
 

@@ -152,6 +152,7 @@ def desired_gang_to_wire(gang: DesiredGang) -> agent_pb2.DesiredGang:
         grace=times.duration(gang.grace_seconds),
         checkpoint_first=gang.checkpoint_first,
         kept_checkpoints=gang.kept_checkpoints,
+        attempt=gang.attempt,
     )
     restore = gang.restore
     if restore.parked_epoch:

@@ -89,6 +89,7 @@ def spec_from_wire(message: job_pb2.JobSpec) -> JobSpec:
         weight=message.weight or 1.0,
         least_decrease=message.convergence.least_decrease,
         converged_passes=message.convergence.passes or 1,
+        distributed=message.distributed,
     )
 
 
@@ -123,6 +124,8 @@ def spec_to_wire(spec: JobSpec, *, with_environment: bool, into: job_pb2.JobSpec
     message.preemptible = spec.preemptible
     if not spec.movable:
         message.movable = False
+    if spec.distributed:
+        message.distributed = True
     if spec.weight != 1.0:
         message.weight = spec.weight
     if spec.least_decrease:

@@ -50,7 +50,7 @@ def main() -> None:
     loader = job.dataloader(data, global_batch=8 * world, shuffle=True)
     record = f"{options.record}.{os.environ.get('RANK', '0')}"
     is_away = options.homesick and not is_at_home(options.record)
-    is_apart = options.close_knit and os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]
+    is_apart = options.close_knit and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
     slower = 3 if is_away or is_apart else 1
     for _ in job.epochs(options.steps // 8):
         for x, y in loader:

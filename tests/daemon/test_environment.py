@@ -1,0 +1,80 @@
+"""What ranks find in their environment: their job, their gang, and torchrun's variables where there are several."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+from daemon.kit import Cluster, Observed, in_phase, log_of, run
+
+pytestmark = pytest.mark.system
+
+TORCHRUN = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
+}  # fmt: skip
+PRINT = ["/bin/sh", "-c", "env"]
+
+
+async def _environments(made: Cluster, placement: dict[str, list[int]], **spec: Any) -> dict[int, dict[str, str]]:
+    """The environment of each rank of a gang with this placement; `spec` are fields of its description."""
+    uid = str(uuid.uuid4())
+    for node in placement:
+        await made.daemon(node)
+    for node in placement:
+        gang = made.gang(placement, node, uid=uid, command=PRINT, attempt=3)
+        gang.spec.display_name = "digits"
+        for name, value in spec.items():
+            setattr(gang.spec, name, value)
+        await made.master.want(node, gang)
+    for node in placement:
+        await made.master.until(node, 1, in_phase(Observed.PHASE_ENDED))
+    return {
+        rank: dict(line.split("=", 1) for line in log_of(made.directory, node, uid, rank, 1) if "=" in line)
+        for node, ranks in placement.items()
+        for rank in ranks
+    }
+
+
+def test_a_job_of_one_task_has_no_variables_of_torchrun() -> None:
+    async def story(made: Cluster) -> None:
+        found = (await _environments(made, {"n1": [0]}))[0]
+        assert TORCHRUN & set(found) == set()
+        assert not [name for name in found if name.startswith("TORCHELASTIC")]
+        own = {name: value for name, value in found.items() if name.startswith(("GANGER_JOB_N", "GANGER_JOB_I"))}
+        assert own == {"GANGER_JOB_ID": "1", "GANGER_JOB_NAME": "digits"}
+        assert (found["GANGER_ATTEMPT"], found["GANGER_NODES"]) == ("3", "n1")
+
+    run(story)
+
+
+@pytest.mark.parametrize("spec", [{"distributed": True}, {"gpus_min": 1, "gpus_max": 2}])
+def test_a_job_of_one_task_that_asks_for_them_or_may_grow_has_them(spec: dict[str, Any]) -> None:
+    async def story(made: Cluster) -> None:
+        found = (await _environments(made, {"n1": [0]}, **spec))[0]
+        assert TORCHRUN - set(found) == set()
+        assert (found["RANK"], found["WORLD_SIZE"]) == ("0", "1")
+        # nobody but rank 0 serves a store for it
+        assert "TORCHELASTIC_USE_AGENT_STORE" not in found
+
+    run(story)
+
+
+def test_the_tasks_of_a_gang_over_two_nodes_know_their_places() -> None:
+    async def story(made: Cluster) -> None:
+        found = await _environments(made, {"n1": [0, 1], "n2": [2]})
+        names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
+        assert [tuple(int(found[rank][name]) for name in names) for rank in range(3)] == [
+            (0, 0, 2, 0, 0),
+            (1, 1, 2, 0, 0),
+            (2, 0, 1, 1, 1),
+        ]
+        for name, value in (("WORLD_SIZE", "3"), ("GROUP_WORLD_SIZE", "2"), ("GANGER_NODES", "n1,n2")):
+            assert {one[name] for one in found.values()} == {value}
+        assert (
+            len({(one["MASTER_ADDR"], one["MASTER_PORT"], one["TORCHELASTIC_RUN_ID"]) for one in found.values()}) == 1
+        )
+        assert all(TORCHRUN - set(one) == set() for one in found.values())
+
+    run(story)
