@@ -17,11 +17,11 @@ from ganger_master.core.commands import (
     SuspendJob,
 )
 from ganger_master.core.explain import explain
-from ganger_master.core.membership import RuleKind, StopRule
+from ganger_master.core.membership import Membership, RuleKind, StopRule
 from ganger_master.core.model import JobSpec, JobState, Metric, ObservedPhase, Outcome, OutcomeKind, Progress
 from ganger_master.core.restoring import restored
 from ganger_master.core.settings import Settings
-from ganger_master.core.substitution import resolved
+from ganger_master.core.substitution import Template, resolved
 from msgspec.structs import replace
 
 RULE = StopRule(RuleKind.HALVING, "accuracy", maximise=True, first=10)
@@ -251,3 +251,48 @@ def test_a_master_that_starts_again_knows_members_limits_and_rungs() -> None:
     assert waiting(drive, numbers) == []
     drive.step(CancelArray(1))
     assert drive.job(numbers[2]).state is JobState.CANCELLED
+
+
+def refused(drive: Drive, members: list[dict[str, str]], *words: str, environment: Mapping[str, str] = {}) -> str:
+    """The path of the first thing that is wrong with an array."""
+    spec = replace(SPEC, command=words, environment=dict(environment))
+    uids = tuple(f"uid-{number}" for number in range(len(members)))
+    answer = drive.step(SubmitArray(spec, tuple(enumerate(members)), uids, 0, None, "ann", ""))
+    assert isinstance(answer, Refused), answer
+    assert drive.state.jobs == {}
+    return answer.violations[0][0]
+
+
+def test_what_parameters_make_of_a_command_is_bounded_by_its_bytes() -> None:
+    drive = Drive()
+    assert refused(drive, [{"A": "\N{GRINNING FACE}" * 1_000}], "train", *["{A}"] * 17) == "spec.command"
+    assert refused(drive, [{"A": "x"}], "train", "{A}" * 1_001) == "spec.command"
+    assert refused(drive, [{"A": "x"}, {"A": ""}], "{A}{A}") == "spec.command"
+    assert refused(drive, [{"A": "\N{GRINNING FACE}" * 1_025}], "train") == "members[0].parameters.A"
+    assert refused(drive, [{f"A{n}": "x" * 4_096 for n in range(5)}], "train") == "members[0].parameters"
+
+
+def test_members_share_a_limit_on_the_bytes_that_are_stored_of_them() -> None:
+    many = [{"A": str(number)} for number in range(1_000)]
+    assert refused(Drive(), many, "train", environment={"PATH": "x" * 17_000}) == "members"
+    drive = Drive()
+    assert submitted(drive, *[str(number) for number in range(1_000)])
+
+
+def test_the_length_of_a_members_command_is_known_without_putting_it_together() -> None:
+    words = ("a{A}b", "{A}{B}{index}", "{other} {", "{A", '{"A": 1}', "\N{GRINNING FACE}{B}")
+    template = Template(words)
+    for index, given in ((7, {}), (0, {"A": ""}), (12, {"A": "\N{GRINNING FACE}", "B": "yes"}), (3, {"B": "{A}"})):
+        member = Membership(1, 0, index, 1, given)
+        made = resolved(replace(SPEC, command=words, array=member)).command
+        assert template.length(index, given) == sum(len(word.encode()) for word in made)
+
+
+def test_a_rung_beyond_all_numbers_is_never_reached() -> None:
+    rule = StopRule(RuleKind.ASHA, first=1, factor=1_000, resource="tokens")
+    drive = Drive()
+    (number,) = submitted(drive, "0.1", rule=rule)
+    drive.start(number)
+    drive.runs(number)
+    assert drive.step(RecordMetric(number, drive.job(number).epoch, 0.5, 1e308)) == Done()
+    assert len(drive.job(number).rungs) == 103

@@ -21,13 +21,19 @@ from ganger_master.core.membership import MEMBERS_LIMIT, RUNGS_LIMIT, Membership
 from ganger_master.core.memberships import members_of, report_of
 from ganger_master.core.model import Job, JobSpec, JobState, Progress
 from ganger_master.core.state import State
-from ganger_master.core.submission import SEVERAL, check_room, violations_of
-from ganger_master.core.substitution import resolved
+from ganger_master.core.submission import COMMAND_BYTES_LIMIT, SEVERAL, check_room, violations_of
+from ganger_master.core.substitution import Template, bytes_of
 from ganger_master.policies.stopping import Contender, Stop, judge
 
 _INDEX_LIMIT: Final = (1 << 31) - 1
 _PARAMETERS_LIMIT: Final = 50
 _VALUE_LIMIT: Final = 4_096
+# Of all parameters of a member.
+_VALUES_LIMIT: Final = 16 * 1024
+# In a command.
+_PLACES_LIMIT: Final = 1_000
+# Of the commands and environments of all members: each is stored with its own.
+_BYTES_LIMIT: Final = 16 * 1024 * 1024
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
 # What is wrong with a member is wrong with most of them.
 _TOLD: Final = 3
@@ -229,8 +235,9 @@ def _check(state: State, command: commands.SubmitArray) -> Refused | None:
     if command.spec.deadline and command.at_once:
         violations.append(("spec.deadline", "members that are held back cannot have one"))
     if not violations:
-        found = (one for spec in _specs(command, 0) for one in violations_of(resolved(spec)))
-        violations = list(dict.fromkeys(found))[:SEVERAL]
+        violations = [*violations_of(command.spec)][:SEVERAL]
+    if not violations:
+        violations = _wrong_commands(command.spec, command.members)
     if violations:
         return Refused("SPEC_INVALID", "the array cannot be accepted", violations=tuple(violations))
     return check_room(state, command.spec, command.user, len(command.members))
@@ -242,20 +249,45 @@ def _wrong_members(members: Sequence[tuple[int, Mapping[str, str]]]) -> list[tup
         return [("members", f"from 1 to {MEMBERS_LIMIT}")]
     if len({index for index, _ in members}) != len(members):
         found.append(("members", "their indices must differ"))
+    named: set[str] = set()
     for place, (index, given) in enumerate(members):
         path = f"members[{place}]"
         if not 0 <= index <= _INDEX_LIMIT:
             found.append((f"{path}.index", f"from 0 to {_INDEX_LIMIT}"))
         if len(given) > _PARAMETERS_LIMIT:
             found.append((f"{path}.parameters", f"at most {_PARAMETERS_LIMIT}"))
+        if bytes_of("".join(given.values())) > _VALUES_LIMIT:
+            found.append((f"{path}.parameters", f"at most {_VALUES_LIMIT} bytes in all"))
         for name, text in given.items():
-            if not _NAME.fullmatch(name) or name in _RESERVED:
+            # Most members have parameters of the same names.
+            if name not in named and (not _NAME.fullmatch(name) or name in _RESERVED):
                 found.append((f"{path}.parameters", f"{name[:40]!r} cannot be the name of a parameter"))
-            elif len(text) > _VALUE_LIMIT or "\0" in text:
-                found.append((f"{path}.parameters.{name}", f"at most {_VALUE_LIMIT} characters, no NUL"))
+            elif bytes_of(text) > _VALUE_LIMIT or "\0" in text:
+                found.append((f"{path}.parameters.{name[:40]}", f"at most {_VALUE_LIMIT} bytes, no NUL"))
+            else:
+                named.add(name)
         if len(found) >= _TOLD:
             break
     return found
+
+
+def _wrong_commands(spec: JobSpec, members: Sequence[tuple[int, Mapping[str, str]]]) -> list[tuple[str, str]]:
+    """What the parameters make of the command, judged by its length before anything is put together."""
+    template, shared = Template(spec.command), sum([bytes_of(k) + bytes_of(v) for k, v in spec.environment.items()])
+    total = 0
+    if template.places > _PLACES_LIMIT:
+        return [("spec.command", f"at most {_PLACES_LIMIT} places such as {{NAME}}: put the program into a file")]
+    for index, given in members:
+        length = template.length(index, given)
+        if length > COMMAND_BYTES_LIMIT:
+            return [("spec.command", f"at most {COMMAND_BYTES_LIMIT} bytes in all, with the parameters put in")]
+        if not template.has_program(index, given):
+            return [("spec.command", "must name a program to run, with the parameters put in")]
+        total += length + shared
+    if total > _BYTES_LIMIT:
+        text = f"{len(members)} members with command and environment are {total} bytes, at most {_BYTES_LIMIT}"
+        return [("members", f"{text}: put large values into a file")]
+    return []
 
 
 _RESERVED: Final = frozenset({"index", "INDEX", "SIZE", "PARAMETERS"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Final
@@ -40,7 +41,10 @@ class StopRule(Struct, frozen=True, gc=False, omit_defaults=True):
     def rung(self, index: int) -> float:
         """The amount of the resource at which members are compared for the index-th time, from 0."""
         if self.kind in (RuleKind.HALVING, RuleKind.ASHA):
-            return float(self.first * self.factor**index)
+            try:
+                return float(self.first * self.factor**index)
+            except OverflowError:
+                return math.inf
         return self.first + (self.every or self.first) * index
 
 

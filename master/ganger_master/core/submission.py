@@ -10,10 +10,11 @@ from ganger_master.core.answers import Refused
 from ganger_master.core.model import JobSpec
 from ganger_master.core.shares import limit_of
 from ganger_master.core.state import State
+from ganger_master.core.substitution import bytes_of
 
 _TASKS_LIMIT = 10_000
 _COMMAND_LIMIT = 1_000
-_COMMAND_BYTES_LIMIT = 64 * 1024
+COMMAND_BYTES_LIMIT = 64 * 1024
 _NAME_LIMIT = 63
 _PRIORITY_LIMIT = 1_000
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.01, 100
@@ -75,12 +76,12 @@ def check_possible(state: State, spec: JobSpec) -> Refused | None:
 
 def violations_of(spec: JobSpec) -> tuple[tuple[str, str], ...]:
     """(path, what is wrong) pairs."""
-    return (*_wrong_program(spec), *_wrong_numbers(spec), *_wrong_texts(spec), *_wrong_roles(spec), *_wrong_sizes(spec))
+    return (*_wrong_program(spec), *wrong_wishes(spec))
 
 
-def bytes_of(text: str) -> int:
-    """What a text takes on the wire and on disk."""
-    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
+def wrong_wishes(spec: JobSpec) -> tuple[tuple[str, str], ...]:
+    """The same, of all but what the job runs."""
+    return (*_wrong_numbers(spec), *_wrong_texts(spec), *_wrong_roles(spec), *_wrong_sizes(spec))
 
 
 def _wrong_program(spec: JobSpec) -> Iterator[tuple[str, str]]:
@@ -89,8 +90,8 @@ def _wrong_program(spec: JobSpec) -> Iterator[tuple[str, str]]:
         yield path, "must name a program to run"
     if len(command) > _COMMAND_LIMIT:
         yield path, f"at most {_COMMAND_LIMIT} words"
-    if bytes_of("".join(command)) > _COMMAND_BYTES_LIMIT:
-        yield path, f"at most {_COMMAND_BYTES_LIMIT} bytes in all"
+    if bytes_of("".join(command)) > COMMAND_BYTES_LIMIT:
+        yield path, f"at most {COMMAND_BYTES_LIMIT} bytes in all"
     if "\0" in "".join(command):
         yield path, "no word may contain a NUL character"
     path, directory = "spec.working_directory", spec.working_directory

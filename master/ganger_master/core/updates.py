@@ -21,8 +21,7 @@ from ganger_master.core.events import Event
 from ganger_master.core.memberships import members_of
 from ganger_master.core.model import Job, JobSpec
 from ganger_master.core.state import State
-from ganger_master.core.submission import check_possible, violations_of
-from ganger_master.core.substitution import resolved
+from ganger_master.core.submission import check_possible, wrong_wishes
 from ganger_master.core.update import Submitted, Update, Updated
 
 # Of a job so many request ids are known: who repeats one does so within seconds.
@@ -178,7 +177,7 @@ def _decided(state: State, job: Job, asked: Update, request_id: str) -> JobSpec 
     spec = _changed(job.spec, asked)
     violations = (
         *_wrong_update(job.spec, asked),
-        *[(_path(path), what) for path, what in violations_of(resolved(spec))],
+        *[(_path(path), what) for path, what in wrong_wishes(spec)],
     )
     if violations:
         return Refused("SPEC_INVALID", f"{job.name} cannot be updated so", {"job": job.name}, violations)

@@ -24,8 +24,9 @@ _PHASES_TO_WIRE: Final = {phase: job_pb2.Gang.Phase.Value(f"PHASE_{phase.name}")
 _PHASES: Final = {number: phase for phase, number in _PHASES_TO_WIRE.items()}
 
 
-# A number by itself, or behind an equals sign.
-_NUMBER: Final = re.compile(r"(^|=)[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$", re.IGNORECASE)
+# A number, each sign of which is read once. A longer word is none.
+_NUMBER: Final = re.compile(r"[+-]?(?:\d++(?:\.\d*+)?|\.\d++)(?:e[+-]?\d++)?", re.ASCII | re.IGNORECASE)
+_LONGEST_NUMBER: Final = 64
 
 
 def live_job_to_wire(job: Job, gang: Gang | None, into: scheduling_pb2.LiveJob) -> None:
@@ -93,10 +94,17 @@ def live_job_from_wire(message: scheduling_pb2.LiveJob) -> tuple[Job, Gang | Non
 @lru_cache(4096)
 def signature_of(user: str, command: tuple[str, ...], roles: tuple[Role, ...]) -> int:
     """The same for a series: one program with other numbers (`--lr 0.1`), on as many devices."""
-    words = [_NUMBER.sub(r"\1#", word) for word in command]
+    words = [_without_number(word) for word in command]
     shape = [(role.name, role.tasks, role.shape.gpus) for role in roles]
     digest = hashlib.blake2b(repr((user, words, shape)).encode("utf-8", "replace"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+def _without_number(word: str) -> str:
+    """A word that is a number, or has one behind its last equals sign, without it."""
+    name, equals, value = word.rpartition("=")
+    is_number = len(value) <= _LONGEST_NUMBER and _NUMBER.fullmatch(value) is not None
+    return f"{name}{equals}#" if is_number else word
 
 
 def _gang_to_wire(gang: Gang, into: scheduling_pb2.LiveGang) -> None:
