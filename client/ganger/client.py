@@ -33,6 +33,7 @@ from ganger.wire.errors import (
     Unreachable,
     from_rpc_error,
 )
+from ganger.wire.methods import largest_bytes
 from ganger.wire.names import (
     array_name,
     job_name_from_text,
@@ -100,12 +101,7 @@ class Client:
         import uuid
 
         request = job_service_pb2.CreateJobRequest(spec=spec, request_id=request_id or str(uuid.uuid4()))
-        # gRPC would say so too, in words for its developers and only after serialising.
-        if request.ByteSize() > MAX_MESSAGE_BYTES:
-            raise MessageTooLarge(
-                f"the submission is {request.ByteSize()} bytes, a message holds {MAX_MESSAGE_BYTES}:"
-                " put large environment values and arguments into files"
-            )
+        _check_size(request, "CreateJob", "put large environment values and arguments into files")
         if not spec.scheduler:
             return Job(self, self._call(self._jobs.CreateJob, request))
         from ganger.scheduling.detached import DetachedScheduler
@@ -123,11 +119,7 @@ class Client:
         asked = job_service_pb2.CreateArrayRequest()
         asked.CopyFrom(request)
         asked.request_id = request_id or request.request_id or str(uuid.uuid4())
-        if asked.ByteSize() > MAX_MESSAGE_BYTES:
-            raise MessageTooLarge(
-                f"the submission is {asked.ByteSize()} bytes, a message holds {MAX_MESSAGE_BYTES}:"
-                " put large parameters into files"
-            )
+        _check_size(asked, "CreateArray", "put large parameters into files")
         return self._call(self._jobs.CreateArray, asked)
 
     def get_array(self, array: str | int) -> array_pb2.Array:
@@ -136,8 +128,14 @@ class Client:
 
     def list_arrays(self, user: str = "", *, live: bool = False) -> list[array_pb2.Array]:
         """Newest first; `live`: only those of which a member has not ended."""
-        request = job_service_pb2.ListArraysRequest(live=live, user=user)
-        return list(self._call(self._jobs.ListArrays, request).arrays)
+        request = job_service_pb2.ListArraysRequest(page_size=1_000, live=live, user=user)
+        arrays: list[array_pb2.Array] = []
+        while True:
+            page = self._call(self._jobs.ListArrays, request)
+            arrays += page.arrays
+            if not page.next_page_token:
+                return arrays
+            request.page_token = page.next_page_token
 
     def cancel_array(self, array: str | int, reason: str = "") -> array_pb2.Array:
         request = job_service_pb2.CancelArrayRequest(name=_array(array), reason=reason)
@@ -460,6 +458,15 @@ def _trouble_with(endpoint: Endpoint) -> str:
     from ganger.wire.tls import trouble_with
 
     return trouble_with(endpoint)
+
+
+def _check_size(
+    request: job_service_pb2.CreateJobRequest | job_service_pb2.CreateArrayRequest, method: str, remedy: str
+) -> None:
+    """Raises MessageTooLarge, as the master would, before the request is sent."""
+    most = largest_bytes(f"/ganger.v1.JobService/{method}")
+    if request.ByteSize() > most:
+        raise MessageTooLarge(f"the submission is {request.ByteSize()} bytes, a message holds {most}: {remedy}")
 
 
 def _array(array: str | int) -> str:

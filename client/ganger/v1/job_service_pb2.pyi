@@ -112,16 +112,23 @@ class ListArraysRequest(google.protobuf.message.Message):
 
     LIVE_FIELD_NUMBER: builtins.int
     USER_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
     live: builtins.bool
     """Only those of which a member has not ended."""
     user: builtins.str
+    page_size: builtins.int
+    """At most 1,000; zero means 100."""
+    page_token: builtins.str
     def __init__(
         self,
         *,
         live: builtins.bool = ...,
         user: builtins.str = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["live", b"live", "user", b"user"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["live", b"live", "page_size", b"page_size", "page_token", b"page_token", "user", b"user"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ListArraysRequest: typing_extensions.TypeAlias = ListArraysRequest
@@ -131,14 +138,17 @@ class ListArraysResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ARRAYS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
     @property
     def arrays(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.array_pb2.Array]: ...
     def __init__(
         self,
         *,
         arrays: collections.abc.Iterable[ganger.v1.array_pb2.Array] | None = ...,
+        next_page_token: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arrays", b"arrays"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arrays", b"arrays", "next_page_token", b"next_page_token"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ListArraysResponse: typing_extensions.TypeAlias = ListArraysResponse

@@ -271,7 +271,7 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListArrays(self, request, context):
-        """Newest first.
+        """Newest first, in pages. Errors: INVALID_ARGUMENT/PAGE_TOKEN_INVALID.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

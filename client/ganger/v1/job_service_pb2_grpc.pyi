@@ -97,7 +97,7 @@ class JobServiceStub:
     GetArray: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.GetArrayRequest, ganger.v1.array_pb2.Array]
     """Errors: NOT_FOUND/ARRAY_NOT_FOUND, INVALID_ARGUMENT/NAME_INVALID."""
     ListArrays: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.ListArraysRequest, ganger.v1.job_service_pb2.ListArraysResponse]
-    """Newest first."""
+    """Newest first, in pages. Errors: INVALID_ARGUMENT/PAGE_TOKEN_INVALID."""
     CancelArray: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.CancelArrayRequest, ganger.v1.array_pb2.Array]
     """Ends every member that has not ended. Idempotent. Errors: NOT_FOUND/ARRAY_NOT_FOUND."""
     UpdateArray: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.UpdateArrayRequest, ganger.v1.job_service_pb2.UpdateArrayResponse]
@@ -173,7 +173,7 @@ class JobServiceAsyncStub(JobServiceStub):
     GetArray: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.GetArrayRequest, ganger.v1.array_pb2.Array]  # type: ignore[assignment]
     """Errors: NOT_FOUND/ARRAY_NOT_FOUND, INVALID_ARGUMENT/NAME_INVALID."""
     ListArrays: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.ListArraysRequest, ganger.v1.job_service_pb2.ListArraysResponse]  # type: ignore[assignment]
-    """Newest first."""
+    """Newest first, in pages. Errors: INVALID_ARGUMENT/PAGE_TOKEN_INVALID."""
     CancelArray: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.CancelArrayRequest, ganger.v1.array_pb2.Array]  # type: ignore[assignment]
     """Ends every member that has not ended. Idempotent. Errors: NOT_FOUND/ARRAY_NOT_FOUND."""
     UpdateArray: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.UpdateArrayRequest, ganger.v1.job_service_pb2.UpdateArrayResponse]  # type: ignore[assignment]
@@ -348,7 +348,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: ganger.v1.job_service_pb2.ListArraysRequest,
         context: _ServicerContext,
     ) -> typing.Union[ganger.v1.job_service_pb2.ListArraysResponse, collections.abc.Awaitable[ganger.v1.job_service_pb2.ListArraysResponse]]:
-        """Newest first."""
+        """Newest first, in pages. Errors: INVALID_ARGUMENT/PAGE_TOKEN_INVALID."""
 
     @abc.abstractmethod
     def CancelArray(

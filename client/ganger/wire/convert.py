@@ -28,6 +28,10 @@ from ganger.v1 import job_pb2, node_pb2, resources_pb2
 from ganger.wire import names, times
 from ganger.wire.errors import RequestInvalid
 
+# What is kept of a refusal: figures by name, and what is said of it.
+_FIGURES_MOST, _NAME_MOST, _DETAIL_MOST = 16, 64, 500
+# A claim has cores by socket, and tasks by role.
+_PARTS_MOST = 128
 # Peak device bytes plus a tenth: what a rank's state may take in host memory.
 _ARENA_NUMERATOR, _ARENA_DENOMINATOR = 11, 10
 
@@ -180,6 +184,8 @@ def claim_to_wire(value: Claim) -> resources_pb2.Claim:
 def claim_from_wire(message: resources_pb2.Claim) -> Claim:
     """As it is asked for: what is parked only `parked_claims_from_wire` reads."""
     tasks = message.tasks
+    if len(message.millicores) > _PARTS_MOST or len(tasks) > _PARTS_MOST:
+        raise RequestInvalid(f"a claim has at most {_PARTS_MOST} sockets, and roles")
     return Claim(
         names.parse_node_name(message.node),
         message.device_mask,
@@ -259,15 +265,17 @@ def refusal_from_wire(message: resources_pb2.Refusal) -> Refusal:
         raise RequestInvalid(
             f"reason {message.reason!r} is unknown here: the sender is newer than this program"
         ) from error
+    if len(message.figures) > _FIGURES_MOST or any(len(name) > _NAME_MOST for name in message.figures):
+        raise RequestInvalid(f"a refusal has at most {_FIGURES_MOST} figures, of names of {_NAME_MOST} characters")
     plain = Refusal(
         reason,
         dict(message.figures),
         node=names.parse_node_name(message.node) if message.node else "",
-        job=message.job,
+        job=names.job_name(names.parse_job_name(message.job)) if message.job else "",
     )
     # The wire carries the whole sentence; its tail is made of the other fields, so the detail is what precedes it.
     tail = plain.message.removeprefix(reason.meaning)
-    detail = message.message.removesuffix(tail)
+    detail = message.message.removesuffix(tail)[:_DETAIL_MOST]
     return plain if detail == reason.meaning else replace(plain, detail=detail)
 
 

@@ -23,7 +23,15 @@ from google.protobuf.message import DecodeError
 
 from ganger.wire.channels import MAX_MESSAGE_BYTES, TOKEN_KEY
 from ganger.wire.endpoints import EndpointError, check_listen_address, prepare_socket
-from ganger.wire.errors import ApiError, Internal, RequestInvalid, TokenInvalid, to_trailing_metadata
+from ganger.wire.errors import (
+    ApiError,
+    Internal,
+    MessageTooLarge,
+    RequestInvalid,
+    TokenInvalid,
+    to_trailing_metadata,
+)
+from ganger.wire.methods import largest_bytes
 from ganger.wire.roles import Identity, check_call, check_local_call
 
 log = logging.getLogger(__name__)
@@ -124,16 +132,16 @@ class ErrorInterceptor(_WrappingInterceptor):
 
         async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
-                if request is _UNREADABLE:
-                    raise _unreadable(method)
+                if isinstance(request, ApiError):
+                    raise request
                 return await behaviour(request, context)
             except Exception as error:
                 return await _abort(context, method, error)
 
         async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             try:
-                if request is _UNREADABLE:
-                    raise _unreadable(method)
+                if isinstance(request, ApiError):
+                    raise request
                 async for response in behaviour(request, context):
                     yield response
             except Exception as error:
@@ -227,27 +235,26 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], method: str, error
     await context.abort(error.code, error.message[:1_000], to_trailing_metadata(error))
 
 
-# Stands for a request that its method's message type cannot read.
-_UNREADABLE: Final = object()
-
-
 def _reader(method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[[bytes], Any]:
     """Reads requests. grpc.aio answers UNKNOWN with a traceback in the log where the reader of a single request raises,
-    so that one hands a mark on; messages of a stream are read inside the handler, which sees what is raised."""
+    so that one hands the error on; messages of a stream are read inside the handler, which sees what is raised."""
     read = handler.request_deserializer
     assert read is not None, "a handler that reads nothing"
-
-    def single(raw: bytes) -> Any:
-        try:
-            return read(raw)
-        except DecodeError:
-            return _UNREADABLE
+    most = largest_bytes(method)
 
     def streamed(raw: bytes) -> Any:
+        if len(raw) > most:
+            raise MessageTooLarge(f"the request is {len(raw)} bytes, {method} takes {most}: send less at once")
         try:
             return read(raw)
         except DecodeError as error:
             raise _unreadable(method) from error
+
+    def single(raw: bytes) -> Any:
+        try:
+            return streamed(raw)
+        except ApiError as error:
+            return error
 
     return streamed if handler.request_streaming else single
 

@@ -58,10 +58,15 @@ def note_ended(state: State, job: Job, array: Membership, now: float, cause: str
     subject, became = f"arrays/{array.array}", job.state.value.lower()
     figures.update(member=array.name, job=job.name, state=became, run_s=f"{job.run_seconds:.1f}")
     _tell(state, now, subject, "member_ended", cause, job.reason, figures)
-    members = members_of(state.jobs, array.array)
-    if all(member.state.is_final for member in members):
-        counts = Counter(member.state.value.lower() for member in members)
+    if not _has_live(state.jobs, array):
+        counts = Counter(member.state.value.lower() for member in members_of(state.jobs, array.array))
         _tell(state, now, subject, "array_ended", cause, "", dict(sorted(counts.items())))
+
+
+def _has_live(jobs: Mapping[int, Job], array: Membership) -> bool:
+    """Whether a member has not ended. Looked at from the last one, for they end in their order more often than not."""
+    members = (jobs.get(number) for number in range(array.array + array.size, array.array, -1))
+    return any(member is not None and not member.state.is_final for member in members)
 
 
 def _tell(

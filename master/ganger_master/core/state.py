@@ -24,6 +24,7 @@ from ganger_master.core.model import Claim, Counters, Element, Gang, Job, JobSta
 from ganger_master.core.rows import row_of
 from ganger_master.core.settings import Settings
 from ganger_master.core.shares import Shares
+from ganger_master.core.texts import cut
 from ganger_master.core.waiting import Blocked, Kept, Part, Turn, Waiting, is_lack, is_lasting
 from ganger_master.core.wanted import DesiredSet
 from ganger_master.policies import Places, policy_named
@@ -414,9 +415,9 @@ class State:
             return
         sequence = self.counters.next_event
         self.counters.next_event += 1
-        texts = {name: str(value) for name, value in figures.items()}
+        texts = {name: cut(str(value)) for name, value in figures.items()}
         name = subject if isinstance(subject, str) else subject.name
-        self.outbox.append(History(sequence, now, name, kind, cause, message, texts))
+        self.outbox.append(History(sequence, now, name, kind, cause, cut(message), texts))
 
     def note_refusals(self, number: int, refusals: tuple[Refusal, ...]) -> None:
         self.refusals[number] = refusals

@@ -12,6 +12,7 @@ from ganger.wire.channels import PART_BYTES
 
 from ganger_master.core import commands
 from ganger_master.core.model import Capabilities, Intent, ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.texts import cut
 from ganger_master.core.wanted import DesiredGang, DesiredRows, DesiredSet, Member
 from ganger_master.rpc import job_messages
 
@@ -21,6 +22,8 @@ _LONGEST_SWITCH_SECONDS: Final = 3600.0
 _DEVICES_MOST: Final = 64
 _CHECKPOINTS_MOST: Final = 16
 _SEQUENCE_MOST: Final = (1 << 63) - 1
+# Its message has the last lines of a log.
+_OUTCOME_MOST: Final = 4_096
 # What a spec takes in its gang's message beyond its own bytes, at most.
 _FIELD_BYTES: Final = 16
 _INTENTS: Final[Mapping[Intent, agent_pb2.Intent.ValueType]] = {
@@ -120,7 +123,7 @@ def observed_gang_from_wire(message: agent_pb2.ObservedGang) -> commands.Observe
         arena_bytes=message.arena_bytes,
         threads=message.threads,
         repin_done=message.repin_done,
-        trouble=message.trouble,
+        trouble=cut(message.trouble),
         cores=tuple(message.cores),
         device_mask=message.claim_device_mask,
         residue_bytes=tuple(message.residue_bytes),
@@ -218,7 +221,7 @@ def _outcome_from_wire(message: agent_pb2.Outcome) -> Outcome:
         _OUTCOMES_FROM_WIRE.get(message.kind, OutcomeKind.UNKNOWN),
         message.exit_code,
         message.rank,
-        message.message,
+        cut(message.message, _OUTCOME_MOST),
         tuple([job_messages.checkpoint_from_wire(one) for one in message.checkpoints[:_CHECKPOINTS_MOST]]),
     )
 

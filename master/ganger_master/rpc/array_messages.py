@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections import Counter
 from collections.abc import Sequence
 
 from ganger.v1 import array_pb2, job_service_pb2
-from ganger.wire import times
+from ganger.wire import errors, times
 
 from ganger_master.core import commands
-from ganger_master.core.membership import StopRule
+from ganger_master.core.membership import MEMBERS_LIMIT, StopRule
 from ganger_master.core.memberships import report_of
 from ganger_master.core.model import Job
 from ganger_master.policies.stopping import best
@@ -19,14 +20,15 @@ from ganger_master.rpc.membership_messages import rule_from_wire, rule_to_wire
 from ganger_master.runtime.progress import Sample
 
 
-def submission_from_wire(
-    request: job_service_pb2.CreateArrayRequest, uids: Sequence[str], user: str
-) -> commands.SubmitArray:
-    """Not yet judged, but for a rule of no known kind. Raises SpecInvalid."""
+def submission_from_wire(request: job_service_pb2.CreateArrayRequest, user: str) -> commands.SubmitArray:
+    """Not yet judged, but for a rule of no known kind, and for what is too much to look at. Raises SpecInvalid."""
+    if len(request.members) > MEMBERS_LIMIT:
+        violation = errors.Violation("members", f"from 1 to {MEMBERS_LIMIT}, not {len(request.members)}")
+        raise errors.SpecInvalid("the array cannot be accepted", violations=[violation])
     return commands.SubmitArray(
         job_messages.spec_from_wire(request.spec),
         tuple((member.index, dict(member.parameters)) for member in request.members),
-        tuple(uids),
+        tuple([str(uuid.uuid4()) for _ in request.members]),
         request.at_once,
         rule_from_wire(request.rule) if request.HasField("rule") else None,
         user,

@@ -9,7 +9,7 @@ from typing import Any, Final
 from ganger.resources.reasons import Refusal
 from ganger.resources.values import Locality
 from ganger.v1 import job_pb2, job_service_pb2
-from ganger.wire import convert, names, times
+from ganger.wire import convert, errors, names, times
 
 from ganger_master.core.desired import ranks_by_claim
 from ganger_master.core.model import (
@@ -25,6 +25,7 @@ from ganger_master.core.model import (
     SuspendLevel,
 )
 from ganger_master.core.substitution import resolved
+from ganger_master.core.texts import cut
 from ganger_master.core.update import Update
 from ganger_master.rpc.membership_messages import membership_to_wire, metrics_from_wire, metrics_to_wire
 from ganger_master.runtime.progress import Sample
@@ -48,6 +49,10 @@ _TURNS: Final[Mapping[bool | None, job_pb2.Gang.Turn.ValueType]] = {
     False: job_pb2.Gang.TURN_WAITS,
 }
 _ANYWHERE: Final = Locality()
+_ENTRIES_MOST: Final = {"command": 1_000, "environment": 10_000, "roles": 100, "labels": 100}
+# What a daemon tells of a job.
+_MISSING_MOST: Final = 8
+_WHY_MOST: Final = 200
 _LEVELS_FROM_WIRE: Final[Mapping[int, SuspendLevel]] = {number: level for level, number in _LEVELS.items()}
 
 
@@ -61,7 +66,13 @@ def level_from_wire(level: int) -> SuspendLevel:
 
 
 def spec_from_wire(message: job_pb2.JobSpec) -> JobSpec:
-    """Not yet judged: what is wrong with a spec is the core's to say, all at once. Raises RequestInvalid."""
+    """Not yet judged, but for what is too much to look at: what is wrong with a spec is the core's to say, all at once.
+    Raises RequestInvalid and SpecInvalid."""
+    for name, most in _ENTRIES_MOST.items():
+        if len(getattr(message, name)) > most:
+            raise errors.SpecInvalid(
+                "the job cannot be accepted", violations=[errors.Violation(f"spec.{name}", f"at most {most}")]
+            )
     return JobSpec(
         command=tuple(message.command),
         roles=tuple([convert.role_from_wire(role) for role in message.roles]),
@@ -282,7 +293,7 @@ def capabilities_from_wire(message: job_pb2.Capabilities) -> Capabilities:
         message.pause,
         message.offload,
         message.checkpoint,
-        dict(message.missing),
+        {level[:_WHY_MOST]: cut(why, _WHY_MOST) for level, why in sorted(message.missing.items())[:_MISSING_MOST]},
         known=True,
         resize=message.resize,
         resize_divides=message.resize_divides,

@@ -17,22 +17,24 @@ from ganger_master.core import commands
 from ganger_master.core.answers import ArrayAnswer, JobAnswer, UpdateAnswer
 from ganger_master.core.explain import explain
 from ganger_master.core.making_room import kept_for, making_room_for
-from ganger_master.core.membership import MEMBERS_LIMIT
 from ganger_master.core.memberships import members_of
 from ganger_master.core.model import Job
+from ganger_master.core.texts import cut
 from ganger_master.policies.order.edf import EDF
 from ganger_master.rpc import array_messages, job_messages
 from ganger_master.rpc.answers import Shown, expect
 from ganger_master.rpc.deadline_advice import deadline_advice
 from ganger_master.rpc.log_proxy import LogProxy
 from ganger_master.rpc.ownership import array_outline, check_jobs, check_owner, outline
-from ganger_master.rpc.pages import PAGE_BYTES, PAGE_DEFAULT, PAGE_MOST, page_token, place_of
+from ganger_master.rpc.pages import ENTRIES_AT_ONCE, PAGE_DEFAULT, PAGE_MOST, Room, page_token, place_of
 from ganger_master.rpc.plan_messages import REASON_MOST, on_the_way_to_wire
 from ganger_master.runtime.writer import Writer
+from ganger_master.store.contract import HistoryEntry
 
 STREAM_SECONDS: Final = 30 * 60.0
 REQUEST_ID_MOST: Final = 200
-# Of what somebody writes for others to read; the rest is left out.
+# Jobs that are made into messages before other calls get their turn.
+_SHOWN_AT_ONCE: Final = 20
 
 
 class JobService(job_service_pb2_grpc.JobServiceServicer):
@@ -53,9 +55,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
 
     async def CreateArray(self, request: job_service_pb2.CreateArrayRequest, context: Any) -> array_pb2.Array:
         _check_request_id(request.request_id)
-        # More are refused, by the core with everything else that is wrong.
-        uids = [str(uuid.uuid4()) for _ in range(min(len(request.members), MEMBERS_LIMIT))]
-        command = array_messages.submission_from_wire(request, uids, self._callers.of(context).name)
+        command = array_messages.submission_from_wire(request, self._callers.of(context).name)
         return self._shown.array(expect(await self._writer.submit(command), ArrayAnswer).number)
 
     async def UpdateArray(
@@ -84,17 +84,37 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         self, request: job_service_pb2.ListArraysRequest, context: Any
     ) -> job_service_pb2.ListArraysResponse:
         caller = self._callers.of(context)
-        jobs = self._writer.committed.jobs.values()
-        numbers = {
-            job.spec.array.array
-            for job in jobs
-            if job.spec.array is not None
-            and not (request.live and job.state.is_final)
-            and not (request.user and job.user != request.user)
-        }
-        return job_service_pb2.ListArraysResponse(
-            arrays=[self._array(number, caller) for number in sorted(numbers, reverse=True)]
-        )
+        before = place_of(request.page_token, names.parse_array_name, 0)
+        room = Room(min(request.page_size or PAGE_DEFAULT, PAGE_MOST))
+        response, last, seen = job_service_pb2.ListArraysResponse(), 0, 0
+        async for job in self._newest_jobs(0):
+            membership = job.spec.array
+            # Of an array, members of higher numbers come first.
+            if membership is None or membership.array == seen or (before and membership.array >= before):
+                continue
+            if (request.live and job.state.is_final) or (request.user and job.user != request.user):
+                continue
+            seen = membership.array
+            message = self._array(seen, caller)
+            if not room.take(message):
+                response.next_page_token = page_token(names.array_name(last))
+                break
+            response.arrays.append(message)
+            last = seen
+            await asyncio.sleep(0)
+        return response
+
+    async def _newest_jobs(self, before: int) -> AsyncIterator[Job]:
+        """Those of lower numbers than `before`, or all if it is zero, newest first, as they are when their turn comes;
+        other calls get theirs meanwhile."""
+        jobs = self._writer.committed.jobs
+        numbers = sorted((number for number in jobs if number < before) if before else jobs, reverse=True)
+        for place, number in enumerate(numbers):
+            if place % ENTRIES_AT_ONCE == ENTRIES_AT_ONCE - 1:
+                await asyncio.sleep(0)
+            job = jobs.get(number)
+            if job is not None:
+                yield job
 
     async def CancelArray(self, request: job_service_pb2.CancelArrayRequest, context: Any) -> array_pb2.Array:
         number = names.parse_array_name(request.name)
@@ -115,15 +135,11 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         states = {job_messages.STATES_FROM_WIRE.get(state) for state in request.states}
         caller = self._callers.of(context)
         labels = request.labels.items()
-        response = job_service_pb2.ListJobsResponse()
-        response_bytes = 0
-        jobs = self._writer.committed.jobs
-        last = 0
+        response, room, last = job_service_pb2.ListJobsResponse(), Room(size), 0
         array = names.parse_array_name(request.array) if request.array else 0
         if array:
             self._shown.members(array)
-        for number in sorted((number for number in jobs if not before or number < before), reverse=True):
-            job = jobs[number]
+        async for job in self._newest_jobs(before):
             if not _is_in(job, array, request.fold_arrays):
                 continue
             if (states and job.state not in states) or (request.user and job.user != request.user):
@@ -132,13 +148,14 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
                 continue
             if labels and not (caller.may_read(job.user) and labels <= job.spec.labels.items()):
                 continue
-            if len(response.jobs) == size or response_bytes > PAGE_BYTES:
+            message = self._job(job.number, caller)
+            if not room.take(message):
                 response.next_page_token = page_token(names.job_name(last))
                 break
-            message = self._job(number, caller)
             response.jobs.append(message)
-            response_bytes += message.ByteSize()
-            last = number
+            last = job.number
+            if len(response.jobs) % _SHOWN_AT_ONCE == 0:
+                await asyncio.sleep(0)
         return response
 
     async def WatchJob(self, request: job_service_pb2.WatchJobRequest, context: Any) -> AsyncIterator[job_pb2.Job]:
@@ -241,22 +258,15 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         caller = self._callers.of(context)
         self._check_subject(caller, request.subject)
         entries = await self._writer.history(request.subject, request.after_sequence, size)
-        return job_service_pb2.ListEventsResponse(
-            events=[
-                job_pb2.Event(
-                    sequence=entry.sequence,
-                    time=times.timestamp(entry.time),
-                    subject=entry.subject,
-                    kind=entry.kind,
-                    cause=entry.cause,
-                    message=entry.message,
-                    figures=msgspec.json.decode(entry.figures, type=dict[str, str]),
-                )
-                for entry in entries
-                if self._is_told(caller, entry.subject)
-            ],
-            next_sequence=entries[-1].sequence if entries else request.after_sequence,
-        )
+        response, room = job_service_pb2.ListEventsResponse(next_sequence=request.after_sequence), Room()
+        for entry in entries:
+            if self._is_told(caller, entry.subject):
+                message = _event_to_wire(entry)
+                if not room.take(message):
+                    break
+                response.events.append(message)
+            response.next_sequence = entry.sequence
+        return response
 
     def _reached(self, name: str, context: Any) -> tuple[int, str]:
         """The job's number and who asks. Raises NameInvalid, and for a user JobNotFound and JobNotYours."""
@@ -297,6 +307,18 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def _change(self, command: commands.Command) -> job_pb2.Job:
         answer = expect(await self._writer.submit(command), JobAnswer)
         return self._shown.job(answer.number)
+
+
+def _event_to_wire(entry: HistoryEntry) -> job_pb2.Event:
+    return job_pb2.Event(
+        sequence=entry.sequence,
+        time=times.timestamp(entry.time),
+        subject=entry.subject,
+        kind=entry.kind,
+        cause=entry.cause,
+        message=cut(entry.message),
+        figures={name: cut(text) for name, text in msgspec.json.decode(entry.figures, type=dict[str, str]).items()},
+    )
 
 
 def _check_request_id(request_id: str) -> None:

@@ -38,13 +38,14 @@ def metrics_to_wire(metrics: Sequence[Metric]) -> list[job_pb2.Metric]:
 def metrics_from_wire(progress: job_pb2.Progress) -> tuple[Metric, ...]:
     """A value that is no number is None: it must not become durable as one."""
     return tuple(
-        Metric(one.name, one.value if math.isfinite(one.value) else None, one.step)
+        Metric(one.name[:_NAME_MOST], one.value if math.isfinite(one.value) else None, one.step)
         for one in progress.metrics[:_METRICS_MOST]
     )
 
 
 # More than a page has room for.
 _METRICS_MOST: Final = 16
+_NAME_MOST: Final = 64
 
 
 def rule_to_wire(rule: StopRule) -> array_pb2.StopRule:

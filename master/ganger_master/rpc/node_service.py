@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from ganger_master.core.answers import Done, NodeAnswer
 from ganger_master.core.model import JobState
 from ganger_master.rpc.answers import Shown, expect
 from ganger_master.rpc.node_set_messages import node_set_to_wire
-from ganger_master.rpc.pages import PAGE_BYTES, PAGE_MOST, page_token, place_of
+from ganger_master.rpc.pages import ENTRIES_AT_ONCE, PAGE_MOST, Room, page_token, place_of
 from ganger_master.rpc.plan_messages import REASON_MOST
 from ganger_master.runtime import recorder
 from ganger_master.runtime.writer import Writer
@@ -61,33 +62,36 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
     async def ListNodes(self, request: node_pb2.ListNodesRequest, context: Any) -> node_pb2.ListNodesResponse:
         size = min(request.page_size, PAGE_MOST) or sys.maxsize
         committed = self._writer.committed
-        response, response_bytes, last = node_pb2.ListNodesResponse(), 0, ""
+        response, room, last = node_pb2.ListNodesResponse(), Room(size), ""
         kinds: set[str] = set()
         for message in self._after(place_of(request.page_token, _place_of, _FIRST)):
-            if len(response.nodes) + len(response.node_sets) == size or response_bytes > PAGE_BYTES:
+            news = []
+            if isinstance(message, node_pb2.Node) and message.configuration_set not in kinds:
+                kind = committed.configuration_sets[message.configuration_set]
+                news.append(convert.configuration_set_to_wire(kind))
+            if not room.take(message, *news):
                 response.next_page_token = page_token(last)
                 break
+            response.configuration_sets.extend(news)
+            kinds.update(kind.name for kind in news)
             if isinstance(message, node_pb2.NodeSet):
                 response.node_sets.append(message)
             else:
                 response.nodes.append(message)
-                if message.configuration_set not in kinds:
-                    kinds.add(message.configuration_set)
-                    kind = convert.configuration_set_to_wire(committed.configuration_sets[message.configuration_set])
-                    response.configuration_sets.append(kind)
-                    response_bytes += kind.ByteSize()
-            response_bytes += message.ByteSize()
             last = message.name
+            if (len(response.nodes) + len(response.node_sets)) % ENTRIES_AT_ONCE == 0:
+                await asyncio.sleep(0)
         return response
 
     def _after(self, place: _Place) -> Iterator[node_pb2.Node | node_pb2.NodeSet]:
-        """Nodes by name, then node sets by number."""
+        """Nodes by name, then node sets by number; other calls get their turn meanwhile, so some may have gone."""
         committed = self._writer.committed
         for node in sorted(committed.nodes):
-            if (0, node) > place:
+            if (0, node) > place and node in committed.nodes:
                 yield self._shown.node(node)
-        for number, node_set in sorted(committed.sets.items()):
-            if (1, number) > place:
+        for number in sorted(committed.sets):
+            node_set = committed.sets.get(number)
+            if (1, number) > place and node_set is not None:
                 yield node_set_to_wire(node_set, committed.gangs, self._writer.state.rows_seen)
 
     async def GetNode(self, request: node_pb2.GetNodeRequest, context: Any) -> node_pb2.Node:

@@ -4,18 +4,44 @@ from __future__ import annotations
 
 import base64
 import binascii
+import sys
 from collections.abc import Callable
 from typing import Final, TypeVar
 
 from ganger.wire import errors
 from ganger.wire.channels import PART_BYTES
+from google.protobuf.message import Message
 
 PAGE_DEFAULT: Final = 100
 PAGE_MOST: Final = 1_000
 # A page of large messages must still fit into one.
 PAGE_BYTES: Final = PART_BYTES
 
+# What an entry takes in its message beyond its own bytes, at most.
+_FIELD_BYTES: Final = 16
+# Entries that are looked at before other calls get their turn.
+ENTRIES_AT_ONCE: Final = 500
+
 _Place = TypeVar("_Place")
+
+
+class Room:
+    """What one message still has room for: so many entries, together of at most PAGE_BYTES. It holds one at least."""
+
+    def __init__(self, entries: int = sys.maxsize) -> None:
+        self._entries = entries
+        self._bytes = PAGE_BYTES
+        self._is_empty = True
+
+    def take(self, *messages: Message) -> bool:
+        """Whether there is room for an entry of these messages; then it counts as in."""
+        size = sum([message.ByteSize() + _FIELD_BYTES for message in messages])
+        if not self._is_empty and (self._entries <= 0 or size > self._bytes):
+            return False
+        self._is_empty = False
+        self._entries -= 1
+        self._bytes -= size
+        return True
 
 
 def page_token(name: str) -> str:

@@ -25,14 +25,22 @@ from ganger_master.rpc.answers import Shown, change_verdict_of, expect, verdict_
 from ganger_master.rpc.job_service import STREAM_SECONDS
 from ganger_master.rpc.live_jobs import live_job_to_wire
 from ganger_master.rpc.ownership import check_jobs
+from ganger_master.rpc.pages import Room
 from ganger_master.rpc.plan_messages import plan_from_wire
 from ganger_master.runtime.progress import ProgressBoard
 from ganger_master.runtime.writer import Writer
 
 _CANDIDATES_MOST: Final = 16
+# Of all candidates of a request together.
+_CLAIMS_MOST: Final = 4_096
+# What more there are is left out: the true one comes first.
+_BLOCKERS_MOST: Final = 16
+_SCHEDULER_MOST: Final = 200
 _QUOTA_MOST: Final = 1 << 60
 _REQUESTS_MOST: Final = 1_000
-# Messages of one stream that may wait for their commit.
+# Of these, judged before other calls get their turn, and answered together.
+_JUDGED_AT_ONCE: Final = 100
+# Such parts of one stream that may wait for their commit.
 _MESSAGES_AHEAD: Final = 16
 _MODES: Final = {
     scheduling_pb2.GangRequest.MODE_UNSPECIFIED: "EXCLUSIVE",
@@ -46,12 +54,13 @@ _DELTA_SECONDS: Final = 0.01
 # Rows turned into messages before other calls get their turn.
 _ROWS_AT_ONCE: Final = 500
 _SHORTEST_INTERVAL_SECONDS: Final = 0.1
+_LONGEST_INTERVAL_SECONDS: Final = 600.0
 # Between two deltas of all jobs: whoever weighs them all takes longer than that.
 _CLUSTER_DELTA_SECONDS: Final = 0.01
 # Jobs in one message, before other calls get their turn.
 _JOBS_AT_ONCE: Final = 200
 
-_Judged: TypeAlias = tuple[scheduling_pb2.GangRequests, asyncio.Future[Sequence[Answer]]]
+_Judged: TypeAlias = tuple[Sequence[scheduling_pb2.GangRequest], asyncio.Future[Sequence[Answer]]]
 
 
 class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
@@ -140,14 +149,17 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                 )
                 sent = committed.view_version
                 delta.view.nodes.extend(await _messages(rows))
-                for start in range(0, len(there), _JOBS_AT_ONCE):
-                    if start:
+                room = Room(_JOBS_AT_ONCE)
+                room.take(delta)
+                for job, gang in there:
+                    live_job_to_wire(job, gang, message := scheduling_pb2.LiveJob())
+                    if not room.take(message):
                         delta.continues = True
                         yield delta
-                        delta = scheduling_pb2.ClusterDelta()
+                        delta, room = scheduling_pb2.ClusterDelta(), Room(_JOBS_AT_ONCE)
+                        room.take(message)
                         await asyncio.sleep(0)
-                    for job, gang in there[start : start + _JOBS_AT_ONCE]:
-                        live_job_to_wire(job, gang, delta.jobs.add())
+                    delta.jobs.append(message)
                 yield delta
                 await asyncio.sleep(_CLUSTER_DELTA_SECONDS)
                 try:
@@ -158,8 +170,10 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
     async def WatchTurns(
         self, request: scheduling_pb2.WatchTurnsRequest, context: Any
     ) -> AsyncIterator[scheduling_pb2.Turn]:
-        if not request.scheduler:
-            raise errors.RequestInvalid("a scheduler must give its name, unique among live streams")
+        if not 0 < len(request.scheduler) <= _SCHEDULER_MOST:
+            raise errors.RequestInvalid(
+                f"a scheduler must give its name, unique among live streams, of at most {_SCHEDULER_MOST} characters"
+            )
         jobs = tuple(names.parse_job_name(job) for job in request.jobs)
         for number in jobs:
             self._shown.job_named(number)
@@ -198,10 +212,15 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         reading = asyncio.create_task(self._judge(request_iterator, judged, self._callers.of(context)))
         try:
             while (found := await judged.get()) is not None:
-                message, answers = found
-                verdicts = scheduling_pb2.Verdicts()
-                for request, answer in zip(message.requests, await answers, strict=True):
-                    _fill(verdicts.verdicts.add(), request.job, answer)
+                requests, answers = found
+                verdicts, room = scheduling_pb2.Verdicts(), Room()
+                for request, answer in zip(requests, await answers, strict=True):
+                    _fill(verdict := scheduling_pb2.Verdict(), request.job, answer)
+                    if not room.take(verdict):
+                        yield verdicts
+                        verdicts, room = scheduling_pb2.Verdicts(), Room()
+                        room.take(verdict)
+                    verdicts.verdicts.append(verdict)
                 yield verdicts
             await reading
         finally:
@@ -219,11 +238,13 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                 if len(message.requests) > _REQUESTS_MOST:
                     many = len(message.requests)
                     raise errors.RequestInvalid(f"{many} requests in a message: at most {_REQUESTS_MOST}")
-                requests = [_gang_request(request) for request in message.requests]
-                if caller.has_own_jobs_only:
-                    check_jobs(caller, self._shown, (request.number for request in requests))
-                answers = self._writer.submit_all(requests)
-                await judged.put((message, answers))
+                for start in range(0, len(message.requests), _JUDGED_AT_ONCE):
+                    part = message.requests[start : start + _JUDGED_AT_ONCE]
+                    requests = [_gang_request(request) for request in part]
+                    if caller.has_own_jobs_only:
+                        check_jobs(caller, self._shown, (request.number for request in requests))
+                    await judged.put((part, self._writer.submit_all(requests)))
+                    await asyncio.sleep(0)
         except Exception:
             # Told where it is awaited, after what was judged before it.
             await judged.put(None)
@@ -279,12 +300,19 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         marks: dict[int, float] = {}
         while loop.time() < end:
             fresh = self._progress.newer_than(marks, jobs)
+            batch, room = scheduling_pb2.ProgressBatch(), Room(_JOBS_AT_ONCE)
+            for job, sample in fresh.items():
+                marks[job] = sample.time
+                message = job_messages.progress_to_wire(sample)
+                if not room.take(message):
+                    yield batch
+                    batch, room = scheduling_pb2.ProgressBatch(), Room(_JOBS_AT_ONCE)
+                    room.take(message)
+                    await asyncio.sleep(0)
+                batch.progress[names.job_name(job)].CopyFrom(message)
             if fresh:
-                marks.update((job, sample.time) for job, sample in fresh.items())
-                yield scheduling_pb2.ProgressBatch(
-                    progress={names.job_name(job): job_messages.progress_to_wire(s) for job, s in fresh.items()}
-                )
-            await asyncio.sleep(max(interval, _SHORTEST_INTERVAL_SECONDS))
+                yield batch
+            await asyncio.sleep(min(max(interval, _SHORTEST_INTERVAL_SECONDS), _LONGEST_INTERVAL_SECONDS))
 
     def _view_delta(self, version: int, after: int, removed: Iterable[str]) -> scheduling_pb2.ViewDelta:
         """Still without nodes."""
@@ -352,6 +380,9 @@ def _gang_request(message: scheduling_pb2.GangRequest) -> commands.RequestGang:
         raise errors.RequestInvalid(
             f"a request has at most {_CANDIDATES_MOST} candidates, not {len(message.candidates)}"
         )
+    claims = sum([len(candidate.claims) for candidate in message.candidates])
+    if claims > _CLAIMS_MOST:
+        raise errors.RequestInvalid(f"the candidates of a request have at most {_CLAIMS_MOST} claims, not {claims}")
     mode = _MODES.get(message.mode)
     if mode is None:
         raise errors.RequestInvalid(f"mode {message.mode} is unknown here: the sender is newer than this master")
@@ -361,7 +392,7 @@ def _gang_request(message: scheduling_pb2.GangRequest) -> commands.RequestGang:
         candidates=tuple([convert.claims_from_wire(candidate.claims) for candidate in message.candidates]),
         turn=message.turn,
         mode=mode,
-        blockers=convert.refusals_from_wire(message.blockers) if message.blockers else (),
+        blockers=convert.refusals_from_wire(message.blockers[:_BLOCKERS_MOST]) if message.blockers else (),
         view_version=message.view_version,
     )
 

@@ -1,0 +1,274 @@
+"""No request holds the master's loop for long: the worst messages of each method of the public services."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from ganger.resources.values import Role, TaskShape
+from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, resources_pb2, scheduling_pb2
+from ganger.wire.methods import METHODS
+from ganger_master.core import commands
+from ganger_master.core.model import JobSpec
+from ganger_master.rpc.live_jobs import signature_of
+from google.protobuf.message import Message
+from rpc.kit import Served, Speaker, serving, spec_of
+
+# 50 ms is the limit; a processor that others use, too, takes twice as long for the same.
+MOST_SECONDS = 0.100
+MIB = 1 << 20
+WIDE = "\N{GRINNING FACE}"
+
+
+class Longest:
+    """The processor time of the longest step of the running loop: while that lasts, no other call is served."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.step = ""
+
+
+@contextlib.contextmanager
+def longest_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[Longest]:
+    loop, found = asyncio.get_running_loop(), Longest()
+    run = asyncio.Handle._run
+
+    def timed(handle: asyncio.Handle) -> None:
+        if handle._loop is not loop:
+            run(handle)
+            return
+        began = time.thread_time()
+        run(handle)
+        seconds = time.thread_time() - began
+        if seconds > found.seconds:
+            found.seconds, found.step = seconds, repr(handle)[:500]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio.Handle, "_run", timed)
+        yield found
+
+
+def repeated(field: int, entry: bytes, size: int) -> bytes:
+    """As many entries of a field as fit into so many bytes."""
+    one = bytes([field << 3 | 2, len(entry)]) + entry
+    return one * (size // len(one))
+
+
+def field_of(kind: type[Message], name: str) -> int:
+    return int(kind.DESCRIPTOR.fields_by_name[name].number)
+
+
+def pairs(size: int) -> dict[str, str]:
+    """A map of as many entries as fit into so many bytes."""
+    return {f"{number:x}": "" for number in range(size // 12)}
+
+
+def claims(many: int) -> list[resources_pb2.Claim]:
+    return [
+        resources_pb2.Claim(node=f"nodes/n{number}", device_mask=1, millicores=[1], tasks=[1]) for number in range(many)
+    ]
+
+
+def worst_arrays() -> list[job_service_pb2.CreateArrayRequest | bytes]:
+    """Each has much of one thing: places, values, parameters, members, words, variables."""
+
+    def members(many: int, parameters: dict[str, str]) -> list[array_pb2.ArrayMember]:
+        return [array_pb2.ArrayMember(index=index, parameters=parameters) for index in range(many)]
+
+    def with_command(*words: str) -> job_pb2.JobSpec:
+        spec = spec_of()
+        del spec.command[:]
+        spec.command.extend(words)
+        return spec
+
+    made = job_service_pb2.CreateArrayRequest
+    return [
+        made(spec=with_command("{A}" * 21_800), members=members(30, {"A": "x" * 4_000})),
+        made(spec=with_command("{A}" * 1_000), members=members(1_000, {"A": "x" * 60})),
+        made(spec=with_command("{" * 65_000), members=members(1_000, {"A": WIDE * 400})),
+        made(spec=with_command("{A}"), members=members(1_000, {f"A{n}": "x" * 32 for n in range(45)})),
+        made(spec=spec_of(environment={"A": "x" * 16_000}), members=members(1_000, {"A": "x"})),
+        made(spec=spec_of(environment=pairs(MIB)), members=members(1_000, {})),
+        repeated(field_of(made, "members"), b"", 2 * MIB),
+        made(spec=job_pb2.JobSpec.FromString(repeated(field_of(job_pb2.JobSpec, "roles"), b"", MIB))),
+    ]
+
+
+def worst_jobs() -> list[job_service_pb2.CreateJobRequest]:
+    made = job_service_pb2.CreateJobRequest
+    spec = job_pb2.JobSpec
+    return [
+        made(
+            spec=spec_of(environment={"A": "x" * 262_000}, labels={f"{n:03}" + "x" * 60: "x" * 63 for n in range(100)})
+        ),
+        made(spec=spec_of(environment=pairs(500_000))),
+        made(spec=spec.FromString(repeated(field_of(spec, "command"), b"x", MIB // 2 - 300))),
+        made(spec=spec.FromString(repeated(field_of(spec, "roles"), b"", MIB // 2 - 300))),
+        made(spec=spec_of(labels=pairs(500_000))),
+    ]
+
+
+def worst_gangs() -> list[scheduling_pb2.GangRequest]:
+    made = scheduling_pb2.GangRequest
+    refusal = resources_pb2.Refusal(reason="GPUS", message="x" * 900_000)
+    return [
+        made(job="jobs/1", revision=1, candidates=[scheduling_pb2.Candidate(claims=claims(256)) for _ in range(16)]),
+        made(job="jobs/1", revision=1, candidates=[scheduling_pb2.Candidate(claims=claims(20_000))]),
+        made(job="jobs/1", revision=1, blockers=[refusal]),
+        made(job="jobs/1", revision=1, blockers=[resources_pb2.Refusal(reason="GPUS")] * 100_000),
+        made(
+            job="jobs/1",
+            revision=1,
+            blockers=[resources_pb2.Refusal(reason="GPUS", figures={f"{n}": 1 for n in range(60_000)})],
+        ),
+    ]
+
+
+def worst_batches() -> list[scheduling_pb2.GangRequests | bytes]:
+    made = scheduling_pb2.GangRequests
+    one = scheduling_pb2.GangRequest(
+        job="jobs/1", revision=1, candidates=[scheduling_pb2.Candidate(claims=claims(1))] * 16
+    )
+    return [made(requests=[one] * 1_000), repeated(field_of(made, "requests"), b"", MIB)]
+
+
+def worst_plans() -> list[scheduling_pb2.Plan]:
+    start = scheduling_pb2.Change(job="jobs/1", revision=1, start=scheduling_pb2.StartChange(claims=claims(1)))
+    return [scheduling_pb2.Plan(changes=[start] * 500)]
+
+
+_JOBS, _NODES, _SCHEDULING = "ganger.v1.JobService", "ganger.v1.NodeService", "ganger.v1.SchedulingService"
+_LONG = "x" * 60_000
+_UPDATE = job_service_pb2.JobUpdate(display_name=WIDE * 10_000, device_type=WIDE * 3_000)
+_S, _N, _P = job_service_pb2, node_pb2, scheduling_pb2
+# Of each method the messages that cost most; texts of names are of no consequence but for their length.
+WORST: dict[str, Callable[[], list[Any]]] = {
+    f"/{_JOBS}/CreateJob": worst_jobs,
+    f"/{_JOBS}/GetJob": lambda: [_S.GetJobRequest(name="jobs/1"), _S.GetJobRequest(name=_LONG)],
+    f"/{_JOBS}/ListJobs": lambda: [
+        _S.ListJobsRequest(page_size=1_000),
+        _S.ListJobsRequest(page_size=1_000, display_name="none is called so"),
+        _S.ListJobsRequest(page_size=1_000, labels=pairs(60_000)),
+    ],
+    f"/{_JOBS}/WatchJob": lambda: [_S.WatchJobRequest(name="jobs/1")],
+    f"/{_JOBS}/CancelJob": lambda: [_S.CancelJobRequest(name="jobs/3", reason=_LONG)],
+    f"/{_JOBS}/UpdateJob": lambda: [_S.UpdateJobRequest(name="jobs/1", update=_UPDATE)],
+    f"/{_JOBS}/SuspendJob": lambda: [_S.SuspendJobRequest(name="jobs/4")],
+    f"/{_JOBS}/ResumeJob": lambda: [_S.ResumeJobRequest(name="jobs/4")],
+    f"/{_JOBS}/MoveJob": lambda: [_S.MoveJobRequest(name="jobs/1", nodes=[f"nodes/n{n}" for n in range(5_000)])],
+    f"/{_JOBS}/RetuneJob": lambda: [_S.RetuneJobRequest(name="jobs/1", millicores=(1 << 32) - 1)],
+    f"/{_JOBS}/ResizeJob": lambda: [_S.ResizeJobRequest(name="jobs/1", gpus=(1 << 32) - 1)],
+    f"/{_JOBS}/ReadLog": lambda: [_S.ReadLogRequest(name="jobs/1", offset=-(1 << 63), rank=(1 << 32) - 1)],
+    f"/{_JOBS}/ExplainJob": lambda: [_S.ExplainJobRequest(name="jobs/1"), _S.ExplainJobRequest(name="jobs/9000")],
+    f"/{_JOBS}/ListEvents": lambda: [_S.ListEventsRequest(page_size=1_000), _S.ListEventsRequest(subject=_LONG)],
+    f"/{_JOBS}/CreateArray": worst_arrays,
+    f"/{_JOBS}/GetArray": lambda: [_S.GetArrayRequest(name="arrays/5")],
+    f"/{_JOBS}/ListArrays": lambda: [_S.ListArraysRequest(page_size=1_000)],
+    f"/{_JOBS}/UpdateArray": lambda: [
+        _S.UpdateArrayRequest(name="arrays/5", update=_S.JobUpdate(priority=5)),
+        _S.UpdateArrayRequest(name="arrays/5", update=_UPDATE),
+    ],
+    f"/{_JOBS}/CancelArray": lambda: [_S.CancelArrayRequest(name="arrays/5", reason=_LONG)],
+    f"/{_SCHEDULING}/GetView": lambda: [_P.GetViewRequest()],
+    f"/{_SCHEDULING}/WatchView": lambda: [_P.WatchViewRequest()],
+    f"/{_SCHEDULING}/WatchTurns": lambda: [
+        _P.WatchTurnsRequest(scheduler=_LONG),
+        _P.WatchTurnsRequest(scheduler="s", jobs=[f"jobs/{n}" for n in range(1, 4_000)]),
+    ],
+    f"/{_SCHEDULING}/RequestGang": worst_gangs,
+    f"/{_SCHEDULING}/RequestGangs": worst_batches,
+    f"/{_SCHEDULING}/ReleaseGang": lambda: [_P.ReleaseGangRequest(job="jobs/1", epoch=(1 << 64) - 1)],
+    f"/{_SCHEDULING}/ProposePlan": worst_plans,
+    f"/{_SCHEDULING}/WatchCluster": lambda: [_P.WatchClusterRequest()],
+    f"/{_SCHEDULING}/WatchProgress": lambda: [_P.WatchProgressRequest(jobs=[f"jobs/{n}" for n in range(1, 4_000)])],
+    f"/{_NODES}/ListNodes": lambda: [_N.ListNodesRequest()],
+    f"/{_NODES}/GetNode": lambda: [_N.GetNodeRequest(name="nodes/n1"), _N.GetNodeRequest(name="nodes/" + _LONG)],
+    f"/{_NODES}/DrainNode": lambda: [_N.DrainNodeRequest(name="nodes/n1", reason=_LONG)],
+    f"/{_NODES}/CordonNode": lambda: [_N.CordonNodeRequest(name="nodes/n1", reason=_LONG)],
+    f"/{_NODES}/UncordonNode": lambda: [_N.UncordonNodeRequest(name="nodes/n1")],
+    f"/{_NODES}/DeclareNodeLost": lambda: [_N.DeclareNodeLostRequest(name="nodes/n1")],
+    f"/{_NODES}/RemoveNode": lambda: [_N.RemoveNodeRequest(name="nodes/n1")],
+    f"/{_NODES}/GetCluster": lambda: [_N.GetClusterRequest()],
+    # A state with its environments, written by a thread of its own.
+    f"/{_NODES}/RecordDecisions": lambda: [_N.RecordDecisionsRequest(most_bytes=(1 << 64) - 1)],
+}
+
+
+# Whose work is done once they were answered.
+ONCE = (f"/{_JOBS}/CancelJob", f"/{_JOBS}/CancelArray", f"/{_JOBS}/UpdateArray")
+
+
+def test_the_worst_message_of_every_method_is_named() -> None:
+    public = {path for path in METHODS if path.startswith("/ganger.v1.")}
+    assert set(WORST) == public
+
+
+def sent(address: str, token: str, path: str, request: Message | bytes) -> str:
+    """Sends it from a thread that is none of the master's. The code of the answer."""
+    metadata = (("authorization", f"Bearer {token}"),)
+    raw = request if isinstance(request, bytes) else request.SerializeToString()
+    options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", 4 * MIB)]
+    with grpc.insecure_channel(address, options) as channel:
+        try:
+            if path.endswith("/RequestGangs"):
+                stream = channel.stream_stream(path)(iter([raw]), timeout=20.0, metadata=metadata)
+                return f"OK {len(list(stream))}"
+            if METHODS[path].is_stream:
+                answers = channel.unary_stream(path)(raw, timeout=3.0, metadata=metadata)
+                first = next(iter(answers), b"")
+                answers.cancel()
+                return f"OK {len(first)}"
+            answer = channel.unary_unary(path)(raw, timeout=20.0, metadata=metadata)
+            return f"OK {len(answer)}"
+        except grpc.RpcError as error:
+            return str(error.code().name)  # type: ignore[attr-defined]
+
+
+async def with_jobs(served: Served) -> None:
+    """A node, 4 jobs, an array of 1,000 and single jobs up to 10,000: what lists have to look through."""
+    await Speaker(served, "n1").join()
+    for number in range(4):
+        await served.submit(spec_of(name=f"job {number}", environment={"A": "x" * 200_000}))
+    many = [array_pb2.ArrayMember(index=index, parameters={"A": "x" * 64}) for index in range(1_000)]
+    await served.jobs.CreateArray(_S.CreateArrayRequest(spec=spec_of(), members=many))
+    role = Role("worker", 1, TaskShape(1))
+    long, short = (JobSpec(("train", word), (role,), working_directory="/tmp") for word in ("x" * 60_000, "x"))
+    for start in range(0, 9_000, 500):
+        many_jobs = [
+            commands.SubmitJob(long if n % 50 == 0 else short, f"uid-{n}", "ann") for n in range(start, start + 500)
+        ]
+        await served.master.writer.submit_all(many_jobs)
+
+
+def test_no_request_holds_the_master_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow: list[str] = []
+
+    async def story() -> None:
+        async with serving(tmp_path) as served:
+            await with_jobs(served)
+            address, token = served.master.address, served.master.token
+            for path, worst in WORST.items():
+                for number, request in enumerate(worst()):
+                    # A processor that is taken away meanwhile makes any step long, but not again and again.
+                    for _ in range(1 if path in ONCE else 3):
+                        with longest_step(monkeypatch) as longest:
+                            code = await asyncio.to_thread(sent, address, token, path, request)
+                        if longest.seconds <= MOST_SECONDS:
+                            break
+                    if longest.seconds > MOST_SECONDS or code in ("INTERNAL", "UNKNOWN"):
+                        slow.append(f"{path} {number}: {code} {longest.seconds * 1_000:.0f} ms in {longest.step}")
+
+    asyncio.run(story())
+    assert slow == []
+
+
+def test_a_word_that_looks_like_a_number_for_long_is_none() -> None:
+    began = time.thread_time()
+    signature_of("ann", ("1" * 30_000 + "x", "1" * 30_000, "--a=" * 10_000), ())
+    assert time.thread_time() - began < MOST_SECONDS
