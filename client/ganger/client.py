@@ -142,13 +142,19 @@ class Client:
         return self._call(self._jobs.CancelArray, request)
 
     def update_array(
-        self, array: str | int, update: job_service_pb2.JobUpdate, *, request_id: str | None = None
+        self,
+        array: str | int,
+        update: job_service_pb2.JobUpdate,
+        *,
+        request_id: str | None = None,
+        may_end: bool = False,
     ) -> job_service_pb2.UpdateArrayResponse:
-        """Of every member that has not ended; says which of them could not be changed so, and why."""
+        """Of every member that has not ended; says which of them could not be changed so, and why. `may_end`: as
+        `update` has it."""
         import uuid
 
         request = job_service_pb2.UpdateArrayRequest(
-            name=_array(array), update=update, request_id=request_id or str(uuid.uuid4())
+            name=_array(array), update=update, request_id=request_id or str(uuid.uuid4()), may_end=may_end
         )
         return self._call(self._jobs.UpdateArray, request)
 
@@ -214,23 +220,31 @@ class Client:
         request = job_service_pb2.CancelJobRequest(name=self._name(job), reason=reason)
         return self._call(self._jobs.CancelJob, request)
 
-    def update(self, job: str | int, *, request_id: str | None = None, **changes: Any) -> job_pb2.Job:
+    def update(
+        self, job: str | int, *, request_id: str | None = None, may_end: bool = False, **changes: Any
+    ) -> job_pb2.Job:
         """Changes what was asked for: priority=5, time="4h" ("never": none) and name="x" of any job that has not ended;
         gpu_type, locality, tolerance, patience, memory and cpus_per_gpu of one that has never started. All or nothing;
-        when this returns, it is durable. Raises SpecInvalid, UpdateRefused, GangImpossible, JobFinished, ..."""
+        when this returns, it is durable. A time that the job has run for already ends it at once: that is done only
+        with `may_end`. Raises SpecInvalid, UpdateRefused, UpdateEndsJob, GangImpossible, JobFinished, ..."""
         # As in `submit`.
         from ganger.updates import make_update
 
-        return self.update_job(job, make_update(changes), request_id=request_id)
+        return self.update_job(job, make_update(changes), request_id=request_id, may_end=may_end)
 
     def update_job(
-        self, job: str | int, update: job_service_pb2.JobUpdate, *, request_id: str | None = None
+        self,
+        job: str | int,
+        update: job_service_pb2.JobUpdate,
+        *,
+        request_id: str | None = None,
+        may_end: bool = False,
     ) -> job_pb2.Job:
-        """A ready-made update. Give the same `request_id` (a UUID) to repeat it safely."""
+        """A ready-made update. Give the same `request_id` (a UUID) to repeat it safely. `may_end`: as in `update`."""
         import uuid
 
         request = job_service_pb2.UpdateJobRequest(
-            name=self._name(job), update=update, request_id=request_id or str(uuid.uuid4())
+            name=self._name(job), update=update, request_id=request_id or str(uuid.uuid4()), may_end=may_end
         )
         return self._call(self._jobs.UpdateJob, request)
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from ganger.v1 import array_pb2, job_pb2, job_service_pb2
-from ganger.wire.errors import JobBusy
+from ganger.wire.errors import JobBusy, UpdateEndsJob
 from kit.canned import Call, CannedMaster, running_job
 
 Output = pytest.CaptureFixture[str]
@@ -242,3 +242,41 @@ def test_of_an_array_it_says_how_many_were_refused_and_why(call: Call, master: C
     assert call("update", "arrays/7", "--memory", "8G", "--json") == 4
     (answer,) = json.loads(capsys.readouterr().out)
     assert (answer["updated"], len(answer["refused"])) == (2, 4)
+
+
+ENDS = "jobs/1 has run for 15m, longer than the new time limit of 1m: the update would end it at once; confirm that"
+
+
+def test_an_update_that_ends_a_job_is_refused_where_no_person_can_confirm_it(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    running_job(master)
+    master.ending = UpdateEndsJob(ENDS)
+    assert call("update", "1", "--time", "1m") == 4
+    assert "the update would end it at once" in capsys.readouterr().err
+    assert call("update", "1", "--time", "1m", "--yes") == 0
+    assert master.requests[-1].may_end
+
+
+@pytest.mark.parametrize(("answer", "code"), [(True, 0), (False, 4)])
+def test_an_update_that_ends_a_job_asks_first(
+    call: Call,
+    master: CannedMaster,
+    capsys: Output,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: bool,
+    code: int,
+) -> None:
+    running_job(master)
+    master.ending = UpdateEndsJob(ENDS)
+    asked: list[str] = []
+
+    def confirm(question: str, err: bool) -> bool:
+        asked.append(question)
+        return answer
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("click.confirm", confirm)
+    assert call("update", "1", "--time", "1m") == code
+    assert asked == [ENDS.partition(";")[0] + ". End it?"]
+    assert [request.may_end for request in master.requests] == ([True] if answer else [])

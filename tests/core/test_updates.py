@@ -295,7 +295,7 @@ def test_a_limit_below_what_it_has_run_ends_it_as_one_that_it_comes_to() -> None
     drive = Drive(settings=UNWATCHED)
     number = limited(drive)
     passes(drive, 900.0)
-    assert update(drive, number, time_limit_seconds=600.0) == ""
+    drive.step(UpdateJob(number, Update(time_limit_seconds=600.0), may_end=True))
     passes(drive, 0.0)
     job = drive.job(number)
     assert job.ending is JobState.FAILED
@@ -446,3 +446,42 @@ def test_an_array_that_has_ended_or_never_was_cannot_be_updated() -> None:
         assert answer.reason == reason
         for job in array(drive):
             drive.step(CancelJob(job.number))
+
+
+@pytest.mark.parametrize("kind", [running, suspended])
+def test_a_time_below_what_the_job_has_run_is_refused_unless_it_was_confirmed(kind: Any) -> None:
+    drive = Drive(settings=UNWATCHED)
+    if kind is running:
+        number = running(drive)
+        passes(drive, 900.0)
+    else:
+        number = running(drive)
+        passes(drive, 900.0)
+        drive.step(SuspendJob(number, SuspendLevel.OFFLOAD))
+        drive.seen(number, drive.job(number).epoch, ObservedPhase.PARKED, 7)
+    refused = refusal(drive, number, time_limit_seconds=600.0)
+    assert refused.reason == "UPDATE_ENDS_JOB"
+    assert refused.message == (
+        f"jobs/{number} has run for 15m, longer than the new time limit of 10m: the update would end it at once; "
+        "confirm that (--yes, may_end) or give more"
+    )
+    assert (refused.metadata["job"], refused.metadata["jobs"], refused.metadata["limit"]) == ("jobs/1", "1", "600")
+    assert update(drive, number, time_limit_seconds=1_200.0) == ""
+    drive.step(UpdateJob(number, Update(time_limit_seconds=600.0), may_end=True))
+    assert drive.job(number).spec.time_limit_seconds == 600.0
+
+
+def test_an_update_that_would_end_members_of_an_array_is_refused_for_all_unless_it_was_confirmed() -> None:
+    drive = Drive(settings=UNWATCHED)
+    first, second, third = (job.number for job in array(drive))
+    for number in (first, second):
+        drive.start(number)
+        drive.runs(number)
+    passes(drive, 900.0)
+    refused = drive.step(UpdateArray(1, Update(time_limit_seconds=600.0)))
+    assert isinstance(refused, Refused)
+    assert (refused.reason, refused.metadata["jobs"]) == ("UPDATE_ENDS_JOB", "2")
+    assert refused.message.startswith("2 of the jobs of arrays/1, jobs/2 first of all, have run for 15m")
+    assert [drive.job(one).spec.time_limit_seconds for one in (first, second, third)] == [None] * 3
+    answer = drive.step(UpdateArray(1, Update(time_limit_seconds=600.0), may_end=True))
+    assert answer == UpdateAnswer(1, 3, ())

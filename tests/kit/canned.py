@@ -38,6 +38,8 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         self.changing: Callable[[], None] = lambda: None
         # Called whenever a job is looked at.
         self.looked_at: Callable[[], None] = lambda: None
+        # What an update is refused with that is not confirmed.
+        self.ending: Exception | None = None
         self.refused_updates: list[job_service_pb2.RefusedUpdate] = []
         self.chunk_bytes = 10
         self._loop = asyncio.new_event_loop()
@@ -135,6 +137,9 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         return await self._changed(request, change)
 
     async def UpdateJob(self, request: Any, context: Any) -> job_pb2.Job:
+        if self.ending is not None and not request.may_end:
+            raise self.ending
+
         def change(job: job_pb2.Job) -> None:
             job.spec.priority = request.update.priority
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -33,12 +34,14 @@ _NAMED = 3
 @click.option("--memory", metavar="SIZE", help="Host memory of each task; 0 for a share.")
 @click.option("--cpus-per-gpu", metavar="N|auto", help="Cores beside each GPU.")
 @click.option("--request-id", metavar="ID", help="Repeat it to update at most once.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask, also where it ends a job at once.")
 @json_option
-def update(selection: Selection, request_id: str | None, as_json: bool, **flags: str | None) -> int:
+def update(selection: Selection, request_id: str | None, yes: bool, as_json: bool, **flags: str | None) -> int:
     """Change what was asked for: `ganger update 7 --priority 5 --time 4h`.
 
     Priority, time and name of any job that has not ended, the rest of one that has never started; of an array, of every
-    member that has not ended. All of it or nothing. A job that has run for longer than its new time is ended.
+    member that has not ended. All of it or nothing. A job that has run for longer than its new time is ended, after
+    you have confirmed it.
     """
     from ganger.cli.failures import report
     from ganger.console.plain import print_json
@@ -51,7 +54,7 @@ def update(selection: Selection, request_id: str | None, as_json: bool, **flags:
     with open_client() as client:
 
         def change(name: str) -> Job | UpdateArrayResponse:
-            message = _update(client, name, wanted, request_id)
+            message = _confirmed(client, name, wanted, request_id, yes)
             if not as_json:
                 _tell(message, given)
             return message
@@ -65,15 +68,34 @@ def update(selection: Selection, request_id: str | None, as_json: bool, **flags:
     return worst
 
 
-def _update(client: Client, name: str, wanted: JobUpdate, request_id: str | None) -> Job | UpdateArrayResponse:
+def _confirmed(
+    client: Client, name: str, wanted: JobUpdate, request_id: str | None, yes: bool
+) -> Job | UpdateArrayResponse:
+    """Update it; where that ends a job at once, ask first. Without a terminal the refusal is reported as it is."""
+    from ganger.wire.errors import UpdateEndsJob
+
+    try:
+        return _update(client, name, wanted, request_id, yes)
+    except UpdateEndsJob as error:
+        if not sys.stdin.isatty():
+            raise
+        told = error.message.partition(";")[0]
+        if not click.confirm(f"{told}. End it?", err=True):
+            raise CommandError(f"{name} is as it was") from None
+        return _update(client, name, wanted, request_id, True)
+
+
+def _update(
+    client: Client, name: str, wanted: JobUpdate, request_id: str | None, may_end: bool
+) -> Job | UpdateArrayResponse:
     from ganger.wire.errors import JobNotFound
 
     if name.startswith("arrays/"):
-        return client.update_array(name, wanted, request_id=request_id)
+        return client.update_array(name, wanted, request_id=request_id, may_end=may_end)
     try:
-        return client.update_job(name, wanted, request_id=request_id)
+        return client.update_job(name, wanted, request_id=request_id, may_end=may_end)
     except JobNotFound as error:
-        return client.update_array(array_of(name, error), wanted, request_id=request_id)
+        return client.update_array(array_of(name, error), wanted, request_id=request_id, may_end=may_end)
 
 
 def _tell(message: Job | UpdateArrayResponse, given: dict[str, str]) -> None:

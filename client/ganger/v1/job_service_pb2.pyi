@@ -383,9 +383,12 @@ class UpdateJobRequest(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     UPDATE_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    MAY_END_FIELD_NUMBER: builtins.int
     name: builtins.str
     request_id: builtins.str
     """UUID chosen by the client."""
+    may_end: builtins.bool
+    """Also carry out an update that ends the job at once; without it such an update is refused (UPDATE_ENDS_JOB)."""
     @property
     def update(self) -> Global___JobUpdate: ...
     def __init__(
@@ -394,10 +397,11 @@ class UpdateJobRequest(google.protobuf.message.Message):
         name: builtins.str = ...,
         update: Global___JobUpdate | None = ...,
         request_id: builtins.str = ...,
+        may_end: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["update", b"update"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name", "request_id", b"request_id", "update", b"update"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["may_end", b"may_end", "name", b"name", "request_id", b"request_id", "update", b"update"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___UpdateJobRequest: typing_extensions.TypeAlias = UpdateJobRequest
@@ -409,9 +413,12 @@ class UpdateArrayRequest(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     UPDATE_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    MAY_END_FIELD_NUMBER: builtins.int
     name: builtins.str
     request_id: builtins.str
     """As in UpdateJobRequest."""
+    may_end: builtins.bool
+    """As in UpdateJobRequest; without it the update of all members is refused."""
     @property
     def update(self) -> Global___JobUpdate: ...
     def __init__(
@@ -420,10 +427,11 @@ class UpdateArrayRequest(google.protobuf.message.Message):
         name: builtins.str = ...,
         update: Global___JobUpdate | None = ...,
         request_id: builtins.str = ...,
+        may_end: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["update", b"update"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name", "request_id", b"request_id", "update", b"update"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["may_end", b"may_end", "name", b"name", "request_id", b"request_id", "update", b"update"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___UpdateArrayRequest: typing_extensions.TypeAlias = UpdateArrayRequest

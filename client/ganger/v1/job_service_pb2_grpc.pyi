@@ -57,6 +57,7 @@ class JobServiceStub:
     queue is that of its new priority. Repeating request_id changes nothing a second time, also after others' updates.
     Errors: NOT_FOUND/JOB_NOT_FOUND, INVALID_ARGUMENT/SPEC_INVALID (BadRequest lists all violations with their paths),
     FAILED_PRECONDITION/{JOB_FINISHED, UPDATE_REFUSED (it has started, or takes turns: the message says what to do),
+    UPDATE_ENDS_JOB (it has run for longer than its new time limit, and may_end is not set),
     GANG_IMPOSSIBLE (as in CreateJob)}, ALREADY_EXISTS/REQUEST_REUSED (request_id came with another update).
     """
     SuspendJob: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.SuspendJobRequest, ganger.v1.job_pb2.Job]
@@ -133,6 +134,7 @@ class JobServiceAsyncStub(JobServiceStub):
     queue is that of its new priority. Repeating request_id changes nothing a second time, also after others' updates.
     Errors: NOT_FOUND/JOB_NOT_FOUND, INVALID_ARGUMENT/SPEC_INVALID (BadRequest lists all violations with their paths),
     FAILED_PRECONDITION/{JOB_FINISHED, UPDATE_REFUSED (it has started, or takes turns: the message says what to do),
+    UPDATE_ENDS_JOB (it has run for longer than its new time limit, and may_end is not set),
     GANG_IMPOSSIBLE (as in CreateJob)}, ALREADY_EXISTS/REQUEST_REUSED (request_id came with another update).
     """
     SuspendJob: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.SuspendJobRequest, ganger.v1.job_pb2.Job]  # type: ignore[assignment]
@@ -242,6 +244,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         queue is that of its new priority. Repeating request_id changes nothing a second time, also after others' updates.
         Errors: NOT_FOUND/JOB_NOT_FOUND, INVALID_ARGUMENT/SPEC_INVALID (BadRequest lists all violations with their paths),
         FAILED_PRECONDITION/{JOB_FINISHED, UPDATE_REFUSED (it has started, or takes turns: the message says what to do),
+        UPDATE_ENDS_JOB (it has run for longer than its new time limit, and may_end is not set),
         GANG_IMPOSSIBLE (as in CreateJob)}, ALREADY_EXISTS/REQUEST_REUSED (request_id came with another update).
         """
 

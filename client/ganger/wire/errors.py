@@ -167,6 +167,12 @@ class UpdateRefused(ApiError):
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "UPDATE_REFUSED"
 
 
+class UpdateEndsJob(ApiError):
+    """metadata: `job`, `jobs` (how many would end), `ran` and `limit` in seconds."""
+
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "UPDATE_ENDS_JOB"
+
+
 class NodeAlive(ApiError):
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NODE_ALIVE"
 

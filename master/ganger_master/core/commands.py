@@ -67,12 +67,14 @@ class CancelJob(Struct, frozen=True, gc=False):
 
 
 class UpdateJob(Struct, frozen=True, gc=False):
-    """`request_id` makes it happen once, however often it is asked for; empty: each time."""
+    """`request_id` makes it happen once, however often it is asked for; empty: each time. `may_end`: also if it ends
+    the job at once."""
 
     number: int
     update: Update
     request_id: str = ""
     user: str = ""
+    may_end: bool = False
 
 
 class UpdateArray(Struct, frozen=True, gc=False):
@@ -80,6 +82,7 @@ class UpdateArray(Struct, frozen=True, gc=False):
     update: Update
     request_id: str = ""
     user: str = ""
+    may_end: bool = False
 
 
 class SuspendJob(Struct, frozen=True, gc=False):

@@ -19,6 +19,15 @@ def ends_at(state: State, job: Job) -> float | None:
     return starts + limit - job.run_seconds if starts else None
 
 
+def counted_s(state: State, job: Job, now: float) -> float:
+    """Seconds that count against the job's time limit by now."""
+    if job.running_since:
+        return job.run_seconds + max(0.0, now - job.running_since)
+    gang = state.gangs.get(job.epoch)
+    starts = _starts_at(gang) if gang is not None else 0.0
+    return job.run_seconds + (max(0.0, now - starts) if starts else 0.0)
+
+
 def failure_of(job: Job) -> Failure:
     done = "ran for" if job.running_since else "did not come to a step within"
     return Failure("TIME_LIMIT", f"{done} its time limit of {job.spec.time_limit_seconds:g} s", epoch=job.epoch)

@@ -6,14 +6,14 @@ is asked anew for what it lacks; of one that runs, nothing but its time is other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from ganger.resources.values import Level, Locality
 from ganger.units import format_cores, format_duration, format_memory
 from msgspec.structs import replace
 
-from ganger_master.core import answers, commands, events
+from ganger_master.core import answers, commands, events, time_limits
 from ganger_master.core.answers import Refused
 from ganger_master.core.arrays import no_array
 from ganger_master.core.checks import find_job, unfinished
@@ -44,6 +44,9 @@ def update(state: State, command: commands.UpdateJob, now: float) -> tuple[tuple
         return (), spec
     if spec == job.spec:
         return (), answers.JobAnswer(job.number)
+    refused = None if command.may_end else _refused_end(state, [(job.number, spec)], now, job.name)
+    if refused is not None:
+        return (), refused
     event = events.JobUpdated(now, f"user:{command.user}", job.number, spec, command.update, command.request_id)
     return (event,), answers.JobAnswer(job.number)
 
@@ -72,6 +75,9 @@ def update_array(state: State, command: commands.UpdateArray, now: float) -> tup
     changed = tuple([(number, spec) for number, spec in specs if spec != state.jobs[number].spec])
     if not changed:
         return (), answer
+    refused_end = None if command.may_end else _refused_end(state, changed, now, f"arrays/{command.number}")
+    if refused_end is not None:
+        return (), refused_end
     cause = f"user:{command.user}"
     return (events.ArrayUpdated(now, cause, command.number, changed, command.update, command.request_id),), answer
 
@@ -224,6 +230,35 @@ def _refused_now(state: State, job: Job, spec: JobSpec) -> Refused | None:
         )
         return Refused(_NOT_NOW, text, {"job": job.name})
     return check_possible(state, spec)
+
+
+def _refused_end(state: State, specs: Sequence[tuple[int, JobSpec]], now: float, subject: str) -> Refused | None:
+    """Refuse an update by which jobs end at once: those that have run for longer than their new time limit.
+
+    specs: (number, new spec) of the jobs that change. subject: what is updated, "jobs/7" or "arrays/5".
+    """
+    over = []
+    for number, spec in specs:
+        job, limit = state.jobs[number], spec.time_limit_seconds
+        ran = time_limits.counted_s(state, job, now)
+        if limit is not None and limit != job.spec.time_limit_seconds and ran >= limit:
+            over.append((number, ran, limit))
+    if not over:
+        return None
+    number, ran, limit = max(over, key=lambda one: one[1])
+    which = (
+        subject if subject == f"jobs/{number}" else f"{len(over)} of the jobs of {subject}, jobs/{number} first of all,"
+    )
+    have = "has" if len(over) == 1 else "have"
+    text = (
+        f"{which} {have} run for {format_duration(ran)}, longer than the new time limit of {format_duration(limit)}: "
+        f"the update would end {'it' if len(over) == 1 else 'them'} at once; confirm that (--yes, may_end) or give more"
+    )
+    return Refused(
+        "UPDATE_ENDS_JOB",
+        text,
+        {"job": f"jobs/{number}", "jobs": str(len(over)), "ran": f"{ran:g}", "limit": f"{limit:g}"},
+    )
 
 
 def _refused_in_turns(state: State, job: Job, names: set[str]) -> Refused | None:

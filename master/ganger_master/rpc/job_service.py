@@ -66,7 +66,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             check_owner(caller, request.name, self._shown.members(number)[0].user)
         _check_request_id(request.request_id)
         update = job_messages.update_from_wire(request.update)
-        command = commands.UpdateArray(number, update, request.request_id, caller.name)
+        command = commands.UpdateArray(number, update, request.request_id, caller.name, request.may_end)
         answer = expect(await self._writer.submit(command), UpdateAnswer)
         return job_service_pb2.UpdateArrayResponse(
             array=self._shown.array(number),
@@ -190,7 +190,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         number, user = self._reached(request.name, context)
         _check_request_id(request.request_id)
         update = job_messages.update_from_wire(request.update)
-        return await self._change(commands.UpdateJob(number, update, request.request_id, user))
+        return await self._change(commands.UpdateJob(number, update, request.request_id, user, request.may_end))
 
     async def SuspendJob(self, request: job_service_pb2.SuspendJobRequest, context: Any) -> job_pb2.Job:
         number, user = self._reached(request.name, context)
