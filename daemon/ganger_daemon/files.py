@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 log = logging.getLogger(__name__)
 
 # None of the files that are read whole is larger; a job may make one that is.
-_LARGEST_BYTES = 64 << 20
+LARGEST_BYTES = 64 << 20
 
 
 def make_directory(path: Path) -> None:
@@ -108,21 +108,36 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
-def open_plain(path: Path) -> BinaryIO:
-    """For reading. Of what a job could have put there only a plain file is opened: no pipe that nobody writes into, no
-    link to somewhere else. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+def open_plain(path: Path, is_jobs_directory: bool = False) -> BinaryIO:
+    """Open for reading what a job could have put there: a plain file only, no pipe without a writer, no link.
+    `is_jobs_directory`: nor is its directory a link. Raises OSError."""
+    follow = os.O_NOFOLLOW if is_jobs_directory else 0
+    parent = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | follow)
+    try:
+        fd = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(parent)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "is no plain file", str(path))
     return os.fdopen(fd, "rb")
 
 
+def read_plain(path: Path, most_bytes: int = LARGEST_BYTES, is_jobs_directory: bool = False) -> bytes:
+    """The whole content of a plain file. Raises OSError, EFBIG before anything is read where it is larger."""
+    with open_plain(path, is_jobs_directory) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise OSError(errno.EFBIG, f"has {size} bytes, at most {most_bytes} are read", str(path))
+        return file.read(most_bytes)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in the file; empty when it is missing, half written by a crash, or nonsense of a job."""
     try:
-        with open_plain(path) as file:
-            fields = json.loads(file.read(_LARGEST_BYTES))
+        fields = json.loads(read_plain(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}

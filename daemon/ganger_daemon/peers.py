@@ -98,7 +98,14 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         if not gang.part.leads or storage is None:
             raise GangNotFound("this daemon does not lead the gang, or sees no storage")
         shards = tuple(
-            Shard(shard.rank, f"rank-{shard.rank}.shard", shard.size_bytes, shard.digest, shard.device_model)
+            Shard(
+                shard.rank,
+                f"rank-{shard.rank}.shard",
+                shard.size_bytes,
+                shard.digest,
+                shard.device_model,
+                shard.header_digest,
+            )
             for shard in request.shards
         )
         await gang.saving.keeper.gather(storage, request.stop_sequence, request.step, shards)
@@ -205,6 +212,7 @@ class PeerCalls:
                         file=shard.file,
                         size_bytes=shard.size_bytes,
                         digest=shard.digest,
+                        header_digest=shard.header_digest,
                         device_model=shard.device_model,
                     )
                     for shard in shards

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +18,9 @@ from ganger_daemon.checkpoints.collect import collect, collect_abandoned
 from ganger_daemon.checkpoints.keeper import Keeper, StorageError, publish_here
 from ganger_daemon.checkpoints.layout import CheckpointName, complete
 from ganger_daemon.checkpoints.publish import Gathering, Shard, manifest
+from ganger_daemon.checkpoints.shards import describe_shard
 from ganger_daemon.checkpoints.storage import proved, room_missing
-from ganger_daemon.checkpoints.verify import Unreadable, Verified, describe_shard, verify
+from ganger_daemon.checkpoints.verify import Unreadable, Verified, verify
 from ganger_daemon.workers.desired import LocalPart
 from ganger_daemon.workers.launch import LaunchRefusedError, StateOutdatedError, StateUnreadableError, restore_plan
 
@@ -42,7 +48,7 @@ def write_shards(directory: Path, step: int, epoch: int, world: int) -> tuple[Sh
         digests.update(data)
         path = tmp / f"rank-{rank}.shard"
         path.write_bytes(preamble.pack() + encoded + data + digests.trailer())
-        shards.append(Shard(rank, path.name, *describe_shard(path)))
+        shards.append(describe_shard(path).shard(rank, path.name))
     return tuple(shards)
 
 
@@ -255,3 +261,138 @@ def test_no_checkpoint_goes_that_the_master_wants_and_none_at_all_while_it_is_no
     assert asyncio.run(story(None, range(1, 5))) == [1, 2, 3, 4]
     wanted = frozenset({CheckpointName(1, 1), CheckpointName(2, 1)})
     assert asyncio.run(story(wanted, range(5, 8))) == [1, 2, 3, 6, 7]
+
+
+def test_files_of_two_ranks_that_were_swapped_are_found_out_with_an_older_manifest_too(tmp_path: Path) -> None:
+    for step, is_old in ((1, False), (2, True)):
+        path = make(tmp_path, step)
+        manifest_path = path / "MANIFEST.json"
+        fields = json.loads(manifest_path.read_text())
+        one, two = path / "rank-0.shard", path / "rank-1.shard"
+        one.rename(path / "other")
+        two.rename(one)
+        (path / "other").rename(two)
+        digests = [fields["files"][name]["digest"] for name in ("rank-1.shard", "rank-0.shard")]
+        for name, digest in zip(("rank-0.shard", "rank-1.shard"), digests, strict=True):
+            fields["files"][name]["digest"] = digest  # as if their data were alike
+            if is_old:
+                del fields["files"][name]["header_digest"]
+        manifest_path.write_text(json.dumps(fields))
+        found = verify(path)
+        assert isinstance(found, Unreadable)
+        assert found.why == (
+            f"rank-0.shard is rank 1 of 2 at step {step}, MANIFEST.json says rank 0 of 2 at step {step}"
+        )
+
+
+def test_a_header_of_another_attempt_and_a_directory_of_another_name_are_found_out(tmp_path: Path) -> None:
+    one, other = make(tmp_path, 7, epoch=1), make(tmp_path, 7, epoch=2)
+    fields = json.loads((other / "MANIFEST.json").read_text())
+    fields["files"]["rank-0.shard"]["header_digest"] = "xxh3_64:0000000000000000"
+    (other / "MANIFEST.json").write_text(json.dumps(fields))
+    found = verify(other)
+    assert isinstance(found, Unreadable)
+    assert "header of digest" in found.why
+    found = verify(one.rename(tmp_path / "9-1"))
+    assert isinstance(found, Unreadable)
+    assert found.why == "MANIFEST.json is of step 7 and epoch 1, its directory is 9-1"
+
+
+def rewritten(shard: Path, **words: int) -> None:
+    """The preamble says other sizes."""
+    content = shard.read_bytes()
+    preamble = dataclasses.replace(image.parse_preamble(content[:64]), **words)
+    shard.write_bytes(preamble.pack() + content[64:])
+
+
+def hostile_fifo(path: Path) -> None:
+    for name in ("MANIFEST.json", "rank-0.shard", "rank-1.shard"):
+        (path / name).rename(path / f"{name}.was")
+        os.mkfifo(path / name)
+
+
+def hostile_shard_fifo(path: Path) -> None:
+    (path / "rank-0.shard").unlink()
+    os.mkfifo(path / "rank-0.shard")
+
+
+def hostile_link(path: Path) -> None:
+    (path / "rank-0.shard").rename(path.parent / "elsewhere")
+    (path / "rank-0.shard").symlink_to(path.parent / "elsewhere")
+
+
+def hostile_directory(path: Path) -> None:
+    path.rename(path.parent / "elsewhere")
+    path.symlink_to(path.parent / "elsewhere")
+
+
+def hostile_world(path: Path) -> None:
+    fields = json.loads((path / "MANIFEST.json").read_text())
+    (path / "MANIFEST.json").write_text(json.dumps({**fields, "world": 20_000_000}))
+
+
+def hostile_manifest(path: Path) -> None:
+    (path / "MANIFEST.json").write_text('{"step": 9, "world": 2, "files": ' + "[" * 15_000_000)
+
+
+def hostile_large_manifest(path: Path) -> None:
+    os.truncate(path / "MANIFEST.json", 1 << 40)
+
+
+def hostile_numbers(path: Path) -> None:
+    (path / "MANIFEST.json").write_text('{"step": 1e999, "world": "2", "files": {"a": {"rank": 9999999999999999999}}}')
+
+
+def hostile_header(path: Path) -> None:
+    """28 MB of nested lists: as objects of Python they would take thirty times as much."""
+    header = {"step": 9, "rank": 0, "world": 2, "tensors": [], "tree": [[]] * 7_000_000}
+    preamble, encoded = image.lay_out(header, 0, image.preferred_digest())
+    digests = image.ChunkDigests(image.preferred_digest(), image.CHUNK_BYTES)
+    (path / "rank-0.shard").write_bytes(preamble.pack() + encoded + digests.trailer())
+
+
+def hostile_size(path: Path) -> None:
+    """A file without data that says it has a TiB of it."""
+    data, chunks = 1 << 40, (1 << 40) // image.CHUNK_BYTES
+    offset = image.parse_preamble((path / "rank-0.shard").read_bytes()[:64]).data_offset
+    rewritten(path / "rank-0.shard", trailer_offset=offset + data, total_bytes=offset + data + 8 * (chunks + 1))
+
+
+def hostile_chunks(path: Path) -> None:
+    """A digest for every byte."""
+    shard = path / "rank-0.shard"
+    data, offset = 1 << 36, image.parse_preamble(shard.read_bytes()[:64]).data_offset
+    total = offset + data + 8 * (data + 1)
+    rewritten(shard, chunk_bytes=1, trailer_offset=offset + data, total_bytes=total)
+    os.truncate(shard, total)
+
+
+HOSTILE = [
+    hostile_fifo, hostile_shard_fifo, hostile_link, hostile_directory, hostile_world, hostile_manifest,
+    hostile_large_manifest, hostile_numbers, hostile_header, hostile_size, hostile_chunks,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("hostile", HOSTILE, ids=lambda one: one.__name__)
+def test_a_checkpoint_that_a_job_has_spoilt_is_unreadable_at_little_cost(
+    tmp_path: Path, hostile: Callable[[Path], None]
+) -> None:
+    path = make(tmp_path, 9)
+    hostile(path)
+    if hostile in (hostile_header, hostile_chunks):
+        fields = json.loads((path / "MANIFEST.json").read_text())
+        fields["files"]["rank-0.shard"]["bytes"] = (path / "rank-0.shard").stat().st_size
+        (path / "MANIFEST.json").write_text(json.dumps(fields))
+    code = (
+        "import resource, sys, time; from pathlib import Path; from ganger_daemon.checkpoints.verify import verify;"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; began = time.monotonic();"
+        "found = verify(Path(sys.argv[1])); after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
+        "print(type(found).__name__, getattr(found, 'is_lasting', False), (after - before) >> 10)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    kind, is_lasting, mebibytes = done.stdout.split()
+    assert (kind, is_lasting) == ("Unreadable", "True")
+    assert int(mebibytes) < 100

@@ -216,15 +216,20 @@ def parse_preamble(data: Any) -> Preamble:
     return preamble
 
 
-def parse_header(preamble: Preamble, encoded: Any) -> dict[str, Any]:
-    """Decode the JSON header. Raises ImageError: TRUNCATED, HEADER, DIGEST."""
+def check_header(preamble: Preamble, encoded: Any) -> None:
+    """Raise ImageError where the encoded header is not what its digest says: TRUNCATED, DIGEST."""
     if len(encoded) != preamble.header_bytes:
         raise ImageError("TRUNCATED", f"the header has {preamble.header_bytes} bytes, {len(encoded)} are there")
     if _header_digest(preamble, encoded) != preamble.header_digest:
         raise ImageError("DIGEST", "the image's header does not match its digest")
+
+
+def parse_header(preamble: Preamble, encoded: Any) -> dict[str, Any]:
+    """Decode the JSON header. Raises ImageError: TRUNCATED, HEADER, DIGEST."""
+    check_header(preamble, encoded)
     try:
         header = json.loads(bytes(encoded))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ImageError("HEADER", f"the image's header is not JSON: {error}") from error
     if not isinstance(header, dict) or not isinstance(header.get("tensors"), list) or "tree" not in header:
         raise ImageError("HEADER", "the image's header lacks its tensor table or its tree")

@@ -23,9 +23,8 @@ def newest_found(storage: Path, job_uid: str, before_epoch: int) -> tuple[Found,
     found = []
     for name in heapq.nlargest(_MOST, names, key=lambda name: (name.epoch, name.step)):
         try:
-            fields = read_manifest(directory / str(name))
-            size = sum(int(entry["bytes"]) for entry in fields["files"].values())
-            found.append(Found(name.step, name.epoch, f"checkpoints/{name}", size, float(fields.get("time", 0.0))))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            one = read_manifest(directory / str(name))
+        except (OSError, ValueError):
             continue
+        found.append(Found(name.step, name.epoch, f"checkpoints/{name}", one.size_bytes, one.time))
     return tuple(found)

@@ -26,7 +26,7 @@ from .collect import collect, collect_abandoned
 from .layout import CheckpointName, checkpoints_directory, complete, read_manifest
 from .publish import Gathering, Shard, directories, manifest
 from .schedule import Schedule, asked, due
-from .verify import describe_shard
+from .shards import describe_shard
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ class Keeper:
                 self._refused = {agreement: self.trouble}
                 log.warning("shard unreadable: %s", error, extra={"job": self._job_uid, "rank": rank})
                 return None
-            self._described[agreement, rank] = Shard(rank, file, *described)
+            self._described[agreement, rank] = described.shard(rank, file)
         found = tuple(self._described[agreement, rank] for rank in ranks)
         self._described = {key: shard for key, shard in self._described.items() if key[0] == agreement}
         return found
@@ -252,7 +252,5 @@ def _sync_directory(path: Path) -> None:
 
 
 def _published(storage: Path, job_uid: str, name: CheckpointName) -> Published:
-    directory = checkpoints_directory(storage, job_uid) / str(name)
-    fields = read_manifest(directory)
-    size = sum(int(entry["bytes"]) for entry in fields["files"].values())
-    return Published(name.step, name.epoch, f"checkpoints/{name}", size, float(fields.get("time", 0.0)))
+    found = read_manifest(checkpoints_directory(storage, job_uid) / str(name))
+    return Published(name.step, name.epoch, f"checkpoints/{name}", found.size_bytes, found.time)

@@ -5,13 +5,18 @@ A checkpoint exists when its directory has its final name `STEP-EPOCH` and a rea
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
+
+from ganger_daemon.files import read_plain
 
 MANIFEST = "MANIFEST.json"
+MANIFEST_FORMAT = 1
+# Tens of thousands of shards; a job may have written a larger one.
+_MANIFEST_MOST_BYTES = 16 << 20
 _FINAL = re.compile(r"^(\d+)-(\d+)$")
 _UNFINISHED = re.compile(r"^(\d+|\{step\})-(\d+)\.tmp$")
 
@@ -54,9 +59,40 @@ def complete(directory: Path) -> tuple[CheckpointName, ...]:
     return tuple(sorted(name for name in found if name is not None))
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """Raises OSError or ValueError when there is none or it is no JSON object."""
-    fields = json.loads((directory / MANIFEST).read_bytes())
-    if not isinstance(fields, dict):
-        raise ValueError(f"{directory / MANIFEST} is not a JSON object")
-    return fields
+class Entry(msgspec.Struct, frozen=True, gc=False):
+    """One shard, as its manifest has it. `header_digest` is empty in manifests of before there was one."""
+
+    rank: int
+    bytes: int
+    digest: str
+    header_digest: str = ""
+
+
+class Manifest(msgspec.Struct, frozen=True, gc=False):
+    """What is read of a manifest; whatever else is in it takes no memory."""
+
+    step: int
+    world: int
+    files: dict[str, Entry]
+    format: int = MANIFEST_FORMAT
+    epoch: int | None = None
+    job_uid: str = ""
+    time: float = 0.0
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(entry.bytes for entry in self.files.values())
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Raises OSError, or ValueError when there is none or it is not a manifest."""
+    content = read_plain(directory / MANIFEST, _MANIFEST_MOST_BYTES, is_jobs_directory=True)
+    try:
+        found = msgspec.json.decode(content, type=Manifest)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"{MANIFEST} is not a manifest: {error}") from error
+    if found.format > MANIFEST_FORMAT:
+        raise ValueError(f"{MANIFEST} has format {found.format}; this Ganger reads formats up to {MANIFEST_FORMAT}")
+    if len(found.files) != found.world:
+        raise ValueError(f"{MANIFEST} lists {len(found.files)} of {found.world} shards")
+    return found

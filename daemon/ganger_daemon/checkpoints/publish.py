@@ -7,21 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .layout import CheckpointName, checkpoints_directory
-
-MANIFEST_FORMAT = 1
+from .layout import MANIFEST_FORMAT, CheckpointName, checkpoints_directory
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's durable part. `digest` is "algorithm:hex"; `device_model` the name of the accelerators its state was
-    on, empty without any."""
+    """One rank's durable part. `digest` is "algorithm:hex" of its data, `header_digest` the same of its header;
+    `device_model` the name of the accelerators its state was on, empty without any."""
 
     rank: int
     file: str
     size_bytes: int
     digest: str
     device_model: str = ""
+    header_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +62,7 @@ def manifest(gathering: Gathering, job_uid: str, epoch: int, time_seconds: float
                 "rank": shard.rank,
                 "bytes": shard.size_bytes,
                 "digest": shard.digest,
+                "header_digest": shard.header_digest,
                 "device_model": shard.device_model,
             }
             for _, shard in sorted(gathering.shards.items())

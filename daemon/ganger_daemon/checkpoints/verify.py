@@ -8,9 +8,12 @@ from pathlib import Path
 
 from ganger.injob import image
 
-from .layout import MANIFEST, read_manifest
+from ganger_daemon.files import open_plain
 
-_MODEL_CHARACTERS = 200
+from .layout import MANIFEST, Entry, Manifest, parse_final, read_manifest
+from .shards import Described, describe_shard
+
+_LASTING = (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.EUCLEAN, errno.ELOOP, errno.EINVAL, errno.EFBIG, errno.ENXIO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,44 +33,51 @@ class Unreadable:
     is_lasting: bool = True
 
 
-def describe_shard(path: Path) -> tuple[int, str, str]:
-    """(bytes, "algorithm:hex", model of the devices its state was on) of a shard, every byte of it read and checked.
-    Raises image.ImageError or OSError."""
-    with open(path, "rb") as file:
-        preamble = image.parse_preamble(file.read(64))
-    summary = image.verify(str(path))
-    digest = f"{'xxh3_64' if preamble.digest_kind == 1 else 'crc32'}:{summary.digest}"
-    # What a job says of itself, for people to read.
-    model = str(image.read_header(str(path)).get("device_model", ""))[:_MODEL_CHARACTERS]
-    return summary.total_bytes, digest, model
-
-
 def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Verified | Unreadable:
-    """Checks manifest, sizes and digests; only the shards that `ranks` start from are read where that is given: in a
-    larger world than the one that saved, more than one from the same."""
+    """Checks manifest, sizes and digests, and that each shard is the one its manifest names; only the shards that
+    `ranks` start from are read where that is given: in a larger world than the one that saved, more than one from the
+    same. Blocks."""
     try:
-        fields = read_manifest(directory)
-        step, world = int(fields["step"]), int(fields["world"])
-        files = {int(entry["rank"]): (name, entry) for name, entry in fields["files"].items()}
-        if sorted(files) != list(range(world)):
-            return Unreadable(directory, f"{MANIFEST} lists {len(files)} of {world} shards")
-        size = 0
-        for rank, (name, entry) in sorted(files.items()):
-            shard = directory / Path(name).name
-            actual = shard.stat().st_size
-            size += actual
-            if actual != int(entry["bytes"]):
-                return Unreadable(directory, f"{shard.name} has {actual} bytes, {MANIFEST} says {entry['bytes']}")
-            if ranks is not None and rank not in {one % world for one in ranks}:
-                continue
-            _, digest, _ = describe_shard(shard)
-            if digest != str(entry["digest"]):
-                return Unreadable(directory, f"{shard.name} has digest {digest}, {MANIFEST} says {entry['digest']}")
+        manifest = read_manifest(directory)
+        name = parse_final(directory.name)
+        if name is not None and (manifest.step, manifest.epoch) not in ((name.step, name.epoch), (name.step, None)):
+            said = f"is of step {manifest.step} and epoch {manifest.epoch}"
+            return Unreadable(directory, f"{MANIFEST} {said}, its directory is {directory.name}")
+        files = {entry.rank: (Path(file).name, entry) for file, entry in manifest.files.items()}
+        if len(files) != manifest.world or not all(0 <= rank < manifest.world for rank in files):
+            return Unreadable(directory, f"{MANIFEST} lists {len(files)} of {manifest.world} shards")
+        wanted = set(files) if ranks is None else {rank % manifest.world for rank in ranks}
+        for rank, (file, entry) in sorted(files.items()):
+            if why := _trouble_with(directory / file, entry, manifest, is_read=rank in wanted):
+                return Unreadable(directory, f"{file} {why}")
     except OSError as error:
-        lasting = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.EUCLEAN)
-        return Unreadable(directory, f"{error.filename or directory}: {error.strerror}", lasting)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return Unreadable(directory, f"{type(error).__name__}: {error}")
+        return Unreadable(directory, f"{error.filename or directory}: {error.strerror}", error.errno in _LASTING)
+    except ValueError as error:
+        return Unreadable(directory, str(error))
+    return Verified(directory, manifest.step, manifest.world, manifest.size_bytes)
+
+
+def _trouble_with(shard: Path, entry: Entry, manifest: Manifest, is_read: bool) -> str:
+    """Why a shard is not the one that its manifest names; empty if it is. Raises OSError."""
+    with open_plain(shard, is_jobs_directory=True) as file:
+        actual = file.seek(0, 2)
+    if actual != entry.bytes:
+        return f"has {actual} bytes, {MANIFEST} says {entry.bytes}"
+    if not is_read:
+        return ""
+    try:
+        found = describe_shard(shard)
     except image.ImageError as error:
-        return Unreadable(directory, f"{shard.name}: {error}")
-    return Verified(directory, step, world, size)
+        return f"is damaged: {error}"
+    return _difference(found, entry, manifest)
+
+
+def _difference(found: Described, entry: Entry, manifest: Manifest) -> str:
+    if found.digest != entry.digest:
+        return f"has digest {found.digest}, {MANIFEST} says {entry.digest}"
+    if (found.rank, found.world, found.step) != (entry.rank, manifest.world, manifest.step):
+        is_of = f"is rank {found.rank} of {found.world} at step {found.step}"
+        return f"{is_of}, {MANIFEST} says rank {entry.rank} of {manifest.world} at step {manifest.step}"
+    if entry.header_digest and found.header_digest != entry.header_digest:
+        return f"has a header of digest {found.header_digest}, {MANIFEST} says {entry.header_digest}"
+    return ""

@@ -156,6 +156,7 @@ class Shard(google.protobuf.message.Message):
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     DEVICE_MODEL_FIELD_NUMBER: builtins.int
+    HEADER_DIGEST_FIELD_NUMBER: builtins.int
     rank: builtins.int
     file: builtins.str
     size_bytes: builtins.int
@@ -163,6 +164,8 @@ class Shard(google.protobuf.message.Message):
     """xxh3_128 (or sha256 where the job has no xxhash), "algorithm:hex"."""
     device_model: builtins.str
     """Name of the accelerators its state was on; empty without any."""
+    header_digest: builtins.str
+    """Of the header of its image, "algorithm:hex"."""
     def __init__(
         self,
         *,
@@ -171,8 +174,9 @@ class Shard(google.protobuf.message.Message):
         size_bytes: builtins.int = ...,
         digest: builtins.str = ...,
         device_model: builtins.str = ...,
+        header_digest: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["device_model", b"device_model", "digest", b"digest", "file", b"file", "rank", b"rank", "size_bytes", b"size_bytes"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["device_model", b"device_model", "digest", b"digest", "file", b"file", "header_digest", b"header_digest", "rank", b"rank", "size_bytes", b"size_bytes"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Shard: typing_extensions.TypeAlias = Shard

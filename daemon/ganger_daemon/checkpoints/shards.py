@@ -1,0 +1,98 @@
+"""What is in a shard file, read as what a job wrote: whatever its bytes say, little memory is taken for them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+from ganger.injob import image
+
+from ganger_daemon.files import open_plain
+
+from .publish import Shard
+
+# The state beside its tensors, as JSON. It is never decoded here but for a few words.
+_HEADER_MOST_BYTES = 128 << 20
+_PIECE_BYTES = 1 << 20
+_MODEL_CHARACTERS = 200
+_ALGORITHMS = {image.XXH3: "xxh3_64", image.CRC32: "crc32"}
+
+
+class _Header(msgspec.Struct, frozen=True, gc=False):
+    """The words of an image's header that say whose it is; the others are passed over."""
+
+    step: int = 0
+    rank: int = 0
+    world: int = 1
+    device_model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A shard of which every byte was read and agrees with its digests. `digest`, `header_digest`: "algorithm:hex"."""
+
+    size_bytes: int
+    digest: str
+    header_digest: str
+    step: int
+    rank: int
+    world: int
+    device_model: str
+
+    def shard(self, rank: int, file: str) -> Shard:
+        return Shard(rank, file, self.size_bytes, self.digest, self.device_model, self.header_digest)
+
+
+def describe_shard(path: Path) -> Described:
+    """Reads all of a shard. Blocks. Raises image.ImageError or OSError."""
+    with open_plain(path, is_jobs_directory=True) as file:
+        size = os.fstat(file.fileno()).st_size
+        preamble = image.parse_preamble(_exactly(file, min(size, image.PREAMBLE_BYTES)))
+        if size != preamble.total_bytes:
+            raise image.ImageError("TRUNCATED", f"the image has {preamble.total_bytes} bytes, its file {size}")
+        if preamble.header_bytes > _HEADER_MOST_BYTES:
+            text = f"the state has {preamble.header_bytes} bytes beside its tensors; at most {_HEADER_MOST_BYTES}"
+            raise image.ImageError("HEADER", text)
+        if preamble.chunk_bytes != image.CHUNK_BYTES:
+            text = f"the image has a digest for each {preamble.chunk_bytes} bytes, not for each {image.CHUNK_BYTES}"
+            raise image.ImageError("HEADER", text)
+        encoded = _exactly(file, preamble.header_bytes)
+        image.check_header(preamble, encoded)
+        header = _words_of(encoded)
+        del encoded
+        digests = image.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
+        left = preamble.data_bytes
+        while left:
+            piece = _exactly(file, min(_PIECE_BYTES, left))
+            digests.update(piece)
+            left -= len(piece)
+        trailer = _exactly(file, preamble.trailer_bytes)
+        image.check_trailer(digests.trailer(), trailer)
+    algorithm = _ALGORITHMS[preamble.digest_kind]
+    return Described(
+        size_bytes=size,
+        digest=f"{algorithm}:{int.from_bytes(trailer[-8:], 'little'):016x}",
+        header_digest=f"{algorithm}:{preamble.header_digest:016x}",
+        step=header.step,
+        rank=header.rank,
+        world=header.world,
+        # What a job says of itself, for people to read.
+        device_model=header.device_model[:_MODEL_CHARACTERS],
+    )
+
+
+def _words_of(encoded: bytes) -> _Header:
+    try:
+        return msgspec.json.decode(encoded, type=_Header)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise image.ImageError("HEADER", f"the image's header cannot be read: {error}") from error
+
+
+def _exactly(file: BinaryIO, size: int) -> bytes:
+    found = file.read(size)
+    if len(found) != size:
+        raise image.ImageError("TRUNCATED", f"the image ends {size - len(found)} bytes too early")
+    return found
