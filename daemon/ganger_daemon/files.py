@@ -10,6 +10,7 @@ import os
 import shutil
 import stat
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -119,10 +120,37 @@ def open_plain(path: Path, is_jobs_directory: bool = False) -> BinaryIO:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(parent)
+    _check_plain(fd, path)
+    return os.fdopen(fd, "rb")
+
+
+def open_plain_to_write(path: Path) -> BinaryIO:
+    """Open for writing a plain file that a job could have replaced; made if there is none. Raises OSError."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    _check_plain(fd, path)
+    return os.fdopen(fd, "r+b", buffering=0)
+
+
+def _check_plain(fd: int, path: Path) -> None:
+    """Closes the descriptor and raises OSError if it is not of a plain file."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "is no plain file", str(path))
-    return os.fdopen(fd, "rb")
+
+
+def extents(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """The parts of a file between two offsets that hold data, without its holes, as (from, to)."""
+    while start < end:
+        try:
+            begin = os.lseek(file.fileno(), start, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return  # nothing but a hole follows
+        if begin >= end:
+            return
+        start = min(end, os.lseek(file.fileno(), begin, os.SEEK_HOLE))
+        yield begin, start
 
 
 def read_plain(path: Path, most_bytes: int = LARGEST_BYTES, is_jobs_directory: bool = False) -> bytes:

@@ -15,13 +15,16 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-from ganger_daemon.files import open_plain, read_json, remove_tree, write_json
+from ganger_daemon.files import extents, open_plain, open_plain_to_write, read_json, remove_tree, write_json
 
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 << 10
 SEGMENT_LIMIT_BYTES = 1 << 30
+# Of a log that grows, at one time: a gang is not kept waiting for more.
+PORTION_BYTES = 64 << 20
 _NOTES = re.compile(r"^rank-(\d+)\.json$")
 _SEGMENT = re.compile(r"^rank-(\d+)\.(\d+)\.log$")
 _PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
@@ -80,14 +83,9 @@ class LogStore:
         directory = self._storage_directory(job_uid)
         if directory is None:
             return
-        copy = directory / path.name
-        with open_plain(path) as source, open(copy, "ab") as target:
-            done = target.tell()
-            source.seek(done)
-            while data := source.read(CHUNK_BYTES):
-                target.write(data)
+        with open_plain(path) as source, open_plain_to_write(directory / path.name) as target:
+            _copy(source, target, length, self._limit if sealed else PORTION_BYTES)
             if sealed:
-                target.flush()
                 os.fsync(target.fileno())
 
     def mirror_all(self, job_uid: str, ranks: Iterable[int], epoch: int, sealed: bool = False) -> None:
@@ -133,9 +131,10 @@ class LogStore:
                     lost += segment.dropped - inside
                     inside = segment.dropped
                 for position, data in _pieces(segment, inside):
-                    yield Chunk(start + position, data, lost)
-                    lost = 0
-                lost += max(0, segment.length - max(segment.available, inside))
+                    # what its job cut a hole into is lost, too
+                    yield Chunk(start + position, data, lost + position - inside)
+                    lost, inside = 0, position + len(data)
+                lost += max(0, segment.length - inside)
             start = end
         if lost:
             yield Chunk(start, b"", lost)
@@ -215,14 +214,36 @@ def _pieces(segment: Segment, inside: int) -> Iterator[tuple[int, bytes]]:
     if segment.path is None:
         return
     with open_plain(segment.path) as file:
-        file.seek(inside)
         # up to the length noted when the segment was listed: what comes later belongs to the next look
-        while inside < segment.available:
-            data = file.read(min(CHUNK_BYTES, segment.available - inside))
+        for begin, end in extents(file, inside, segment.available):
+            while begin < end and (data := os.pread(file.fileno(), min(CHUNK_BYTES, end - begin), begin)):
+                yield begin, data
+                begin += len(data)
+
+
+def _copy(source: BinaryIO, target: BinaryIO, length: int, most_bytes: int) -> None:
+    """Brings a copy up to that length of its source, or by so many bytes of data; holes stay holes."""
+    done = os.fstat(target.fileno()).st_size
+    for start, end in extents(source, done, length):
+        begin = start
+        while begin < end and most_bytes > 0:
+            data = os.pread(source.fileno(), min(CHUNK_BYTES, end - begin, most_bytes), begin)
             if not data:
                 return
-            yield inside, data
-            inside += len(data)
+            begin += _write_all(target, data, begin)
+            most_bytes -= len(data)
+        if begin < end:
+            return
+    if done < length:
+        os.truncate(target.fileno(), length)
+
+
+def _write_all(target: BinaryIO, data: bytes, offset: int) -> int:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(target.fileno(), view, offset)
+        view, offset = view[written:], offset + written
+    return len(data)
 
 
 def _read_notes(directory: Path, rank: int) -> dict[int, dict[str, int]]:
@@ -252,7 +273,7 @@ def _punch(path: Path, start: int, end: int) -> bool:
         return False
     libc = ctypes.CDLL(None, use_errno=True)
     libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    fd = os.open(path, os.O_RDWR)
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         return bool(libc.fallocate(fd, _PUNCH_HOLE_KEEP_SIZE, start, end - start) == 0)
     finally:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+from ganger_daemon import logs
 from ganger_daemon.logs import LogStore
 
 
@@ -104,3 +106,61 @@ def test_a_log_that_is_still_written_to_is_not_old(tmp_path: Path) -> None:
 
 def test_a_log_nobody_knows_has_no_segments(tmp_path: Path) -> None:
     assert LogStore(tmp_path).segments("job", 0) == ()
+
+
+def test_a_log_that_its_job_stretched_to_a_tebibyte_costs_neither_writes_nor_space(tmp_path: Path) -> None:
+    storage = tmp_path / "storage"
+    storage.mkdir()
+    here, other = LogStore(tmp_path / "a", storage), LogStore(tmp_path / "b", storage)
+    path = write(here, 1, "before\n")
+    os.truncate(path, 1 << 40)
+    with open(path, "a") as file:
+        file.write("after\n")
+    before = written_bytes()
+    for sealed in (False, True):
+        here.mirror("job", 0, 1, sealed)
+    assert written_bytes() - before < 1 << 20
+    copy = storage / "job" / "logs" / path.name
+    assert (copy.stat().st_size, copy.stat().st_blocks * 512 < 1 << 20) == (path.stat().st_size, True)
+    for store in (here, other):
+        chunks = list(store.read("job", 0, 0))
+        assert sum(len(chunk.data) for chunk in chunks) < 1 << 20
+        assert b"".join(chunk.data for chunk in chunks).replace(b"\0", b"").endswith(b"after\n")
+        assert chunks[-1].offset + len(chunks[-1].data) == store.end("job", 0) == (1 << 40) + 6
+        assert sum(chunk.lost_bytes + len(chunk.data) for chunk in chunks) == (1 << 40) + 6
+
+
+def written_bytes() -> int:
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["wchar"])
+
+
+def test_a_log_that_grows_fast_is_copied_in_portions_and_whole_once_it_is_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "PORTION_BYTES", 1 << 20)
+    storage = tmp_path / "storage"
+    storage.mkdir()
+    store = LogStore(tmp_path / "a", storage)
+    path = write(store, 1, "0123456789abcde\n" * (3 << 16))
+    copy, sizes = storage / "job" / "logs" / path.name, []
+    for sealed in (False, False, True):
+        store.mirror("job", 0, 1, sealed)
+        sizes.append(copy.stat().st_size)
+    assert sizes == [1 << 20, 2 << 20, 3 << 20]
+    assert copy.read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_a_copy_that_a_job_has_replaced_is_neither_waited_for_nor_followed(tmp_path: Path, kind: str) -> None:
+    storage = tmp_path / "storage"
+    store = LogStore(tmp_path / "a", storage)
+    storage.mkdir()
+    path = write(store, 1, "text\n")
+    copy, elsewhere = storage / "job" / "logs" / path.name, tmp_path / "elsewhere"
+    elsewhere.write_text("mine")
+    assert copy.parent.is_dir()
+    os.mkfifo(copy) if kind == "pipe" else copy.symlink_to(elsewhere)
+    with pytest.raises(OSError, match=path.name):
+        store.mirror("job", 0, 1)
+    assert elsewhere.read_text() == "mine"

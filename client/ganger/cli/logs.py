@@ -166,10 +166,22 @@ def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
         for line in whole:
             yield line + b"\n"
         if len(rest) > _MAX_LINE_BYTES:
-            yield rest + b"\n"
-            rest = b""
+            whole_signs = len(rest) - _begun_sign(rest)
+            yield rest[:whole_signs] + b"\n"
+            rest = rest[whole_signs:]
     if rest:
         yield rest + b"\n"
+
+
+def _begun_sign(text: bytes) -> int:
+    """How many bytes at the end begin a UTF-8 sign that has more of them."""
+    for count in range(1, min(len(text), 3) + 1):
+        byte = text[-count]
+        if byte & 0xC0 == 0x80:
+            continue  # inside of a sign, or of none
+        needs = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
+        return count if needs > count else 0
+    return 0
 
 
 def tail_offset(client: Client, job: str, rank: int, count: int) -> int:
