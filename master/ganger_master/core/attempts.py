@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ganger_master.core import copies, ending, going_on, launches, moving, orders, sharing
+from ganger_master.core import copies, ending, going_on, launches, moving, orders, sharing, withdrawal
 from ganger_master.core.lifecycle import Act, act_of, is_refused
 from ganger_master.core.model import (
     Claim,
@@ -293,6 +293,7 @@ def _stay(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
     back = gang.rested_level or (SuspendLevel.PAUSE if copies.is_superseded(state, gang) else SuspendLevel.NONE)
     gang = replace(gang, refused_at=now)
     job = replace(job, revision=job.revision + 1, trouble=trouble)
+    job = withdrawal.after_refused_suspend(job, gang.park_level, trouble)
     if back is not SuspendLevel.NONE and job.state is JobState.HOLDING and not gang.parked_by_plan:
         # It waited where it rests.
         state.put_gang(orders.rested(orders.park(gang, back, now, by_plan=False), now))

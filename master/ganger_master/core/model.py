@@ -235,7 +235,8 @@ class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
     """Which levels the job offers; `missing` says why not, by level name, under MOVE why it can go nowhere else, under
     TURNS why it takes no turns. Nothing is known before `known`. `resize`: its state can be brought back with another
     number of ranks, by which `resize_divides` can be divided (zero: any). `presumed`: no agent has spoken up so far; it
-    may be only starting."""
+    may be only starting. `withdrawn`: of `missing`, what failed once and so is not offered again, whatever the ranks of
+    a later attempt say."""
 
     pause: bool = False
     offload: bool = False
@@ -245,6 +246,7 @@ class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
     resize: bool = False
     resize_divides: int = 0
     presumed: bool = False
+    withdrawn: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def no_turns(self) -> str:
@@ -253,6 +255,21 @@ class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
 
     def without_turns(self, why: str) -> Capabilities:
         return replace(self, missing={**self.missing, "TURNS": why}) if why else self
+
+    def without(self, failed: Mapping[str, str]) -> Capabilities:
+        """`failed`: names as in `missing`, and why each is not offered again."""
+        withdrawn = {**failed, **self.withdrawn}
+        if not withdrawn:
+            return self
+        return replace(
+            self,
+            pause=self.pause and "PAUSE" not in withdrawn,
+            offload=self.offload and "OFFLOAD" not in withdrawn,
+            checkpoint=self.checkpoint and "CHECKPOINT" not in withdrawn,
+            resize=self.resize and "RESIZE" not in withdrawn,
+            missing={**self.missing, **withdrawn},
+            withdrawn=withdrawn,
+        )
 
     def offers(self, level: SuspendLevel) -> bool:
         match level:

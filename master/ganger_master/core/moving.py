@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ganger_master.core import copies, ending, going_on, orders
+from ganger_master.core import copies, ending, going_on, orders, withdrawal
 from ganger_master.core.lifecycle import Seen, bad_outcome, seen_of
 from ganger_master.core.model import (
     Claim,
@@ -142,6 +142,7 @@ def abort(state: State, job: Job, gang: Gang, now: float, cause: str, why: str =
         revision=job.revision + 1,
         trouble=f"its {'resize' if destination.resizes else 'move'} was given up: {trouble}",
     )
+    job = withdrawal.after_failed_move(job, gang, trouble)
     if can_go_back(source) and not copies.is_superseded(state, source):
         phase = GangPhase.RUNNING if source.stepped else GangPhase.STARTING
         if source.intent is Intent.RUN:

@@ -207,6 +207,7 @@ def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: fl
     if observed.capabilities.known and not is_said and gang.role is not GangRole.DESTINATION:
         # What an earlier attempt did in its turn is not for this one to deny.
         common = _common(state.gangs[gang.epoch]).without_turns(job.capabilities.no_turns)
+        common = common.without(job.capabilities.withdrawn)
         if common != fresh.capabilities:
             fresh = replace(fresh, capabilities=common)
     if observed.progress is not None and _is_further(observed.progress, fresh.progress):
