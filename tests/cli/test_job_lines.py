@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from ganger.cli import job_lines
 from ganger.cli.show import pairs
+from ganger.console.tables import without_spare
 from ganger.v1 import job_pb2, resources_pb2
 
 
@@ -80,3 +81,32 @@ def test_a_job_in_turns_says_whether_it_has_the_turn(phase: str, turn: str, text
     job.gang.phase = job_pb2.Gang.Phase.Value(f"PHASE_{phase}")
     job.gang.turn = job_pb2.Gang.Turn.Value(f"TURN_{turn}")
     assert job_lines.state_text(job) == text
+
+
+@pytest.mark.parametrize(
+    ("reason", "figures", "rank", "told"),
+    [
+        ("GPUS", {"needed": 4, "free": 1}, 3, "(GPUS) 4 GPUs wanted, 1 free, 2 ahead"),
+        ("GPUS", {"needed": 4, "free": 0, "draining": 4}, 1, "(GPUS) 4 GPUs wanted, 0 free, 4 on draining nodes"),
+        ("GPUS", {"needed": 4, "free": 6, "largest_free": 3}, 1, "(GPUS) 4 GPUs wanted, 6 free of which 3 together"),
+        ("RANKED", {"ahead": 2}, 3, "(RANKED) 2 ahead"),
+        ("RANKED", {}, 1, "(RANKED) first in line"),
+        ("QUOTA", {}, 0, "(QUOTA) as the master says"),
+    ],
+)
+def test_the_cause_of_a_wait_comes_first_and_is_short(
+    reason: str, figures: dict[str, int], rank: int, told: str
+) -> None:
+    job = job_pb2.Job(state=job_pb2.Job.STATE_PENDING, queue_rank=rank)
+    job.blockers.add(reason=reason, message="as the master says", figures=figures)
+    assert job_lines.note(job) == told
+
+
+def test_a_narrow_terminal_goes_without_user_and_place_before_the_reason_is_cut() -> None:
+    headings = ("JOB", "USER", "PLACE", "REASON")
+    rows = [("1", "annabella", "1", "(GPUS) 4 GPUs wanted, 1 free")]
+    spare = ("USER", "PLACE")
+    assert without_spare(headings, rows, spare, 80) == (headings, rows)
+    assert without_spare(headings, rows, spare, 45)[0] == ("JOB", "PLACE", "REASON")
+    assert without_spare(headings, rows, spare, 35) == (("JOB", "REASON"), [("1", rows[0][3])])
+    assert without_spare(headings, rows, spare, 10)[0] == ("JOB", "REASON")

@@ -7,9 +7,19 @@ from core.drive import SERVER, Drive, job_of
 from ganger.resources.reasons import Reason
 from ganger.resources.values import Level, Locality
 from ganger_master.core.answers import SessionAnswer
-from ganger_master.core.commands import CancelJob, Command, CordonNode, DeclareLost, Observe, OpenSession, SuspendJob
-from ganger_master.core.explain import explain
+from ganger_master.core.commands import (
+    CancelJob,
+    Command,
+    CordonNode,
+    DeclareLost,
+    DrainNode,
+    Observe,
+    OpenSession,
+    SuspendJob,
+)
+from ganger_master.core.explain import explain, told_blockers
 from ganger_master.core.model import JobState
+from ganger_master.core.settings import Settings
 from msgspec.structs import replace
 
 
@@ -106,3 +116,17 @@ def test_what_becomes_of_a_job_on_a_silent_node_is_said_as_it_was_ordered(order:
     drive.step(DeclareLost("n1"))
     states = {None: JobState.PENDING, SuspendJob(1): JobState.SUSPENDED, CancelJob(1): JobState.CANCELLED}
     assert drive.job(number).state is states[order]
+
+
+def test_under_a_planner_a_job_is_told_first_how_many_devices_it_wants_and_how_many_are_free() -> None:
+    drive = Drive(2, Settings(policy="las"))
+    number = drive.submit(job_of(6))
+    drive.state.ranks[number] = 1
+    assert [one.reason for one in told_blockers(drive.state, drive.job(number))] == [Reason.RANKED]
+    drive.step(DrainNode("n1", "new fan"))
+    lacks, ranked = told_blockers(drive.state, drive.job(number))
+    assert (lacks.reason, lacks.figures) == (Reason.GPUS, {"needed": 6, "free": 4, "draining": 4})
+    assert ranked.reason is Reason.RANKED
+    reasons = why(drive, number)
+    assert reasons.count(Reason.GPUS) == 1, "each cause once"
+    assert reasons[-1] is Reason.RANKED

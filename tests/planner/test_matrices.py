@@ -315,7 +315,8 @@ def test_who_waits_is_told_why_it_takes_no_turns_where_others_do(
     number = drive.submit(spec)
     drive.state.put_job(replace(drive.job(number), capabilities=capabilities))
     drive.state.ranks[number] = 1
-    (told,) = told_blockers(drive.state, drive.job(number))
+    lacks, told = told_blockers(drive.state, drive.job(number))
+    assert (lacks.reason, lacks.figures) == (Reason.GPUS, {"needed": 4, "free": 0})
     assert told.reason is Reason.RANKED
     assert told.detail.endswith(f"; it takes no turns, for {why}")
 

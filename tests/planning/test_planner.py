@@ -69,7 +69,9 @@ def test_it_starts_whom_there_is_room_for_and_says_who_goes_before_whom(tmp_path
             await until(lambda: state_of(served, 1) == "HOLDING" and state.ranks == {2: 1, 3: 2})
         last = await get(served, 3)
         assert (last.state, last.queue_rank) == (PENDING, 2)
-        assert last.blockers[0].message == "the planner of policy las lets others go first, ahead=1"
+        assert [blocker.reason for blocker in last.blockers] == ["GPUS", "RANKED"]
+        assert dict(last.blockers[0].figures) == {"needed": 2, "free": 1}
+        assert last.blockers[1].message == "the planner of policy las lets others go first, ahead=1"
         found = await served.jobs.ExplainJob(job_service_pb2.ExplainJobRequest(name="jobs/3"))
         assert [blocker.reason for blocker in found.blockers] == ["GPUS", "CORES", "RANKED"]
         assert (found.start_before_seconds, found.assumption) == (

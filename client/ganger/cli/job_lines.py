@@ -214,11 +214,28 @@ def note(job: job_pb2.Job) -> str:
         return job.end_reason if job.state == job_pb2.Job.STATE_STOPPED else ""
     if job.state == job_pb2.Job.STATE_PENDING:
         if job.blockers:
-            return " ".join(f"({job.blockers[0].reason}) {job.blockers[0].message}".split())
-        # Who is far behind has not been asked yet; `ganger why` asks.
+            return " ".join(f"({job.blockers[0].reason}) {_cause(job, job.blockers[0])}".split())
+        # A job far behind has not been asked yet; `ganger why` asks.
         return f"({job.queue_rank - 1} ahead)" if job.queue_rank > 1 else ""
     concern = f" ({job.progress.concern})" if job.progress.concern else ""
     return place(job) + beside(job) + concern
+
+
+def _cause(job: job_pb2.Job, blocker: resources_pb2.Refusal) -> str:
+    """What a job waits for, short: "4 GPUs wanted, 1 free, 2 ahead"."""
+    figures = blocker.figures
+    ahead = f"{job.queue_rank - 1} ahead" if job.queue_rank > 1 else ""
+    if blocker.reason == "RANKED":
+        return ahead or ("first in line" if job.queue_rank else blocker.message)
+    if blocker.reason != "GPUS" or not {"needed", "free"} <= figures.keys():
+        return blocker.message
+    needed, free, largest = figures["needed"], figures["free"], figures.get("largest_free", 0)
+    parts = [f"{needed} GPU{'s' if needed > 1 else ''} wanted", f"{free} free"]
+    if 0 < largest < needed <= free:
+        parts[-1] += f" of which {largest} together"
+    if figures.get("draining"):
+        parts.append(f"{figures['draining']} on draining nodes")
+    return ", ".join([*parts, ahead] if ahead else parts)
 
 
 def mover(one: job_service_pb2.OnTheWay) -> str:

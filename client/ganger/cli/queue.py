@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ganger.v1.job_pb2 import Job
 
 _HEADINGS = ("JOB", "NAME", "USER", "STATE", "GPUS", "TIME", "PLACE", "PROGRESS", "NODES/REASON")
+# Columns that a narrow terminal goes without before the reason is cut.
+_SPARE = ("USER", "PLACE")
 # What STATE says, and in which states a job can be that reads so.
 _HOLDING, _RESTING = ("HOLDING",), ("HOLDING", "SUSPENDED")
 _STATES = {
@@ -112,7 +114,8 @@ def queue(
     ]
     rows += [array_lines.row(array) for array in arrays]
     is_chosen = everything or states or name or asked
-    print_table(_HEADINGS, rows, "no jobs" if is_chosen else "no jobs that live; --all shows the others")
+    empty = "no jobs" if is_chosen else "no jobs that live; --all shows the others"
+    print_table(_HEADINGS, rows, empty, _SPARE)
 
 
 def _is_in(job: Job, states: tuple[str, ...]) -> bool:

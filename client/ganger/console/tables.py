@@ -32,14 +32,30 @@ _GAP = 2
 _LEAST_WIDTH = 6
 
 
-def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], empty: str = "") -> None:
-    """Prints rows under headings, or `empty` (on stderr, so that scripts read nothing) if there are none."""
+def print_table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], empty: str = "", spare: Sequence[str] = ()
+) -> None:
+    """Print rows under headings, or `empty` (on stderr, so that scripts read nothing) if there are none. `spare`:
+    headings of columns that a terminal which is too narrow for all goes without, the first one first."""
     if not rows:
         print(empty, file=sys.stderr)
     elif sys.stdout.isatty():
-        _print_rich(headings, rows)
+        _print_rich(*without_spare(headings, rows, spare, shutil.get_terminal_size().columns))
     else:
         print(aligned(headings, rows))
+
+
+def without_spare(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str], available: int
+) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """The table without as many of the spare columns, in their order, as it takes to fit."""
+    for heading in spare:
+        widths = _widths([headings, *rows])
+        if sum(widths) + _GAP * (len(widths) - 1) <= available:
+            break
+        at = headings.index(heading)
+        headings, *rows = [(*row[:at], *row[at + 1 :]) for row in (headings, *rows)]
+    return headings, rows
 
 
 def print_side_by_side(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -60,7 +60,8 @@ def _explain(state: State, job: Job, now: float) -> Explanation:
     if state.policy.places is Places.PLANNER:
         assumption = "unknown, because whose the next free devices are is decided anew each time"
         told = told_blockers(state, job)
-        return Explanation((*blockers, *(one for one in told if one not in blockers)), assumption=assumption)
+        known = {one.reason for one in blockers}
+        return Explanation((*blockers, *(one for one in told if one.reason not in known)), assumption=assumption)
     holders = tuple(_holders(state, now))
     if any(blocker.reason not in WAITS_FOR_PIECES | _BEHIND for blocker in blockers[:1]):
         return Explanation(blockers, assumption=f"unknown, because {blockers[0].message}")
@@ -82,8 +83,8 @@ def told_blockers(state: State, job: Job) -> tuple[Refusal, ...]:
         return capacity.rules(state, job) or told
     if told or state.policy.places is Places.JOBS or not state.is_waiting(job):
         return told
-    # Whom its user's quota keeps out the planner does not rank.
-    return capacity.rules(state, job) or (_ranked(state, job),)
+    # A job that its user's quota keeps out is not ranked.
+    return capacity.rules(state, job) or (*_lacks_devices(state, job), _ranked(state, job))
 
 
 def _held_back(array: Membership) -> Refusal:
@@ -95,6 +96,17 @@ def _failing(state: State, job: Job) -> Refusal:
     delay = restarts.delay_after(state.settings, job.failed_in_row)
     failed = f"its last {job.failed_in_row} attempts failed ({job.reason})"
     return Refusal(Reason.FAILING, detail=f"{failed}, so it is tried again {delay:.0f} s after the last")
+
+
+def _lacks_devices(state: State, job: Job) -> tuple[Refusal, ...]:
+    """What no order of jobs changes: more devices are wanted than are free. In a list of jobs no node is looked at."""
+    needed, free = job.gpus, state.free_devices
+    if needed <= free:
+        return ()
+    view, slots = state.view, state.view.slots
+    draining = sum([view.free[slots[name]].bit_count() for name in state.draining if name in slots])
+    figures = {"needed": needed, "free": free} | ({"draining": draining} if draining else {})
+    return (Refusal(Reason.GPUS, figures),)
 
 
 def _ranked(state: State, job: Job) -> Refusal:
