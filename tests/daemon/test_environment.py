@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
 from daemon.kit import Cluster, Observed, in_phase, log_of, run
+from ganger_daemon.workers.directories import DaemonPaths, DirectoryNameError, choose_run_directory
 
 pytestmark = pytest.mark.system
 
@@ -59,6 +63,31 @@ def test_a_job_of_one_task_that_asks_for_them_or_may_grow_has_them(spec: dict[st
         assert "TORCHELASTIC_USE_AGENT_STORE" not in found
 
     run(story)
+
+
+def test_an_executed_rank_has_its_agent_whatever_the_state_directory_is_called() -> None:
+    async def story(made: Cluster) -> None:
+        odd = made.directory / "runs: 10% of 'all' #1?"
+        await made.daemon("n1", state_directory=odd)
+        script = "import sys; print('armed', 'ganger.injob.arm' in sys.modules)"
+        gang = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), command=[sys.executable, "-X", "dev", "-c", script])
+        await made.master.want("n1", gang)
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
+        (log,) = odd.glob("logs/**/*.log")
+        assert "armed True" in log.read_text()
+
+    run(story)
+
+
+def test_a_run_directory_that_cannot_be_in_a_search_path_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DirectoryNameError, match="--run-dir"):
+        DaemonPaths(tmp_path / "state", Path("/tmp/a:b")).prepare()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "a:b"))
+    (tmp_path / "a:b").mkdir()
+    assert ":" not in str(choose_run_directory(tmp_path, {"machine_uuid": "m"}))
 
 
 def test_the_tasks_of_a_gang_over_two_nodes_know_their_places() -> None:

@@ -267,6 +267,21 @@ def test_retune_is_applied_and_answered(page: Page, control: Control) -> None:
     assert (page.progress().retune_done, page.progress().threads_applied) == (5, 3)
 
 
+def test_the_number_of_threads_that_a_rank_was_launched_with_is_not_applied_over_the_scripts_own(
+    tmp_path: Path,
+) -> None:
+    page = Page.create(page_path(str(tmp_path), 0), epoch=1, rank=0, world=1, threads=4)
+    page.write_order(1, Order.RUN)
+    control, asked = Control(page), []
+    control.handlers = Handlers(on_retune=lambda threads, workers: asked.append(threads))
+    control.start(0)
+    assert (asked, page.progress().threads_applied) == ([], 4)
+    page.retune(1, 2, 0)
+    control.safe_point()
+    assert (asked, page.progress().threads_applied) == ([2], 2)
+    control.close()
+
+
 def test_newer_stop_further_on_restores_before_it_steps(tmp_path: Path) -> None:
     pages = [Page.create(page_path(str(tmp_path), rank), epoch=1, rank=rank, world=2) for rank in range(2)]
     control = Control(Page.open(pages[0].path))

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,7 +55,7 @@ class Place:
             preload=self.preload,
         )
 
-    def launch(self, argv: list[str], **more: Any) -> dict[str, Any]:
+    def launch(self, argv: list[str], *, base: Mapping[str, str] | None = None, **more: Any) -> dict[str, Any]:
         number = self.count
         self.count += 1
         directory = self.directory / f"job-{number}"
@@ -63,11 +63,11 @@ class Place:
         page = Page.create(page_path(str(directory), 0), epoch=1, rank=0, world=1)
         page.write_order(1, Order.RUN)
         environment = rank_environment(
-            base=_environment(),
+            base={**_environment(), **(base or {})},
             page=page.path,
             job_dir=str(directory),
             socket="",
-            threads=1,
+            threads=more.get("threads", 1),
             inject=self.inject,
         )
         return {
@@ -110,7 +110,11 @@ class Place:
 
 
 def _environment() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "GANGER"))}
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("PYTEST", "GANGER", "OMP_")) and key != "PYTHONUNBUFFERED"
+    }
 
 
 def _place(preload: bool) -> Iterator[Place]:
@@ -231,6 +235,66 @@ def test_a_rank_has_the_signal_handlers_of_a_fresh_interpreter(zygote: Place, st
     faults = sum(1 << (number - 1) for number in (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, 4))
     expected = re.findall(r"Sig\w+:\s+(\w+)", fresh.stdout)
     assert [int(mask, 16) & ~faults for mask in found] == [int(mask, 16) & ~faults for mask in expected]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "command",
+    [
+        [sys.executable, "train.py"],
+        [sys.executable, "-X", "dev", "train.py"],
+        ["/bin/sh", "-c", f"{sys.executable} train.py; true"],
+        ["/bin/sh", "-c", f"{sys.executable} train.py | cat"],
+    ],
+    ids=["forked", "executed", "behind a shell", "into a pipe"],
+)
+def test_a_line_is_in_the_log_when_it_is_printed(zygote: Place, command: list[str]) -> None:
+    launch = zygote.script(zygote.launch(command), "print('a line')\nopen('go').read()\n")
+    os.mkfifo(os.path.join(launch["cwd"], "go"))
+    zygote.fork(launch)
+    eventually(lambda: "a line" in _log(launch), what="the line", story=lambda: _log(launch))
+    with open(os.path.join(launch["cwd"], "go"), "w"):
+        pass
+    assert _ended(launch)["code"] == 0
+
+
+SETS_THREADS = "import os\nos.environ['OMP_NUM_THREADS'] = '1'\n"
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("files", "given"),
+    [
+        ({"train.py": SETS_THREADS}, {}),
+        ({"train.py": "import settings\n", "settings.py": SETS_THREADS}, {}),
+        (
+            {
+                "train.py": "from own import setup\n",
+                "own/__init__.py": "",
+                "own/setup.py": "from . import threads\n",
+                "own/threads.py": SETS_THREADS,
+            },
+            {},
+        ),
+        ({"train.py": ""}, {"OMP_NUM_THREADS": "1"}),
+    ],
+    ids=["in the script", "in its module", "in its package", "with the job"],
+)
+@pytest.mark.parametrize("starts", ["forked", "executed"])
+def test_thread_variables_count_however_a_script_is_started(
+    zygote: Place, files: dict[str, str], given: dict[str, str], starts: str
+) -> None:
+    command = [sys.executable, *(["-X", "dev"] if starts == "executed" else []), "train.py"]
+    launch = zygote.launch(command, threads=2, base=given)
+    for name, text in files.items():
+        path = Path(launch["cwd"], name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    with Path(launch["cwd"], "train.py").open("a") as script:
+        script.write("import torch\nprint('threads', torch.get_num_threads())\n")
+    zygote.fork(launch)
+    assert _ended(launch)["code"] == 0, _log(launch)
+    assert "threads 1" in _log(launch)
 
 
 @pytest.mark.torch

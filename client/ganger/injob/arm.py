@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 
@@ -19,6 +20,7 @@ def arm() -> None:
     path = os.environ.get("GANGER_PAGE", "")
     if not path:
         return
+    _print_lines_at_once()
     try:
         page = Page.open(path)
         is_rank = page.is_of_this_process()
@@ -31,3 +33,10 @@ def arm() -> None:
         importlib.import_module("ganger.training.agent").install()
     except Exception as problem:  # whatever is wrong with the agent, the user's program runs
         print(f"ganger: this process runs without control: {problem}", file=sys.stderr)
+
+
+def _print_lines_at_once() -> None:
+    """A log is read while it grows, and a rank may be killed: whole lines go out when they are printed."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)

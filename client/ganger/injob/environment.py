@@ -84,7 +84,8 @@ def rank_environment(
     if restore:
         environment["GANGER_RESTORE"] = restore
     if threads:
-        environment["OMP_NUM_THREADS"] = str(threads)
+        # one that the user gave stands
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
     # Our directory first: it holds nothing but `ganger` and a sitecustomize that loads the user's own.
     parts = [inject, *(part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if part and part != inject)]
     environment["PYTHONPATH"] = os.pathsep.join(parts)

@@ -217,8 +217,10 @@ class Page:
             page.set(Word.RANK, rank)
             page.set(Word.WORLD, world)
             page.set(Word.LOCAL_RANK, local_rank)
-            if threads or workers:
-                page.retune(1, threads, workers)
+            # As the rank is launched: there is nothing to apply, and a number of the script's own stands.
+            page.set(Word.THREADS, threads)
+            page.set(Word.THREADS_APPLIED, threads)
+            page.set(Word.WORKERS, workers)
             page.set(Word.MAGIC, MAGIC << 16 | VERSION)
             os.link(temporary, path)
         finally:

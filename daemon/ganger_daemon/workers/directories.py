@@ -117,6 +117,11 @@ class DaemonPaths:
             raise DirectoryNameError(
                 f"run directory {self.run} is too long for sockets: name one of at most {room} characters"
             )
+        if os.pathsep in str(self.run):
+            raise DirectoryNameError(
+                f"run directory {self.run} has {os.pathsep!r} in its name, which PYTHONPATH cannot hold: name another"
+                " with --run-dir"
+            )
         for path in (self.state, self.run, self.jobs, self.logs, self.launchers):
             make_private(path)
 
@@ -143,7 +148,8 @@ class DaemonPaths:
 
     @property
     def inject(self) -> Path:
-        return self.state / "inject"
+        # an entry of PYTHONPATH: no colon, which the state directory may have in its name
+        return self.run / "inject"
 
     def of(self, job_uid: str, epoch: int) -> GangPaths:
         """Raises ValueError for a uid that could leave the directory."""
@@ -183,8 +189,12 @@ def choose_run_directory(state: Path, node: Mapping[str, Any]) -> Path:
         Path(runtime) / "ganger" if runtime else None,
         Path(f"/dev/shm/ganger-{os.getuid()}"),
     )
-    base = next((path for path in tmpfs if path is not None and os.access(path.parent, os.W_OK)), state / "run")
+    base = next((path for path in tmpfs if path is not None and _is_usable(path)), state / "run")
     return base / _short(str(node["machine_uuid"]))
+
+
+def _is_usable(path: Path) -> bool:
+    return os.access(path.parent, os.W_OK) and os.pathsep not in str(path)
 
 
 def _short(machine_uuid: str) -> str:

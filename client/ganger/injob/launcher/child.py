@@ -15,6 +15,7 @@ from typing import BinaryIO, Callable, NoReturn, cast
 from ganger.injob.arena import VARIABLE, arena_variable
 from ganger.injob.launcher.launch import Launch, LaunchError, PythonCommand, python_command
 from ganger.injob.launcher.script import run_as_main
+from ganger.injob.launcher.sources import sets_library_variables
 from ganger.injob.page import Page, PageError, Word
 from ganger.injob.processes import start_ticks
 
@@ -83,7 +84,7 @@ def run(launch: Launch, may_fork: bool, arena: int | None, settled: Callable[[],
         environment[VARIABLE] = arena_variable(arena)
         os.set_inheritable(arena, True)
     command = python_command(launch.argv, environment, launch.cwd) if may_fork else None
-    if command is None:
+    if command is None or sets_library_variables(command):
         _execute(launch, environment)
     _adopt_environment(environment, command)
     _use_threads(launch, environment)
@@ -114,17 +115,15 @@ def _adopt_environment(environment: Mapping[str, str], command: PythonCommand) -
         if os.environ.get(name) != value:
             os.environ[name] = value
     sys.path[:] = [*_entries(environment.get("PYTHONPATH", "")), *base]
-    # A log is read while it grows, and a rank may be killed: whole lines go out at once.
+    if not command.unbuffered:
+        return
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        if command.unbuffered:
-            raw = io.FileIO(descriptor, "wb", closefd=False)
-            # What -u makes: no buffer in between. (TextIOWrapper takes a raw file, whatever its stub says.)
-            stream = io.TextIOWrapper(cast(BinaryIO, raw), stream.encoding, stream.errors, write_through=True)
-            setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)
-        else:
-            stream.reconfigure(line_buffering=True)
+        raw = io.FileIO(descriptor, "wb", closefd=False)
+        # What -u makes: no buffer in between. (TextIOWrapper takes a raw file, whatever its stub says.)
+        stream = io.TextIOWrapper(cast(BinaryIO, raw), stream.encoding, stream.errors, write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def _entries(python_path: str) -> list[str]:
@@ -138,9 +137,9 @@ def _use_threads(launch: Launch, environment: Mapping[str, str]) -> None:
     torch = sys.modules.get("torch")
     if torch is None:
         return
-    # OMP_NUM_THREADS was read when torch was imported, in another process.
-    text = environment.get("OMP_NUM_THREADS", "")
-    threads = launch.threads or (int(text) if text.isdigit() else 0)
+    # OMP_NUM_THREADS was read when torch was imported, in another process. A list is for nested regions.
+    text = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    threads = int(text) if text.isdigit() else launch.threads
     if not threads and launch.cores is not None:
         threads = len(launch.cores)
     if threads:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ganger.injob.launcher.exits import Exit
+from ganger.injob.launcher.launch import LAUNCHER_BLAS_THREADS
 
 
 class LauncherError(Exception):
@@ -64,8 +65,7 @@ def start_launcher(
         OMP_WAIT_POLICY="passive",
         # Asking whether there is a GPU must not initialise CUDA: no child could use it any more.
         PYTORCH_NVML_BASED_CUDA_CHECK="1",
-        # OpenBLAS starts its threads when it is imported; a launcher has one thread.
-        OPENBLAS_NUM_THREADS="1",
+        OPENBLAS_NUM_THREADS=LAUNCHER_BLAS_THREADS,
     )
     command = [python, "-m", "ganger.injob.launcher", "--socket", socket_path, "--idle-seconds", str(idle_seconds)]
     if not preload:

@@ -19,6 +19,8 @@ _NOT_STARTUP = (
     "OPENBLAS_NUM_THREADS",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
 )
+# OpenBLAS starts its threads when it is imported; a launcher has one thread.
+LAUNCHER_BLAS_THREADS = "1"
 
 
 class LaunchError(Exception):
@@ -114,6 +116,9 @@ def python_command(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> Pyt
     if not _is_this_python(argv[0], env, cwd):
         return None
     if startup_variables(env) != startup_variables(os.environ):
+        return None
+    # numpy was imported with the launcher's number of threads.
+    if env.get("OPENBLAS_NUM_THREADS", LAUNCHER_BLAS_THREADS) != LAUNCHER_BLAS_THREADS:
         return None
     rest = list(argv[1:])
     unbuffered = bool(env.get("PYTHONUNBUFFERED"))
