@@ -58,11 +58,15 @@ def from_flags(words: Sequence[str], stop: str | None, present: Any) -> tuple[di
     `--array 0-15%4`, `--stop halving,metric=accuracy,goal=max,first=100`. And what is wrong with them."""
     result = dict(present) if isinstance(present, Mapping) else {}
     violations: list[Violation] = []
+    named: set[str] = set()
     for word in words:
         limited = _LIMITED.fullmatch(word)
         if limited is not None:
             word, result["at_once"] = limited[1], int(limited[2])
         name, equals, values = word.partition("=")
+        if equals and name in named:
+            violations.append(Violation("--array", f"{name} is given twice: write --array {name}=A,B,... once"))
+        named.update([name] if equals else [])
         if equals and "" in values.split(","):
             violations.append(Violation("--array", f"{word!r}: a value is missing; empty ones go into a job file"))
         if equals:

@@ -546,6 +546,10 @@ def _deadline(value: Any) -> float:
         seconds: float = value.timestamp()
     except (OverflowError, OSError, ValueError):
         raise ValueError(f"{value} is no time that anybody means") from None
+    if value.tzinfo is None and times.local_datetime(times.timestamp(seconds)).replace(tzinfo=None) != value:
+        raise ValueError(
+            f"{value} does not exist here: clocks are put forward over it; write another time, or its zone"
+        )
     if seconds <= time.time():
         raise ValueError(f"{value} has passed")
     return seconds

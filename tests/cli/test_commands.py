@@ -146,6 +146,10 @@ def test_a_running_and_an_ended_job_say_so_in_one_line(call: Call, master: Canne
     master.explanation.assumption = "it has its gang, which is RUNNING"
     assert call("why", "1") == 0
     assert capsys.readouterr().out == "job 1 is running on n1[0-1,3]\n"
+    master.explanation.job.gang.phase = job_pb2.Gang.PHASE_STOPPING
+    master.explanation.assumption = "it was told to end; nodes/n1 has not reported that it does"
+    assert call("why", "1") == 0
+    assert capsys.readouterr().out.splitlines() == ["job 1 is stopping on n1[0-1,3]", master.explanation.assumption]
     master.explanation.job.state = job_pb2.Job.STATE_FAILED
     master.explanation.job.failure.reason, master.explanation.job.failure.message = "EXIT", "rank 0 exited with code 3"
     assert call("why", "1") == 0

@@ -110,3 +110,13 @@ def test_a_narrow_terminal_goes_without_user_and_place_before_the_reason_is_cut(
     assert without_spare(headings, rows, spare, 45)[0] == ("JOB", "PLACE", "REASON")
     assert without_spare(headings, rows, spare, 35) == (("JOB", "REASON"), [("1", rows[0][3])])
     assert without_spare(headings, rows, spare, 10)[0] == ("JOB", "REASON")
+
+
+@pytest.mark.parametrize(("becomes", "state"), [(0b1111, "resizing"), (0b1100, "moving"), (0, "parked(offload)")])
+def test_a_parked_gang_whose_next_place_is_being_prepared_is_not_said_to_rest(becomes: int, state: str) -> None:
+    job = job_pb2.Job(state=job_pb2.Job.STATE_HOLDING)
+    job.gang.phase, job.gang.parked_level = job_pb2.Gang.PHASE_PARKED, job_pb2.SUSPEND_LEVEL_OFFLOAD
+    job.gang.claims.add(node="nodes/n1", device_mask=0b11)
+    if becomes:
+        job.gang.move_claims.add(node="nodes/n2", device_mask=becomes)
+    assert job_lines.state_text(job) == state

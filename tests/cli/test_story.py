@@ -181,12 +181,17 @@ def test_the_story_of_an_array_is_that_of_its_members_ends() -> None:
                      rule="halving by loss"),
             happened(9.0, "member_ended", "arrays/7", "halving: ...", member="7_0", job="jobs/8", state="stopped",
                      run_s="8.5", parameter_lr="0.1", loss="0.5"),
+            happened(10.0, "member_ended", "", "", member="7_1", job="jobs/9", state="succeeded"),
+            # As masters of before sent it.
+            happened(11.0, "member_ended", "", "no file", member="7_2", job="jobs/10", state="failed", run_s="0.0"),
             happened(20.0, "array_ended", stopped="1", succeeded="1"),
         ]
     )  # fmt: skip
     assert [chapter.text for chapter in chapters] == [
         "submitted by user:ann: 2 jobs of 1 GPUs each, 1 at once, stop rule halving by loss",
         "7_0 (lr=0.1) stopped, ran 8.50 s; loss=0.5; halving: ...",
+        "7_1 succeeded before its first step",
+        "7_2 failed before its first step; no file",
         "ended: 1 stopped, 1 succeeded",
     ]
     assert totals.ran_s == 8.5

@@ -130,3 +130,11 @@ def test_what_makes_no_array_is_said(array: Any, path: str) -> None:
 )
 def test_flags_that_mean_nothing_are_said(words: list[str], stop: str | None) -> None:
     assert from_flags(words, stop, None)[1]
+
+
+def test_a_parameter_that_is_given_twice_is_refused_and_not_dropped() -> None:
+    _, violations = from_flags(["lr=1,2", "batch=4", "lr=3"], None, None)
+    assert [(one.field, one.description) for one in violations] == [
+        ("--array", "lr is given twice: write --array lr=A,B,... once")
+    ]
+    assert flags("lr=3", present={"grid": {"lr": [1, 2]}}) == {"grid": {"lr": ["3"]}}, "flags win over the file"

@@ -377,3 +377,21 @@ def test_what_its_owner_takes_for_converged_goes_along(said: object, meant: tupl
 @pytest.mark.parametrize("said", ["0", "1", "-0.1", "2%", "0.02,0", "0.02,1001", "0.02,x", "nan", True])
 def test_what_is_no_part_of_a_loss_is_no_convergence(said: object) -> None:
     assert "must be PART or PART,PASSES" in wrong(converges=said)["converges"]
+
+
+@pytest.mark.parametrize("deadline", ["2096-03-25T02:30", "2096-03-25T02:30:00"])
+def test_a_deadline_in_the_hour_that_a_clock_change_leaves_out_is_refused(
+    deadline: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+    time.tzset()
+    try:
+        assert wrong(command=["true"], deadline=deadline) == {
+            "deadline": "2096-03-25 02:30:00 does not exist here: clocks are put forward over it; "
+            "write another time, or its zone"
+        }
+        assert spec(deadline="2096-03-25T03:30").deadline == spec(deadline="2096-03-25T01:30Z").deadline
+        assert spec(deadline="2096-03-25T02:30+01:00").HasField("deadline")
+    finally:
+        monkeypatch.undo()
+        time.tzset()

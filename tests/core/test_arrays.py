@@ -213,6 +213,8 @@ def test_an_array_is_cancelled_whole_and_tells_when_it_has_ended() -> None:
     assert all(drive.job(number).state is JobState.CANCELLED for number in numbers)
     assert told(drive, "arrays/1") == ["array_submitted", "cancel_ordered", *["member_ended"] * 3, "array_ended"]
     assert drive.told[-1].figures == {"cancelled": "3"}
+    ended = {row.figures["member"]: row.figures for row in drive.told if row.kind == "member_ended"}
+    assert [name for name, figures in ended.items() if "run_s" in figures] == ["1_0"], "of those that stepped"
     assert drive.step(CancelArray(1)) == ArrayAnswer(1)
     missing = drive.step(CancelArray(77))
     assert isinstance(missing, Refused)

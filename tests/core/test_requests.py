@@ -173,7 +173,7 @@ def test_nobody_passes_the_first_of_a_strict_queue_while_its_node_is_out_of_serv
     drive.step(CordonNode(other, "repair"))
     first = drive.submit(replace(job_of(3), locality=Locality(widest=Level.NODE)))
     drive.request(first, blockers=True)
-    assert drive.state.blockers_of(first)[0].reason is Reason.NODE_UNAVAILABLE
+    assert [one.reason for one in drive.state.blockers_of(first)] == [Reason.GPUS, Reason.NODE_UNAVAILABLE]
     behind = drive.submit(job_of(1))
     assert reason(drive.request(behind, *drive.places(behind))) is Reason.PROTECTED
 

@@ -15,10 +15,11 @@ from ganger_master.core.commands import (
     DrainNode,
     Observe,
     OpenSession,
+    ResumeJob,
     SuspendJob,
 )
 from ganger_master.core.explain import explain, told_blockers
-from ganger_master.core.model import JobState
+from ganger_master.core.model import JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.settings import Settings
 from msgspec.structs import replace
 
@@ -130,3 +131,25 @@ def test_under_a_planner_a_job_is_told_first_how_many_devices_it_wants_and_how_m
     reasons = why(drive, number)
     assert reasons.count(Reason.GPUS) == 1, "each cause once"
     assert reasons[-1] is Reason.RANKED
+
+
+def test_an_order_that_has_not_arrived_is_told_with_the_nodes_that_have_not_reported_it() -> None:
+    drive = Drive(1)
+    number = drive.submit(job_of(4))
+    drive.start(number)
+
+    def told() -> str:
+        return explain(drive.state, number, drive.now).assumption
+
+    assert told() == "it was told to start; nodes/n1 has not reported yet that it was told"
+    drive.runs(number)
+    assert told() == "it has its gang, which is RUNNING"
+    drive.step(SuspendJob(number, SuspendLevel.OFFLOAD))
+    assert told() == "it was told to rest; nodes/n1 has not reported that it does"
+    drive.seen(number, drive.job(number).epoch, ObservedPhase.PARKED, 7)
+    assert told() == "it rests because a user suspended it; resume it"
+    drive.step(ResumeJob(number))
+    drive.start(number)
+    drive.runs(number)
+    drive.step(CancelJob(number))
+    assert told() == "it was told to end; nodes/n1 has not reported that it does"

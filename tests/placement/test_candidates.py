@@ -227,3 +227,15 @@ def test_sixteen_thousand_nodes_are_scanned_in_milliseconds() -> None:
                 view.take(claim, gpus)
         # Measured 1.0 ms on an idle core; the least of ten, as the machine has other things to do.
         assert min(taken) < 0.01
+
+
+def test_a_full_node_is_named_before_one_that_takes_no_gangs() -> None:
+    """Room on either would do; a reader waits for the one in service."""
+    view = cluster(2)
+    start(view, gang(4))
+    (full,) = [name for name in view.nodes if not view.free[view.slots[name]]]
+    (other,) = set(view.nodes) - {full}
+    view.set_available(other, False)
+    lacks, *_, closed = candidates(view, gang(4, widest=Level.NODE)).refusals
+    assert (lacks.reason, lacks.figures["free"]) == (Reason.GPUS, 0)
+    assert (closed.reason, closed.node) == (Reason.NODE_UNAVAILABLE, other)

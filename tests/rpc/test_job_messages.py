@@ -24,6 +24,7 @@ from ganger_master.core.model import (
     Metric,
     Piece,
     Progress,
+    Restore,
     SuspendLevel,
 )
 from ganger_master.rpc.job_messages import job_to_wire, progress_from_wire, spec_from_wire, spec_to_wire
@@ -112,8 +113,8 @@ def test_no_field_of_a_job_is_left_out() -> None:
         with_environment=True,
     )
     assert isinstance(message, job_pb2.Job)
-    # Only of one that was cancelled or stopped.
-    message.end_reason = "enough"
+    # Only of one that was cancelled or stopped, and of one that runs.
+    message.end_reason, message.progress.steps_per_second = "enough", 9.5
     parts = (message, message.array, message.spec, message.gang, message.checkpoint, message.progress, message.failure)
     assert [missing(part) for part in parts] == [set()] * len(parts)
     assert message.trouble == JOB.trouble
@@ -121,21 +122,46 @@ def test_no_field_of_a_job_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sample", "shown"),
+    ("sample", "state", "shown"),
     [
-        (None, (500, 0.0, 0.25)),
+        (None, JobState.FAILED, (500, 0.0, 0.25)),
         # The last that was heard while it ran is behind its end.
-        (Sample(5, 499, 0, 9.5, 0.5, 0.1, 3.0), (500, 0.0, 0.25)),
+        (Sample(5, 499, 0, 9.5, 0.5, 0.1, 3.0), JobState.FAILED, (500, 0.0, 0.25)),
         # A later attempt runs.
-        (Sample(6, 20, 0, 9.5, 0.75, 0.1, 3.0), (20, 9.5, 0.75)),
+        (Sample(6, 20, 0, 9.5, 0.75, 0.1, 3.0), JobState.HOLDING, (20, 9.5, 0.75)),
     ],
 )
 def test_how_far_a_job_got_is_shown_until_a_later_attempt_tells_more(
-    sample: Sample | None, shown: tuple[int, float, float]
+    sample: Sample | None, state: JobState, shown: tuple[int, float, float]
 ) -> None:
-    job = replace(JOB, progress=Progress(5, 500, 4_000, 0.25, 3.0))
-    progress = job_to_wire(job, None, None, sample=sample).progress
+    job = replace(JOB, state=state, progress=Progress(5, 500, 4_000, 0.25, 3.0))
+    gang = replace(GANG, epoch=6, phase=GangPhase.RUNNING) if state is JobState.HOLDING else None
+    progress = job_to_wire(job, gang, None, sample=sample).progress
     assert (progress.step, progress.steps_per_second, progress.loss) == shown
+
+
+LAST_SEEN = Sample(4, 3_347, 26_776, 9.5, 0.5, 0.1, 3.0)
+
+
+@pytest.mark.parametrize("has_gang", [False, True])
+@pytest.mark.parametrize("checkpoint", [None, Checkpoint(468, 4, "checkpoints/468-4", 1 << 20, 2.5)])
+def test_after_a_loss_a_job_is_shown_at_the_step_it_starts_from(has_gang: bool, checkpoint: Checkpoint | None) -> None:
+    state = JobState.HOLDING if has_gang else JobState.PENDING
+    job = replace(JOB, state=state, checkpoint=checkpoint, progress=None)
+    step = 0 if checkpoint is None else checkpoint.step
+    gang = replace(GANG, phase=GangPhase.STARTING, restore=Restore(step=step)) if has_gang else None
+    progress = job_to_wire(job, gang, None, sample=LAST_SEEN).progress
+    assert (progress.step, progress.steps_per_second, math.isnan(progress.loss)) == (step, 0.0, True)
+    ended = job_to_wire(replace(job, state=JobState.CANCELLED), None, None, sample=LAST_SEEN).progress
+    assert ended.step == 3_347
+
+
+@pytest.mark.parametrize(("phase", "rate"), [(GangPhase.PARKED, 0.0), (GangPhase.RUNNING, 9.5)])
+def test_a_job_that_rests_has_no_rate(phase: GangPhase, rate: float) -> None:
+    job = replace(JOB, state=JobState.HOLDING, progress=None)
+    sample = Sample(5, 40, 160, 9.5, 0.5, 0.1, 3.0)
+    progress = job_to_wire(job, replace(GANG, phase=phase), None, sample=sample).progress
+    assert (progress.step, progress.steps_per_second) == (40, rate)
 
 
 def test_a_loss_that_is_no_number_is_kept_as_none() -> None:

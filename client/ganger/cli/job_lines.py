@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 
 from ganger.console.plain import short_enum
 from ganger.job import FINISHED
@@ -23,6 +24,8 @@ def state_text(job: job_pb2.Job) -> str:
         if job.gang.phase == job_pb2.Gang.PHASE_RUNNING and job.gang.turn == job_pb2.Gang.TURN_RUNS:
             return "running, in turn"
         phase = short_enum(job_pb2.Gang.Phase.Name(job.gang.phase), "Phase").lower()
+        if phase == "parked" and job.gang.move_claims:
+            return "moving" if _devices(job.gang.move_claims) == _devices(job.gang.claims) else "resizing"
         level = level_text(job.gang.parked_level)
         return f"parked({level})" if phase == "parked" and level else phase if phase != "unspecified" else "holding"
     state = short_enum(job_pb2.Job.State.Name(job.state), "State").lower()
@@ -32,6 +35,10 @@ def state_text(job: job_pb2.Job) -> str:
         level = level_text(job.suspended_level)
         return f"suspended({level})" if level else state
     return "held" if state == "pending" and job.array.held else state
+
+
+def _devices(claims: Iterable[resources_pb2.Claim]) -> int:
+    return sum(claim.device_mask.bit_count() for claim in claims)
 
 
 def sentence(job: job_pb2.Job) -> str:

@@ -17,7 +17,7 @@ def why(job: str, as_json: bool) -> None:
     from ganger.console.visible import print_line
     from ganger.job import FINISHED
     from ganger.units import format_duration
-    from ganger.v1.job_pb2 import Job
+    from ganger.v1.job_pb2 import Gang, Job
 
     with open_client() as client:
         answer = client.explain_job(job)
@@ -36,6 +36,9 @@ def why(job: str, as_json: bool) -> None:
     for mover in answer.movers:
         print_line(f"room is being made: {job_lines.mover(mover)}")
     if not answer.blockers and (where or answer.job.state in FINISHED):
+        # Of an order on its way: what it waits for.
+        if where and answer.job.gang.phase in (Gang.PHASE_STARTING, Gang.PHASE_STOPPING):
+            print_line(answer.assumption)
         return
     # Of one that runs it is no cause: it is to leave its node, and cannot yet.
     first = "but" if where else "because"

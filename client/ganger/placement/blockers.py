@@ -52,14 +52,22 @@ def blockers(room: Room) -> tuple[Refusal, ...]:
         detail = f"no node has {wanted}" if view.slots else "no node has joined yet"
         return (Refusal(Reason.DEVICE_TYPE if view.slots else Reason.NODE_UNAVAILABLE, detail=detail),)
     if room.feasible(OUT_OF_SERVICE):
-        return (*_type_out_of_service(room, typed), _unavailable(room))
-    reasons = [reason for reason, alone in zip(CONSTRAINTS, ALONE, strict=True) if room.feasible(alone)]
-    if not reasons:
-        reasons = [reason for reason, others in zip(CONSTRAINTS, ALL_BUT, strict=True) if not room.feasible(others)]
-    refusals = tuple([room.figures(reason) for reason in reasons or [Reason.GPUS if shape.gpus else Reason.CORES]])
+        # Where the nodes in service would do, had they room, that is what it waits for first.
+        lacks = _lacking(room) if room.usable_nodes() and room.feasible(CONSTRAINTS) else ()
+        return (*_type_out_of_service(room, typed), *lacks, _unavailable(room))
+    refusals = _lacking(room)
     if room.usable_nodes() < len(view.slots) and not room.feasible(CONSTRAINTS):
         return (_unavailable(room), *refusals)
     return refusals
+
+
+def _lacking(room: Room) -> tuple[Refusal, ...]:
+    """What is short on the nodes in service."""
+    shape = room.shape
+    reasons = [reason for reason, alone in zip(CONSTRAINTS, ALONE, strict=True) if room.feasible(alone)]
+    if not reasons:
+        reasons = [reason for reason, others in zip(CONSTRAINTS, ALL_BUT, strict=True) if not room.feasible(others)]
+    return tuple([room.figures(reason) for reason in reasons or [Reason.GPUS if shape.gpus else Reason.CORES]])
 
 
 def _type_out_of_service(room: Room, typed: Collection[ConfigurationSet]) -> tuple[Refusal, ...]:

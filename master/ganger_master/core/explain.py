@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ganger_master.approval import explain as approval
 from ganger_master.core import capacity, draining, restarts, time_limits
 from ganger_master.core.membership import Membership
-from ganger_master.core.model import Job, JobState, Node, NodeState
+from ganger_master.core.model import GangPhase, Intent, Job, JobState, Node, NodeState, ObservedPhase
 from ganger_master.core.residues import holders_on
 from ganger_master.core.restarts import is_backing_off
 from ganger_master.core.state import State
@@ -266,13 +266,33 @@ def _holders(state: State, now: float) -> list[approval.Holder]:
     return holders
 
 
+def _on_the_way(state: State, job: Job) -> str:
+    """Say what a job was ordered to do that its nodes have not reported yet; empty if they have."""
+    gang = state.gangs.get(job.epoch)
+    if gang is None:
+        return ""
+    if gang.phase is GangPhase.STOPPING:
+        pieces = [piece for piece in gang.pieces if not piece.gone and piece.phase is not ObservedPhase.PARKED]
+        what = "end" if gang.intent is Intent.STOP else "rest"
+        waits = "has not reported that it does"
+    elif gang.phase is GangPhase.STARTING:
+        pieces = [piece for piece in gang.pieces if piece.phase is ObservedPhase.NONE]
+        what, waits = "start", "has not reported yet that it was told"
+    else:
+        return ""
+    names = [f"nodes/{piece.claim.node}" for piece in pieces]
+    more = f" and {len(names) - _NODES_TOLD} more" if len(names) > _NODES_TOLD else ""
+    return f"it was told to {what}; {', '.join(names[:_NODES_TOLD])}{more} {waits}" if names else ""
+
+
 def _at_rest(state: State, job: Job) -> str:
     match job.state:
         case JobState.SUSPENDED:
-            return "it rests because a user suspended it; resume it"
+            return _on_the_way(state, job) or "it rests because a user suspended it; resume it"
         case JobState.HOLDING:
             gang = state.gangs.get(job.epoch)
-            return f"it has its gang, which is {gang.phase.value}" if gang else "it has its gang"
+            told = f"it has its gang, which is {gang.phase.value}" if gang else "it has its gang"
+            return _on_the_way(state, job) or told
         case JobState.PENDING:
             return "unknown, because it waits for another member to end" if job.held else "its gang is being made ready"
         case _:

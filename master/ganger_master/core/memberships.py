@@ -56,7 +56,9 @@ def note_ended(state: State, job: Job, array: Membership, now: float, cause: str
         values = {LOSS: progress.loss, **{metric.name: metric.value for metric in progress.metrics}}
         figures.update({name: f"{value:.6g}" for name, value in values.items() if value is not None})
     subject, became = f"arrays/{array.array}", job.state.value.lower()
-    figures.update(member=array.name, job=job.name, state=became, run_s=f"{job.run_seconds:.1f}")
+    figures.update(member=array.name, job=job.name, state=became)
+    if job.start_time:
+        figures["run_s"] = f"{job.run_seconds:.1f}"
     _tell(state, now, subject, "member_ended", cause, job.reason, figures)
     if not _has_live(state.jobs, array):
         counts = Counter(member.state.value.lower() for member in members_of(state.jobs, array.array))

@@ -211,6 +211,8 @@ def job_to_wire(
         message.progress.CopyFrom(_kept_progress_to_wire(kept))
     elif sample is not None:
         message.progress.CopyFrom(progress_to_wire(sample))
+    if message.HasField("progress") and not job.state.is_final:
+        _as_it_stands(message.progress, job, gang, kept if sample is None else sample)
     if gang is not None and not job.state.is_final:
         message.gang.CopyFrom(gang_to_wire(job, gang, destination, beside, has_turn))
     if job.failure is not None:
@@ -224,6 +226,26 @@ def job_to_wire(
             )
         )
     return message
+
+
+def _as_it_stands(progress: job_pb2.Progress, job: Job, gang: Gang | None, measured: Sample | Progress | None) -> None:
+    """Correct figures of an attempt that is over, or at rest: steps that were lost are not progress, and a job that
+    does not run has no rate. `measured`: what the figures were taken from."""
+    if gang is None or gang.phase is GangPhase.PARKED:
+        progress.steps_per_second = 0.0
+    epoch = 0 if measured is None else measured.epoch
+    if gang is None:
+        # It begins at its checkpoint, or anew.
+        kept = 0 if job.checkpoint is None else job.checkpoint.step
+    elif epoch < gang.epoch:
+        progress.steps_per_second = 0.0
+        kept = gang.restore.step
+    else:
+        return
+    if progress.step > kept:
+        progress.step = kept
+        progress.ClearField("samples")
+        progress.loss = math.nan
 
 
 def gang_to_wire(

@@ -137,6 +137,8 @@ class Writer:
         self._told = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_ready = False
+        # What callers are told meanwhile.
+        self._away = "the master is starting"
         self._is_reloading = False
         self._is_closing = False
         self._crashes: deque[float] = deque(maxlen=_MOST_CRASHES)
@@ -193,7 +195,7 @@ class Writer:
         future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._look()
         if not self._is_ready or self._is_closing:
-            future.set_exception(NotReady("the master is starting or stopping: try again"))
+            future.set_exception(self._not_ready())
             return future
         batch = self._open
         if len(batch.callers) >= _MOST_WAITING:
@@ -229,10 +231,13 @@ class Writer:
         if self._recording is not None or self._recording_next is not None:
             raise AlreadyRecording("a recording is being made already: wait until it has ended")
         if not self._is_ready:
-            raise NotReady("the master is starting or stopping: try again")
+            raise self._not_ready()
         self._recording_next, self._recorded = recording, recording.done
         if not self._open.is_touched:
             self._begin_or_end_recording(self._clock())
+
+    def _not_ready(self) -> NotReady:
+        return NotReady(f"{'the master is stopping' if self._is_closing else self._away}: try again")
 
     def end_recording(self, reason: str) -> None:
         """With the end of this batch; nothing if there is none any more."""
@@ -426,10 +431,11 @@ class Writer:
         log.exception("core failed", extra={"command": what, "id": crash})
         lost, self._open = self._open, _Batch()
         self._is_ready = False
+        self._away = "the master starts over after an error"
         if self._scheduled is not None:
             self._scheduled.cancel()
             self._scheduled = None
-        _refuse(lost.callers, NotReady("the master starts over after an error: try again"))
+        _refuse(lost.callers, self._not_ready())
         now = asyncio.get_running_loop().time()
         self._crashes.append(now)
         if len(self._crashes) == _MOST_CRASHES and now - self._crashes[0] < _CRASHES_SECONDS:
@@ -443,6 +449,7 @@ class Writer:
         self.meter.store_errors += 1
         log.error("commit failed", extra={"error": str(error), "callers": len(sealed.callers)})
         self._is_ready = False
+        self._away = f"the master cannot write to its store ({error})"
         behind, self._open = self._open, _Batch()
         refusal = NotReady(f"not accepted: {error}")
         _refuse(sealed.callers, refusal)
@@ -469,6 +476,7 @@ class Writer:
                     return
                 except StoreError as error:
                     log.error("reload failed", extra={"error": str(error)})
+                    self._away = f"the master cannot read its store ({error})"
                     await asyncio.sleep(_RELOAD_SECONDS[min(attempt, len(_RELOAD_SECONDS)) - 1])
         finally:
             self._is_reloading = False
