@@ -9,6 +9,7 @@ import errno
 import os
 import socket
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -76,6 +77,37 @@ def test_what_a_gang_leaves_is_out_of_the_way_at_once_and_gone_soon_also_after_a
     daemon.sweep()
     eventually(lambda: list(daemon.jobs.iterdir()) == [], what="the rest of it removed")
     eventually(lambda: list(daemon.run.iterdir()) == [daemon.launchers], what="the rest of it removed")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second account")
+def test_nothing_is_heard_of_another_account_at_the_job_socket() -> None:
+    async def story(path: Path) -> list[object]:
+        heard: list[object] = []
+        server, loop = JobSocket(path, heard.append), asyncio.get_running_loop()
+        server.start()
+        os.chmod(path, 0o666)
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as own,
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger,
+        ):
+            os.seteuid(12345)
+            try:
+                stranger.connect(str(path))
+            finally:
+                os.seteuid(0)
+            stranger.setblocking(False)
+            assert await loop.sock_recv(stranger, 100) == b""
+            own.connect(str(path))
+            own.send(b'{"event": "note"}')
+            async with asyncio.timeout(10):
+                while not heard:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+        server.close()
+        return heard
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        os.chmod(directory, 0o755)
+        assert asyncio.run(story(Path(directory, "job.sock"))) == [{"event": "note"}]
 
 
 @pytest.mark.parametrize("text", ['{"pid": [1]}', '{"code": "x"}', '{"time": [1], "code": 0}', '{"code": 1e400}'])

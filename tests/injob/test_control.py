@@ -469,6 +469,24 @@ def test_only_the_process_that_the_launcher_named_is_the_rank(page: Page) -> Non
     assert not page.is_of_this_process()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second account")
+def test_a_rank_tells_nothing_to_a_socket_of_another_account(page: Page, tmp_path: Path) -> None:
+    path = str(tmp_path / "job.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        os.seteuid(12345)
+        try:
+            listener.listen(1)
+        finally:
+            os.seteuid(0)
+        control = Control(page, socket_path=path)
+        control.hello(capabilities=1)
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.recv(1024) == b""
+        control.close()
+
+
 def test_socket_says_hello_again_to_a_new_daemon_and_loses_nothing(page: Page, tmp_path: Path) -> None:
     path = str(tmp_path / "job.sock")
     control = Control(Page.open(page.path), socket_path=path)

@@ -23,6 +23,7 @@ import pytest
 from ganger.injob.environment import TaskPlace, rank_environment, torchrun_environment
 from ganger.injob.inject import prepare_inject_directory
 from ganger.injob.launcher.client import Forked, Launcher, LauncherError, start_launcher
+from ganger.injob.launcher.server import _heard
 from ganger.injob.launcher.starter import begin, make_starter
 from ganger.injob.page import Order, Page, page_path
 from ganger.injob.processes import start_ticks
@@ -418,6 +419,66 @@ def test_nonsense_is_refused_and_harms_nobody(plain: Place) -> None:
             received += raw.recv(65536)
     reasons = [json.loads(line)["error"]["reason"] for line in received.splitlines()]
     assert reasons == ["INVALID_REQUEST", "UNKNOWN_OPERATION", "INVALID_REQUEST", "INVALID_REQUEST"]
+
+
+@pytest.mark.parametrize("place", ["plain", pytest.param("zygote", marks=pytest.mark.torch)])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"argv": ["\x01" * 60_000]},
+        {"argv": ["/bin/true", "x" * 200_000]},
+        {"argv": ["/bin/true\0"]},
+        {"argv": ["/bin/true", "\ud800"]},
+        {"argv": ["/bin/true", "a\0b"]},
+        {"argv": ["/bin/true"], "cwd": "/" + "\x01" * 60_000},
+        {"argv": ["/bin/true"], "log": "/" + "\U0001f600" * 60_000},
+        {"argv": ["/bin/true"], "cores": ["\x01" * 60_000]},
+    ],
+    ids=["endless", "too long", "null", "no character", "null within", "directory", "log", "cores"],
+)
+def test_a_launch_that_cannot_be_refuses_and_harms_no_other(
+    request: pytest.FixtureRequest, place: str, change: dict[str, Any]
+) -> None:
+    made: Place = request.getfixturevalue(place)
+    launch = made.launch(["/bin/true"])
+    with Launcher(made.socket) as other, Launcher(made.socket) as launcher:
+        before = other.info()["pid"]
+        with pytest.raises(LauncherError) as refusal:
+            launcher.fork({**launch, **change})
+        assert len(str(refusal.value)) < 5000
+        assert other.info()["pid"] == before
+        assert launcher.info()["pid"] == before
+
+
+def test_what_a_child_that_was_killed_has_written_in_part_does_not_end_its_launcher() -> None:
+    for said, heard in (
+        (b"", None),
+        (b"{}", {}),
+        (b'{"reason": "LOG", "message": "full"}', {"reason": "LOG", "message": "full"}),
+        (b'{"reason": "LOG", "mess', {"reason": "CHILD_DIED", "message": "killed"}),
+        (b"[1]", {"reason": "CHILD_DIED", "message": "killed"}),
+    ):
+        read_end, write_end = os.pipe()
+        os.write(write_end, said)
+        os.close(write_end)
+        assert _heard(read_end, "killed") == heard
+        os.close(read_end)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second account")
+def test_a_launcher_of_another_account_is_given_nothing(tmp_path: Path) -> None:
+    path = str(tmp_path / "l.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(path)
+        # who listens is known from the moment it does
+        os.seteuid(12345)
+        try:
+            listener.listen(1)
+        finally:
+            os.seteuid(0)
+        with pytest.raises(LauncherError, match="runs as user 12345"):
+            Launcher(path)
+        Launcher(path, user=12345).close()
 
 
 def test_same_rank_is_not_started_twice(plain: Place) -> None:

@@ -8,11 +8,14 @@ daemon sends is empty: it has changed the page, and who waits for that may look.
 from __future__ import annotations
 
 import json
+import os
 import select
 import socket
 import time
 from collections import deque
 from typing import Any
+
+from ganger.injob.peer import peer_of
 
 _QUEUE_LIMIT = 64  # packets; a job that says more while its daemon is away loses the oldest
 _PACKET_LIMIT = 60_000  # bytes; below the default send buffer, so that a packet goes whole or not at all
@@ -102,6 +105,8 @@ class JobSocket:
         connection.setblocking(False)
         try:
             connection.connect(self._path)
+            if peer_of(connection).uid not in (0, os.getuid()):
+                raise OSError("no daemon of this user")
             connection.send(_encode(self._hello or {}))
         except OSError:
             connection.close()

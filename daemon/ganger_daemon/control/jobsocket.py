@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ganger.injob.peer import peer_of
+
 log = logging.getLogger(__name__)
 
 MAX_PACKET_BYTES = 64 << 10
@@ -72,7 +74,7 @@ class JobSocket:
             connection, _ = self._socket.accept()
         except OSError:
             return
-        if len(self._connections) >= MAX_CONNECTIONS:
+        if len(self._connections) >= MAX_CONNECTIONS or peer_of(connection).uid not in (0, os.geteuid()):
             connection.close()
             return
         connection.setblocking(False)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ganger_daemon.files import remove_tree
+from ganger_daemon.path_safety import path_trouble
 
 # sun_path holds 108 bytes with its end.
 MAX_SOCKET_PATH = 107
@@ -124,6 +125,11 @@ class DaemonPaths:
             )
         for path in (self.state, self.run, self.jobs, self.logs, self.launchers):
             make_private(path)
+        # Whoever could replace a socket in it would be given the environments of jobs.
+        if trouble := path_trouble(self.launchers):
+            raise DirectoryError(f"run directory {self.run} is not safe: {trouble}; name another with --run-dir")
+        for path in (self.run, self.launchers):
+            path.chmod(0o700)
 
     def sweep(self) -> None:
         """What a former daemon did not come to remove."""
@@ -194,7 +200,7 @@ def choose_run_directory(state: Path, node: Mapping[str, Any]) -> Path:
 
 
 def _is_usable(path: Path) -> bool:
-    return os.access(path.parent, os.W_OK) and os.pathsep not in str(path)
+    return os.access(path.parent, os.W_OK) and os.pathsep not in str(path) and not path_trouble(path)
 
 
 def _short(machine_uuid: str) -> str:

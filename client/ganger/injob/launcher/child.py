@@ -63,8 +63,11 @@ def start(launch: Launch, may_fork: bool, arena: int | None, write_end: int) -> 
         settle(launch)
         run(launch, may_fork, arena, lambda: os.close(write_end))
     except LaunchError as error:
-        os.write(write_end, json.dumps({"reason": error.reason, "message": str(error)}).encode())
-        os._exit(127)
+        problem = error
+    except (OSError, ValueError) as error:
+        problem = LaunchError("SYSTEM", f"cannot be started: {error}")
+    os.write(write_end, json.dumps({"reason": problem.reason, "message": str(problem)}).encode())
+    os._exit(127)
 
 
 def enter_cgroups(procs: Sequence[str]) -> None:
@@ -100,8 +103,10 @@ def _execute(launch: Launch, environment: Mapping[str, str]) -> NoReturn:
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(launch.argv[0], list(launch.argv), dict(environment))
-    except OSError as error:
-        raise LaunchError("COMMAND", f"cannot execute {launch.argv[0]!r}: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        # a null byte, or characters that no file system encodes, are no OSError
+        why = error.strerror if isinstance(error, OSError) else error
+        raise LaunchError("COMMAND", f"cannot execute {launch.argv[0][:200]!r}: {why}") from error
 
 
 def _adopt_environment(environment: Mapping[str, str], command: PythonCommand) -> None:

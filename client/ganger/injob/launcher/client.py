@@ -6,7 +6,6 @@ import array
 import json
 import os
 import socket
-import struct
 import subprocess
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ganger.injob.launcher.exits import Exit
 from ganger.injob.launcher.launch import LAUNCHER_BLAS_THREADS
+from ganger.injob.peer import peer_of
 
 
 class LauncherError(Exception):
@@ -56,7 +56,7 @@ def start_launcher(
     ``env`` is the user's environment (see `launch.startup_variables` for what must agree with that of the ranks).
     Raises LauncherError(NOT_STARTED) with the end of ``log``.
     """
-    if _answers(socket_path, timeout):
+    if _answers(socket_path, timeout, user):
         return
     environment = {key: value for key, value in env.items() if not key.startswith("GANGER_")}
     parts = [part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if part and part != inject]
@@ -89,7 +89,7 @@ def start_launcher(
     process = spawn()
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        if _answers(socket_path, deadline - time.monotonic()):
+        if _answers(socket_path, deadline - time.monotonic(), user):
             _forget(process)
             return
         code = process.poll()
@@ -107,7 +107,8 @@ def start_launcher(
 class Launcher:
     """One connection. Calls are answered in order of arrival; any thread may call. Use as a context or close()."""
 
-    def __init__(self, socket_path: str, timeout: float = 30.0) -> None:
+    def __init__(self, socket_path: str, timeout: float = 30.0, user: int | None = None) -> None:
+        """``user``: whom it has to run as; default this process's own. Raises LauncherError."""
         self._lock = threading.Lock()
         self._received = b""
         self._descriptors: list[int] = []
@@ -116,9 +117,15 @@ class Launcher:
         self._connection.settimeout(timeout)
         try:
             self._connection.connect(socket_path)
+            peer = peer_of(self._connection)
         except OSError as error:
             self._connection.close()
             raise LauncherError("UNREACHABLE", f"no launcher at {socket_path}: {error}") from error
+        # It is about to be given the environments of jobs.
+        if peer.uid != (os.geteuid() if user is None else user):
+            self._connection.close()
+            raise LauncherError("STRANGER", f"what listens at {socket_path} runs as user {peer.uid}, not as the jobs'")
+        self.pid = peer.pid
 
     def __enter__(self) -> Launcher:
         return self
@@ -128,11 +135,6 @@ class Launcher:
 
     def close(self) -> None:
         self._connection.close()
-
-    @property
-    def pid(self) -> int:
-        """The process at the other end, as the kernel knows it."""
-        return int(struct.unpack("3i", self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
 
     def info(self) -> dict[str, Any]:
         """Return pid, start_ticks, python, version, torch (imported), fork_safe."""
@@ -266,9 +268,9 @@ def _checked(answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _answers(socket_path: str, timeout: float) -> bool:
+def _answers(socket_path: str, timeout: float, user: int | None) -> bool:
     try:
-        with Launcher(socket_path, max(timeout, 0.1)) as launcher:
+        with Launcher(socket_path, max(timeout, 0.1), user) as launcher:
             launcher.info()
     except LauncherError:
         return False

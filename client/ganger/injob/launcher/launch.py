@@ -21,14 +21,21 @@ _NOT_STARTUP = (
 )
 # OpenBLAS starts its threads when it is imported; a launcher has one thread.
 LAUNCHER_BLAS_THREADS = "1"
+# Characters; each takes at most twelve bytes as JSON, and a pipe holds 64 KiB.
+_LONGEST_MESSAGE = 2000
 
 
 class LaunchError(Exception):
-    """A launch that cannot be carried out; ``reason`` is stable, the message is for people."""
+    """A launch that cannot be carried out; ``reason`` is stable, the message is for people and has a length."""
 
     def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
+        super().__init__(shortened(message))
         self.reason = reason
+
+
+def shortened(message: str) -> str:
+    """Cut what a job has named, which may be of any length: a message fits into a pipe and into an answer."""
+    return message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]} ..."
 
 
 class Launch(NamedTuple):
@@ -75,7 +82,7 @@ def parse_launch(content: Mapping[str, Any]) -> Launch:
         if value is None and default is None and field in _OPTIONAL:
             return None
         if not isinstance(value, kinds) or isinstance(value, bool) != (kinds is bool) or (check and not check(value)):
-            wrong.append(f"{field}={value!r}")
+            wrong.append(f"{field}={value!r}"[:200])
             return default
         return value
 

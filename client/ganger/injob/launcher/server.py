@@ -21,10 +21,11 @@ from ganger.injob.arena import make_arena, recover_arena
 from ganger.injob.launcher import child
 from ganger.injob.launcher.children import Child
 from ganger.injob.launcher.exits import Exit, from_page, from_wait, record
-from ganger.injob.launcher.launch import Launch, LaunchError, parse_launch, python_command
+from ganger.injob.launcher.launch import Launch, LaunchError, parse_launch, python_command, shortened
 from ganger.injob.launcher.publish import publish
 from ganger.injob.launcher.starter import Starter, StarterError, begin
 from ganger.injob.launcher.store import open_listener, serve_store
+from ganger.injob.peer import peer_of
 from ganger.injob.processes import start_ticks
 
 _REQUEST_LIMIT = 4 << 20  # bytes of one request: an environment and an argument vector fit many times over
@@ -102,8 +103,7 @@ class Server:
             connection, _ = self._listener.accept()
         except OSError:
             return
-        _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if uid not in (0, os.getuid()):
+        if peer_of(connection).uid not in (0, os.getuid()):
             connection.close()
             return
         connection.setblocking(False)
@@ -138,9 +138,10 @@ class Server:
         except LaunchError as error:
             self._reply(caller, number, error={"reason": error.reason, "message": str(error)})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            self._reply(caller, number, error={"reason": "INVALID_REQUEST", "message": f"cannot be read: {error!r}"})
+            message = shortened(f"cannot be read: {error!r}")
+            self._reply(caller, number, error={"reason": "INVALID_REQUEST", "message": message})
         except OSError as error:
-            self._reply(caller, number, error={"reason": "SYSTEM", "message": str(error)})
+            self._reply(caller, number, error={"reason": "SYSTEM", "message": shortened(str(error))})
 
     def _reply(self, caller: _Caller | None, number: Any, descriptor: int | None = None, **content: Any) -> None:
         if caller is None or caller.connection.fileno() < 0:
@@ -215,11 +216,10 @@ class Server:
         if new.settle is None:
             return  # heard already: its end was noticed in the same moment
         new.settle = None
-        said = os.read(read_end, 1 << 16)
+        new.launch_error = _heard(read_end, f"{new.name} was killed as it was started") or {}
         self._selector.unregister(read_end)
         os.close(read_end)
-        if said:
-            new.launch_error = json.loads(said)
+        if new.launch_error:
             self._reply(caller, number, error=new.launch_error)
         else:
             self._reply(caller, number, pid=new.pid, start_ticks=new.start_ticks)
@@ -342,10 +342,12 @@ class Server:
         self._add(Child(name, "helper", pid))
 
         def said() -> None:
-            data = os.read(read_end, 1 << 16)
+            died = f"{name} was killed"
+            answer = _heard(read_end, died)
             self._selector.unregister(read_end)
             os.close(read_end)
-            answer = json.loads(data) if data else {"reason": "HELPER_DIED", "message": f"{name} was killed"}
+            if answer is None:
+                answer = {"reason": "HELPER_DIED", "message": died}
             if answer:
                 self._reply(caller, number, error=answer)
             else:
@@ -430,6 +432,21 @@ _OPERATIONS: dict[Any, Callable[[Server, _Caller, Any, Mapping[str, Any]], None]
 }
 
 
+def _heard(read_end: int, died: str) -> dict[str, str] | None:
+    """Return the error that a child has written, {} for one without fields, None if it wrote nothing.
+
+    What it wrote may be cut, because it was killed: no child ends its launcher.
+    """
+    data = os.read(read_end, 1 << 16)
+    if not data:
+        return None
+    try:
+        fields = json.loads(data)
+        return {key: str(fields[key]) for key in ("reason", "message")} if fields else {}
+    except (ValueError, KeyError, TypeError):
+        return {"reason": "CHILD_DIED", "message": died}
+
+
 def _run_store(directory: str, host: str, listener: socket.socket) -> NoReturn:
     os.setsid()
     try:
@@ -446,7 +463,7 @@ def _run_helper(work: Callable[[], None], write_end: int) -> NoReturn:
     except LaunchError as error:
         answer = {"reason": error.reason, "message": str(error)}
     except BaseException as error:
-        answer = {"reason": "SYSTEM", "message": str(error) or repr(error)}
+        answer = {"reason": "SYSTEM", "message": shortened(str(error) or repr(error))}
     os.write(write_end, json.dumps(answer).encode())
     os._exit(1 if answer else 0)
 

@@ -91,7 +91,8 @@ def make_starter(run: Callable[[dict[str, Any], int, int | None], NoReturn]) -> 
         try:
             _serve(its, run)
         finally:
-            os._exit(0)
+            # A child that comes here could not be started: that is no success.
+            os._exit(1)
     its.close()
     return Starter(ours, pid)
 
