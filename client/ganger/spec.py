@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date, datetime
@@ -175,6 +176,8 @@ def make_spec(
         agent=reader.read("agent", _agent, JobSpec.AGENT_AUTOMATIC),
         distributed=reader.read("distributed", _truth, None) or False,
     )
+    if hint := _hint(spec.command, spec.working_directory):
+        reader.complain("command", hint)
     if spec.nodes > (tasks := sum(role.tasks for role in roles)) > 0:
         reader.complain("nodes", f"{spec.nodes} nodes are more than there are tasks ({tasks}): each has one at least")
     preemptible = reader.read("preemptible", _truth, None)
@@ -414,6 +417,36 @@ def _command(value: object) -> list[str]:
     if len(command) > 1_000 or sum(len(os.fsencode(word)) for word in command) > _MAX_COMMAND_BYTES:
         raise ValueError(f"must be at most 1,000 words and {_MAX_COMMAND_BYTES} bytes: put the rest into a file")
     return command
+
+
+def _hint(command: Sequence[str], directory: str) -> str:
+    """What to write instead of a command that no node could execute; empty of all others."""
+    if not command:
+        return ""
+    word = command[0]
+    path = Path(directory, word)
+    if _is_program(word, directory):
+        return ""
+    if not path.is_file():
+        first, *more = word.split() or [""]
+        if len(command) == 1 and (
+            any(sign in word for sign in _SHELL_SIGNS) or (more and _is_program(first, directory))
+        ):
+            return f"{word!r} is one word, and no shell runs it: write it as several, or --wrap {shlex.quote(word)}"
+        return ""
+    if path.suffix in (".yaml", ".yml", ".toml"):
+        return f"{word} is a job file, not a program: submit it with --file {word}"
+    runner = {".py": "python", ".sh": "bash", ".bash": "bash", ".sbatch": "bash", ".slurm": "bash"}.get(path.suffix)
+    if runner is None:
+        return ""
+    line = shlex.join([runner, *command])
+    slurm = ", and give what its #SBATCH lines ask for as flags" if path.suffix in (".sbatch", ".slurm") else ""
+    return f"{word} is not a program that can be executed: write {line}{slurm}"
+
+
+def _is_program(word: str, directory: str) -> bool:
+    """Whether this machine could execute it."""
+    return bool(word) and (os.access(Path(directory, word), os.X_OK) or ("/" not in word and bool(shutil.which(word))))
 
 
 def _directory(value: object) -> str:

@@ -141,7 +141,7 @@ def test_why_puts_the_true_blocker_first_and_says_when(call: Call, master: Canne
     assert last == "may start in 1m to 2h, if jobs/3 ends by its time limit"
 
 
-def test_a_running_and_an_ended_job_say_so_in_one_line(call: Call, master: CannedMaster, capsys: Output) -> None:
+def test_a_running_and_an_ended_job_say_so_in_the_first_line(call: Call, master: CannedMaster, capsys: Output) -> None:
     master.explanation.job.CopyFrom(running_job(master))
     master.explanation.assumption = "it has its gang, which is RUNNING"
     assert call("why", "1") == 0
@@ -153,7 +153,7 @@ def test_a_running_and_an_ended_job_say_so_in_one_line(call: Call, master: Canne
     master.explanation.job.state = job_pb2.Job.STATE_FAILED
     master.explanation.job.failure.reason, master.explanation.job.failure.message = "EXIT", "rank 0 exited with code 3"
     assert call("why", "1") == 0
-    assert capsys.readouterr().out == "job 1 has failed: EXIT: rank 0 exited with code 3\n"
+    assert capsys.readouterr().out.splitlines()[0] == "job 1 has failed: EXIT: rank 0 exited with code 3"
 
 
 def test_the_queue_ends_with_those_who_wait_in_their_order(call: Call, master: CannedMaster, capsys: Output) -> None:
@@ -747,3 +747,13 @@ def test_drain_says_of_each_job_where_it_goes_or_what_it_waits_for(
     assert told() == "  job 1: moves to n2"
     job.gang.parked_level = job_pb2.SUSPEND_LEVEL_CHECKPOINT
     assert told() == "  job 1: is being saved on storage"
+
+
+def test_a_line_that_is_wrapped_runs_with_the_shell(call: Call, master: CannedMaster, capsys: Output) -> None:
+    assert call("submit", "--gpus", "2", "--wrap", "./prepare && python train.py") == 0
+    assert list(master.requests[-1].spec.command) == ["sh", "-c", "./prepare && python train.py"]
+    capsys.readouterr()
+    assert call("submit", "--wrap", "true", "--", "false") == 2
+    assert "give --wrap or a command, not both" in capsys.readouterr().err
+    assert call("submit", "--", "./prepare && python train.py") == 2
+    assert "COMMAND: './prepare && python train.py' is one word, and no shell runs it" in capsys.readouterr().err

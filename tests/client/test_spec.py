@@ -395,3 +395,34 @@ def test_a_deadline_in_the_hour_that_a_clock_change_leaves_out_is_refused(
     finally:
         monkeypatch.undo()
         time.tzset()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "hint"),
+    [
+        ("job.yaml", [], "job.yaml is a job file, not a program: submit it with --file job.yaml"),
+        ("train.py", ["--lr", "0.1"], "not a program that can be executed: write python train.py --lr 0.1"),
+        ("run.sh", [], "not a program that can be executed: write bash run.sh"),
+        ("job.sbatch", [], "write bash job.sbatch, and give what its #SBATCH lines ask for as flags"),
+    ],
+)
+def test_a_file_that_is_no_program_is_refused_with_what_to_write(
+    tmp_path: Path, name: str, arguments: list[str], hint: str
+) -> None:
+    path = tmp_path / name
+    path.write_text("#!/bin/sh\n")
+    found = wrong(command=[name, *arguments], directory=str(tmp_path))
+    assert found["command"].endswith(hint)
+    path.chmod(0o755)
+    assert list(spec(command=[name, *arguments], directory=str(tmp_path)).command) == [name, *arguments]
+
+
+def test_a_command_for_a_shell_in_one_word_is_refused_with_what_to_write() -> None:
+    assert wrong(command=["./prepare && python train.py"]) == {
+        "command": "'./prepare && python train.py' is one word, and no shell runs it: "
+        "write it as several, or --wrap './prepare && python train.py'"
+    }
+    assert "--wrap 'sh prepare.sh'" in wrong(command=["sh prepare.sh"])["command"]
+    assert list(spec(command=["a program with spaces"]).command) == ["a program with spaces"]
+    assert list(spec(command=["grep", "a && b"]).command) == ["grep", "a && b"]
+    assert list(spec(command=["nowhere.py"]).command) == ["nowhere.py"], "it may be there where the job runs"

@@ -105,8 +105,25 @@ def _print_history(client: Client, name: str, follow: bool, as_json: bool) -> No
             break
     if as_json:
         print(json.dumps({"subject": name, "totals": _figures(totals)}))
-    elif line := summary(totals):
+        return
+    if line := summary(totals):
         print(f"in all: {line}")
+    if chapters and chapters[-1].kind == "job_failed":
+        _print_failure(client, name)
+
+
+def _print_failure(client: Client, name: str) -> None:
+    """Print what a failed job left, as far as the job is still kept."""
+    from ganger.cli import failure_report
+    from ganger.console.visible import print_line
+    from ganger.wire.errors import JobNotFound
+
+    try:
+        report = failure_report.lines(client, client.get_job(name))
+    except JobNotFound:
+        return
+    for text in report:
+        print_line(text)
 
 
 def _as_json(client: Client, name: str) -> dict[str, Any]:

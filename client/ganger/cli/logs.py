@@ -61,7 +61,9 @@ def logs(
             if len(jobs) > 1 and not as_json:
                 print(f"==> job {number(job)} <==", flush=True)
             with _telling_why_it_waits(client, job if follow else ""):
-                _print_log(client, job, None if everyone else rank, offset, tail, follow, as_json)
+                written = _print_log(client, job, None if everyone else rank, offset, tail, follow, as_json)
+            if not (written or follow or as_json or offset or tail == 0):
+                _tell_why_nothing(client, job)
 
         if len(jobs) == 1:
             print_one(jobs[0])
@@ -71,8 +73,9 @@ def logs(
 
 def _print_log(
     client: Client, job: str, rank: int | None, offset: int, tail: int | None, follow: bool, as_json: bool
-) -> None:
-    """Print the log of one task, None: of all. offset, tail: where to begin, in bytes or in lines from the end."""
+) -> bool:
+    """Print the log of one task, None: of all; whether there was any. offset, tail: where to begin, in bytes or in
+    lines from the end."""
 
     def begin(rank: int) -> int:
         return offset if tail is None else tail_offset(client, job, rank, tail)
@@ -80,13 +83,31 @@ def _print_log(
     if rank is None:
         from ganger.cli.job_lines import tasks
 
-        _print_all(client, job, tasks(client.get_job(job).spec), begin, follow, as_json)
-    elif as_json:
-        for chunk in client.read_log(job, rank, begin(rank), follow=follow):
-            sys.stdout.buffer.write(_object(job, rank, chunk))
-            sys.stdout.buffer.flush()
-    else:
-        print_chunks(client.read_log(job, rank, begin(rank), follow=follow))
+        return _print_all(client, job, tasks(client.get_job(job).spec), begin, follow, as_json)
+    chunks = client.read_log(job, rank, begin(rank), follow=follow)
+    if not as_json:
+        return print_chunks(chunks)
+    for chunk in chunks:
+        sys.stdout.buffer.write(_object(job, rank, chunk))
+        sys.stdout.buffer.flush()
+    return True
+
+
+def _tell_why_nothing(client: Client, job: str) -> None:
+    """Say on stderr of an empty log whether its job was ever launched, and if not, why."""
+    from ganger.cli.job_lines import sentence
+    from ganger.console.visible import print_line
+    from ganger.wire.errors import ApiError
+
+    with contextlib.suppress(ApiError):
+        answer = client.explain_job(job)
+        kinds = {event.kind for event in client.list_events(answer.job.name)}
+        if answer.job.HasField("start_time") or "gang_running" in kinds:
+            print_line(f"ganger: {sentence(answer.job)} and has written nothing", sys.stderr)
+            return
+        because = f" because {answer.blockers[0].reason}: {answer.blockers[0].message}" if answer.blockers else ""
+        what = "has not been launched yet" if "gang_approved" in kinds else "was never launched"
+        print_line(f"ganger: there is no log: the job {what}; {sentence(answer.job)}{because}", sys.stderr)
 
 
 def follow_job(client: Client, job: str) -> int:
@@ -138,14 +159,17 @@ def _telling_why_it_waits(client: Client, job: str) -> Iterator[None]:
         timer.cancel()
 
 
-def print_chunks(chunks: Iterable[LogChunk]) -> None:
-    """Bytes as they are, to stdout; what is missing is said on stderr."""
+def print_chunks(chunks: Iterable[LogChunk]) -> bool:
+    """Print bytes as they are, to stdout; what is missing is said on stderr. Return whether there were any."""
+    is_any = False
     for chunk in chunks:
+        is_any = True
         if chunk.lost_bytes:
             sys.stdout.flush()
             print(f"ganger: {chunk.lost_bytes} bytes of the log are lost here", file=sys.stderr)
         sys.stdout.buffer.write(chunk.data)
         sys.stdout.buffer.flush()
+    return is_any
 
 
 def _object(job: str, rank: int, chunk: LogChunk) -> bytes:
@@ -201,7 +225,8 @@ def tail_offset(client: Client, job: str, rank: int, count: int) -> int:
         span *= 8
 
 
-def _print_all(client: Client, job: str, ranks: int, begin: Callable[[int], int], follow: bool, as_json: bool) -> None:
+def _print_all(client: Client, job: str, ranks: int, begin: Callable[[int], int], follow: bool, as_json: bool) -> bool:
+    """Print the lines of all ranks; whether there were any."""
     width = len(str(ranks - 1))
 
     def rank_lines(rank: int) -> Iterator[bytes]:
@@ -212,11 +237,13 @@ def _print_all(client: Client, job: str, ranks: int, begin: Callable[[int], int]
         return (prefix + line for line in lines(chunk.data for chunk in chunks))
 
     if not follow:
+        is_any = False
         for rank in range(ranks):
             for line in rank_lines(rank):
+                is_any = True
                 sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
-        return
+        return is_any
     # A thread a rank, as each stream blocks; None is a rank's end, an exception ends all.
     printed: queue.Queue[bytes | BaseException | None] = queue.Queue(_MAX_QUEUED_CHUNKS)
 
@@ -240,3 +267,4 @@ def _print_all(client: Client, job: str, ranks: int, begin: Callable[[int], int]
         else:
             sys.stdout.buffer.write(item)
             sys.stdout.buffer.flush()
+    return True

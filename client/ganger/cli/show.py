@@ -23,29 +23,31 @@ if TYPE_CHECKING:
 def show(selection: Selection, as_json: bool) -> int:
     """Show all that is known of jobs, or of arrays and their members."""
     with open_client() as client:
-        found, worst = each_of(selection.named(client, ended=True), lambda name: _found(client, name))
+        found, worst = each_of(selection.named(client, ended=True), lambda name: _found(client, name, as_json))
     if as_json:
-        print_answers([_plain(*each) for each in found], selection)
+        print_answers([_plain(one, members) for one, members, _ in found], selection)
         return worst
-    for index, (one, members) in enumerate(found):
+    for index, (one, members, report) in enumerate(found):
         if index:
             print()
-        _print(one, members)
+        _print(one, members, report)
     return worst
 
 
-def _found(client: Client, name: str) -> tuple[Job | Array, list[Job]]:
-    """The job, or the array with its members by number. Raises ApiError."""
+def _found(client: Client, name: str, as_json: bool) -> tuple[Job | Array, list[Job], list[tuple[str, str]]]:
+    """The job, or the array with its members by number; of a failed job what it left. Raises ApiError."""
+    from ganger.cli import failure_report
     from ganger.wire.errors import JobNotFound
 
     array = name
     if not name.startswith("arrays/"):
         try:
-            return client.get_job(name), []
+            job = client.get_job(name)
+            return job, [], [] if as_json else failure_report.pairs(client, job)
         except JobNotFound as error:
             array = array_of(name, error)
     members = client.list_jobs(array=array)
-    return client.get_array(array), sorted(members, key=lambda member: int(number(member.name)))
+    return client.get_array(array), sorted(members, key=lambda member: int(number(member.name))), []
 
 
 def _plain(one: Job | Array, members: list[Job]) -> dict[str, Any]:
@@ -55,12 +57,12 @@ def _plain(one: Job | Array, members: list[Job]) -> dict[str, Any]:
     return {**plain(one), **({"members": [plain(member) for member in members]} if is_array else {})}
 
 
-def _print(one: Job | Array, members: list[Job]) -> None:
+def _print(one: Job | Array, members: list[Job], report: list[tuple[str, str]]) -> None:
     from ganger.cli import array_lines
     from ganger.console.tables import print_pairs, print_table
 
     if one.DESCRIPTOR.name == "Job":
-        print_pairs(pairs(cast("Job", one)))
+        print_pairs([*pairs(cast("Job", one)), *report])
         return
     print_pairs(array_lines.facts(cast("Array", one)))
     print()

@@ -51,6 +51,7 @@ _LEVELS = "nvlink, switch, socket, node, rack, fabric, cluster"
 @click.option("--scheduler", metavar="MODULE:CLASS", help="Your own job scheduler, started with the job.")
 @click.option("--agent", metavar="automatic|none", help="none: inject nothing into the script.")
 @click.option("--distributed", is_flag=True, help="Set torchrun's variables (RANK, ...) for a single task, too.")
+@click.option("--wrap", metavar="TEXT", help="Run this line with the shell, e.g. 'prepare.sh && python train.py'.")
 @click.option("--env", "-e", "variables", multiple=True, metavar="NAME[=VALUE]", help="Set or pass on a variable.")
 @click.option("--label", "-l", "labels", multiple=True, metavar="NAME=VALUE", help="A label to find it by.")
 @click.option(
@@ -76,6 +77,7 @@ def submit(
     not_preemptible: bool,
     no_move: bool,
     distributed: bool,
+    wrap: str | None,
     request_id: str | None,
     follow: bool,
     dry_run: bool,
@@ -93,7 +95,12 @@ def submit(
 
     description = load_job_file(file) if file else {}
     origins = _merge(description, flags)
-    if command:
+    if wrap is not None:
+        if command:
+            raise click.UsageError("give --wrap or a command, not both")
+        description["command"] = ["sh", "-c", wrap]
+        origins["command"] = "--wrap"
+    elif command:
         description["command"] = list(command)
         origins["command"] = "COMMAND"
     if not_preemptible:

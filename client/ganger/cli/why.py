@@ -12,7 +12,7 @@ from ganger.cli.options import JobType, json_option, open_client
 @json_option
 def why(job: str, as_json: bool) -> None:
     """Say why a job waits or rests, and when it may start."""
-    from ganger.cli import job_lines
+    from ganger.cli import failure_report, job_lines
     from ganger.console.plain import print_json
     from ganger.console.visible import print_line
     from ganger.job import FINISHED
@@ -21,12 +21,15 @@ def why(job: str, as_json: bool) -> None:
 
     with open_client() as client:
         answer = client.explain_job(job)
+        report = [] if as_json else failure_report.lines(client, answer.job)
     if as_json:
         print_json(answer)
         return
     rank = f", place {answer.job.queue_rank} in the queue" if answer.job.queue_rank else ""
     where = f" on {job_lines.place(answer.job)}" if answer.job.state == Job.STATE_HOLDING else ""
     print_line(f"{job_lines.sentence(answer.job)}{where}{rank}")
+    for line in report:
+        print_line(line)
     if answer.job.trouble:
         print_line(f"trouble: {answer.job.trouble}")
     if answer.deadline_advice:
