@@ -23,6 +23,7 @@ from ganger_master.core.settings import Settings
 from ganger_master.policies import Places, live_policy_named
 from ganger_master.quotas import as_settings
 from ganger_master.rpc.server import MasterServer
+from ganger_master.rpc.user_limits import UserLimits
 from ganger_master.runtime import failpoints, heap, recorder, retention
 from ganger_master.runtime.progress import ProgressBoard
 from ganger_master.runtime.scheduler_process import SupervisedProcess, host_command, planner_command
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 
 _STOP_GRACE_SECONDS: Final = 0.5
 _HOUSEKEEPING_SECONDS: Final = 300.0
+# Of the specs of finished jobs, in memory.
+_FINISHED_BYTES: Final = 512 * 1024 * 1024
 # Between two looks at what lies on storage.
 _TIDYING_SECONDS: Final = 600.0
 # Rows of history forgotten in one transaction, so that commits need not wait long.
@@ -120,6 +123,9 @@ class Master:
             restart_delay_seconds=config.restart_delay_seconds,
             session_alive_seconds=config.session_alive_seconds,
             finished_jobs_limit=config.finished_jobs_limit,
+            finished_bytes_limit=_FINISHED_BYTES,
+            pending_jobs_per_user=config.pending_jobs_per_user,
+            spec_bytes_per_user=config.spec_bytes_per_user,
             residue_bytes=config.residue_bytes,
             quota_devices=as_settings(config.quotas),
         )
@@ -138,6 +144,7 @@ class Master:
             version=version(),
             clock=self._clock,
             captures=config.state_dir / recorder.DIRECTORY,
+            limits=UserLimits(config.requests_per_user, config.changes_per_user, config.streams_per_user),
             tls=config.tls,
             more_handlers=self._more_handlers,
         )

@@ -21,6 +21,14 @@ from ganger_master.quotas import quotas_of
 
 PREFIX: Final = "GANGER_MASTER_"
 
+# What settings that are whole numbers count.
+_COUNTS: Final = {
+    "finished_jobs_limit": "jobs",
+    "pending_jobs_per_user": "jobs",
+    "requests_per_user": "requests",
+    "changes_per_user": "changes",
+    "streams_per_user": "streams",
+}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)?")
 _SECONDS: Final = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -73,6 +81,13 @@ class Config:
     checkpoints_kept_seconds: float | None = 30 * 86400.0
     # Finished jobs that are kept, the last to end.
     finished_jobs_limit: int = 10_000
+    # Of each user who comes with a certificate of that role: pending jobs, bytes of the specs of jobs that have not
+    # ended, requests and changes in a second, and streams (watching, following logs) at once. Operators have none.
+    pending_jobs_per_user: int = 10_000
+    spec_bytes_per_user: int = 256 * 1024 * 1024
+    requests_per_user: int = 200
+    changes_per_user: int = 10
+    streams_per_user: int = 500
     # GPUs that a user may hold at once; "*" is everybody who is not named. Nobody is bounded otherwise.
     quotas: Mapping[str, int] = field(default_factory=dict)
     # What a process at OFFLOAD is presumed to keep of its device (a context, buffers) where nobody can measure it.
@@ -173,11 +188,11 @@ def _parse_one(name: str, value: object, has_certificates: bool) -> object:
         return _moves_of(value)
     if name.endswith("_seconds"):
         return _duration_of(name, value)
-    if name == "finished_jobs_limit":
-        if not str(value).isdecimal() or not int(str(value)):
-            raise ValueError(f"{name}: {value!r} is no number of jobs, at least 1")
+    if name in _COUNTS:
+        if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,15}", str(value)) or not int(str(value)):
+            raise ValueError(f"{name}: {value!r} is no number of {_COUNTS[name]}, at least 1")
         return int(str(value))
-    if name == "residue_bytes":
+    if name in ("residue_bytes", "spec_bytes_per_user"):
         return parse_memory(value)
     if name == "quotas":
         return quotas_of(value)

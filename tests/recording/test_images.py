@@ -18,7 +18,18 @@ from recording.kit import busy, stormy
 
 # Attributes of a state that are not in its image: what follows from the rest, and what a batch has not handed over.
 DERIVED = {
-    *("policy", "configuration_sets", "gangs_of", "gangs_on", "live", "shares", "waiting", "front", "aside"),
+    *(
+        "policy",
+        "configuration_sets",
+        "gangs_of",
+        "gangs_on",
+        "live",
+        "shares",
+        "holdings",
+        "waiting",
+        "front",
+        "aside",
+    ),
     *("lacking", "turn_of"),
     *("set_of", "set_on", "nodes_with", "requests"),
 }
@@ -46,6 +57,7 @@ def test_a_state_made_again_has_all_that_was_derived() -> None:
     assert list(after.waiting) == list(before.waiting)
     assert list(after.lacking) == list(before.lacking)
     assert after.shares.held == before.shares.held
+    assert after.holdings == before.holdings
     assert {name: one.gangs for name, one in after.desired.items()} == {
         name: one.gangs for name, one in before.desired.items()
     }

@@ -47,7 +47,8 @@ class CertifiedMaster:
 
 
 @asynccontextmanager
-async def serving_certified(directory: Path, policy: str = "fifo") -> AsyncIterator[CertifiedMaster]:
+async def serving_certified(directory: Path, policy: str = "fifo", **more: int) -> AsyncIterator[CertifiedMaster]:
+    """`more` are fields of Config."""
     authority = Authority(directory)
     config = Config(
         state_dir=directory / "state",
@@ -56,6 +57,7 @@ async def serving_certified(directory: Path, policy: str = "fifo") -> AsyncItera
         scheduler_host=False,
         policy=policy,
         planner=False,
+        **more,  # type: ignore[arg-type]
     )
     served = CertifiedMaster(Master(config), authority)
     await served.master.start()

@@ -142,7 +142,7 @@ class JobServiceServicer(object):
         Errors: INVALID_ARGUMENT/SPEC_INVALID (BadRequest lists all violations with their paths),
         FAILED_PRECONDITION/GANG_IMPOSSIBLE (could never fit; metadata names the largest that would),
         ALREADY_EXISTS/REQUEST_REUSED (request_id came with another spec), UNIMPLEMENTED/NOT_SUPPORTED,
-        RESOURCE_EXHAUSTED/QUEUE_FULL.
+        RESOURCE_EXHAUSTED/{QUEUE_FULL, USER_LIMIT (too many pending jobs, or bytes of commands and environments)}.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

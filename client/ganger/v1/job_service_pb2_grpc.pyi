@@ -5,7 +5,8 @@ What users call. Errors are google.rpc.Status with one google.rpc.ErrorInfo {rea
 besides those named at a method every method may answer UNAUTHENTICATED/{TOKEN_INVALID, CERTIFICATE_INVALID},
 PERMISSION_DENIED/ROLE_NOT_PERMITTED (where there are certificates; metadata "permitted": which roles may), and what
 names a job or array PERMISSION_DENIED/JOB_NOT_YOURS, UNAVAILABLE/NOT_READY (master starting or stopping; retry),
-RESOURCE_EXHAUSTED/MESSAGE_TOO_LARGE, INVALID_ARGUMENT/REQUEST_INVALID (no message of this
+RESOURCE_EXHAUSTED/{MESSAGE_TOO_LARGE, USER_LIMIT (more than each user may ask for; the message has the number and the
+setting, and what to do)}, INVALID_ARGUMENT/REQUEST_INVALID (no message of this
 method) and INTERNAL/INTERNAL (our bug; the id is in metadata).
 """
 
@@ -39,7 +40,7 @@ class JobServiceStub:
     Errors: INVALID_ARGUMENT/SPEC_INVALID (BadRequest lists all violations with their paths),
     FAILED_PRECONDITION/GANG_IMPOSSIBLE (could never fit; metadata names the largest that would),
     ALREADY_EXISTS/REQUEST_REUSED (request_id came with another spec), UNIMPLEMENTED/NOT_SUPPORTED,
-    RESOURCE_EXHAUSTED/QUEUE_FULL.
+    RESOURCE_EXHAUSTED/{QUEUE_FULL, USER_LIMIT (too many pending jobs, or bytes of commands and environments)}.
     """
     GetJob: grpc.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.GetJobRequest, ganger.v1.job_pb2.Job]
     """Errors: NOT_FOUND/JOB_NOT_FOUND, INVALID_ARGUMENT/NAME_INVALID."""
@@ -116,7 +117,7 @@ class JobServiceAsyncStub(JobServiceStub):
     Errors: INVALID_ARGUMENT/SPEC_INVALID (BadRequest lists all violations with their paths),
     FAILED_PRECONDITION/GANG_IMPOSSIBLE (could never fit; metadata names the largest that would),
     ALREADY_EXISTS/REQUEST_REUSED (request_id came with another spec), UNIMPLEMENTED/NOT_SUPPORTED,
-    RESOURCE_EXHAUSTED/QUEUE_FULL.
+    RESOURCE_EXHAUSTED/{QUEUE_FULL, USER_LIMIT (too many pending jobs, or bytes of commands and environments)}.
     """
     GetJob: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.job_service_pb2.GetJobRequest, ganger.v1.job_pb2.Job]  # type: ignore[assignment]
     """Errors: NOT_FOUND/JOB_NOT_FOUND, INVALID_ARGUMENT/NAME_INVALID."""
@@ -196,7 +197,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         Errors: INVALID_ARGUMENT/SPEC_INVALID (BadRequest lists all violations with their paths),
         FAILED_PRECONDITION/GANG_IMPOSSIBLE (could never fit; metadata names the largest that would),
         ALREADY_EXISTS/REQUEST_REUSED (request_id came with another spec), UNIMPLEMENTED/NOT_SUPPORTED,
-        RESOURCE_EXHAUSTED/QUEUE_FULL.
+        RESOURCE_EXHAUSTED/{QUEUE_FULL, USER_LIMIT (too many pending jobs, or bytes of commands and environments)}.
         """
 
     @abc.abstractmethod

@@ -241,6 +241,12 @@ class QueueFull(ApiError):
     code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"
 
 
+class UserLimit(ApiError):
+    """A user has, or asks for, more than each user may. metadata: `limit`."""
+
+    code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "USER_LIMIT"
+
+
 class MessageTooLarge(ApiError):
     code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE"
 

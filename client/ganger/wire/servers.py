@@ -55,15 +55,23 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def make_server(token: str = "", options: Sequence[tuple[str, int]] = (), *, by_role: bool = False) -> grpc.aio.Server:
+def make_server(
+    token: str = "",
+    options: Sequence[tuple[str, int]] = (),
+    *,
+    by_role: bool = False,
+    more_interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
+) -> grpc.aio.Server:
     """A grpc.aio server with our options and interceptors; `token` is what callers must bring, "" lets everybody in.
     `by_role`: who comes with a certificate may call what is for its role, who brings the token what is for whoever is
-    at this machine, and nobody else anything. A later option of the same name wins."""
+    at this machine, and nobody else anything. `more_interceptors` come last, so they meet only callers who may call.
+    A later option of the same name wins."""
     interceptors: list[grpc.aio.ServerInterceptor[Any, Any]] = [ErrorInterceptor()]
     if by_role:
         interceptors.append(RoleInterceptor(token))
     elif token:
         interceptors.append(TokenInterceptor(token))
+    interceptors.extend(more_interceptors)
     return grpc.aio.server(interceptors=interceptors, options=list(dict((*SERVER_OPTIONS, *options)).items()))
 
 
@@ -98,7 +106,7 @@ else:
     _ServerInterceptor = grpc.aio.ServerInterceptor
 
 
-class _WrappingInterceptor(_ServerInterceptor, ABC):
+class WrappingInterceptor(_ServerInterceptor, ABC):
     """Wraps each method's handler once and remembers it: nothing is built per call."""
 
     def __init__(self) -> None:
@@ -124,11 +132,11 @@ class _WrappingInterceptor(_ServerInterceptor, ABC):
     def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]: ...
 
 
-class ErrorInterceptor(_WrappingInterceptor):
+class ErrorInterceptor(WrappingInterceptor):
     """Turns what handlers raise into google.rpc.Status."""
 
     def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
-        behaviour = _behaviour(handler)
+        behaviour = behaviour_of(handler)
 
         async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
@@ -148,10 +156,10 @@ class ErrorInterceptor(_WrappingInterceptor):
                 await _abort(context, method, error)
 
         wrapped = stream if inspect.isasyncgenfunction(behaviour) else answer
-        return _rebuilt(handler, wrapped, _reader(method, handler))
+        return rebuilt(handler, wrapped, _reader(method, handler))
 
 
-class TokenInterceptor(_WrappingInterceptor):
+class TokenInterceptor(WrappingInterceptor):
     """Lets only callers in that bring `authorization: Bearer TOKEN`."""
 
     def __init__(self, token: str) -> None:
@@ -161,7 +169,7 @@ class TokenInterceptor(_WrappingInterceptor):
     def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
         if method.startswith(_OPEN_SERVICES):
             return handler
-        behaviour = _behaviour(handler)
+        behaviour = behaviour_of(handler)
 
         async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             self._check(method, context)
@@ -172,7 +180,7 @@ class TokenInterceptor(_WrappingInterceptor):
             async for response in behaviour(request, context):
                 yield response
 
-        return _rebuilt(handler, stream if inspect.isasyncgenfunction(behaviour) else answer)
+        return rebuilt(handler, stream if inspect.isasyncgenfunction(behaviour) else answer)
 
     def _check(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         for key, value in context.invocation_metadata() or ():
@@ -264,7 +272,7 @@ def _unreadable(method: str) -> RequestInvalid:
     return RequestInvalid(f"what was sent is no message of {method}: use a client made from this version's protos")
 
 
-def _behaviour(handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[..., Any]:
+def behaviour_of(handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[..., Any]:
     behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     assert behaviour is not None, "a handler without a function"
     # grpc.aio also runs plain functions, in threads; our interceptors would not see what they raise.
@@ -283,7 +291,7 @@ def _in_thread(behaviour: Callable[..., Any], handler: grpc.RpcMethodHandler[Any
     return run
 
 
-def _rebuilt(
+def rebuilt(
     handler: grpc.RpcMethodHandler[Any, Any],
     behaviour: Callable[..., Any],
     reader: Callable[[bytes], Any] | None = None,

@@ -17,11 +17,12 @@ from ganger_master.core import answers, commands, ending, events
 from ganger_master.core.answers import Refused
 from ganger_master.core.checks import find_job
 from ganger_master.core.events import Event
+from ganger_master.core.holdings import bytes_of_all, spec_bytes
 from ganger_master.core.membership import MEMBERS_LIMIT, RUNGS_LIMIT, Membership, RuleKind, StopRule
 from ganger_master.core.memberships import members_of, report_of
 from ganger_master.core.model import Job, JobSpec, JobState, Progress
 from ganger_master.core.state import State
-from ganger_master.core.submission import COMMAND_BYTES_LIMIT, SEVERAL, check_room, violations_of
+from ganger_master.core.submission import COMMAND_BYTES_LIMIT, SEVERAL, check_room, check_share, violations_of
 from ganger_master.core.substitution import Template, bytes_of
 from ganger_master.policies.stopping import Contender, Stop, judge
 
@@ -240,7 +241,12 @@ def _check(state: State, command: commands.SubmitArray) -> Refused | None:
         violations = _wrong_commands(command.spec, command.members)
     if violations:
         return Refused("SPEC_INVALID", "the array cannot be accepted", violations=tuple(violations))
-    return check_room(state, command.spec, command.user, len(command.members))
+    refused = check_room(state, command.spec, command.user, len(command.members))
+    if refused is None and command.limited:
+        jobs = len(command.members)
+        size = jobs * spec_bytes(command.spec) + sum([bytes_of_all(given) for _, given in command.members])
+        refused = check_share(state, command.user, jobs, size)
+    return refused
 
 
 def _wrong_members(members: Sequence[tuple[int, Mapping[str, str]]]) -> list[tuple[str, str]]:
@@ -273,7 +279,7 @@ def _wrong_members(members: Sequence[tuple[int, Mapping[str, str]]]) -> list[tup
 
 def _wrong_commands(spec: JobSpec, members: Sequence[tuple[int, Mapping[str, str]]]) -> list[tuple[str, str]]:
     """What the parameters make of the command, judged by its length before anything is put together."""
-    template, shared = Template(spec.command), sum([bytes_of(k) + bytes_of(v) for k, v in spec.environment.items()])
+    template, shared = Template(spec.command), bytes_of_all(spec.environment)
     total = 0
     if template.places > _PLACES_LIMIT:
         return [("spec.command", f"at most {_PLACES_LIMIT} places such as {{NAME}}: put the program into a file")]

@@ -31,6 +31,8 @@ class SubmitJob(Struct, frozen=True, gc=False):
     uid: str
     user: str = ""
     request_id: str = ""
+    # The user is no operator: the limits of each user hold.
+    limited: bool = False
 
 
 class SubmitArray(Struct, frozen=True, gc=False):
@@ -43,6 +45,8 @@ class SubmitArray(Struct, frozen=True, gc=False):
     rule: StopRule | None = None
     user: str = ""
     request_id: str = ""
+    # The user is no operator: the limits of each user hold.
+    limited: bool = False
 
 
 class CancelArray(Struct, frozen=True, gc=False):

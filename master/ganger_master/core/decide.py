@@ -17,12 +17,13 @@ from ganger_master.core.capacity import judge_change, level_of
 from ganger_master.core.checks import busy, check_move, check_suspend, find_job, not_running, unfinished
 from ganger_master.core.commands import Command
 from ganger_master.core.events import Event
+from ganger_master.core.holdings import spec_bytes
 from ganger_master.core.model import Claim, Intent, JobState, Node, SuspendLevel
 from ganger_master.core.plans import propose_plan
 from ganger_master.core.requests import release_gang, request_gang
 from ganger_master.core.resizing import check_resize, place_resized
 from ganger_master.core.state import State
-from ganger_master.core.submission import check_submission
+from ganger_master.core.submission import check_share, check_submission
 
 
 class Decision(Struct, frozen=True, gc=False):
@@ -58,6 +59,8 @@ def _submit(state: State, command: commands.SubmitJob, now: float) -> Decision:
         text = f"request id {command.request_id} was accepted as {name}, which has ended and is no longer kept"
         return Decision((), Refused("REQUEST_REUSED", text, {"job": name}))
     refused = check_submission(state, command.spec, command.user)
+    if refused is None and command.limited:
+        refused = check_share(state, command.user, 1, spec_bytes(command.spec))
     if refused is not None:
         return Decision((), refused)
     number = state.counters.next_job

@@ -6,7 +6,6 @@ A submission that is repeated must be recognised for a while: of a job that goes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 
 from ganger_master.core.memberships import members_of
 from ganger_master.core.model import Request
@@ -15,15 +14,29 @@ from ganger_master.core.state import State
 
 def forget(state: State, now: float) -> None:
     """Keeps the jobs that ended last; one that holds something on a lost node stays until that is gone."""
-    excess = len(state.finished) - state.settings.finished_jobs_limit
-    if excess > 0:
-        for number in list(islice(_may_go(state), excess)):
-            _forget_job(state, number, now)
+    for number in _going(state):
+        _forget_job(state, number, now)
     while state.former:
         oldest = next(iter(state.former.values()))
         if _must_be_known(state, oldest.time, now) and len(state.former) <= state.settings.former_requests_limit:
             return
         state.forget_request(oldest.user, oldest.request_id)
+
+
+def _going(state: State) -> list[int]:
+    """The oldest, until no more are kept, and these take no more bytes, than may be."""
+    excess = len(state.finished) - state.settings.finished_jobs_limit
+    most = state.settings.finished_bytes_limit
+    excess_bytes = 0 if most is None else state.holdings.finished_bytes - most
+    going: list[int] = []
+    if excess <= 0 and excess_bytes <= 0:
+        return going
+    for number in _may_go(state):
+        if len(going) >= excess and excess_bytes <= 0:
+            break
+        going.append(number)
+        excess_bytes -= state.holdings.bytes_of(number)
+    return going
 
 
 def _may_go(state: State) -> Iterator[int]:

@@ -194,6 +194,7 @@ def _index(state: State) -> None:
         for place, piece in enumerate(gang.pieces):
             state.gangs_on.setdefault(piece.claim.node, {})[epoch] = place
     for job in state.jobs.values():
+        state.holdings.note(None, job)
         if not job.state.is_final:
             state.live[job.number] = None
         if state.is_waiting(job):

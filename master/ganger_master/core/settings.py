@@ -57,6 +57,11 @@ class Settings:
     protected_jobs: int = 4
     jobs_waiting_limit: int = 100_000
     finished_jobs_limit: int = 10_000
+    # Of the specs of finished jobs that are kept; beyond it the oldest are forgotten early. None: no limit.
+    finished_bytes_limit: int | None = None
+    # Of each user who is not an operator: jobs that are pending, and the specs of all that have not ended.
+    pending_jobs_per_user: int = 10_000
+    spec_bytes_per_user: int = 256 * 1024 * 1024
     # Request ids of finished jobs that are kept no longer: about 60 MB. Beyond these the oldest are forgotten early.
     former_requests_limit: int = 250_000
     # Devices a user may hold at once; "" is everybody not named. Absent: no limit.

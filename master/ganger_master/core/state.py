@@ -20,6 +20,7 @@ from ganger_master.core.changes import Changes, Dirty
 from ganger_master.core.commands import ObservedGang, ObservedRows
 from ganger_master.core.desired import Party, Projected
 from ganger_master.core.effects import History
+from ganger_master.core.holdings import Holdings
 from ganger_master.core.model import Claim, Counters, Element, Gang, Job, JobState, Node, NodeSet, Request
 from ganger_master.core.rows import row_of
 from ganger_master.core.settings import Settings
@@ -66,6 +67,7 @@ class State:
         self.live: dict[int, None] = {}
         # Only where there are quotas.
         self.shares = Shares()
+        self.holdings = Holdings()
         self.waiting = Waiting()
         # All of these but those who are `aside`.
         self.front = Waiting()
@@ -150,6 +152,7 @@ class State:
         if old == job:
             return
         self.jobs[job.number] = job
+        self.holdings.note(old, job)
         self._index_job(old, job)
         if old is not None and (old.spec is not job.spec or old.checkpoint is not job.checkpoint):
             self._tell_job(job.number)
@@ -209,6 +212,7 @@ class State:
     def forget_job(self, number: int) -> None:
         """One that has ended, with nothing left anywhere."""
         job = self.jobs.pop(number)
+        self.holdings.forget(job)
         del self.finished[number]
         if self.requests.get((job.user, job.request_id)) == number:
             del self.requests[job.user, job.request_id]

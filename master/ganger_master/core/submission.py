@@ -65,6 +65,27 @@ def _check_quota(state: State, spec: JobSpec, user: str) -> Refused | None:
     return Refused("QUOTA_EXCEEDED", text, {"user": user, "needed": str(spec.gpus), "limit": str(limit)})
 
 
+def check_share(state: State, user: str, jobs: int, size_bytes: int) -> Refused | None:
+    """Whether a user may submit so many jobs more, whose specs take so many bytes."""
+    settings, held = state.settings, state.holdings
+    pending, most = held.pending[user], settings.pending_jobs_per_user
+    if pending + jobs > most:
+        text = (
+            f"user {user} has {pending} pending jobs, this submission has {jobs}, and a user may have {most}"
+            " (pending_jobs_per_user): wait until some have started, or cancel some"
+        )
+        return Refused("USER_LIMIT", text, {"pending": str(pending), "limit": str(most)})
+    size, most = held.live_bytes[user], settings.spec_bytes_per_user
+    if size + size_bytes > most:
+        text = (
+            f"the commands and environments of the jobs of user {user} take {size} bytes, those of this submission"
+            f" {size_bytes}, and a user may have {most} (spec_bytes_per_user): put large values into files, or wait"
+            " until some jobs have ended"
+        )
+        return Refused("USER_LIMIT", text, {"bytes": str(size), "limit": str(most)})
+    return None
+
+
 def check_possible(state: State, spec: JobSpec) -> Refused | None:
     """Whether its gang could ever run."""
     refusal = impossible(state.view, spec.shape())

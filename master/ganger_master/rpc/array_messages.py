@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from ganger.v1 import array_pb2, job_service_pb2
 from ganger.wire import errors, times
+from ganger.wire.roles import Identity
 
 from ganger_master.core import commands
 from ganger_master.core.membership import MEMBERS_LIMIT, StopRule
@@ -20,7 +21,7 @@ from ganger_master.rpc.membership_messages import rule_from_wire, rule_to_wire
 from ganger_master.runtime.progress import Sample
 
 
-def submission_from_wire(request: job_service_pb2.CreateArrayRequest, user: str) -> commands.SubmitArray:
+def submission_from_wire(request: job_service_pb2.CreateArrayRequest, caller: Identity) -> commands.SubmitArray:
     """Not yet judged, but for a rule of no known kind, and for what is too much to look at. Raises SpecInvalid."""
     if len(request.members) > MEMBERS_LIMIT:
         violation = errors.Violation("members", f"from 1 to {MEMBERS_LIMIT}, not {len(request.members)}")
@@ -31,8 +32,9 @@ def submission_from_wire(request: job_service_pb2.CreateArrayRequest, user: str)
         tuple([str(uuid.uuid4()) for _ in request.members]),
         request.at_once,
         rule_from_wire(request.rule) if request.HasField("rule") else None,
-        user,
+        caller.name,
         request.request_id,
+        limited=caller.has_own_jobs_only,
     )
 
 

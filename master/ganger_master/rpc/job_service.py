@@ -28,6 +28,7 @@ from ganger_master.rpc.log_proxy import LogProxy
 from ganger_master.rpc.ownership import array_outline, check_jobs, check_owner, outline
 from ganger_master.rpc.pages import ENTRIES_AT_ONCE, PAGE_DEFAULT, PAGE_MOST, Room, page_token, place_of
 from ganger_master.rpc.plan_messages import REASON_MOST, on_the_way_to_wire
+from ganger_master.rpc.user_limits import UserLimits
 from ganger_master.runtime.writer import Writer
 from ganger_master.store.contract import HistoryEntry
 
@@ -39,31 +40,40 @@ _SHOWN_AT_ONCE: Final = 20
 
 class JobService(job_service_pb2_grpc.JobServiceServicer):
     def __init__(
-        self, writer: Writer, shown: Shown, logs: LogProxy, callers: Callers, clock: Callable[[], float]
+        self,
+        writer: Writer,
+        shown: Shown,
+        logs: LogProxy,
+        callers: Callers,
+        limits: UserLimits,
+        clock: Callable[[], float],
     ) -> None:
         self._writer = writer
         self._shown = shown
         self._logs = logs
         self._callers = callers
+        self._limits = limits
         self._clock = clock
 
     async def CreateJob(self, request: job_service_pb2.CreateJobRequest, context: Any) -> job_pb2.Job:
         _check_request_id(request.request_id)
-        spec = job_messages.spec_from_wire(request.spec)
-        user = self._callers.of(context).name
-        return await self._change(commands.SubmitJob(spec, str(uuid.uuid4()), user, request.request_id))
+        spec, caller = job_messages.spec_from_wire(request.spec), self._callers.of(context)
+        command = commands.SubmitJob(
+            spec, str(uuid.uuid4()), caller.name, request.request_id, limited=caller.has_own_jobs_only
+        )
+        return await self._change(command, context)
 
     async def CreateArray(self, request: job_service_pb2.CreateArrayRequest, context: Any) -> array_pb2.Array:
         _check_request_id(request.request_id)
-        command = array_messages.submission_from_wire(request, self._callers.of(context).name)
+        command = array_messages.submission_from_wire(request, self._callers.of(context))
+        self._limits.charge_changes(self._callers.of(context), len(request.members))
         return self._shown.array(expect(await self._writer.submit(command), ArrayAnswer).number)
 
     async def UpdateArray(
         self, request: job_service_pb2.UpdateArrayRequest, context: Any
     ) -> job_service_pb2.UpdateArrayResponse:
         number, caller = names.parse_array_name(request.name), self._callers.of(context)
-        if caller.has_own_jobs_only:
-            check_owner(caller, request.name, self._shown.members(number)[0].user)
+        self._charge_array(caller, number)
         _check_request_id(request.request_id)
         update = job_messages.update_from_wire(request.update)
         command = commands.UpdateArray(number, update, request.request_id, caller.name, request.may_end)
@@ -119,8 +129,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def CancelArray(self, request: job_service_pb2.CancelArrayRequest, context: Any) -> array_pb2.Array:
         number = names.parse_array_name(request.name)
         caller = self._callers.of(context)
-        if caller.has_own_jobs_only:
-            check_owner(caller, request.name, self._shown.members(number)[0].user)
+        self._charge_array(caller, number)
         command = commands.CancelArray(number, request.reason[:REASON_MOST], caller.name)
         return self._shown.array(expect(await self._writer.submit(command), ArrayAnswer).number)
 
@@ -184,34 +193,35 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
 
     async def CancelJob(self, request: job_service_pb2.CancelJobRequest, context: Any) -> job_pb2.Job:
         number, user = self._reached(request.name, context)
-        return await self._change(commands.CancelJob(number, request.reason[:REASON_MOST], user))
+        return await self._change(commands.CancelJob(number, request.reason[:REASON_MOST], user), context)
 
     async def UpdateJob(self, request: job_service_pb2.UpdateJobRequest, context: Any) -> job_pb2.Job:
         number, user = self._reached(request.name, context)
         _check_request_id(request.request_id)
         update = job_messages.update_from_wire(request.update)
-        return await self._change(commands.UpdateJob(number, update, request.request_id, user, request.may_end))
+        command = commands.UpdateJob(number, update, request.request_id, user, request.may_end)
+        return await self._change(command, context)
 
     async def SuspendJob(self, request: job_service_pb2.SuspendJobRequest, context: Any) -> job_pb2.Job:
         number, user = self._reached(request.name, context)
         level = job_messages.level_from_wire(request.level)
-        return await self._change(commands.SuspendJob(number, level, user))
+        return await self._change(commands.SuspendJob(number, level, user), context)
 
     async def ResumeJob(self, request: job_service_pb2.ResumeJobRequest, context: Any) -> job_pb2.Job:
-        return await self._change(commands.ResumeJob(*self._reached(request.name, context)))
+        return await self._change(commands.ResumeJob(*self._reached(request.name, context)), context)
 
     async def MoveJob(self, request: job_service_pb2.MoveJobRequest, context: Any) -> job_pb2.Job:
         number, user = self._reached(request.name, context)
         nodes = tuple(names.parse_node_name(node) for node in request.nodes)
-        return await self._change(commands.MoveJob(number, nodes, user))
+        return await self._change(commands.MoveJob(number, nodes, user), context)
 
     async def RetuneJob(self, request: job_service_pb2.RetuneJobRequest, context: Any) -> job_pb2.Job:
         number, user = self._reached(request.name, context)
-        return await self._change(commands.RetuneJob(number, request.millicores, request.repin, user))
+        return await self._change(commands.RetuneJob(number, request.millicores, request.repin, user), context)
 
     async def ResizeJob(self, request: job_service_pb2.ResizeJobRequest, context: Any) -> job_pb2.Job:
         number, user = self._reached(request.name, context)
-        return await self._change(commands.ResizeJob(number, request.gpus, user))
+        return await self._change(commands.ResizeJob(number, request.gpus, user), context)
 
     async def ReadLog(
         self, request: job_service_pb2.ReadLogRequest, context: Any
@@ -304,7 +314,15 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         except errors.NameInvalid:
             return ""
 
-    async def _change(self, command: commands.Command) -> job_pb2.Job:
+    def _charge_array(self, caller: Identity, number: int) -> None:
+        """Of a user: checks whose it is, and counts a change of each member. Raises JobNotYours and UserLimit."""
+        if caller.has_own_jobs_only:
+            members = self._shown.members(number)
+            check_owner(caller, names.array_name(number), members[0].user)
+            self._limits.charge_changes(caller, len(members))
+
+    async def _change(self, command: commands.Command, context: Any) -> job_pb2.Job:
+        self._limits.charge_changes(self._callers.of(context))
         answer = expect(await self._writer.submit(command), JobAnswer)
         return self._shown.job(answer.number)
 

@@ -27,6 +27,7 @@ from ganger_master.rpc.live_jobs import live_job_to_wire
 from ganger_master.rpc.ownership import check_jobs
 from ganger_master.rpc.pages import Room
 from ganger_master.rpc.plan_messages import plan_from_wire
+from ganger_master.rpc.user_limits import UserLimits
 from ganger_master.runtime.progress import ProgressBoard
 from ganger_master.runtime.writer import Writer
 
@@ -65,10 +66,17 @@ _Judged: TypeAlias = tuple[Sequence[scheduling_pb2.GangRequest], asyncio.Future[
 
 class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
     def __init__(
-        self, writer: Writer, shown: Shown, progress: ProgressBoard, callers: Callers, clock: Callable[[], float]
+        self,
+        writer: Writer,
+        shown: Shown,
+        progress: ProgressBoard,
+        callers: Callers,
+        limits: UserLimits,
+        clock: Callable[[], float],
     ) -> None:
         self._writer = writer
         self._callers = callers
+        self._limits = limits
         self._shown = shown
         self._progress = progress
         self._clock = clock
@@ -240,6 +248,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                     raise errors.RequestInvalid(f"{many} requests in a message: at most {_REQUESTS_MOST}")
                 for start in range(0, len(message.requests), _JUDGED_AT_ONCE):
                     part = message.requests[start : start + _JUDGED_AT_ONCE]
+                    self._limits.charge_requests(caller, len(part))
                     requests = [_gang_request(request) for request in part]
                     if caller.has_own_jobs_only:
                         check_jobs(caller, self._shown, (request.number for request in requests))
@@ -261,6 +270,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         caller = self._callers.of(context)
         if caller.has_own_jobs_only:
             self._check_plan(caller, command)
+            self._limits.charge_changes(caller, len(command.changes))
             command = replace(command, proposer=f"user:{caller.name}")
         answer = expect(await self._writer.submit(command), PlanAnswer)
         return scheduling_pb2.PlanVerdict(

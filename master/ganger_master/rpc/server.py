@@ -31,6 +31,7 @@ from ganger_master.rpc.job_service import JobService
 from ganger_master.rpc.log_proxy import LogProxy
 from ganger_master.rpc.node_service import NodeService
 from ganger_master.rpc.scheduling_service import SchedulingService
+from ganger_master.rpc.user_limits import LimitInterceptor, UserLimits
 from ganger_master.runtime.progress import ProgressBoard
 from ganger_master.runtime.writer import Writer
 
@@ -63,6 +64,7 @@ class MasterServer:
         version: str,
         clock: Callable[[], float],
         captures: Path,
+        limits: UserLimits,
         tls: Path | None = None,
         more_handlers: Sequence[grpc.GenericRpcHandler[Any, Any]] = (),
     ) -> None:
@@ -70,12 +72,14 @@ class MasterServer:
         callers = Callers(Identity(Role.OPERATOR, owner()), by_role=tls is not None)
         self._logs = LogProxy(writer, shown, clock, token, str(tls or ""))
         self._health: Any = aio_health.HealthServicer()
-        self._server = make_server(token, _OPTIONS, by_role=tls is not None)
+        self._limits = limits
+        limiter = LimitInterceptor(limits, callers)
+        self._server = make_server(token, _OPTIONS, by_role=tls is not None, more_interceptors=(limiter,))
         job_service_pb2_grpc.add_JobServiceServicer_to_server(
-            JobService(writer, shown, self._logs, callers, clock), self._server
+            JobService(writer, shown, self._logs, callers, limits, clock), self._server
         )
         scheduling_pb2_grpc.add_SchedulingServiceServicer_to_server(
-            SchedulingService(writer, shown, progress, callers, clock), self._server
+            SchedulingService(writer, shown, progress, callers, limits, clock), self._server
         )
         self.agents = AgentService(writer, progress, callers, clock)
         node_pb2_grpc.add_NodeServiceServicer_to_server(

@@ -1,0 +1,75 @@
+"""What each user's jobs take of the master: how many are pending, and the bytes of their specs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from ganger_master.core.model import Job, JobSpec, JobState
+from ganger_master.core.substitution import bytes_of
+
+# Of a job beside its command, environment and parameters.
+_JOB_BYTES: Final = 1_024
+
+
+def spec_bytes(spec: JobSpec) -> int:
+    """What the spec of a job takes in memory and in the store."""
+    return _own_bytes(spec) + bytes_of_all(spec.environment)
+
+
+def _own_bytes(spec: JobSpec) -> int:
+    parameters = {} if spec.array is None else spec.array.parameters
+    return _JOB_BYTES + sum(map(bytes_of, spec.command)) + bytes_of_all(spec.labels) + bytes_of_all(parameters)
+
+
+def bytes_of_all(texts: Mapping[str, str]) -> int:
+    return sum([bytes_of(name) + bytes_of(text) for name, text in texts.items()])
+
+
+@dataclass(slots=True)
+class Holdings:
+    """Follows every change of a job. Jobs that have ended count for the finished ones, not for their user."""
+
+    pending: Counter[str] = field(default_factory=Counter)
+    live_bytes: Counter[str] = field(default_factory=Counter)
+    finished_bytes: int = 0
+    _bytes: dict[int, int] = field(default_factory=dict)
+    # The environment that was measured last: members of an array share one.
+    _measured: tuple[Mapping[str, str] | None, int] = field(default=(None, 0), compare=False)
+
+    def note(self, old: Job | None, new: Job) -> None:
+        if old is None or old.spec is not new.spec:
+            self._take(old)
+            if self._measured[0] is not new.spec.environment:
+                self._measured = new.spec.environment, bytes_of_all(new.spec.environment)
+            self._bytes[new.number] = _own_bytes(new.spec) + self._measured[1]
+            self._give(new)
+        elif old.state is not new.state:
+            self._take(old)
+            self._give(new)
+
+    def forget(self, job: Job) -> None:
+        self._take(job)
+        del self._bytes[job.number]
+
+    def bytes_of(self, number: int) -> int:
+        return self._bytes[number]
+
+    def _give(self, job: Job, sign: int = 1) -> None:
+        size = sign * self._bytes[job.number]
+        if job.state.is_final:
+            self.finished_bytes += size
+        else:
+            self.live_bytes[job.user] += size
+        if job.state is JobState.PENDING:
+            self.pending[job.user] += sign
+
+    def _take(self, job: Job | None) -> None:
+        if job is None:
+            return
+        self._give(job, -1)
+        for counts in (self.pending, self.live_bytes):
+            if not counts[job.user]:
+                del counts[job.user]

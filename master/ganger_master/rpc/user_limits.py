@@ -1,0 +1,131 @@
+"""How much of the master's time a user may take: requests and changes in a second, and streams at once.
+
+A floor under the service of all, far above what people and their scripts do. Operators, and the master's own programs,
+have no limits.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+from ganger.wire.errors import UserLimit
+from ganger.wire.roles import Identity
+from ganger.wire.servers import Callers, WrappingInterceptor, behaviour_of, rebuilt
+
+# What a user may take at once, in seconds of the lasting rate: a script that looks at all its jobs; 20 arrays.
+_REQUESTS_BURST_SECONDS: Final = 10.0
+_CHANGES_BURST_SECONDS: Final = 2_000.0
+
+
+@dataclass(slots=True)
+class Bucket:
+    """A token bucket: `rate` in a second, at most `burst` at once. Full at first."""
+
+    rate: float
+    burst: float
+    level: float | None = None
+    filled_at: float = 0.0
+
+    def take(self, now: float, cost: float = 1.0) -> float:
+        """Takes the cost and returns zero; or takes nothing and returns after how many seconds there is enough. More
+        than a burst is had from a full bucket, and paid off later."""
+        passed = max(0.0, now - self.filled_at)
+        level = self.burst if self.level is None else min(self.burst, self.level + passed * self.rate)
+        self.filled_at = now
+        lacking = max(0.0, min(cost, self.burst) - level)
+        self.level = level if lacking else level - cost
+        return lacking / self.rate
+
+
+@dataclass(slots=True)
+class _User:
+    requests: Bucket
+    changes: Bucket
+    streams: int = 0
+
+
+class UserLimits:
+    """What each user has taken. All methods raise UserLimit for what is too much."""
+
+    def __init__(self, requests: int, changes: int, streams: int, steady: Callable[[], float] = time.monotonic) -> None:
+        self._requests = requests
+        self._changes = changes
+        self._streams = streams
+        self._steady = steady
+        self._users: dict[str, _User] = {}
+
+    def charge_requests(self, caller: Identity, count: int = 1) -> None:
+        user = self._user(caller)
+        if user is not None and (wait := user.requests.take(self._steady(), count)):
+            raise self._exceeded(caller, wait, f"{self._requests} requests", "requests_per_user", self._requests)
+
+    def charge_changes(self, caller: Identity, count: int = 1) -> None:
+        """Of jobs: each is an entry of the history."""
+        user = self._user(caller)
+        if user is not None and (wait := user.changes.take(self._steady(), count)):
+            raise self._exceeded(caller, wait, f"{self._changes} changes of jobs", "changes_per_user", self._changes)
+
+    @contextmanager
+    def stream(self, caller: Identity) -> Iterator[None]:
+        user = self._user(caller)
+        if user is None:
+            yield
+            return
+        if user.streams >= self._streams:
+            raise UserLimit(
+                f"user {caller.name} has {user.streams} streams open, and a user may have {self._streams}"
+                " (streams_per_user): end some that watch jobs or follow logs",
+                limit=self._streams,
+            )
+        user.streams += 1
+        try:
+            yield
+        finally:
+            user.streams -= 1
+
+    def _user(self, caller: Identity) -> _User | None:
+        """None for callers without limits."""
+        if not caller.has_own_jobs_only:
+            return None
+        user = self._users.get(caller.name)
+        if user is None:
+            requests = Bucket(self._requests, self._requests * _REQUESTS_BURST_SECONDS)
+            user = _User(requests, Bucket(self._changes, self._changes * _CHANGES_BURST_SECONDS))
+            self._users[caller.name] = user
+        return user
+
+    @staticmethod
+    def _exceeded(caller: Identity, wait: float, what: str, setting: str, limit: int) -> UserLimit:
+        text = f"user {caller.name} has used up {what} a second ({setting}): try again in {wait:.1f} s"
+        return UserLimit(text, limit=limit)
+
+
+class LimitInterceptor(WrappingInterceptor):
+    """Counts each call, and each stream as long as it is open."""
+
+    def __init__(self, limits: UserLimits, callers: Callers) -> None:
+        super().__init__()
+        self._limits = limits
+        self._callers = callers
+
+    def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+        behaviour = behaviour_of(handler)
+
+        async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            self._limits.charge_requests(self._callers.of(context))
+            return await behaviour(request, context)
+
+        async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            caller = self._callers.of(context)
+            self._limits.charge_requests(caller)
+            with self._limits.stream(caller):
+                async for response in behaviour(request, context):
+                    yield response
+
+        return rebuilt(handler, stream if inspect.isasyncgenfunction(behaviour) else answer)

@@ -1,0 +1,106 @@
+"""What one user may ask of a master that others use, too."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+from ganger.v1 import array_pb2, job_service_pb2
+from ganger.wire.errors import ApiError, UserLimit, from_rpc_error
+from ganger.wire.roles import Identity, Role
+from ganger_master.rpc.user_limits import Bucket, UserLimits
+from rpc.certified import serving_certified
+from rpc.kit import Speaker, spec_of, until
+
+ANN, ROOT = Identity(Role.USER, "ann"), Identity(Role.OPERATOR, "root")
+
+
+async def refused(call: object) -> ApiError:
+    with pytest.raises(grpc.RpcError) as failed:
+        await call  # type: ignore[misc]
+    return from_rpc_error(failed.value)
+
+
+def test_a_bucket_gives_its_burst_at_once_and_then_its_rate() -> None:
+    bucket = Bucket(rate=2.0, burst=10.0)
+    assert [bucket.take(100.0) for _ in range(10)] == [0.0] * 10
+    assert bucket.take(100.0) == 0.5, "in half a second there is one"
+    assert bucket.take(100.5) == 0.0
+    assert bucket.take(100.5) == 0.5
+    assert [bucket.take(1_000.0) for _ in range(11)] == [0.0] * 10 + [0.5], "it is never more than full"
+
+
+def test_more_than_a_burst_is_had_of_a_full_bucket_and_paid_off() -> None:
+    bucket = Bucket(rate=1.0, burst=10.0)
+    assert bucket.take(0.0, 30.0) == 0.0
+    assert bucket.take(0.0) == 21.0
+    assert bucket.take(21.0) == 0.0
+    assert bucket.take(21.0, 30.0) == 10.0, "and then not before it is full"
+
+
+def test_a_clock_that_goes_back_gives_nothing() -> None:
+    bucket = Bucket(rate=1.0, burst=1.0)
+    assert bucket.take(5.0) == 0.0
+    assert bucket.take(4.0) == 1.0
+
+
+def test_requests_and_changes_of_a_user_are_bounded_and_those_of_operators_are_not() -> None:
+    now = [0.0]
+    limits = UserLimits(requests=5, changes=1, streams=1, steady=lambda: now[0])
+    limits.charge_requests(ANN, 50)
+    with pytest.raises(
+        UserLimit, match=r"user ann has used up 5 requests a second \(requests_per_user\): try again in"
+    ):
+        limits.charge_requests(ANN)
+    limits.charge_changes(ANN, 2_000)
+    with pytest.raises(UserLimit, match="changes_per_user"):
+        limits.charge_changes(ANN)
+    now[0] = 1.0
+    limits.charge_requests(ANN, 5)
+    limits.charge_changes(ANN)
+    limits.charge_requests(Identity(Role.USER, "bob"), 50)
+    for _ in range(100):
+        limits.charge_requests(ROOT, 1_000)
+
+
+def test_a_users_streams_pending_jobs_and_requests_are_bounded_on_a_running_master(tmp_path: Path) -> None:
+    async def story() -> None:
+        small = {"streams_per_user": 2, "pending_jobs_per_user": 5, "requests_per_user": 30}
+        async with serving_certified(tmp_path, **small) as made:
+            await Speaker(made.calls(Role.DAEMON, "n1"), "n1").join()
+            ann, bob, root = (
+                made.calls(role, name) for role, name in ((ANN.role, "ann"), ("user", "bob"), ("operator", "root"))
+            )
+            job = await ann.submit()
+            watch = job_service_pb2.WatchJobRequest(name=job.name)
+            streams = [ann.jobs.WatchJob(watch) for _ in range(2)]
+            for stream in streams:
+                await stream.read()
+            third = ann.jobs.WatchJob(watch)
+            error = await refused(third.read())
+            assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "USER_LIMIT")
+            assert "has 2 streams open" in error.message
+            await root.jobs.WatchJob(watch).read()
+            streams[0].cancel()
+            user = made.master._server._limits._users["ann"]  # type: ignore[union-attr]
+            await until(lambda: user.streams == 1)
+            await ann.jobs.WatchJob(watch).read()
+            members = [array_pb2.ArrayMember(index=index) for index in range(5)]
+            array = job_service_pb2.CreateArrayRequest(spec=spec_of(), members=members)
+            assert "has 1 pending jobs" in (await refused(ann.jobs.CreateArray(array))).message
+            await bob.jobs.CreateArray(array)
+            await root.jobs.CreateArray(array)
+            await root.jobs.CreateArray(array)
+            seen = ""
+            for _ in range(400):
+                try:
+                    await ann.jobs.GetJob(job_service_pb2.GetJobRequest(name=job.name))
+                except grpc.RpcError as failed:
+                    seen = from_rpc_error(failed).message
+                    break
+            assert "user ann has used up 30 requests a second" in seen
+            await bob.jobs.ListJobs(job_service_pb2.ListJobsRequest())
+
+    asyncio.run(story())
