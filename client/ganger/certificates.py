@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from ganger.wire.roles import Identity, Role
+from ganger.wire.roles import Identity, Role, served_name
 from ganger.wire.tls import AUTHORITY, CERTIFICATE, KEY
 
 AUTHORITY_KEY: Final = "ca-key.pem"
@@ -74,7 +74,11 @@ def issue(authority: Path, identity: Identity, hosts: Sequence[str], days: float
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, identity.name)])
     purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if serves else [])]
-    names = [x509.UniformResourceIdentifier(identity.uri), *(_general_name(host) for host in hosts)]
+    names = [
+        x509.UniformResourceIdentifier(identity.uri),
+        *(_general_name(host) for host in hosts),
+        *(x509.DNSName(served_name(identity.role, host)) for host in hosts),
+    ]
     certificate = (
         _builder(name, signer.subject, key.public_key(), days)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
@@ -145,7 +149,7 @@ def _general_name(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         pass
-    if len(host) > 253 or _HOST.fullmatch(host) is None:
+    if len(host) > 240 or _HOST.fullmatch(host) is None:
         raise CertificateError(f"--host {host!r} is neither a host name nor an IP address; leave the port out")
     return x509.DNSName(host)
 

@@ -240,6 +240,6 @@ class PeerCalls:
     def _stub(self, address: str) -> Any:
         channel = self._channels.get(address)
         if channel is None:
-            channel = open_aio_channel(Endpoint(address, self._token, self._tls))
+            channel = open_aio_channel(Endpoint(address, self._token, self._tls), role=Role.DAEMON)
             self._channels[address] = channel
         return peer_pb2_grpc.PeerServiceStub(channel)

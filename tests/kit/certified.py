@@ -33,10 +33,28 @@ class Authority:
             issue(self._own, identity, (HOSTS if hosts is None else hosts) if serves else (), days, out)
         return out
 
+    def leave_out(self, directory: Path, name: str) -> None:
+        """Replaces a certificate by one without this DNS name."""
+        before = x509.load_pem_x509_certificate((directory / CERTIFICATE).read_bytes())
+        extensions: list[tuple[x509.ExtensionType, bool]] = []
+        for extension in before.extensions:
+            value = extension.value
+            if isinstance(value, x509.SubjectAlternativeName):
+                value = x509.SubjectAlternativeName([one for one in value if one.value != name])
+            extensions.append((value, extension.critical))
+        self._replace(directory, before, extensions)
+
     def issue_with(self, uris: Sequence[str], identity: Identity) -> Path:
         """That of the identity, but with these URIs in the place of its own."""
         out = self.issue(identity.role, identity.name)
+        names = [x509.UniformResourceIdentifier(uri) for uri in uris]
         before = x509.load_pem_x509_certificate((out / CERTIFICATE).read_bytes())
+        self._replace(out, before, [(x509.SubjectAlternativeName(names), False)] if uris else [])
+        return out
+
+    def _replace(
+        self, out: Path, before: x509.Certificate, extensions: Sequence[tuple[x509.ExtensionType, bool]]
+    ) -> None:
         authority = x509.load_pem_x509_certificate((self._own / AUTHORITY).read_bytes())
         key = serialization.load_pem_private_key((self._own / AUTHORITY_KEY).read_bytes(), None)
         assert isinstance(key, ec.EllipticCurvePrivateKey)
@@ -49,8 +67,6 @@ class Authority:
             .not_valid_before(before.not_valid_before_utc)
             .not_valid_after(before.not_valid_after_utc)
         )
-        if uris:
-            names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri) for uri in uris])
-            builder = builder.add_extension(names, critical=False)
+        for value, is_critical in extensions:
+            builder = builder.add_extension(value, is_critical)
         (out / CERTIFICATE).write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
-        return out

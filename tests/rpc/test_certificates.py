@@ -499,7 +499,7 @@ def test_logs_come_from_daemons_to_their_user_through_the_master_only(tmp_path: 
             assert b"".join(chunk.data for chunk in chunks) == b"a line\n"
             own = certified.authority.issue("user", "ann")
             stub: Any = peer_pb2_grpc.PeerServiceStub(
-                certified.over(open_aio_channel(Endpoint(address, tls=str(own)))).channel
+                certified.over(open_aio_channel(Endpoint(address, tls=str(own)), role=Role.DAEMON)).channel
             )
             assert await reason(stub.ReadLog(peer_pb2.ReadPeerLogRequest(job_uid="x"))) == "ROLE_NOT_PERMITTED"
         finally:

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import grpc
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from ganger.certificates import CertificateError, issue, make_authority
+from ganger.wire.channels import open_channel
 from ganger.wire.endpoints import Endpoint, EndpointError, check_dial_address, check_listen_address, find_endpoint
 from ganger.wire.roles import Identity, Role
 from ganger.wire.servers import bind, make_server
@@ -47,7 +49,8 @@ def test_a_certificate_says_role_name_and_hosts_and_for_how_long(authority: Auth
     made = x509.load_pem_x509_certificate((directory / CERTIFICATE).read_bytes())
     names = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.UniformResourceIdentifier) == ["ganger://daemon/n1"]
-    assert names.get_values_for_type(x509.DNSName) == ["n1.lab"]
+    served = ["n1.lab.daemon.ganger", "10.0.0.7.daemon.ganger", "fd00-0000-0000-0000-0000-0000-0000-0007.daemon.ganger"]
+    assert names.get_values_for_type(x509.DNSName) == ["n1.lab", *served]
     assert [str(address) for address in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.7", "fd00::7"]
     assert timedelta(hours=47) < made.not_valid_after_utc - datetime.now(UTC) < timedelta(hours=49)
 
@@ -207,6 +210,37 @@ def test_a_server_of_another_name_is_said(authority: Authority) -> None:
     ann = authority.issue("user", "ann")
     said = served(authority.issue("master", "m", ("m.lab",)), trouble_of(ann))
     assert "does not name the host 127.0.0.1: issue it with --host 127.0.0.1" in said
+
+
+@pytest.mark.parametrize(("role", "other"), [(Role.MASTER, Role.DAEMON), (Role.DAEMON, Role.MASTER)])
+def test_nobody_talks_to_a_server_of_another_role_at_the_same_host(
+    authority: Authority, role: Role, other: Role
+) -> None:
+    ann = str(authority.issue("user", "ann"))
+
+    def answer(address: str, wanted: Role) -> str:
+        with open_channel(Endpoint(address, tls=ann), role=wanted) as channel:
+            try:
+                channel.unary_unary("/ganger.v1.JobService/GetJob")(b"", timeout=10.0)
+            except grpc.RpcError as error:
+                return str(error.code().name)  # type: ignore[attr-defined]
+        return "OK"
+
+    def story(address: str) -> str:
+        asked = [answer(address, wanted) for wanted in (role, other)]
+        troubles = [trouble_with(Endpoint(address, tls=ann), wanted) for wanted in (role, other)]
+        return f"{asked} {'|'.join(troubles)}"
+
+    # it is there, and knows no such method
+    said = served(authority.issue(role, "x"), story)
+    assert said == f"['UNIMPLEMENTED', 'UNAVAILABLE'] |what answers there is {role} 'x', and no {other}"
+
+
+def test_a_certificate_that_does_not_say_which_role_its_host_is_served_in_is_said(authority: Authority) -> None:
+    directory = authority.issue("master", "m", ("m.lab", "10.0.0.7"))
+    authority.leave_out(directory, "10.0.0.7.master.ganger")
+    with pytest.raises(EndpointError, match=r"10\.0\.0\.7 is the host of a master.*ganger certs issue"):
+        check_directory(directory)
 
 
 def test_a_server_whose_certificate_has_ended_is_said(authority: Authority) -> None:

@@ -13,8 +13,9 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 
-from ganger.wire.endpoints import Endpoint, check_dial_address
+from ganger.wire.endpoints import Endpoint, check_dial_address, host_of
 from ganger.wire.methods import deadline_seconds, retry_service_config
+from ganger.wire.roles import Role, served_name
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 # Lists and sets are sent in parts of at most this: room is left for what comes with a part.
@@ -38,10 +39,12 @@ _CLIENT_OPTIONS: tuple[tuple[str, int | str], ...] = (
 )
 
 
-def open_channel(endpoint: Endpoint, options: Sequence[tuple[str, int | str]] = ()) -> grpc.Channel:
-    """A blocking channel. Close it. Raises EndpointError for an address that cannot be dialled, or a certificate that
-    cannot be read."""
-    credentials, all_options = _credentials(endpoint), (*_CLIENT_OPTIONS, *options)
+def open_channel(
+    endpoint: Endpoint, options: Sequence[tuple[str, int | str]] = (), role: Role = Role.MASTER
+) -> grpc.Channel:
+    """A blocking channel to a server of this role. Close it. Raises EndpointError for an address that cannot be
+    dialled, or a certificate that cannot be read."""
+    credentials, all_options = _credentials(endpoint), _options(endpoint, options, role)
     if credentials is None:
         channel = grpc.insecure_channel(_target(endpoint), options=all_options)
     else:
@@ -49,9 +52,11 @@ def open_channel(endpoint: Endpoint, options: Sequence[tuple[str, int | str]] = 
     return cast(grpc.Channel, _Channel(channel, endpoint.token))
 
 
-def open_aio_channel(endpoint: Endpoint, options: Sequence[tuple[str, int | str]] = ()) -> grpc.aio.Channel:
+def open_aio_channel(
+    endpoint: Endpoint, options: Sequence[tuple[str, int | str]] = (), role: Role = Role.MASTER
+) -> grpc.aio.Channel:
     """A channel of the running event loop. Close it. Raises EndpointError as `open_channel`."""
-    credentials, all_options = _credentials(endpoint), (*_CLIENT_OPTIONS, *options)
+    credentials, all_options = _credentials(endpoint), _options(endpoint, options, role)
     if credentials is None:
         channel = grpc.aio.insecure_channel(_target(endpoint), options=all_options)
     else:
@@ -67,6 +72,16 @@ def _credentials(endpoint: Endpoint) -> grpc.ChannelCredentials | None:
     from ganger.wire.tls import channel_credentials
 
     return channel_credentials(Path(endpoint.tls))
+
+
+def _options(
+    endpoint: Endpoint, options: Sequence[tuple[str, int | str]], role: Role
+) -> tuple[tuple[str, int | str], ...]:
+    if not endpoint.tls or endpoint.address.startswith("unix:"):
+        return (*_CLIENT_OPTIONS, *options)
+    # The certificate has to say that this host is served in this role: that it names the host, others' do, too.
+    expected = served_name(role, host_of(endpoint.address))
+    return (*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", expected), *options)
 
 
 def _target(endpoint: Endpoint) -> str:

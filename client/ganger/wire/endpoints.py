@@ -182,6 +182,11 @@ def check_listen_address(address: str, *, has_certificates: bool = False) -> Non
         )
 
 
+def host_of(address: str) -> str:
+    """The host in "HOST:PORT", that of an IPv6 address without its brackets."""
+    return address.rpartition(":")[0].strip("[]")
+
+
 def check_dial_address(address: str, *, has_certificate: bool = False) -> None:
     """Raises EndpointError for an address that cannot be dialled, and without a certificate for another machine's."""
     check_address(address)

@@ -6,6 +6,7 @@ A certificate says who its holder is by one URI among its subject alternative na
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Final
 from ganger.wire.errors import CertificateInvalid, RoleNotPermitted
 
 SCHEME: Final = "ganger://"
+_SERVED: Final = "ganger"
 # A job's user is kept in a column of this many characters and shown in tables.
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._@-]{0,61}[A-Za-z0-9])?")
 
@@ -52,6 +54,26 @@ class Identity:
 
     def __str__(self) -> str:
         return f"{self.role} {self.name!r}"
+
+
+def served_name(role: Role, host: str) -> str:
+    """Return the DNS name by which a certificate says that its holder serves ``host`` in this role.
+
+    Whoever dials checks it in the handshake, which knows names and no URIs: "m.lab" of a master is
+    "m.lab.master.ganger". An address of IPv6 has dashes, written out.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        name = host.lower()
+    else:
+        name = address.exploded.replace(":", "-")
+    return f"{name}.{role}.{_SERVED}"
+
+
+def is_served_name(name: str) -> bool:
+    """Whether a DNS name is one of `served_name`."""
+    return name.endswith(f".{_SERVED}")
 
 
 def is_name(name: str) -> bool:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
-from ganger.wire.endpoints import CredentialError, Endpoint
+from ganger.wire.endpoints import CredentialError, Endpoint, host_of
 from ganger.wire.errors import CertificateInvalid
-from ganger.wire.roles import Identity, Role, identity_of
+from ganger.wire.roles import Identity, Role, identity_of, is_served_name, served_name
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
@@ -104,10 +104,13 @@ def check_directory(directory: Path, roles: Iterable[Role] = Role) -> Identity:
     calling.check_hostname = False
     calling.verify_mode = ssl.CERT_NONE
     try:
-        identity = identity_at(_shake_hands(serving, calling)[0])
+        shown = _shake_hands(serving, calling)[0].getpeercert()
+        identity = _identity_in(shown)
         if identity.role in _SERVERS:
             calling.verify_mode = ssl.CERT_REQUIRED
             _shake_hands(serving, calling)
+            if missing := _served_names_missing(shown, identity.role):
+                raise CredentialError(_without(f"{directory / CERTIFICATE}", missing, identity.role))
     except ssl.SSLCertVerificationError as error:
         raise CredentialError(_own_trouble(directory, error)) from error
     except ssl.SSLError as error:
@@ -131,9 +134,9 @@ def tell_end(directory: Path) -> None:
     log.log(level, "certificate", extra={"file": str(directory / CERTIFICATE), "until": _day(end)})
 
 
-def trouble_with(endpoint: Endpoint) -> str:
-    """Why no connection to a server comes about that should: what is wrong with the certificates of either end. Empty
-    where nothing is, or nobody listens. Asks the server, for two seconds at most."""
+def trouble_with(endpoint: Endpoint, role: Role = Role.MASTER) -> str:
+    """Why no connection to a server of this role comes about that should: what is wrong with the certificates of
+    either end. Empty where nothing is, or nobody listens. Asks the server, for two seconds at most."""
     directory = Path(endpoint.tls)
     try:
         check_directory(directory)
@@ -141,8 +144,7 @@ def trouble_with(endpoint: Endpoint) -> str:
     except CredentialError as error:
         return str(error)
     context.set_alpn_protocols(["h2"])
-    host, _, port = endpoint.address.rpartition(":")
-    host = host.strip("[]")
+    host, port = host_of(endpoint.address), endpoint.address.rpartition(":")[2]
     try:
         with (
             socket.create_connection((host, int(port)), _PROBE_SECONDS) as plain,
@@ -152,6 +154,7 @@ def trouble_with(endpoint: Endpoint) -> str:
             # sends an alert or just hangs up.
             if not _first_byte(connection):
                 return _not_taken(directory)
+            return _other_role(connection.getpeercert(), role, host)
     except ssl.SSLCertVerificationError as error:
         return _their_trouble(host, directory, error)
     except ssl.SSLError as error:
@@ -223,6 +226,32 @@ def _shake_hands(serving: ssl.SSLContext, calling: ssl.SSLContext) -> tuple[ssl.
 def _identity_in(shown: Mapping[str, Any] | None) -> Identity:
     names = (shown or {}).get("subjectAltName", ())
     return identity_of([str(value) for kind, value in names if kind == "URI"])
+
+
+def _served_names_missing(shown: Mapping[str, Any] | None, role: Role) -> list[str]:
+    """Of the hosts that a certificate names, those of which it does not say that they are served in this role."""
+    names = [(kind, str(value)) for kind, value in (shown or {}).get("subjectAltName", ())]
+    served = {value.lower() for kind, value in names if kind == "DNS"}
+    hosts = [value for kind, value in names if kind == "IP Address" or (kind == "DNS" and not is_served_name(value))]
+    return [host for host in hosts if served_name(role, host) not in served]
+
+
+def _without(certificate: str, hosts: list[str], role: Role) -> str:
+    return (
+        f"{certificate} does not say that {hosts[0]} is the host of a {role}: issue it anew with `ganger certs issue`,"
+        f" or with the DNS name {served_name(role, hosts[0])} by an authority of your own"
+    )
+
+
+def _other_role(shown: Mapping[str, Any] | None, role: Role, host: str) -> str:
+    try:
+        identity = _identity_in(shown)
+    except CertificateInvalid as error:
+        return error.message
+    if identity.role is not role:
+        return f"what answers there is {identity}, and no {role}"
+    missing = [served for served in _served_names_missing(shown, role) if served.lower() == host.lower()]
+    return _without("its certificate", missing, role) if missing else ""
 
 
 def _own_trouble(directory: Path, error: ssl.SSLCertVerificationError) -> str:

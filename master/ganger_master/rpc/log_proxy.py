@@ -19,6 +19,7 @@ from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
 from ganger.v1 import job_service_pb2
 from ganger.wire import channels, errors
 from ganger.wire.endpoints import Endpoint, EndpointError
+from ganger.wire.roles import Role
 from ganger.wire.tls import trouble_with
 
 from ganger_master.core.desired import ranks_by_claim
@@ -213,7 +214,7 @@ class LogProxy:
         known = self._writer.committed.nodes.get(node)
         if not self._tls or known is None or not known.peer_address:
             return ""
-        return await asyncio.to_thread(trouble_with, Endpoint(known.peer_address, tls=self._tls))
+        return await asyncio.to_thread(trouble_with, Endpoint(known.peer_address, tls=self._tls), Role.DAEMON)
 
     async def _ends(self, job: Job, rank: int) -> dict[str, int | None]:
         """By node where the job may have been."""
@@ -272,7 +273,7 @@ class LogProxy:
         channel = self._channels.get(address)
         if channel is None:
             try:
-                channel = channels.open_aio_channel(Endpoint(address, self._token, self._tls))
+                channel = channels.open_aio_channel(Endpoint(address, self._token, self._tls), role=Role.DAEMON)
             except EndpointError:
                 return None
             if len(self._channels) >= _CHANNELS_KEPT:
