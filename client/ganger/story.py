@@ -264,6 +264,10 @@ def _suspend_refused(teller: _Teller, event: Happening) -> str:
     return f"could not rest at {event.figures.get('level', '?').lower()}, and loses nothing by it: {event.message}"
 
 
+def _trouble(teller: _Teller, event: Happening) -> str:
+    return f"its node {event.figures.get('node', '?')} reports {event.message}"
+
+
 def _updated(teller: _Teller, event: Happening) -> str:
     members = event.figures.get("members", "")
     return f"updated{_by(event)}{f', {members} of its jobs' if members else ''}: {event.message}"
@@ -397,6 +401,7 @@ _SAYINGS: dict[str, Callable[[_Teller, Happening], str]] = {
     "change_undone": _judged,
     "gang_joined": _joined,
     "suspend_refused": _suspend_refused,
+    "trouble": _trouble,
     "job_updated": _updated,
     "array_updated": _updated,
     "cores_changed": _cores,

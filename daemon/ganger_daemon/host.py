@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +16,14 @@ from ganger_daemon.checkpoints import storage as storage_checks
 from ganger_daemon.core import escalation
 from ganger_daemon.devices.contract import Devices, Inventory
 from ganger_daemon.logs import LogStore
+from ganger_daemon.storage_work import StorageWork, how_long
 from ganger_daemon.workers.directories import DaemonPaths
 from ganger_daemon.workers.launchers import Launchers
+
+# Between two looks for the token; how long the daemon's loop waits for one, and from when on storage counts as hung.
+_LOOK_EVERY_S = 0.5
+_LOOK_PATIENCE_S = 0.25
+_HUNG_S = 5.0
 
 
 @dataclass(slots=True)
@@ -24,15 +33,49 @@ class Storage:
     path: Path | None = None
     token: str = ""
     override: Path | None = None
+    work: StorageWork = field(default_factory=StorageWork)
+    # The token that was found there last, and the look that is under way; times are of the monotonic clock.
+    _found: str = ""
+    _looked_at: float = -math.inf
+    _looking: threading.Thread | None = None
+    _looking_since: float = 0.0
 
     def learn(self, path: str, token: str) -> None:
         # absolute: launchers, which publish what ranks have written, stand elsewhere
         self.path = self.override.absolute() if self.override else (Path(path) if path else None)
         self.token = token
+        self._looked_at, self._looking = -math.inf, None
+
+    @property
+    def found(self) -> str:
+        """The token that is there; what was found last while storage does not answer."""
+        now = time.monotonic()
+        if self.path is None:
+            return ""
+        if self._looking is None and now - self._looked_at > _LOOK_EVERY_S:
+            looking = threading.Thread(target=self._look, args=(self.path,), daemon=True, name="storage look")
+            self._looking, self._looking_since = looking, now
+            looking.start()
+            looking.join(_LOOK_PATIENCE_S)
+        return self._found
 
     @property
     def proved(self) -> bool:
-        return storage_checks.proved(self.path, self.token)
+        return bool(self.token) and self.found == self.token
+
+    @property
+    def trouble(self) -> str:
+        """Why what needs storage does not get on; empty if it answers."""
+        silent = time.monotonic() - self._looking_since
+        if self.path is None or self._looking is None or silent < _HUNG_S:
+            return ""
+        return f"STORAGE_HUNG: storage has not answered for {how_long(silent)}"
+
+    def _look(self, path: Path | None) -> None:
+        """In a thread of its own: storage may hang."""
+        found = storage_checks.token_found(path)
+        if self._looking is threading.current_thread():
+            self._found, self._looked_at, self._looking = found, time.monotonic(), None
 
 
 @dataclass(slots=True)

@@ -24,7 +24,6 @@ from ganger.wire.errors import from_rpc_error, reason_of
 from ganger.wire.times import duration, seconds
 from ganger.wire.tls import trouble_with
 
-from ganger_daemon.checkpoints.storage import token_found
 from ganger_daemon.core.leases import lease_until
 from ganger_daemon.gangs import GangSet
 from ganger_daemon.host import Host
@@ -148,7 +147,7 @@ class Session:
     async def _open(self, stub: Any) -> Conversation:
         request = self._describe()
         storage = self._host.storage
-        request.storage_token = token_found(storage.path)
+        request.storage_token = storage.found
         answer: agent_pb2.Session = await stub.CreateSession(request, timeout=10.0)
         storage.learn(answer.storage, answer.storage_token)
         self._host.storage_learned()

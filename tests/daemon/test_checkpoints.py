@@ -19,8 +19,9 @@ from ganger_daemon.checkpoints.keeper import Keeper, StorageError, publish_here
 from ganger_daemon.checkpoints.layout import CheckpointName, complete
 from ganger_daemon.checkpoints.publish import Gathering, Shard, manifest
 from ganger_daemon.checkpoints.shards import describe_shard
-from ganger_daemon.checkpoints.storage import proved, room_missing
+from ganger_daemon.checkpoints.storage import room_missing
 from ganger_daemon.checkpoints.verify import Unreadable, Verified, verify
+from ganger_daemon.host import Storage
 from ganger_daemon.workers.desired import LocalPart
 from ganger_daemon.workers.launch import LaunchRefusedError, StateOutdatedError, StateUnreadableError, restore_plan
 
@@ -111,11 +112,17 @@ def test_what_was_begun_and_given_up_goes_unless_somebody_writes_it(tmp_path: Pa
 
 
 def test_storage_counts_only_with_its_token(tmp_path: Path) -> None:
-    assert not proved(tmp_path, "token")
+    storage = Storage()
+
+    def proved(path: str, token: str) -> bool:
+        storage.learn(path, token)
+        return storage.proved
+
+    assert not proved(str(tmp_path), "token")
     (tmp_path / ".ganger-token").write_text("token\n")
-    assert proved(tmp_path, "token")
-    assert not proved(tmp_path, "")
-    assert not proved(None, "token")
+    assert proved(str(tmp_path), "token")
+    assert not proved(str(tmp_path), "")
+    assert not proved("", "token")
 
 
 def test_room_is_asked_for_before_it_is_needed(tmp_path: Path) -> None:

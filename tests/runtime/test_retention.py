@@ -59,6 +59,17 @@ def test_logs_and_checkpoints_go_each_in_its_time_and_with_the_last_the_director
     assert {path.name for path in alive.iterdir()} == {LOGS, CHECKPOINTS}
 
 
+def test_checkpoints_that_were_begun_go_as_soon_as_their_job_has_ended_and_not_before(tmp_path: Path) -> None:
+    job, alive = left_by(tmp_path, ENDED), left_by(tmp_path, ALIVE)
+    for directory in (job, alive):
+        for name in ("9-1.tmp", ".trash-5-1", "8-2.tmp"):
+            (directory / CHECKPOINTS / name).mkdir()
+            (directory / CHECKPOINTS / name / "rank-0.shard.part").write_bytes(b"1234")
+    swept(tmp_path, {ENDED: 100.0, ALIVE: math.inf}, 101.0, logs=None, checkpoints=None)
+    assert [path.name for path in (job / CHECKPOINTS).iterdir()] == ["7-1"]
+    assert len(list((alive / CHECKPOINTS).iterdir())) == 4
+
+
 def test_who_was_noted_goes_though_the_master_no_longer_knows_it_and_a_stranger_never_does(tmp_path: Path) -> None:
     noted, strange = left_by(tmp_path, ENDED), left_by(tmp_path, STRANGE)
     note_ended(tmp_path, {ENDED: 100.0, STRANGE: math.inf})

@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from .collect import collect, collect_abandoned
 from .layout import CheckpointName, checkpoints_directory, complete, read_manifest
 from .publish import Gathering, Shard, directories, manifest
 from .schedule import Schedule, asked, due
-from .shards import describe_shard
+from .shards import Described, describe_shard
 
 log = logging.getLogger(__name__)
 
@@ -54,13 +55,14 @@ class StorageError(Exception):
 
 
 Publish = Callable[[Path, Path, dict[str, Any]], None]
+Run = Callable[..., Awaitable[Any]]
 Report = Callable[[int, int, tuple[Shard, ...]], Awaitable[bool]]
 
 
 class Keeper:
     """`publish(tmp, final, manifest)` blocks (the launcher does it) and raises StorageError, or OSError for what may
     pass; `report` tells the leader, on a member, and returns whether the checkpoint is published. `wanted`: those
-    the master would start the job from; None: not known, and nothing is removed."""
+    the master would start the job from; None: not known, and nothing is removed. `run` calls what blocks."""
 
     def __init__(
         self,
@@ -72,6 +74,7 @@ class Keeper:
         report: Report,
         changed: Callable[[], None],
         wanted: frozenset[CheckpointName] | None = frozenset(),
+        run: Run = asyncio.to_thread,
     ) -> None:
         self._job_uid = job_uid
         self._epoch = epoch
@@ -81,6 +84,7 @@ class Keeper:
         self._report = report
         self._changed = changed
         self.wanted = wanted
+        self._run = run
         self._gatherings: dict[int, Gathering] = {}
         self._described: dict[tuple[int, int], Shard] = {}  # by (agreement, rank)
         self._refused: dict[int, str] = {}
@@ -98,8 +102,9 @@ class Keeper:
             return
         for name in reversed(complete(checkpoints_directory(storage, self._job_uid))):
             if name.epoch == self._epoch:
-                self.published = _published(storage, self._job_uid, name)
-                return
+                with suppress(ValueError):  # a manifest that its job has spoilt
+                    self.published = _published(storage, self._job_uid, name)
+                    return
 
     def prune(self, storage: Path) -> None:
         """Removes what is neither among the newest nor wanted by the master. Blocks."""
@@ -161,14 +166,14 @@ class Keeper:
             if not gathering.complete or agreement in self.handed or agreement in self._refused:
                 return
             try:
-                await asyncio.to_thread(self._publish_now, storage, gathering)
+                await self._run(self._publish_now, storage, gathering)
             except StorageError as error:
                 self.trouble = f"{error.reason}: the checkpoint at step {step} cannot be published: {error}"
                 self._refused = {agreement: self.trouble}
                 log.warning("checkpoint refused", extra={"job": self._job_uid, "step": step, "error": str(error)})
                 self._changed()
                 return
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 said, self.trouble = self.trouble, f"the checkpoint at step {step} is not published yet: {error}"
                 self._retry_at = time.monotonic() + _RETRY_SECONDS
                 if said != self.trouble:
@@ -197,9 +202,8 @@ class Keeper:
             if (agreement, rank) in self._described:
                 continue
             file = f"rank-{rank}.shard"
-            directory = tmp if (tmp / file).exists() else final
             try:
-                described = await asyncio.to_thread(describe_shard, directory / file)
+                described = await self._run(_describe_either, tmp / file, final / file)
             except (OSError, ImageError) as error:
                 self.trouble = f"STORAGE_FAILED: shard of rank {rank} is unreadable: {error}"
                 self._refused = {agreement: self.trouble}
@@ -224,6 +228,10 @@ class Keeper:
         self._ask_again = _ASK_SECONDS
         self.handed[agreement] = step
         self._changed()
+
+
+def _describe_either(unfinished: Path, published: Path) -> Described:
+    return describe_shard(unfinished if unfinished.exists() else published)
 
 
 def publish_here(tmp: Path, final: Path, fields: dict[str, Any]) -> None:

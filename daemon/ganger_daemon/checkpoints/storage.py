@@ -20,10 +20,6 @@ def token_found(storage: Path | None) -> str:
         return ""
 
 
-def proved(storage: Path | None, token: str) -> bool:
-    return bool(token) and token_found(storage) == token
-
-
 def room_missing(storage: Path, size_bytes: int) -> int:
     """Bytes that lack for a checkpoint of this size; 0 when it fits, or when the file system does not say."""
     free = free_bytes(storage)

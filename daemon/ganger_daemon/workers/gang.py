@@ -60,6 +60,8 @@ _COPYING = {Phase.STOPPING: core.RankState.SAVING, Phase.PREPARED: core.RankStat
 _NOT_STARTED = (OutcomeKind.LAUNCH_FAILED, OutcomeKind.STATE_UNREADABLE, OutcomeKind.STATE_OUTDATED)
 _YOUNG_SECONDS = 60.0
 _LOG_SECONDS = 10.0
+# Of what is copied at a time. A gang that has ended is not kept for longer by storage that hangs.
+_MIRROR_S = 30.0
 # Of what a job says; its own log has room for the rest.
 _LOGGED_PACKETS = 10_000
 
@@ -119,6 +121,7 @@ class LocalGang:
         self._settled: Outcome | None = None
         self._reaped = False
         self._logs_at = time.monotonic()
+        self._mirroring: asyncio.Task[None] | None = None
         self._lease_written = -1
         self._observed: bytes = b""
         # set once the observed set can say something true of it
@@ -529,7 +532,7 @@ class LocalGang:
             await self._watching.look_at_processes((one.pid for one in self.deaths.processes.values()), now)
         if now - self._logs_at >= _LOG_SECONDS:
             self._logs_at = now
-            await asyncio.to_thread(self._mirror_logs)
+            self._begin_mirroring()
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -552,7 +555,7 @@ class LocalGang:
         await self._agreeing.close()
         if self._socket is not None:
             self._socket.close()
-        await asyncio.to_thread(self._mirror_logs, sealed=True)
+        await self._mirror_logs(sealed=True)
         self.memory.detach()
         await self.launching.clean()
         self.deaths.close()
@@ -599,7 +602,8 @@ class LocalGang:
             return f"this job has no boundaries: {self.wanted.level.name} cannot be had of it"
         if self.wanted.intent in (Intent.PREPARE, Intent.HAND_OVER):
             return self._pressing.given_up  # nothing else stands in the way of a move
-        return self.memory.trouble or self.pinning.trouble or self.saving.keeper.trouble
+        said = self.launching.trouble or self.memory.trouble or self.pinning.trouble
+        return said or self.saving.keeper.trouble or self.host.storage.trouble
 
     def _has_no_boundaries(self) -> bool:
         facts, now = self.facts(), time.monotonic()
@@ -642,8 +646,21 @@ class LocalGang:
         }
         write_hint(self.paths.local, fields)
 
-    def _mirror_logs(self, sealed: bool = False) -> None:
-        self.host.logs.mirror_all(self.desired.job_uid, self.part.ranks, self.desired.epoch, sealed)
+    def _begin_mirroring(self) -> None:
+        """Beside the gang's loop: storage may hang."""
+        if self._mirroring is None or self._mirroring.done():
+            self._mirroring = asyncio.create_task(self._mirror_logs())
+
+    async def _mirror_logs(self, sealed: bool = False) -> None:
+        logs, part = self.host.logs, self.part
+        if sealed and self._mirroring is not None:
+            await asyncio.wait((self._mirroring,), timeout=_MIRROR_S)
+        try:
+            await self.host.storage.work.run(
+                logs.mirror_all, self.desired.job_uid, part.ranks, self.desired.epoch, sealed, within_s=_MIRROR_S
+            )
+        except OSError as error:
+            log.warning("log not copied", extra={"job": self.desired.job, "error": str(error)})
 
     def _look_again(self) -> None:
         """What is reported until the first tick."""
@@ -654,7 +671,7 @@ class LocalGang:
     def _publish_observation(self) -> None:
         if self.judgement.phase is Phase.PARKED and self._handed_logs != self.wanted.order.number:
             self._handed_logs = self.wanted.order.number
-            self._mirror_logs()
+            self._begin_mirroring()
         message = observe(self)
         new = message.SerializeToString(deterministic=True)
         if new != self._observed:

@@ -26,6 +26,7 @@ from ganger_daemon.control.pages import ControlPages
 from ganger_daemon.core.orders import Intent, Wanted
 from ganger_daemon.files import make_directory, read_json, remove_tree, sync_file, write_json
 from ganger_daemon.host import Host
+from ganger_daemon.storage_work import how_long
 from ganger_daemon.transfer.arrival import Leg
 from ganger_daemon.transfer.request import StreamRequest
 
@@ -35,6 +36,7 @@ from .directories import GangPaths
 from .launch import (
     LaunchRefusedError,
     Rendezvous,
+    RestorePlan,
     arena_bytes_per_rank,
     arena_name,
     bytes_ahead_per_rank,
@@ -59,6 +61,10 @@ _STRAYS_SECONDS = 5.0
 _STRAYS_LOOK_SECONDS = 0.01
 # Between looks whether a gang that waits for its leader is wanted still.
 _STOP_LOOK_SECONDS = 0.2
+# For all shards of a node; how long the gang's loop waits at once, and what is no news yet.
+_READING_S = 3600.0
+_READING_PATIENCE_S = 0.2
+_READING_QUIET_S = 5.0
 
 
 class Launching:
@@ -86,6 +92,8 @@ class Launching:
         self._cores_kept_by = cores_kept_by
         self._note = note
         self._key = ""
+        self._reading: asyncio.Future[RestorePlan] | None = None
+        self._reading_since = 0.0
         self._arena_bytes = 0
         self._noted: dict[int, ProcessId] = {}  # by a former daemon
         self.gang: LocalGang | None = None
@@ -123,6 +131,9 @@ class Launching:
         check_command(desired.spec)
         if self._blocked_by(self.gang):
             return None
+        restore = await self._read_storage(desired)
+        if restore is None:
+            return None
         if shortage := self._take_cores(desired):
             if self._cores_kept_by(self.gang):
                 return None
@@ -134,18 +145,17 @@ class Launching:
             # the disk may take its time while the ranks are prepared: it has to be done before anybody is told
             durable = asyncio.ensure_future(asyncio.to_thread(sync_file, self._paths.gang))
             try:
-                return await self._launch(desired, wanted, pages)
+                return await self._launch(desired, wanted, pages, restore)
             finally:
                 await durable
         finally:
             self.is_under_way = False
 
     async def _launch(
-        self, desired: agent_pb2.DesiredGang, wanted: Wanted, pages: ControlPages
+        self, desired: agent_pb2.DesiredGang, wanted: Wanted, pages: ControlPages, restore: RestorePlan
     ) -> dict[int, ProcessId]:
         paths, host, part = self._paths, self._host, self._part
         storage = host.storage.path if host.storage.proved else None
-        restore = await asyncio.to_thread(restore_plan, desired, storage, part)
         threads = self._threads(desired)
         # run directory, then the pages with the order in them, before anybody could read them
         make_directory(paths.run)
@@ -174,6 +184,29 @@ class Launching:
         )
         await hastened
         return processes
+
+    async def _read_storage(self, desired: agent_pb2.DesiredGang) -> RestorePlan | None:
+        """What the ranks start from; None while it is being read, and the gang's loop goes on meanwhile."""
+        storage = self._host.storage
+        if self._reading is None:
+            path = storage.path if storage.proved else None
+            self._reading = asyncio.ensure_future(
+                storage.work.run(restore_plan, desired, path, self._part, within_s=_READING_S)
+            )
+            self._reading_since = time.monotonic()
+        await asyncio.wait((self._reading,), timeout=_READING_PATIENCE_S)
+        if not self._reading.done():
+            return None
+        reading, self._reading = self._reading, None
+        return reading.result()
+
+    @property
+    def trouble(self) -> str:
+        """What it waits for before it is launched, once that takes long; empty if nothing."""
+        waited = time.monotonic() - self._reading_since
+        if self._reading is None or waited < _READING_QUIET_S:
+            return ""
+        return self._host.storage.trouble or f"it has been reading its checkpoint for {how_long(waited)}"
 
     def recognise(self, children: Mapping[str, Child], pages: ControlPages) -> dict[int, Found]:
         """Who the local ranks are, of what launchers, the notes of a former daemon and the pages say."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,9 @@ from .others import Peers
 
 log = logging.getLogger(__name__)
 
+# Of one piece of work on storage: a shard is read whole. And how long the gang's loop waits for it at once.
+_WORK_S = 3600.0
+_PATIENCE_S = 0.2
 _STORAGE_REASONS = ("STORAGE_FULL", "STORAGE_FAILED")
 
 
@@ -65,14 +70,19 @@ class Saving:
             self._report,
             news,
             _names(desired.kept_checkpoints),
+            partial(host.storage.work.run, within_s=_WORK_S),
         )
+        self._news = news
+        self._work: asyncio.Task[None] | None = None
+        self._recalling: asyncio.Task[None] | None = None
         self._pruning: asyncio.Task[None] | None = None
 
     def recall(self, stop_sequence: int, step: int | None, wanted: Collection[str] | None) -> None:
         """After a daemon restart; `step` is that of a checkpoint the gang has ended with, `wanted` are the paths of
         those the master wanted last, None if no note says."""
         self.keeper.wanted = None if wanted is None else _names(wanted)
-        self.keeper.recall(self._host.storage.path)
+        # Storage may hang: what is there is reported once it has been read.
+        self._recalling = asyncio.create_task(self._recall())
         if step is not None:
             self.keeper.handed[stop_sequence] = step
 
@@ -93,10 +103,16 @@ class Saving:
         names = self.keeper.wanted
         return None if names is None else [f"checkpoints/{name}" for name in sorted(names)]
 
+    async def _recall(self) -> None:
+        with suppress(OSError):
+            await self._host.storage.work.run(self.keeper.recall, self._host.storage.path, within_s=_WORK_S)
+        self._news()
+
     async def _prune(self) -> None:
         storage = self._host.storage.path
         if storage is not None:
-            await asyncio.to_thread(self.keeper.prune, storage)
+            with suppress(OSError):
+                await self._host.storage.work.run(self.keeper.prune, storage, within_s=_WORK_S)
 
     def obey(self, wanted: Wanted, newer: Wanted) -> None:
         """If the ranks were to save and end, and are to do something else now, that checkpoint is given up."""
@@ -116,14 +132,27 @@ class Saving:
     async def tend(
         self, desired: agent_pb2.DesiredGang, wanted: Wanted, phase: Phase, now: float, is_whole: bool
     ) -> None:
-        """Every tick: asks for what is due, hands on what is durable, lets go who may. `is_whole`: nobody has ended."""
+        """Every tick: asks for what is due, hands on what is durable, lets go who may. `is_whole`: nobody has ended.
+        Storage may be slow, or hang: then the gang's loop goes on meanwhile."""
         storage = self._host.storage.path
         if storage is None:
             return
+        if self._work is None:
+            self._work = asyncio.create_task(self._tend(storage, desired, wanted, phase, now, is_whole))
+        await asyncio.wait((self._work,), timeout=_PATIENCE_S)
+        if self._work.done():
+            work, self._work = self._work, None
+            work.result()
+        else:
+            self._work.add_done_callback(lambda _: self._news())
+
+    async def _tend(
+        self, storage: Path, desired: agent_pb2.DesiredGang, wanted: Wanted, phase: Phase, now: float, is_whole: bool
+    ) -> None:
         if self._tidy_due and phase in (Phase.RUNNING, Phase.PARKED):
             # not sooner: until they rest or run again the ranks may be saving
             self._tidy_due = False
-            await asyncio.to_thread(self.keeper.tidy, storage)
+            await self._host.storage.work.run(self.keeper.tidy, storage, within_s=_WORK_S)
         found = [self._pages.progress(rank) for rank in self._part.ranks]
         runs = wanted.intent is Intent.RUN and phase is Phase.RUNNING and is_whole and self._host.storage.proved
         # What a rank cannot be brought back from is no checkpoint.
@@ -148,14 +177,14 @@ class Saving:
         waited = now - self.keeper.schedule.last
         if unsettled and not self.keeper.refusal(running) and waited < escalation.DEADLINE_SECONDS:
             return  # one agreement at a time
-        missing = self.keeper.room_missing(storage)
+        missing = await self._host.storage.work.run(self.keeper.room_missing, storage, within_s=_WORK_S)
         self.keeper.asked(now, request)
         if missing:
-            self.keeper.trouble = f"storage lacks {missing} bytes for a checkpoint; the last one is kept"
+            self.keeper.trouble = "STORAGE_FULL: checkpoints are skipped, storage has no room for one; the last is kept"
             log.warning("checkpoint skipped", extra={"job": desired.job, "missing_bytes": missing})
             return
         if unsettled:
-            await asyncio.to_thread(self.keeper.tidy, storage)
+            await self._host.storage.work.run(self.keeper.tidy, storage, within_s=_WORK_S)
         self.request((running & ~CHECKPOINT_BIT) + 1)
 
     async def _hand_on_running(self, storage: Path, found: list[Progress]) -> None:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from ganger_master.approval import explain as approval
 from ganger_master.core import capacity, draining, restarts, time_limits
+from ganger_master.core.lifecycle import trouble_of
 from ganger_master.core.membership import Membership
 from ganger_master.core.model import GangPhase, Intent, Job, JobState, Node, NodeState, ObservedPhase
 from ganger_master.core.residues import holders_on
@@ -51,7 +52,8 @@ def _explain(state: State, job: Job, now: float) -> Explanation:
         stuck = (*_silent_nodes(state, job, now), *leaving)
         if stuck:
             return Explanation(stuck, assumption=_at_rest(state, job))
-        trouble = f"; {job.trouble}" if job.trouble and not job.state.is_final else ""
+        said = "" if job.state.is_final else job.trouble or trouble_of(state.gangs.get(job.epoch))
+        trouble = f"; {said}" if said else ""
         return Explanation((), assumption=_at_rest(state, job) + trouble)
     if capacity.is_beyond_quota(state, job):
         never = "never under this quota: ask for fewer GPUs, or have an operator raise the quota"

@@ -165,6 +165,14 @@ def bad_outcome(gang: Gang) -> Outcome:
     return min(bad, key=lambda piece: (_TELLING.index(piece.outcome.kind), piece.claim.node)).outcome
 
 
+def trouble_of(gang: Gang | None) -> str:
+    """What its parts report that stands in its way, or is kept from it, though it goes on; empty if nothing."""
+    if gang is None:
+        return ""
+    told = {piece.trouble: f"nodes/{piece.claim.node}: {piece.trouble}" for piece in gang.pieces if piece.trouble}
+    return "; ".join(told.values())
+
+
 def is_refused(gang: Gang, piece: Piece) -> bool:
     """Whether a part that is to rest says, of the present order, that it rests short of the level wanted."""
     short = piece.phase is ObservedPhase.PARKED and piece.level < gang.park_level

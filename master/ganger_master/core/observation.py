@@ -19,6 +19,7 @@ from ganger_master.core.model import (
     Checkpoint,
     Gang,
     GangRole,
+    Intent,
     Node,
     ObservedPhase,
     Outcome,
@@ -172,6 +173,11 @@ def _observe_piece(state: State, gang: Gang, piece: Piece, observed: ObservedGan
         outcome=outcome,
     )
     state.put_gang(_with_piece(gang, fresh))
+    if fresh.trouble and not piece.trouble and not fresh.gone and gang.intent is Intent.RUN:
+        node = piece.claim.node
+        state.history(
+            now, state.jobs[gang.job], "trouble", f"daemon:{node}", fresh.trouble, epoch=gang.epoch, node=node
+        )
 
 
 def _observe_absence(state: State, gang: Gang, report: Observe) -> None:

@@ -12,6 +12,7 @@ from ganger.v1 import job_pb2, job_service_pb2
 from ganger.wire import convert, errors, names, times
 
 from ganger_master.core.desired import ranks_by_claim
+from ganger_master.core.lifecycle import trouble_of
 from ganger_master.core.model import (
     Agent,
     Capabilities,
@@ -197,7 +198,7 @@ def job_to_wire(
     for blocker in blockers:
         convert.refusal_to_wire(blocker, message.blockers.add())
     message.queue_rank = queue_rank
-    message.trouble = job.trouble
+    message.trouble = job.trouble or trouble_of(gang)
     if job.checkpoint is not None:
         message.checkpoint.CopyFrom(checkpoint_to_wire(job.checkpoint))
     if job.capabilities.known:

@@ -50,15 +50,25 @@ def note_ended(storage: Path, ends: Mapping[str, float]) -> None:
 
 
 def expired(storage: Path, ends: Mapping[str, float], kept: Mapping[str, float | None], now: float) -> list[Path]:
-    """The directories that may go, and what is left of such where somebody was interrupted. `kept`: by the directory's
-    name, as in `may_go`. Blocks. Raises OSError where storage cannot be read."""
+    """The directories that may go, and what is left of such where somebody was interrupted; of jobs that have ended,
+    checkpoints that were begun and never published go at once. `kept`: by the directory's name, as in `may_go`. Blocks.
+    Raises OSError where storage cannot be read."""
     found: list[Path] = []
     for directory in _directories(storage):
         ended = ends[directory.name] if directory.name in ends else _noted(directory)
+        if may_go(ended, 0.0, now):
+            found += _unfinished(directory / CHECKPOINTS)
         for name, seconds in kept.items():
             if may_go(ended, seconds, now):
                 found += [part for part in (directory / f"{_TRASH}{name}", directory / name) if _is_directory(part)]
     return found
+
+
+def _unfinished(directory: Path) -> list[Path]:
+    if not _is_directory(directory):
+        return []
+    names = (path for path in directory.iterdir() if path.name.endswith(".tmp") or path.name.startswith(_TRASH))
+    return [path for path in sorted(names) if _is_directory(path)]
 
 
 def remove(part: Path) -> None:

@@ -1,0 +1,74 @@
+"""Storage that does not answer: the daemon goes on, and reports what waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ganger_daemon import host
+from ganger_daemon.checkpoints import storage as storage_checks
+from ganger_daemon.host import Storage
+from ganger_daemon.storage_work import StorageHungError, StorageWork, how_long
+
+
+@pytest.fixture
+def hang() -> Iterator[threading.Event]:
+    """Ends what hangs."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_work_that_hangs_is_given_up_and_what_follows_has_places_of_its_own(hang: threading.Event) -> None:
+    async def story() -> None:
+        work = StorageWork(at_once=2)
+        with pytest.raises(StorageHungError, match=r"has not answered within 0\.05 s"):
+            await work.run(hang.wait, within_s=0.05)
+        assert await work.run(sum, (1, 2), within_s=30.0) == 3
+        with pytest.raises(ZeroDivisionError):
+            await work.run(divmod, 1, 0, within_s=30.0)
+        for _ in range(2):
+            with pytest.raises(StorageHungError):
+                await work.run(hang.wait, within_s=0.05)
+        # All places are taken: what is given up before its turn is never done.
+        done: list[int] = []
+        with pytest.raises(StorageHungError):
+            await work.run(done.append, 1, within_s=0.05)
+        hang.set()
+        assert await work.run(sum, (3, 4), within_s=30.0) == 7
+        assert done == []
+
+    asyncio.run(story())
+
+
+def test_the_daemon_does_not_wait_for_a_token_on_storage_that_hangs_and_reports_that_it_does(
+    tmp_path: Path, hang: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".ganger-token").write_text("token\n")
+    storage = Storage()
+    storage.learn(str(tmp_path), "token")
+    assert (storage.proved, storage.trouble) == (True, "")
+    found = storage_checks.token_found
+    monkeypatch.setattr(storage_checks, "token_found", lambda path: hang.wait() and found(path))
+    monkeypatch.setattr(host, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(host, "_HUNG_S", 0.1)
+    began = time.monotonic()
+    assert storage.proved, "as was found last"
+    while not storage.trouble:
+        assert storage.proved
+        assert time.monotonic() - began < 30.0
+    assert storage.trouble.startswith("STORAGE_HUNG: storage has not answered for ")
+    hang.set()
+    while storage.trouble:
+        assert time.monotonic() - began < 30.0
+    assert storage.proved
+
+
+def test_how_long_something_has_lasted_is_no_news_each_second() -> None:
+    assert [how_long(seconds) for seconds in (0.5, 1.0, 29.0, 31.0, 4000.0)] == [
+        "less than 1 s", "more than 1 s", "more than 20 s", "more than 30 s", "more than 3600 s",
+    ]  # fmt: skip
