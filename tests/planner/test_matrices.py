@@ -10,11 +10,23 @@ from ganger.placement.claims import split_cores
 from ganger.resources.reasons import Reason
 from ganger.resources.values import Claim
 from ganger.v1 import scheduling_pb2
-from ganger_master.core.answers import PlanAnswer, SessionAnswer
-from ganger_master.core.commands import CancelJob, Change, Observe, ObservedGang, ObservedRows, OpenSession, ProposePlan
+from ganger_master.core.answers import JobAnswer, PlanAnswer, SessionAnswer
+from ganger_master.core.commands import (
+    CancelJob,
+    Change,
+    CordonNode,
+    Observe,
+    ObservedGang,
+    ObservedRows,
+    OpenSession,
+    ProposePlan,
+    ResumeJob,
+    SuspendJob,
+    UncordonNode,
+)
 from ganger_master.core.desired import desired_of
 from ganger_master.core.explain import told_blockers
-from ganger_master.core.model import Capabilities, JobSpec, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.model import Capabilities, Intent, JobSpec, JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.purpose import Goal
 from ganger_master.core.settings import Settings
 from ganger_master.planner import matrices
@@ -251,6 +263,54 @@ def test_who_was_parked_and_finds_no_room_goes_on_in_turns_where_it_was() -> Non
     drive.runs(other)
     assert drive.go_on() == ["ROW", "ROW"]
     assert drive.rows == [[other], [one]]
+    assert drive.job(one).state is JobState.HOLDING
+
+
+def _resting(drive: Sharing, level: SuspendLevel, gpus: int = 4) -> tuple[int, list[int]]:
+    """One job that a user has suspended, and two that run in turns on its devices meanwhile."""
+    (one,) = drive.submitted(job_of(gpus, GIB))
+    drive.go_on()
+    assert drive.step(SuspendJob(one, level)) == JobAnswer(one)
+    drive.seen(one, drive.job(one).epoch, ObservedPhase.PARKED, 5)
+    if level is SuspendLevel.CHECKPOINT:
+        drive.seen_without("n1", one)
+    others = drive.submitted(job_of(gpus, GIB), job_of(gpus, GIB))
+    for _ in range(4):
+        drive.go_on()
+    return one, others
+
+
+@pytest.mark.parametrize("level", [SuspendLevel.PAUSE, SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT])
+def test_a_job_that_its_user_resumes_runs_within_one_pass_beside_jobs_that_came_meanwhile(level: SuspendLevel) -> None:
+    drive = Sharing()
+    one, others = _resting(drive, level)
+    assert drive.step(ResumeJob(one)) == JobAnswer(one)
+    drive.go_on()
+    assert drive.job(one).state is JobState.HOLDING
+    assert drive.state.gangs[drive.job(one).epoch].intent is Intent.RUN
+    for _ in range(3):
+        drive.go_on()
+    if level is not SuspendLevel.PAUSE:
+        assert {number for row in drive.rows for number in row} == {one, *others}
+
+
+def test_a_resumed_job_whose_devices_went_to_one_that_takes_no_turns_joins_others_elsewhere() -> None:
+    drive = Sharing(2)
+    (one,) = drive.submitted(job_of(4, GIB))
+    drive.go_on()
+    (home,) = drive.state.gangs[drive.job(one).epoch].nodes
+    (other,) = {"n1", "n2"} - {home}
+    drive.step(SuspendJob(one, SuspendLevel.OFFLOAD))
+    drive.seen(one, drive.job(one).epoch, ObservedPhase.PARKED, 5)
+    drive.step(CordonNode(other, "test"))
+    drive.submitted(LIMITED)
+    assert drive.go_on() == ["START"]
+    drive.step(UncordonNode(other))
+    drive.submitted(job_of(4, GIB))
+    assert drive.go_on() == ["START"]
+    drive.step(ResumeJob(one))
+    assert drive.go_on() == ["ROW", "ROW"]
+    assert drive.state.gangs[drive.job(one).next_epoch].nodes == (other,)
     assert drive.job(one).state is JobState.HOLDING
 
 

@@ -64,6 +64,27 @@ def test_jobs_take_turns_on_one_gpu_also_while_the_master_is_away(tmp_path: Path
         finish(first, second)
 
 
+@pytest.mark.parametrize("level", ["offload", "checkpoint"])
+def test_a_job_that_its_user_suspends_and_resumes_has_its_turns_again_beside_jobs_that_came_later(
+    tmp_path: Path, level: str
+) -> None:
+    with one_gpu(tmp_path) as cluster:
+        first = Run.submit(cluster, "first", *WANTS, steps=400)
+        first.wait_step(3)
+        first.shell.json("suspend", first.id, "--level", level)
+        first.wait_state("SUSPENDED")
+        second = Run.submit(cluster, "second", *WANTS, steps=400)
+        third = Run.submit(cluster, "third", *WANTS, steps=400)
+        for run in (second, third):
+            run.wait_step(1, within_seconds=120)
+        first.shell.json("resume", first.id)
+        goes_on(first, second, third)
+        for run in (first, second, third):
+            run.hurry()
+        for run in (first, second, third):
+            run.wait_state("SUCCEEDED", within_seconds=180)
+
+
 @pytest.mark.chaos
 def test_gangs_over_two_nodes_take_turns_led_by_one_of_them_also_while_the_master_is_away(tmp_path: Path) -> None:
     cluster = Cluster(

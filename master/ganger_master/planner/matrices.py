@@ -27,6 +27,8 @@ from msgspec import structs
 from ganger_master.core.arenas import has_arenas
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.moving import can_hand_over
+from ganger_master.core.orders import same_place
 from ganger_master.core.purpose import NO_PURPOSE, Goal, Purpose
 from ganger_master.planner.fairness import NOTHING as NOTHING_OWED
 from ganger_master.planner.fairness import Fairness, Pairs, can_go, going
@@ -65,7 +67,8 @@ class Sharer:
 
     @property
     def starts(self) -> bool:
-        return self.gang is None
+        """Whether it has nothing yet where it is to be; of what rests there only the devices are missing."""
+        return self.gang is None or not same_place(self.gang.claims, self.claims)
 
     @property
     def devices(self) -> frozenset[_Device]:
@@ -89,7 +92,7 @@ def plan_matrices(
     sets whose last change is not yet made on all their nodes."""
     room.refresh()
     filling = _Filling(placement, room)
-    waiting = [job for job in table.waiting_jobs(_WAITING_MOST) if job.number not in kept_out.not_started]
+    waiting = _waiting(table, kept_out)
     parked = [pair for pair in _rested(table) if pair[0].number not in busy]
     running = [pair for pair in table.running if pair[0].number not in busy]
     try:
@@ -97,8 +100,7 @@ def plan_matrices(
         crowded = filling.start(waiting)
         joining = _Joining(room.view, running, kept_out, filling.least_memory)
         if quantum_s is not None:
-            joining.come_back(stranded)
-            joining.join(crowded)
+            joining.join((*stranded, *crowded))
             if not (crowded or parked):
                 filling.part(joining.sharers)
             joining.leave(draining, fairness)
@@ -108,7 +110,7 @@ def plan_matrices(
         changes = (*filling.changes, *(joining.changes(quantum_s, changing) if quantum_s is not None else ()))
     finally:
         filling.undo()
-    line = np.array([job.number for job in waiting], np.int64)
+    line = np.array([job.number for job, _ in waiting], np.int64)
     shares = quantum_s is not None and any(gang.node_set for _, gang in running)
     # Who has received what is looked at again.
     next_s = now + quantum_s if quantum_s is not None and shares else math.inf
@@ -179,6 +181,18 @@ def may_take_turns(job: Job, gang: Gang | None) -> bool:
     return settled and able and not job.next_epoch and job.ending is None and has_arenas(gang)
 
 
+def _waiting(table: LiveTable, kept_out: KeptOut) -> list[tuple[Job, Gang | None]]:
+    """Pending jobs, each with the gang in which it rests in host memory since a user suspended it, if there is one."""
+    found: list[tuple[Job, Gang | None]] = []
+    for job in table.waiting_jobs(_WAITING_MOST):
+        if job.number not in kept_out.not_started:
+            known = table.get(job.number) if job.epoch else None
+            gang = None if known is None else known[1]
+            rests = gang is not None and gang.phase is GangPhase.PARKED and gang.park_level is SuspendLevel.OFFLOAD
+            found.append((job, gang if rests else None))
+    return found
+
+
 def _rested(table: LiveTable) -> list[tuple[Job, Gang]]:
     """Whom a plan has parked in host memory."""
     found = []
@@ -206,15 +220,20 @@ class _Filling:
             self._room.give(claims)
         self._taken.clear()
 
-    def start(self, jobs: Iterable[Job]) -> list[Job]:
-        """Starts who finds room; the others."""
+    def start(self, pairs: Iterable[tuple[Job, Gang | None]]) -> list[tuple[Job, Gang | None]]:
+        """Starts jobs that find room, one that rests where it is if it can; the others."""
         crowded, vain = [], set()
-        for job in jobs:
+        for job, gang in pairs:
+            if gang is not None and all(_is_free(self._room.view, claim) for claim in _devices_of(gang)):
+                self._change(job, "START", gang.claims, _devices_of(gang))
+                continue
             shape = thin(job.shape, self.least_memory)
-            claims = None if shape in vain else self._placement.place(self._room, shape, _ANYWHERE)
+            is_bound = gang is not None and not can_hand_over(job)
+            claims = None if shape in vain or is_bound else self._placement.place(self._room, shape, _ANYWHERE)
             if claims is None:
-                vain.add(shape)
-                crowded.append(job)
+                if not is_bound:
+                    vain.add(shape)
+                crowded.append((job, gang))
             else:
                 self._change(job, "START", claims)
         return crowded
@@ -224,7 +243,7 @@ class _Filling:
         stranded = []
         view = self._room.view
         for job, gang in parked:
-            own = tuple([structs.replace(c, arena_bytes=0, memory_bytes=0, shared_mask=0) for c in gang.claims])
+            own = _devices_of(gang)
             if all(_is_free(view, claim) for claim in own):
                 self._change(job, "RESUME", (), own)
                 continue
@@ -286,27 +305,34 @@ class _Joining:
         self._seen = set(self._on)
         self._kept_out = kept_out
 
-    def come_back(self, stranded: Iterable[tuple[Job, Gang]]) -> None:
-        """Who rests, and finds no room, takes turns where it was."""
-        for job, gang in stranded:
-            if job.number in self._kept_out.not_started or not takes_turns(job):
-                continue
-            claims = tuple([structs.replace(claim, shared_mask=0) for claim in gang.claims])
-            one = Sharer(job, gang, claims)
-            if self._may_join(one) and all(self._fits_cores(claim) for claim in claims):
-                self._join(one)
-
     @property
     def has_news(self) -> bool:
         return bool(self._joined or self._moved)
 
-    def join(self, crowded: Sequence[Job]) -> None:
-        for job in crowded[:_WAITING_MOST]:
+    def join(self, crowded: Sequence[tuple[Job, Gang | None]]) -> None:
+        """Jobs that find no room take turns: where they rest, if they do, else with others."""
+        for job, gang in crowded[:_WAITING_MOST]:
             if len(self._joined) >= _JOINERS_MOST:
                 return
-            one = self._best(job) if may_take_turns(job, None) else None
+            one = self._joiner(job, gang)
             if one is not None:
                 self._join(one)
+
+    def _joiner(self, job: Job, gang: Gang | None) -> Sharer | None:
+        if gang is not None:
+            return self._back(job, gang)
+        return self._best(job) if may_take_turns(job, None) else None
+
+    def _back(self, job: Job, gang: Gang) -> Sharer | None:
+        if job.number in self._kept_out.not_started or not takes_turns(job):
+            return None
+        there = Sharer(job, gang, tuple([structs.replace(claim, shared_mask=0) for claim in gang.claims]))
+        fits = self._may_join(there) and all(self._fits_cores(claim) for claim in there.claims)
+        if fits:
+            return there
+        # What a plan has parked goes back to where it was; a user's job is not to wait for what happens there.
+        best = self._best(job) if job.state is JobState.PENDING and can_hand_over(job) else None
+        return None if best is None else replace(best, gang=gang)
 
     def leave(self, draining: Collection[str], fairness: Fairness) -> None:
         """Off these nodes, onto devices of others."""
@@ -548,6 +574,11 @@ class _Joining:
             if needed > MEMORY_SHARE * whole:
                 return False
         return True
+
+
+def _devices_of(gang: Gang) -> Claims:
+    """What a gang that rests in host memory needs to go on where it is."""
+    return tuple([structs.replace(c, arena_bytes=0, memory_bytes=0, shared_mask=0) for c in gang.claims])
 
 
 def _is_free(view: View, claim: Claim) -> bool:

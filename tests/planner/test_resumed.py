@@ -1,0 +1,119 @@
+"""A job that its user resumes is served like any other of its rank, under every policy and from every level.
+
+The bound: once devices for it are free, and no job ranks before it, one pass starts it. Under `gandiva` no devices need
+be free (tests of the matrices). Where an order goes on to prefer others, a job that has waited for a week goes first
+(`order.aging`).
+"""
+
+from __future__ import annotations
+
+import pytest
+from core.drive import GIB, Drive, job_of
+from ganger_master.core.answers import JobAnswer, PlanAnswer
+from ganger_master.core.commands import CancelJob, ProposePlan, ResumeJob, SuspendJob, Tick
+from ganger_master.core.model import Intent, ObservedPhase, SuspendLevel
+from ganger_master.core.settings import Settings
+from ganger_master.planner.passes import plan_by
+from ganger_master.planner.table import LiveTable
+from ganger_master.policies import NAMES, Places, live_policy_named, policy_named
+from ganger_master.policies.facts import Capacity
+from ganger_master.policies.order.aging import WEEK_S
+from ganger_master.policies.room import Room
+
+LIVE = [name for name in NAMES if not policy_named(name).order.knows_durations and not policy_named(name).shares]
+LEVELS = [SuspendLevel.PAUSE, SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT]
+
+
+PASS_S = 20_000.0
+
+
+class Planned(Drive):
+    """One node, and a policy that is followed pass by pass, as the master's planner and job schedulers follow it."""
+
+    def __init__(self, policy: str) -> None:
+        super().__init__(1, Settings(policy=policy, lost_after_seconds=None, silent_margin_seconds=None))
+        self.policy = live_policy_named(policy)
+
+    def go_on(self) -> None:
+        self.now += PASS_S
+        if self.policy.places is Places.JOBS:
+            # leases that nobody answered are over, and are given anew
+            self.step(Tick())
+            for number in sorted(self.state.turn_of):
+                self.request(number, *self.places(number))
+        else:
+            self._propose()
+        for job in list(self.state.jobs.values()):
+            if job.epoch and self.state.gangs[job.epoch].intent is Intent.RUN:
+                self.runs(job.number)
+
+    def _propose(self) -> None:
+        table = LiveTable()
+        for job in self.state.jobs.values():
+            table.put(job, self.state.gangs.get(job.epoch))
+        capacity = Capacity(self.state.devices, 16.0, 64.0 * GIB, 4)
+        room = Room(self.state.view.copy())
+        found = plan_by(self.policy, self.policy.aging_order, table, self.now, capacity, room)
+        answer = self.step(ProposePlan(found.changes))
+        assert isinstance(answer, PlanAnswer)
+        for change in found.changes:
+            if change.kind == "SUSPEND":
+                self._comes_to_rest(change.number)
+
+    def _comes_to_rest(self, number: int) -> None:
+        gang = self.state.gangs[self.job(number).epoch]
+        self.seen(number, gang.epoch, ObservedPhase.PARKED, 5)
+        if gang.park_level is SuspendLevel.CHECKPOINT:
+            self.seen_without("n1", number)
+
+    def suspend(self, number: int, level: SuspendLevel) -> None:
+        assert self.step(SuspendJob(number, level)) == JobAnswer(number)
+        self._comes_to_rest(number)
+        assert self.job(number).suspended_level is level
+
+    def is_running(self, number: int) -> bool:
+        job = self.job(number)
+        return bool(job.epoch) and self.state.gangs[job.epoch].intent is Intent.RUN
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("policy", LIVE)
+def test_a_resumed_job_starts_in_the_pass_after_its_devices_are_free(policy: str, level: SuspendLevel) -> None:
+    drive = Planned(policy)
+    one = drive.submit(job_of(4, GIB))
+    drive.go_on()
+    assert drive.is_running(one)
+    drive.suspend(one, level)
+    other = drive.submit(job_of(4, GIB))
+    drive.go_on()
+    assert drive.is_running(other) is (level is not SuspendLevel.PAUSE)
+    drive.step(ResumeJob(one))
+    drive.go_on()
+    if drive.is_running(one):
+        return
+    drive.step(CancelJob(other))
+    drive.seen_without("n1", other)
+    drive.go_on()
+    assert drive.is_running(one), drive.state.blockers_of(one)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("policy", LIVE)
+def test_a_resumed_job_is_not_passed_for_ever_by_jobs_that_keep_coming(policy: str, level: SuspendLevel) -> None:
+    drive = Planned(policy)
+    one = drive.submit(job_of(4, GIB))
+    drive.go_on()
+    drive.suspend(one, level)
+    coming = [drive.submit(job_of(4, GIB)) for _ in range(2)]
+    drive.go_on()
+    drive.step(ResumeJob(one))
+    for _ in range(int(WEEK_S / PASS_S) + 3):
+        drive.go_on()
+        if drive.is_running(one):
+            return
+        for number in [number for number in coming if drive.is_running(number)]:
+            drive.step(CancelJob(number))
+            drive.seen_without("n1", number)
+            coming.remove(number)
+            coming.append(drive.submit(job_of(4, GIB)))
+    raise AssertionError(f"jobs/{one} was passed for more than a week: {drive.state.blockers_of(one)}")
