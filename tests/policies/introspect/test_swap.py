@@ -8,7 +8,7 @@ from itertools import combinations
 
 from ganger.resources.values import GangShape, Level
 from ganger.resources.view import View
-from ganger_master.policies.introspect.hole import Hole, Movable
+from ganger_master.policies.introspect.hole import Hole, Movable, Movables, hole_for
 from ganger_master.policies.introspect.swap import swap_for
 from ganger_master.policies.introspect.whatif import WhatIf
 from ganger_master.policies.place import Want
@@ -129,3 +129,22 @@ def test_the_victims_cost_least_then_are_fewest_and_the_gang_is_spread_least(
         return
     assert found is not None
     assert (found.cost, len(found.moves), len(found.claims)) == best
+
+
+@settings(max_examples=200, deadline=None)
+@given(full_clusters())
+def test_a_hole_stops_no_gang_without_which_it_would_be_there(case: tuple[View, list[Movable], GangShape]) -> None:
+    view, gangs, wanted = case
+    room = Room(view)
+    found = hole_for(room, Movables(view, gangs), wanted, most_moves=len(gangs))
+    assert (found is None) == (best_of_all_sets(room, gangs, wanted) is None)
+    if found is None:
+        return
+    victims = [move.gang for move in found.moves]
+    for needed in victims:
+        trying = WhatIf(room)
+        for one in victims:
+            if one is not needed:
+                trying.give(one.claims)
+        assert BEST_FIT.place(room, wanted, Want(math.inf)) is None
+        trying.undo()

@@ -41,6 +41,8 @@ _MOST_SETS: Final = 4096
 _MOST_SPANS: Final = 4
 _MOST_OTHERS: Final = 32
 _MOST_SETS_OF_MANY: Final = 4
+# Moves of a hole of which it is looked whether they are needed.
+_MOST_DROPPED: Final = 32
 
 
 class Movable(Struct, frozen=True, gc=False):
@@ -157,8 +159,10 @@ def hole_for(
     found = None
     if shape.nodes <= 1:
         found = search.on_one_node(shape, closed, closed, most_cost, most_moves, _MOST_DEPTH)
-    if found is None and shape.gpus and shape.nodes != 1 and shape.tasks > 1 and shape.locality.widest > Level.NODE:
-        found = search.over_nodes(shape, closed, most_cost, most_moves)
+    if shape.gpus and shape.nodes != 1 and shape.tasks > 1 and shape.locality.widest > Level.NODE:
+        found = found or search.over_nodes(shape, closed, most_cost, most_moves)
+        # It need not fill the nodes that were emptied for it: fragments may do.
+        found = None if found is None else search.without_needless(found, shape, closed)
     return found
 
 
@@ -253,6 +257,24 @@ class _Search:
                 if found is not None:
                     best, most_cost = found, found.cost
         return best
+
+    def without_needless(self, hole: Hole, shape: GangShape, avoid: frozenset[str]) -> Hole:
+        """The hole without moves that it does not need, the dearest first."""
+        for move in sorted(hole.moves[:_MOST_DROPPED], key=lambda move: (-move.cost, move.number)):
+            others = tuple([other for other in hole.moves if other is not move])
+            left = {claim.node for claim in move.gang.held}
+            if any(claim.node in left for other in others for claim in other.claims):
+                # What it leaves there is theirs.
+                continue
+            for other in others:
+                self._trying.give(other.gang.held)
+            for other in others:
+                self._trying.take(other.claims)
+            claims = self._placement.place(self._room, shape, Want(math.inf, avoid=avoid))
+            self._trying.undo()
+            if claims is not None:
+                hole = Hole(claims, others)
+        return hole
 
     def _emptied(
         self,
