@@ -114,7 +114,7 @@ def _environment() -> dict[str, str]:
     return {
         key: value
         for key, value in os.environ.items()
-        if not key.startswith(("PYTEST", "GANGER", "OMP_")) and key != "PYTHONUNBUFFERED"
+        if not key.startswith(("PYTEST", "GANGER", "OMP_", "OPENBLAS_")) and key != "PYTHONUNBUFFERED"
     }
 
 
@@ -257,6 +257,27 @@ def test_a_line_is_in_the_log_when_it_is_printed(zygote: Place, command: list[st
     with open(os.path.join(launch["cwd"], "go"), "w"):
         pass
     assert _ended(launch)["code"] == 0
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("given", [{}, {"OPENBLAS_NUM_THREADS": "1"}], ids=["launched with two", "asks for one"])
+@pytest.mark.parametrize("starts", ["forked", "executed"])
+def test_numpy_computes_with_the_threads_of_the_rank_however_it_is_started(
+    zygote: Place, given: dict[str, str], starts: str
+) -> None:
+    command = [sys.executable, *(["-X", "dev"] if starts == "executed" else []), "train.py"]
+    body = (
+        "import ctypes, numpy\nfrom ganger.injob.launcher import blas\n"
+        "(library,) = map(ctypes.CDLL, blas._libraries())\n"
+        "names = [name.replace('_set_', '_get_') for name in blas._NAMES]\n"
+        "print('threads', next(getattr(library, name)() for name in names if hasattr(library, name)))\n"
+    )
+    launch = zygote.script(zygote.launch(command, threads=2, base=given), body)
+    zygote.fork(launch)
+    assert _ended(launch)["code"] == 0, _log(launch)
+    # a machine of one core has no use for a second one
+    most = min(2, len(os.sched_getaffinity(0)))
+    assert f"threads {1 if given else most}" in _log(launch)
 
 
 SETS_THREADS = "import os\nos.environ['OMP_NUM_THREADS'] = '1'\n"

@@ -13,6 +13,7 @@ from functools import partial
 from typing import BinaryIO, Callable, NoReturn, cast
 
 from ganger.injob.arena import VARIABLE, arena_variable
+from ganger.injob.launcher.blas import set_blas_threads
 from ganger.injob.launcher.launch import Launch, LaunchError, PythonCommand, python_command
 from ganger.injob.launcher.script import run_as_main
 from ganger.injob.launcher.sources import sets_library_variables
@@ -139,16 +140,16 @@ def _use_threads(launch: Launch, environment: Mapping[str, str]) -> None:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()  # a fresh interpreter draws its own seed; brothers of one fork would share one
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return
     # OMP_NUM_THREADS was read when torch was imported, in another process. A list is for nested regions.
     text = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     threads = int(text) if text.isdigit() else launch.threads
     if not threads and launch.cores is not None:
         threads = len(launch.cores)
-    if threads:
+    torch = sys.modules.get("torch")
+    if threads and torch is not None:
         torch.set_num_threads(threads)
+    if threads > 1 and numpy_random is not None and "OPENBLAS_NUM_THREADS" not in environment:
+        set_blas_threads(threads)
 
 
 def _fill_page(path: str) -> None:
