@@ -176,7 +176,7 @@ def test_planner_started_by_hand_ranks_who_waits_and_ends_when_told(tmp_path: Pa
                     assert time.monotonic() < deadline, shown
                     shown = stub.GetJob(job_service_pb2.GetJobRequest(name=name))
                     time.sleep(0.02)
-            assert "planner of policy las+best-fit" in shown.blockers[0].message
+            assert "planner of policy las+best-fit" in shown.blockers[-1].message
             by_hand.terminate()
             assert by_hand.wait(10.0) == 0
         finally:
