@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from ganger.wire.errors import (
     NodeNotYours,
     OffsetBeyondEnd,
     RankNotFound,
+    RequestInvalid,
 )
 from ganger.wire.roles import Identity, Role
 from ganger.wire.servers import Callers
@@ -38,6 +40,10 @@ _LOG_POLL_SECONDS = 0.1
 _RENDEZVOUS_SECONDS = 100.0
 _STREAM_SECONDS = 1800.0
 _SWITCH_SECONDS = 2.0
+
+
+# As the master makes them, and more that a path may have.
+_UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 
 
 class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
@@ -123,6 +129,9 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         self, request: peer_pb2.ReadPeerLogRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[job_service_pb2.LogChunk]:
         logs = self._host.logs
+        # It becomes a name of a directory.
+        if not _UID.fullmatch(request.job_uid):
+            raise RequestInvalid(f"{request.job_uid[:80]!r} is no uid of a job")
         if not await asyncio.to_thread(logs.segments, request.job_uid, request.rank):
             raise RankNotFound(f"no log of rank {request.rank} of this job is on this node")
         offset = request.offset

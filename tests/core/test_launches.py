@@ -8,6 +8,7 @@ from ganger.resources.reasons import Reason
 from ganger_master.core.answers import Approved, Rejected
 from ganger_master.core.commands import CordonNode, DeclareLost, ObservedGang, UncordonNode
 from ganger_master.core.explain import explain
+from ganger_master.core.launches import said_to
 from ganger_master.core.model import JobState, ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.settings import Settings
 from msgspec.structs import replace
@@ -178,3 +179,23 @@ def test_a_command_that_cannot_be_executed_is_no_fault_of_the_node() -> None:
     drive.fails(number, "n1", exit_code=127)
     assert drive.job(number).state is JobState.FAILED
     assert drive.state.nodes["n1"].launch_failures == 0
+
+
+def test_what_a_failed_launch_says_is_for_the_user_of_that_job_alone() -> None:
+    drive = Launching(nodes=2)
+    anns, bobs = drive.submit(job_of(4), "ann"), drive.submit(job_of(4), "bob")
+    drive.fails(anns, "n1")
+    drive.fails(bobs, "n1")
+    drive.observe("n1")
+    said = drive.state.nodes["n1"].launch_failure
+    assert said == f"jobs/{bobs}: No space left on device"
+    assert said_to(drive.state.jobs, said, "bob") == said
+    for_ann = said_to(drive.state.jobs, said, "ann")
+    assert for_ann == f"jobs/{bobs}: its user and operators see why"
+    assert said_to(drive.state.jobs, "jobs/4711: /home/carl", "ann") == "jobs/4711: its user and operators see why"
+    assert said_to(drive.state.jobs, "", "ann") == ""
+    for number, shown in ((anns, for_ann), (bobs, said)):
+        (refusal,) = [
+            one for one in explain(drive.state, number, drive.now).blockers if one.reason is Reason.LAUNCH_FAILED
+        ]
+        assert shown in refusal.message

@@ -265,3 +265,30 @@ def transfer_bare(data: bytes) -> None:
         while done < len(data):
             done += connection.recv_into(received[done:], 0, socket.MSG_WAITALL)
         sender.join()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 4_000 + b"\n",
+        b'{"token": "t", "job_uid": "u", "epoch": Infinity, "stop_sequence": 1, "rank": 0}\n',
+        b'{"token": "t", "job_uid": "u", "epoch": ' + b"9" * 3_000 + b'e9999, "stop_sequence": 1, "rank": 0}\n',
+        b'{"token": "\\ud800", "job_uid": "u", "epoch": 1, "stop_sequence": 1, "rank": 0}\n',
+        b"\xff\xfe\n",
+        b"null\n",
+    ],
+)
+def test_what_is_no_request_is_refused_without_a_traceback(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", broken.append)
+    server = StreamServer(Sources(Arena(b"x")), "secret")
+    server.start()
+    try:
+        host, _, port = server.address.rpartition(":")
+        with socket.create_connection((host, int(port)), 10.0) as connection:
+            connection.sendall(line)
+            answer = connection.makefile("rb").readline()
+        assert b'"retry": false' in answer
+    finally:
+        server.close()
+    assert broken == []

@@ -67,7 +67,7 @@ def test_requests_and_changes_of_a_user_are_bounded_and_those_of_operators_are_n
 
 def test_a_users_streams_pending_jobs_and_requests_are_bounded_on_a_running_master(tmp_path: Path) -> None:
     async def story() -> None:
-        small = {"streams_per_user": 2, "pending_jobs_per_user": 5, "requests_per_user": 30}
+        small = {"streams_per_user": 2, "pending_jobs_per_user": 5, "requests_per_user": 5}
         async with serving_certified(tmp_path, **small) as made:
             await Speaker(made.calls(Role.DAEMON, "n1"), "n1").join()
             ann, bob, root = (
@@ -100,7 +100,7 @@ def test_a_users_streams_pending_jobs_and_requests_are_bounded_on_a_running_mast
                 except grpc.RpcError as failed:
                     seen = from_rpc_error(failed).message
                     break
-            assert "user ann has used up 30 requests a second" in seen
+            assert "user ann has used up 5 requests a second" in seen
             await bob.jobs.ListJobs(job_service_pb2.ListJobsRequest())
 
     asyncio.run(story())

@@ -45,11 +45,23 @@ _QUIET_SECONDS = 2.0
     help="Start at this byte; negative: so many before the end.",
 )
 @click.option("--tail", "-n", type=click.IntRange(0), metavar="N", help="Only the last N lines, and what follows.")
+@click.option("--raw", is_flag=True, help="On a terminal, too, print bytes as they are.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a chunk: job, rank, offset, data, lost_bytes.")
 def logs(
-    selection: Selection, rank: int, everyone: bool, follow: bool, offset: int, tail: int | None, as_json: bool
+    selection: Selection,
+    rank: int,
+    everyone: bool,
+    follow: bool,
+    offset: int,
+    tail: int | None,
+    raw: bool,
+    as_json: bool,
 ) -> int:
-    """Print what jobs wrote."""
+    """Print what jobs wrote.
+
+    On a terminal, codes that would move its cursor or rename its window are written out; colours stay. To a pipe or a
+    file, and with --raw, go the bytes as they are.
+    """
     if tail is not None and offset:
         raise click.UsageError("--tail does not go with --offset: give one of them")
     with open_client() as client:
@@ -61,7 +73,7 @@ def logs(
             if len(jobs) > 1 and not as_json:
                 print(f"==> job {number(job)} <==", flush=True)
             with _telling_why_it_waits(client, job if follow else ""):
-                written = _print_log(client, job, None if everyone else rank, offset, tail, follow, as_json)
+                written = _print_log(client, job, None if everyone else rank, offset, tail, follow, as_json, raw)
             if not (written or follow or as_json or offset or tail == 0):
                 _tell_why_nothing(client, job)
 
@@ -72,7 +84,14 @@ def logs(
 
 
 def _print_log(
-    client: Client, job: str, rank: int | None, offset: int, tail: int | None, follow: bool, as_json: bool
+    client: Client,
+    job: str,
+    rank: int | None,
+    offset: int,
+    tail: int | None,
+    follow: bool,
+    as_json: bool,
+    raw: bool,
 ) -> bool:
     """Print the log of one task, None: of all; whether there was any. offset, tail: where to begin, in bytes or in
     lines from the end."""
@@ -83,10 +102,10 @@ def _print_log(
     if rank is None:
         from ganger.cli.job_lines import tasks
 
-        return _print_all(client, job, tasks(client.get_job(job).spec), begin, follow, as_json)
+        return _print_all(client, job, tasks(client.get_job(job).spec), begin, follow, as_json, raw)
     chunks = client.read_log(job, rank, begin(rank), follow=follow)
     if not as_json:
-        return print_chunks(chunks)
+        return print_chunks(chunks, raw)
     for chunk in chunks:
         sys.stdout.buffer.write(_object(job, rank, chunk))
         sys.stdout.buffer.flush()
@@ -159,17 +178,37 @@ def _telling_why_it_waits(client: Client, job: str) -> Iterator[None]:
         timer.cancel()
 
 
-def print_chunks(chunks: Iterable[LogChunk]) -> bool:
-    """Print bytes as they are, to stdout; what is missing is said on stderr. Return whether there were any."""
+def print_chunks(chunks: Iterable[LogChunk], raw: bool = False) -> bool:
+    """Print a log to stdout; what is missing is said on stderr. Return whether there was any."""
     is_any = False
-    for chunk in chunks:
-        is_any = True
-        if chunk.lost_bytes:
-            sys.stdout.flush()
-            print(f"ganger: {chunk.lost_bytes} bytes of the log are lost here", file=sys.stderr)
-        sys.stdout.buffer.write(chunk.data)
-        sys.stdout.buffer.flush()
+    with _written_out(raw) as write:
+        for chunk in chunks:
+            is_any = True
+            if chunk.lost_bytes:
+                sys.stdout.flush()
+                print(f"ganger: {chunk.lost_bytes} bytes of the log are lost here", file=sys.stderr)
+            write(chunk.data)
     return is_any
+
+
+@contextlib.contextmanager
+def _written_out(raw: bool) -> Iterator[Callable[[bytes], object]]:
+    """What writes bytes of a log to stdout, at once: as they are, or as a terminal may have them."""
+
+    def write(data: bytes) -> None:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+
+    if raw or not sys.stdout.isatty():
+        yield write
+        return
+    from ganger.console.visible import LogText
+
+    text = LogText()
+    try:
+        yield lambda data: write(text.feed(data).encode(errors="backslashreplace"))
+    finally:
+        write(text.end().encode(errors="backslashreplace"))
 
 
 def _object(job: str, rank: int, chunk: LogChunk) -> bytes:
@@ -225,8 +264,23 @@ def tail_offset(client: Client, job: str, rank: int, count: int) -> int:
         span *= 8
 
 
-def _print_all(client: Client, job: str, ranks: int, begin: Callable[[int], int], follow: bool, as_json: bool) -> bool:
+def _print_all(
+    client: Client, job: str, ranks: int, begin: Callable[[int], int], follow: bool, as_json: bool, raw: bool
+) -> bool:
     """Print the lines of all ranks; whether there were any."""
+    with _written_out(raw or as_json) as write:
+        return _write_all(client, job, ranks, begin, follow, as_json, write)
+
+
+def _write_all(
+    client: Client,
+    job: str,
+    ranks: int,
+    begin: Callable[[int], int],
+    follow: bool,
+    as_json: bool,
+    write: Callable[[bytes], object],
+) -> bool:
     width = len(str(ranks - 1))
 
     def rank_lines(rank: int) -> Iterator[bytes]:
@@ -241,8 +295,7 @@ def _print_all(client: Client, job: str, ranks: int, begin: Callable[[int], int]
         for rank in range(ranks):
             for line in rank_lines(rank):
                 is_any = True
-                sys.stdout.buffer.write(line)
-        sys.stdout.buffer.flush()
+                write(line)
         return is_any
     # A thread a rank, as each stream blocks; None is a rank's end, an exception ends all.
     printed: queue.Queue[bytes | BaseException | None] = queue.Queue(_MAX_QUEUED_CHUNKS)
@@ -265,6 +318,5 @@ def _print_all(client: Client, job: str, ranks: int, begin: Callable[[int], int]
         if item is None:
             open_ranks -= 1
         else:
-            sys.stdout.buffer.write(item)
-            sys.stdout.buffer.flush()
+            write(item)
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import sys
 from typing import TextIO
@@ -9,6 +10,9 @@ from typing import TextIO
 # Control codes, which move the cursor, colour, or rename the window; ends of lines that are none; marks that turn the
 # direction of what follows; bytes that were no text. Marks that join the parts of one sign stay.
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# A whole colour, or a sign that is written out.
+_CONTROLS_OF_LOGS = re.compile(f"\x1b\\[[0-9;:]{{0,64}}m|(?![\n\t\r]){_CONTROLS.pattern}")
+_BEGUN_COLOUR = re.compile(r"\x1b(?:\[[0-9;:]{0,64})?\Z")
 _CONTROLS_BUT_NEWLINE = re.compile(f"(?!\n){_CONTROLS.pattern}")
 
 
@@ -18,6 +22,34 @@ def visible(text: str, lines: bool = False) -> str:
     if text.isprintable():
         return text
     return (_CONTROLS_BUT_NEWLINE if lines else _CONTROLS).sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+class LogText:
+    """A log as it comes in pieces, for a terminal: newlines, tabs, carriage returns and colours stay; all else that a
+    terminal would obey is written out."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        self._rest = ""
+        self._has_colours = False
+
+    def feed(self, data: bytes, final: bool = False) -> str:
+        """What may be printed by now; a sign or a colour that has only begun waits for the next piece."""
+        text = self._rest + self._decoder.decode(data, final)
+        begun = None if final else _BEGUN_COLOUR.search(text)
+        self._rest = begun[0] if begun else ""
+        text = text.removesuffix(self._rest)
+        return _CONTROLS_OF_LOGS.sub(self._written_out, text)
+
+    def end(self) -> str:
+        """What is left, and colours back to what they were."""
+        return self.feed(b"", final=True) + ("\x1b[0m" if self._has_colours else "")
+
+    def _written_out(self, found: re.Match[str]) -> str:
+        if len(found[0]) > 1:
+            self._has_colours = True
+            return found[0]
+        return ascii(found[0])[1:-1]
 
 
 def print_line(text: str, file: TextIO | None = None) -> None:

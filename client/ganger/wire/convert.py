@@ -30,6 +30,7 @@ from ganger.wire.errors import RequestInvalid
 
 # What is kept of a refusal: figures by name, and what is said of it.
 _FIGURES_MOST, _NAME_MOST, _DETAIL_MOST = 16, 64, 500
+_FIGURE_MOST = (1 << 63) - 1
 # A claim has cores by socket, and tasks by role.
 _PARTS_MOST = 128
 # Peak device bytes plus a tenth: what a rank's state may take in host memory.
@@ -250,7 +251,7 @@ def refusal_to_wire(value: Refusal, into: resources_pb2.Refusal | None = None) -
     message.message = value.message
     figures = message.figures
     for name, figure in value.figures.items():
-        figures[name] = figure
+        figures[name] = max(-_FIGURE_MOST, min(figure, _FIGURE_MOST))
     if value.node:
         message.node = names.node_name(value.node)
     message.job = value.job

@@ -27,6 +27,7 @@ from ganger.wire.errors import (
     ApiError,
     Internal,
     MessageTooLarge,
+    NotSupported,
     RequestInvalid,
     TokenInvalid,
     to_trailing_metadata,
@@ -236,6 +237,9 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], method: str, error
     # Raised by context.abort: the handler has answered already.
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    if isinstance(error, NotImplementedError):
+        # What generated code raises for a method that nobody wrote.
+        error = NotSupported(f"{method} is not offered here")
     if not isinstance(error, ApiError):
         number = uuid.uuid4().hex[:12]
         log.error("request failed", extra={"method": method, "error_id": number}, exc_info=error)

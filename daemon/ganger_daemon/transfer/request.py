@@ -56,7 +56,7 @@ def parse_request(line: bytes) -> StreamRequest:
             int(fields["rank"]),
             int(fields.get("offset", 0)),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise StreamError(f"the request is not understood: {error}", retry=False) from error
     if request.offset < 0 or request.rank < 0:
         raise StreamError("the request has a negative offset or rank", retry=False)
@@ -70,7 +70,7 @@ def line_of(fields: dict[str, object]) -> bytes:
 def parse_line(line: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StreamError("the other side does not speak the state stream's protocol", retry=False) from error
     if not isinstance(fields, dict):
         raise StreamError("the other side does not speak the state stream's protocol", retry=False)

@@ -169,7 +169,7 @@ class StreamServer:
                 self._forget_stranger(connection)
                 return parse_request(read_line(connection))
             request = parse_request(read_line(connection))
-            if not hmac.compare_digest(request.token.encode(), self._token.encode()):
+            if not hmac.compare_digest(request.token.encode(errors="surrogatepass"), self._token.encode()):
                 raise StreamError("the token is wrong", retry=False)
             return request
         finally:

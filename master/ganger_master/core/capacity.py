@@ -196,7 +196,7 @@ def _launch_failed_on(state: State, job: Job) -> Collection[str]:
 def _closed(state: State, job: Job, node: str, reason: Reason) -> Refusal:
     if reason is not Reason.LAUNCH_FAILED:
         return Refusal(reason, node=node, job=job.name)
-    said = state.nodes[node].launch_failure
+    said = launches.said_to(state.jobs, state.nodes[node].launch_failure, job.user)
     return Refusal(
         reason,
         node=node,

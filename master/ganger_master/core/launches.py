@@ -9,7 +9,7 @@ nowhere would close one node after the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ganger.placement.candidates import places
@@ -43,6 +43,16 @@ def note_success(state: State, gang: Gang) -> None:
         node = state.nodes.get(name)
         if node is not None and node.launch_failures:
             state.put_node(replace(node, launch_failures=0, launch_failure=""))
+
+
+def said_to(jobs: Mapping[int, Job], said: str, user: str) -> str:
+    """What a user may read of a failed launch ("jobs/7: ..."): of another user's job only its name, for the rest names
+    that user's files."""
+    name, _, _ = said.partition(":")
+    number = name.removeprefix("jobs/")
+    job = jobs.get(int(number)) if number.isdecimal() else None
+    is_own = job is not None and job.user == user
+    return said if is_own or not said else f"{name}: its user and operators see why"
 
 
 def failed_on(state: State, job: Job) -> list[str]:

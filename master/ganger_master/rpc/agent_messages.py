@@ -22,6 +22,10 @@ _LONGEST_SWITCH_SECONDS: Final = 3600.0
 _DEVICES_MOST: Final = 64
 _CHECKPOINTS_MOST: Final = 16
 _SEQUENCE_MOST: Final = (1 << 63) - 1
+# No node has more memory: sums of such numbers still fit into a message.
+_BYTES_MOST: Final = 1 << 50
+# Of the list of a rank's cores.
+_CORES_MOST: Final = 200
 # Its message has the last lines of a log.
 _OUTCOME_MOST: Final = 4_096
 # What a spec takes in its gang's message beyond its own bytes, at most.
@@ -109,24 +113,24 @@ def observed_gang_from_wire(message: agent_pb2.ObservedGang) -> commands.Observe
         master_sequence=message.order.master_sequence,
         level=job_messages.level_from_wire(message.level),
         stop_sequence=message.stop_sequence,
-        stop_step=message.stop_step,
+        stop_step=min(message.stop_step, _SEQUENCE_MOST),
         pids=tuple(rank.pid for rank in sorted(message.ranks, key=lambda rank: rank.rank)),
         outcome=_outcome_from_wire(message.outcome),
         checkpoint=(job_messages.checkpoint_from_wire(message.checkpoint) if message.HasField("checkpoint") else None),
-        peak_device_bytes=message.peak_device_bytes,
+        peak_device_bytes=min(message.peak_device_bytes, _BYTES_MOST),
         capabilities=(
             job_messages.capabilities_from_wire(message.capabilities)
             if message.HasField("capabilities")
             else Capabilities()
         ),
         presumed=message.capabilities_presumed,
-        arena_bytes=message.arena_bytes,
+        arena_bytes=min(message.arena_bytes, _BYTES_MOST),
         threads=message.threads,
         repin_done=message.repin_done,
         trouble=cut(message.trouble),
-        cores=tuple(message.cores),
+        cores=tuple([cut(text, _CORES_MOST) for text in message.cores]),
         device_mask=message.claim_device_mask,
-        residue_bytes=tuple(message.residue_bytes),
+        residue_bytes=tuple([min(size, _BYTES_MOST) for size in message.residue_bytes[:_DEVICES_MOST]]),
         last_step_time=times.unix_seconds(message.last_step_time) if message.HasField("last_step_time") else 0.0,
         first_step_time=times.unix_seconds(message.first_step_time) if message.HasField("first_step_time") else 0.0,
         progress=job_messages.progress_from_wire(message.epoch, message.progress) if has_said else None,

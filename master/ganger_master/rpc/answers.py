@@ -8,12 +8,14 @@ from typing import TypeVar
 
 from ganger.v1 import array_pb2, job_pb2, node_pb2, scheduling_pb2
 from ganger.wire import convert, errors, names, times
+from ganger.wire.roles import Identity
 
 from ganger_master.core import sharing
 from ganger_master.core.answers import Approved, ChangeAnswer, Refused, Rejected
 from ganger_master.core.arrays import no_array
 from ganger_master.core.checks import no_job
 from ganger_master.core.explain import as_it_is, told_blockers
+from ganger_master.core.launches import said_to
 from ganger_master.core.memberships import members_of
 from ganger_master.core.model import Gang, Job, Node, NodeState
 from ganger_master.core.rows_now import has_turn
@@ -112,8 +114,8 @@ class Shown:
         members = self.members(number)
         return array_messages.array_to_wire(members, [self._progress.of(job.number) for job in members])
 
-    def node(self, name: str) -> node_pb2.Node:
-        """Raises NodeNotFound."""
+    def node(self, name: str, caller: Identity) -> node_pb2.Node:
+        """As far as it is for the caller. Raises NodeNotFound."""
         node = self.node_named(name)
         row = self._writer.committed.rows.get(name)
         seen = self._writer.state.last_answer.get(name)
@@ -132,7 +134,11 @@ class Shown:
             rack=node.rack,
             fabric=node.fabric,
             launch_failures=node.launch_failures,
-            launch_failure=node.launch_failure,
+            launch_failure=(
+                said_to(self._writer.committed.jobs, node.launch_failure, caller.name)
+                if caller.has_own_jobs_only
+                else node.launch_failure
+            ),
         )
 
 

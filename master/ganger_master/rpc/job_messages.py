@@ -51,6 +51,8 @@ _TURNS: Final[Mapping[bool | None, job_pb2.Gang.Turn.ValueType]] = {
 }
 _ANYWHERE: Final = Locality()
 _ENTRIES_MOST: Final = {"command": 1_000, "environment": 10_000, "roles": 100, "labels": 100}
+# Of steps, samples, bytes: what a store can count.
+_COUNT_MOST: Final = (1 << 63) - 1
 # What a daemon tells of a job.
 _MISSING_MOST: Final = 8
 _WHY_MOST: Final = 200
@@ -295,7 +297,11 @@ def checkpoint_to_wire(checkpoint: Checkpoint) -> job_pb2.Checkpoint:
 
 def checkpoint_from_wire(message: job_pb2.Checkpoint) -> Checkpoint:
     return Checkpoint(
-        message.step, message.epoch, message.path, message.size_bytes, times.unix_seconds(message.create_time)
+        min(message.step, _COUNT_MOST),
+        message.epoch,
+        message.path,
+        min(message.size_bytes, _COUNT_MOST),
+        times.unix_seconds(message.create_time),
     )
 
 
@@ -329,7 +335,8 @@ def progress_from_wire(epoch: int, message: job_pb2.Progress) -> Progress:
     loss = message.loss if math.isfinite(message.loss) else None
     waited = min(1.0, max(0.0, message.data_wait_share))
     metrics = metrics_from_wire(message)
-    return Progress(epoch, message.step, message.samples, loss, data_wait_share=waited, metrics=metrics)
+    step, samples = min(message.step, _COUNT_MOST), min(message.samples, _COUNT_MOST)
+    return Progress(epoch, step, samples, loss, data_wait_share=waited, metrics=metrics)
 
 
 def _kept_progress_to_wire(progress: Progress) -> job_pb2.Progress:

@@ -34,6 +34,8 @@ from ganger_master.store.contract import HistoryEntry
 
 STREAM_SECONDS: Final = 30 * 60.0
 REQUEST_ID_MOST: Final = 200
+# The last one that a store can count.
+_SEQUENCE_MOST: Final = (1 << 63) - 2
 # Jobs that are made into messages before other calls get their turn.
 _SHOWN_AT_ONCE: Final = 20
 
@@ -263,12 +265,13 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         self, request: job_service_pb2.ListEventsRequest, context: Any
     ) -> job_service_pb2.ListEventsResponse:
         size = min(request.page_size or PAGE_DEFAULT, PAGE_MOST)
-        if request.after_sequence and request.after_sequence + 1 < await self._writer.oldest_sequence():
+        after = min(request.after_sequence, _SEQUENCE_MOST)
+        if after and after + 1 < await self._writer.oldest_sequence():
             raise errors.EventsCompacted("these events are no longer kept: list again from zero")
         caller = self._callers.of(context)
         self._check_subject(caller, request.subject)
-        entries = await self._writer.history(request.subject, request.after_sequence, size)
-        response, room = job_service_pb2.ListEventsResponse(next_sequence=request.after_sequence), Room()
+        entries = await self._writer.history(request.subject, after, size)
+        response, room = job_service_pb2.ListEventsResponse(next_sequence=after), Room()
         for entry in entries:
             if self._is_told(caller, entry.subject):
                 message = _event_to_wire(entry)

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 from ganger.resources.view import Mode
 from ganger.v1 import node_pb2, node_pb2_grpc
 from ganger.wire import convert, errors, names, times
+from ganger.wire.roles import Identity
 from ganger.wire.servers import Callers
 
 from ganger_master.core import commands
@@ -64,7 +65,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         committed = self._writer.committed
         response, room, last = node_pb2.ListNodesResponse(), Room(size), ""
         kinds: set[str] = set()
-        for message in self._after(place_of(request.page_token, _place_of, _FIRST)):
+        for message in self._after(place_of(request.page_token, _place_of, _FIRST), self._callers.of(context)):
             news = []
             if isinstance(message, node_pb2.Node) and message.configuration_set not in kinds:
                 kind = committed.configuration_sets[message.configuration_set]
@@ -83,42 +84,42 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
                 await asyncio.sleep(0)
         return response
 
-    def _after(self, place: _Place) -> Iterator[node_pb2.Node | node_pb2.NodeSet]:
+    def _after(self, place: _Place, caller: Identity) -> Iterator[node_pb2.Node | node_pb2.NodeSet]:
         """Nodes by name, then node sets by number; other calls get their turn meanwhile, so some may have gone."""
         committed = self._writer.committed
         for node in sorted(committed.nodes):
             if (0, node) > place and node in committed.nodes:
-                yield self._shown.node(node)
+                yield self._shown.node(node, caller)
         for number in sorted(committed.sets):
             node_set = committed.sets.get(number)
             if (1, number) > place and node_set is not None:
                 yield node_set_to_wire(node_set, committed.gangs, self._writer.state.rows_seen)
 
     async def GetNode(self, request: node_pb2.GetNodeRequest, context: Any) -> node_pb2.Node:
-        return self._shown.node(names.parse_node_name(request.name))
+        return self._shown.node(names.parse_node_name(request.name), self._callers.of(context))
 
     async def DrainNode(self, request: node_pb2.DrainNodeRequest, context: Any) -> node_pb2.Node:
         node = names.parse_node_name(request.name)
         return await self._change(
-            commands.DrainNode(node, request.reason[:REASON_MOST], self._callers.of(context).name)
+            commands.DrainNode(node, request.reason[:REASON_MOST], self._callers.of(context).name), context
         )
 
     async def CordonNode(self, request: node_pb2.CordonNodeRequest, context: Any) -> node_pb2.Node:
         node = names.parse_node_name(request.name)
         return await self._change(
-            commands.CordonNode(node, request.reason[:REASON_MOST], self._callers.of(context).name)
+            commands.CordonNode(node, request.reason[:REASON_MOST], self._callers.of(context).name), context
         )
 
     async def UncordonNode(self, request: node_pb2.UncordonNodeRequest, context: Any) -> node_pb2.Node:
         return await self._change(
-            commands.UncordonNode(names.parse_node_name(request.name), self._callers.of(context).name)
+            commands.UncordonNode(names.parse_node_name(request.name), self._callers.of(context).name), context
         )
 
     async def DeclareNodeLost(self, request: node_pb2.DeclareNodeLostRequest, context: Any) -> node_pb2.Node:
         node = names.parse_node_name(request.name)
         if self._is_held(node):
             raise errors.NodeAlive(f"the daemon of nodes/{node} is connected: stop it first, or drain the node")
-        return await self._change(commands.DeclareLost(node, self._callers.of(context).name))
+        return await self._change(commands.DeclareLost(node, self._callers.of(context).name), context)
 
     async def RemoveNode(self, request: node_pb2.RemoveNodeRequest, context: Any) -> node_pb2.RemoveNodeResponse:
         node = names.parse_node_name(request.name)
@@ -178,5 +179,6 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
             size_bytes=found.size_bytes,
         )
 
-    async def _change(self, command: commands.Command) -> node_pb2.Node:
-        return self._shown.node(expect(await self._writer.submit(command), NodeAnswer).name)
+    async def _change(self, command: commands.Command, context: Any) -> node_pb2.Node:
+        name = expect(await self._writer.submit(command), NodeAnswer).name
+        return self._shown.node(name, self._callers.of(context))
