@@ -121,6 +121,7 @@ class Master:
             checkpoint_interval_seconds=config.checkpoint_interval_seconds,
             logs_kept_seconds=config.logs_kept_seconds,
             restart_delay_seconds=config.restart_delay_seconds,
+            move_deadline_seconds=config.move_deadline_seconds,
             session_alive_seconds=config.session_alive_seconds,
             finished_jobs_limit=config.finished_jobs_limit,
             finished_bytes_limit=_FINISHED_BYTES,

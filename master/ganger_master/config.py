@@ -73,6 +73,8 @@ class Config:
     # Before a job is tried again whose attempts fail by themselves: after the second, doubled with each further one;
     # zero: always at once.
     restart_delay_seconds: float = 10.0
+    # A move or resize that has not come about by then is undone, and its job runs on where it is.
+    move_deadline_seconds: float = 600.0
     # Sessions of two machines with one name are refused while the first answered this recently.
     session_alive_seconds: float = 10.0
     events_kept_seconds: float = 30 * 86400.0

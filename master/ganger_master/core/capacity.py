@@ -44,6 +44,11 @@ def judge(
         allowed = [claims for claims in wanted if not (refusals := node_rules(state, job, claims))]
     if not allowed:
         return Rejected(refusals, ())
+    if job.epoch and "MOVE" in job.capabilities.missing:
+        allowed = [claims for claims in allowed if _is_where_it_rests(state, job, claims)]
+        if not allowed:
+            detail = f"it can go on only where it rests: {job.capabilities.missing['MOVE']}"
+            return Rejected((Refusal(Reason.LEVEL_UNAVAILABLE, job=job.name, detail=detail),), ())
     company: Company = {}
     if any(claim.shared_mask for claims in allowed for claim in claims):
         refusals = sharing.rules(state, job, allowed[0])
@@ -64,6 +69,11 @@ def judge(
     if isinstance(verdict, Approved) and len(allowed) < len(wanted):
         return Approved(list(wanted).index(allowed[verdict.candidate]), verdict.claims, verdict.level)
     return verdict
+
+
+def _is_where_it_rests(state: State, job: Job, claims: Sequence[Claim]) -> bool:
+    parked = state.gangs.get(job.epoch)
+    return parked is not None and orders.same_place(parked.claims, claims)
 
 
 def has_place(state: State, job: Job, now: float) -> bool:
@@ -236,7 +246,7 @@ def holding_of(state: State, job: Job, claims: Sequence[Claim]) -> tuple[Claim, 
     """Pieces of the job that count as free for it: those it is parked on, if it asks for just that place. Not those of
     a copy it moved away from: that one never runs again, so a new gang needs room beside it."""
     parked = state.gangs.get(job.epoch)
-    if parked is None or job.moved_from >= parked.epoch or not orders.same_place(parked.claims, claims):
+    if parked is None or job.moved_from >= parked.epoch or not _is_where_it_rests(state, job, claims):
         return ()
     return tuple(piece.held for piece in parked.pieces if piece.held is not None)
 

@@ -247,7 +247,8 @@ class _Filling:
             if all(_is_free(view, claim) for claim in own):
                 self._change(job, "RESUME", (), own)
                 continue
-            claims = self._placement.place(self._room, thin(job.shape, self.least_memory), _ANYWHERE)
+            shape = thin(job.shape, self.least_memory)
+            claims = self._placement.place(self._room, shape, _ANYWHERE) if can_hand_over(job) else None
             if claims is None:
                 stranded.append((job, gang))
             else:
