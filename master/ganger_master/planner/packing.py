@@ -19,6 +19,7 @@ from msgspec import structs
 
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Intent, Job
+from ganger_master.core.moving import can_hand_over
 from ganger_master.core.purpose import Finding, Goal, Purpose
 from ganger_master.planner.packs import Packs, Seen, is_settled, may_be_slower, plan_packs, with_refusals
 from ganger_master.planner.refused import NOBODY, KeptOut
@@ -168,7 +169,7 @@ def _apart(packs: Packs, placement: Placement, table: LiveTable, room: Room) -> 
     for pack in packs.packs:
         job, gang = table.get(pack.guest) or (None, None)
         claims = None
-        if pack.is_kept and job is not None and gang is not None and is_settled(job, gang):
+        if pack.is_kept and job is not None and gang is not None and is_settled(job, gang) and can_hand_over(job):
             claims = placement.place(room, as_held(job.shape, gang), _ANYWHERE)
         if job is None or claims is None:
             left.append(pack)

@@ -24,6 +24,7 @@ from msgspec import structs
 from ganger_master.core.arenas import has_arenas
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.moving import can_hand_over
 from ganger_master.core.purpose import Finding, Goal, Purpose
 from ganger_master.models.interference import UNKNOWN_DEVICE, Contention, Pressure, learn
 from ganger_master.planner.mates import fits_beside
@@ -427,6 +428,8 @@ def _feasible(running: Mapping[int, tuple[Job, Gang]], view: View, in_turns: boo
 
     def may(host: Berth, guest: Berth) -> bool:
         there, comes = host.residents[0].number, guest.residents[0].number
+        if not can_hand_over(running[comes][0]):
+            return False
         if not in_turns and running[there][0].spec.priority != running[comes][0].spec.priority:
             return False
         if not all(view.available[view.slots[node]] for node, _ in host.seat):
