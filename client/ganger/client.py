@@ -103,11 +103,11 @@ class Client:
         request = job_service_pb2.CreateJobRequest(spec=spec, request_id=request_id or str(uuid.uuid4()))
         _check_size(request, "CreateJob", "put large environment values and arguments into files")
         if not spec.scheduler:
-            return Job(self, self._call(self._jobs.CreateJob, request))
+            return Job(self, self._submitted(self._jobs.CreateJob, request))
         from ganger.scheduling.detached import DetachedScheduler
 
         with DetachedScheduler(spec.scheduler, self._master) as scheduler:
-            message = self._call(self._jobs.CreateJob, request)
+            message = self._submitted(self._jobs.CreateJob, request)
             return Job(self, message, scheduler_log=scheduler.serve(message.name, message.uid))
 
     def submit_array(
@@ -120,7 +120,7 @@ class Client:
         asked.CopyFrom(request)
         asked.request_id = request_id or request.request_id or str(uuid.uuid4())
         _check_size(asked, "CreateArray", "put large parameters into files")
-        return self._call(self._jobs.CreateArray, asked)
+        return self._submitted(self._jobs.CreateArray, asked)
 
     def get_array(self, array: str | int) -> array_pb2.Array:
         """7, "7" or "arrays/7". Raises ArrayNotFound."""
@@ -399,6 +399,24 @@ class Client:
             return method(request)
         except grpc.RpcError as error:
             raise self._explained(from_rpc_error(error)) from error
+
+    def _submitted(
+        self,
+        method: Callable[[Any], Answer],
+        request: job_service_pb2.CreateJobRequest | job_service_pb2.CreateArrayRequest,
+    ) -> Answer:
+        """A submission whose answer is lost may have been accepted: the error names what repeats it safely."""
+        try:
+            return self._call(method, request)
+        except (Unreachable, DeadlineExceeded, NotReady) as error:
+            identifier = request.request_id
+            text = (
+                f"{error.message}\nwhether the submission was accepted is not known: repeat the same command with"
+                f" --request-id {identifier} (in Python, request_id={identifier!r}); that submits it once"
+            )
+            lost = type(error)(text, request_id=identifier)
+            lost.metadata.update(error.metadata)
+            raise lost from error
 
     def _stream(self, open_stream: Callable[[], Iterator[Answer]]) -> Iterator[Answer]:
         stream = open_stream()

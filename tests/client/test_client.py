@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from ganger.arrays import make_array
+from ganger.cli.main import run
 from ganger.client import Client
 from ganger.job import JobFailedError, JobState
-from ganger.v1 import job_pb2
+from ganger.v1 import array_pb2, job_pb2
 from ganger.wire import errors
 from ganger.wire.endpoints import Endpoint, ensure_token, read_endpoint, write_endpoint
 from kit.canned import CannedMaster
@@ -189,3 +194,50 @@ def test_a_suspend_names_its_level(client: Client, master: CannedMaster) -> None
     assert master.requests[-1].level == job_pb2.SUSPEND_LEVEL_OFFLOAD
     with pytest.raises(ValueError, match="checkpoint"):
         job.suspend("sleep")
+
+
+class DyingMaster(CannedMaster):
+    """Goes away once it has accepted a submission, before it answers."""
+
+    async def CreateJob(self, request: Any, context: Any) -> job_pb2.Job:  # noqa: N802
+        await super().CreateJob(request, context)
+        return await self._gone()
+
+    async def CreateArray(self, request: Any, context: Any) -> array_pb2.Array:  # noqa: N802
+        await super().CreateArray(request, context)
+        return await self._gone()
+
+    async def _gone(self) -> Any:
+        self.stopping = asyncio.create_task(self._server.stop(0))
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("is_array", [False, True])
+def test_a_submission_whose_answer_is_lost_names_the_request_id_that_repeats_it(tmp_path: Path, is_array: bool) -> None:
+    with DyingMaster(tmp_path) as master, Client(str(tmp_path)) as client:
+        array = make_array({"command": ["true"], "array": {"indices": "0-3"}})
+        submit = partial(client.submit_array, array) if is_array else partial(client.submit, ["true"])
+        with pytest.raises(errors.Unreachable) as lost:
+            submit()
+        (request,) = master.requests
+    assert f"--request-id {request.request_id}" in str(lost.value)
+    assert lost.value.metadata["request_id"] == request.request_id
+    assert "whether the submission was accepted is not known" in str(lost.value)
+
+
+def test_submit_ends_with_code_5_and_the_flag_that_repeats_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with DyingMaster(tmp_path) as master:
+        assert run(["--master", str(tmp_path), "submit", "--", "true"]) == 5
+        (request,) = master.requests
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert f"repeat the same command with --request-id {request.request_id}" in told.err
+
+
+def test_a_submission_that_is_refused_is_not_said_to_be_repeated(client: Client, master: CannedMaster) -> None:
+    master.failing = errors.QueueFull("full")
+    with pytest.raises(errors.QueueFull) as refused:
+        client.submit("true")
+    assert "request-id" not in str(refused.value)
