@@ -130,7 +130,7 @@ class Master:
             residue_bytes=config.residue_bytes,
             quota_devices=as_settings(config.quotas),
         )
-        store = self._given_store or SqlStore(config.url)
+        store = self._given_store or SqlStore(config.database)
         writer = Writer(store, settings, self._clock, failpoints.of_environment())
         await writer.start()
         self._writer = writer

@@ -100,8 +100,9 @@ class Config:
     log_level: str = "info"
 
     @property
-    def url(self) -> str:
-        return self.database_url or f"sqlite:///{self.state_dir / 'ganger.db'}"
+    def database(self) -> str | Path:
+        """A URL, or the path of a SQLite file."""
+        return self.database_url or self.state_dir / "ganger.db"
 
     @property
     def storage_path(self) -> Path:

@@ -12,7 +12,7 @@ from ganger_master.config import PREFIX, Config, ConfigError, load, parse_durati
 def test_defaults_need_only_a_state_directory() -> None:
     config = load({"state_dir": "/s"}, {})
     assert config.state_dir == Path("/s")
-    assert config.url == "sqlite:////s/ganger.db"
+    assert config.database == Path("/s/ganger.db")
     assert config.storage_path == Path("/s/storage")
     assert config.lost_after_seconds == 600.0
 

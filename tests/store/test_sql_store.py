@@ -67,6 +67,15 @@ def test_database_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "state").iterdir())
 
 
+def test_database_lies_in_its_directory_whatever_that_is_called(tmp_path: Path) -> None:
+    path = tmp_path / "odd: dir #1? 100%&a=b" / "ganger.db"
+    store = SqlStore(path)
+    store.open()
+    store.close()
+    assert path.read_bytes()[:6] == b"SQLite"
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.parent.name]
+
+
 def test_database_of_a_newer_ganger_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "ganger.db"
     store = SqlStore(url_of(path))

@@ -16,7 +16,7 @@ from typing import Any, Final, cast
 
 from sqlalchemy import Connection, Engine, bindparam, create_engine, delete, event, func, insert, select, update
 from sqlalchemy.dialects import postgresql
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 from sqlalchemy.sql import Executable
@@ -37,12 +37,13 @@ _SQLITE_ARGUMENTS: Final = {
 
 
 class SqlStore:
-    """See `contract.Store`. `url` is a SQLAlchemy URL; a SQLite file is made with mode 0600. `row_by_row`: SQLite too
-    is written to as any other database is, which takes it longer."""
+    """See `contract.Store`. `url` is a SQLAlchemy URL, or the path of a SQLite file, which is made with mode 0600.
+    `row_by_row`: SQLite too is written to as any other database is, which takes it longer."""
 
-    def __init__(self, url: str, row_by_row: bool = False) -> None:
-        self._url = url
-        self._engine = _engine_for(url)
+    def __init__(self, url: str | Path, row_by_row: bool = False) -> None:
+        # A path has no text as a URL if it has a question mark.
+        self._url = URL.create("sqlite", database=str(url)) if isinstance(url, Path) else url
+        self._engine = _engine_for(self._url)
         self._takes_many_rows = self._engine.dialect.name == "sqlite" and not row_by_row
         self._connection: Connection | None = None
         self._generation = 0
@@ -219,7 +220,7 @@ def _take_over(connection: Connection) -> int:
     return int(connection.execute(select(writer.c.generation)).scalar_one())
 
 
-def _engine_for(url: str) -> Engine:
+def _engine_for(url: str | URL) -> Engine:
     try:
         parsed = make_url(url)
         if parsed.get_backend_name() != "sqlite":
@@ -252,7 +253,7 @@ def _engine_for(url: str) -> Engine:
     return engine
 
 
-def _create_file(url: str) -> None:
+def _create_file(url: str | URL) -> None:
     """Environments of jobs are in there, so the file belongs to its owner alone from its first byte on."""
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite" and parsed.database and parsed.database != ":memory:":
@@ -264,7 +265,7 @@ def _create_file(url: str) -> None:
 class _explained:  # noqa: N801 - reads as a phrase: with _explained(url)
     """Turns what drivers raise into a StoreError that says what to do."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str | URL) -> None:
         self._url = url
 
     def __enter__(self) -> None:
@@ -297,7 +298,7 @@ def _cause_of(error: BaseException) -> str:
     return str(error).strip()
 
 
-def _shown(url: str) -> str:
+def _shown(url: str | URL) -> str:
     try:
         return make_url(url).render_as_string(hide_password=True)
     except ArgumentError:
