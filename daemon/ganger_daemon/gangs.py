@@ -48,6 +48,8 @@ class GangSet:
         self._tasks: dict[GangId, asyncio.Task[None]] = {}
         self._journal = host.paths.state / "finished.json"
         self._finished: dict[str, int] = {uid: int(epoch) for uid, epoch in read_json(self._journal).items()}
+        # Where ranks were to meet, of gangs that this node led and has forgotten.
+        self.met: dict[GangId, tuple[str, int]] = {}
         self._wanted_before: set[GangId] = set()
         self.rotation = Rotation(host, peers, self)
         self._rotating: asyncio.Task[None] | None = None
@@ -163,6 +165,10 @@ class GangSet:
     def newest_epoch(self, job_uid: str) -> int:
         return max((epoch for uid, epoch in self._gangs if uid == job_uid), default=self._finished.get(job_uid, 0))
 
+    def is_finished(self, job_uid: str, epoch: int) -> bool:
+        """Whether the part that this node had in a gang has ended and is forgotten."""
+        return self._finished.get(job_uid, 0) == epoch
+
     def wake_all(self) -> None:
         for gang in self._gangs.values():
             gang.wake()
@@ -214,6 +220,10 @@ class GangSet:
     async def _forget(self, key: GangId) -> None:
         gang = self._gangs.pop(key)
         task = self._tasks.pop(key)
+        if gang.launching.rendezvous is not None:
+            self.met[key] = gang.launching.rendezvous
+            for first in list(self.met)[: max(0, len(self.met) - _FINISHED_LIMIT)]:
+                del self.met[first]
         uid, epoch = key
         if epoch > self._finished.get(uid, 0):
             self._finished.pop(uid, None)

@@ -92,6 +92,11 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
                     raise GangNotFound(f"epoch {request.epoch} has ended on the leader's node")
             elif self._gangs.newest_epoch(request.job_uid) > request.epoch:
                 raise EpochStale(f"epoch {request.epoch} is over: the job has a newer one here")
+            elif self._gangs.is_finished(request.job_uid, request.epoch):
+                # The ranks of a slower node start after the leader's have ended; they need not meet at all.
+                if address := self._gangs.met.get((request.job_uid, request.epoch)):
+                    return peer_pb2.Rendezvous(host=address[0], port=address[1])
+                raise GangNotFound(f"epoch {request.epoch} has ended on the leader's node")
             if time.monotonic() > deadline:
                 raise DeadlineExceeded("the rendezvous store does not listen yet")
             await asyncio.sleep(_POLL_SECONDS)

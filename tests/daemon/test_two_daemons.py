@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import uuid
 from typing import Any
 
@@ -113,6 +114,27 @@ def test_a_gang_whose_leader_never_says_where_ranks_meet_stops_when_it_is_told_t
         await made.master.until("n2", 1, in_phase(Observed.PHASE_STARTING))
         await made.master.want("n2", with_changes(gang, 2, intent=Intents.INTENT_STOP))
         await made.master.until("n2", 1, in_phase(Observed.PHASE_ENDED))
+
+    run(story)
+
+
+def test_ranks_start_on_a_slower_node_after_those_of_the_leader_have_ended_and_are_forgotten() -> None:
+    async def story(made: Cluster) -> None:
+        for node in ("n1", "n2"):
+            await made.daemon(node)
+        uid = str(uuid.uuid4())
+        placement = {"n1": [0], "n2": [1]}
+        command = [sys.executable, "-c", "import os; print(os.environ['MASTER_PORT'])"]
+        gangs = {node: made.gang(placement, node, uid=uid, command=command) for node in placement}
+        await made.master.want("n1", gangs["n1"])
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
+        await made.master.forget("n1", 1)
+        await made.master.until_absent("n1", 1)
+        await made.master.want("n2", gangs["n2"])
+        ended = await made.master.until("n2", 1, in_phase(Observed.PHASE_ENDED))
+        assert ended.outcome.kind == 1, ended.outcome
+        first = (made.storage / uid / "logs" / "rank-0.1.log").read_text().splitlines()
+        assert log_of(made.directory, "n2", uid, 1, 1) == first
 
     run(story)
 
