@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -119,6 +120,47 @@ def test_a_program_that_dies_again_and_again_is_left_and_the_others_go_on(
         assert [each.name for each in started if each.name == "master"] == ["master"]
     finally:
         supervisor.stop()
+
+
+def test_a_program_that_cannot_be_started_now_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logs = tmp_path / "its" / "logs"
+    logs.mkdir(parents=True)
+    both = (cluster.Program("master", ("true",), logs / "master"), cluster.Program("n1", ("sleep", "600"), logs / "n1"))
+    monkeypatch.setattr(cluster, "programs", lambda settings: both)
+    said: list[str] = []
+    supervisor = cluster.Supervisor(Settings(tmp_path, 1), said.append)
+    supervisor.start()
+    try:
+        shutil.rmtree(logs)
+
+        def cannot() -> bool:
+            supervisor.restart_dead()
+            return any("master cannot be started, and is tried again: [Errno 2]" in text for text in said)
+
+        eventually(cannot, within_seconds=20)
+        logs.mkdir()
+        supervisor.restart_dead()
+        assert (logs / "master").exists()
+    finally:
+        supervisor.stop()
+
+
+def test_down_stops_the_cluster_that_other_commands_talk_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GANGER_MASTER", str(tmp_path / "a"))
+    for arguments, directory in (
+        (["down"], "a"),
+        (["--master", str(tmp_path / "b" / "endpoint.json"), "down"], "b"),
+        (["--master", "127.0.0.1:1", "down", "--state-dir", str(tmp_path / "c")], "c"),
+    ):
+        assert run(arguments) == 0
+        assert f"no cluster of {tmp_path / directory} runs" in capsys.readouterr().out
+    monkeypatch.setenv("GANGER_MASTER", "127.0.0.1:1")
+    assert run(["down"]) == 2
+    assert "$GANGER_MASTER is the address 127.0.0.1:1: name the cluster to stop by --state-dir" in (
+        capsys.readouterr().err
+    )
 
 
 def test_what_an_earlier_run_logged_is_not_told_again(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ def test_the_tour_can_be_taken(environment: dict[str, str]) -> None:
 
     first, *tour = commands()
     assert first[0] == ". .venv/bin/activate"
-    assert sum(text.startswith("ganger submit") for text, _ in tour) == 4
+    assert sum(text.startswith("ganger submit") for text, _ in tour) == 5
+    assert any("--nodes 2" in text for text, _ in tour if text.startswith("ganger submit"))
     for text, remark in tour:
         if "logs" in text:
             eventually(lambda text=text: run(text).stdout, within_seconds=60, what="the job has printed something")

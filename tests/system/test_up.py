@@ -3,22 +3,36 @@ the end of a part."""
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from kit.up import Up
+from kit.waiting import eventually
 
 pytestmark = pytest.mark.system
 
 TWO_NODES = ("--nodes", "2", "--virtual-gpus", "2", "--virtual-cores", "4", "--virtual-memory", "4G")
+# An order with a planner, so that there is one to be killed.
+WITH_PLANNER = (*TWO_NODES, "--policy", "fifo-backfill+defrag")
 OVER_BOTH = ("--gpus", "2", "--nodes", "2")
 # What a rank takes of its host's memory, and holds until the other has taken as much.
 TAKES_300_MB = "held = bytearray(b'x') * 300_000_000; import time; time.sleep(3); print(len(held))"
 
 
 @pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+def without_planner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     with Up(tmp_path_factory.mktemp("up") / "c", *TWO_NODES) as up:
+        yield up
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    with Up(tmp_path_factory.mktemp("up") / "c", *WITH_PLANNER) as up:
         yield up
 
 
@@ -30,12 +44,14 @@ def end_of(up: Up, job: str) -> tuple[str, str]:
 @pytest.mark.parametrize("first", ["0", "1"])
 def test_a_gang_over_two_nodes_whose_ranks_end_one_after_the_other_succeeds(up: Up, first: str) -> None:
     job = up.submit(*OVER_BOTH, "--", "bash", "-c", f"[ $RANK = {first} ] || sleep 3; exit 0")
-    assert end_of(up, job)[0] == "SUCCEEDED", end_of(up, job)[1]
+    state, told = end_of(up, job)
+    assert state == "SUCCEEDED", told
 
 
 def test_a_gang_over_two_nodes_has_its_memory_limit_on_each_of_them(up: Up) -> None:
     job = up.submit(*OVER_BOTH, "--memory", "400M", "--", "python", "-c", TAKES_300_MB)
-    assert end_of(up, job)[0] == "SUCCEEDED", end_of(up, job)[1]
+    state, told = end_of(up, job)
+    assert state == "SUCCEEDED", told
 
 
 def test_a_rank_that_takes_more_than_its_node_gives_it_is_out_of_memory(up: Up) -> None:
@@ -43,3 +59,161 @@ def test_a_rank_that_takes_more_than_its_node_gives_it_is_out_of_memory(up: Up) 
     state, told = end_of(up, job)
     assert state == "FAILED"
     assert "used more host memory than its claim" in told
+
+
+@dataclass
+class Counting:
+    """A gang over both nodes whose ranks count in their logs until they are told to end."""
+
+    up: Up
+    end: Path
+    job: str = ""
+
+    def begin(self) -> None:
+        script = f"n=0; until [ -e {self.end} ]; do n=$((n+1)); echo $n; sleep 0.1; done"
+        self.job = self.up.submit(*OVER_BOTH, "--", "bash", "-c", script)
+        self.wait_for_more()
+
+    def counts(self, rank: int) -> list[int]:
+        done = self.up.try_("logs", self.job, "--rank", str(rank))
+        # The last line may be half written.
+        return [int(line) for line in done.stdout.splitlines()[:-1]] if done.returncode == 0 else []
+
+    def wait_for_more(self) -> None:
+        before = [len(self.counts(rank)) for rank in (0, 1)]
+        eventually(
+            lambda: all(len(self.counts(rank)) > before[rank] for rank in (0, 1)),
+            within_seconds=60,
+            what="both ranks count on",
+            story=self.up.story,
+        )
+
+    def check_unharmed(self) -> None:
+        """Each rank has counted from one on, without a gap and without a second start, and ends as it should."""
+        self.wait_for_more()
+        self.end.touch()
+        state, told = end_of(self.up, self.job)
+        assert state == "SUCCEEDED", told
+        for rank in (0, 1):
+            counts = self.counts(rank)
+            assert counts == list(range(1, len(counts) + 1))
+        assert self.up.json("show", self.job)["failures"] == 0
+
+
+@pytest.fixture
+def counting(up: Up, tmp_path: Path) -> Iterator[Counting]:
+    up.wait_ready(2)
+    counting = Counting(up, tmp_path / "end")
+    try:
+        counting.begin()
+        yield counting
+    finally:
+        counting.end.touch()
+
+
+@pytest.mark.parametrize("part", ["master", "n1", "n2"])
+def test_a_killed_part_is_started_again_and_no_job_is_harmed(up: Up, counting: Counting, part: str) -> None:
+    killed = up.kill(part)
+    eventually(lambda: up.processes().get(part, killed).pid != killed.pid, within_seconds=30, what=f"{part} runs again")
+    up.wait_ready(2)
+    counting.check_unharmed()
+
+
+@pytest.mark.parametrize("part", ["ganger.scheduling.host", "ganger_master.planning"])
+def test_a_killed_child_of_the_master_is_started_again_and_no_job_is_harmed(
+    request: pytest.FixtureRequest, tmp_path: Path, part: str
+) -> None:
+    up = request.getfixturevalue("up" if part == "ganger_master.planning" else "without_planner")
+    counting = Counting(up, tmp_path / "end")
+    counting.begin()
+
+    def child() -> int:
+        return next((pid for pid in children_of(up.processes()["master"].pid) if part in command_line(pid)), 0)
+
+    killed = eventually(child, within_seconds=30, what=f"the master runs {part}", story=up.story)
+    os.kill(killed, signal.SIGKILL)
+    eventually(lambda: child() not in (0, killed), within_seconds=60, what=f"{part} runs again", story=up.story)
+    assert end_of(up, up.submit("--", "true"))[0] == "SUCCEEDED"
+    counting.check_unharmed()
+
+
+def test_up_after_the_supervisor_was_killed_takes_over_what_runs(up: Up, counting: Counting) -> None:
+    before = up.processes()
+    up.kill("up")
+    assert "taken over from an earlier `ganger up`: master, n1, n2" in up.start()
+    after = up.processes()
+    assert {name: after[name].pid for name in ("master", "n1", "n2")} == {
+        name: before[name].pid for name in ("master", "n1", "n2")
+    }
+    killed = up.kill("n1")
+    eventually(lambda: up.processes().get("n1", killed).pid != killed.pid, within_seconds=30, what="n1 runs again")
+    counting.check_unharmed()
+
+
+def test_up_after_the_supervisor_and_the_master_were_killed_starts_what_is_missing(up: Up, counting: Counting) -> None:
+    up.kill("up")
+    up.kill("master")
+    up.start()
+    counting.check_unharmed()
+
+
+def test_up_with_other_flags_takes_nothing_over_and_names_the_command_that_does(up: Up) -> None:
+    up.kill("up")
+    refused = up.try_("up", "--state-dir", str(up.directory), "--nodes", "2", "--virtual-gpus", "3")
+    assert refused.returncode == 4
+    command = f"ganger up --state-dir {up.directory} {' '.join(WITH_PLANNER)}"
+    assert f"still runs, with other flags: take it over with `{command}`" in refused.stderr
+    up.start()
+
+
+def test_jobs_go_on_through_down_and_up(up: Up, counting: Counting) -> None:
+    # The cluster is found by $GANGER_MASTER.
+    assert "stopped" in up("down")
+    assert not up.processes()
+    up.start()
+    counting.check_unharmed()
+
+
+def test_a_supervisor_that_may_not_write_goes_on_and_starts_a_killed_master_once_it_may(
+    up: Up, counting: Counting
+) -> None:
+    supervisor = up.processes()["up"]
+    _, most = resource.prlimit(supervisor.pid, resource.RLIMIT_FSIZE)
+    # Every write into a file fails from now on, of what it starts, too: as on a full disk.
+    resource.prlimit(supervisor.pid, resource.RLIMIT_FSIZE, (0, most))
+    killed = up.kill("master")
+    eventually(
+        lambda: (
+            {pid for pid in children_of(supervisor.pid) if " master --state-dir" in command_line(pid)} - {killed.pid}
+        ),
+        within_seconds=30,
+        what="it has tried to start the master",
+    )
+    eventually(
+        lambda: not any(" master --state-dir" in command_line(pid) for pid in children_of(supervisor.pid)),
+        within_seconds=30,
+        what="the master could not start",
+    )
+    resource.prlimit(supervisor.pid, resource.RLIMIT_FSIZE, (most, most))
+    up.wait_ready(2)
+    assert up.processes()["up"] == supervisor
+    counting.check_unharmed()
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] not in ("Z", "X") and int(fields[1]) == pid:
+            found.append(int(path.parent.name))
+    return found
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""

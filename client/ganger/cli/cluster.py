@@ -1,7 +1,8 @@
 """A cluster on this machine as a set of processes: which there are, how they are started, watched and stopped.
 
 `ganger up` is their supervisor: it starts a program again that died. Killing the supervisor harms nothing: the programs
-are sessions of their own, and `ganger down` finds them by STATE_DIR/up.json, by pid and start time.
+are sessions of their own, and the next `ganger up` or `ganger down` finds them by STATE_DIR/up.json, by pid and start
+time.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from typing import IO
 
 from ganger.cli.failures import CommandError, Exit
 from ganger.cli.options import number
+from ganger.wire.endpoints import remove_endpoint
 
 UP_FILE = "up.json"
 _STOP_SECONDS = 15.0
@@ -63,11 +66,44 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A process by what names it for good: pid and kernel start time, in clock ticks."""
+    """A process by what names it for good: pid and kernel start time, in clock ticks. `arguments`: its program's."""
 
     name: str
     pid: int
     start_ticks: int
+    arguments: tuple[str, ...] = ()
+
+
+class Running:
+    """A process that a supervisor watches: its child, or one that an earlier supervisor started. Raises
+    ProcessLookupError if there is no such process any more."""
+
+    def __init__(self, started: Started, child: subprocess.Popen[bytes] | None = None) -> None:
+        self.started = started
+        self._child = child
+        self._handle = os.pidfd_open(started.pid)
+        if child is None and not is_alive(started):
+            os.close(self._handle)
+            raise ProcessLookupError(f"{started.name} (pid {started.pid}) has ended")
+
+    def wait(self, timeout_seconds: float = 0.0) -> bool:
+        """Whether it has ended in time."""
+        return bool(select.select([self._handle], [], [], timeout_seconds)[0])
+
+    @property
+    def code(self) -> int | None:
+        """Exit code of a process that has ended, as Popen gives it; None where only its parent could tell."""
+        return self._child.wait() if self._child is not None else None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, number)
+
+    def close(self) -> None:
+        """For a process that has ended: nothing of it stays."""
+        if self._child is not None:
+            self._child.wait()
+        os.close(self._handle)
 
 
 def programs(settings: Settings) -> tuple[Program, ...]:
@@ -108,33 +144,63 @@ def _given(flag: str, value: object) -> list[str]:
 
 
 class Supervisor:
-    """Starts the programs, starts dead ones again, stops them all."""
+    """Starts the programs, or adopts those that an earlier supervisor left; starts dead ones again; stops them all."""
 
     def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
         self._settings = settings
         self._say = say
         self._programs = programs(settings)
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._running: dict[str, Running] = {}
         self._starts: dict[str, list[float]] = {}
         self._resting: set[str] = set()
         # Where in its log a program's present run begins.
         self._log_starts: dict[str, int] = {}
+        self._is_ready = False
+        self._is_noted = False
+
+    def adopt(self) -> None:
+        """Takes over what an earlier supervisor left. Raises CommandError if that runs with other arguments: with other
+        nodes or devices its jobs would not be taken up."""
+        directory = self._settings.state_directory
+        _, found = read_up_file(directory)
+        wanted = {program.name: program for program in self._programs}
+        for started in found:
+            program = wanted.get(started.name)
+            if program is None or program.arguments[1:] != started.arguments[1:]:
+                raise CommandError(
+                    f"{started.name} (pid {started.pid}) of an earlier cluster still runs, with other flags: take it"
+                    f" over with `{command_of(directory)}`, or stop it with `ganger down --state-dir {directory}`"
+                )
+        for started in found:
+            with contextlib.suppress(ProcessLookupError):
+                self._running[started.name] = Running(started)
+                self._starts[started.name] = []
+        if self._running:
+            self._say(f"taken over from an earlier `ganger up`: {', '.join(self._running)}")
 
     def start(self) -> None:
         directory = self._settings.state_directory
         (directory / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._note()
+        if "master" not in self._running:
+            # What a killed master left would look like a new master that does not answer.
+            remove_endpoint(directory)
         for program in self._programs:
-            self._start(program)
-        self._write(is_ready=False)
+            if program.name not in self._running:
+                self._start(program)
+                # At once: whatever ends this process now, the next one is to find what runs.
+                self._note()
 
     def announce_ready(self) -> None:
-        self._write(is_ready=True)
+        self._is_ready = True
+        self._note()
 
     def restart_dead(self) -> None:
-        """Starts what died. One that dies again and again is left for a minute; the others have no part in it."""
+        """Starts what died. One that dies again and again is left for a minute; the others have no part in it. What
+        the system does not grant now (space, processes) is asked for again at the next call."""
         for program in self._programs:
-            code = self._running[program.name].poll()
-            if code is None:
+            running = self._running[program.name]
+            if not running.wait():
                 continue
             now = time.monotonic()
             recent = [each for each in self._starts[program.name] if now - each < _RESTART_WINDOW_SECONDS]
@@ -142,23 +208,28 @@ class Supervisor:
                 if program.name not in self._resting:
                     self._resting.add(program.name)
                     self._say(
-                        f"{program.name} ended {len(recent)} times in a minute ({describe(code)}),"
+                        f"{program.name} ended {len(recent)} times in a minute ({describe(running.code)}),"
                         f" and is left for a while:\n{self._told(program)}"
                     )
                 continue
-            self._say(f"{program.name} ended ({describe(code)}); starting it again")
+            self._say(f"{program.name} ended ({describe(running.code)}); starting it again")
             self._resting.discard(program.name)
             self._starts[program.name] = recent
-            self._start(program)
-            self._write(is_ready=True)
+            try:
+                self._start(program)
+            except OSError as error:
+                self._say(f"{program.name} cannot be started, and is tried again: {error}")
+        if not self._is_noted:
+            with contextlib.suppress(OSError):
+                self._note()
 
     def check_alive(self) -> None:
         """Raises CommandError if a program has died, with the end of its log."""
         for program in self._programs:
-            code = self._running[program.name].poll()
-            if code is not None:
-                text = f"{program.name} ended at once ({describe(code)}):\n{self._told(program)}"
-                raise CommandError(text, exit_of(code))
+            running = self._running[program.name]
+            if running.wait():
+                text = f"{program.name} ended at once ({describe(running.code)}):\n{self._told(program)}"
+                raise CommandError(text, exit_of(running.code))
 
     def stop(self) -> None:
         """Daemons first, so that the master still learns what they report."""
@@ -166,36 +237,41 @@ class Supervisor:
         for group in (daemons, [master]):
             processes = [self._running[program.name] for program in group if program.name in self._running]
             for process in processes:
-                # The process is our child and not yet reaped, so the pid is its own.
                 process.send_signal(signal.SIGTERM)
             deadline = time.monotonic() + _STOP_SECONDS
             for process in processes:
-                try:
-                    process.wait(max(0.0, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+                if not process.wait(max(0.0, deadline - time.monotonic())):
+                    process.send_signal(signal.SIGKILL)
+                    process.wait(_STOP_SECONDS)
+                process.close()
+        self._running.clear()
         (self._settings.state_directory / UP_FILE).unlink(missing_ok=True)
 
     def _start(self, program: Program) -> None:
         self._starts.setdefault(program.name, []).append(time.monotonic())
         with program.log.open("ab") as log:
             self._log_starts[program.name] = log.tell()
-            self._running[program.name] = _spawn(program.arguments, log)
+            child = _spawn(program.arguments, log)
+        self._is_noted = False
+        if program.name in self._running:
+            self._running[program.name].close()
+        started = Started(program.name, child.pid, start_ticks(child.pid) or 0, program.arguments)
+        self._running[program.name] = Running(started, child)
 
     def _told(self, program: Program) -> str:
-        return tail(program.log, after=self._log_starts[program.name])
+        return tail(program.log, after=self._log_starts.get(program.name, 0))
 
-    def _write(self, is_ready: bool) -> None:
-        started = [Started("up", os.getpid(), start_ticks(os.getpid()) or 0)]
-        for name, process in self._running.items():
-            started.append(Started(name, process.pid, start_ticks(process.pid) or 0))
-        processes = [asdict(each) for each in started]
-        content = {"ready": is_ready, "processes": processes, "command": self._settings.command}
+    def _note(self) -> None:
+        """Writes down what runs. Raises OSError."""
+        self._is_noted = False
+        own = Started("up", os.getpid(), start_ticks(os.getpid()) or 0)
+        processes = [asdict(each) for each in (own, *(running.started for running in self._running.values()))]
+        content = {"ready": self._is_ready, "processes": processes, "command": self._settings.command}
         path = self._settings.state_directory / UP_FILE
         temporary = path.with_name(f".{UP_FILE}.tmp")
         temporary.write_text(json.dumps(content, indent=1) + "\n")
         temporary.replace(path)
+        self._is_noted = True
 
 
 def _spawn(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -206,10 +282,13 @@ def _spawn(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
 
 
 def read_up_file(state_directory: Path) -> tuple[bool, tuple[Started, ...]]:
-    """Whether the cluster has become ready, and those of its processes that live, the supervisor first."""
+    """Whether the cluster has become ready, and those of its processes that live, the supervisor first if it does."""
     try:
         content = json.loads((state_directory / UP_FILE).read_text())
-        processes = [Started(each["name"], each["pid"], each["start_ticks"]) for each in content["processes"]]
+        processes = [
+            Started(each["name"], each["pid"], each["start_ticks"], tuple(each.get("arguments", ())))
+            for each in content["processes"]
+        ]
         is_ready = bool(content["ready"])
     except (OSError, ValueError, KeyError, TypeError):
         return False, ()
@@ -226,7 +305,7 @@ def command_of(state_directory: Path) -> str:
 
 def stop_started(started: Sequence[Started], timeout_seconds: float = 3 * _STOP_SECONDS) -> None:
     """Stops processes that are not our children: the supervisor alone if it lives, as it stops the others."""
-    chosen = [each for each in started if each.name == "up"] or [*started[1:], *started[:1]]
+    chosen = [each for each in started if each.name == "up"] or sorted(started, key=lambda each: each.name == "master")
     for each in chosen:
         if is_alive(each):
             with contextlib.suppress(ProcessLookupError):
@@ -321,13 +400,15 @@ def last_error(path: Path) -> str:
     return ""
 
 
-def exit_of(code: int) -> Exit:
+def exit_of(code: int | None) -> Exit:
     """What to exit with when a program that is needed has ended so: with the same, where it said what was wrong."""
-    said = code in (Exit.USAGE, Exit.UNREACHABLE, Exit.NOT_PERMITTED)
-    return Exit(code) if said else Exit.REFUSED
+    said = (Exit.USAGE, Exit.UNREACHABLE, Exit.NOT_PERMITTED)
+    return Exit(code) if code in said else Exit.REFUSED
 
 
-def describe(code: int) -> str:
+def describe(code: int | None) -> str:
+    if code is None:
+        return "exit code unknown"
     if code >= 0:
         return f"exit code {code}"
     try:

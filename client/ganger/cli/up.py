@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import click
@@ -35,7 +35,7 @@ _WATCH_SECONDS = 0.5
 @click.option("--storage", type=Directory(file_okay=False), help="Where checkpoints are kept.")
 @click.option("--listen", metavar="ADDRESS", help="Address of the master: 127.0.0.1:PORT or unix:PATH.")
 @click.option("--metrics", metavar="HOST:PORT", help="Where the master serves metrics for Prometheus.")
-@click.option("--policy", metavar="NAME", help="Who goes first; default fifo.")
+@click.option("--policy", metavar="NAME", help="Which jobs go first; default: fifo-backfill.")
 @click.option("--plan-every", metavar="TIME", help="Between plans that stop who runs, where the policy makes plans.")
 @click.option(
     "--quantum", metavar="TIME", help="How long a turn lasts where jobs share GPUs (gandiva); never: none do."
@@ -105,11 +105,16 @@ def up(
 
 
 @click.command()
-@click.option("--state-dir", type=Directory(file_okay=False), help="As given to `ganger up`.")
+@click.option(
+    "--state-dir",
+    type=Directory(file_okay=False),
+    help="As given to `ganger up`. Default: that of --master or $GANGER_MASTER, if one is given.",
+)
 @click.option("--cancel-jobs", is_flag=True, help="Cancel all jobs first; else they go on without us.")
-def down(state_dir: Path | None, cancel_jobs: bool) -> None:
+@click.pass_context
+def down(context: click.Context, state_dir: Path | None, cancel_jobs: bool) -> None:
     """Stop the cluster of this machine."""
-    directory = _state_directory(state_dir)
+    directory = _state_directory(state_dir or _directory_of_master(context.obj))
     _, started = cluster.read_up_file(directory)
     if not started:
         click.echo(f"no cluster of {directory} runs")
@@ -125,17 +130,14 @@ def _supervise(settings: cluster.Settings, cancel_jobs: bool) -> None:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())
-    from ganger.wire.endpoints import remove_endpoint
-
-    # What a killed master left would look like a new master that does not answer.
-    remove_endpoint(settings.state_directory)
-    supervisor = cluster.Supervisor(settings, lambda text: click.echo(text, err=True))
+    supervisor = cluster.Supervisor(settings, _tell)
 
     def check() -> None:
         if stop.is_set():
             raise KeyboardInterrupt
         supervisor.check_alive()
 
+    supervisor.adopt()
     try:
         supervisor.start()
         address = cluster.wait_until_ready(settings, check, _READY_SECONDS)
@@ -144,10 +146,16 @@ def _supervise(settings: cluster.Settings, cancel_jobs: bool) -> None:
         sys.stdout.flush()
         while not stop.wait(_WATCH_SECONDS):
             supervisor.restart_dead()
-        click.echo("stopping", err=True)
+        _tell("stopping")
         _settle_jobs(settings.state_directory, cancel_jobs, settings.command)
     finally:
         supervisor.stop()
+
+
+def _tell(text: str) -> None:
+    """On stderr, if it takes it: the log of a detached supervisor may lie on a full disk."""
+    with suppress(OSError):
+        click.echo(text, err=True)
 
 
 def _detach(directory: Path) -> None:
@@ -219,7 +227,7 @@ def _command(context: click.Context, directory: Path) -> str:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """One supervisor to a directory. Raises CommandError if there is one, or if its programs still run."""
+    """One supervisor to a directory. Raises CommandError if there is one."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (directory / "up.lock").open("w") as lock:
         try:
@@ -229,14 +237,6 @@ def _alone(directory: Path) -> Iterator[None]:
                 f"a cluster runs in {directory} already: use it, stop it with `ganger down{_state_flag(directory)}`,"
                 " or choose another --state-dir"
             ) from None
-        _, started = cluster.read_up_file(directory)
-        others = [each for each in started if each.pid != os.getpid()]
-        if others:
-            names = ", ".join(f"{each.name} (pid {each.pid})" for each in others)
-            raise CommandError(
-                f"parts of an earlier cluster in {directory} still run: {names};"
-                f" stop them with `ganger down{_state_flag(directory)}`"
-            )
         yield
 
 
@@ -260,6 +260,19 @@ def _state_directory(given: Path | None) -> Path:
     from ganger.wire.endpoints import default_state_directory
 
     return (given or default_state_directory()).absolute()
+
+
+def _directory_of_master(given: str | None) -> Path | None:
+    """The state directory that other commands use here. Raises UsageError if they use an address: what is stopped must
+    be what they talk to."""
+    from ganger.wire.endpoints import ENDPOINT_FILE, MASTER_VARIABLE, is_address
+
+    master = given or os.environ.get(MASTER_VARIABLE, "")
+    if is_address(master):
+        source = "--master" if given else f"${MASTER_VARIABLE}"
+        raise click.UsageError(f"{source} is the address {master}: name the cluster to stop by --state-dir")
+    path = Path(master).expanduser()
+    return (path.parent if path.name == ENDPOINT_FILE else path) if master else None
 
 
 def _state_flag(directory: Path) -> str:
