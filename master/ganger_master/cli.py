@@ -17,7 +17,7 @@ from ganger.console.paths import Directory
 @click.option("--database-url", metavar="URL", help="SQLAlchemy URL; default: SQLite in the state directory.")
 @click.option("--storage", type=Directory(), help="Directory all nodes see; default: in --state-dir.")
 @click.option("--lost-after", metavar="TIME", help="10m, 1h, ... or never: when a silent node's jobs start elsewhere.")
-@click.option("--policy", metavar="NAME", help="Who goes first, and where; default: fifo.")
+@click.option("--policy", metavar="NAME", help="Which jobs go first, and where; default: fifo-backfill.")
 @click.option("--quantum", metavar="TIME", help="How long a turn lasts where jobs share GPUs; 1m, never: none do.")
 @click.option("--plan-every", metavar="TIME", help="Between plans that stop who runs, where a planner places; 5m.")
 @click.option("--moves-per-hour", metavar="N", help="Of a node, that nobody waits for (+defrag); default: auto.")

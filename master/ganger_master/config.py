@@ -61,7 +61,7 @@ class Config:
     database_url: str = ""
     storage: Path | None = None
     lost_after_seconds: float | None = 600.0
-    policy: str = "fifo"
+    policy: str = "fifo-backfill"
     # Where the policy's planner places jobs: the least time between two plans that stop who runs.
     plan_every_seconds: float = 300.0
     # Where jobs take turns on GPUs (policy gandiva): for how long each; None: they do not.

@@ -236,7 +236,7 @@ def test_cluster_says_what_it_is(tmp_path: Path) -> None:
         async with serving(tmp_path) as served:
             await served.submit()
             cluster = await served.nodes.GetCluster(node_pb2.GetClusterRequest())
-            assert (cluster.jobs_pending, cluster.policy) == (1, "fifo")
+            assert (cluster.jobs_pending, cluster.policy) == (1, "fifo-backfill")
             assert cluster.storage
 
     asyncio.run(story())
