@@ -27,7 +27,14 @@ from ganger_master.rpc.user_limits import UserLimits
 from ganger_master.runtime import failpoints, heap, recorder, retention
 from ganger_master.runtime.progress import ProgressBoard
 from ganger_master.runtime.scheduler_process import SupervisedProcess, host_command, planner_command
-from ganger_master.runtime.state_directory import Obstacle, StartError, StateDirectory, obstacle_of, storage_token
+from ganger_master.runtime.state_directory import (
+    STORAGE_TOKEN,
+    Obstacle,
+    StartError,
+    StateDirectory,
+    obstacle_of,
+    storage_token,
+)
 from ganger_master.runtime.writer import Writer
 from ganger_master.store.contract import Problem, Store, StoreError
 from ganger_master.store.sql import SqlStore
@@ -134,6 +141,7 @@ class Master:
         writer = Writer(store, settings, self._clock, failpoints.of_environment())
         await writer.start()
         self._writer = writer
+        _check_storage(writer.state.counters.storage_token, settings)
         if config.metrics:
             self._metrics = self._serve_metrics(config.metrics)
             self.metrics_url = self._metrics.url
@@ -224,6 +232,16 @@ class Master:
             except OSError as error:
                 log.warning("storage not tidied", extra={"error": str(error)})
             await asyncio.sleep(_TIDYING_SECONDS)
+
+
+def _check_storage(token: str, settings: Settings) -> None:
+    """Raises StartError unless storage is where this cluster's checkpoints are: no daemon would be accepted."""
+    if token and token != settings.storage_token:
+        raise StartError(
+            f"--storage {settings.storage} is not the storage of this cluster, where its checkpoints are"
+            f" (another {STORAGE_TOKEN}): give the former one, or move all that it holds, that file too, to this one",
+            Obstacle.SETTING,
+        )
 
 
 def _check_certificate(directory: Path) -> None:

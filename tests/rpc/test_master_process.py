@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from ganger.client import Client
 from ganger.failpoints import VARIABLE
 from ganger.v1 import job_service_pb2, job_service_pb2_grpc
 from ganger.wire.channels import open_channel
@@ -125,6 +127,22 @@ def test_second_master_on_the_same_directory_is_refused(tmp_path: Path) -> None:
         assert "another master" in said
         assert "Traceback" not in said
         first.end(signal.SIGTERM)
+
+
+def test_a_changed_storage_is_refused_until_the_former_one_has_moved_there(tmp_path: Path) -> None:
+    with master_process(tmp_path) as master:
+        assert master.start(None, "--storage", str(tmp_path / "a"))
+        with Client(str(master.state_dir)) as client:
+            client.submit(["true"], directory=str(tmp_path))
+        master.end(signal.SIGTERM)
+        assert not master.start(None, "--storage", str(tmp_path / "b"))
+        code, said = master.wait()
+        assert code == 2
+        assert f"--storage {tmp_path / 'b'} is not the storage of this cluster" in said
+        shutil.rmtree(tmp_path / "b")
+        (tmp_path / "a").rename(tmp_path / "b")
+        assert master.start(None, "--storage", str(tmp_path / "b"))
+        assert master.end(signal.SIGTERM)[0] == 0
 
 
 def test_port_in_use_is_a_clear_error(tmp_path: Path) -> None:
