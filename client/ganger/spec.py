@@ -69,6 +69,8 @@ _MOST_PASSES = 1_000
 _LONGEST = 300
 _MAX_COMMAND_BYTES = 64 * 1024
 _MAX_ENVIRONMENT_BYTES = 256 * 1024
+# What Linux gives to a program in one string, without "=" and the NUL at the end.
+_MAX_VARIABLE_BYTES = 128 * 1024 - 2
 # What a shell takes for the end of a command, its way to another, or its files; a newline among them.
 _SHELL_SIGNS = "\n;&|<>"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -481,6 +483,10 @@ def _merged_environment(reader: _Reader, environ: Mapping[str, str]) -> dict[str
                 result[name] = _text(text)
             except ValueError as error:
                 reader.complain("environment", f"{name}: {error}")
+                continue
+            if len(os.fsencode(name)) + len(os.fsencode(result[name])) > _MAX_VARIABLE_BYTES:
+                what = f"{name}: must be at most {_MAX_VARIABLE_BYTES} bytes, for no program can be started with more"
+                reader.complain("environment", f"{what}: put it into a file")
     if sum(len(os.fsencode(name)) + len(os.fsencode(text)) for name, text in result.items()) > _MAX_ENVIRONMENT_BYTES:
         reader.complain("environment", f"must be at most {_MAX_ENVIRONMENT_BYTES} bytes in all")
     return result

@@ -426,3 +426,13 @@ def test_a_command_for_a_shell_in_one_word_is_refused_with_what_to_write() -> No
     assert list(spec(command=["a program with spaces"]).command) == ["a program with spaces"]
     assert list(spec(command=["grep", "a && b"]).command) == ["grep", "a && b"]
     assert list(spec(command=["nowhere.py"]).command) == ["nowhere.py"], "it may be there where the job runs"
+
+
+def test_a_variable_that_no_program_can_be_started_with_is_named() -> None:
+    with pytest.raises(SpecInvalid) as wrong:
+        make_spec({"command": ["true"], "environment": {"BIG": "\N{GRINNING FACE}" * 32_768}}, {})
+    (violation,) = wrong.value.violations
+    assert violation.field == "environment"
+    assert violation.description.startswith("BIG: must be at most 131070 bytes")
+    fits = make_spec({"command": ["true"], "environment": {"BIG": "x" * 131_067}}, {})
+    assert len(fits.environment["BIG"]) == 131_067

@@ -38,6 +38,7 @@ def test_an_ordinary_job_is_fine() -> None:
         ({"device_type": "x" * 64}, "spec.device_type"),
         ({"scheduler": "a:" + "x" * 5_000}, "spec.scheduler"),
         ({"environment": {"A": "x" * (1 << 20)}}, "spec.environment"),
+        ({"environment": {"A": "x" * 131_070}}, "spec.environment"),
         # Fewer characters than the limit has bytes.
         ({"environment": {"A": "\N{GRINNING FACE}" * 65_600}}, "spec.environment"),
         ({"environment": {"A": "x\0y"}}, "spec.environment"),

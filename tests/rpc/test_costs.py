@@ -105,7 +105,10 @@ def worst_jobs() -> list[job_service_pb2.CreateJobRequest]:
     spec = job_pb2.JobSpec
     return [
         made(
-            spec=spec_of(environment={"A": "x" * 262_000}, labels={f"{n:03}" + "x" * 60: "x" * 63 for n in range(100)})
+            spec=spec_of(
+                environment={"A": "x" * 131_000, "B": "x" * 131_000},
+                labels={f"{n:03}" + "x" * 60: "x" * 63 for n in range(100)},
+            )
         ),
         made(spec=spec_of(environment=pairs(500_000))),
         made(spec=spec.FromString(repeated(field_of(spec, "command"), b"x", MIB // 2 - 300))),
@@ -234,7 +237,7 @@ async def with_jobs(served: Served) -> None:
     """A node, 4 jobs, an array of 1,000 and single jobs up to 10,000: what lists have to look through."""
     await Speaker(served, "n1").join()
     for number in range(4):
-        await served.submit(spec_of(name=f"job {number}", environment={"A": "x" * 200_000}))
+        await served.submit(spec_of(name=f"job {number}", environment={"A": "x" * 100_000, "B": "x" * 100_000}))
     many = [array_pb2.ArrayMember(index=index, parameters={"A": "x" * 64}) for index in range(1_000)]
     await served.jobs.CreateArray(_S.CreateArrayRequest(spec=spec_of(), members=many))
     role = Role("worker", 1, TaskShape(1))

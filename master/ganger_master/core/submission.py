@@ -24,6 +24,8 @@ _GPUS_PER_TASK_LIMIT = 64
 _TEXT_LIMIT = 4_096
 _LABELS_LIMIT = 100
 _ENVIRONMENT_LIMIT = 256 * 1024
+# What Linux gives to a program in one string (MAX_ARG_STRLEN), without "=" and the NUL at the end.
+_VARIABLE_LIMIT = 128 * 1024 - 2
 # Above these nobody means what the numbers say, and sums of them would not fit into the wire's.
 _MILLICORES_LIMIT = 65_536_000
 _BYTES_LIMIT = 1 << 50
@@ -129,6 +131,10 @@ def _wrong_program(spec: JobSpec) -> Iterator[tuple[str, str]]:
             yield path, "no value may contain a NUL character"
         if bytes_of(names) + bytes_of(values) > _ENVIRONMENT_LIMIT:
             yield path, f"at most {_ENVIRONMENT_LIMIT} bytes in all"
+        for name, value in spec.environment.items():
+            if bytes_of(name) + bytes_of(value) > _VARIABLE_LIMIT:
+                yield path, f"{name[:40]}: at most {_VARIABLE_LIMIT} bytes, for no program can be started with more"
+                break
     if spec.scheduler:
         path = "spec.scheduler"
         if not _is_text(spec.scheduler, _TEXT_LIMIT):
