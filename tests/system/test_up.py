@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.system
 TWO_NODES = ("--nodes", "2", "--virtual-gpus", "2", "--virtual-cores", "4", "--virtual-memory", "4G")
 # An order with a planner, so that there is one to be killed.
 WITH_PLANNER = (*TWO_NODES, "--policy", "fifo-backfill+defrag")
+DIGITS = Path(__file__).parents[2] / "examples" / "digits_cnn" / "plain.py"
 OVER_BOTH = ("--gpus", "2", "--nodes", "2")
 # What a rank takes of its host's memory, and holds until the other has taken as much.
 TAKES_300_MB = "held = bytearray(b'x') * 300_000_000; import time; time.sleep(3); print(len(held))"
@@ -217,3 +219,17 @@ def command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     except OSError:
         return ""
+
+
+@pytest.mark.torch
+def test_a_state_directory_may_have_any_signs_in_its_name(tmp_path: Path) -> None:
+    # An executed job finds its agent by a list of paths that ":" separates.
+    with Up(tmp_path / "a:b %#? é'x", "--nodes", "1", "--virtual-gpus", "1") as up:
+        job = up.submit("--gpus", "1", "--", "bash", "-c", f"exec {sys.executable} {DIGITS} --epochs 500")
+        eventually(
+            lambda: "can suspend     pause, offload" in up("show", job),
+            within_seconds=60,
+            what="the executed job has its agent",
+            story=up.story,
+        )
+        up("suspend", job, "--level", "offload")
