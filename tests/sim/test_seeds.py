@@ -28,6 +28,7 @@ def run(seed: int, jobs: int, seconds: float, **more: float) -> Cluster:
     dice = cluster.engine.random
     # What processes keep of their devices at OFFLOAD; one node cannot tell, and more is presumed there.
     cluster.physics.residue_bytes = 300 << 20
+    cluster.physics.memory_used = 0.25
     cluster.daemons["n3"].measures = False
     cluster.run_for(5.0)
     cluster.unleash()
@@ -60,6 +61,7 @@ def run_elastic(seed: int, jobs: int, seconds: float) -> Cluster:
     )
     dice = cluster.engine.random
     cluster.physics.residue_bytes = 100 << 20
+    cluster.physics.memory_used = 0.25
     for daemon in cluster.daemons.values():
         daemon.offers = replace(daemon.offers, resize=True, resize_divides=24)
     cluster.run_for(5.0)

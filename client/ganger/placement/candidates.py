@@ -250,9 +250,15 @@ def _fill(
 
 
 def still_free(view: View, shape: GangShape, parked: Sequence[Claim]) -> bool:
-    """Whether a parked gang could go on where it is; its memory and arenas are its own still."""
+    """Whether a parked gang could go on where it is; its arenas, and the memory that it keeps, are its own still."""
     kept = [
-        replace(claim, device_mask=0, millicores=(0,) * len(claim.millicores), tasks=())
+        replace(
+            claim,
+            device_mask=0,
+            millicores=(0,) * len(claim.millicores),
+            tasks=(),
+            memory_bytes=claim.parked_memory_bytes or claim.memory_bytes,
+        )
         for claim in _known(view, parked)
     ]
     return not fit(view, shape, asked_for(parked), holding=kept)
@@ -260,7 +266,14 @@ def still_free(view: View, shape: GangShape, parked: Sequence[Claim]) -> bool:
 
 def asked_for(parked: Sequence[Claim]) -> tuple[Claim, ...]:
     """What is parked, as a request has it."""
-    return tuple([replace(claim, parked_bytes=()) if claim.parked_bytes else claim for claim in parked])
+    return tuple(
+        [
+            replace(claim, parked_bytes=(), parked_memory_bytes=0)
+            if claim.parked_bytes or claim.parked_memory_bytes
+            else claim
+            for claim in parked
+        ]
+    )
 
 
 def _known(view: View, claims: Iterable[Claim]) -> Iterator[Claim]:

@@ -105,6 +105,8 @@ class Claim(Struct, frozen=True, gc=False, omit_defaults=True):
     parked_bytes: tuple[int, ...] = ()
     # Of the devices, those that others may hold too: whoever is packed says so, and whoever it joins is marked so.
     shared_mask: int = 0
+    # Of a gang parked at OFFLOAD: what it keeps of `memory_bytes`; no request has it.
+    parked_memory_bytes: int = 0
 
 
 class GangShape(Struct, frozen=True, gc=False):

@@ -229,6 +229,7 @@ class Claim(google.protobuf.message.Message):
     TASKS_FIELD_NUMBER: builtins.int
     PARKED_BYTES_FIELD_NUMBER: builtins.int
     SHARED_MASK_FIELD_NUMBER: builtins.int
+    PARKED_MEMORY_BYTES_FIELD_NUMBER: builtins.int
     node: builtins.str
     """"nodes/{node}"."""
     device_mask: builtins.int
@@ -240,6 +241,8 @@ class Claim(google.protobuf.message.Message):
     """Of the devices, those that other gangs may hold, too. Whoever joins others says so; whom it joins is marked so by the
     master. Refused where the daemon of the node lets no two gangs use a device at once.
     """
+    parked_memory_bytes: builtins.int
+    """Of a gang parked at OFFLOAD: what it keeps of `memory_bytes`. Output only, and ignored in requests."""
     @property
     def millicores(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Cores by socket, in thousandths, in the order of the configuration set's sockets."""
@@ -267,8 +270,9 @@ class Claim(google.protobuf.message.Message):
         tasks: collections.abc.Iterable[builtins.int] | None = ...,
         parked_bytes: collections.abc.Iterable[builtins.int] | None = ...,
         shared_mask: builtins.int = ...,
+        parked_memory_bytes: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "device_mask", b"device_mask", "memory_bytes", b"memory_bytes", "millicores", b"millicores", "node", b"node", "parked_bytes", b"parked_bytes", "shared_mask", b"shared_mask", "tasks", b"tasks"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "device_mask", b"device_mask", "memory_bytes", b"memory_bytes", "millicores", b"millicores", "node", b"node", "parked_bytes", b"parked_bytes", "parked_memory_bytes", b"parked_memory_bytes", "shared_mask", b"shared_mask", "tasks", b"tasks"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Claim: typing_extensions.TypeAlias = Claim

@@ -179,6 +179,7 @@ def claim_to_wire(value: Claim) -> resources_pb2.Claim:
         tasks=value.tasks,
         parked_bytes=value.parked_bytes,
         shared_mask=value.shared_mask,
+        parked_memory_bytes=value.parked_memory_bytes,
     )
 
 
@@ -209,8 +210,17 @@ def claims_from_wire(messages: Iterable[resources_pb2.Claim]) -> tuple[Claim, ..
 
 
 def parked_claims_from_wire(messages: Iterable[resources_pb2.Claim]) -> tuple[Claim, ...]:
-    """Where a gang is parked, with what it keeps of devices there."""
-    return tuple([replace(claim_from_wire(message), parked_bytes=tuple(message.parked_bytes)) for message in messages])
+    """Where a gang is parked, with what it keeps of devices and of its memory there."""
+    return tuple(
+        [
+            replace(
+                claim_from_wire(message),
+                parked_bytes=tuple(message.parked_bytes),
+                parked_memory_bytes=message.parked_memory_bytes,
+            )
+            for message in messages
+        ]
+    )
 
 
 def arena_bytes_for(gpu_memory_bytes: int) -> int:

@@ -38,6 +38,8 @@ class Memory(Part, Protocol):
 
     def used(self, group: Path) -> int: ...
 
+    def unreclaimable(self, group: Path) -> int: ...
+
     def oom_kills(self, group: Path) -> int: ...
 
 
@@ -126,6 +128,10 @@ class MemoryV1:
     def used(self, group: Path) -> int:
         return files.number(files.read(group / "memory.usage_in_bytes"))
 
+    def unreclaimable(self, group: Path) -> int:
+        found = files.keyed(files.read(group / "memory.stat"))
+        return max(0, self.used(group) - max(0, found.get("total_cache", 0) - found.get("total_shmem", 0)))
+
     def oom_kills(self, group: Path) -> int:
         return files.keyed(files.read(group / "memory.oom_control")).get("oom_kill", 0)
 
@@ -143,6 +149,10 @@ class MemoryV2:
 
     def used(self, group: Path) -> int:
         return files.number(files.read(group / "memory.current"))
+
+    def unreclaimable(self, group: Path) -> int:
+        found = files.keyed(files.read(group / "memory.stat"))
+        return max(0, self.used(group) - max(0, found.get("file", 0) - found.get("shmem", 0)))
 
     def oom_kills(self, group: Path) -> int:
         return files.keyed(files.read(group / "memory.events")).get("oom_kill", 0)

@@ -150,6 +150,9 @@ class NoCgroups:
         page = os.sysconf("SC_PAGE_SIZE")
         return sum(_resident_pages(pid) for pid in self.pids(group)) * page
 
+    def unreclaimable_bytes(self, group: str) -> int:
+        return self.memory_bytes(group)
+
     def destroy(self, group: str, timeout_seconds: float = 5.0) -> bool:
         if not files.wait_until(lambda: not self.pids(group), timeout_seconds):
             return False

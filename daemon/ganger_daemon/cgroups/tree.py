@@ -153,6 +153,10 @@ class GroupTree:
         part = self._parts.memory
         return part.used(self._at(part.root, group)) if part else 0
 
+    def unreclaimable_bytes(self, group: str) -> int:
+        part = self._parts.memory
+        return part.unreclaimable(self._at(part.root, group)) if part else 0
+
     def destroy(self, group: str, timeout_seconds: float = 5.0) -> bool:
         left = [self._at(root, group) for root in self._roots]
         deadline = time.monotonic() + timeout_seconds

@@ -22,17 +22,29 @@ log = logging.getLogger(__name__)
 
 _SAMPLE_SECONDS = 0.02
 _MEBIBYTE = 1 << 20
+# Beside a quarter of what is in use; and what is reported is rounded up to whole ones.
+_MARGIN_BYTES = 64 << 20
 # Drivers free a little later than they say; after this it is worth telling somebody.
 _TROUBLE_SECONDS = 5.0
 
 
 class MemoryWatch:
-    """`is_shared`: others use its devices, too, and what these use says nothing of it."""
+    """`is_shared`: others use its devices, too, and what these use says nothing of it. `group`: its control group;
+    `arena_bytes`: what is reserved for its arenas."""
 
-    def __init__(self, host: Host, part: LocalPart, is_shared: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        host: Host,
+        part: LocalPart,
+        is_shared: Callable[[], bool] = lambda: False,
+        group: str = "",
+        arena_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._host = host
         self._part = part
         self._is_shared = is_shared
+        self._group = group
+        self._arena_bytes = arena_bytes
         self._baselines: dict[int, int] = {}
         self._attached: dict[int, ProcessId] = {}
         self._before: dict[int, int] = {}
@@ -42,6 +54,8 @@ class MemoryWatch:
         self.trouble = ""
         # What the ranks keep of each device of the node although all is freed; empty where that cannot be told.
         self.residue: tuple[int, ...] = ()
+        # Host memory that they keep beside their arenas, with a margin; zero where that cannot be told.
+        self.kept_bytes = 0
 
     @property
     def waiting(self) -> bool:
@@ -77,6 +91,7 @@ class MemoryWatch:
         self.freed = False
         self.trouble = ""
         self.residue = ()
+        self.kept_bytes = 0
         self._verifying_since = None
         self._before = {}
         self._sampled_at = 0.0
@@ -118,12 +133,23 @@ class MemoryWatch:
     def _settle(self, pages: ControlPages, processes: Mapping[int, ProcessId], device_mask: int) -> None:
         self.freed = True
         self.trouble = ""
+        self.kept_bytes = self.kept_bytes or self._measure(pages)
         if self._is_virtual:
             self.residue = self._residue_by_pages(pages)
             return
         used = self._host.devices.used_by({process.pid for process in processes.values()})
         kept = [size if device_mask >> index & 1 else 0 for index, size in enumerate(used)]
         self.residue = tuple(kept) if UNREADABLE not in kept else ()
+
+    def _measure(self, pages: ControlPages) -> int:
+        """What is in the arenas is reserved apart from the memory that is claimed: of what the ranks say that they have
+        put there no more counts than is reserved, so that both together are never less than what is in use."""
+        used = self._host.cgroups.unreclaimable_bytes(self._group)
+        if not used:
+            return 0
+        stored = sum(pages.progress(rank).offloaded_bytes for rank in self._part.ranks)
+        working = max(0, used - min(stored, self._arena_bytes()))
+        return -(-(working * 5 // 4 + _MARGIN_BYTES) // _MARGIN_BYTES) * _MARGIN_BYTES
 
     def _residue_by_pages(self, pages: ControlPages) -> tuple[int, ...]:
         """Of tensors that live on, in whole MiB, for a page has figures of two moments; no more than the devices are

@@ -28,6 +28,7 @@ def recall_notes(host: Host, paths: GangPaths, launching: Launching, memory: Mem
         left = read_json(paths.local)
         launching.recall(left)
         mark = RunMark.recall(left.get("mark", {}))
+        memory.kept_bytes = int(left.get("kept_memory_bytes", 0))
         memory.recall({int(pid): int(size) for pid, size in left.get("baselines", {}).items()})
         host.adopt_cores(paths.group, [(int(core), int(share)) for core, share in left.get("grant", [])])
     except (AttributeError, TypeError, ValueError, OverflowError) as error:

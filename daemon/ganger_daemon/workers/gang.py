@@ -91,7 +91,13 @@ class LocalGang:
         self.launching = Launching(host, peers, self.paths, self.part, blocked_by, cores_kept_by, self._write_local)
         self.deaths = Deaths(self.paths, self.wake, self.launching.launcher_lives)
         self.pinning = Pinning(host, self.paths.group, self.pages, self.part)
-        self.memory = MemoryWatch(host, self.part, lambda: bool(self.desired.claim.shared_mask))
+        self.memory = MemoryWatch(
+            host,
+            self.part,
+            lambda: bool(self.desired.claim.shared_mask),
+            self.paths.group,
+            lambda: int(self.desired.claim.arena_bytes),
+        )
         self.saving = Saving(
             host, peers, self.paths, self.part, self.pages, desired, self.launching.running_launcher, self.wake
         )
@@ -121,6 +127,7 @@ class LocalGang:
         self._settled: Outcome | None = None
         self._reaped = False
         self._logs_at = time.monotonic()
+        self._memory_limit = 0  # as it was set last; zero: at the launch
         self._mirroring: asyncio.Task[None] | None = None
         self._lease_written = -1
         self._observed: bytes = b""
@@ -331,6 +338,7 @@ class LocalGang:
             await self._pressing.abandon(self.pages.damage())
         if self._launched and not self._reaped and self.pages.readable:
             await self._begin_attending()
+            await self._follow_memory_limit()
             if self._order_due:
                 await self._try_to_write_order()
             if self.deaths.awaited:
@@ -407,7 +415,9 @@ class LocalGang:
                 await self._launch()
             case core.Todo.VERIFY_MEMORY:
                 self.memory.verify(self.pages, self.deaths.processes, self.desired.claim.device_mask)
-                self.wake() if self.memory.freed else None
+                if self.memory.freed:
+                    self._write_local()
+                    self.wake()
             case core.Todo.TERMINATE:
                 self._pressing.terminate(self.wanted, now)
             case core.Todo.REAP:
@@ -454,6 +464,17 @@ class LocalGang:
                 log.warning("job socket not made", extra={"error": str(error)})
         self._agreeing.begin(self.desired.members[0], self.wanted, self.hear)
         await self._incoming.follow(self.desired, self.wanted)
+
+    async def _follow_memory_limit(self) -> None:
+        """What is claimed; while it rests at OFFLOAD what it keeps, for the rest is others' by then."""
+        claim, kept = self.desired.claim, self.memory.kept_bytes
+        if not claim.memory_bytes:
+            return
+        rests = kept and self.wanted.intent is Intent.PARK and not self.wanted.order.is_by_turn
+        limit = (min(kept, claim.memory_bytes) if rests else claim.memory_bytes) + claim.arena_bytes
+        if limit != self._memory_limit:
+            self._memory_limit = limit
+            await asyncio.to_thread(self.host.cgroups.set_memory_limit, self.paths.group, limit)
 
     async def _try_to_write_order(self) -> None:
         """A full disk keeps an order from the ranks, and nothing else from being done. Tried again at the next tick."""
@@ -640,6 +661,7 @@ class LocalGang:
             "grant": [list(share) for share in self.host.shares_of(self.paths.group)],
             "baselines": self.memory.baselines(),
             "mark": self._mark.journal(),
+            "kept_memory_bytes": self.memory.kept_bytes,
             "wanted_checkpoints": self.saving.wanted_paths,
             "told": to_json(self.told) if self.wanted.order.is_by_turn else {},
             **self.launching.journal(),

@@ -64,6 +64,7 @@ def observe(gang: LocalGang) -> agent_pb2.ObservedGang:
             message.ranks.add(rank=rank, pid=process.pid, start_ticks=process.start_ticks)
     if phase is Phase.PARKED and level is Level.OFFLOAD:
         message.residue_bytes.extend(gang.memory.residue)
+        message.kept_memory_bytes = gang.memory.kept_bytes
     outcome = judgement.outcome
     if outcome is not None:
         message.outcome.CopyFrom(

@@ -232,6 +232,7 @@ class ObservedGang(Struct, frozen=True, gc=False):
     device_mask: int = 0
     # Device memory that its processes keep at OFFLOAD, by device of the node; empty while nobody knows.
     residue_bytes: tuple[int, ...] = ()
+    kept_memory_bytes: int = 0
     # Of a part that has ended.
     progress: Progress | None = None
     # Of the slowest rank: the last step before its present rest, and the first one since it runs.

@@ -472,6 +472,8 @@ class Piece(Struct, frozen=True, gc=False, omit_defaults=True):
     lost: bool = False
     # What its processes kept of each of the node's devices when they last offloaded; empty for nothing.
     residue_bytes: tuple[int, ...] = ()
+    # What they keep of the memory that is claimed, while they rest at OFFLOAD; zero: all of it.
+    kept_memory_bytes: int = 0
     # By the node's clock: the last step before the present rest, and the first one since it runs; zero while unknown.
     last_step_time: float = 0.0
     first_step_time: float = 0.0
@@ -541,11 +543,30 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def parked_claims(self) -> tuple[Claim, ...]:
-        """Its placement to have to itself again, with what it keeps of devices there although it holds none."""
+        """Its placement to have to itself again, with what it keeps of devices there although it holds none, and of
+        its memory."""
         return tuple(
             [
                 replace(
-                    piece.claim, parked_bytes=piece.held.parked_bytes if piece.held is not None else (), shared_mask=0
+                    piece.claim,
+                    parked_bytes=piece.held.parked_bytes if piece.held is not None else (),
+                    shared_mask=0,
+                    parked_memory_bytes=piece.held.memory_bytes if piece.held is not None else 0,
+                )
+                for piece in self.pieces
+            ]
+        )
+
+    @property
+    def lacking_claims(self) -> tuple[Claim, ...]:
+        """What it takes to run where it is parked beyond what it keeps there."""
+        return tuple(
+            [
+                replace(
+                    piece.claim,
+                    memory_bytes=max(0, piece.claim.memory_bytes - (piece.held.memory_bytes if piece.held else 0)),
+                    arena_bytes=0,
+                    shared_mask=0,
                 )
                 for piece in self.pieces
             ]

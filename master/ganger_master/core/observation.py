@@ -28,7 +28,7 @@ from ganger_master.core.model import (
     Progress,
     Stray,
 )
-from ganger_master.core.residues import residue_of
+from ganger_master.core.residues import kept_memory_of, residue_of
 from ganger_master.core.state import State
 
 
@@ -165,6 +165,7 @@ def _observe_piece(state: State, gang: Gang, piece: Piece, observed: ObservedGan
         repin_done=observed.repin_done,
         arena_bytes=observed.arena_bytes,
         residue_bytes=residue_of(state, gang, piece, observed),
+        kept_memory_bytes=kept_memory_of(piece, observed),
         capabilities=observed.capabilities if observed.capabilities.known else piece.capabilities,
         last_step_time=observed.last_step_time,
         first_step_time=observed.first_step_time,

@@ -156,8 +156,8 @@ def _marked(claim: Claim, mask: int) -> Claim:
 
 
 def rested(gang: Gang, now: float) -> Gang:
-    """All parts rest: OFFLOAD gives up devices and cores, keeps the memory of its processes and their arenas, and what
-    cannot be freed of the devices. What rested so before keeps what it kept."""
+    """All parts rest: OFFLOAD gives up devices and cores, keeps the memory that its processes use and their arenas, and
+    what cannot be freed of the devices. What rested so before keeps what it kept."""
     pieces = gang.pieces
     if gang.park_level is SuspendLevel.OFFLOAD:
         pieces = tuple(
@@ -175,7 +175,8 @@ def rested(gang: Gang, now: float) -> Gang:
 
 def kept_offloaded(piece: Piece) -> Claim:
     cores = (0,) * len(piece.claim.millicores)
-    kept = replace(piece.claim, device_mask=0, millicores=cores, shared_mask=0)
+    memory = min(piece.claim.memory_bytes, piece.kept_memory_bytes or piece.claim.memory_bytes)
+    kept = replace(piece.claim, device_mask=0, millicores=cores, shared_mask=0, memory_bytes=memory)
     return replace(kept, parked_bytes=piece.residue_bytes)
 
 

@@ -25,6 +25,16 @@ def residue_of(state: State, gang: Gang, piece: Piece, observed: ObservedGang) -
     return kept if any(kept) else ()
 
 
+def kept_memory_of(piece: Piece, observed: ObservedGang) -> int:
+    """Bytes of host memory that a part keeps beside its arenas while it rests at OFFLOAD: as measured when it came to
+    rest. Zero otherwise, and where that is not known: then it keeps all that is claimed."""
+    if observed.phase is not ObservedPhase.PARKED or observed.level is not SuspendLevel.OFFLOAD:
+        return 0
+    if piece.phase is ObservedPhase.PARKED and piece.level is SuspendLevel.OFFLOAD:
+        return piece.kept_memory_bytes
+    return observed.kept_memory_bytes
+
+
 def holders_on(state: State, node: str) -> list[tuple[int, Claim]]:
     """Numbers of the jobs whose gangs hold something on a node, and what, by epoch."""
     gangs = [(state.gangs[epoch], place) for epoch, place in state.gangs_on.get(node, {}).items()]

@@ -71,6 +71,13 @@ class _Member:
         """Whether it has nothing at all there yet."""
         return self.gang is None or self.moves
 
+    def memory_for(self, place: int) -> int:
+        """Bytes of host memory that it takes for one of its claims, beyond what it holds there."""
+        claim = self.claims[place]
+        if self.begins or self.gang is None:
+            return claim.memory_bytes + claim.arena_bytes
+        return self.gang.lacking_claims[place].memory_bytes if self.rests else 0
+
 
 def judge_rows(
     state: State, changes: Sequence[Change], proposer: str, now: float
@@ -118,7 +125,7 @@ def _judge(state: State, changes: Sequence[Change], proposer: str, now: float) -
     for row in whole:
         _check_row(state, [here[number] for number in row], held)
     beginning = [member for member in members.values() if member.begins]
-    _check_host_memory(state, beginning)
+    _check_host_memory(state, [member for member in members.values() if member.comes])
     for member in here.values():
         _check_level(state, member, first.level, here)
     levels = {member.job.number: capacity.level_of(state, member.claims) for member in beginning}
@@ -425,12 +432,12 @@ def _check_row(state: State, row: Sequence[_Member], held: Mapping[str, Claim]) 
                     _refuse(member.job.number, Reason.CORES, {**figures, "socket": socket}, claim.node)
 
 
-def _check_host_memory(state: State, beginning: Sequence[_Member]) -> None:
-    """Of all who start at once: `fit` has looked at each alone."""
+def _check_host_memory(state: State, coming: Sequence[_Member]) -> None:
+    """Of all that start or go on at once: `fit` has looked at each alone."""
     needed: dict[str, int] = {}
-    for member in beginning:
-        for claim in member.claims:
-            needed[claim.node] = needed.get(claim.node, 0) + claim.memory_bytes + claim.arena_bytes
+    for member in coming:
+        for place, claim in enumerate(member.claims):
+            needed[claim.node] = needed.get(claim.node, 0) + member.memory_for(place)
             free = state.view.memory[state.view.slots[claim.node]]
             if needed[claim.node] > free:
                 figures = {"needed_bytes": needed[claim.node], "free_bytes": free}
@@ -486,10 +493,10 @@ def _takes(
         mask = memory = 0
         needs: dict[int, tuple[int, ...]] = {}
         for number, member in members.items():
-            for claim in member.claims:
+            for place, claim in enumerate(member.claims):
                 if claim.node == node:
                     mask |= claim.device_mask
-                    memory += (claim.memory_bytes + claim.arena_bytes) if member.begins else 0
+                    memory += member.memory_for(place)
                     needs[number] = claim.millicores
         own = held.get(node, Claim(node, 0, (0,) * len(next(iter(needs.values()))), 0))
         charged = node_sets.charges(rows, needs).values()

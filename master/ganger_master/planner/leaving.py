@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Final, TypeAlias
 
 from ganger.resources.view import View
-from msgspec import structs
 
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, Intent, Job, JobState
@@ -75,8 +74,7 @@ def follow(packs: Packs, table: LiveTable, view: View, now: float, seen: Seen) -
 def places_of(table: LiveTable, change: Change) -> Claims:
     """What who goes on takes of what is free now."""
     found = _of(table, change.number)
-    own = found[1].claims if found is not None else ()
-    return tuple([structs.replace(claim, arena_bytes=0, memory_bytes=0, shared_mask=0) for claim in own])
+    return found[1].lacking_claims if found is not None else ()
 
 
 def _of(table: LiveTable, number: int) -> _Pair | None:

@@ -301,9 +301,12 @@ class _Filling:
     def _come_back(self, job: Job, gang: Gang, host: int) -> None:
         """A guest follows its host, where they share all that it is on."""
         there = [self._live.running[one][0] for one in (host, *self._live.guests(host)) if one in self._live.running]
-        if all(map(self._has_cores, gang.claims)) and fits_beside(job, gang.parked_claims, there, self.view):
-            claims = tuple([structs.replace(c, arena_bytes=0, memory_bytes=0) for c in gang.claims])
-            self._change(job, "RESUME", (), claims)
+        lacks = gang.lacking_claims
+        if all(map(self._has_cores, lacks)) and fits_beside(job, gang.parked_claims, there, self.view):
+            claims = [
+                structs.replace(one, shared_mask=own.shared_mask) for one, own in zip(lacks, gang.claims, strict=True)
+            ]
+            self._change(job, "RESUME", (), tuple(claims))
 
     def memory_of(self, job: Job, node: str, gpus: int) -> int:
         """Bytes that so many GPUs of a gang need on a node, at least."""
@@ -320,10 +323,9 @@ class _Filling:
         if not all(self._is_free(node, mask) for node, mask in seat):
             return False
         if gang is not None and seat == seat_of(gang.claims):
-            if any(piece.held is None for piece in gang.pieces) or not all(map(self._has_cores, gang.claims)):
+            if any(piece.held is None for piece in gang.pieces) or not all(map(self._has_cores, gang.lacking_claims)):
                 return False
-            claims = tuple([structs.replace(c, arena_bytes=0, memory_bytes=0, shared_mask=0) for c in gang.claims])
-            self._change(job, "RESUME", (), claims)
+            self._change(job, "RESUME", (), gang.lacking_claims)
             return True
         found = self._claims_at(job, seat)
         if found is None:
@@ -370,8 +372,11 @@ class _Filling:
         return slot is not None and self.view.available[slot] and not mask & ~self.view.free[slot]
 
     def _has_cores(self, claim: Claim) -> bool:
-        have = self.view.millicores[self.view.slots[claim.node]]
-        return all(map(le, claim.millicores, have))
+        """And the host memory, of a claim that names what is lacking."""
+        slot = self.view.slots[claim.node]
+        return claim.memory_bytes <= self.view.memory[slot] and all(
+            map(le, claim.millicores, self.view.millicores[slot])
+        )
 
 
 _ANYWHERE: Final = Want()

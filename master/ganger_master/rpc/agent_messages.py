@@ -131,6 +131,7 @@ def observed_gang_from_wire(message: agent_pb2.ObservedGang) -> commands.Observe
         cores=tuple([cut(text, _CORES_MOST) for text in message.cores]),
         device_mask=message.claim_device_mask,
         residue_bytes=tuple([min(size, _BYTES_MOST) for size in message.residue_bytes[:_DEVICES_MOST]]),
+        kept_memory_bytes=min(message.kept_memory_bytes, _BYTES_MOST),
         last_step_time=times.unix_seconds(message.last_step_time) if message.HasField("last_step_time") else 0.0,
         first_step_time=times.unix_seconds(message.first_step_time) if message.HasField("first_step_time") else 0.0,
         progress=job_messages.progress_from_wire(message.epoch, message.progress) if has_said else None,

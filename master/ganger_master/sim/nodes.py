@@ -284,6 +284,7 @@ class SimDaemon:
             capabilities=self._offered(ranks) if attached else Capabilities(),
             device_mask=ranks.order.claim.device_mask,
             residue_bytes=(residue,) * self.configuration_set.devices if measures else (),
+            kept_memory_bytes=int(self.physics.memory_used * ranks.order.claim.memory_bytes) if measures else 0,
         )
 
     def _offered(self, ranks: Ranks) -> Capabilities:

@@ -124,6 +124,8 @@ class Physics:
         self.fork_seconds = fork_seconds
         # What processes keep of each of their devices once they have offloaded; no more than their job may use.
         self.residue_bytes = 0
+        # Which part of their claimed host memory processes use at rest; zero: it cannot be measured.
+        self.memory_used = 0.0
         self.ranks: dict[tuple[int, str], Ranks] = {}
         self.gangs: dict[int, Gang] = {}
         # On storage, by path; and by epoch those that its leader was told to keep.

@@ -707,6 +707,7 @@ class ObservedGang(google.protobuf.message.Message):
     PROGRESS_FIELD_NUMBER: builtins.int
     RESIDUE_BYTES_FIELD_NUMBER: builtins.int
     LAST_STEP_TIME_FIELD_NUMBER: builtins.int
+    KEPT_MEMORY_BYTES_FIELD_NUMBER: builtins.int
     FIRST_STEP_TIME_FIELD_NUMBER: builtins.int
     job: builtins.str
     job_uid: builtins.str
@@ -726,6 +727,10 @@ class ObservedGang(google.protobuf.message.Message):
     claim_device_mask: builtins.int
     capabilities_presumed: builtins.bool
     """No rank has said what it can: `capabilities` are those of an opaque job. What was said before stands."""
+    kept_memory_bytes: builtins.int
+    """Parked at OFFLOAD: host memory of its processes beside their arenas, with a margin, as measured when the rest was
+    seen; the group's limit is no higher while it rests. Zero where it cannot be measured: all that is claimed.
+    """
     @property
     def order(self) -> Global___OrderKey:
         """Highest order obeyed or being obeyed."""
@@ -788,11 +793,12 @@ class ObservedGang(google.protobuf.message.Message):
         progress: ganger.v1.job_pb2.Progress | None = ...,
         residue_bytes: collections.abc.Iterable[builtins.int] | None = ...,
         last_step_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        kept_memory_bytes: builtins.int = ...,
         first_step_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "first_step_time", b"first_step_time", "last_step_time", b"last_step_time", "order", b"order", "outcome", b"outcome", "progress", b"progress"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "capabilities", b"capabilities", "capabilities_presumed", b"capabilities_presumed", "checkpoint", b"checkpoint", "claim_device_mask", b"claim_device_mask", "cores", b"cores", "epoch", b"epoch", "first_step_time", b"first_step_time", "job", b"job", "job_uid", b"job_uid", "last_step_time", b"last_step_time", "level", b"level", "order", b"order", "outcome", b"outcome", "peak_device_bytes", b"peak_device_bytes", "phase", b"phase", "progress", b"progress", "ranks", b"ranks", "repin_done", b"repin_done", "residue_bytes", b"residue_bytes", "stop_sequence", b"stop_sequence", "stop_step", b"stop_step", "threads", b"threads", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "capabilities", b"capabilities", "capabilities_presumed", b"capabilities_presumed", "checkpoint", b"checkpoint", "claim_device_mask", b"claim_device_mask", "cores", b"cores", "epoch", b"epoch", "first_step_time", b"first_step_time", "job", b"job", "job_uid", b"job_uid", "kept_memory_bytes", b"kept_memory_bytes", "last_step_time", b"last_step_time", "level", b"level", "order", b"order", "outcome", b"outcome", "peak_device_bytes", b"peak_device_bytes", "phase", b"phase", "progress", b"progress", "ranks", b"ranks", "repin_done", b"repin_done", "residue_bytes", b"residue_bytes", "stop_sequence", b"stop_sequence", "stop_step", b"stop_step", "threads", b"threads", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ObservedGang: typing_extensions.TypeAlias = ObservedGang
