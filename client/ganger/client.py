@@ -380,6 +380,23 @@ class Client:
         """Forgets a node that does not come back. Raises NodeAlive, or NodeBusy while jobs have something on it."""
         self._call(self._nodes.RemoveNode, node_pb2.RemoveNodeRequest(name=node_name_from_text(node)))
 
+    def list_quarantined_gangs(self) -> Sequence[node_pb2.QuarantinedGang]:
+        """Gangs that run on nodes and that the master did not start."""
+        return self._call(self._nodes.ListQuarantinedGangs, node_pb2.ListQuarantinedGangsRequest()).gangs
+
+    def end_quarantined_gang(self, name: str) -> None:
+        """Kills it; by its `name`. Raises GangNotFound."""
+        self._call(self._nodes.EndQuarantinedGang, node_pb2.EndQuarantinedGangRequest(name=name))
+
+    def adopt_quarantined_gang(self, name: str) -> str:
+        """Takes it as the gang of its job, whose name is returned. Raises GangNotFound, AdoptionRefused."""
+        return self._call(self._nodes.AdoptQuarantinedGang, node_pb2.AdoptQuarantinedGangRequest(name=name)).job
+
+    def settle_restore(self) -> Sequence[str]:
+        """After a restore of the master's database, goes on without the nodes that have not reported, whose names are
+        returned. Raises NotRestoring."""
+        return self._call(self._nodes.SettleRestore, node_pb2.SettleRestoreRequest()).missing_nodes
+
     def get_cluster(self) -> node_pb2.Cluster:
         return self._call(self._nodes.GetCluster, node_pb2.GetClusterRequest())
 

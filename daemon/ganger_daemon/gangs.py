@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from ganger.agent.v1 import agent_pb2
 from ganger.v1 import resources_pb2
+from google.protobuf import json_format
 
 from ganger_daemon.core.orders import Intent, Level, Outcome, OutcomeKind, Phase, Wanted
 from ganger_daemon.core.reconcile import (
@@ -47,7 +50,9 @@ class GangSet:
         self._gangs: dict[GangId, LocalGang] = {}
         self._tasks: dict[GangId, asyncio.Task[None]] = {}
         self._journal = host.paths.state / "finished.json"
-        self._finished: dict[str, int] = {uid: int(epoch) for uid, epoch in read_json(self._journal).items()}
+        # By job the newest gang that ended here and was acknowledged: of each its epoch, and what is known of its end.
+        self._ends = {uid: _end_of(uid, fields) for uid, fields in read_json(self._journal).items()}
+        self._finished: dict[str, int] = {uid: end.epoch for uid, end in self._ends.items()}
         # Where ranks were to meet, of gangs that this node led and has forgotten.
         self.met: dict[GangId, tuple[str, int]] = {}
         self._wanted_before: set[GangId] = set()
@@ -152,9 +157,17 @@ class GangSet:
             case Forget(key):
                 await self._forget(key)
 
-    def observed(self) -> list[agent_pb2.ObservedGang]:
-        """The complete observed set, in a fixed order."""
-        return [self._gangs[key].observed for key in sorted(self._gangs)]
+    def observed(self, describe: frozenset[int] = frozenset()) -> list[agent_pb2.ObservedGang]:
+        """The complete observed set, in a fixed order; gangs of the epochs `describe` with what they were last told."""
+        return [
+            _described(self._gangs[key]) if key[1] in describe else self._gangs[key].observed
+            for key in sorted(self._gangs)
+        ]
+
+    @property
+    def finished(self) -> list[agent_pb2.FinishedGang]:
+        """Of each job the newest gang that ended here and was acknowledged."""
+        return list(self._ends.values())
 
     def all(self) -> tuple[LocalGang, ...]:
         return tuple(self._gangs[key] for key in sorted(self._gangs))
@@ -227,10 +240,12 @@ class GangSet:
         uid, epoch = key
         if epoch > self._finished.get(uid, 0):
             self._finished.pop(uid, None)
-            self._finished[uid] = epoch
+            self._ends.pop(uid, None)
+            self._finished[uid], self._ends[uid] = epoch, _ended(gang)
             for old in list(self._finished)[: max(0, len(self._finished) - _FINISHED_LIMIT)]:
-                del self._finished[old]
-            await asyncio.to_thread(write_json, self._journal, self._finished, True)
+                del self._finished[old], self._ends[old]
+            fields = {other: json_format.MessageToDict(end) for other, end in self._ends.items()}
+            await asyncio.to_thread(write_json, self._journal, fields, True)
         await gang.forget()
         await asyncio.gather(task, return_exceptions=True)
         if not any(other == uid for other, _ in self._gangs):
@@ -274,6 +289,38 @@ class GangSet:
                 continue  # a move onto the same devices: the source gives them up at the boundary
             return other.desired.job
         return ""
+
+
+def _described(gang: LocalGang) -> agent_pb2.ObservedGang:
+    message = agent_pb2.ObservedGang()
+    message.CopyFrom(gang.observed)
+    message.told.CopyFrom(gang.told)
+    message.in_time_slices = gang.wanted.order.is_by_turn
+    return message
+
+
+def _ended(gang: LocalGang) -> agent_pb2.FinishedGang:
+    """What is kept of a gang that is forgotten."""
+    observed = gang.observed
+    end = agent_pb2.FinishedGang(
+        job=observed.job,
+        job_uid=observed.job_uid,
+        epoch=observed.epoch,
+        outcome=observed.outcome,
+        nodes=len(gang.told.members),
+    )
+    if observed.HasField("checkpoint"):
+        end.checkpoint.CopyFrom(observed.checkpoint)
+    return end
+
+
+def _end_of(uid: str, fields: Any) -> agent_pb2.FinishedGang:
+    """As it was noted; older daemons noted the epoch alone."""
+    if isinstance(fields, dict):
+        with suppress(json_format.ParseError):
+            return json_format.ParseDict(fields, agent_pb2.FinishedGang(), ignore_unknown_fields=True)
+    epoch = fields if isinstance(fields, int) else 0
+    return agent_pb2.FinishedGang(job_uid=uid, epoch=epoch)
 
 
 def collide(one: resources_pb2.Claim, other: resources_pb2.Claim) -> bool:

@@ -28,6 +28,7 @@ from ganger_daemon.core.leases import lease_until
 from ganger_daemon.gangs import GangSet
 from ganger_daemon.host import Host
 from ganger_daemon.progress import report_progress
+from ganger_daemon.seen import Seen
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,11 @@ class Conversation:
     # Of these of its gangs the spec is still to come.
     missing: frozenset[int] = frozenset()
     rows: list[agent_pb2.DesiredRows] = field(default_factory=list)
+    # The master's database, and whether it was restored from a backup.
+    store: str = ""
+    reports_finished: bool = False
+    # Gangs that the master asks about.
+    describe: frozenset[int] = frozenset()
 
 
 class Session:
@@ -87,6 +93,7 @@ class Session:
         self._gangs = gangs
         self._find_master = find_master
         self._describe = describe
+        self._seen = Seen(host.paths.state / "master.json")
         self._news = asyncio.Event()
         self._wait = _FIRST_RETRY_SECONDS
         self.connected = asyncio.Event()
@@ -148,6 +155,7 @@ class Session:
         request = self._describe()
         storage = self._host.storage
         request.storage_token = storage.found
+        request.seen.CopyFrom(self._seen.message)
         answer: agent_pb2.Session = await stub.CreateSession(request, timeout=10.0)
         storage.learn(answer.storage, answer.storage_token)
         self._host.storage_learned()
@@ -159,7 +167,7 @@ class Session:
             "session opened", extra={"session": answer.session, "storage": answer.storage, "proved": storage.proved}
         )
         lost_after = seconds(answer.lost_after) if answer.HasField("lost_after") else None
-        return Conversation(answer.session, lost_after)
+        return Conversation(answer.session, lost_after, store=answer.store, reports_finished=answer.report_finished)
 
     async def _converse(self, stub: Any, conversation: Conversation) -> None:
         progress = asyncio.create_task(report_progress(stub, conversation.session, self._gangs))
@@ -187,7 +195,7 @@ class Session:
 
     def _request(self, conversation: Conversation) -> agent_pb2.ReconcileRequest:
         self._news.clear()
-        observed, rows = self._gangs.observed(), self._gangs.rotation.observed()
+        observed, rows = self._gangs.observed(conversation.describe), self._gangs.rotation.observed()
         faults = dict(self._host.devices.faults())
         proved = self._host.storage.proved
         changed = (
@@ -212,6 +220,7 @@ class Session:
             storage_proved=proved,
             rows=rows if changed else [],
             missing_specs=sorted(conversation.missing),
+            finished=self._gangs.finished if changed and conversation.reports_finished else [],
         )
 
     def _max_wait(self, conversation: Conversation) -> float:
@@ -244,7 +253,9 @@ class Session:
     async def _take(self, answer: agent_pb2.ReconcileResponse, conversation: Conversation, sent_at_ns: int) -> None:
         self._host.lease_until_ns = lease_until(sent_at_ns, conversation.lost_after_seconds)
         acknowledged = frozenset(answer.acknowledged_epochs)
+        conversation.describe = frozenset(answer.describe_epochs)
         if answer.changed:
+            self._seen.note(conversation.store, answer.desired_version, answer.gangs)
             conversation.missing = _specs_kept(answer, conversation.desired or ())
             conversation.desired, conversation.rows = list(answer.gangs), list(answer.rows)
         if conversation.desired is not None and (answer.changed or acknowledged):

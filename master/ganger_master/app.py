@@ -7,6 +7,7 @@ import asyncio
 import logging
 import signal
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
@@ -19,12 +20,14 @@ from ganger.wire.roles import Role
 from ganger.wire.tls import check_directory, server_context, tell_end
 
 from ganger_master.config import Config
+from ganger_master.core.commands import NoteEnds, OpenStore
 from ganger_master.core.settings import Settings
 from ganger_master.policies import Places, live_policy_named
 from ganger_master.quotas import as_settings
 from ganger_master.rpc.server import MasterServer
 from ganger_master.rpc.user_limits import UserLimits
 from ganger_master.runtime import failpoints, heap, recorder, retention
+from ganger_master.runtime.beside import Beside
 from ganger_master.runtime.progress import ProgressBoard
 from ganger_master.runtime.scheduler_process import SupervisedProcess, host_command, planner_command
 from ganger_master.runtime.state_directory import (
@@ -51,6 +54,8 @@ _HOUSEKEEPING_SECONDS: Final = 300.0
 _FINISHED_BYTES: Final = 512 * 1024 * 1024
 # Between two looks at what lies on storage.
 _TIDYING_SECONDS: Final = 600.0
+_NOTING_SECONDS: Final = 2.0
+_LOOK_SECONDS: Final = 0.2
 # Rows of history forgotten in one transaction, so that commits need not wait long.
 _COMPACT_ROWS: Final = 5_000
 
@@ -85,6 +90,7 @@ class Master:
         self._given_store = store
         self._more_handlers = more_handlers
         self._directory: StateDirectory | None = None
+        self._beside: Beside | None = None
         self._writer: Writer | None = None
         self._server: MasterServer | None = None
         self._metrics: MetricsServer | None = None
@@ -129,6 +135,7 @@ class Master:
             logs_kept_seconds=config.logs_kept_seconds,
             restart_delay_seconds=config.restart_delay_seconds,
             move_deadline_seconds=config.move_deadline_seconds,
+            restored_wait_seconds=config.restored_wait_seconds,
             session_alive_seconds=config.session_alive_seconds,
             finished_jobs_limit=config.finished_jobs_limit,
             finished_bytes_limit=_FINISHED_BYTES,
@@ -138,7 +145,14 @@ class Master:
             quota_devices=as_settings(config.quotas),
         )
         store = self._given_store or SqlStore(config.database)
-        writer = Writer(store, settings, self._clock, failpoints.of_environment())
+        beside = self._beside = Beside(config.database_path or config.state_dir / "database")
+        opens = OpenStore(
+            name=uuid.uuid4().hex,
+            marks=beside.marks(),
+            must_have_marks=not config.database_url,
+            is_restored=config.restored,
+        )
+        writer = Writer(store, settings, self._clock, failpoints.of_environment(), beside=beside, opens=opens)
         await writer.start()
         self._writer = writer
         _check_storage(writer.state.counters.storage_token, settings)
@@ -167,7 +181,8 @@ class Master:
         if self._child is not None:
             self._child.start()
         loop = asyncio.get_running_loop()
-        self._housekeeping = [loop.create_task(self._keep_house()), loop.create_task(self._keep_storage())]
+        work = (self._keep_house(), self._keep_storage(), self._note_ends(beside), self._follow_restore(beside))
+        self._housekeeping = [loop.create_task(one) for one in work]
         log.info("master ready", extra={"address": self.address, "jobs": len(writer.committed.jobs)})
 
     def _serve_metrics(self, listen: str) -> MetricsServer:
@@ -224,7 +239,9 @@ class Master:
         while True:
             ends, now = retention.ends_of(committed.jobs, committed.gangs), self._clock()
             try:
-                await asyncio.to_thread(retention.note_ended, config.storage_path, ends)
+                await asyncio.to_thread(
+                    retention.note_ended, config.storage_path, retention.known_ends(ends, committed.jobs)
+                )
                 for part in await asyncio.to_thread(retention.expired, config.storage_path, ends, kept, now):
                     # One by one: the master may be told to stop meanwhile.
                     await asyncio.to_thread(retention.remove, part)
@@ -232,6 +249,32 @@ class Master:
             except OSError as error:
                 log.warning("storage not tidied", extra={"error": str(error)})
             await asyncio.sleep(_TIDYING_SECONDS)
+
+    async def _note_ends(self, beside: Beside) -> None:
+        """Names jobs that have ended on storage, too: a database that is restored elsewhere has nothing beside it."""
+        storage = self.config.storage_path
+        while True:
+            ends = dict(beside.take_ended())
+            if ends:
+                try:
+                    await asyncio.to_thread(retention.note_ended, storage, ends)
+                except OSError as error:
+                    log.warning("ends not noted on storage", extra={"error": str(error)})
+            await asyncio.sleep(_NOTING_SECONDS)
+
+    async def _follow_restore(self, beside: Beside) -> None:
+        """Finds, once the database has turned out to be an older copy, which of its jobs have ended since."""
+        storage, last = self.config.storage_path, None
+        while True:
+            restoring, state = self.writer.committed.counters.restoring, self.writer.state
+            if restoring is not None and restoring is not last and state.ends is None:
+                log.warning("the database was restored", extra={"why": restoring.why})
+                last = restoring
+                uids = frozenset(job.uid for job in self.writer.committed.jobs.values() if not job.state.is_final)
+                ends = await asyncio.to_thread(retention.noted_ends, storage, uids)
+                ends |= await asyncio.to_thread(beside.ends, uids)
+                self.writer.tell(NoteEnds(ends))
+            await asyncio.sleep(_LOOK_SECONDS)
 
 
 def _check_storage(token: str, settings: Settings) -> None:

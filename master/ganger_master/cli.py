@@ -25,6 +25,7 @@ from ganger.console.paths import Directory
 @click.option("--quotas", metavar="USER=GPUS,...", help="GPUs that a user may hold at once; *=GPUS: everybody else.")
 @click.option("--scheduler-host/--no-scheduler-host", default=None, help="Run the default job schedulers as a child.")
 @click.option("--planner/--no-planner", default=None, help="Run the planner as a child where the policy needs one.")
+@click.option("--restored", is_flag=True, default=None, help="The database is a backup: take what nodes run first.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Default: info.")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file with the same settings.")
 def master(config_file: Path | None, **flags: str | Path | bool | None) -> None:

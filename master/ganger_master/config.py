@@ -75,6 +75,10 @@ class Config:
     restart_delay_seconds: float = 10.0
     # A move or resize that has not come about by then is undone, and its job runs on where it is.
     move_deadline_seconds: float = 600.0
+    # The operator says that the database was restored from a backup, which the master otherwise notices by itself.
+    restored: bool = False
+    # For so long at least a restored master waits for daemons to call.
+    restored_wait_seconds: float = 20.0
     # Sessions of two machines with one name are refused while the first answered this recently.
     session_alive_seconds: float = 10.0
     events_kept_seconds: float = 30 * 86400.0
@@ -103,6 +107,14 @@ class Config:
     def database(self) -> str | Path:
         """A URL, or the path of a SQLite file."""
         return self.database_url or self.state_dir / "ganger.db"
+
+    @property
+    def database_path(self) -> Path | None:
+        """Of an SQLite database, its file."""
+        if not self.database_url:
+            return self.state_dir / "ganger.db"
+        found = re.fullmatch(r"sqlite(?:\+\w+)?:///(.+)", self.database_url)
+        return Path(found[1]) if found is not None and found[1] != ":memory:" else None
 
     @property
     def storage_path(self) -> Path:
@@ -199,7 +211,7 @@ def _parse_one(name: str, value: object, has_certificates: bool) -> object:
         return parse_memory(value)
     if name == "quotas":
         return quotas_of(value)
-    if name in ("scheduler_host", "planner"):
+    if name in ("scheduler_host", "planner", "restored"):
         return _truth_of(name, value)
     if name == "log_level":
         if value not in ("debug", "info", "warning", "error"):

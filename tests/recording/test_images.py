@@ -23,6 +23,7 @@ DERIVED = {
         "configuration_sets",
         "gangs_of",
         "gangs_on",
+        "strays_of",
         "live",
         "shares",
         "holdings",

@@ -197,6 +197,10 @@ WORST: dict[str, Callable[[], list[Any]]] = {
     f"/{_NODES}/UncordonNode": lambda: [_N.UncordonNodeRequest(name="nodes/n1")],
     f"/{_NODES}/DeclareNodeLost": lambda: [_N.DeclareNodeLostRequest(name="nodes/n1")],
     f"/{_NODES}/RemoveNode": lambda: [_N.RemoveNodeRequest(name="nodes/n1")],
+    f"/{_NODES}/ListQuarantinedGangs": lambda: [_N.ListQuarantinedGangsRequest()],
+    f"/{_NODES}/EndQuarantinedGang": lambda: [_N.EndQuarantinedGangRequest(name=f"quarantinedGangs/{'u' * 1_000}-1")],
+    f"/{_NODES}/AdoptQuarantinedGang": lambda: [_N.AdoptQuarantinedGangRequest(name="quarantinedGangs/u-1")],
+    f"/{_NODES}/SettleRestore": lambda: [_N.SettleRestoreRequest()],
     f"/{_NODES}/GetCluster": lambda: [_N.GetClusterRequest()],
     # A state with its environments, written by a thread of its own.
     f"/{_NODES}/RecordDecisions": lambda: [_N.RecordDecisionsRequest(most_bytes=(1 << 64) - 1)],

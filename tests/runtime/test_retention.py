@@ -14,7 +14,18 @@ from ganger.v1.job_service_pb2 import CancelJobRequest
 from ganger.wire.times import seconds
 from ganger_master.app import Master
 from ganger_master.config import Config, ConfigError, load
-from ganger_master.runtime.retention import CHECKPOINTS, LOGS, expired, may_go, note_ended, remove
+from ganger_master.core.commands import Ended
+from ganger_master.core.model import JobState
+from ganger_master.runtime.retention import (
+    CHECKPOINTS,
+    LOGS,
+    expired,
+    known_ends,
+    may_go,
+    note_ended,
+    noted_ends,
+    remove,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from rpc.kit import Speaker, serving, until
@@ -34,7 +45,7 @@ def left_by(storage: Path, uid: str) -> Path:
 
 
 def swept(storage: Path, ends: dict[str, float], now: float, logs: float | None, checkpoints: float | None) -> None:
-    note_ended(storage, ends)
+    note_ended(storage, known_ends(ends, {}))
     for part in expired(storage, ends, {LOGS: logs, CHECKPOINTS: checkpoints}, now):
         remove(part)
 
@@ -72,10 +83,18 @@ def test_checkpoints_that_were_begun_go_as_soon_as_their_job_has_ended_and_not_b
 
 def test_who_was_noted_goes_though_the_master_no_longer_knows_it_and_a_stranger_never_does(tmp_path: Path) -> None:
     noted, strange = left_by(tmp_path, ENDED), left_by(tmp_path, STRANGE)
-    note_ended(tmp_path, {ENDED: 100.0, STRANGE: math.inf})
+    note_ended(tmp_path, known_ends({ENDED: 100.0, STRANGE: math.inf}, {}))
     swept(tmp_path, {}, 100.0 + 1_000 * DAY, logs=DAY, checkpoints=DAY)
     assert not noted.exists()
     assert (strange / CHECKPOINTS / "7-1" / "MANIFEST.json").exists()
+
+
+def test_how_a_job_ended_is_read_from_storage_also_where_an_older_master_noted_it(tmp_path: Path) -> None:
+    left_by(tmp_path, ENDED)
+    (left_by(tmp_path, ALIVE) / "ended").write_text("12.5\n")
+    note_ended(tmp_path, {ENDED: Ended(JobState.CANCELLED, 100.0)})
+    found = noted_ends(tmp_path, [ENDED, ALIVE, STRANGE])
+    assert found == {ENDED: Ended(JobState.CANCELLED, 100.0), ALIVE: Ended(None, 12.5)}
 
 
 def test_what_is_not_a_jobs_is_left_alone(tmp_path: Path) -> None:

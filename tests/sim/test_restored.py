@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
+from ganger_master.core.answers import Done, JobAnswer, Refused
+from ganger_master.core.commands import (
+    AdoptQuarantined,
+    CancelJob,
+    EndQuarantined,
+    GoOn,
+    MoveJob,
+    OpenStore,
+    ResumeJob,
+    SuspendJob,
+)
+from ganger_master.core.model import GangPhase, JobState, SuspendLevel
+from ganger_master.core.settings import Settings
 from ganger_master.core.state import State
 from ganger_master.sim.checkers import RuleBrokenError
 from ganger_master.sim.cluster import Cluster
 from ganger_master.sim.restored import VOLATILE
 from msgspec.structs import replace
-from sim.test_stories import cluster_of, job_of, started
+from sim.test_stories import SERVER, cluster_of, ends, gang, job, job_of, phase, started
 
 
 def running() -> tuple[Cluster, int]:
@@ -60,3 +74,162 @@ def test_what_is_not_stored_is_found(harm: Callable[[State, int], None], said: s
     harm(cluster.state, number)
     with pytest.raises(RuleBrokenError, match=said):
         cluster.master.check_restorable()
+
+
+# -- a database that is restored from a backup -------------------------------------------------------------------------
+
+
+class Since(NamedTuple):
+    """A cluster whose jobs have gone on since its database was copied; numbers of the jobs by what they did."""
+
+    cluster: Cluster
+    copy: dict[tuple[str, str], bytes]
+    jobs: dict[str, int]
+
+
+def gone_on(seed: int = 1) -> Since:
+    settings = Settings(restored_wait_seconds=5.0, lost_after_seconds=60.0)
+    cluster = Cluster(seed, [(f"n{number}", SERVER) for number in range(1, 5)], settings)
+    cluster.run_for(5.0)
+    jobs = {
+        "stays": started(cluster, job_of(2, steps=400)),
+        "ends": started(cluster, job_of(1, steps=25)),
+        "moves": started(cluster, job_of(2, steps=400)),
+        "rests": started(cluster, job_of(2, steps=400)),
+        "resumes": started(cluster, job_of(2, steps=400)),
+        "cancelled": started(cluster, job_of(1, steps=400)),
+    }
+    suspend(cluster, jobs["resumes"])
+    filler = started(cluster, job_of(4, steps=30))
+    waiting = cluster.submit(job_of(4, steps=400))
+    cluster.submit(job_of(4, steps=400))
+    assert cluster.run_until(lambda: waiting.number > 0, 10.0)
+    jobs |= {"starts": waiting.number, "fills": filler}
+    copy = cluster.backup()
+    cluster.ask(ResumeJob(jobs["resumes"]))
+    before = gang(cluster, jobs["moves"])
+    assert before is not None
+    cluster.ask(CancelJob(jobs["cancelled"]))
+    suspend(cluster, jobs["rests"])
+    assert cluster.run_until(lambda: job(cluster, jobs["ends"]).state.is_final, 60.0)
+    assert cluster.run_until(lambda: job(cluster, filler).state.is_final, 60.0)
+    assert cluster.run_until(lambda: phase(cluster, jobs["starts"]) is GangPhase.RUNNING, 60.0)
+    assert cluster.run_until(lambda: phase(cluster, jobs["resumes"]) is GangPhase.RUNNING, 60.0)
+    cluster.ask(MoveJob(jobs["moves"]))
+    assert cluster.run_until(lambda: job(cluster, jobs["moves"]).moved_from == before.epoch, 60.0)
+    assert cluster.run_until(lambda: phase(cluster, jobs["moves"]) is GangPhase.RUNNING, 60.0)
+    jobs["unknown"] = started(cluster, job_of(1, steps=200))
+    jobs["unknown and over"] = started(cluster, job_of(1, steps=5))
+    assert cluster.run_until(lambda: job(cluster, jobs["unknown and over"]).state.is_final, 60.0)
+    cluster.run_for(10.0)
+    return Since(cluster, copy, jobs)
+
+
+def suspend(cluster: Cluster, number: int) -> None:
+    cluster.ask(SuspendJob(number, SuspendLevel.OFFLOAD))
+    assert cluster.run_until(lambda: job(cluster, number).suspended_level is SuspendLevel.OFFLOAD, 30.0)
+
+
+def by_operator(cluster: Cluster) -> OpenStore:
+    return OpenStore("", is_restored=True)
+
+
+def by_file(cluster: Cluster) -> OpenStore:
+    return OpenStore("", marks=cluster.master.marks)
+
+
+def by_a_missing_file(cluster: Cluster) -> OpenStore:
+    return OpenStore("", must_have_marks=True)
+
+
+def by_daemons(cluster: Cluster) -> OpenStore:
+    return OpenStore("")
+
+
+def settled(cluster: Cluster) -> None:
+    assert cluster.run_until(lambda: cluster.state.counters.restoring is not None, 30.0)
+    assert cluster.run_until(lambda: cluster.state.counters.restoring is None, 60.0)
+    cluster.run_for(5.0)
+
+
+@pytest.mark.parametrize("opened", [by_operator, by_file, by_a_missing_file, by_daemons])
+@pytest.mark.parametrize("with_journal", [True, False])
+def test_a_restored_master_runs_nothing_twice_and_takes_what_runs(
+    opened: Callable[[Cluster], OpenStore], with_journal: bool
+) -> None:
+    cluster, copy, jobs = gone_on()
+    highest = max(job.number for job in cluster.state.jobs.values())
+    epochs = cluster.state.counters.next_epoch
+    if not with_journal:
+        cluster.master.ended.clear()
+    alive = {number: job(cluster, jobs[number]).epoch for number in ("stays", "moves", "rests", "resumes", "starts")}
+    cluster.restore(copy, opened(cluster))
+    settled(cluster)
+    for name, epoch in alive.items():
+        assert job(cluster, jobs[name]).epoch == epoch, name
+    assert job(cluster, jobs["rests"]).suspended_level is SuspendLevel.OFFLOAD
+    assert all(phase(cluster, jobs[name]) is GangPhase.RUNNING for name in ("stays", "moves", "resumes", "starts"))
+    assert job(cluster, jobs["ends"]).state is JobState.SUCCEEDED
+    assert job(cluster, jobs["fills"]).state is JobState.SUCCEEDED
+    cancelled = job(cluster, jobs["cancelled"])
+    assert cancelled.state is (JobState.CANCELLED if with_journal else JobState.SUSPENDED)
+    assert with_journal or "ganger resume" in cancelled.trouble
+    ((_, (stray,)),) = [(name, node.strays) for name, node in cluster.state.nodes.items() if node.strays]
+    assert (stray.job, stray.quarantined) == (jobs["unknown"], True)
+    fresh = cluster.submit(job_of(1, steps=5))
+    assert cluster.run_until(lambda: fresh.number > 0, 30.0)
+    known_to_nodes = max(jobs["unknown"], jobs["unknown and over"], highest if opened is by_file else 0)
+    assert fresh.number > known_to_nodes
+    assert cluster.state.counters.next_epoch > epochs - 1
+    adopted = cluster.ask(AdoptQuarantined(stray.uid, stray.epoch))
+    assert adopted == JobAnswer(jobs["unknown"])
+    cluster.ask(ResumeJob(jobs["rests"]))
+    if not with_journal:
+        cluster.ask(CancelJob(jobs["cancelled"]))
+    for name in ("stays", "moves", "rests", "resumes", "starts", "unknown"):
+        ends(cluster, jobs[name])
+    assert not any(node.strays for node in cluster.state.nodes.values())
+
+
+def test_a_quarantined_gang_is_ended_by_command_and_its_devices_are_free() -> None:
+    cluster, copy, _ = gone_on()
+    cluster.restore(copy, by_operator(cluster))
+    settled(cluster)
+    ((name, stray),) = [(name, one) for name, node in cluster.state.nodes.items() for one in node.strays]
+    taken = cluster.state.rows[name].free_mask
+    assert not taken & stray.device_mask
+    assert isinstance(cluster.ask(EndQuarantined(stray.uid, stray.epoch)), Done)
+    assert cluster.run_until(lambda: not cluster.state.nodes[name].strays, 60.0)
+    assert cluster.run_until(lambda: bool(cluster.state.rows[name].free_mask & stray.device_mask), 60.0)
+    again = cluster.ask(EndQuarantined(stray.uid, stray.epoch))
+    assert isinstance(again, Refused)
+    assert again.reason == "GANG_NOT_FOUND"
+
+
+def test_until_all_nodes_have_reported_a_restored_master_refuses_and_names_those_it_waits_for() -> None:
+    cluster, copy, _ = gone_on()
+    cluster.daemons["n2"].crash()
+    cluster.restore(copy, by_operator(cluster))
+    cluster.run_for(20.0)
+    refused = cluster.ask(CancelJob(1))
+    assert isinstance(refused, Refused)
+    assert refused.reason == "RESTORING"
+    assert "run: n2:" in refused.message
+    assert not cluster.state.turns
+    cluster.daemons["n2"].start()
+    settled(cluster)
+
+
+def test_a_gang_on_a_node_that_was_not_waited_for_keeps_its_job_from_starting() -> None:
+    cluster, copy, jobs = gone_on()
+    moved = gang(cluster, jobs["moves"])
+    assert moved is not None
+    (away,) = moved.nodes
+    cluster.daemons[away].crash()
+    cluster.restore(copy, by_operator(cluster))
+    cluster.run_for(20.0)
+    assert isinstance(cluster.ask(GoOn()), Done)
+    held = cluster.state.jobs[jobs["moves"]]
+    cluster.daemons[away].start()
+    cluster.run_for(20.0)
+    assert held.number in cluster.state.jobs

@@ -3,6 +3,7 @@
 node NAME TOPOLOGY [type=T] [user=U]       policy NAME | quota USER=DEVICES ...   (before nodes)
 submit GPUS [steps= cores= memory= type= within= user= priority= failures=]
 told JOB KIND   cancel|resume|why|show|fails JOB           suspend JOB LEVEL              move JOB [NODE]
+backup | restore | quarantine adopt|end JOB
 cordon|uncordon|drain|reboot|silent|heard|storage|nostorage NODE     residue MEBIBYTES     run SECONDS      nodes
 """
 
@@ -66,6 +67,7 @@ class _Story:
     def __init__(self) -> None:
         self._cluster: Cluster | None = None
         self._settings = Settings()
+        self._copy: dict[tuple[str, str], bytes] = {}
 
     @property
     def cluster(self) -> Cluster:
@@ -193,6 +195,26 @@ class _Story:
     def _run(self, seconds: str) -> Iterator[str]:
         self.cluster.run_for(float(seconds))
         self.cluster.check()
+        yield from ()
+
+    def _backup(self) -> Iterator[str]:
+        self._copy = self.cluster.backup()
+        yield from ()
+
+    def _restore(self) -> Iterator[str]:
+        """The database is the copy again, and an operator goes on without nodes that do not report."""
+        self.cluster.restore(self._copy, commands.OpenStore("", is_restored=True))
+        self.cluster.run_for(25.0)
+        self.cluster.ask(commands.GoOn())
+        self.cluster.run_for(5.0)
+        yield from ()
+
+    def _quarantine(self, what: str, number: str) -> Iterator[str]:
+        """Adopt or end the quarantined gang of a job."""
+        strays = [one for node in self.cluster.state.nodes.values() for one in node.strays if one.job == int(number)]
+        kind = {"adopt": commands.AdoptQuarantined, "end": commands.EndQuarantined}[what]
+        yield from self._ask(kind(strays[0].uid, strays[0].epoch) if strays else commands.GoOn())
+        self.cluster.run_for(15.0)
         yield from ()
 
     def _cancel(self, number: str) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ganger.cli.options import NodeType, json_option, number, open_client
+from ganger.cli.quarantine import quarantine, restore_line
 
 if TYPE_CHECKING:
     from ganger.v1.job_service_pb2 import Explanation
@@ -22,7 +23,7 @@ reason_option = click.option("--reason", "-m", required=True, help="For others, 
 @json_option
 @click.pass_context
 def nodes(context: click.Context, as_json: bool) -> None:
-    """List nodes; drain, cordon, uncordon them, declare one lost, or remove it."""
+    """List nodes; drain, cordon, uncordon them, declare one lost, or remove it; see what is quarantined there."""
     if context.invoked_subcommand is not None:
         context.default_map = {context.invoked_subcommand: {"as_json": as_json}}
         return
@@ -31,10 +32,13 @@ def nodes(context: click.Context, as_json: bool) -> None:
 
     with open_client() as client:
         answer = client.list_nodes()
+        restore = "" if as_json else restore_line(client)
     if as_json:
         print_json(answer)
-    else:
-        print_table(_HEADINGS, rows(answer), "no nodes: start a daemon with `ganger daemon`")
+        return
+    print_table(_HEADINGS, rows(answer), "no nodes: start a daemon with `ganger daemon`")
+    if restore:
+        print(restore, file=sys.stderr)
 
 
 @click.command()
@@ -174,7 +178,7 @@ def remove(node: str, as_json: bool) -> None:
         print(f"node {number(node)} is removed")
 
 
-for _command in (show, drain, cordon, uncordon, lost, remove):
+for _command in (show, drain, cordon, uncordon, lost, remove, quarantine):
     nodes.add_command(_command)
 
 

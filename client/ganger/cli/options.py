@@ -51,7 +51,7 @@ class JobType(click.ParamType):  # type: ignore[type-arg]  # generic only in new
 
     def shell_complete(self, context: click.Context, parameter: click.Parameter, text: str) -> list[CompletionItem]:
         try:
-            with _completing_client(context) as client:
+            with completing_client(context) as client:
                 return [
                     CompletionItem(number, help=job.spec.display_name)
                     for job in client.list_jobs(limit=200)
@@ -94,7 +94,7 @@ class NodeType(click.ParamType):  # type: ignore[type-arg]  # as above
 
     def shell_complete(self, context: click.Context, parameter: click.Parameter, text: str) -> list[CompletionItem]:
         try:
-            with _completing_client(context) as client:
+            with completing_client(context) as client:
                 nodes = [node.name.removeprefix("nodes/") for node in client.list_nodes().nodes]
                 return [CompletionItem(node) for node in nodes if node.startswith(text)]
         # As above.
@@ -102,7 +102,7 @@ class NodeType(click.ParamType):  # type: ignore[type-arg]  # as above
             return []
 
 
-def _completing_client(context: click.Context) -> Client:
+def completing_client(context: click.Context) -> Client:
     from ganger.client import Client
 
     return Client(context.find_root().params.get("master"))

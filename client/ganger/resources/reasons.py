@@ -52,6 +52,7 @@ class Reason(Enum):
     FAILING = "FAILING", Kind.BLOCKER, "its attempts fail one after the other, so it is tried again later"
     STORAGE_NOT_SHARED = "STORAGE_NOT_SHARED", Kind.BLOCKER, "the checkpoint lies on storage the node does not see"
     CANNOT_SWITCH_USER = "CANNOT_SWITCH_USER", Kind.BLOCKER, "the daemon cannot become the job's user"
+    QUARANTINED = "QUARANTINED", Kind.BLOCKER, "a gang of it that the master did not start is there already"
     LAUNCH_FAILED = "LAUNCH_FAILED", Kind.BLOCKER, "the job could not be launched there, and nobody has been since"
 
     STALE_REVISION = "STALE_REVISION", Kind.RACE, "the job has changed since the request was computed"

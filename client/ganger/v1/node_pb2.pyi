@@ -24,6 +24,195 @@ else:
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
+class QuarantinedGang(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class Part(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        NODE_FIELD_NUMBER: builtins.int
+        DEVICE_MASK_FIELD_NUMBER: builtins.int
+        PHASE_FIELD_NUMBER: builtins.int
+        node: builtins.str
+        device_mask: builtins.int
+        phase: builtins.str
+        """"RUNNING", "PARKED", ...: as in a gang's phases."""
+        def __init__(
+            self,
+            *,
+            node: builtins.str = ...,
+            device_mask: builtins.int = ...,
+            phase: builtins.str = ...,
+        ) -> None: ...
+        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["device_mask", b"device_mask", "node", b"node", "phase", b"phase"]
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+    NAME_FIELD_NUMBER: builtins.int
+    JOB_FIELD_NUMBER: builtins.int
+    JOB_UID_FIELD_NUMBER: builtins.int
+    JOB_KNOWN_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    USER_FIELD_NUMBER: builtins.int
+    DISPLAY_NAME_FIELD_NUMBER: builtins.int
+    COMMAND_FIELD_NUMBER: builtins.int
+    ADOPTION_REFUSAL_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """"quarantinedGangs/{job uid}-{epoch}"."""
+    job: builtins.str
+    """"jobs/{number}" as its daemons say; whether the master knows the job under that number."""
+    job_uid: builtins.str
+    job_known: builtins.bool
+    epoch: builtins.int
+    reason: builtins.str
+    """Why it is quarantined."""
+    user: builtins.str
+    """As it was submitted; empty until its daemon has said."""
+    display_name: builtins.str
+    adoption_refusal: builtins.str
+    """Why it cannot be adopted as it is now; empty if it can."""
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___QuarantinedGang.Part]: ...
+    @property
+    def command(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        job: builtins.str = ...,
+        job_uid: builtins.str = ...,
+        job_known: builtins.bool = ...,
+        epoch: builtins.int = ...,
+        parts: collections.abc.Iterable[Global___QuarantinedGang.Part] | None = ...,
+        reason: builtins.str = ...,
+        user: builtins.str = ...,
+        display_name: builtins.str = ...,
+        command: collections.abc.Iterable[builtins.str] | None = ...,
+        adoption_refusal: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["adoption_refusal", b"adoption_refusal", "command", b"command", "display_name", b"display_name", "epoch", b"epoch", "job", b"job", "job_known", b"job_known", "job_uid", b"job_uid", "name", b"name", "parts", b"parts", "reason", b"reason", "user", b"user"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___QuarantinedGang: typing_extensions.TypeAlias = QuarantinedGang
+
+@typing.final
+class ListQuarantinedGangsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ListQuarantinedGangsRequest: typing_extensions.TypeAlias = ListQuarantinedGangsRequest
+
+@typing.final
+class ListQuarantinedGangsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GANGS_FIELD_NUMBER: builtins.int
+    @property
+    def gangs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___QuarantinedGang]: ...
+    def __init__(
+        self,
+        *,
+        gangs: collections.abc.Iterable[Global___QuarantinedGang] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["gangs", b"gangs"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ListQuarantinedGangsResponse: typing_extensions.TypeAlias = ListQuarantinedGangsResponse
+
+@typing.final
+class EndQuarantinedGangRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___EndQuarantinedGangRequest: typing_extensions.TypeAlias = EndQuarantinedGangRequest
+
+@typing.final
+class EndQuarantinedGangResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___EndQuarantinedGangResponse: typing_extensions.TypeAlias = EndQuarantinedGangResponse
+
+@typing.final
+class AdoptQuarantinedGangRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___AdoptQuarantinedGangRequest: typing_extensions.TypeAlias = AdoptQuarantinedGangRequest
+
+@typing.final
+class AdoptQuarantinedGangResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    """"jobs/{number}"."""
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["job", b"job"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___AdoptQuarantinedGangResponse: typing_extensions.TypeAlias = AdoptQuarantinedGangResponse
+
+@typing.final
+class SettleRestoreRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___SettleRestoreRequest: typing_extensions.TypeAlias = SettleRestoreRequest
+
+@typing.final
+class SettleRestoreResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MISSING_NODES_FIELD_NUMBER: builtins.int
+    @property
+    def missing_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """"nodes/{node}": those that had not reported."""
+
+    def __init__(
+        self,
+        *,
+        missing_nodes: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["missing_nodes", b"missing_nodes"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___SettleRestoreResponse: typing_extensions.TypeAlias = SettleRestoreResponse
+
+@typing.final
 class Node(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -521,6 +710,7 @@ class Cluster(google.protobuf.message.Message):
     STORAGE_FIELD_NUMBER: builtins.int
     EVENT_SEQUENCE_FIELD_NUMBER: builtins.int
     MODE_FIELD_NUMBER: builtins.int
+    RESTORE_FIELD_NUMBER: builtins.int
     version: builtins.str
     view_version: builtins.int
     policy: builtins.str
@@ -540,6 +730,10 @@ class Cluster(google.protobuf.message.Message):
     """
     @property
     def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def restore(self) -> Global___Restore:
+        """Set while the master, whose database is an older copy, waits for what nodes run."""
+
     def __init__(
         self,
         *,
@@ -557,13 +751,43 @@ class Cluster(google.protobuf.message.Message):
         storage: builtins.str = ...,
         event_sequence: builtins.int = ...,
         mode: Global___Cluster.Mode.ValueType = ...,
+        restore: Global___Restore | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["start_time", b"start_time"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["restore", b"restore", "start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["devices", b"devices", "devices_held", b"devices_held", "event_sequence", b"event_sequence", "jobs_holding", b"jobs_holding", "jobs_pending", b"jobs_pending", "jobs_suspended", b"jobs_suspended", "mode", b"mode", "policy", b"policy", "start_time", b"start_time", "storage", b"storage", "verdicts_approved", b"verdicts_approved", "verdicts_rejected", b"verdicts_rejected", "version", b"version", "view_version", b"view_version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["devices", b"devices", "devices_held", b"devices_held", "event_sequence", b"event_sequence", "jobs_holding", b"jobs_holding", "jobs_pending", b"jobs_pending", "jobs_suspended", b"jobs_suspended", "mode", b"mode", "policy", b"policy", "restore", b"restore", "start_time", b"start_time", "storage", b"storage", "verdicts_approved", b"verdicts_approved", "verdicts_rejected", b"verdicts_rejected", "version", b"version", "view_version", b"view_version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Cluster: typing_extensions.TypeAlias = Cluster
+
+@typing.final
+class Restore(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: builtins.int
+    NOTICE_TIME_FIELD_NUMBER: builtins.int
+    AWAITED_NODES_FIELD_NUMBER: builtins.int
+    reason: builtins.str
+    """How it was noticed."""
+    @property
+    def notice_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def awaited_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """"nodes/{node}": those that have not reported yet."""
+
+    def __init__(
+        self,
+        *,
+        reason: builtins.str = ...,
+        notice_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        awaited_nodes: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["notice_time", b"notice_time"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["awaited_nodes", b"awaited_nodes", "notice_time", b"notice_time", "reason", b"reason"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Restore: typing_extensions.TypeAlias = Restore
 
 @typing.final
 class RecordDecisionsRequest(google.protobuf.message.Message):

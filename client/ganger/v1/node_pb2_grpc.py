@@ -80,6 +80,26 @@ class NodeServiceStub(object):
                 request_serializer=ganger_dot_v1_dot_node__pb2.RecordDecisionsRequest.SerializeToString,
                 response_deserializer=ganger_dot_v1_dot_node__pb2.Recording.FromString,
                 _registered_method=True)
+        self.ListQuarantinedGangs = channel.unary_unary(
+                '/ganger.v1.NodeService/ListQuarantinedGangs',
+                request_serializer=ganger_dot_v1_dot_node__pb2.ListQuarantinedGangsRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_node__pb2.ListQuarantinedGangsResponse.FromString,
+                _registered_method=True)
+        self.EndQuarantinedGang = channel.unary_unary(
+                '/ganger.v1.NodeService/EndQuarantinedGang',
+                request_serializer=ganger_dot_v1_dot_node__pb2.EndQuarantinedGangRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_node__pb2.EndQuarantinedGangResponse.FromString,
+                _registered_method=True)
+        self.AdoptQuarantinedGang = channel.unary_unary(
+                '/ganger.v1.NodeService/AdoptQuarantinedGang',
+                request_serializer=ganger_dot_v1_dot_node__pb2.AdoptQuarantinedGangRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_node__pb2.AdoptQuarantinedGangResponse.FromString,
+                _registered_method=True)
+        self.SettleRestore = channel.unary_unary(
+                '/ganger.v1.NodeService/SettleRestore',
+                request_serializer=ganger_dot_v1_dot_node__pb2.SettleRestoreRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_node__pb2.SettleRestoreResponse.FromString,
+                _registered_method=True)
 
 
 class NodeServiceServicer(object):
@@ -156,6 +176,37 @@ class NodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListQuarantinedGangs(self, request, context):
+        """Gangs that run on nodes and that the master did not start, or does not know to have started, by name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndQuarantinedGang(self, request, context):
+        """Kills it on all its nodes. Its job, if the master knows it, goes on from its newest checkpoint.
+        Errors: NOT_FOUND/GANG_NOT_FOUND, FAILED_PRECONDITION/RESTORING.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AdoptQuarantinedGang(self, request, context):
+        """Takes it as the gang of its job, as it was last told; a job that the master does not know is made, under its number.
+        Errors: NOT_FOUND/GANG_NOT_FOUND, FAILED_PRECONDITION/{ADOPTION_REFUSED, RESTORING}.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SettleRestore(self, request, context):
+        """After a restore of the master's database: goes on without the nodes that have not reported. What they run is
+        quarantined when they do. Errors: FAILED_PRECONDITION/NOT_RESTORING.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -203,6 +254,26 @@ def add_NodeServiceServicer_to_server(servicer, server):
                     servicer.RecordDecisions,
                     request_deserializer=ganger_dot_v1_dot_node__pb2.RecordDecisionsRequest.FromString,
                     response_serializer=ganger_dot_v1_dot_node__pb2.Recording.SerializeToString,
+            ),
+            'ListQuarantinedGangs': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListQuarantinedGangs,
+                    request_deserializer=ganger_dot_v1_dot_node__pb2.ListQuarantinedGangsRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_node__pb2.ListQuarantinedGangsResponse.SerializeToString,
+            ),
+            'EndQuarantinedGang': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndQuarantinedGang,
+                    request_deserializer=ganger_dot_v1_dot_node__pb2.EndQuarantinedGangRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_node__pb2.EndQuarantinedGangResponse.SerializeToString,
+            ),
+            'AdoptQuarantinedGang': grpc.unary_unary_rpc_method_handler(
+                    servicer.AdoptQuarantinedGang,
+                    request_deserializer=ganger_dot_v1_dot_node__pb2.AdoptQuarantinedGangRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_node__pb2.AdoptQuarantinedGangResponse.SerializeToString,
+            ),
+            'SettleRestore': grpc.unary_unary_rpc_method_handler(
+                    servicer.SettleRestore,
+                    request_deserializer=ganger_dot_v1_dot_node__pb2.SettleRestoreRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_node__pb2.SettleRestoreResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -449,6 +520,114 @@ class NodeService(object):
             '/ganger.v1.NodeService/RecordDecisions',
             ganger_dot_v1_dot_node__pb2.RecordDecisionsRequest.SerializeToString,
             ganger_dot_v1_dot_node__pb2.Recording.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListQuarantinedGangs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ganger.v1.NodeService/ListQuarantinedGangs',
+            ganger_dot_v1_dot_node__pb2.ListQuarantinedGangsRequest.SerializeToString,
+            ganger_dot_v1_dot_node__pb2.ListQuarantinedGangsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndQuarantinedGang(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ganger.v1.NodeService/EndQuarantinedGang',
+            ganger_dot_v1_dot_node__pb2.EndQuarantinedGangRequest.SerializeToString,
+            ganger_dot_v1_dot_node__pb2.EndQuarantinedGangResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AdoptQuarantinedGang(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ganger.v1.NodeService/AdoptQuarantinedGang',
+            ganger_dot_v1_dot_node__pb2.AdoptQuarantinedGangRequest.SerializeToString,
+            ganger_dot_v1_dot_node__pb2.AdoptQuarantinedGangResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SettleRestore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ganger.v1.NodeService/SettleRestore',
+            ganger_dot_v1_dot_node__pb2.SettleRestoreRequest.SerializeToString,
+            ganger_dot_v1_dot_node__pb2.SettleRestoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,6 +56,20 @@ class NodeServiceStub:
     disk nearly full. Errors: INVALID_ARGUMENT/REQUEST_INVALID, FAILED_PRECONDITION/{ALREADY_RECORDING, NOT_RECORDED
     (the file cannot be written: there is none)}.
     """
+    ListQuarantinedGangs: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.ListQuarantinedGangsRequest, ganger.v1.node_pb2.ListQuarantinedGangsResponse]
+    """Gangs that run on nodes and that the master did not start, or does not know to have started, by name."""
+    EndQuarantinedGang: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.EndQuarantinedGangRequest, ganger.v1.node_pb2.EndQuarantinedGangResponse]
+    """Kills it on all its nodes. Its job, if the master knows it, goes on from its newest checkpoint.
+    Errors: NOT_FOUND/GANG_NOT_FOUND, FAILED_PRECONDITION/RESTORING.
+    """
+    AdoptQuarantinedGang: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.AdoptQuarantinedGangRequest, ganger.v1.node_pb2.AdoptQuarantinedGangResponse]
+    """Takes it as the gang of its job, as it was last told; a job that the master does not know is made, under its number.
+    Errors: NOT_FOUND/GANG_NOT_FOUND, FAILED_PRECONDITION/{ADOPTION_REFUSED, RESTORING}.
+    """
+    SettleRestore: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.SettleRestoreRequest, ganger.v1.node_pb2.SettleRestoreResponse]
+    """After a restore of the master's database: goes on without the nodes that have not reported. What they run is
+    quarantined when they do. Errors: FAILED_PRECONDITION/NOT_RESTORING.
+    """
 
 @typing.type_check_only
 class NodeServiceAsyncStub(NodeServiceStub):
@@ -90,6 +104,20 @@ class NodeServiceAsyncStub(NodeServiceStub):
     recording has ended; who hangs up ends it, and what was recorded is kept. It also ends when the file is large or the
     disk nearly full. Errors: INVALID_ARGUMENT/REQUEST_INVALID, FAILED_PRECONDITION/{ALREADY_RECORDING, NOT_RECORDED
     (the file cannot be written: there is none)}.
+    """
+    ListQuarantinedGangs: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.ListQuarantinedGangsRequest, ganger.v1.node_pb2.ListQuarantinedGangsResponse]  # type: ignore[assignment]
+    """Gangs that run on nodes and that the master did not start, or does not know to have started, by name."""
+    EndQuarantinedGang: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.EndQuarantinedGangRequest, ganger.v1.node_pb2.EndQuarantinedGangResponse]  # type: ignore[assignment]
+    """Kills it on all its nodes. Its job, if the master knows it, goes on from its newest checkpoint.
+    Errors: NOT_FOUND/GANG_NOT_FOUND, FAILED_PRECONDITION/RESTORING.
+    """
+    AdoptQuarantinedGang: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.AdoptQuarantinedGangRequest, ganger.v1.node_pb2.AdoptQuarantinedGangResponse]  # type: ignore[assignment]
+    """Takes it as the gang of its job, as it was last told; a job that the master does not know is made, under its number.
+    Errors: NOT_FOUND/GANG_NOT_FOUND, FAILED_PRECONDITION/{ADOPTION_REFUSED, RESTORING}.
+    """
+    SettleRestore: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.SettleRestoreRequest, ganger.v1.node_pb2.SettleRestoreResponse]  # type: ignore[assignment]
+    """After a restore of the master's database: goes on without the nodes that have not reported. What they run is
+    quarantined when they do. Errors: FAILED_PRECONDITION/NOT_RESTORING.
     """
 
 class NodeServiceServicer(metaclass=abc.ABCMeta):
@@ -176,6 +204,44 @@ class NodeServiceServicer(metaclass=abc.ABCMeta):
         recording has ended; who hangs up ends it, and what was recorded is kept. It also ends when the file is large or the
         disk nearly full. Errors: INVALID_ARGUMENT/REQUEST_INVALID, FAILED_PRECONDITION/{ALREADY_RECORDING, NOT_RECORDED
         (the file cannot be written: there is none)}.
+        """
+
+    @abc.abstractmethod
+    def ListQuarantinedGangs(
+        self,
+        request: ganger.v1.node_pb2.ListQuarantinedGangsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.v1.node_pb2.ListQuarantinedGangsResponse, collections.abc.Awaitable[ganger.v1.node_pb2.ListQuarantinedGangsResponse]]:
+        """Gangs that run on nodes and that the master did not start, or does not know to have started, by name."""
+
+    @abc.abstractmethod
+    def EndQuarantinedGang(
+        self,
+        request: ganger.v1.node_pb2.EndQuarantinedGangRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.v1.node_pb2.EndQuarantinedGangResponse, collections.abc.Awaitable[ganger.v1.node_pb2.EndQuarantinedGangResponse]]:
+        """Kills it on all its nodes. Its job, if the master knows it, goes on from its newest checkpoint.
+        Errors: NOT_FOUND/GANG_NOT_FOUND, FAILED_PRECONDITION/RESTORING.
+        """
+
+    @abc.abstractmethod
+    def AdoptQuarantinedGang(
+        self,
+        request: ganger.v1.node_pb2.AdoptQuarantinedGangRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.v1.node_pb2.AdoptQuarantinedGangResponse, collections.abc.Awaitable[ganger.v1.node_pb2.AdoptQuarantinedGangResponse]]:
+        """Takes it as the gang of its job, as it was last told; a job that the master does not know is made, under its number.
+        Errors: NOT_FOUND/GANG_NOT_FOUND, FAILED_PRECONDITION/{ADOPTION_REFUSED, RESTORING}.
+        """
+
+    @abc.abstractmethod
+    def SettleRestore(
+        self,
+        request: ganger.v1.node_pb2.SettleRestoreRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.v1.node_pb2.SettleRestoreResponse, collections.abc.Awaitable[ganger.v1.node_pb2.SettleRestoreResponse]]:
+        """After a restore of the master's database: goes on without the nodes that have not reported. What they run is
+        quarantined when they do. Errors: FAILED_PRECONDITION/NOT_RESTORING.
         """
 
 def add_NodeServiceServicer_to_server(servicer: NodeServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

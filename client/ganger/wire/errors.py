@@ -255,6 +255,20 @@ class NotSupported(ApiError):
     code, reason = grpc.StatusCode.UNIMPLEMENTED, "NOT_SUPPORTED"
 
 
+class Restoring(ApiError):
+    """The master's database was restored, and it waits for what nodes run. metadata: `nodes`, those it waits for."""
+
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "RESTORING"
+
+
+class NotRestoring(ApiError):
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NOT_RESTORING"
+
+
+class AdoptionRefused(ApiError):
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "ADOPTION_REFUSED"
+
+
 class NotReady(ApiError):
     code, reason = grpc.StatusCode.UNAVAILABLE, "NOT_READY"
 

@@ -72,6 +72,11 @@ METHODS: dict[str, Method] = {
         # A second call would find no such node although the first was taken.
         Method(f"{_NODES}/RemoveNode", is_idempotent=False),
         Method(f"{_NODES}/GetCluster"),
+        Method(f"{_NODES}/ListQuarantinedGangs"),
+        # Second calls would find nothing to do although the first were taken.
+        Method(f"{_NODES}/EndQuarantinedGang", is_idempotent=False),
+        Method(f"{_NODES}/AdoptQuarantinedGang", is_idempotent=False),
+        Method(f"{_NODES}/SettleRestore", is_idempotent=False),
         # Answers when the recording has ended: an hour at most, and what the file then takes.
         Method(f"{_NODES}/RecordDecisions", 61 * 60.0, is_idempotent=False),
         Method(f"{_AGENTS}/CreateSession", largest_bytes=_MIB),

@@ -57,6 +57,27 @@ def job_name_from_text(text: str) -> str:
         raise NameInvalid(f"{text[:80]!r} is not a job: {hint}", name=text) from error
 
 
+_QUARANTINED = "quarantinedGangs"
+
+
+def quarantined_gang_name(uid: str, epoch: int) -> str:
+    """The name of a quarantined gang: "quarantinedGangs/UID-EPOCH"."""
+    return f"{_QUARANTINED}/{uid}-{epoch}"
+
+
+def parse_quarantined_gang_name(name: str) -> tuple[str, int]:
+    """The job's uid and the epoch in "quarantinedGangs/UID-EPOCH". Raises NameInvalid."""
+    prefix, _, gang = name.partition("/")
+    uid, _, epoch = gang.rpartition("-")
+    if prefix != _QUARANTINED or not uid or not _is_number(epoch):
+        raise NameInvalid(
+            f'{name[:80]!r} is not a quarantined gang: give "{_QUARANTINED}/UID-EPOCH", as '
+            "`ganger nodes quarantine list --json` shows it",
+            name=name,
+        )
+    return uid, int(epoch)
+
+
 def node_name(node: str) -> str:
     """The name of the node with the id `node`: "nodes/n1"; a name stays what it is."""
     return node if node.startswith("nodes/") else f"nodes/{node}"

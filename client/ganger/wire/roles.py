@@ -126,6 +126,7 @@ ROLES: Final[Mapping[str, frozenset[Role]]] = {
         "ganger.v1.NodeService": (
             ("ListNodes GetNode GetCluster", _READERS),
             ("DrainNode CordonNode UncordonNode DeclareNodeLost RemoveNode RecordDecisions", _OPERATORS),
+            ("ListQuarantinedGangs EndQuarantinedGang AdoptQuarantinedGang SettleRestore", _OPERATORS),
         ),
         "ganger.agent.v1.AgentService": (("CreateSession Reconcile ReportProgress", _DAEMONS),),
         "ganger.agent.v1.PeerService": (

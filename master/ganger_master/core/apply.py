@@ -17,8 +17,10 @@ from ganger_master.core import (
     node_sets,
     observation,
     orders,
+    quarantine,
     queue,
     restarts,
+    rollback,
     sharing,
     silence,
     standstill,
@@ -172,12 +174,47 @@ def _session_opened(state: State, event: events.SessionOpened) -> None:
         node = replace(node, state_reason="")
     state.counters.next_session += 1
     state.put_node(node)
+    quarantine.note_ids(state, request.seen.next_epoch, request.seen.next_job)
+    state.reports.pop(node.name, None)
     state.note_answer(node.name, event.time)
     state.history(event.time, f"nodes/{node.name}", "session_opened", event.cause, peer=node.peer_address)
 
 
 def _node_observed(state: State, event: events.NodeObserved) -> None:
+    if state.counters.restoring is not None:
+        rollback.hear(state, event.report, event.time)
+        _settle_if_complete(state, event.time, event.cause)
+        return
+    rollback.note_ids_of(state, event.report)
     observation.observe(state, event.report, event.time, event.cause)
+    if state.strays_of:
+        rollback.follow_ended(state, event.report.node, event.time, event.cause)
+
+
+def _store_opened(state: State, event: events.StoreOpened) -> None:
+    rollback.open_store(state, event)
+
+
+def _ends_noted(state: State, event: events.EndsNoted) -> None:
+    state.ends = event.ends
+    _settle_if_complete(state, event.time, event.cause)
+
+
+def _restore_settled(state: State, event: events.RestoreSettled) -> None:
+    rollback.settle(state, event)
+
+
+def _settle_if_complete(state: State, now: float, cause: str) -> None:
+    if rollback.is_complete(state, now):
+        rollback.settle(state, events.RestoreSettled(now, cause))
+
+
+def _quarantine_ended(state: State, event: events.QuarantineEnded) -> None:
+    quarantine.end(state, event)
+
+
+def _quarantine_adopted(state: State, event: events.QuarantineAdopted) -> None:
+    quarantine.adopt(state, event)
 
 
 def _node_answered(state: State, event: events.NodeAnswered) -> None:
@@ -237,6 +274,9 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
     now = event.time
     # The wake-up that was asked for has come: the next one is to be said again, even if it is the same instant.
     state.wake_at = None
+    if state.counters.restoring is not None:
+        _settle_if_complete(state, now, event.cause)
+        return
     if event.set_by or event.stood_still:
         standstill.forgive(state, now, event.set_by)
     if event.looks_again:
@@ -285,6 +325,11 @@ _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
     events.NodeMarked: _node_marked,
     events.NodeLost: _node_lost,
     events.NodeRemoved: _node_removed,
+    events.StoreOpened: _store_opened,
+    events.EndsNoted: _ends_noted,
+    events.RestoreSettled: _restore_settled,
+    events.QuarantineEnded: _quarantine_ended,
+    events.QuarantineAdopted: _quarantine_adopted,
     events.TurnsClaimed: _turns_claimed,
     events.JobsRanked: _jobs_ranked,
     events.PlacesPromised: _places_promised,

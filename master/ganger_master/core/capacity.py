@@ -145,7 +145,10 @@ _PATIENT = 1e12
 
 
 def rules(state: State, job: Job, gpus: int | None = None) -> tuple[Refusal, ...]:
-    """Return what keeps the job from any place: its user's quota. `gpus`: with so many devices, else as it asks for."""
+    """Return what keeps the job from any place: a gang of it that runs already, or its user's quota. `gpus`: with so
+    many devices, else as it asks for."""
+    if job.uid in state.strays_of:
+        return (_quarantined(state, job),)
     quotas = state.settings.quota_devices
     if not quotas:
         return ()
@@ -175,6 +178,17 @@ def _holders(state: State, job: Job) -> str:
     told = [f"jobs/{number} ({devices})" for number, devices in shares.largest(job.user, _TOLD, job.number)]
     more = shares.jobs_of(job.user) - bool(shares.of(job.number)) - len(told)
     return ", ".join([*told, f"{more} more jobs"] if more else told)
+
+
+def _quarantined(state: State, job: Job) -> Refusal:
+    """It would run twice."""
+    names = sorted(state.strays_of[job.uid])
+    epochs = sorted({one.epoch for name in names for one in state.nodes[name].strays if one.uid == job.uid})
+    detail = (
+        f"{Reason.QUARANTINED.meaning} on {', '.join(names)} (epoch {', '.join(map(str, epochs))}): an operator adopts "
+        "or ends it with `ganger nodes quarantine`"
+    )
+    return Refusal(Reason.QUARANTINED, detail=detail, job=job.name)
 
 
 def node_rules(state: State, job: Job, claims: Sequence[Claim]) -> tuple[Refusal, ...]:

@@ -15,10 +15,12 @@ from ganger_master.core.model import (
     Claim,
     ConfigurationSet,
     JobSpec,
+    JobState,
     ObservedPhase,
     Outcome,
     Progress,
     SuspendLevel,
+    Told,
 )
 from ganger_master.core.purpose import NO_PURPOSE, Finding, Purpose
 from ganger_master.core.update import Update
@@ -188,6 +190,22 @@ class ProposePlan(Struct, frozen=True, gc=False):
     findings: tuple[Finding, ...] = ()
 
 
+class Marks(Struct, frozen=True, gc=False, omit_defaults=True):
+    """How far a database was seen to have come: by the file beside it, or by a daemon, which knows no more than the
+    first two and what ids it has met."""
+
+    store: str = ""
+    desired_version: int = 0
+    next_epoch: int = 0
+    next_job: int = 0
+    next_event: int = 0
+    next_session: int = 0
+    next_set: int = 0
+
+
+NO_MARKS: Final = Marks()
+
+
 class OpenSession(Struct, frozen=True, gc=False):
     node: str
     machine_uuid: str
@@ -200,6 +218,7 @@ class OpenSession(Struct, frozen=True, gc=False):
     capabilities: Mapping[str, str] = field(default_factory=dict)
     version: str = ""
     storage_token: str = ""
+    seen: Marks = NO_MARKS
 
 
 _NO_OUTCOME: Final = Outcome()
@@ -238,6 +257,20 @@ class ObservedGang(Struct, frozen=True, gc=False):
     # Of the slowest rank: the last step before its present rest, and the first one since it runs.
     last_step_time: float = 0.0
     first_step_time: float = 0.0
+    # Where the master asked for it.
+    told: Told | None = None
+
+
+class FinishedGang(Struct, frozen=True, gc=False):
+    """A part of a gang that has ended on a node and was acknowledged: the newest of its job there. `nodes`: how many
+    the gang had; zero where that was not recorded."""
+
+    job: int
+    uid: str
+    epoch: int
+    outcome: Outcome = _NO_OUTCOME
+    nodes: int = 0
+    checkpoint: Checkpoint | None = None
 
 
 class ObservedRows(Struct, frozen=True, gc=False):
@@ -263,6 +296,8 @@ class Observe(Struct, frozen=True, gc=False):
     device_faults: Mapping[int, str] = field(default_factory=dict)
     storage_proved: bool = False
     rows: tuple[ObservedRows, ...] = ()
+    # Only while the master listens after a restore.
+    finished: tuple[FinishedGang, ...] = ()
 
 
 class Answer(Struct, frozen=True, gc=False):
@@ -301,6 +336,52 @@ class RemoveNode(Struct, frozen=True, gc=False):
     """It does not come back: to be forgotten."""
 
     node: str
+    user: str = ""
+
+
+class OpenStore(Struct, frozen=True, gc=False):
+    """The shell has read the database. `name`: what it is called from now on if it has no name yet; `marks`: of the
+    file beside it, None where there is none; `must_have_marks`: its file would be there if nobody had copied it here;
+    `is_restored`: the operator says that it was restored."""
+
+    name: str
+    marks: Marks | None = None
+    must_have_marks: bool = False
+    is_restored: bool = False
+
+
+class Ended(Struct, frozen=True, gc=False):
+    """How a job ended, by what is recorded beside the database or on storage; None: no more than that it did."""
+
+    state: JobState | None
+    time: float
+
+
+class NoteEnds(Struct, frozen=True, gc=False):
+    """Which of the jobs that the database believes alive have ended, by uid; the shell says so once after a restore."""
+
+    ends: Mapping[str, Ended]
+
+
+class GoOn(Struct, frozen=True, gc=False):
+    """After a restore: settle with what has been reported, without the nodes that are still missing."""
+
+    user: str = ""
+
+
+class EndQuarantined(Struct, frozen=True, gc=False):
+    """Kill a quarantined gang on all its nodes."""
+
+    uid: str
+    epoch: int
+    user: str = ""
+
+
+class AdoptQuarantined(Struct, frozen=True, gc=False):
+    """Take a quarantined gang as the one of its job; of a job that is not known it makes one."""
+
+    uid: str
+    epoch: int
     user: str = ""
 
 
@@ -350,6 +431,11 @@ Command: TypeAlias = (
     | UncordonNode
     | DeclareLost
     | RemoveNode
+    | OpenStore
+    | NoteEnds
+    | GoOn
+    | EndQuarantined
+    | AdoptQuarantined
     | ClaimTurns
     | Tick
 )

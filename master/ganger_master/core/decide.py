@@ -10,7 +10,7 @@ from ganger.resources.values import ConfigurationSet
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core import arrays, commands, events, updates
+from ganger_master.core import arrays, commands, events, quarantine, rollback, updates
 from ganger_master.core.answers import Answer, Done, JobAnswer, NodeAnswer, Refused, SessionAnswer
 from ganger_master.core.arenas import per_device
 from ganger_master.core.capacity import judge_change, level_of
@@ -34,6 +34,8 @@ class Decision(Struct, frozen=True, gc=False):
 
 
 def decide(state: State, command: Command, now: float) -> Decision:
+    if state.counters.restoring is not None and (refused := rollback.refused(state, command)) is not None:
+        return Decision((), refused)
     return _DECIDERS[type(command)](state, command, now)
 
 
@@ -182,8 +184,15 @@ def _open_session(state: State, command: commands.OpenSession, now: float) -> De
     if command.storage_token and token and command.storage_token != token:
         text = "the storage directory belongs to another cluster; mount the right one or correct --storage"
         return Decision((), Refused("STORAGE_MISMATCH", text, {"node": f"nodes/{command.node}"}))
+    cause, why = f"daemon:{command.node}", rollback.found_by_daemon(state, command)
+    if why:
+        store = events.StoreOpened(now, cause, state.counters.store, why, command.seen)
+        # Before the session: all those that there are are void.
+        session = f"{command.node}-{max(state.counters.next_session, command.seen.next_session)}"
+        opened = events.SessionOpened(now, cause, command, session)
+        return Decision((store, opened), SessionAnswer(command.node, session))
     session = f"{command.node}-{state.counters.next_session}"
-    event = events.SessionOpened(now, f"daemon:{command.node}", command, session)
+    event = events.SessionOpened(now, cause, command, session)
     return Decision((event,), SessionAnswer(command.node, session))
 
 
@@ -312,6 +321,12 @@ def _claim_turns(state: State, command: commands.ClaimTurns, now: float) -> Deci
     return Decision((events.TurnsClaimed(now, f"scheduler:{command.scheduler}", command),), Done())
 
 
+def _note_ends(state: State, command: commands.NoteEnds, now: float) -> Decision:
+    if state.counters.restoring is None:
+        return Decision((), Done())
+    return Decision((events.EndsNoted(now, "master", command.ends),), Done())
+
+
 def _tick(state: State, command: commands.Tick, now: float) -> Decision:
     passed = events.TimePassed(
         now,
@@ -360,6 +375,11 @@ _DECIDERS: Final[dict[type, Callable[[State, Any, float], Decision]]] = {
     commands.UncordonNode: _mark,
     commands.DeclareLost: _declare_lost,
     commands.RemoveNode: _remove_node,
+    commands.OpenStore: _as_told(rollback.decide_open),
+    commands.NoteEnds: _note_ends,
+    commands.GoOn: _as_told(rollback.decide_go_on),
+    commands.EndQuarantined: _as_told(quarantine.decide_end),
+    commands.AdoptQuarantined: _as_told(quarantine.decide_adopt),
     commands.ClaimTurns: _claim_turns,
     commands.Tick: _tick,
 }

@@ -6,7 +6,7 @@ become durable for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
@@ -17,6 +17,7 @@ from ganger_master.core.settings import Settings
 from ganger_master.core.wanted import DesiredGang, DesiredRestore, DesiredRows, DesiredSet, Member
 
 if TYPE_CHECKING:
+    from ganger_master.core.commands import ObservedGang
     from ganger_master.core.state import State
 
 
@@ -68,7 +69,12 @@ class Projected(Struct, eq=False, gc=False):
 
 
 def project(state: State, node: Node, version: int = 0) -> DesiredSet:
-    """The gangs the node is to want now, by epoch, and the strays it is to stop."""
+    """The gangs the node is to want now, by epoch, and the strays it is to stop. Nothing, and of version zero, which
+    a daemon has from the beginning, while the database is being restored: it leaves all as it is."""
+    if state.counters.restoring is not None:
+        report = state.reports.get(node.name)
+        state.projected[node.name] = {}
+        return DesiredSet(describe=() if report is None else undescribed(report[1].gangs))
     known = state.projected.get(node.name, {})
     fresh: dict[int, Projected] = {}
     for epoch, place in state.gangs_on.get(node.name, {}).items():
@@ -80,7 +86,20 @@ def project(state: State, node: Node, version: int = 0) -> DesiredSet:
             fresh[epoch] = before if before is not None and before.party is party else Projected(party, place)
     state.projected[node.name] = fresh
     strays = [_desired_stray(state, node.name, stray) for stray in node.strays if not stray.quarantined]
-    return DesiredSet(version, tuple(fresh.values()), node.acknowledged, tuple(strays), rows_on(state, node.name))
+    describe = tuple(
+        [
+            stray.epoch
+            for stray in node.strays
+            if stray.quarantined and stray.told is None and stray.phase is not ObservedPhase.ENDED
+        ]
+    )
+    rows = rows_on(state, node.name)
+    return DesiredSet(version, tuple(fresh.values()), node.acknowledged, tuple(strays), rows, describe)
+
+
+def undescribed(gangs: Iterable[ObservedGang]) -> tuple[int, ...]:
+    """Epochs of which a daemon is yet to send what it was told."""
+    return tuple(sorted({gang.epoch for gang in gangs if gang.told is None and gang.phase is not ObservedPhase.ENDED}))
 
 
 def rows_on(state: State, node: str) -> tuple[DesiredRows, ...]:
@@ -103,6 +122,8 @@ def refresh(state: State) -> list[str]:
         state.dirty.wants.clear()
         return []
     version = state.counters.desired_version + 1
+    if state.counters.restoring is not None:
+        return _refresh_restoring(state)
     changed = []
     for name, added in state.dirty.wants.items():
         node = state.nodes.get(name)
@@ -130,12 +151,21 @@ def refresh(state: State) -> list[str]:
     return changed
 
 
+def _refresh_restoring(state: State) -> list[str]:
+    changed = [name for name in state.dirty.wants if name in state.nodes]
+    for name in changed:
+        state.desired[name] = project(state, state.nodes[name])
+    state.dirty.wants.clear()
+    return changed
+
+
 def _alike(one: DesiredSet, other: DesiredSet) -> bool:
     """Whether the same is wanted; that a spec need not be sent any more is no change."""
     return (
         one.acknowledged_epochs == other.acknowledged_epochs
         and one.strays == other.strays
         and one.rows == other.rows
+        and one.describe == other.describe
         and len(one.wanted) == len(other.wanted)
         and all(
             a is b or replace(a.desired, needs_spec=b.desired.needs_spec) == b.desired

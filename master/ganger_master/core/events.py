@@ -12,7 +12,7 @@ from typing import TypeAlias
 from ganger.resources.reasons import Refusal
 from msgspec import Struct
 
-from ganger_master.core.commands import ClaimTurns, Line, Observe, OpenSession, Promise
+from ganger_master.core.commands import NO_MARKS, ClaimTurns, Ended, Line, Marks, Observe, OpenSession, Promise
 from ganger_master.core.model import Claim, JobSpec, Level, SuspendLevel
 from ganger_master.core.purpose import NO_PURPOSE, Finding, Purpose
 from ganger_master.core.update import Update
@@ -229,6 +229,44 @@ class NodeRemoved(Struct, frozen=True, gc=False):
     node: str
 
 
+class StoreOpened(Struct, frozen=True, gc=False):
+    """The database has this name. `why` is set where it was found to be an older copy, `marks` say how far it had
+    come."""
+
+    time: float
+    cause: str
+    store: str
+    why: str = ""
+    marks: Marks = NO_MARKS
+
+
+class EndsNoted(Struct, frozen=True, gc=False):
+    time: float
+    cause: str
+    ends: Mapping[str, Ended]
+
+
+class RestoreSettled(Struct, frozen=True, gc=False):
+    """What nodes have reported is taken as it is, and work goes on."""
+
+    time: float
+    cause: str
+
+
+class QuarantineEnded(Struct, frozen=True, gc=False):
+    time: float
+    cause: str
+    uid: str
+    epoch: int
+
+
+class QuarantineAdopted(Struct, frozen=True, gc=False):
+    time: float
+    cause: str
+    uid: str
+    epoch: int
+
+
 class TurnsClaimed(Struct, frozen=True, gc=False):
     time: float
     cause: str
@@ -294,6 +332,11 @@ Event: TypeAlias = (
     | NodeMarked
     | NodeLost
     | NodeRemoved
+    | StoreOpened
+    | EndsNoted
+    | RestoreSettled
+    | QuarantineEnded
+    | QuarantineAdopted
     | TurnsClaimed
     | JobsRanked
     | PlacesPromised

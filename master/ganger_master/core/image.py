@@ -15,7 +15,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ganger_master.core.changes import Dirty
-from ganger_master.core.commands import ObservedGang, ObservedRows
+from ganger_master.core.commands import Ended, Observe, ObservedGang, ObservedRows
 from ganger_master.core.desired import Party, Projected, project
 from ganger_master.core.model import Claim, Counters, Gang, Job, Node, NodeSet, Request
 from ganger_master.core.settings import Settings
@@ -63,6 +63,8 @@ class Image(Struct, frozen=True, gc=False):
     # Versions of what nodes are to want, by node, and what they were told otherwise than it would be put now.
     desired: Mapping[str, int] = field(default_factory=dict)
     told: tuple[Told, ...] = ()
+    reports: Mapping[str, tuple[float, Observe]] = field(default_factory=dict)
+    ends: Mapping[str, Ended] | None = None
     last_answer: Mapping[str, float] = field(default_factory=dict)
     left_by: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     drained_in_vain: Mapping[int, tuple[int, float]] = field(default_factory=dict)
@@ -104,8 +106,10 @@ _SAME = (
     "aside_from",
     "aside_at",
     "wake_at",
+    "ends",
 )
 _MAPPINGS = (
+    "reports",
     "last_answer",
     "left_by",
     "drained_in_vain",
@@ -188,6 +192,8 @@ def _index(state: State) -> None:
     free = [mask.bit_count() for mask, available in zip(view.free, view.available, strict=True) if mask and available]
     state.nodes_with = dict(Counter(free))
     state.gangs_on = {name: {} for name in state.nodes}
+    for node in state.nodes.values():
+        state.index_strays(None, node)
     for epoch in sorted(state.gangs):
         gang = state.gangs[epoch]
         state.gangs_of.setdefault(gang.job, []).append(epoch)

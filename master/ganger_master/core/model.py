@@ -49,9 +49,11 @@ __all__ = [
     "Progress",
     "Request",
     "Restore",
+    "Restoring",
     "Role",
     "Stray",
     "SuspendLevel",
+    "Told",
 ]
 
 
@@ -595,11 +597,31 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
         return None
 
 
+class Told(Struct, frozen=True, gc=False, omit_defaults=True):
+    """The newest order that a daemon has for a gang, as it lies on the daemon's disk. `nodes`: all members of the gang,
+    the leader first. `spec` is None where the daemon's copy cannot be read as a job."""
+
+    master_sequence: int
+    intent: Intent
+    claim: Claim
+    nodes: tuple[str, ...]
+    level: SuspendLevel = SuspendLevel.NONE
+    stop_sequence: int = 0
+    user: str = ""
+    spec: JobSpec | None = None
+    restore: Restore = Restore()
+    threads: int = 1
+    checkpoint_request: int = 0
+    repin_request: int = 0
+    # It is in a time-slice group: when it runs follows from the group's slice matrix.
+    is_sliced: bool = False
+
+
 class Stray(Struct, frozen=True, gc=False, omit_defaults=True):
     """A gang seen on a node that the master does not want there.
 
-    `quarantined` ones (unknown job, epoch from the future) are left alone and hold their devices until they go; others
-    are older epochs and are stopped.
+    `quarantined` ones (unknown job, epoch from the future) are left alone and hold their devices until they end or an
+    operator decides; others are older epochs and are stopped. What it was found as stands until it is gone.
     """
 
     job: int
@@ -609,6 +631,22 @@ class Stray(Struct, frozen=True, gc=False, omit_defaults=True):
     master_sequence: int
     quarantined: bool
     note: str = ""
+    phase: ObservedPhase = ObservedPhase.NONE
+    # Once the daemon has sent it.
+    told: Told | None = None
+    # Where it rests.
+    level: SuspendLevel = SuspendLevel.NONE
+    stop_step: int = 0
+    residue_bytes: tuple[int, ...] = ()
+    # How it ended.
+    outcome: Outcome = Outcome()
+    # An operator has ordered its end.
+    is_ordered: bool = False
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether its job must not start beside it."""
+        return self.quarantined or self.is_ordered
 
 
 class Node(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -708,6 +746,14 @@ class NodeSet(Struct, frozen=True, gc=False, omit_defaults=True):
         return self.active.rows if self.coming is None else self.active.rows + self.coming.rows
 
 
+class Restoring(Struct, frozen=True, gc=False, omit_defaults=True):
+    """The database is an older copy of what this cluster had. Until all nodes have reported what they run, nothing is
+    started, stopped or changed. `why`: how that was noticed, for people."""
+
+    since: float
+    why: str
+
+
 class Counters(Struct):
     """What is never given twice. Epochs are unique in the cluster, so they name a gang alone.
 
@@ -727,6 +773,11 @@ class Counters(Struct):
     # Gangs are packed, not spread apart: what the load made of it last.
     packs: bool = False
     storage_token: str = ""
+    # Names this database, whichever copy of it; daemons and the file beside it remember with it how far it had come.
+    store: str = ""
+    # Epochs [first, end) that were given in a time that this copy knows nothing of, or by another master: ascending.
+    skipped_epochs: tuple[tuple[int, int], ...] = ()
+    restoring: Restoring | None = None
 
 
 Element: TypeAlias = Job | Request | Gang | Node | NodeSet | ConfigurationSet | Counters

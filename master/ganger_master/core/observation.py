@@ -12,7 +12,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ganger_master.core import arrays, checkpoints
+from ganger_master.core import arrays, checkpoints, quarantine
 from ganger_master.core.commands import Observe, ObservedGang
 from ganger_master.core.model import (
     Capabilities,
@@ -106,9 +106,17 @@ _ENDED: Final = ObservedPhase.ENDED
 def lose(state: State, name: str, now: float, cause: str, reason: str) -> None:
     """Counts every part on the node as gone for its job; what it held stays held until the node says otherwise."""
     node = state.nodes[name]
-    state.put_node(replace(node, lost=True, heard=False, silent=False, session="", state_reason=reason))
+    strays = tuple([_given_up(state, stray) for stray in node.strays])
+    state.put_node(replace(node, lost=True, heard=False, silent=False, session="", state_reason=reason, strays=strays))
     _lose_parts(state, name, f"nodes/{name} is lost: {reason}")
     state.history(now, f"nodes/{name}", "node_lost", cause, reason)
+
+
+def _given_up(state: State, stray: Stray) -> Stray:
+    """Should the node come back, a gang that was quarantined there is stopped: its job goes on without it."""
+    job = state.jobs.get(stray.job)
+    is_ours = job is not None and job.uid == stray.uid
+    return replace(stray, quarantined=False, is_ordered=False) if is_ours and stray.holds_back else stray
 
 
 def change_hardware(state: State, name: str, wanted: str, now: float, cause: str) -> None:
@@ -272,16 +280,16 @@ def _same_job(state: State, observed: ObservedGang, gang: Gang) -> bool:
 
 
 def _stray_of(state: State, node: Node, observed: ObservedGang) -> Stray | None:
-    """None for one that has ended and whose job we know: the daemon may forget it."""
+    """None for one that has ended and that nobody is to decide about: the daemon may forget it."""
     job = state.jobs.get(observed.job)
-    known = job is not None and job.uid == observed.uid and observed.epoch < state.counters.next_epoch
-    if known and observed.phase is ObservedPhase.ENDED:
-        return None
+    is_ours = job is not None and job.uid == observed.uid
+    is_known = is_ours and not quarantine.is_skipped(state, observed.epoch)
     before = next((s for s in node.strays if (s.uid, s.epoch) == (observed.uid, observed.epoch)), None)
-    sequence = before.master_sequence if before else observed.master_sequence + 1
-    note = "an older epoch" if known else "an unknown job or an epoch from the future"
-    mask = 0 if observed.phase is ObservedPhase.ENDED else observed.device_mask
-    return Stray(observed.job, observed.uid, observed.epoch, mask, sequence, not known, note)
+    is_quarantined = before.quarantined if before is not None else not is_ours
+    if observed.phase is ObservedPhase.ENDED and not is_quarantined:
+        return None
+    note = "an older epoch" if is_known else "an unknown job or an epoch from the future"
+    return quarantine.stray_of(observed, not is_known, note, before)
 
 
 def _note_quarantine(state: State, node: Node, strays: list[Stray], now: float, cause: str) -> None:

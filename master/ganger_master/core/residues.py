@@ -14,13 +14,19 @@ def residue_of(state: State, gang: Gang, piece: Piece, observed: ObservedGang) -
     """
     if observed.phase is not ObservedPhase.PARKED or observed.level is not SuspendLevel.OFFLOAD:
         return piece.residue_bytes
-    configuration_set = state.configuration_sets[state.nodes[piece.claim.node].configuration_set]
+    return kept_of(state, piece.claim, state.jobs[gang.job].spec.gpu_memory_bytes, observed.residue_bytes)
+
+
+def kept_of(state: State, claim: Claim, gpu_memory_bytes: int, measured: tuple[int, ...]) -> tuple[int, ...]:
+    """The same of a gang that rests at OFFLOAD with this claim; `gpu_memory_bytes`: what its job may use of a device,
+    zero where it names nothing."""
+    configuration_set = state.configuration_sets[state.nodes[claim.node].configuration_set]
     whole = configuration_set.device_memory_bytes
-    found = observed.residue_bytes
+    found = measured
     if len(found) != configuration_set.devices:
-        limits = [size for size in (whole, state.jobs[gang.job].spec.gpu_memory_bytes) if size]
+        limits = [size for size in (whole, gpu_memory_bytes) if size]
         found = (min([state.settings.residue_bytes, *limits]),) * configuration_set.devices
-    mask = piece.claim.device_mask
+    mask = claim.device_mask
     kept = tuple([min(size, whole or size) if mask >> at & 1 else 0 for at, size in enumerate(found)])
     return kept if any(kept) else ()
 

@@ -34,6 +34,11 @@ def row_of(node: Node, topology: Topology, held: Sequence[Claim], affinity: int 
             free_cores[index] -= millicores
     for stray in node.strays:
         used_mask |= stray.device_mask
+        if stray.told is not None and stray.device_mask:
+            claim = stray.told.claim
+            used_memory += claim.memory_bytes + claim.arena_bytes
+            for index, millicores in enumerate(claim.millicores[: len(free_cores)]):
+                free_cores[index] -= millicores
     for device in node.device_faults:
         used_mask |= 1 << device
     at_sockets, in_groups, on_devices = _neighbours(topology.sockets, topology.groups, topology.devices, tuple(pieces))

@@ -13,6 +13,9 @@ class Settings:
     lost_after_seconds: float | None = 600.0
     # Beyond lost_after: what clocks may drift and processes may be late in stopping themselves.
     lost_margin_seconds: float = 30.0
+    # For so long at least a restored master waits for daemons to call, those that its database does not know among
+    # them: longer than they wait between two attempts.
+    restored_wait_seconds: float = 20.0
     # A daemon without news is answered, and calls again, after this at the latest, or after a quarter of lost_after.
     poll_seconds: float = 60.0
     # Beyond that its node takes no gangs until it calls; None: they are taken for well, as where nodes are modelled.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ganger.resources.view import Mode
 
-from ganger_master.core import arenas, arrays, attempts, desired, draining, node_sets, queue, time_limits
+from ganger_master.core import arenas, arrays, attempts, desired, draining, node_sets, queue, rollback, time_limits
 from ganger_master.core.effects import Effects
 from ganger_master.core.state import State
 
@@ -33,7 +33,7 @@ def settle(state: State, now: float, cause: str) -> None:
             arenas.follow(state)
         if dirty.arrays:
             arrays.follow(state, now)
-        if state.draining:
+        if state.draining and state.counters.restoring is None:
             draining.follow(state, now)
         if not (dirty.jobs or dirty.rows or dirty.sets):
             return
@@ -44,7 +44,7 @@ def finish(state: State, now: float) -> Effects:
     """Brings what leaves the master up to date and returns what the shell owes for the events so far."""
     _tell_mode(state, now)
     nodes = tuple(desired.refresh(state))
-    turns = queue.hand_out(state, now)
+    turns = queue.hand_out(state, now) if state.counters.restoring is None else ()
     wake = next_wake(state, now)
     if wake is not None:
         # Never at once again: what did not follow from this instant follows from a later one.
@@ -63,6 +63,8 @@ def finish(state: State, now: float) -> Effects:
 
 def next_wake(state: State, now: float) -> float | None:
     """The earliest time at which something happens by itself."""
+    if state.counters.restoring is not None:
+        return rollback.next_time(state, now)
     times = [queue.next_time(state, now), state.next_silence_check]
     if state.running_limited:
         times += [time_limits.ends_at(state, state.jobs[number]) for number in state.running_limited]

@@ -7,7 +7,7 @@ What is volatile (turns, refusals, last answers) is gone after a restart and rec
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from ganger.placement.load import choose_mode
@@ -17,7 +17,7 @@ from ganger.resources.view import View
 from msgspec.structs import replace
 
 from ganger_master.core.changes import Changes, Dirty
-from ganger_master.core.commands import ObservedGang, ObservedRows
+from ganger_master.core.commands import Ended, Observe, ObservedGang, ObservedRows
 from ganger_master.core.desired import Party, Projected
 from ganger_master.core.effects import History
 from ganger_master.core.holdings import Holdings
@@ -86,11 +86,16 @@ class State:
         self.choosy: dict[str, None] = {}
         # Nodes that are not lost, and have not said yet what they have.
         self.unheard: dict[str, None] = {}
+        # By uid: nodes with a gang of that job which is, or was, quarantined.
+        self.strays_of: dict[str, dict[str, None]] = {}
         self.desired: dict[str, DesiredSet] = {}
         # What `desired` is made of, by epoch, and by node and epoch.
         self.parties: dict[int, Party] = {}
         self.projected: dict[str, dict[int, Projected]] = {}
         # Volatile.
+        # Of a restored database, until all is settled: nodes' reports and when they came, and which jobs have ended.
+        self.reports: dict[str, tuple[float, Observe]] = {}
+        self.ends: Mapping[str, Ended] | None = None
         self.last_answer: dict[str, float] = {}
         # By node: who last gave devices back there, and when; for who waited for them.
         self.left_by: dict[str, tuple[int, float]] = {}
@@ -266,6 +271,8 @@ class State:
             self.choosy[node.name] = None
         else:
             self.choosy.pop(node.name, None)
+        if old is None or old.strays is not node.strays:
+            self.index_strays(old, node)
         if old is None or _is_other_row(old, node):
             self.dirty.rows[node.name] = None
             if node.name in self.set_on:
@@ -299,6 +306,7 @@ class State:
         self.view.remove(name)
         self._note_view()
         self.kept = None
+        self.index_strays(node, replace(node, strays=()))
         del self.nodes[name]
         self._tell_peers(name)
         for known in (self.draining, self.choosy, self.desired, self.projected, self.last_answer, self.left_by):
@@ -640,6 +648,17 @@ class State:
             _list(self.running_limited, number, is_limited)
         if job.next_epoch or self.moving:
             _list(self.moving, number, job.next_epoch)
+
+    def index_strays(self, old: Node | None, node: Node) -> None:
+        uids = {stray.uid for stray in node.strays if stray.holds_back}
+        for stray in old.strays if old is not None else ():
+            there = self.strays_of.get(stray.uid)
+            if there is not None and stray.uid not in uids:
+                there.pop(node.name, None)
+                if not there:
+                    del self.strays_of[stray.uid]
+        for uid in uids:
+            self.strays_of.setdefault(uid, {})[node.name] = None
 
     def _unindex_gang(self, gang: Gang) -> None:
         self.gangs_of[gang.job].remove(gang.epoch)

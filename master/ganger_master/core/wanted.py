@@ -84,6 +84,8 @@ class DesiredSet(Struct, frozen=True, gc=False):
     acknowledged_epochs: tuple[int, ...] = ()
     strays: tuple[DesiredGang, ...] = ()
     rows: tuple[DesiredRows, ...] = ()
+    # Epochs of which the daemon is to send what it was told.
+    describe: tuple[int, ...] = ()
 
     @property
     def gangs(self) -> tuple[DesiredGang, ...]:

@@ -11,7 +11,16 @@ from ganger.wire import convert, errors, names, times
 from ganger.wire.channels import PART_BYTES
 
 from ganger_master.core import commands
-from ganger_master.core.model import Capabilities, Intent, ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.model import (
+    Capabilities,
+    Intent,
+    JobSpec,
+    ObservedPhase,
+    Outcome,
+    OutcomeKind,
+    Restore,
+    Told,
+)
 from ganger_master.core.texts import cut
 from ganger_master.core.wanted import DesiredGang, DesiredRows, DesiredSet, Member
 from ganger_master.rpc import job_messages
@@ -26,6 +35,8 @@ _SEQUENCE_MOST: Final = (1 << 63) - 1
 _BYTES_MOST: Final = 1 << 50
 # Of the list of a rank's cores.
 _CORES_MOST: Final = 200
+# No cluster ever gives so many ids, and none is given after them.
+_ID_MOST: Final = 1 << 53
 # Its message has the last lines of a log.
 _OUTCOME_MOST: Final = 4_096
 # What a spec takes in its gang's message beyond its own bytes, at most.
@@ -33,6 +44,7 @@ _FIELD_BYTES: Final = 16
 _INTENTS: Final[Mapping[Intent, agent_pb2.Intent.ValueType]] = {
     intent: agent_pb2.Intent.Value(f"INTENT_{intent.name}") for intent in Intent
 }
+_INTENTS_FROM_WIRE: Final = {value: intent for intent, value in _INTENTS.items()}
 _PHASES_FROM_WIRE: Final = {
     agent_pb2.ObservedGang.Phase.Value(f"PHASE_{phase.name}"): phase
     for phase in ObservedPhase
@@ -57,6 +69,12 @@ def open_session_from_wire(message: agent_pb2.CreateSessionRequest) -> commands.
         capabilities=dict(message.capabilities),
         version=message.version,
         storage_token=message.storage_token,
+        seen=commands.Marks(
+            message.seen.store,
+            min(message.seen.desired_version, _ID_MOST),
+            min(message.seen.next_epoch, _ID_MOST),
+            min(message.seen.next_job, _ID_MOST),
+        ),
     )
 
 
@@ -68,6 +86,9 @@ def observe_from_wire(node: str, message: agent_pb2.ReconcileRequest) -> command
         )
     if any(gang.order.master_sequence > _SEQUENCE_MOST for gang in message.gangs):
         raise errors.RequestInvalid("an order with a number beyond 2^63 was never given")
+    epochs = [gang.epoch for gang in message.gangs] + [gang.epoch for gang in message.finished]
+    if max(epochs, default=0) >= _ID_MOST:
+        raise errors.RequestInvalid("an epoch beyond 2^53 was never given")
     return commands.Observe(
         node=node,
         session=message.session,
@@ -77,7 +98,57 @@ def observe_from_wire(node: str, message: agent_pb2.ReconcileRequest) -> command
         device_faults=dict(message.device_faults),
         storage_proved=message.storage_proved,
         rows=tuple([_observed_rows_from_wire(rows) for rows in message.rows]),
+        finished=tuple([_finished_from_wire(gang) for gang in message.finished]),
     )
+
+
+def _finished_from_wire(message: agent_pb2.FinishedGang) -> commands.FinishedGang:
+    return commands.FinishedGang(
+        job=_job_number(message.job),
+        uid=message.job_uid,
+        epoch=message.epoch,
+        outcome=_outcome_from_wire(message.outcome),
+        nodes=message.nodes,
+        checkpoint=job_messages.checkpoint_from_wire(message.checkpoint) if message.HasField("checkpoint") else None,
+    )
+
+
+def _job_number(name: str) -> int:
+    number = names.parse_job_name(name) if name else 0
+    if number >= _ID_MOST:
+        raise errors.RequestInvalid("a job's number beyond 2^53 was never given")
+    return number
+
+
+def _told_from_wire(message: agent_pb2.ObservedGang) -> Told | None:
+    """None for an order that this master cannot read, as one of a newer master."""
+    told = message.told
+    intent = _INTENTS_FROM_WIRE.get(told.intent)
+    if intent is None or not told.members:
+        return None
+    restore, parked = told.restore, told.restore.parked
+    return Told(
+        master_sequence=min(told.order.master_sequence, _SEQUENCE_MOST),
+        intent=intent,
+        claim=convert.claim_from_wire(told.claim),
+        nodes=tuple([names.parse_node_name(member.node) for member in told.members]),
+        level=job_messages.level_from_wire(told.level),
+        stop_sequence=min(told.stop_sequence, _SEQUENCE_MOST),
+        user=told.user,
+        spec=_spec_from_wire(told),
+        restore=Restore(restore.checkpoint_path, parked.epoch, restore.step, parked.alone, parked.peak_device_bytes),
+        threads=told.threads,
+        checkpoint_request=told.checkpoint_request,
+        repin_request=told.repin_request,
+        is_sliced=message.in_time_slices,
+    )
+
+
+def _spec_from_wire(told: agent_pb2.DesiredGang) -> JobSpec | None:
+    try:
+        return job_messages.spec_from_wire(told.spec)
+    except errors.ApiError:
+        return None
 
 
 def _observed_rows_from_wire(message: agent_pb2.ObservedRows) -> commands.ObservedRows:
@@ -106,7 +177,7 @@ def desired_rows_to_wire(rows: DesiredRows) -> agent_pb2.DesiredRows:
 def observed_gang_from_wire(message: agent_pb2.ObservedGang) -> commands.ObservedGang:
     has_said = message.progress.step or message.progress.metrics
     return commands.ObservedGang(
-        job=names.parse_job_name(message.job) if message.job else 0,
+        job=_job_number(message.job),
         uid=message.job_uid,
         epoch=message.epoch,
         phase=_PHASES_FROM_WIRE.get(message.phase, ObservedPhase.NONE),
@@ -135,6 +206,7 @@ def observed_gang_from_wire(message: agent_pb2.ObservedGang) -> commands.Observe
         last_step_time=times.unix_seconds(message.last_step_time) if message.HasField("last_step_time") else 0.0,
         first_step_time=times.unix_seconds(message.first_step_time) if message.HasField("first_step_time") else 0.0,
         progress=job_messages.progress_from_wire(message.epoch, message.progress) if has_said else None,
+        told=_told_from_wire(message) if message.HasField("told") else None,
     )
 
 
@@ -186,6 +258,7 @@ def response_to_wire(
         changed=desired.version != version,
         acknowledged_epochs=desired.acknowledged_epochs,
         observation=observation,
+        describe_epochs=desired.describe,
     )
     if not message.changed:
         return message

@@ -44,6 +44,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         self._session_of: dict[str, str] = {}
         # When each session was answered last, by the loop's time.
         self._answered_at: dict[str, float] = {}
+        # Gangs that each session was last asked about.
+        self._asked: dict[str, tuple[int, ...]] = {}
         # The call that may be answered, by node.
         self._newest: dict[str, object] = {}
         self._parts = ObservedParts()
@@ -71,6 +73,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         if former is not None:
             self._node_of.pop(former, None)
             self._answered_at.pop(former, None)
+            self._asked.pop(former, None)
         self._node_of[session] = command.node
         self._session_of[command.node] = session
         settings = self._writer.state.settings
@@ -82,6 +85,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             storage_token=settings.storage_token,
             checkpoint_interval=times.duration(settings.checkpoint_interval_seconds),
             logs_kept=None if logs_kept is None else times.duration(logs_kept),
+            store=self._writer.committed.counters.store,
+            report_finished=self._writer.committed.counters.restoring is not None,
         )
 
     async def Reconcile(self, request: agent_pb2.ReconcileRequest, context: Any) -> agent_pb2.ReconcileResponse:
@@ -103,6 +108,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             if self._newest.get(node) is call:
                 del self._newest[node]
         self._answered_at[request.session] = asyncio.get_running_loop().time()
+        self._asked[request.session] = tuple(response.describe_epochs)
         return response
 
     async def _answer(self, node: str, request: agent_pb2.ReconcileRequest) -> agent_pb2.ReconcileResponse:
@@ -171,7 +177,10 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 known = committed.nodes.get(node)
                 if known is None or known.session != request.session:
                     return
-                if committed.desired.get(node, DesiredSet()).version != request.desired_version:
+                desired = committed.desired.get(node, DesiredSet())
+                if desired.version != request.desired_version:
+                    return
+                if desired.describe != self._asked.get(request.session, ()):
                     return
                 remaining = end - loop.time()
                 if remaining <= 0:

@@ -15,9 +15,10 @@ from ganger.wire import convert, errors, names, times
 from ganger.wire.roles import Identity
 from ganger.wire.servers import Callers
 
-from ganger_master.core import commands
-from ganger_master.core.answers import Done, NodeAnswer
+from ganger_master.core import commands, rollback
+from ganger_master.core.answers import Done, JobAnswer, NodeAnswer
 from ganger_master.core.model import JobState
+from ganger_master.rpc import quarantine_messages
 from ganger_master.rpc.answers import Shown, expect
 from ganger_master.rpc.node_set_messages import node_set_to_wire
 from ganger_master.rpc.pages import ENTRIES_AT_ONCE, PAGE_MOST, Room, page_token, place_of
@@ -154,7 +155,46 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
             storage=state.settings.storage,
             event_sequence=committed.counters.next_event - 1,
             mode=_MODES[committed.mode],
+            restore=self._restore(),
         )
+
+    def _restore(self) -> node_pb2.Restore | None:
+        restoring, state = self._writer.committed.counters.restoring, self._writer.state
+        if restoring is None:
+            return None
+        return node_pb2.Restore(
+            reason=restoring.why,
+            notice_time=times.timestamp(restoring.since),
+            awaited_nodes=[names.node_name(name) for name in rollback.awaited(state)],
+        )
+
+    async def ListQuarantinedGangs(
+        self, request: node_pb2.ListQuarantinedGangsRequest, context: Any
+    ) -> node_pb2.ListQuarantinedGangsResponse:
+        return node_pb2.ListQuarantinedGangsResponse(gangs=quarantine_messages.gangs_to_wire(self._writer.state))
+
+    async def EndQuarantinedGang(
+        self, request: node_pb2.EndQuarantinedGangRequest, context: Any
+    ) -> node_pb2.EndQuarantinedGangResponse:
+        uid, epoch = names.parse_quarantined_gang_name(request.name)
+        command = commands.EndQuarantined(uid, epoch, self._callers.of(context).name)
+        expect(await self._writer.submit(command), Done)
+        return node_pb2.EndQuarantinedGangResponse()
+
+    async def AdoptQuarantinedGang(
+        self, request: node_pb2.AdoptQuarantinedGangRequest, context: Any
+    ) -> node_pb2.AdoptQuarantinedGangResponse:
+        uid, epoch = names.parse_quarantined_gang_name(request.name)
+        command = commands.AdoptQuarantined(uid, epoch, self._callers.of(context).name)
+        number = expect(await self._writer.submit(command), JobAnswer).number
+        return node_pb2.AdoptQuarantinedGangResponse(job=names.job_name(number))
+
+    async def SettleRestore(
+        self, request: node_pb2.SettleRestoreRequest, context: Any
+    ) -> node_pb2.SettleRestoreResponse:
+        missing = [names.node_name(name) for name in rollback.awaited(self._writer.state)]
+        expect(await self._writer.submit(commands.GoOn(self._callers.of(context).name)), Done)
+        return node_pb2.SettleRestoreResponse(missing_nodes=missing)
 
     async def RecordDecisions(self, request: node_pb2.RecordDecisionsRequest, context: Any) -> node_pb2.Recording:
         seconds = times.seconds(request.duration)

@@ -11,16 +11,18 @@ import math
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from ganger_master.core.commands import Ended
 from ganger_master.core.model import Gang, Job
+from ganger_master.runtime.beside import ended_of, text_of
 
 LOGS: Final = "logs"
 CHECKPOINTS: Final = "checkpoints"
-# The Unix second in which its job ended, as text.
+# When its job ended, in Unix seconds, and in which state, as text.
 _ENDED: Final = "ended"
 _TRASH: Final = ".trash-"
 
@@ -39,14 +41,29 @@ def may_go(ended: float | None, kept: float | None, now: float) -> bool:
     return ended is not None and kept is not None and now - ended > kept
 
 
-def note_ended(storage: Path, ends: Mapping[str, float]) -> None:
-    """Writes down who of those with something on storage has ended. Blocks. Raises OSError."""
+def known_ends(ends: Mapping[str, float], jobs: Mapping[int, Job]) -> dict[str, Ended]:
+    """By uid how the jobs ended that have, of `ends_of`."""
+    states = {job.uid: job.state for job in jobs.values()}
+    return {uid: Ended(states.get(uid), ended) for uid, ended in ends.items() if ended != math.inf}
+
+
+def note_ended(storage: Path, ends: Mapping[str, Ended]) -> None:
+    """Writes down which of the jobs with something on storage have ended. Blocks. Raises OSError."""
     for uid, ended in ends.items():
         directory = storage / uid
-        if ended != math.inf and _is_directory(directory) and not (directory / _ENDED).exists():
+        if _is_directory(directory) and not (directory / _ENDED).exists():
             fresh = directory / f"{_ENDED}.new"
-            fresh.write_text(f"{ended!r}\n")
+            fresh.write_text(f"{text_of(ended)}\n")
             fresh.rename(directory / _ENDED)
+
+
+def noted_ends(storage: Path, uids: Iterable[str]) -> dict[str, Ended]:
+    """Which of these jobs are noted on storage as ended, and how. Blocks."""
+    found: dict[str, Ended] = {}
+    for uid in uids:
+        with suppress(OSError):
+            found[uid] = ended_of((storage / uid / _ENDED).read_text())
+    return found
 
 
 def expired(storage: Path, ends: Mapping[str, float], kept: Mapping[str, float | None], now: float) -> list[Path]:
@@ -99,7 +116,7 @@ def _directories(storage: Path) -> Iterator[Path]:
 
 def _noted(directory: Path) -> float | None:
     try:
-        return float((directory / _ENDED).read_text())
+        return ended_of((directory / _ENDED).read_text()).time or None
     except (OSError, ValueError):
         return None
 

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from ganger_master.core import machine
 from ganger_master.core.answers import Answer
-from ganger_master.core.commands import Command, Tick
+from ganger_master.core.commands import Command, OpenStore, Tick
 from ganger_master.core.desired import desired_of
 from ganger_master.core.effects import Effects
 from ganger_master.core.restoring import restored
@@ -32,6 +32,7 @@ from ganger_master.core.standstill import Look, noticed
 from ganger_master.core.state import State
 from ganger_master.core.waiting import Turn
 from ganger_master.runtime import failpoints
+from ganger_master.runtime.beside import Beside
 from ganger_master.runtime.committed import Committed, Publication
 from ganger_master.runtime.meter import Meter
 from ganger_master.runtime.pace import Pace
@@ -109,6 +110,8 @@ class Writer:
         clock: Callable[[], float],
         failpoints_of_process: Failpoints | None = None,
         steady: Callable[[], float] = steady,
+        beside: Beside | None = None,
+        opens: OpenStore | None = None,
     ) -> None:
         self.committed = Committed()
         self.turn_streams = TurnStreams()
@@ -117,6 +120,9 @@ class Writer:
         # Set when the writer cannot go on: another master has taken the store over, or it is closed.
         self.stopped = asyncio.Event()
         self._store = store
+        # What is kept beside it, and what is said of it to begin with.
+        self._beside = beside
+        self._opens = opens
         self._settings = settings
         self._clock = clock
         self._steady = steady
@@ -361,6 +367,8 @@ class Writer:
         if sealed.commits_a_move:
             self._failpoints.passing(failpoints.BEFORE_MOVE_COMMIT)
         sealed.commit()
+        if self._beside is not None:
+            self._beside.note(sealed.publication.puts.values())
         self._failpoints.passing(failpoints.AFTER_COMMIT)
         if sealed.commits_a_move:
             self._failpoints.passing(failpoints.AFTER_MOVE_COMMIT)
@@ -507,6 +515,10 @@ class Writer:
         self._is_ready = True
         if self._recording is not None:
             self._recording.start_over(state, self._clock(), "the state was read from the store")
+        if self._opens is not None:
+            # Before anything is decided by what the database says.
+            opens, self._opens = self._opens, None
+            self.tell(opens)
         self.tell(Tick(looks_again=former is not None))
         for claim in self.turn_streams.claims():
             self.tell(claim)

@@ -41,6 +41,8 @@ class Oracle:
     def __init__(self) -> None:
         self.trainings: dict[str, Training] = {}
         self.accepted: dict[int, str] = {}
+        # Accepted after the copy was made that the database was restored from.
+        self.lost: set[int] = set()
         # Who may step on a device: (node, device) -> (uid, epoch) -> whether it knows that others may, too.
         self.users: dict[tuple[str, int], dict[tuple[str, int], bool]] = {}
         # Memory of each device of a node, and what processes that have offloaded keep: device -> attempt -> bytes.
@@ -179,9 +181,18 @@ class Oracle:
         training = self.trainings[uid]
         training.known_to[epoch] = training.known
 
+    def rolled_back(self, jobs: Mapping[int, tuple[str, int]]) -> None:
+        """The master's database is an older copy: with these jobs, by number their uid and the step of the newest
+        checkpoint that is known. What was accepted since may be lost; no number of it may be given again."""
+        self.lost |= self.accepted.keys() - jobs.keys()
+        for uid, step in jobs.values():
+            self.trainings[uid].known = step
+
     def check_kept(self, jobs: Mapping[int, str]) -> None:
         """`jobs`: number to uid, as the master knows them now."""
         for number, uid in self.accepted.items():
+            if number not in jobs and number in self.lost:
+                continue
             if jobs.get(number) != uid:
                 raise RuleBrokenError(f"jobs/{number} ({uid}) was accepted and is lost")
 

@@ -16,6 +16,7 @@ from ganger_master.core.commands import (
     CordonNode,
     DrainNode,
     MoveJob,
+    OpenStore,
     RemoveNode,
     ResizeJob,
     ResumeJob,
@@ -165,6 +166,21 @@ class Cluster:
         for job in jobs.values():
             if job.state is JobState.SUCCEEDED:
                 self.oracle.check_succeeded(job.uid)
+
+    # -- backups -------------------------------------------------------------------------------------------------------
+
+    def backup(self) -> dict[tuple[str, str], bytes]:
+        """A copy of the master's database, made while it runs."""
+        return dict(self.master.durable)
+
+    def restore(self, copy: dict[tuple[str, str], bytes], opened: OpenStore) -> None:
+        """An operator puts the copy in the place of the database, and starts the master. `opened`: what it is told."""
+        self.master.restore(copy, opened)
+        known = {
+            number: (job.uid, 0 if job.checkpoint is None else job.checkpoint.step)
+            for number, job in self.state.jobs.items()
+        }
+        self.oracle.rolled_back(known)
 
     # -- faults --------------------------------------------------------------------------------------------------------
 

@@ -11,11 +11,12 @@ import msgspec
 from ganger_master.core import machine
 from ganger_master.core.answers import Answer
 from ganger_master.core.changes import ELEMENT_TYPES, Changes
-from ganger_master.core.commands import Command, Tick
+from ganger_master.core.commands import Command, Ended, Marks, NoteEnds, OpenStore, Tick
 from ganger_master.core.desired import desired_of
 from ganger_master.core.effects import Effects, History
 from ganger_master.core.events import Event
 from ganger_master.core.invariants import violations
+from ganger_master.core.model import Counters, Job
 from ganger_master.core.restoring import restored
 from ganger_master.core.settings import Settings
 from ganger_master.core.standstill import Look, noticed
@@ -71,6 +72,11 @@ class SimMaster:
         self.on_turns = on_turns
         self.on_history = on_history
         self.state = State(settings, engine.now)
+        self.state.counters.store = "simulated"
+        # Beside the database, and not part of a copy of it: how far it came, and how jobs ended.
+        self.marks = Marks()
+        self.ended: dict[str, Ended] = {}
+        self._notes_ends = False
         self.durable: dict[tuple[str, str], bytes] = {}
         self.history: list[History] = []
         self.is_up = True
@@ -109,6 +115,21 @@ class SimMaster:
             if step.events:
                 self.recorder.batch(now, step.effects, released.turns)
         self._commit(released)
+        self._note_ends()
+
+    def _note_ends(self) -> None:
+        """Reads what is beside the database, once it has to."""
+        if self.state.counters.restoring is None or self.state.ends is not None or self._notes_ends:
+            return
+        self._notes_ends = True
+        incarnation = self.incarnation
+
+        def note() -> None:
+            if incarnation == self.incarnation:
+                self._notes_ends = False
+                self.call(NoteEnds(dict(self.ended)))
+
+        self.engine.after(self.engine.between(0.1, 2.0), note)
 
     def set_clock(self) -> None:
         """While it runs; it looks at its clock every few seconds, and before whatever it is told."""
@@ -140,13 +161,21 @@ class SimMaster:
         self.incarnation += 1
         self.engine.after(away_seconds, self._restart)
 
+    def restore(self, copy: Mapping[tuple[str, str], bytes], opened: OpenStore) -> None:
+        """Stops, and starts on an older copy of the database. `opened`: what it finds beside it."""
+        self._in_flight.clear()
+        self.incarnation += 1
+        self.durable = dict(copy)
+        self._go_on(self._restore(self.durable), "the database was restored", opened)
+
     def _restart(self) -> None:
         self._jump()
         self._looked = self._look()
         self._go_on(self._restore(self.durable), "the master was started again", Tick())
 
-    def _go_on(self, state: State, cause: str, tick: Tick) -> None:
+    def _go_on(self, state: State, cause: str, first: Command) -> None:
         self.state = state
+        self._notes_ends = False
         self.committed = dict(self.state.desired)
         self.is_up = True
         self._next_commit = self._last_commit = self.engine.now
@@ -157,7 +186,7 @@ class SimMaster:
             raise RuleBrokenError(f"after a restart: {'; '.join(found)}")
         if self.recorder is not None:
             self.recorder.start_over(self.state, self.now(), cause)
-        self.call(tick)
+        self.call(first)
 
     def _lose_commits(self) -> None:
         """What is in flight was refused by the store, and with it whoever waited for it."""
@@ -207,6 +236,7 @@ class SimMaster:
             return
         self._in_flight.remove(released)
         _store(self.durable, released.changes)
+        self._mark(released.changes)
         self.history.extend(released.history)
         for row in released.history:
             self.on_history(row)
@@ -219,6 +249,21 @@ class SimMaster:
             self._give(released.turns)
         if released.wake_at is not None:
             self._set_alarm(released.wake_at)
+
+    def _mark(self, changes: Changes) -> None:
+        for element in changes.puts.values():
+            if isinstance(element, Counters):
+                self.marks = Marks(
+                    element.store,
+                    element.desired_version,
+                    element.next_epoch,
+                    element.next_job,
+                    element.next_event,
+                    element.next_session,
+                    element.next_set,
+                )
+            elif isinstance(element, Job) and element.state.is_final:
+                self.ended[element.uid] = Ended(element.state, element.end_time)
 
     def _give(self, turns: Sequence[Turn]) -> None:
         """Their leases begin now."""

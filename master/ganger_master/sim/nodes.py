@@ -12,8 +12,18 @@ from msgspec.structs import replace
 
 from ganger_master.core.answers import Answer, Refused, SessionAnswer
 from ganger_master.core.commands import Answer as AnswerCommand
-from ganger_master.core.commands import Observe, ObservedGang, OpenSession
-from ganger_master.core.model import Capabilities, Checkpoint, Intent, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
+from ganger_master.core.commands import FinishedGang, Marks, Observe, ObservedGang, OpenSession
+from ganger_master.core.model import (
+    Capabilities,
+    Checkpoint,
+    Intent,
+    ObservedPhase,
+    Outcome,
+    OutcomeKind,
+    Restore,
+    SuspendLevel,
+    Told,
+)
 from ganger_master.core.wanted import DesiredGang, DesiredSet
 from ganger_master.sim.engine import Engine
 from ganger_master.sim.faults import Network
@@ -65,7 +75,11 @@ class SimDaemon:
         self.heard_version = 0
         self.wanted: set[int] = set()
         self.orders: dict[int, DesiredGang] = {}
-        # Epochs this machine has a directory of; it survives the daemon and a reboot.
+        # On its disk: how far it saw the master's database come, and the newest gang of each job that has ended here.
+        self.seen = Marks()
+        self.finished: dict[str, FinishedGang] = {}
+        # Epochs of which the master asks what was told.
+        self.describe: tuple[int, ...] = ()
         self.last_contact = engine.now
         self.turns: Turns = make_turns(self) if make_turns is not None else NoTurns()
         physics.turns[name] = self.turns
@@ -96,12 +110,14 @@ class SimDaemon:
                 self.physics.forget(self.name, ranks.order.epoch)
         if wiped:
             self.turns.forget()
+            self.seen, self.finished = Marks(), {}
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
         self.session, self.observation, self.desired_version, self.heard_version = "", 0, 0, 0
         self.wanted.clear()
+        self.describe = ()
         command = OpenSession(
             self.name,
             f"machine-{self.name}",
@@ -111,6 +127,7 @@ class SimDaemon:
             peer_address=f"{self.name}:1",
             stream_address=f"{self.name}:2",
             capabilities=self.capabilities,
+            seen=self.seen,
         )
         incarnation = self.incarnation
 
@@ -157,6 +174,8 @@ class SimDaemon:
             self._observed(),
             storage_proved=self.storage_proved,
             rows=self.turns.observed(),
+            # Left out where nobody reads it: by a master that does not listen after a restore.
+            finished=tuple(self.finished.values()) if self.master.state.counters.restoring is not None else (),
         )
 
         def observed(answer: Answer) -> None:
@@ -194,11 +213,28 @@ class SimDaemon:
         self.heard_version = desired.version
         self.last_contact = max(self.last_contact, sent)
         self.physics.thaw(self.name)
+        if desired.describe != self.describe:
+            self.describe = desired.describe
+            self.report()
+        if not desired.version:
+            # Nothing was told: all stays as it is.
+            return
+        self._note_seen(desired)
         self.physics.share(self.name, desired.gangs)
         if desired.version > self.desired_version and self.engine.chance(self.network.faults.late):
             self._obey_slowly(session, desired)
         else:
             self._obey(desired)
+
+    def _note_seen(self, desired: DesiredSet) -> None:
+        epochs = [gang.epoch + 1 for gang in desired.gangs]
+        jobs = [gang.job + 1 for gang in desired.gangs]
+        self.seen = Marks(
+            self.master.state.counters.store,
+            max(self.seen.desired_version, desired.version),
+            max([self.seen.next_epoch, *epochs]),
+            max([self.seen.next_job, *jobs]),
+        )
 
     def _obey_slowly(self, session: str, desired: DesiredSet) -> None:
         """Busy with the first gangs; says what it has meanwhile, with the version before."""
@@ -219,7 +255,11 @@ class SimDaemon:
             self.physics.kept[told.epoch] = told.kept_checkpoints
             self.physics.prune(told.uid, told.epoch)
         ranks = self.physics.ranks.get((told.epoch, self.name))
-        if ranks is None or not self.turns.rules(ranks, told):
+        known = self.finished.get(told.uid)
+        if ranks is None and known is not None and told.epoch <= known.epoch:
+            # It never starts again.
+            self.physics.report_gone(self.name, told)
+        elif ranks is None or not self.turns.rules(ranks, told):
             self.physics.obey(self.name, told)
         elif told.master_sequence >= ranks.wanted.master_sequence:
             ranks.told = told
@@ -231,6 +271,7 @@ class SimDaemon:
         for epoch in desired.acknowledged_epochs:
             ranks = self.physics.ranks.get((epoch, self.name))
             if ranks is not None and not ranks.is_alive:
+                self._note_finished(self._observed_gang(ranks), len(self.physics.gangs[epoch].nodes))
                 self.physics.forget(self.name, epoch)
         named = {gang.epoch for gang in desired.gangs}
         for gang in desired.gangs:
@@ -243,6 +284,11 @@ class SimDaemon:
         self.turns.follow()
         if self._observed() != before:
             self.report()
+
+    def _note_finished(self, gang: ObservedGang, nodes: int) -> None:
+        known = self.finished.get(gang.uid)
+        if known is None or gang.epoch > known.epoch:
+            self.finished[gang.uid] = FinishedGang(gang.job, gang.uid, gang.epoch, gang.outcome, nodes, gang.checkpoint)
 
     # -- observed ------------------------------------------------------------------------------------------------------
 
@@ -285,6 +331,7 @@ class SimDaemon:
             device_mask=ranks.order.claim.device_mask,
             residue_bytes=(residue,) * self.configuration_set.devices if measures else (),
             kept_memory_bytes=int(self.physics.memory_used * ranks.order.claim.memory_bytes) if measures else 0,
+            told=_told(ranks) if gang.epoch in self.describe else None,
         )
 
     def _offered(self, ranks: Ranks) -> Capabilities:
@@ -294,6 +341,25 @@ class SimDaemon:
         if spec is None or not spec.is_elastic:
             return self.offers
         return replace(self.offers, resize=True, resize_divides=_GLOBAL_BATCH)
+
+
+def _told(ranks: Ranks) -> Told:
+    wanted, restore = ranks.wanted, ranks.wanted.restore
+    return Told(
+        master_sequence=wanted.master_sequence,
+        intent=wanted.intent,
+        claim=wanted.claim,
+        nodes=tuple([member.node for member in wanted.members]),
+        level=wanted.level,
+        stop_sequence=wanted.stop_sequence,
+        user=wanted.user,
+        spec=wanted.spec,
+        restore=Restore(restore.checkpoint_path, restore.parked_epoch, restore.step, restore.alone),
+        threads=wanted.threads,
+        checkpoint_request=wanted.checkpoint_request,
+        repin_request=wanted.repin_request,
+        is_sliced=ranks.switch != (0, 0),
+    )
 
 
 def _phase(ranks: Ranks, stepped: bool) -> ObservedPhase:

@@ -146,7 +146,7 @@ class Physics:
         ranks = self.ranks.get((order.epoch, node))
         if ranks is None:
             if order.intent not in (Intent.RUN, Intent.PREPARE):
-                self._report_gone(node, order)
+                self.report_gone(node, order)
             elif order.needs_spec:
                 self._fork(node, order)
             return
@@ -253,7 +253,7 @@ class Physics:
         ranks.occupies = True
         self.oracle.occupied(ranks.order.uid, ranks.order.epoch, ranks.devices, ranks.shared)
 
-    def _report_gone(self, node: str, order: DesiredGang) -> None:
+    def report_gone(self, node: str, order: DesiredGang) -> None:
         """Wanted, but nothing of it is here and it must not start: that is said as an outcome."""
         self._know(order)
         kind = OutcomeKind.STOPPED if order.intent is Intent.STOP else OutcomeKind.UNKNOWN

@@ -20,7 +20,7 @@ from ganger_master.core.wanted import DesiredSet
 VOLATILE: Final = frozenset(
     {
         "settings", "policy", "started",
-        "last_answer", "last_said", "rows_seen", "left_by", "next_silence_check", "drained_in_vain",
+        "reports", "ends", "last_answer", "last_said", "rows_seen", "left_by", "next_silence_check", "drained_in_vain",
         "aside", "aside_from", "aside_at",
         "refusals", "lacking", "blocked", "conflicts", "kept", "turns", "turn_of", "next_turn", "passed", "declined",
         "lost_turns", "returned", "claimed_by", "ranks", "ranked_by", "promised", "promised_at", "wake_at",

@@ -92,6 +92,7 @@ class CreateSessionRequest(google.protobuf.message.Message):
     CAPABILITIES_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     STORAGE_TOKEN_FIELD_NUMBER: builtins.int
+    SEEN_FIELD_NUMBER: builtins.int
     node: builtins.str
     """"nodes/{node}"."""
     machine_uuid: builtins.str
@@ -112,6 +113,10 @@ class CreateSessionRequest(google.protobuf.message.Message):
         shared_cores, ... by name.
         """
 
+    @property
+    def seen(self) -> Global___Seen:
+        """How far this daemon has seen the master's database come: by it a master notices that its database is an older copy."""
+
     def __init__(
         self,
         *,
@@ -126,13 +131,44 @@ class CreateSessionRequest(google.protobuf.message.Message):
         capabilities: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         version: builtins.str = ...,
         storage_token: builtins.str = ...,
+        seen: Global___Seen | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["configuration_set", b"configuration_set"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["configuration_set", b"configuration_set", "seen", b"seen"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["boot_id", b"boot_id", "capabilities", b"capabilities", "configuration_set", b"configuration_set", "fabric", b"fabric", "machine_uuid", b"machine_uuid", "node", b"node", "peer_address", b"peer_address", "rack", b"rack", "storage_token", b"storage_token", "stream_address", b"stream_address", "version", b"version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["boot_id", b"boot_id", "capabilities", b"capabilities", "configuration_set", b"configuration_set", "fabric", b"fabric", "machine_uuid", b"machine_uuid", "node", b"node", "peer_address", b"peer_address", "rack", b"rack", "seen", b"seen", "storage_token", b"storage_token", "stream_address", b"stream_address", "version", b"version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___CreateSessionRequest: typing_extensions.TypeAlias = CreateSessionRequest
+
+@typing.final
+class Seen(google.protobuf.message.Message):
+    """What a daemon keeps on its disk of the databases of its masters."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STORE_FIELD_NUMBER: builtins.int
+    DESIRED_VERSION_FIELD_NUMBER: builtins.int
+    NEXT_EPOCH_FIELD_NUMBER: builtins.int
+    NEXT_JOB_FIELD_NUMBER: builtins.int
+    store: builtins.str
+    """`Session.store` of the newest session; empty before the first."""
+    desired_version: builtins.int
+    """The highest desired version from that store."""
+    next_epoch: builtins.int
+    """Beyond every epoch and every job's number that was ever seen here: neither is given again."""
+    next_job: builtins.int
+    def __init__(
+        self,
+        *,
+        store: builtins.str = ...,
+        desired_version: builtins.int = ...,
+        next_epoch: builtins.int = ...,
+        next_job: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["desired_version", b"desired_version", "next_epoch", b"next_epoch", "next_job", b"next_job", "store", b"store"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Seen: typing_extensions.TypeAlias = Seen
 
 @typing.final
 class Session(google.protobuf.message.Message):
@@ -144,11 +180,17 @@ class Session(google.protobuf.message.Message):
     STORAGE_TOKEN_FIELD_NUMBER: builtins.int
     CHECKPOINT_INTERVAL_FIELD_NUMBER: builtins.int
     LOGS_KEPT_FIELD_NUMBER: builtins.int
+    STORE_FIELD_NUMBER: builtins.int
+    REPORT_FINISHED_FIELD_NUMBER: builtins.int
     session: builtins.str
     storage: builtins.str
     """Directory all nodes see."""
     storage_token: builtins.str
     """To be found in STORAGE/.ganger-token; the daemon reports what it found at the next CreateSession or Reconcile."""
+    store: builtins.str
+    """Names the master's database, whichever copy of it."""
+    report_finished: builtins.bool
+    """The database was restored from a backup: the observed sets of this session name what has ended here, too."""
     @property
     def lost_after(self) -> google.protobuf.duration_pb2.Duration:
         """Reads as "never" when unset."""
@@ -168,10 +210,12 @@ class Session(google.protobuf.message.Message):
         storage_token: builtins.str = ...,
         checkpoint_interval: google.protobuf.duration_pb2.Duration | None = ...,
         logs_kept: google.protobuf.duration_pb2.Duration | None = ...,
+        store: builtins.str = ...,
+        report_finished: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_interval", b"checkpoint_interval", "logs_kept", b"logs_kept", "lost_after", b"lost_after"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_interval", b"checkpoint_interval", "logs_kept", b"logs_kept", "lost_after", b"lost_after", "session", b"session", "storage", b"storage", "storage_token", b"storage_token"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_interval", b"checkpoint_interval", "logs_kept", b"logs_kept", "lost_after", b"lost_after", "report_finished", b"report_finished", "session", b"session", "storage", b"storage", "storage_token", b"storage_token", "store", b"store"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Session: typing_extensions.TypeAlias = Session
@@ -208,6 +252,7 @@ class ReconcileRequest(google.protobuf.message.Message):
     ROWS_FIELD_NUMBER: builtins.int
     MISSING_SPECS_FIELD_NUMBER: builtins.int
     CONTINUES_FIELD_NUMBER: builtins.int
+    FINISHED_FIELD_NUMBER: builtins.int
     session: builtins.str
     observation: builtins.int
     """Raised with every change of the observed set."""
@@ -234,6 +279,10 @@ class ReconcileRequest(google.protobuf.message.Message):
     def missing_specs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Epochs of the desired set whose spec was named in `later_specs` and has not arrived: the answer brings them first."""
 
+    @property
+    def finished(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___FinishedGang]:
+        """With `changed`, where the session asks for it: of each job the newest gang that ended here and was acknowledged."""
+
     def __init__(
         self,
         *,
@@ -248,10 +297,11 @@ class ReconcileRequest(google.protobuf.message.Message):
         rows: collections.abc.Iterable[Global___ObservedRows] | None = ...,
         missing_specs: collections.abc.Iterable[builtins.int] | None = ...,
         continues: builtins.bool = ...,
+        finished: collections.abc.Iterable[Global___FinishedGang] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["max_wait", b"max_wait"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changed", b"changed", "continues", b"continues", "desired_version", b"desired_version", "device_faults", b"device_faults", "gangs", b"gangs", "max_wait", b"max_wait", "missing_specs", b"missing_specs", "observation", b"observation", "rows", b"rows", "session", b"session", "storage_proved", b"storage_proved"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changed", b"changed", "continues", b"continues", "desired_version", b"desired_version", "device_faults", b"device_faults", "finished", b"finished", "gangs", b"gangs", "max_wait", b"max_wait", "missing_specs", b"missing_specs", "observation", b"observation", "rows", b"rows", "session", b"session", "storage_proved", b"storage_proved"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReconcileRequest: typing_extensions.TypeAlias = ReconcileRequest
@@ -267,6 +317,7 @@ class ReconcileResponse(google.protobuf.message.Message):
     OBSERVATION_FIELD_NUMBER: builtins.int
     ROWS_FIELD_NUMBER: builtins.int
     LATER_SPECS_FIELD_NUMBER: builtins.int
+    DESCRIBE_EPOCHS_FIELD_NUMBER: builtins.int
     desired_version: builtins.int
     changed: builtins.bool
     """False: `gangs` and `rows` are empty and the desired set stands."""
@@ -291,6 +342,12 @@ class ReconcileResponse(google.protobuf.message.Message):
         call names it in `missing_specs`, and is answered at once.
         """
 
+    @property
+    def describe_epochs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Gangs of which the observed set is to say what the daemon was last told: the master does not know them. Complete in
+        every answer.
+        """
+
     def __init__(
         self,
         *,
@@ -301,8 +358,9 @@ class ReconcileResponse(google.protobuf.message.Message):
         observation: builtins.int = ...,
         rows: collections.abc.Iterable[Global___DesiredRows] | None = ...,
         later_specs: collections.abc.Iterable[builtins.int] | None = ...,
+        describe_epochs: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_epochs", b"acknowledged_epochs", "changed", b"changed", "desired_version", b"desired_version", "gangs", b"gangs", "later_specs", b"later_specs", "observation", b"observation", "rows", b"rows"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_epochs", b"acknowledged_epochs", "changed", b"changed", "describe_epochs", b"describe_epochs", "desired_version", b"desired_version", "gangs", b"gangs", "later_specs", b"later_specs", "observation", b"observation", "rows", b"rows"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReconcileResponse: typing_extensions.TypeAlias = ReconcileResponse
@@ -709,6 +767,8 @@ class ObservedGang(google.protobuf.message.Message):
     LAST_STEP_TIME_FIELD_NUMBER: builtins.int
     KEPT_MEMORY_BYTES_FIELD_NUMBER: builtins.int
     FIRST_STEP_TIME_FIELD_NUMBER: builtins.int
+    TOLD_FIELD_NUMBER: builtins.int
+    IN_TIME_SLICES_FIELD_NUMBER: builtins.int
     job: builtins.str
     job_uid: builtins.str
     epoch: builtins.int
@@ -731,6 +791,8 @@ class ObservedGang(google.protobuf.message.Message):
     """Parked at OFFLOAD: host memory of its processes beside their arenas, with a margin, as measured when the rest was
     seen; the group's limit is no higher while it rests. Zero where it cannot be measured: all that is claimed.
     """
+    in_time_slices: builtins.bool
+    """It is in a time-slice group."""
     @property
     def order(self) -> Global___OrderKey:
         """Highest order obeyed or being obeyed."""
@@ -767,6 +829,10 @@ class ObservedGang(google.protobuf.message.Message):
 
     @property
     def first_step_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def told(self) -> Global___DesiredGang:
+        """Where the master asks for it: the newest order that the daemon has for this gang, with the spec."""
+
     def __init__(
         self,
         *,
@@ -795,13 +861,53 @@ class ObservedGang(google.protobuf.message.Message):
         last_step_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         kept_memory_bytes: builtins.int = ...,
         first_step_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        told: Global___DesiredGang | None = ...,
+        in_time_slices: builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "first_step_time", b"first_step_time", "last_step_time", b"last_step_time", "order", b"order", "outcome", b"outcome", "progress", b"progress"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "first_step_time", b"first_step_time", "last_step_time", b"last_step_time", "order", b"order", "outcome", b"outcome", "progress", b"progress", "told", b"told"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "capabilities", b"capabilities", "capabilities_presumed", b"capabilities_presumed", "checkpoint", b"checkpoint", "claim_device_mask", b"claim_device_mask", "cores", b"cores", "epoch", b"epoch", "first_step_time", b"first_step_time", "job", b"job", "job_uid", b"job_uid", "kept_memory_bytes", b"kept_memory_bytes", "last_step_time", b"last_step_time", "level", b"level", "order", b"order", "outcome", b"outcome", "peak_device_bytes", b"peak_device_bytes", "phase", b"phase", "progress", b"progress", "ranks", b"ranks", "repin_done", b"repin_done", "residue_bytes", b"residue_bytes", "stop_sequence", b"stop_sequence", "stop_step", b"stop_step", "threads", b"threads", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "capabilities", b"capabilities", "capabilities_presumed", b"capabilities_presumed", "checkpoint", b"checkpoint", "claim_device_mask", b"claim_device_mask", "cores", b"cores", "epoch", b"epoch", "first_step_time", b"first_step_time", "in_time_slices", b"in_time_slices", "job", b"job", "job_uid", b"job_uid", "kept_memory_bytes", b"kept_memory_bytes", "last_step_time", b"last_step_time", "level", b"level", "order", b"order", "outcome", b"outcome", "peak_device_bytes", b"peak_device_bytes", "phase", b"phase", "progress", b"progress", "ranks", b"ranks", "repin_done", b"repin_done", "residue_bytes", b"residue_bytes", "stop_sequence", b"stop_sequence", "stop_step", b"stop_step", "threads", b"threads", "told", b"told", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ObservedGang: typing_extensions.TypeAlias = ObservedGang
+
+@typing.final
+class FinishedGang(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    JOB_UID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    OUTCOME_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    CHECKPOINT_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    job_uid: builtins.str
+    epoch: builtins.int
+    nodes: builtins.int
+    """How many nodes the gang was on; zero where an older daemon recorded its end."""
+    @property
+    def outcome(self) -> Global___Outcome: ...
+    @property
+    def checkpoint(self) -> ganger.v1.job_pb2.Checkpoint:
+        """The newest complete one that this node's leader published."""
+
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        job_uid: builtins.str = ...,
+        epoch: builtins.int = ...,
+        outcome: Global___Outcome | None = ...,
+        nodes: builtins.int = ...,
+        checkpoint: ganger.v1.job_pb2.Checkpoint | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint", b"checkpoint", "outcome", b"outcome"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint", b"checkpoint", "epoch", b"epoch", "job", b"job", "job_uid", b"job_uid", "nodes", b"nodes", "outcome", b"outcome"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___FinishedGang: typing_extensions.TypeAlias = FinishedGang
 
 @typing.final
 class ObservedRank(google.protobuf.message.Message):

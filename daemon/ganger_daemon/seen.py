@@ -1,0 +1,42 @@
+"""How far this daemon has seen the master's database come. A master whose database is an older copy notices by it.
+
+What was seen is noted before it is acted on. It is no more than a hint: without the note the master is told less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from ganger.agent.v1 import agent_pb2
+from google.protobuf import json_format
+
+from ganger_daemon.files import read_json, write_hint
+
+
+class Seen:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.message = agent_pb2.Seen()
+        try:
+            json_format.ParseDict(read_json(path), self.message, ignore_unknown_fields=True)
+        except json_format.ParseError:
+            self.message = agent_pb2.Seen()
+
+    def note(self, store: str, desired_version: int, gangs: Iterable[agent_pb2.DesiredGang]) -> None:
+        """A desired set of the database of that name. Versions of another database count for nothing; its ids do."""
+        fresh = agent_pb2.Seen(store=store, desired_version=desired_version)
+        fresh.next_epoch, fresh.next_job = self.message.next_epoch, self.message.next_job
+        if store == self.message.store:
+            fresh.desired_version = max(desired_version, self.message.desired_version)
+        for gang in gangs:
+            fresh.next_epoch = max(fresh.next_epoch, gang.epoch + 1)
+            fresh.next_job = max(fresh.next_job, _number(gang.job) + 1)
+        if fresh != self.message:
+            self.message = fresh
+            write_hint(self._path, json_format.MessageToDict(fresh))
+
+
+def _number(job: str) -> int:
+    text = job.removeprefix("jobs/")
+    return int(text) if text.isdecimal() else 0

@@ -1,0 +1,369 @@
+"""Gangs found on nodes that the database does not want there: to be adopted, to be ended, or to be left alone.
+
+A quarantined gang runs on and keeps its devices, cores and memory until it ends or an operator decides. It is adopted
+as it was last told: as the gang of its job, under its own epoch. Nothing is killed on doubt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from msgspec.structs import replace
+
+from ganger_master.core import commands, events, orders
+from ganger_master.core.answers import Answer, Done, JobAnswer, Refused
+from ganger_master.core.capacity import level_of
+from ganger_master.core.commands import ObservedGang
+from ganger_master.core.desired import threads_of
+from ganger_master.core.model import (
+    Claim,
+    Gang,
+    GangPhase,
+    GangRole,
+    Intent,
+    Job,
+    JobState,
+    ObservedPhase,
+    Piece,
+    Stray,
+    SuspendLevel,
+    Told,
+)
+from ganger_master.core.residues import kept_of
+from ganger_master.core.state import State
+
+# More ranges are joined, the oldest first: what lies between is then taken for skipped, too, and is not stopped.
+_RANGES_MOST: Final = 64
+_SETTLED: Final = (ObservedPhase.RUNNING, ObservedPhase.PARKED)
+
+
+# -- ids ---------------------------------------------------------------------------------------------------------------
+
+
+def note_ids(state: State, next_epoch: int, next_job: int) -> None:
+    """Ids below these were given by somebody: none of them is given again."""
+    counters = state.counters
+    counters.next_job = max(counters.next_job, next_job)
+    if next_epoch <= counters.next_epoch:
+        return
+    skipped = [*counters.skipped_epochs, (counters.next_epoch, next_epoch)]
+    if len(skipped) > 1 and skipped[-2][1] == skipped[-1][0]:
+        skipped[-2:] = [(skipped[-2][0], next_epoch)]
+    if len(skipped) > _RANGES_MOST:
+        skipped[:2] = [(skipped[0][0], skipped[1][1])]
+    counters.skipped_epochs, counters.next_epoch = tuple(skipped), next_epoch
+
+
+def is_skipped(state: State, epoch: int) -> bool:
+    """Whether this database never gave that epoch."""
+    counters = state.counters
+    return epoch >= counters.next_epoch or any(first <= epoch < end for first, end in counters.skipped_epochs)
+
+
+# -- strays ------------------------------------------------------------------------------------------------------------
+
+
+def stray_of(observed: ObservedGang, quarantined: bool, note: str, before: Stray | None = None) -> Stray:
+    """What a node has of a gang; whether it is quarantined stands, once it was decided."""
+    is_over = observed.phase is ObservedPhase.ENDED
+    return Stray(
+        observed.job,
+        observed.uid,
+        observed.epoch,
+        0 if is_over else observed.device_mask,
+        before.master_sequence if before is not None else observed.master_sequence + 1,
+        quarantined if before is None else before.quarantined,
+        note if before is None else before.note,
+        observed.phase,
+        observed.told or (before.told if before is not None else None),
+        observed.level,
+        observed.stop_step,
+        observed.residue_bytes,
+        observed.outcome,
+        before is not None and before.is_ordered,
+    )
+
+
+def found(state: State, uid: str, epoch: int) -> dict[str, Stray]:
+    """The parts of a quarantined gang, by node."""
+    parts: dict[str, Stray] = {}
+    for name in sorted(state.strays_of.get(uid, ())):
+        for stray in state.nodes[name].strays:
+            if _is(stray, uid, epoch) and stray.quarantined:
+                parts[name] = stray
+    return parts
+
+
+def live_epochs(state: State, uid: str) -> dict[int, list[str]]:
+    """Of a job by uid: its gangs that are, or were, quarantined and have not ended, with their nodes."""
+    epochs: dict[int, list[str]] = {}
+    for name in sorted(state.strays_of.get(uid, ())):
+        for stray in state.nodes[name].strays:
+            if stray.uid == uid and stray.holds_back and stray.phase is not ObservedPhase.ENDED:
+                epochs.setdefault(stray.epoch, []).append(name)
+    return epochs
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def decide_end(
+    state: State, command: commands.EndQuarantined, now: float
+) -> tuple[tuple[events.QuarantineEnded, ...], Answer]:
+    if not found(state, command.uid, command.epoch):
+        return (), _not_there(command.uid, command.epoch)
+    return (events.QuarantineEnded(now, f"user:{command.user}", command.uid, command.epoch),), Done()
+
+
+def decide_adopt(
+    state: State, command: commands.AdoptQuarantined, now: float
+) -> tuple[tuple[events.QuarantineAdopted, ...], Answer]:
+    parts = found(state, command.uid, command.epoch)
+    if not parts:
+        return (), _not_there(command.uid, command.epoch)
+    refusal, number = adoption_refusal(state, parts), next(iter(parts.values())).job
+    if refusal:
+        text = f"epoch {command.epoch} of {command.uid} cannot be adopted: {refusal}"
+        return (), Refused("ADOPTION_REFUSED", text, {"job": f"jobs/{number}"})
+    event = events.QuarantineAdopted(now, f"user:{command.user}", command.uid, command.epoch)
+    return (event,), JobAnswer(number)
+
+
+def adoption_refusal(state: State, parts: Mapping[str, Stray]) -> str:
+    """Why a quarantined gang of these parts cannot be adopted as it is now; empty if it can."""
+    job = _job_of(state, parts, 0.0)
+    taken = job if isinstance(job, str) else gang_of(state, job, next(iter(parts.values())).epoch, parts, 0.0)
+    return taken if isinstance(taken, str) else ""
+
+
+def end(state: State, event: events.QuarantineEnded) -> None:
+    """From now on it is a gang that is not wanted: its nodes are told to stop it. Its job waits until it is gone."""
+    parts = found(state, event.uid, event.epoch)
+    for name in parts:
+        node = state.nodes[name]
+        strays = tuple(
+            [
+                replace(stray, quarantined=False, is_ordered=True) if _is(stray, event.uid, event.epoch) else stray
+                for stray in node.strays
+            ]
+        )
+        state.put_node(replace(node, strays=strays))
+        state.history(event.time, f"nodes/{name}", "quarantine_ended", event.cause, epoch=event.epoch, uid=event.uid)
+    if all(part.phase is ObservedPhase.ENDED for part in parts.values()):
+        dismiss(state, event.uid, event.epoch)
+
+
+def dismiss(state: State, uid: str, epoch: int) -> None:
+    """It has ended on all its nodes, which may forget it."""
+    for name in sorted(state.strays_of.get(uid, ())):
+        node = state.nodes[name]
+        if any(_is(stray, uid, epoch) for stray in node.strays):
+            strays = tuple([stray for stray in node.strays if not _is(stray, uid, epoch)])
+            state.put_node(replace(node, strays=strays, acknowledged=(*node.acknowledged, epoch)))
+
+
+def _is(stray: Stray, uid: str, epoch: int) -> bool:
+    return (stray.uid, stray.epoch) == (uid, epoch)
+
+
+def adopt(state: State, event: events.QuarantineAdopted) -> None:
+    parts = found(state, event.uid, event.epoch)
+    job = _job_of(state, parts, event.time)
+    assert isinstance(job, Job), "decided before"
+    gang = gang_of(state, job, event.epoch, parts, event.time)
+    assert isinstance(gang, Gang), "decided before"
+    take(state, job, gang, event.time, event.cause)
+
+
+def _job_of(state: State, parts: Mapping[str, Stray], now: float) -> Job | str:
+    """The job that waits for this gang, or one that is made for it; else why it can be neither."""
+    part = next(iter(parts.values()))
+    known = state.jobs.get(part.job)
+    if known is None:
+        told = part.told
+        if told is None or told.spec is None:
+            return "its daemon has not sent what it runs; wait a moment, or end it"
+        if not part.job:
+            return "its daemon does not name a job"
+        return Job(part.job, part.uid, told.user, told.spec, now, pending_since=now)
+    if known.uid != part.uid:
+        return f"{known.name} is another job by now; end it, and submit its job anew"
+    if known.state.is_final or known.ending is not None:
+        return f"{known.name} has ended or is about to"
+    if known.epoch or known.next_epoch:
+        return f"{known.name} has another gang, of epoch {known.epoch or known.next_epoch}"
+    return known
+
+
+def _not_there(uid: str, epoch: int) -> Refused:
+    text = f"no gang of epoch {epoch} of {uid} is quarantined: `ganger nodes quarantine list` shows those that are"
+    return Refused("GANG_NOT_FOUND", text)
+
+
+# -- adoption ----------------------------------------------------------------------------------------------------------
+
+
+def gang_of(state: State, job: Job, epoch: int, parts: Mapping[str, Stray], now: float) -> Gang | str:
+    """The gang that these parts make, as its daemons were last told; or why it cannot be adopted."""
+    told = [part.told for part in parts.values() if part.told is not None]
+    if len(told) < len(parts):
+        return "its daemon has not sent what it was told; wait a moment"
+    newest = max(told, key=lambda one: one.master_sequence)
+    missing = [name for name in newest.nodes if name not in parts]
+    if missing or len(newest.nodes) != len(parts):
+        return f"its part on {', '.join(missing) or 'another node'} is not there"
+    refused = _refused(state, job, newest, parts)
+    if refused:
+        return refused
+    claims = tuple([_told(parts[name]).claim for name in newest.nodes])
+    misfit = _unknown(state, claims)
+    if misfit:
+        return misfit
+    gang = _built(state, job, epoch, newest, [parts[name] for name in newest.nodes], claims, now)
+    return _misfit(state, job, gang) or gang
+
+
+def take(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
+    """The job holds this gang, and no other."""
+    rests = gang.intent is Intent.PARK
+    trouble = job.trouble
+    if rests and job.state is not JobState.SUSPENDED:
+        trouble = "it was found at rest after a restore; `ganger resume` lets it go on"
+    level = gang.park_level if rests else SuspendLevel.NONE
+    for name in gang.nodes:
+        # It may rest, so what it holds is not just its claim.
+        state.dirty.rows[name] = None
+    state.put_gang(gang)
+    state.put_job(
+        replace(
+            job,
+            state=JobState.SUSPENDED if rests else JobState.HOLDING,
+            revision=job.revision + 1,
+            pending_since=0.0,
+            epoch=gang.epoch,
+            next_epoch=0,
+            gpus_given=0 if gang.devices == job.spec.gpus else gang.devices,
+            again_at=0.0,
+            ending=None,
+            running_since=0.0 if rests else job.running_since or now,
+            start_time=job.start_time or now,
+            suspend_wanted=level,
+            suspended_level=level if gang.phase is GangPhase.PARKED else SuspendLevel.NONE,
+            trouble=trouble,
+        )
+    )
+    state.counters.next_job = max(state.counters.next_job, job.number + 1)
+    state.dirty.jobs[job.number] = None
+    for name in gang.nodes:
+        node = state.nodes[name]
+        strays = tuple([stray for stray in node.strays if not _is(stray, job.uid, gang.epoch)])
+        state.put_node(replace(node, strays=strays))
+    state.history(now, job, "gang_adopted", cause, epoch=gang.epoch, nodes=" ".join(gang.nodes))
+
+
+def _refused(state: State, job: Job, newest: Told, parts: Mapping[str, Stray]) -> str:
+    """Why it is not adopted, whatever it holds; empty if nothing of the kind."""
+    if any(_told(part).is_sliced for part in parts.values()):
+        return "it takes turns with others on its devices"
+    if newest.intent not in (Intent.RUN, Intent.PARK, Intent.HAND_OVER):
+        return f"it was told to {newest.intent.value.lower()}"
+    if newest.restore.parked_epoch and any(part.phase not in _SETTLED for part in parts.values()):
+        return f"it still takes its state from epoch {newest.restore.parked_epoch}; wait until it steps"
+    if any(part.phase in (ObservedPhase.ENDED, ObservedPhase.NONE) for part in parts.values()):
+        return "a part of it has ended"
+    return ""
+
+
+def _unknown(state: State, claims: Sequence[Claim]) -> str:
+    """Why claims name what their nodes do not have; empty if they do not."""
+    for claim in claims:
+        kind = state.configuration_sets[state.nodes[claim.node].configuration_set]
+        if claim.device_mask >> kind.devices or len(claim.millicores) > len(kind.sockets):
+            return f"nodes/{claim.node} has other hardware by now"
+    return ""
+
+
+def _misfit(state: State, job: Job, gang: Gang) -> str:
+    """Why what a gang holds (where it rests less than its claims) cannot be booked beside what others hold; empty if it
+    can."""
+    if not job.spec.accepts(gang.devices):
+        return f"it has {gang.devices} devices, which {job.name} does not accept"
+    for claim in [piece.held for piece in gang.pieces if piece.held is not None]:
+        kind = state.configuration_sets[state.nodes[claim.node].configuration_set]
+        held = state.held_on(claim.node)
+        if any(claim.device_mask & other.device_mask & ~(claim.shared_mask & other.shared_mask) for other in held):
+            return f"another gang is given a device of it on nodes/{claim.node}"
+        for index, socket in enumerate(kind.sockets[: len(claim.millicores)]):
+            others = sum([other.millicores[index] for other in held if index < len(other.millicores)])
+            if others + claim.millicores[index] > socket.millicores:
+                return f"cores of it are given to others on nodes/{claim.node}"
+        memory = sum([other.memory_bytes + other.arena_bytes for other in held])
+        if memory + claim.memory_bytes + claim.arena_bytes > kind.memory_bytes:
+            return f"memory of it is given to others on nodes/{claim.node}"
+    return ""
+
+
+def _built(
+    state: State, job: Job, epoch: int, newest: Told, parts: Sequence[Stray], claims: Sequence[Claim], now: float
+) -> Gang:
+    version = state.next_desired_version
+    gang = Gang(
+        epoch=epoch,
+        job=job.number,
+        role=GangRole.ACTIVE,
+        phase=GangPhase.STARTING,
+        pieces=tuple(
+            [
+                _piece(state, job, part, claim, newest.stop_sequence, version)
+                for part, claim in zip(parts, claims, strict=True)
+            ]
+        ),
+        level=level_of(state, claims),
+        create_time=now,
+        master_sequence=newest.master_sequence,
+        restore=newest.restore,
+        threads=newest.threads or threads_of(claims),
+        checkpoint_request=newest.checkpoint_request,
+        repin_request=newest.repin_request,
+        stepped=any(part.phase in _SETTLED for part in parts),
+        since=now,
+    )
+    if newest.intent is Intent.PARK:
+        parked = replace(
+            gang,
+            intent=Intent.PARK,
+            phase=GangPhase.STOPPING,
+            park_level=newest.level,
+            stop_sequence=newest.stop_sequence or newest.master_sequence,
+        )
+        rests = all(part.phase is ObservedPhase.PARKED and part.level >= newest.level for part in parts)
+        gang = orders.rested(parked, now) if rests and len({part.stop_step for part in parts}) == 1 else parked
+    elif newest.intent is Intent.HAND_OVER:
+        # The move it is the source of is not committed: it runs on.
+        gang = orders.run(gang, now)
+    if len({_told(part).master_sequence for part in parts}) > 1:
+        # Some nodes have not heard the newest order: all hear it now.
+        gang = orders.begin_anew(gang)
+    return gang
+
+
+def _piece(state: State, job: Job, part: Stray, claim: Claim, stop_sequence: int, version: int) -> Piece:
+    is_parked = part.phase is ObservedPhase.PARKED
+    is_offloaded = is_parked and part.level is SuspendLevel.OFFLOAD
+    return Piece(
+        claim=claim,
+        held=claim,
+        phase=part.phase,
+        level=part.level,
+        master_sequence=_told(part).master_sequence,
+        stop_sequence=stop_sequence if is_parked else 0,
+        stop_step=part.stop_step,
+        wanted_from=version,
+        residue_bytes=(kept_of(state, claim, job.spec.gpu_memory_bytes, part.residue_bytes) if is_offloaded else ()),
+    )
+
+
+def _told(part: Stray) -> Told:
+    assert part.told is not None, "looked at before"
+    return part.told

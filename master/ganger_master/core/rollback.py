@@ -1,0 +1,529 @@
+"""A database that was restored from an older copy: how that is noticed, and how the master finds what became of it.
+
+Jobs have ended, started and moved since the copy was made. Until every node has reported what it runs, nothing is
+started, stopped or changed, and nodes are told nothing, so that they leave all as it is. Then everything is settled at
+once, by what nodes report and by what is recorded of ends: gangs are adopted where they are, jobs that have ended end,
+a job of which it is not known what became of it is suspended, for its user to say.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Final, TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ganger_master.core import checkpoints, commands, ending, events, observation, orders, quarantine
+from ganger_master.core.answers import Answer, Done, Refused
+from ganger_master.core.commands import Ended, FinishedGang, Marks, Observe, ObservedGang
+from ganger_master.core.desired import undescribed
+from ganger_master.core.model import (
+    Failure,
+    Gang,
+    Intent,
+    Job,
+    JobState,
+    ObservedPhase,
+    Outcome,
+    OutcomeKind,
+    Piece,
+    Restoring,
+    Stray,
+    SuspendLevel,
+)
+from ganger_master.core.state import State
+
+# Daemons that the database does not know are given as long to call; the longest they wait between two attempts.
+_DESCRIBED_SECONDS: Final = 5.0
+# Revisions that callers may have seen since the copy was made are not given again.
+_REVISIONS_SKIPPED: Final = 1 << 20
+_VERSIONS_SKIPPED: Final = 1 << 40
+_NAMED: Final = 8
+_LOST_FROM_SIGHT: Final = (
+    "the database was restored from a backup, and what became of the job since is not known: `ganger resume` runs it "
+    "(again), `ganger cancel` ends it"
+)
+# What may be done meanwhile.
+_ALWAYS: Final = (
+    commands.OpenSession,
+    commands.Observe,
+    commands.Answer,
+    commands.OpenStore,
+    commands.NoteEnds,
+    commands.GoOn,
+    commands.ClaimTurns,
+    commands.Tick,
+)
+
+# Of one job, by epoch and node.
+_Alive: TypeAlias = dict[int, dict[str, ObservedGang]]
+_Over: TypeAlias = dict[int, dict[str, FinishedGang]]
+
+
+# -- noticing ----------------------------------------------------------------------------------------------------------
+
+
+def decide_open(state: State, command: commands.OpenStore, now: float) -> tuple[tuple[events.StoreOpened, ...], Answer]:
+    counters, marks = state.counters, command.marks
+    name = counters.store or command.name
+    if counters.restoring is not None:
+        return (), Done()
+    is_used = bool(counters.store)
+    why = ""
+    if command.is_restored:
+        why = "the operator says so"
+    elif marks is not None and marks.store == counters.store and is_used and is_behind(state, marks):
+        why = f"the file beside it has seen event {marks.next_event - 1}, it ends with {counters.next_event - 1}"
+    elif marks is None and is_used and command.must_have_marks:
+        why = "the file that belongs beside it is not there"
+    if not why and is_used:
+        return (), Done()
+    event = events.StoreOpened(now, "master", name, why, marks if why and marks is not None else commands.NO_MARKS)
+    return (event,), Done()
+
+
+def is_behind(state: State, marks: Marks) -> bool:
+    """Whether this database has been further than it is."""
+    counters = state.counters
+    return any(getattr(marks, name) > getattr(counters, name) for name in _COUNTED)
+
+
+_COUNTED: Final = ("desired_version", "next_epoch", "next_job", "next_event", "next_session", "next_set")
+
+
+def found_by_daemon(state: State, command: commands.OpenSession) -> str:
+    """Why a daemon's word shows that the database is an older copy; empty if it does not."""
+    seen, counters = command.seen, state.counters
+    if counters.restoring is not None or not seen.store or seen.store != counters.store:
+        return ""
+    if seen.desired_version <= counters.desired_version:
+        return ""
+    ends = counters.desired_version
+    return f"nodes/{command.node} has had orders of version {seen.desired_version}, it ends with {ends}"
+
+
+def open_store(state: State, event: events.StoreOpened) -> None:
+    counters, marks = state.counters, event.marks
+    counters.store = event.store
+    if not event.why:
+        return
+    quarantine.note_ids(state, marks.next_epoch, marks.next_job)
+    for name in ("desired_version", "next_event", "next_session", "next_set"):
+        setattr(counters, name, max(getattr(counters, name), getattr(marks, name)))
+    # Beyond what any daemon can have had of the time that is lost: one that calls late is no news.
+    counters.desired_version += _VERSIONS_SKIPPED
+    counters.restoring = Restoring(event.time, event.why)
+    state.reports.clear()
+    state.ends = None
+    for number in list(state.turn_of):
+        state.drop_turn(number)
+    state.promised = {}
+    for node in list(state.nodes.values()):
+        # Whoever has been told anything is to say anew what it has.
+        state.put_node(replace(node, session="", heard=False, silent=False))
+        state.dirty.wants[node.name] = []
+    state.history(event.time, "cluster", "restore_noticed", event.cause, event.why)
+
+
+# -- listening ---------------------------------------------------------------------------------------------------------
+
+
+def refused(state: State, command: commands.Command) -> Refused | None:
+    """Why a command has to wait; None if it may be decided now."""
+    restoring = state.counters.restoring
+    if restoring is None or isinstance(command, _ALWAYS):
+        return None
+    missing = awaited(state)
+    names = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
+    waits = f"waits for what these nodes run: {names}" if missing else "settles what it has found"
+    text = (
+        f"the master's database was restored from a backup, and the master {waits}: try again, or start the nodes' "
+        "daemons; an operator goes on without them with `ganger nodes quarantine go-on`"
+    )
+    return Refused("RESTORING", text, {"nodes": names[:_TEXT_MOST]})
+
+
+_TEXT_MOST: Final = 250
+
+
+def awaited(state: State) -> list[str]:
+    """Nodes that have not reported yet."""
+    return [name for name in sorted(state.nodes) if name not in state.reports]
+
+
+def hear(state: State, report: Observe, now: float) -> None:
+    """A node's whole report, kept until all is settled."""
+    note_ids_of(state, report)
+    state.reports[report.node] = (now, report)
+    state.dirty.wants[report.node] = []
+
+
+def note_ids_of(state: State, report: Observe) -> None:
+    """What a node has was given by somebody."""
+    ids = [(gang.epoch, gang.job) for gang in report.gangs]
+    ids += [(gang.epoch, gang.job) for gang in report.finished]
+    if ids:
+        quarantine.note_ids(state, max(epoch for epoch, _ in ids) + 1, max(job for _, job in ids) + 1)
+
+
+def next_time(state: State, now: float) -> float | None:
+    """When it may be settled although something is missing; None where that waits for a report alone."""
+    restoring = state.counters.restoring
+    assert restoring is not None, "asked only while it listens"
+    times = [restoring.since + state.settings.restored_wait_seconds]
+    times += [at + _DESCRIBED_SECONDS for at, report in state.reports.values() if undescribed(report.gangs)]
+    if state.lost_after is not None:
+        times.append(restoring.since + max(state.lost_after, state.settings.restored_wait_seconds))
+    return min([time for time in times if time > now], default=None)
+
+
+def is_complete(state: State, now: float) -> bool:
+    """Whether all is known that can be: ends on storage, and every node's report. A node that did not call for so long
+    that its ranks no longer step is as one that is lost."""
+    restoring = state.counters.restoring
+    if restoring is None or state.ends is None or now < restoring.since + state.settings.restored_wait_seconds:
+        return False
+    given_up = state.lost_after is not None and now >= restoring.since + state.lost_after
+    if awaited(state) and not given_up:
+        return False
+    return all(not undescribed(report.gangs) or now >= at + _DESCRIBED_SECONDS for at, report in state.reports.values())
+
+
+def decide_go_on(state: State, command: commands.GoOn, now: float) -> tuple[tuple[events.RestoreSettled, ...], Answer]:
+    if state.counters.restoring is None:
+        text = "the master does not wait: its database was not restored, or what nodes run is settled already"
+        return (), Refused("NOT_RESTORING", text)
+    return (events.RestoreSettled(now, f"user:{command.user}"),), Done()
+
+
+# -- what became of a job ----------------------------------------------------------------------------------------------
+
+
+class Ends(Struct, frozen=True):
+    """The job has ended so, `by` this."""
+
+    state: JobState
+    by: str
+
+
+class Asks(Struct, frozen=True):
+    """It is not known whether it ended: its user is to say."""
+
+
+class Stands(Struct, frozen=True):
+    """Nothing shows that it is other than the database says."""
+
+
+class Takes(Struct, frozen=True):
+    """It has the gang of this epoch."""
+
+    epoch: int
+
+
+Verdict: TypeAlias = Ends | Asks | Stands | Takes
+
+
+def verdict_of(state: State, job: Job, alive: _Alive, over: _Over, ended: Ended | None) -> Verdict:
+    """What became of a job, by all that is reported of it."""
+    if ended is not None:
+        return Ends(ended.state, "it is recorded that it ended") if ended.state is not None else _by_ends(job, over)
+    living = _living(state, job, alive)
+    news = {epoch: parts for epoch, parts in over.items() if _is_news(state, job, epoch, parts)}
+    newest = max(news, default=0)
+    if living and not _was_left(living, alive[living], newest, news):
+        return Stands() if is_as_known(state, living, alive[living], alive, job) else Takes(living)
+    if not newest:
+        return Stands() if not alive.keys() - {job.epoch, job.next_epoch} else Asks()
+    return _by_outcomes(state, job, newest, news[newest])
+
+
+def _by_ends(job: Job, over: _Over) -> Verdict:
+    """It ended, nobody noted how."""
+    parts = over[max(over)].values() if over else ()
+    if parts and all(part.outcome.kind is OutcomeKind.DONE for part in parts):
+        return Ends(JobState.SUCCEEDED, "storage has a note that it ended, and its ranks had finished")
+    return Ends(JobState.CANCELLED, "storage has a note that it ended, but not how")
+
+
+def _living(state: State, job: Job, alive: _Alive) -> int:
+    """The newest epoch that may step; zero if there is none."""
+    return max([epoch for epoch, parts in alive.items() if _may_step(state, epoch, parts)], default=0)
+
+
+def _may_step(state: State, epoch: int, parts: Mapping[str, ObservedGang]) -> bool:
+    """Whether it is neither on its way to its end nor a move's destination before the move is committed."""
+    told = [part.told for part in parts.values() if part.told is not None]
+    gang = state.gangs.get(epoch)
+    if told:
+        return max(told, key=lambda one: one.master_sequence).intent not in (Intent.STOP, Intent.PREPARE)
+    # A daemon that cannot say: what is known, or what it looks like.
+    if gang is not None and max(part.master_sequence for part in parts.values()) <= gang.master_sequence:
+        return gang.intent not in (Intent.STOP, Intent.PREPARE)
+    return all(part.phase in (ObservedPhase.RUNNING, ObservedPhase.PARKED) for part in parts.values())
+
+
+def _is_news(state: State, job: Job, epoch: int, parts: Mapping[str, FinishedGang]) -> bool:
+    """Whether the database does not know that this attempt is over, nor wants it to be."""
+    gang = state.gangs.get(epoch)
+    if gang is None:
+        return quarantine.is_skipped(state, epoch)
+    is_wanted_over = gang.intent is Intent.STOP and all(
+        part.outcome.kind is not OutcomeKind.DONE for part in parts.values()
+    )
+    return gang.job == job.number and not is_wanted_over
+
+
+def _was_left(living: int, parts: Mapping[str, ObservedGang], newest: int, over: _Over) -> bool:
+    """Whether a later attempt took over from the one that is still there, and has ended: what is there is a copy."""
+    if newest <= living:
+        return False
+    told = [part.told for part in parts.values() if part.told is not None]
+    intent = max(told, key=lambda one: one.master_sequence).intent if told else Intent.RUN
+    # One that was told to run since is the one that goes on: the move to the later one had been given up.
+    return intent is Intent.HAND_OVER and all(part.outcome.kind is OutcomeKind.DONE for part in over[newest].values())
+
+
+def is_as_known(state: State, epoch: int, parts: Mapping[str, ObservedGang], alive: _Alive, job: Job) -> bool:
+    """Whether a gang is where the database has it, and obeys no order that the database does not know."""
+    gang = state.gangs.get(epoch)
+    if gang is None or gang.job != job.number or epoch not in (job.epoch, job.next_epoch):
+        return False
+    if any(node not in gang.nodes for node in parts):
+        return False
+    if alive.keys() - set(state.gangs_of.get(job.number, ())):
+        return False
+    return all(part.master_sequence <= gang.master_sequence for part in parts.values())
+
+
+def _by_outcomes(state: State, job: Job, epoch: int, parts: Mapping[str, FinishedGang]) -> Verdict:
+    kinds = {part.outcome.kind for part in parts.values()}
+    gang = state.gangs.get(epoch)
+    nodes = len(gang.nodes) if gang is not None else max(part.nodes for part in parts.values())
+    if kinds == {OutcomeKind.DONE} and len(parts) == nodes:
+        return Ends(JobState.SUCCEEDED, "every rank has finished")
+    is_users = bool(kinds & {OutcomeKind.FAILED, OutcomeKind.OUT_OF_MEMORY})
+    if is_users and job.failures >= job.spec.max_failures:
+        failed = next(part.outcome for part in parts.values() if part.outcome.kind not in _WELL)
+        return Ends(JobState.FAILED, failed.message or f"an attempt ended as {failed.kind.value}")
+    return Asks()
+
+
+_WELL: Final = (OutcomeKind.DONE, OutcomeKind.YIELDED, OutcomeKind.STOPPED)
+
+
+# -- settling ----------------------------------------------------------------------------------------------------------
+
+
+def settle(state: State, event: events.RestoreSettled) -> None:
+    """All that was reported is taken as it is, and what the database says is made to fit."""
+    now, cause = event.time, event.cause
+    reports = {name: report for name, (_, report) in sorted(state.reports.items()) if name in state.nodes}
+    ends, missing = state.ends or {}, awaited(state)
+    alive, over = _gathered(reports)
+    _learn_checkpoints(state, alive, over, now)
+    verdicts = {
+        number: verdict_of(state, state.jobs[number], alive.get(uid, {}), over.get(uid, {}), ends.get(uid))
+        for number in list(state.live)
+        for uid in (state.jobs[number].uid,)
+    }
+    _dissolve_sets(state, reports, alive, verdicts)
+    _let_go(state, verdicts, alive, reports, now)
+    _note_strays(state, reports, alive, verdicts)
+    told = Counter(type(verdict).__name__.lower() for verdict in verdicts.values())
+    for number, verdict in verdicts.items():
+        job = state.jobs[number]
+        if isinstance(verdict, Takes) and not _take(state, job, verdict.epoch, now, cause):
+            told["quarantined"] += 1
+        elif isinstance(verdict, Ends):
+            failure = Failure("EXIT", verdict.by) if verdict.state is JobState.FAILED else None
+            ending.end(state, number, verdict.state, now, verdict.by, failure)
+        elif isinstance(verdict, Asks):
+            _ask(state, job, now, cause)
+    for number in list(state.live):
+        job = state.jobs[number]
+        state.put_job(replace(job, revision=job.revision + _REVISIONS_SKIPPED))
+    state.counters.restoring, state.reports, state.ends = None, {}, None
+    state.next_silence_check = now
+    for name, report in reports.items():
+        state.dirty.wants[name] = []
+        observation.observe(state, replace(report, finished=()), now, cause)
+        follow_ended(state, name, now, cause)
+    for name in missing:
+        state.dirty.wants[name] = []
+    text = f"without {', '.join(missing)}" if missing else ""
+    state.history(now, "cluster", "restore_settled", cause, text, **dict(sorted(told.items())))
+
+
+def _gathered(reports: Mapping[str, Observe]) -> tuple[dict[str, _Alive], dict[str, _Over]]:
+    alive: dict[str, _Alive] = {}
+    over: dict[str, _Over] = {}
+    for name, report in reports.items():
+        for gang in report.gangs:
+            if gang.phase is ObservedPhase.ENDED:
+                nodes = len(gang.told.nodes) if gang.told is not None else 0
+                part = FinishedGang(gang.job, gang.uid, gang.epoch, gang.outcome, nodes, gang.checkpoint)
+                over.setdefault(gang.uid, {}).setdefault(gang.epoch, {})[name] = part
+            else:
+                alive.setdefault(gang.uid, {}).setdefault(gang.epoch, {})[name] = gang
+        for part in report.finished:
+            over.setdefault(part.uid, {}).setdefault(part.epoch, {})[name] = part
+    return alive, over
+
+
+def _learn_checkpoints(state: State, alive: Mapping[str, _Alive], over: Mapping[str, _Over], now: float) -> None:
+    """The newest complete one counts, whichever attempt wrote it."""
+    for number in list(state.live):
+        job = state.jobs[number]
+        known = [part.checkpoint for parts in alive.get(job.uid, {}).values() for part in parts.values()]
+        known += [part.checkpoint for parts in over.get(job.uid, {}).values() for part in parts.values()]
+        newest = max([one for one in known if one is not None], key=lambda one: (one.epoch, one.step), default=None)
+        if newest is not None and checkpoints.is_newer(newest, job.checkpoint):
+            checkpoints.learn(state, job, newest, now, f"epoch:{newest.epoch}")
+
+
+def _dissolve_sets(
+    state: State, reports: Mapping[str, Observe], alive: Mapping[str, _Alive], verdicts: dict[int, Verdict]
+) -> None:
+    """Time-slice groups that were changed since the copy was made are not known any more. What takes turns in them is
+    quarantined: its daemons keep it off each other's devices."""
+    for number, node_set in list(state.sets.items()):
+        seen = [rows for name, report in reports.items() for rows in report.rows if rows.node_set == number]
+        if all(rows.known <= node_set.newest.version for rows in seen):
+            continue
+        for epoch in {epoch for row in node_set.rows for epoch in row} & state.gangs.keys():
+            job = state.jobs[state.gangs[epoch].job]
+            if isinstance(verdicts.get(job.number), Stands) and alive.get(job.uid):
+                verdicts[job.number] = Takes(epoch)
+        state.forget_set(number)
+
+
+def _let_go(
+    state: State,
+    verdicts: Mapping[int, Verdict],
+    alive: Mapping[str, _Alive],
+    reports: Mapping[str, Observe],
+    now: float,
+) -> None:
+    """Gangs of the database that are not the ones their jobs have: what nodes report nothing of is gone."""
+    for number, verdict in verdicts.items():
+        if isinstance(verdict, Stands):
+            continue
+        job = state.jobs[number]
+        taken = verdict.epoch if isinstance(verdict, Takes) else 0
+        for gang in state.gangs_of_job(number):
+            there = alive.get(job.uid, {}).get(gang.epoch, {})
+            if gang.epoch == taken:
+                # Its parts are found anew.
+                state.forget_gang(gang.epoch)
+                continue
+            sequence = max([gang.master_sequence, *(part.master_sequence for part in there.values())])
+            left = replace(
+                gang,
+                master_sequence=sequence,
+                pieces=tuple([_vacated(piece, there, reports) for piece in gang.pieces]),
+            )
+            if all(piece.gone for piece in left.pieces) and orders.holds_nothing(left):
+                state.forget_gang(gang.epoch)
+            else:
+                state.put_gang(orders.stop(left, "it was over before the restore", now))
+        if job.next_epoch or job.epoch != taken or (job.epoch and job.epoch not in state.gangs):
+            kept = job.epoch if job.epoch in state.gangs and not isinstance(verdict, Takes) else 0
+            state.put_job(_waiting(replace(job, epoch=kept, next_epoch=0), now))
+
+
+def _vacated(piece: Piece, there: Mapping[str, ObservedGang], reports: Mapping[str, Observe]) -> Piece:
+    node = piece.claim.node
+    if node in there or node not in reports:
+        return piece
+    outcome = Outcome(OutcomeKind.UNKNOWN, message="it was gone when the database was restored")
+    return replace(piece, gone=True, lost=False, held=None, phase=ObservedPhase.ENDED, outcome=outcome)
+
+
+def _waiting(job: Job, now: float) -> Job:
+    """Without a gang, as long as nothing else is decided of it."""
+    if job.epoch:
+        return job
+    if job.state is JobState.SUSPENDED:
+        storage = SuspendLevel.CHECKPOINT
+        return replace(job, ending=None, suspend_wanted=storage, suspended_level=storage)
+    job = ending.clock_stopped(job, now)
+    return replace(job, state=JobState.PENDING, pending_since=job.pending_since or now, ending=None)
+
+
+def _note_strays(
+    state: State,
+    reports: Mapping[str, Observe],
+    alive: Mapping[str, _Alive],
+    verdicts: Mapping[int, Verdict],
+) -> None:
+    """What is adopted, quarantined or stopped is first of all what was found."""
+    for name, report in reports.items():
+        strays = []
+        for observed in report.gangs:
+            gang = state.gangs.get(observed.epoch)
+            if gang is not None and state.jobs[gang.job].uid == observed.uid:
+                continue
+            job = state.jobs.get(observed.job)
+            verdict = verdicts.get(observed.job) if job is not None and job.uid == observed.uid else None
+            is_over = isinstance(verdict, (Ends, Asks, Stands)) or (
+                isinstance(verdict, Takes) and not _may_step(state, observed.epoch, alive_of(alive, observed))
+            )
+            is_final = job is not None and job.uid == observed.uid and job.state.is_final
+            note = "an attempt that is over" if is_over or is_final else _note_of(state, observed, job)
+            if observed.phase is ObservedPhase.ENDED and (is_over or is_final or isinstance(verdict, Takes)):
+                continue
+            strays.append(quarantine.stray_of(observed, not (is_over or is_final), note))
+        node = state.nodes[name]
+        if node.strays != tuple(strays):
+            state.put_node(replace(node, strays=tuple(strays)))
+
+
+def alive_of(alive: Mapping[str, _Alive], observed: ObservedGang) -> Mapping[str, ObservedGang]:
+    return alive.get(observed.uid, {}).get(observed.epoch, {"": observed})
+
+
+def _note_of(state: State, observed: ObservedGang, job: Job | None) -> str:
+    if job is None:
+        return "an unknown job"
+    return "an unknown job under a known number" if job.uid != observed.uid else "an epoch of after the backup"
+
+
+def _take(state: State, job: Job, epoch: int, now: float, cause: str) -> bool:
+    """Adopts the gang; False if it stays quarantined, and its job waits for that."""
+    parts: dict[str, Stray] = quarantine.found(state, job.uid, epoch)
+    taken: Gang | str = "nothing of it is there"
+    if parts:
+        taken = quarantine.gang_of(state, job, epoch, parts, now)
+    if isinstance(taken, Gang):
+        quarantine.take(state, job, taken, now, cause)
+        return True
+    state.put_job(replace(job, trouble=f"its gang of epoch {epoch} is quarantined: {taken}"))
+    state.history(now, job, "adoption_refused", cause, taken, epoch=epoch)
+    return False
+
+
+def _ask(state: State, job: Job, now: float, cause: str) -> None:
+    if job.state is not JobState.SUSPENDED or job.epoch:
+        ending.end(state, job.number, JobState.SUSPENDED, now, _LOST_FROM_SIGHT)
+    state.put_job(replace(state.jobs[job.number], trouble=_LOST_FROM_SIGHT))
+    state.history(now, job, "end_not_known", cause, _LOST_FROM_SIGHT)
+
+
+def follow_ended(state: State, name: str, now: float, cause: str) -> None:
+    """Quarantined gangs of known jobs that have ended by themselves on all their nodes: their jobs go on by that."""
+    for stray in state.nodes[name].strays:
+        job = state.jobs.get(stray.job)
+        if not stray.quarantined or stray.phase is not ObservedPhase.ENDED or job is None or job.uid != stray.uid:
+            continue
+        parts = quarantine.found(state, stray.uid, stray.epoch)
+        if any(part.phase is not ObservedPhase.ENDED for part in parts.values()):
+            continue
+        quarantine.dismiss(state, stray.uid, stray.epoch)
+        if job.state.is_final or job.ending is not None or job.epoch or quarantine.live_epochs(state, stray.uid):
+            continue
+        if all(part.outcome.kind is OutcomeKind.DONE for part in parts.values()):
+            ending.end(state, job.number, JobState.SUCCEEDED, now, "every rank has finished")
+        else:
+            _ask(state, job, now, cause)

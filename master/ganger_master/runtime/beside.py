@@ -1,0 +1,134 @@
+"""What a master keeps beside its database, so that it notices when the database is an older copy.
+
+DATABASE.marks says how far the database has come, and is written anew after every commit; DATABASE.ended names the jobs
+that have ended, one a line. Neither belongs into a backup. Both are hints: they are not waited for, and a commit never
+fails because of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ganger_master.core.commands import Ended, Marks
+from ganger_master.core.model import Counters, Element, Job, JobState
+
+log = logging.getLogger(__name__)
+
+# So much is written at once, so that a longer text is never followed by the rest of another.
+_MARKS_BYTES: Final = 512
+_SYNC_SECONDS: Final = 10.0
+# Of the names of ended jobs; beyond that the older half goes.
+_ENDED_MOST_BYTES: Final = 32 << 20
+
+
+class Beside:
+    """Called from the store's thread, but for `take_ended`, and for `marks` and `ends`, which read the files."""
+
+    def __init__(self, database: Path) -> None:
+        self._marks = database.with_name(f"{database.name}.marks")
+        self._ended = database.with_name(f"{database.name}.ended")
+        self._fresh: list[tuple[str, Ended]] = []
+        self._synced = 0.0
+        self._fails = False
+
+    def marks(self) -> Marks | None:
+        """None where there is no file, or one that nothing can be read from."""
+        try:
+            return msgspec.json.decode(self._marks.read_bytes(), type=Marks)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def ends(self, uids: Collection[str]) -> dict[str, Ended]:
+        """Which of these jobs are named as ended. Blocks."""
+        found: dict[str, Ended] = {}
+        try:
+            with self._ended.open("rb") as file:
+                for line in file:
+                    uid, _, end = line.decode(errors="replace").strip().partition(" ")
+                    if uid in uids:
+                        found[uid] = ended_of(end)
+        except OSError:
+            pass
+        return found
+
+    def note(self, changed: Iterable[Element]) -> None:
+        """After a commit of these."""
+        counters, ended = None, []
+        for element in changed:
+            if isinstance(element, Counters):
+                counters = element
+            elif isinstance(element, Job) and element.state.is_final:
+                ended.append((element.uid, Ended(element.state, element.end_time)))
+        try:
+            if ended:
+                self._append(ended)
+                self._fresh += ended
+            if counters is not None and counters.store:
+                self._write(counters)
+            self._fails = False
+        except OSError as error:
+            if not self._fails:
+                log.warning("not noted beside the database", extra={"path": str(self._marks), "error": str(error)})
+            self._fails = True
+
+    def take_ended(self) -> list[tuple[str, Ended]]:
+        """Jobs that have ended since the last call."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+    def _write(self, counters: Counters) -> None:
+        marks = Marks(
+            counters.store,
+            counters.desired_version,
+            counters.next_epoch,
+            counters.next_job,
+            counters.next_event,
+            counters.next_session,
+            counters.next_set,
+        )
+        text = msgspec.json.encode(marks).ljust(_MARKS_BYTES - 1) + b"\n"
+        descriptor = os.open(self._marks, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(descriptor, text, 0)
+            now = time.monotonic()
+            if now - self._synced > _SYNC_SECONDS:
+                os.fdatasync(descriptor)
+                self._synced = now
+        finally:
+            os.close(descriptor)
+
+    def _append(self, ended: Iterable[tuple[str, Ended]]) -> None:
+        text = "".join([f"{uid} {text_of(end)}\n" for uid, end in ended])
+        descriptor = os.open(self._ended, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(descriptor, text.encode())
+            size = os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
+        if size > _ENDED_MOST_BYTES:
+            lines = self._ended.read_bytes().splitlines(keepends=True)
+            fresh = self._ended.with_name(f"{self._ended.name}.new")
+            fresh.write_bytes(b"".join(lines[len(lines) // 2 :]))
+            fresh.replace(self._ended)
+
+
+def text_of(end: Ended) -> str:
+    """ "TIME STATE"."""
+    return f"{end.time!r} {end.state.value}" if end.state is not None else f"{end.time!r}"
+
+
+def ended_of(text: str) -> Ended:
+    """From "TIME STATE"; without a state, or with one of a newer master, None."""
+    time_text, _, state = text.strip().partition(" ")
+    try:
+        when = float(time_text)
+    except ValueError:
+        when = 0.0
+    return Ended(JobState(state) if state in set(JobState) else None, when)
