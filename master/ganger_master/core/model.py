@@ -642,6 +642,7 @@ class Stray(Struct, frozen=True, gc=False, omit_defaults=True):
     outcome: Outcome = Outcome()
     # An operator has ordered its end.
     is_ordered: bool = False
+    kept_memory_bytes: int = 0
 
     @property
     def holds_back(self) -> bool:

@@ -82,6 +82,7 @@ def stray_of(observed: ObservedGang, quarantined: bool, note: str, before: Stray
         observed.residue_bytes,
         observed.outcome,
         before is not None and before.is_ordered,
+        observed.kept_memory_bytes,
     )
 
 
@@ -359,6 +360,7 @@ def _piece(state: State, job: Job, part: Stray, claim: Claim, stop_sequence: int
         master_sequence=_told(part).master_sequence,
         stop_sequence=stop_sequence if is_parked else 0,
         stop_step=part.stop_step,
+        kept_memory_bytes=part.kept_memory_bytes if is_offloaded else 0,
         wanted_from=version,
         residue_bytes=(kept_of(state, claim, job.spec.gpu_memory_bytes, part.residue_bytes) if is_offloaded else ()),
     )
