@@ -755,5 +755,7 @@ def test_a_line_that_is_wrapped_runs_with_the_shell(call: Call, master: CannedMa
     capsys.readouterr()
     assert call("submit", "--wrap", "true", "--", "false") == 2
     assert "give --wrap or a command, not both" in capsys.readouterr().err
+    assert call("submit", "--wrap", " ") == 2
+    assert "--wrap is empty" in capsys.readouterr().err
     assert call("submit", "--", "./prepare && python train.py") == 2
     assert "COMMAND: './prepare && python train.py' is one word, and no shell runs it" in capsys.readouterr().err

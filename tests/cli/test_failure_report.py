@@ -91,3 +91,22 @@ def test_logs_of_a_job_that_was_never_launched_say_why(call: Call, master: Canne
     master.logs[0] = b"x\n"
     assert call("logs", "1") == 0
     assert capsys.readouterr() == ("x\n", "")
+
+
+def test_logs_of_a_job_whose_launch_failed_say_that_it_was_never_launched(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    job = failed_job(master)
+    master.logs = {0: b"", 1: b""}
+    job.ClearField("start_time")
+    job.failure.CopyFrom(job_pb2.Failure(reason="LAUNCH_FAILED", message="cannot execute 'train.py'"))
+    master.explanation.job.CopyFrom(job)
+    assert call("logs", "1") == 0
+    why = "job 1 has failed: LAUNCH_FAILED: cannot execute 'train.py'"
+    assert capsys.readouterr().err == f"ganger: there is no log: the job was never launched; {why}\n"
+    job.ClearField("end_time")
+    job.ClearField("failure")
+    job.state = job_pb2.Job.STATE_PENDING
+    master.explanation.job.CopyFrom(job)
+    assert call("logs", "1") == 0
+    assert "the job has not been launched yet; job 1 is pending" in capsys.readouterr().err

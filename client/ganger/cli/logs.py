@@ -125,7 +125,8 @@ def _tell_why_nothing(client: Client, job: str) -> None:
             print_line(f"ganger: {sentence(answer.job)} and has written nothing", sys.stderr)
             return
         because = f" because {answer.blockers[0].reason}: {answer.blockers[0].message}" if answer.blockers else ""
-        what = "has not been launched yet" if "gang_approved" in kinds else "was never launched"
+        is_on_its_way = "gang_approved" in kinds and not answer.job.HasField("end_time")
+        what = "has not been launched yet" if is_on_its_way else "was never launched"
         print_line(f"ganger: there is no log: the job {what}; {sentence(answer.job)}{because}", sys.stderr)
 
 

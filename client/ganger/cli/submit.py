@@ -98,6 +98,8 @@ def submit(
     if wrap is not None:
         if command:
             raise click.UsageError("give --wrap or a command, not both")
+        if not wrap.strip():
+            raise click.UsageError("--wrap is empty: give the line that the shell is to run")
         description["command"] = ["sh", "-c", wrap]
         origins["command"] = "--wrap"
     elif command:
