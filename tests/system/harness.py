@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,14 @@ from kit.shell import Shell
 from kit.waiting import eventually
 
 SCRIPT = Path(__file__).parent / "jobs" / "steps.py"
+
+
+def checkpoints_of(cluster: Cluster, uid: str) -> list[tuple[int, int]]:
+    """(epoch, step) of a job's complete checkpoints on storage, oldest first."""
+    directory = cluster.storage / uid / "checkpoints"
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    found = [re.fullmatch(r"(\d+)-(\d+)", name) for name in names]
+    return sorted((int(match[2]), int(match[1])) for match in found if match)
 
 
 @dataclass(frozen=True)

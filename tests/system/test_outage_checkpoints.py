@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 
 import pytest
 from kit.cluster import Cluster
 from kit.waiting import eventually
-from system.harness import Run
+from system.harness import Run, checkpoints_of
 
 pytestmark = [pytest.mark.system, pytest.mark.torch]
 
@@ -35,10 +34,7 @@ class Outage:
 
     def on_storage(self) -> list[tuple[int, int]]:
         """(epoch, step) of the complete checkpoints, oldest first."""
-        directory = self.cluster.storage / self.uid / "checkpoints"
-        names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-        found = [re.fullmatch(r"(\d+)-(\d+)", name) for name in names]
-        return sorted((int(match[2]), int(match[1])) for match in found if match)
+        return checkpoints_of(self.cluster, self.uid)
 
     def newest(self) -> str:
         epoch, step = self.on_storage()[-1]
