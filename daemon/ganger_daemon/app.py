@@ -221,7 +221,7 @@ class Daemon:
         known = read_json(path)
         former = str(known.get("node") or self.node)
         if former != self.node:
-            # What runs here is of gangs of that node: nobody would adopt it, and its devices would be given again.
+            # Its gangs belong to that node: under this name they would not be adopted, and their devices given again.
             raise DaemonError(
                 f"{self._state} is that of node {former}, whose jobs may still run: give --node {former}, or, once"
                 " they have ended, another --state-dir",

@@ -1,4 +1,4 @@
-"""Who can change where a path leads: a directory is private only if nobody else can put another in its place."""
+"""Accounts that can change where a path leads: a directory is private only if no other account can replace it."""
 
 from __future__ import annotations
 

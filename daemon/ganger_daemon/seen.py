@@ -1,6 +1,6 @@
 """How far this daemon has seen the master's database come. A master whose database is an older copy notices by it.
 
-What was seen is noted before it is acted on. It is no more than a hint: without the note the master is told less.
+What was seen is noted before it is acted on. It is no more than a hint: without the note the master receives less.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from ganger_daemon.files import read_json, write_hint
 
 
 class Seen:
+    """The note of it on disk, read at the start and written before each desired set is acted on."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self.message = agent_pb2.Seen()

@@ -18,12 +18,15 @@ class StorageHungError(OSError):
 
 
 class StorageWork:
+    """Run calls that may hang, at most `at_once` at a time, each on a thread of its own."""
+
     def __init__(self, at_once: int = _AT_ONCE) -> None:
         self._places = threading.BoundedSemaphore(at_once)
 
     async def run(self, function: Callable[..., _T], *args: Any, within_s: float) -> _T:
-        """What the function returns or raises. Raises StorageHungError after `within_s`; the thread of a call that
-        hangs stays, and does not keep the daemon from ending."""
+        """Return what the function returns, or raise what it raises; StorageHungError after `within_s` seconds.
+
+        The thread of a call that hangs stays. It does not keep the daemon from ending."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[_T] = loop.create_future()
 
@@ -38,7 +41,7 @@ class StorageWork:
         def work() -> None:
             with self._places:
                 result, error = None, None
-                # Nobody waits any more.
+                # Its caller waits no more.
                 if not done.done():
                     try:
                         result = function(*args)
@@ -57,6 +60,6 @@ class StorageWork:
 
 
 def how_long(seconds: float) -> str:
-    """A time that has passed, in steps: what reports it is no news each second."""
+    """Return a passed time in words and coarse steps, so that a report with it does not change every second."""
     passed = [step for step in (1, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200) if step <= seconds]
     return f"more than {passed[-1]} s" if passed else "less than 1 s"

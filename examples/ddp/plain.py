@@ -67,7 +67,7 @@ def accuracy(network, loader, device):
 
 def join_ranks():
     """Returns the device of this rank."""
-    # Of a process alone nobody set the variables: it meets itself.
+    # A process alone has no such variables: it joins a group of one.
     alone = {} if "RANK" in os.environ else {"store": distributed.HashStore(), "rank": 0, "world_size": 1}
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

@@ -60,7 +60,7 @@ PASSING: dict[str, Callable[[Drive, int], None]] = {
     "its node could not launch it": lambda drive, gang: _its_program_ends(
         drive, gang, Outcome(OutcomeKind.LAUNCH_FAILED, message="no room in /dev/shm")
     ),
-    "nobody knows": lambda drive, gang: _its_program_ends(drive, gang, Outcome(OutcomeKind.UNKNOWN)),
+    "nothing was recorded": lambda drive, gang: _its_program_ends(drive, gang, Outcome(OutcomeKind.UNKNOWN)),
     "its stream broke": lambda drive, gang: _it_says_why(drive, gang, "nodes/n1 does not answer"),
 }
 

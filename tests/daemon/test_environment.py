@@ -59,7 +59,7 @@ def test_a_job_of_one_task_that_asks_for_them_or_may_grow_has_them(spec: dict[st
         found = (await _environments(made, {"n1": [0]}, **spec))[0]
         assert TORCHRUN - set(found) == set()
         assert (found["RANK"], found["WORLD_SIZE"]) == ("0", "1")
-        # nobody but rank 0 serves a store for it
+        # rank 0 alone serves a store for it
         assert "TORCHELASTIC_USE_AGENT_STORE" not in found
 
     run(story)

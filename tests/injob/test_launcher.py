@@ -491,7 +491,7 @@ def test_a_launcher_of_another_account_is_given_nothing(tmp_path: Path) -> None:
     path = str(tmp_path / "l.sock")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(path)
-        # who listens is known from the moment it does
+        # the kernel records the listener at the moment of listen()
         os.seteuid(12345)
         try:
             listener.listen(1)

@@ -37,7 +37,7 @@ class Planned(Drive):
     def go_on(self) -> None:
         self.now += PASS_S
         if self.policy.places is Places.JOBS:
-            # leases that nobody answered are over, and are given anew
+            # leases without an answer are over, and are given anew
             self.step(Tick())
             for number in sorted(self.state.turn_of):
                 self.request(number, *self.places(number))

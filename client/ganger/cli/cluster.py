@@ -92,10 +92,11 @@ class Running:
 
     @property
     def code(self) -> int | None:
-        """Exit code of a process that has ended, as Popen gives it; None where only its parent could tell."""
+        """Exit code of a process that has ended, as Popen gives it; None where only its parent receives it."""
         return self._child.wait() if self._child is not None else None
 
     def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to this very process; without effect once it has ended."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, number)
 
@@ -402,8 +403,8 @@ def last_error(path: Path) -> str:
 
 def exit_of(code: int | None) -> Exit:
     """What to exit with when a program that is needed has ended so: with the same, where it said what was wrong."""
-    said = (Exit.USAGE, Exit.UNREACHABLE, Exit.NOT_PERMITTED)
-    return Exit(code) if code in said else Exit.REFUSED
+    kept = (Exit.USAGE, Exit.UNREACHABLE, Exit.NOT_PERMITTED)
+    return Exit(code) if code in kept else Exit.REFUSED
 
 
 def describe(code: int | None) -> str:

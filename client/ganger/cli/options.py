@@ -103,6 +103,7 @@ class NodeType(click.ParamType):  # type: ignore[type-arg]  # as above
 
 
 def completing_client(context: click.Context) -> Client:
+    """Return a client of the master that the half-typed command line names."""
     from ganger.client import Client
 
     return Client(context.find_root().params.get("master"))

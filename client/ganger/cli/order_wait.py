@@ -33,7 +33,8 @@ class _Explained:
         self._began = time.monotonic()
         self._next_seconds = _EXPLAIN_SECONDS
 
-    def tell(self, job: Job) -> None:
+    def report(self, job: Job) -> None:
+        """Print the obstacle if the wait has lasted for long enough since it was printed last."""
         from ganger.console.visible import print_line
 
         waited = time.monotonic() - self._began
@@ -90,7 +91,7 @@ def until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout:
         with contextlib.suppress(Unreachable, NotReady, DeadlineExceeded):
             message = client.get_job(message.name)
             if not is_done(message):
-                explained.tell(message)
+                explained.report(message)
             if now >= look_at and not is_done(message):
                 look_at = now + _LOOK_SECONDS
                 if unreachable := silence(client, message):
@@ -135,7 +136,7 @@ def _let_settle(client: Client, job: str, deadline: float, is_ready: Callable[[J
         waits = now.state == Job.STATE_HOLDING and (is_on_its_way or (starts and not is_ready(now)))
         if not waits or time.monotonic() > deadline:
             return now
-        explained.tell(now)
+        explained.report(now)
         time.sleep(POLL_SECONDS)
 
 
@@ -158,7 +159,7 @@ def ordered_once_stopped(client: Client, job: str, timeout: str, order: Callable
             if time.monotonic() > deadline or not (is_stopping or was_stopping):
                 raise
             was_stopping = is_stopping
-            explained.tell(now)
+            explained.report(now)
         time.sleep(POLL_SECONDS)
 
 

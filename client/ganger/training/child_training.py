@@ -1,7 +1,7 @@
 """Training in a process that the rank started: behind a shell script, torchrun, or a multiprocessing pool.
 
 Such a process is not controlled. Stopped at a boundary of its own, its parent and its brothers would go on; started
-again, the rank's command begins at its first line; and its exit code reaches its parent, who may ignore it. The first
+again, the rank's command begins at its first line; and its exit code reaches its parent, which may ignore it. The first
 optimizer step there makes the rank opaque: it is paused by freezing all of its processes, and offers nothing else.
 """
 
@@ -73,6 +73,7 @@ class _ChildTraining:
         self._stop_waiting: Callable[[], None] = lambda: None
 
     def watch(self) -> None:
+        """Wait for the first optimizer step of this process."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         self._stop_waiting = register_optimizer_step_pre_hook(self._first_step).remove

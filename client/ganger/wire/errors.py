@@ -262,10 +262,14 @@ class Restoring(ApiError):
 
 
 class NotRestoring(ApiError):
+    """The master does not wait for nodes after a restore: there is nothing to go on with."""
+
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NOT_RESTORING"
 
 
 class AdoptionRefused(ApiError):
+    """A quarantined gang cannot be adopted as it is now; the message has the reason."""
+
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "ADOPTION_REFUSED"
 
 

@@ -57,10 +57,10 @@ class Identity:
 
 
 def served_name(role: Role, host: str) -> str:
-    """Return the DNS name by which a certificate says that its holder serves ``host`` in this role.
+    """Return the DNS name by which a certificate states that its holder serves ``host`` in this role.
 
-    Whoever dials checks it in the handshake, which knows names and no URIs: "m.lab" of a master is
-    "m.lab.master.ganger". An address of IPv6 has dashes, written out.
+    The client checks it in the TLS handshake, which compares names and no URIs: "m.lab" of a master is
+    "m.lab.master.ganger". An IPv6 address is written out, with dashes.
     """
     try:
         address = ipaddress.ip_address(host)

@@ -238,7 +238,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], method: str, error
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, NotImplementedError):
-        # What generated code raises for a method that nobody wrote.
+        # What generated code raises for a method without an implementation.
         error = NotSupported(f"{method} is not offered here")
     if not isinstance(error, ApiError):
         number = uuid.uuid4().hex[:12]
@@ -277,6 +277,7 @@ def _unreadable(method: str) -> RequestInvalid:
 
 
 def behaviour_of(handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[..., Any]:
+    """Return the coroutine function or async generator function that answers; plain functions run in a thread."""
     behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     assert behaviour is not None, "a handler without a function"
     # grpc.aio also runs plain functions, in threads; our interceptors would not see what they raise.
@@ -300,6 +301,7 @@ def rebuilt(
     behaviour: Callable[..., Any],
     reader: Callable[[bytes], Any] | None = None,
 ) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return a handler of the same kind that answers by ``behaviour``. ``reader``: replaces its deserializer."""
     makers: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler[Any, Any]]] = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,

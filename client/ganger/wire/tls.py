@@ -135,8 +135,8 @@ def tell_end(directory: Path) -> None:
 
 
 def trouble_with(endpoint: Endpoint, role: Role = Role.MASTER) -> str:
-    """Why no connection to a server of this role comes about that should: what is wrong with the certificates of
-    either end. Empty where nothing is, or nobody listens. Asks the server, for two seconds at most."""
+    """Return why a connection to a server of this role fails: what is wrong with the certificates of either end.
+    Empty where nothing is wrong, or no server listens. Dials the server, for two seconds at most."""
     directory = Path(endpoint.tls)
     try:
         check_directory(directory)
@@ -229,7 +229,7 @@ def _identity_in(shown: Mapping[str, Any] | None) -> Identity:
 
 
 def _served_names_missing(shown: Mapping[str, Any] | None, role: Role) -> list[str]:
-    """Of the hosts that a certificate names, those of which it does not say that they are served in this role."""
+    """Return the hosts that a certificate names without the name that states this role (`served_name`)."""
     names = [(kind, str(value)) for kind, value in (shown or {}).get("subjectAltName", ())]
     served = {value.lower() for kind, value in names if kind == "DNS"}
     hosts = [value for kind, value in names if kind == "IP Address" or (kind == "DNS" and not is_served_name(value))]

@@ -73,8 +73,8 @@ class Cgroups(Protocol):
     def memory_bytes(self, group: str) -> int: ...
 
     def unreclaimable_bytes(self, group: str) -> int:
-        """Its memory without what the kernel gives back when it is wanted: caches of files. Zero where that is not
-        known."""
+        """Return its memory without file caches, which the kernel gives back under pressure. Zero where it is
+        unknown."""
 
     def destroy(self, group: str, timeout_seconds: float = 5.0) -> bool:
         """False while processes are still there after the time; a group that is gone is True."""

@@ -38,7 +38,8 @@ class Memory(Part, Protocol):
 
     def used(self, group: Path) -> int: ...
 
-    def unreclaimable(self, group: Path) -> int: ...
+    def unreclaimable(self, group: Path) -> int:
+        """Bytes as in `Cgroups.unreclaimable_bytes`."""
 
     def oom_kills(self, group: Path) -> int: ...
 

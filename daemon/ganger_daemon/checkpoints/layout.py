@@ -81,6 +81,7 @@ class Manifest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def size_bytes(self) -> int:
+        """All files together."""
         return sum(entry.bytes for entry in self.files.values())
 
 

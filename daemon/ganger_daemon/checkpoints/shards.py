@@ -43,6 +43,7 @@ class Described:
     device_model: str
 
     def shard(self, rank: int, file: str) -> Shard:
+        """Return the manifest's entry for it. `file`: its name in the checkpoint's directory."""
         return Shard(rank, file, self.size_bytes, self.digest, self.device_model, self.header_digest)
 
 

@@ -125,7 +125,7 @@ class DaemonPaths:
             )
         for path in (self.state, self.run, self.jobs, self.logs, self.launchers):
             make_private(path)
-        # Whoever could replace a socket in it would be given the environments of jobs.
+        # An account that could replace a socket in it would receive the environments of jobs.
         if trouble := path_trouble(self.launchers):
             raise DirectoryError(f"run directory {self.run} is not safe: {trouble}; name another with --run-dir")
         for path in (self.run, self.launchers):

@@ -206,7 +206,7 @@ def is_distributed(desired: agent_pb2.DesiredGang, part: LocalPart) -> bool:
 def job_environment(
     desired: agent_pb2.DesiredGang, paths: GangPaths, part: LocalPart, rank: int, rendezvous: Rendezvous
 ) -> dict[str, str]:
-    """What a rank is told of its job and its gang."""
+    """Return the variables that describe its job and its gang to a rank."""
     nodes = [parse_node_name(member.node) for member in desired.members]
     environment = {
         "GANGER_JOB_ID": str(parse_job_name(desired.job)),

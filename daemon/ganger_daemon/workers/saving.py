@@ -87,7 +87,7 @@ class Saving:
             self.keeper.handed[stop_sequence] = step
 
     def want(self, paths: Collection[str]) -> bool:
-        """The master has said which checkpoints it would start the job from: others may go. Whether that is news."""
+        """Note the checkpoints that the master would start the job from; others may go. Return whether they changed."""
         names = _names(paths)
         if names == self.keeper.wanted:
             return False
@@ -132,8 +132,9 @@ class Saving:
     async def tend(
         self, desired: agent_pb2.DesiredGang, wanted: Wanted, phase: Phase, now: float, is_whole: bool
     ) -> None:
-        """Every tick: asks for what is due, hands on what is durable, lets go who may. `is_whole`: nobody has ended.
-        Storage may be slow, or hang: then the gang's loop goes on meanwhile."""
+        """Request checkpoints that are due, report durable ones, and let saved ranks end. Called every tick.
+
+        `is_whole`: no rank has ended. Where storage is slow or hangs, the gang's loop goes on meanwhile."""
         storage = self._host.storage.path
         if storage is None:
             return

@@ -341,8 +341,8 @@ class RemoveNode(Struct, frozen=True, gc=False):
 
 class OpenStore(Struct, frozen=True, gc=False):
     """The shell has read the database. `name`: what it is called from now on if it has no name yet; `marks`: of the
-    file beside it, None where there is none; `must_have_marks`: its file would be there if nobody had copied it here;
-    `is_restored`: the operator says that it was restored."""
+    file beside it, None where there is none; `must_have_marks`: that file exists unless this is a copy;
+    `is_restored`: the operator states that it was restored."""
 
     name: str
     marks: Marks | None = None

@@ -15,7 +15,7 @@ _JOB_BYTES: Final = 1_024
 
 
 def spec_bytes(spec: JobSpec) -> int:
-    """What the spec of a job takes in memory and in the store."""
+    """Bytes that the spec of a job takes in memory and in the store."""
     return _own_bytes(spec) + bytes_of_all(spec.environment)
 
 
@@ -25,6 +25,7 @@ def _own_bytes(spec: JobSpec) -> int:
 
 
 def bytes_of_all(texts: Mapping[str, str]) -> int:
+    """Bytes of names and values together."""
     return sum([bytes_of(name) + bytes_of(text) for name, text in texts.items()])
 
 
@@ -40,6 +41,7 @@ class Holdings:
     _measured: tuple[Mapping[str, str] | None, int] = field(default=(None, 0), compare=False)
 
     def note(self, old: Job | None, new: Job) -> None:
+        """Count a job as it is now. `old`: as it was counted before, None for a new one."""
         if old is None or old.spec is not new.spec:
             self._take(old)
             if self._measured[0] is not new.spec.environment:
@@ -51,10 +53,12 @@ class Holdings:
             self._give(new)
 
     def forget(self, job: Job) -> None:
+        """Count a job no more."""
         self._take(job)
         del self._bytes[job.number]
 
     def bytes_of(self, number: int) -> int:
+        """Bytes of one job's spec, as in `spec_bytes`."""
         return self._bytes[number]
 
     def _give(self, job: Job, sign: int = 1) -> None:

@@ -51,12 +51,11 @@ def give_up(state: State, number: int, now: float, cause: str) -> None:
     """The deadline of a move has passed: it is undone, whichever side it waited for."""
     job = state.jobs[number]
     destination = state.gangs[job.next_epoch]
-    abort(state, job, destination, now, cause, _who_is_late(state, state.gangs[job.epoch], destination))
+    abort(state, job, destination, now, cause, _late_node(state, state.gangs[job.epoch], destination))
 
 
-def _who_is_late(state: State, source: Gang, destination: Gang) -> str:
-    """What a move waits for: that the destination is prepared, then that the source stops, then that its state has come
-    to the destination."""
+def _late_node(state: State, source: Gang, destination: Gang) -> str:
+    """Return the node that a move waits for and why: the destination prepares, the source stops, its state arrives."""
     ready = ObservedPhase.READY
     late = _not_in(destination, ObservedPhase.PREPARED, ready)
     what = "was not ready"

@@ -280,7 +280,7 @@ def _same_job(state: State, observed: ObservedGang, gang: Gang) -> bool:
 
 
 def _stray_of(state: State, node: Node, observed: ObservedGang) -> Stray | None:
-    """None for one that has ended and that nobody is to decide about: the daemon may forget it."""
+    """Return None for one that has ended and needs no decision: the daemon may forget it."""
     job = state.jobs.get(observed.job)
     is_ours = job is not None and job.uid == observed.uid
     is_known = is_ours and not quarantine.is_skipped(state, observed.epoch)

@@ -1,4 +1,4 @@
-"""Texts that others wrote and that are kept: no longer than somebody reads them."""
+"""Texts from outside that are kept: cut to a length that a person reads."""
 
 from __future__ import annotations
 

@@ -15,8 +15,9 @@ _NO_STATE = 77
 
 
 def after_failed_move(job: Job, gang: Gang, trouble: str) -> Job:
-    """`gang`: the side that failed, before the commit. A destination whose program ended, or could not read the state,
-    would do so after a checkpoint too."""
+    """Return the job without the levels that this failure rules out. `gang`: the side that failed, before the commit.
+
+    A destination whose program ended, or could not read the state, would do so after a checkpoint too."""
     if gang.role is GangRole.DESTINATION:
         outcome = bad_outcome(gang)
         # Another number of ranks may run where this one did not: of a resize only the state counts.
@@ -33,6 +34,7 @@ def after_failed_move(job: Job, gang: Gang, trouble: str) -> Job:
 
 
 def after_refused_suspend(job: Job, level: SuspendLevel, trouble: str) -> Job:
+    """Return the job without `level`, if it was refused because the state cannot be saved."""
     if not trouble.startswith(_UNSAVEABLE):
         return job
     return _without(job, (level.name,), f"it failed once: {trouble}")

@@ -61,18 +61,20 @@ class UserLimits:
         self._users: dict[str, _User] = {}
 
     def charge_requests(self, caller: Identity, count: int = 1) -> None:
+        """Count requests of a caller. Raises UserLimit where they are too many."""
         user = self._user(caller)
         if user is not None and (wait := user.requests.take(self._steady(), count)):
             raise self._exceeded(caller, wait, f"{self._requests} requests", "requests_per_user", self._requests)
 
     def charge_changes(self, caller: Identity, count: int = 1) -> None:
-        """Of jobs: each is an entry of the history."""
+        """Count changes of jobs, each of which is an entry of the history. Raises UserLimit where they are too many."""
         user = self._user(caller)
         if user is not None and (wait := user.changes.take(self._steady(), count)):
             raise self._exceeded(caller, wait, f"{self._changes} changes of jobs", "changes_per_user", self._changes)
 
     @contextmanager
     def stream(self, caller: Identity) -> Iterator[None]:
+        """Count a stream of a caller as long as the context lasts. Raises UserLimit where it has too many."""
         user = self._user(caller)
         if user is None:
             yield

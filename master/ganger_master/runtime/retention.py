@@ -67,8 +67,9 @@ def noted_ends(storage: Path, uids: Iterable[str]) -> dict[str, Ended]:
 
 
 def expired(storage: Path, ends: Mapping[str, float], kept: Mapping[str, float | None], now: float) -> list[Path]:
-    """The directories that may go, and what is left of such where somebody was interrupted; of jobs that have ended,
-    checkpoints that were begun and never published go at once. `kept`: by the directory's name, as in `may_go`. Blocks.
+    """Return the directories that may go, and the rest of those whose removal was interrupted. Of jobs that have
+    ended, checkpoints that were begun and never published go at once. `kept`: seconds by the directory's name, as in
+    `may_go`. Blocks.
     Raises OSError where storage cannot be read."""
     found: list[Path] = []
     for directory in _directories(storage):

@@ -174,7 +174,7 @@ class SimDaemon:
             self._observed(),
             storage_proved=self.storage_proved,
             rows=self.turns.observed(),
-            # Left out where nobody reads it: by a master that does not listen after a restore.
+            # Only a restored master reads it.
             finished=tuple(self.finished.values()) if self.master.state.counters.restoring is not None else (),
         )
 

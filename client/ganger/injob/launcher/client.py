@@ -108,7 +108,7 @@ class Launcher:
     """One connection. Calls are answered in order of arrival; any thread may call. Use as a context or close()."""
 
     def __init__(self, socket_path: str, timeout: float = 30.0, user: int | None = None) -> None:
-        """``user``: whom it has to run as; default this process's own. Raises LauncherError."""
+        """``user``: uid that the launcher must run as; default this process's own. Raises LauncherError."""
         self._lock = threading.Lock()
         self._received = b""
         self._descriptors: list[int] = []

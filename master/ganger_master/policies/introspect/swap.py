@@ -60,6 +60,7 @@ def swap_for(
 
 
 def badness(hole: Hole) -> tuple[float, int, int]:
+    """Sort key, the best hole first: cost in GPU-seconds, then gangs that move, then nodes of the newcomer."""
     return hole.cost, len(hole.moves), len(hole.claims)
 
 
