@@ -13,6 +13,7 @@ import grpc
 import pytest
 from ganger.resources.values import Role, TaskShape
 from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, resources_pb2, scheduling_pb2
+from ganger.wire import times
 from ganger.wire.methods import METHODS
 from ganger_master.core import commands
 from ganger_master.core.model import JobSpec
@@ -20,9 +21,11 @@ from ganger_master.rpc.live_jobs import signature_of
 from google.protobuf.message import Message
 from rpc.kit import Served, Speaker, serving, spec_of
 
-# 50 ms is the limit; a processor that others use, too, takes twice as long for the same.
-MOST_SECONDS = 0.100
+# In the best of three tries: a processor that others use, too, may take twice as long for the same.
+MOST_SECONDS = 0.050
+TRIES = 3
 MIB = 1 << 20
+LARGEST_PLAN = METHODS["/ganger.v1.SchedulingService/ProposePlan"].largest_bytes
 WIDE = "\N{GRINNING FACE}"
 
 
@@ -92,11 +95,13 @@ def worst_arrays() -> list[job_service_pb2.CreateArrayRequest | bytes]:
         made(spec=with_command("{A}" * 21_800), members=members(30, {"A": "x" * 4_000})),
         made(spec=with_command("{A}" * 1_000), members=members(1_000, {"A": "x" * 60})),
         made(spec=with_command("{" * 65_000), members=members(1_000, {"A": WIDE * 400})),
-        made(spec=with_command("{A}"), members=members(1_000, {f"A{n}": "x" * 32 for n in range(45)})),
+        made(spec=with_command("{A1}"), members=members(1_000, {f"A{n}": "x" * 12 for n in range(20)})),
+        made(spec=with_command("{A1}"), members=members(1_000, {f"A{n}": "x" * 2 for n in range(45)})),
         made(spec=spec_of(environment={"A": "x" * 16_000}), members=members(1_000, {"A": "x"})),
-        made(spec=spec_of(environment=pairs(MIB)), members=members(1_000, {})),
-        repeated(field_of(made, "members"), b"", 2 * MIB),
-        made(spec=job_pb2.JobSpec.FromString(repeated(field_of(job_pb2.JobSpec, "roles"), b"", MIB))),
+        # On the wire in the order of a hash table: read back in that order, its keys meet in the new table.
+        made(spec=spec_of(environment=pairs(720_000)), members=members(1_000, {})),
+        repeated(field_of(made, "members"), b"", 650_000),
+        made(spec=job_pb2.JobSpec.FromString(repeated(field_of(job_pb2.JobSpec, "roles"), b"", 650_000))),
     ]
 
 
@@ -141,16 +146,28 @@ def worst_batches() -> list[scheduling_pb2.GangRequests | bytes]:
     return [made(requests=[one] * 1_000), repeated(field_of(made, "requests"), b"", MIB)]
 
 
-def worst_plans() -> list[scheduling_pb2.Plan]:
+def worst_plans() -> list[scheduling_pb2.Plan | bytes]:
+    made = scheduling_pb2.Plan
     start = scheduling_pb2.Change(job="jobs/1", revision=1, start=scheduling_pb2.StartChange(claims=claims(1)))
-    return [scheduling_pb2.Plan(changes=[start] * 500)]
+    line = scheduling_pb2.Line.FromString(repeated(field_of(scheduling_pb2.Line, "jobs"), b"", LARGEST_PLAN - 8))
+    wide = scheduling_pb2.StartChange(claims=[resources_pb2.Claim()] * 620_000)
+    return [
+        made(changes=[start] * 500),
+        made(changes=[scheduling_pb2.Change(job="jobs/1", revision=1, start=wide)]),
+        made(line=line),
+        # What is not as the messages have it.
+        repeated(field_of(made, "changes"), b"", LARGEST_PLAN),
+        repeated(field_of(made, "changes"), b"\x0a\x00", LARGEST_PLAN),
+        repeated(field_of(made, "findings"), b"", LARGEST_PLAN),
+    ]
 
 
 _JOBS, _NODES, _SCHEDULING = "ganger.v1.JobService", "ganger.v1.NodeService", "ganger.v1.SchedulingService"
 _LONG = "x" * 60_000
 _UPDATE = job_service_pb2.JobUpdate(display_name=WIDE * 10_000, device_type=WIDE * 3_000)
 _S, _N, _P = job_service_pb2, node_pb2, scheduling_pb2
-# Of each method the messages that cost most; texts of names are of no consequence but for their length.
+# Of each method the messages that cost most; texts of names are of no consequence but for their length. A tuple holds
+# another message for each try.
 WORST: dict[str, Callable[[], list[Any]]] = {
     f"/{_JOBS}/CreateJob": worst_jobs,
     f"/{_JOBS}/GetJob": lambda: [_S.GetJobRequest(name="jobs/1"), _S.GetJobRequest(name=_LONG)],
@@ -174,7 +191,7 @@ WORST: dict[str, Callable[[], list[Any]]] = {
     f"/{_JOBS}/GetArray": lambda: [_S.GetArrayRequest(name="arrays/5")],
     f"/{_JOBS}/ListArrays": lambda: [_S.ListArraysRequest(page_size=1_000)],
     f"/{_JOBS}/UpdateArray": lambda: [
-        _S.UpdateArrayRequest(name="arrays/5", update=_S.JobUpdate(priority=5)),
+        tuple(_S.UpdateArrayRequest(name="arrays/5", update=_S.JobUpdate(priority=5 + n)) for n in range(TRIES)),
         _S.UpdateArrayRequest(name="arrays/5", update=_UPDATE),
     ],
     f"/{_JOBS}/CancelArray": lambda: [_S.CancelArrayRequest(name="arrays/5", reason=_LONG)],
@@ -203,12 +220,15 @@ WORST: dict[str, Callable[[], list[Any]]] = {
     f"/{_NODES}/SettleRestore": lambda: [_N.SettleRestoreRequest()],
     f"/{_NODES}/GetCluster": lambda: [_N.GetClusterRequest()],
     # A state with its environments, written by a thread of its own.
-    f"/{_NODES}/RecordDecisions": lambda: [_N.RecordDecisionsRequest(most_bytes=(1 << 64) - 1)],
+    f"/{_NODES}/RecordDecisions": lambda: [
+        _N.RecordDecisionsRequest(most_bytes=(1 << 64) - 1),
+        _N.RecordDecisionsRequest(duration=times.duration(1.0), with_environment=True),
+    ],
 }
 
 
 # Whose work is done once they were answered.
-ONCE = (f"/{_JOBS}/CancelJob", f"/{_JOBS}/CancelArray", f"/{_JOBS}/UpdateArray")
+ONCE = (f"/{_JOBS}/CancelJob", f"/{_JOBS}/CancelArray")
 
 
 def test_the_worst_message_of_every_method_is_named() -> None:
@@ -263,9 +283,10 @@ def test_no_request_holds_the_master_for_long(tmp_path: Path, monkeypatch: pytes
             for path, worst in WORST.items():
                 for number, request in enumerate(worst()):
                     # A processor that is taken away meanwhile makes any step long, but not again and again.
-                    for _ in range(1 if path in ONCE else 3):
+                    tries = request if isinstance(request, tuple) else (request,) * (1 if path in ONCE else TRIES)
+                    for one in tries:
                         with longest_step(monkeypatch) as longest:
-                            code = await asyncio.to_thread(sent, address, token, path, request)
+                            code = await asyncio.to_thread(sent, address, token, path, one)
                         if longest.seconds <= MOST_SECONDS:
                             break
                     if longest.seconds > MOST_SECONDS or code in ("INTERNAL", "UNKNOWN"):
@@ -273,6 +294,30 @@ def test_no_request_holds_the_master_for_long(tmp_path: Path, monkeypatch: pytes
 
     asyncio.run(story())
     assert slow == []
+
+
+def test_the_largest_plan_fits_in_a_message() -> None:
+    """Starts of 4,000 jobs on 16,000 nodes with long names, and the order of 10,000 pending jobs."""
+    claim = {
+        "device_mask": 255,
+        "millicores": [16_000],
+        "memory_bytes": 1 << 37,
+        "arena_bytes": 1 << 38,
+        "tasks": [8],
+    }
+    changes = [
+        scheduling_pb2.Change(
+            job=f"jobs/{1_000_000 + job}",
+            revision=1 << 20,
+            reason="aged 12,345 GPU seconds",
+            start=scheduling_pb2.StartChange(
+                claims=[resources_pb2.Claim(node=f"nodes/rack-12-{10_000 + 4 * job + n}", **claim) for n in range(4)]
+            ),
+        )
+        for job in range(4_000)
+    ]
+    line = scheduling_pb2.Line(jobs=[f"jobs/{1_000_000 + job}" for job in range(10_000)])
+    assert scheduling_pb2.Plan(changes=changes, line=line).ByteSize() < LARGEST_PLAN
 
 
 def test_a_word_that_looks_like_a_number_for_long_is_none() -> None:

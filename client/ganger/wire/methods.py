@@ -48,7 +48,7 @@ METHODS: dict[str, Method] = {
         Method(f"{_JOBS}/ReadLog", _STREAM_SECONDS, is_stream=True),
         Method(f"{_JOBS}/ExplainJob"),
         Method(f"{_JOBS}/ListEvents"),
-        Method(f"{_JOBS}/CreateArray", 30.0, largest_bytes=2 * _MIB),
+        Method(f"{_JOBS}/CreateArray", 30.0, largest_bytes=5 * _MIB // 8),
         Method(f"{_JOBS}/GetArray"),
         Method(f"{_JOBS}/ListArrays"),
         Method(f"{_JOBS}/CancelArray"),
@@ -60,7 +60,8 @@ METHODS: dict[str, Method] = {
         Method(f"{_SCHEDULING}/RequestGang", is_idempotent=False, largest_bytes=_MIB),
         Method(f"{_SCHEDULING}/RequestGangs", None, is_idempotent=False, is_stream=True, largest_bytes=_MIB),
         Method(f"{_SCHEDULING}/ReleaseGang", is_idempotent=False),
-        Method(f"{_SCHEDULING}/ProposePlan", is_idempotent=False, largest_bytes=4 * _MIB),
+        # A plan that starts 4,000 jobs on 16,000 nodes takes 1.13 MiB.
+        Method(f"{_SCHEDULING}/ProposePlan", is_idempotent=False, largest_bytes=5 * _MIB // 4),
         Method(f"{_SCHEDULING}/WatchCluster", _STREAM_SECONDS, is_stream=True),
         Method(f"{_SCHEDULING}/WatchProgress", _STREAM_SECONDS, is_stream=True),
         Method(f"{_NODES}/ListNodes"),

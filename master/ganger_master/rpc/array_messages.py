@@ -12,7 +12,7 @@ from ganger.wire import errors, times
 from ganger.wire.roles import Identity
 
 from ganger_master.core import commands
-from ganger_master.core.membership import MEMBERS_LIMIT, StopRule
+from ganger_master.core.membership import MEMBERS_LIMIT, PARAMETERS_LIMIT, StopRule
 from ganger_master.core.memberships import report_of
 from ganger_master.core.model import Job
 from ganger_master.policies.stopping import best
@@ -24,8 +24,10 @@ from ganger_master.runtime.progress import Sample
 def submission_from_wire(request: job_service_pb2.CreateArrayRequest, caller: Identity) -> commands.SubmitArray:
     """Not yet judged, but for a rule of no known kind, and for what is too much to look at. Raises SpecInvalid."""
     if len(request.members) > MEMBERS_LIMIT:
-        violation = errors.Violation("members", f"from 1 to {MEMBERS_LIMIT}, not {len(request.members)}")
-        raise errors.SpecInvalid("the array cannot be accepted", violations=[violation])
+        raise _too_much(f"from 1 to {MEMBERS_LIMIT}, not {len(request.members)}")
+    parameters = sum([len(member.parameters) for member in request.members])
+    if parameters > PARAMETERS_LIMIT:
+        raise _too_much(f"at most {PARAMETERS_LIMIT} parameters in all, not {parameters}")
     return commands.SubmitArray(
         job_messages.spec_from_wire(request.spec),
         tuple((member.index, dict(member.parameters)) for member in request.members),
@@ -36,6 +38,10 @@ def submission_from_wire(request: job_service_pb2.CreateArrayRequest, caller: Id
         request.request_id,
         limited=caller.has_own_jobs_only,
     )
+
+
+def _too_much(text: str) -> errors.SpecInvalid:
+    return errors.SpecInvalid("the array cannot be accepted", violations=[errors.Violation("members", text)])
 
 
 def array_to_wire(members: Sequence[Job], samples: Sequence[Sample | None]) -> array_pb2.Array:
