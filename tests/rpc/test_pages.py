@@ -179,6 +179,6 @@ def test_verdicts_of_one_message_come_in_several_where_they_are_long(
 
 
 def test_a_page_has_room_for_the_one_entry_that_is_larger_than_it() -> None:
-    room = pages.Room(10)
+    room = pages.PageRoom(10)
     assert room.take(resources_pb2.Refusal(message="x" * (PART_BYTES + 1)))
     assert not room.take(resources_pb2.Refusal())

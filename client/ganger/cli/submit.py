@@ -95,22 +95,13 @@ def submit(
 
     description = load_job_file(file) if file else {}
     origins = _merge(description, flags)
-    if wrap is not None:
-        if command:
-            raise click.UsageError("give --wrap or a command, not both")
-        if not wrap.strip():
-            raise click.UsageError("--wrap is empty: give the line that the shell is to run")
-        description["command"] = ["sh", "-c", wrap]
-        origins["command"] = "--wrap"
-    elif command:
-        description["command"] = list(command)
-        origins["command"] = "COMMAND"
-    if not_preemptible:
-        description["preemptible"] = False
-    if no_move:
-        description["movable"] = False
-    if distributed:
-        description["distributed"] = True
+    _set_command(description, origins, wrap, command)
+    switches = (
+        ("preemptible", not_preemptible, False),
+        ("movable", no_move, False),
+        ("distributed", distributed, True),
+    )
+    description.update({key: value for key, is_given, value in switches if is_given})
     wrong: list[Violation] = []
     for key, (given, mistakes) in (("environment", _variables(variables)), ("labels", pairs("--label", labels))):
         if given:
@@ -187,6 +178,21 @@ def _merge(description: dict[str, Any], flags: dict[str, str | None]) -> dict[st
             description[key] = value
             origins[key] = f"--{key.replace('_', '-')}"
     return origins
+
+
+def _set_command(
+    description: dict[str, Any], origins: dict[str, str], wrap: str | None, command: tuple[str, ...]
+) -> None:
+    if wrap is not None:
+        if command:
+            raise click.UsageError("give --wrap or a command, not both")
+        if not wrap.strip():
+            raise click.UsageError("--wrap is empty: give the line that the shell is to run")
+        description["command"] = ["sh", "-c", wrap]
+        origins["command"] = "--wrap"
+    elif command:
+        description["command"] = list(command)
+        origins["command"] = "COMMAND"
 
 
 def _with_pairs(present: Any, added: dict[str, str]) -> Any:

@@ -247,11 +247,6 @@ def parse_header(preamble: Preamble, encoded: Any) -> dict[str, Any]:
 Source = Union[str, "os.PathLike[str]", int]
 
 
-def read_header(source: Source) -> dict[str, Any]:
-    """The header of an image in a file (path or descriptor). Raises ImageError, OSError."""
-    return _with_descriptor(source, lambda fd: _preamble_and_header(fd)[1])
-
-
 def verify(source: Source) -> Summary:
     """Read the whole image and check every digest. Raises ImageError, OSError."""
     return _with_descriptor(source, _verify)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from pathlib import Path
 
-from ganger_daemon.core.orders import Found
+from ganger_daemon.core.orders import FoundCheckpoint
 
 from .layout import checkpoints_directory, complete, read_manifest
 
@@ -13,7 +13,7 @@ from .layout import checkpoints_directory, complete, read_manifest
 _MOST = 16
 
 
-def newest_found(storage: Path, job_uid: str, before_epoch: int) -> tuple[Found, ...]:
+def newest_found(storage: Path, job_uid: str, before_epoch: int) -> tuple[FoundCheckpoint, ...]:
     """Of attempts before that epoch, newest first. What cannot be read is left out. Blocks."""
     directory = checkpoints_directory(storage, job_uid)
     try:
@@ -26,5 +26,5 @@ def newest_found(storage: Path, job_uid: str, before_epoch: int) -> tuple[Found,
             one = read_manifest(directory / str(name))
         except (OSError, ValueError):
             continue
-        found.append(Found(name.step, name.epoch, f"checkpoints/{name}", one.size_bytes, one.time))
+        found.append(FoundCheckpoint(name.step, name.epoch, f"checkpoints/{name}", one.size_bytes, one.time))
     return tuple(found)

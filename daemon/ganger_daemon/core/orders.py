@@ -69,7 +69,7 @@ class OutcomeKind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCheckpoint:
     """A complete checkpoint on storage; `path` is relative to the job's directory."""
 
     step: int
@@ -86,7 +86,7 @@ class Outcome:
     rank: int = 0
     message: str = ""
     # The newest ones, where it could not start from the one that was named.
-    found: tuple[Found, ...] = ()
+    found: tuple[FoundCheckpoint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from ganger_daemon.checkpoints.found import newest_found
 from ganger_daemon.checkpoints.layout import parse_final
 from ganger_daemon.checkpoints.storage import token_found
 from ganger_daemon.checkpoints.verify import Unreadable, verify
-from ganger_daemon.core.orders import Found, OutcomeKind
+from ganger_daemon.core.orders import FoundCheckpoint, OutcomeKind
 from ganger_daemon.files import write_json
 
 from .desired import LocalPart
@@ -42,7 +42,7 @@ class LaunchRefusedError(Exception):
 
     kind = OutcomeKind.LAUNCH_FAILED
 
-    def __init__(self, message: str, found: tuple[Found, ...] = ()) -> None:
+    def __init__(self, message: str, found: tuple[FoundCheckpoint, ...] = ()) -> None:
         super().__init__(message)
         self.found = found
 
@@ -167,7 +167,7 @@ def _check_newest(desired: agent_pb2.DesiredGang, storage: Path) -> None:
         raise StateOutdatedError(f"storage has a newer checkpoint, {newest.path}, {than}", found)
 
 
-def _on_storage(desired: agent_pb2.DesiredGang, storage: Path) -> tuple[Found, ...]:
+def _on_storage(desired: agent_pb2.DesiredGang, storage: Path) -> tuple[FoundCheckpoint, ...]:
     """The newest complete checkpoints of earlier attempts, newest first."""
     return newest_found(storage, desired.job_uid, desired.epoch)
 

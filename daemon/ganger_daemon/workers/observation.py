@@ -16,11 +16,13 @@ from ganger.v1 import job_pb2
 from google.protobuf import timestamp_pb2
 
 from ganger_daemon.core.gang import RankPhase, is_opaque
-from ganger_daemon.core.orders import Level, Phase
+from ganger_daemon.core.orders import FoundCheckpoint, Level, Outcome, Phase
 
 from .desired import order_key_to_wire
 
 if TYPE_CHECKING:
+    from ganger_daemon.checkpoints.keeper import Published
+
     from .gang import LocalGang
 
 # Beside the levels' names in Capabilities.missing: why the job can go to no other process, whatever can be parked.
@@ -65,37 +67,11 @@ def observe(gang: LocalGang) -> agent_pb2.ObservedGang:
     if phase is Phase.PARKED and level is Level.OFFLOAD:
         message.residue_bytes.extend(gang.memory.residue)
         message.kept_memory_bytes = gang.memory.kept_bytes
-    outcome = judgement.outcome
-    if outcome is not None:
-        message.outcome.CopyFrom(
-            agent_pb2.Outcome(
-                kind=agent_pb2.Outcome.Kind.ValueType(outcome.kind),
-                exit_code=outcome.exit_code,
-                rank=outcome.rank,
-                message=outcome.message,
-                checkpoints=[
-                    job_pb2.Checkpoint(
-                        step=one.step,
-                        epoch=one.epoch,
-                        path=one.path,
-                        size_bytes=one.size_bytes,
-                        create_time=timestamp_pb2.Timestamp(seconds=int(one.time_s)),
-                    )
-                    for one in outcome.found
-                ],
-            )
-        )
+    if judgement.outcome is not None:
+        message.outcome.CopyFrom(_outcome_to_wire(judgement.outcome))
     published = gang.saving.keeper.published
     if published is not None:
-        message.checkpoint.CopyFrom(
-            job_pb2.Checkpoint(
-                step=published.step,
-                epoch=published.epoch,
-                path=published.path,
-                size_bytes=published.size_bytes,
-                create_time=timestamp_pb2.Timestamp(seconds=int(published.time_seconds)),
-            )
-        )
+        message.checkpoint.CopyFrom(_checkpoint_to_wire(published, published.time_seconds))
     if gang.pages.readable:
         _add_what_pages_say(message, gang)
         if not takes_turns:
@@ -103,6 +79,26 @@ def observe(gang: LocalGang) -> agent_pb2.ObservedGang:
     elif gang.pages.foreign:
         _add_what_an_opaque_job_can(message.capabilities, gang, "its control page is of another version of Ganger")
     return message
+
+
+def _outcome_to_wire(outcome: Outcome) -> agent_pb2.Outcome:
+    return agent_pb2.Outcome(
+        kind=agent_pb2.Outcome.Kind.ValueType(outcome.kind),
+        exit_code=outcome.exit_code,
+        rank=outcome.rank,
+        message=outcome.message,
+        checkpoints=[_checkpoint_to_wire(one, one.time_s) for one in outcome.found],
+    )
+
+
+def _checkpoint_to_wire(checkpoint: FoundCheckpoint | Published, time_s: float) -> job_pb2.Checkpoint:
+    return job_pb2.Checkpoint(
+        step=checkpoint.step,
+        epoch=checkpoint.epoch,
+        path=checkpoint.path,
+        size_bytes=checkpoint.size_bytes,
+        create_time=timestamp_pb2.Timestamp(seconds=int(time_s)),
+    )
 
 
 def is_still_looking(progress: Progress) -> bool:

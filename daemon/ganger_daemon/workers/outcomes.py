@@ -6,7 +6,7 @@ import logging
 from dataclasses import asdict
 from typing import NamedTuple
 
-from ganger_daemon.core.orders import Found, Outcome, OutcomeKind
+from ganger_daemon.core.orders import FoundCheckpoint, Outcome, OutcomeKind
 from ganger_daemon.files import make_directory, read_json, write_json
 
 from .directories import GangPaths
@@ -43,7 +43,7 @@ def kept(paths: GangPaths) -> Kept | None:
     try:
         kind, code, rank = (int(fields[name]) for name in ("kind", "exit_code", "rank"))
         step = None if fields.get("step") is None else int(fields["step"])
-        found = tuple([Found(**one) for one in fields.get("found", ())])
+        found = tuple([FoundCheckpoint(**one) for one in fields.get("found", ())])
         return Kept(Outcome(OutcomeKind(kind), code, rank, str(fields["message"]), found), step)
     except (KeyError, TypeError, ValueError) as error:
         log.warning("outcome cannot be read", extra={"path": str(paths.outcome), "error": repr(error)})

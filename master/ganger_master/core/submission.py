@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ganger.placement.impossible import impossible
 
@@ -123,18 +123,7 @@ def _wrong_program(spec: JobSpec) -> Iterator[tuple[str, str]]:
     if bytes_of(directory) > _TEXT_LIMIT or "\0" in directory:
         yield path, f"at most {_TEXT_LIMIT} bytes, no NUL"
     if spec.environment:
-        path, names, values = "spec.environment", "".join(spec.environment), "".join(spec.environment.values())
-        if "" in spec.environment or "=" in names or "\0" in names:
-            bad = [name for name in spec.environment if not name or "=" in name or "\0" in name]
-            yield path, f"no such variable name is possible: {bad[:3]}"
-        if "\0" in values:
-            yield path, "no value may contain a NUL character"
-        if bytes_of(names) + bytes_of(values) > _ENVIRONMENT_LIMIT:
-            yield path, f"at most {_ENVIRONMENT_LIMIT} bytes in all"
-        for name, value in spec.environment.items():
-            if bytes_of(name) + bytes_of(value) > _VARIABLE_LIMIT:
-                yield path, f"{name[:40]}: at most {_VARIABLE_LIMIT} bytes, for no program can be started with more"
-                break
+        yield from _wrong_environment(spec.environment)
     if spec.scheduler:
         path = "spec.scheduler"
         if not _is_text(spec.scheduler, _TEXT_LIMIT):
@@ -142,6 +131,21 @@ def _wrong_program(spec: JobSpec) -> Iterator[tuple[str, str]]:
         module, _, name = spec.scheduler.partition(":")
         if not (module and name):
             yield path, "write module:Class"
+
+
+def _wrong_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    path, names, values = "spec.environment", "".join(environment), "".join(environment.values())
+    if "" in environment or "=" in names or "\0" in names:
+        bad = [name for name in environment if not name or "=" in name or "\0" in name]
+        yield path, f"no such variable name is possible: {bad[:3]}"
+    if "\0" in values:
+        yield path, "no value may contain a NUL character"
+    if bytes_of(names) + bytes_of(values) > _ENVIRONMENT_LIMIT:
+        yield path, f"at most {_ENVIRONMENT_LIMIT} bytes in all"
+    for name, value in environment.items():
+        if bytes_of(name) + bytes_of(value) > _VARIABLE_LIMIT:
+            yield path, f"{name[:40]}: at most {_VARIABLE_LIMIT} bytes, for no program can be started with more"
+            break
 
 
 def _wrong_numbers(spec: JobSpec) -> Iterator[tuple[str, str]]:

@@ -17,6 +17,7 @@ from ganger_master.core.model import (
     Agent,
     Capabilities,
     Checkpoint,
+    Failure,
     Gang,
     GangPhase,
     Job,
@@ -219,16 +220,18 @@ def job_to_wire(
     if gang is not None and not job.state.is_final:
         message.gang.CopyFrom(gang_to_wire(job, gang, destination, beside, has_turn))
     if job.failure is not None:
-        message.failure.CopyFrom(
-            job_pb2.Failure(
-                reason=job.failure.reason,
-                message=job.failure.message,
-                exit_code=job.failure.exit_code,
-                rank=job.failure.rank,
-                epoch=job.failure.epoch,
-            )
-        )
+        message.failure.CopyFrom(_failure_to_wire(job.failure))
     return message
+
+
+def _failure_to_wire(failure: Failure) -> job_pb2.Failure:
+    return job_pb2.Failure(
+        reason=failure.reason,
+        message=failure.message,
+        exit_code=failure.exit_code,
+        rank=failure.rank,
+        epoch=failure.epoch,
+    )
 
 
 def _as_it_stands(progress: job_pb2.Progress, job: Job, gang: Gang | None, measured: Sample | Progress | None) -> None:

@@ -26,7 +26,7 @@ from ganger_master.rpc.answers import Shown, expect
 from ganger_master.rpc.deadline_advice import deadline_advice
 from ganger_master.rpc.log_proxy import LogProxy
 from ganger_master.rpc.ownership import array_outline, check_jobs, check_owner, outline
-from ganger_master.rpc.pages import ENTRIES_AT_ONCE, PAGE_DEFAULT, PAGE_MOST, Room, page_token, place_of
+from ganger_master.rpc.pages import ENTRIES_AT_ONCE, PAGE_DEFAULT, PAGE_MOST, PageRoom, page_token, place_of
 from ganger_master.rpc.plan_messages import REASON_MOST, on_the_way_to_wire
 from ganger_master.rpc.user_limits import UserLimits
 from ganger_master.runtime.writer import Writer
@@ -97,7 +97,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     ) -> job_service_pb2.ListArraysResponse:
         caller = self._callers.of(context)
         before = place_of(request.page_token, names.parse_array_name, 0)
-        room = Room(min(request.page_size or PAGE_DEFAULT, PAGE_MOST))
+        room = PageRoom(min(request.page_size or PAGE_DEFAULT, PAGE_MOST))
         response, last, seen = job_service_pb2.ListArraysResponse(), 0, 0
         async for job in self._newest_jobs(0):
             membership = job.spec.array
@@ -146,7 +146,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         states = {job_messages.STATES_FROM_WIRE.get(state) for state in request.states}
         caller = self._callers.of(context)
         labels = request.labels.items()
-        response, room, last = job_service_pb2.ListJobsResponse(), Room(size), 0
+        response, room, last = job_service_pb2.ListJobsResponse(), PageRoom(size), 0
         array = names.parse_array_name(request.array) if request.array else 0
         if array:
             self._shown.members(array)
@@ -271,7 +271,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         caller = self._callers.of(context)
         self._check_subject(caller, request.subject)
         entries = await self._writer.history(request.subject, after, size)
-        response, room = job_service_pb2.ListEventsResponse(next_sequence=after), Room()
+        response, room = job_service_pb2.ListEventsResponse(next_sequence=after), PageRoom()
         for entry in entries:
             if self._is_told(caller, entry.subject):
                 message = _event_to_wire(entry)

@@ -21,7 +21,7 @@ from ganger_master.core.model import JobState
 from ganger_master.rpc import quarantine_messages
 from ganger_master.rpc.answers import Shown, expect
 from ganger_master.rpc.node_set_messages import node_set_to_wire
-from ganger_master.rpc.pages import ENTRIES_AT_ONCE, PAGE_MOST, Room, page_token, place_of
+from ganger_master.rpc.pages import ENTRIES_AT_ONCE, PAGE_MOST, PageRoom, page_token, place_of
 from ganger_master.rpc.plan_messages import REASON_MOST
 from ganger_master.runtime import recorder
 from ganger_master.runtime.writer import Writer
@@ -64,7 +64,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
     async def ListNodes(self, request: node_pb2.ListNodesRequest, context: Any) -> node_pb2.ListNodesResponse:
         size = min(request.page_size, PAGE_MOST) or sys.maxsize
         committed = self._writer.committed
-        response, room, last = node_pb2.ListNodesResponse(), Room(size), ""
+        response, room, last = node_pb2.ListNodesResponse(), PageRoom(size), ""
         kinds: set[str] = set()
         for message in self._after(place_of(request.page_token, _place_of, _FIRST), self._callers.of(context)):
             news = []

@@ -25,7 +25,7 @@ ENTRIES_AT_ONCE: Final = 500
 _Place = TypeVar("_Place")
 
 
-class Room:
+class PageRoom:
     """What one message still has room for: so many entries, together of at most PAGE_BYTES. It holds one at least."""
 
     def __init__(self, entries: int = sys.maxsize) -> None:

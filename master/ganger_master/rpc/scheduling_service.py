@@ -25,7 +25,7 @@ from ganger_master.rpc.answers import Shown, change_verdict_of, expect, verdict_
 from ganger_master.rpc.job_service import STREAM_SECONDS
 from ganger_master.rpc.live_jobs import live_job_to_wire
 from ganger_master.rpc.ownership import check_jobs
-from ganger_master.rpc.pages import Room
+from ganger_master.rpc.pages import PageRoom
 from ganger_master.rpc.plan_messages import plan_from_wire
 from ganger_master.rpc.user_limits import UserLimits
 from ganger_master.runtime.progress import ProgressBoard
@@ -157,14 +157,14 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                 )
                 sent = committed.view_version
                 delta.view.nodes.extend(await _messages(rows))
-                room = Room(_JOBS_AT_ONCE)
+                room = PageRoom(_JOBS_AT_ONCE)
                 room.take(delta)
                 for job, gang in there:
                     live_job_to_wire(job, gang, message := scheduling_pb2.LiveJob())
                     if not room.take(message):
                         delta.continues = True
                         yield delta
-                        delta, room = scheduling_pb2.ClusterDelta(), Room(_JOBS_AT_ONCE)
+                        delta, room = scheduling_pb2.ClusterDelta(), PageRoom(_JOBS_AT_ONCE)
                         room.take(message)
                         await asyncio.sleep(0)
                     delta.jobs.append(message)
@@ -221,12 +221,12 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         try:
             while (found := await judged.get()) is not None:
                 requests, answers = found
-                verdicts, room = scheduling_pb2.Verdicts(), Room()
+                verdicts, room = scheduling_pb2.Verdicts(), PageRoom()
                 for request, answer in zip(requests, await answers, strict=True):
                     _fill(verdict := scheduling_pb2.Verdict(), request.job, answer)
                     if not room.take(verdict):
                         yield verdicts
-                        verdicts, room = scheduling_pb2.Verdicts(), Room()
+                        verdicts, room = scheduling_pb2.Verdicts(), PageRoom()
                         room.take(verdict)
                     verdicts.verdicts.append(verdict)
                 yield verdicts
@@ -310,13 +310,13 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         marks: dict[int, float] = {}
         while loop.time() < end:
             fresh = self._progress.newer_than(marks, jobs)
-            batch, room = scheduling_pb2.ProgressBatch(), Room(_JOBS_AT_ONCE)
+            batch, room = scheduling_pb2.ProgressBatch(), PageRoom(_JOBS_AT_ONCE)
             for job, sample in fresh.items():
                 marks[job] = sample.time
                 message = job_messages.progress_to_wire(sample)
                 if not room.take(message):
                     yield batch
-                    batch, room = scheduling_pb2.ProgressBatch(), Room(_JOBS_AT_ONCE)
+                    batch, room = scheduling_pb2.ProgressBatch(), PageRoom(_JOBS_AT_ONCE)
                     room.take(message)
                     await asyncio.sleep(0)
                 batch.progress[names.job_name(job)].CopyFrom(message)
