@@ -141,7 +141,9 @@ def test_why_puts_the_true_blocker_first_and_says_when(call: Call, master: Canne
     assert last == "may start in 1m to 2h, if jobs/3 ends by its time limit"
 
 
-def test_a_running_and_an_ended_job_say_so_in_the_first_line(call: Call, master: CannedMaster, capsys: Output) -> None:
+def test_the_first_line_states_whether_a_job_runs_or_has_ended(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
     master.explanation.job.CopyFrom(running_job(master))
     master.explanation.assumption = "it has its gang, which is RUNNING"
     assert call("why", "1") == 0

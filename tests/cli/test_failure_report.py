@@ -48,7 +48,7 @@ def test_a_failed_job_is_printed_with_where_it_ran_and_how_its_log_ends(
 
 
 @pytest.mark.parametrize("command", ["show", "why"])
-def test_the_report_of_a_failed_job_says_that_nothing_was_written(
+def test_the_report_of_a_failed_job_states_that_nothing_was_written(
     call: Call, master: CannedMaster, capsys: Output, command: str
 ) -> None:
     failed_job(master, lines=0)
@@ -57,7 +57,7 @@ def test_the_report_of_a_failed_job_says_that_nothing_was_written(
 
 
 @pytest.mark.parametrize("command", ["show", "why"])
-def test_a_job_that_failed_without_a_place_says_so(
+def test_the_report_states_that_a_job_failed_without_a_place(
     call: Call, master: CannedMaster, capsys: Output, command: str
 ) -> None:
     job = failed_job(master)
@@ -70,7 +70,9 @@ def test_a_job_that_failed_without_a_place_says_so(
     assert "log of rank" not in shown
 
 
-def test_logs_of_a_job_that_was_never_launched_say_why(call: Call, master: CannedMaster, capsys: Output) -> None:
+def test_logs_of_a_job_that_was_never_launched_print_the_reason(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
     job = running_job(master)
     job.ClearField("gang")
     job.state = job_pb2.Job.STATE_PENDING
@@ -93,7 +95,7 @@ def test_logs_of_a_job_that_was_never_launched_say_why(call: Call, master: Canne
     assert capsys.readouterr() == ("x\n", "")
 
 
-def test_logs_of_a_job_whose_launch_failed_say_that_it_was_never_launched(
+def test_logs_of_a_job_whose_launch_failed_report_that_it_was_never_launched(
     call: Call, master: CannedMaster, capsys: Output
 ) -> None:
     job = failed_job(master)

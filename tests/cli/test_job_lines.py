@@ -113,7 +113,7 @@ def test_a_narrow_terminal_goes_without_user_and_place_before_the_reason_is_cut(
 
 
 @pytest.mark.parametrize(("becomes", "state"), [(0b1111, "resizing"), (0b1100, "moving"), (0, "parked(offload)")])
-def test_a_parked_gang_whose_next_place_is_being_prepared_is_not_said_to_rest(becomes: int, state: str) -> None:
+def test_a_parked_gang_whose_next_place_is_being_prepared_is_not_shown_as_parked(becomes: int, state: str) -> None:
     job = job_pb2.Job(state=job_pb2.Job.STATE_HOLDING)
     job.gang.phase, job.gang.parked_level = job_pb2.Gang.PHASE_PARKED, job_pb2.SUSPEND_LEVEL_OFFLOAD
     job.gang.claims.add(node="nodes/n1", device_mask=0b11)

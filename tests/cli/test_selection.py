@@ -79,7 +79,7 @@ def test_no_jobs_or_jobs_beside_a_filter_is_wrong_usage(
     assert not four_jobs.requests
 
 
-def test_a_filter_that_finds_no_job_says_so(call: Call, four_jobs: CannedMaster, capsys: Output) -> None:
+def test_a_filter_that_finds_no_job_is_reported(call: Call, four_jobs: CannedMaster, capsys: Output) -> None:
     assert call("cancel", "--name", "nothing", "--user", "ann") == 3
     assert "no job with the name 'nothing' and the user 'ann' that has not ended" in capsys.readouterr().err
 
@@ -136,7 +136,7 @@ def test_a_resume_right_after_a_suspend_waits_until_the_job_has_stopped(call: Ca
     assert len(ordered(master, job_service_pb2.ResumeJobRequest)) == 4
 
 
-def test_a_job_suspended_at_pause_is_said_to_keep_its_gpus(call: Call, master: CannedMaster, capsys: Output) -> None:
+def test_suspend_at_pause_reports_that_the_job_keeps_its_gpus(call: Call, master: CannedMaster, capsys: Output) -> None:
     job = running_job(master)
     job.gang.phase, job.gang.parked_level = job_pb2.Gang.PHASE_PARKED, job_pb2.SUSPEND_LEVEL_PAUSE
     assert call("suspend", "1", "--level", "pause") == 0
@@ -153,7 +153,7 @@ def test_a_job_suspended_at_pause_is_said_to_keep_its_gpus(call: Call, master: C
         ("STOPPING", 121, False, "is stopped at step 121: its state is being saved"),
     ],
 )
-def test_an_order_that_waits_says_for_what(
+def test_a_waiting_order_reports_what_it_waits_for(
     master: CannedMaster, phase: str, stop_step: int, presumed: bool, told: str
 ) -> None:
     job = running_job(master)

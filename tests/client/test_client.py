@@ -236,7 +236,7 @@ def test_submit_ends_with_code_5_and_the_flag_that_repeats_it(
     assert f"repeat the same command with --request-id {request.request_id}" in told.err
 
 
-def test_a_submission_that_is_refused_is_not_said_to_be_repeated(client: Client, master: CannedMaster) -> None:
+def test_no_request_id_is_offered_for_a_submission_that_is_refused(client: Client, master: CannedMaster) -> None:
     master.failing = errors.QueueFull("full")
     with pytest.raises(errors.QueueFull) as refused:
         client.submit("true")

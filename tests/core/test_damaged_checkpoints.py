@@ -198,7 +198,7 @@ def test_a_daemon_that_goes_on_reporting_newer_checkpoints_without_any_does_not_
     assert drive.job(number).state is JobState.FAILED
 
 
-def test_the_leader_is_told_which_checkpoints_to_keep_as_soon_as_they_are_durable() -> None:
+def test_the_leader_receives_the_checkpoints_to_keep_as_soon_as_they_are_durable() -> None:
     drive = Drive(nodes=2)
     number = drive.submit(job_of(8))
     first = drive.start(number)

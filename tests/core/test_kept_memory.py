@@ -53,14 +53,14 @@ def test_a_job_that_rests_on_its_only_gpu_leaves_the_next_the_memory_that_it_doe
     drive.start(drive.submit(job_of(1, NODE * 3 // 4)))
 
 
-def test_what_nobody_measured_and_more_than_is_claimed_is_kept_as_claimed() -> None:
+def test_unmeasured_memory_and_more_than_is_claimed_is_kept_as_claimed() -> None:
     for kept in (0, NODE):
         drive = Drive()
         number = offloaded(drive, NODE // 2, kept)
         assert free(drive) == NODE - NODE // 2 - arena(drive, number)
 
 
-def test_what_it_keeps_stands_while_it_rests_whatever_is_said_later_and_after_a_restart() -> None:
+def test_the_kept_memory_stands_while_a_gang_rests_despite_later_reports_and_a_restart() -> None:
     drive = Drive()
     number = offloaded(drive, NODE // 2, 2 * GIB)
     left = free(drive)

@@ -181,7 +181,7 @@ def test_a_command_that_cannot_be_executed_is_no_fault_of_the_node() -> None:
     assert drive.state.nodes["n1"].launch_failures == 0
 
 
-def test_what_a_failed_launch_says_is_for_the_user_of_that_job_alone() -> None:
+def test_the_message_of_a_failed_launch_is_shown_to_the_user_of_that_job_alone() -> None:
     drive = Launching(nodes=2)
     anns, bobs = drive.submit(job_of(4), "ann"), drive.submit(job_of(4), "bob")
     drive.fails(anns, "n1")

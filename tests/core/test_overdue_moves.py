@@ -69,7 +69,7 @@ POINTS: dict[Callable[[Drive, int, int, int], None], str] = {
 
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point.__name__)
-def test_a_move_that_stands_still_goes_back_at_its_deadline_and_says_who_did_not_answer(
+def test_a_move_that_stands_still_is_undone_at_its_deadline_and_names_the_late_node(
     point: Callable[[Drive, int, int, int], None],
 ) -> None:
     drive, number, source, destination = moving()
@@ -98,7 +98,7 @@ def test_a_move_that_stands_still_goes_back_at_its_deadline_and_says_who_did_not
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point.__name__)
 @pytest.mark.parametrize("dead", ["n1", "n2"])
-def test_a_daemon_that_dies_in_the_middle_keeps_nobody_waiting_for_longer_than_the_deadline(
+def test_a_daemon_that_dies_during_a_move_delays_the_job_no_longer_than_the_deadline(
     point: Callable[[Drive, int, int, int], None], dead: str
 ) -> None:
     drive, number, source, destination = moving(lost_after_seconds=None)

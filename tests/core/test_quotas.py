@@ -121,7 +121,7 @@ def test_why_names_the_jobs_that_hold_the_share(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["fifo", "las"])
-def test_why_says_that_a_job_never_starts_once_the_quota_was_set_below_what_it_needs(policy: str) -> None:
+def test_why_reports_that_a_job_never_starts_once_the_quota_was_set_below_what_it_needs(policy: str) -> None:
     drive = Drive(settings=Settings(policy=policy, quota_devices={"ann": 4}))
     number = drive.submit(job_of(3), "ann")
     drive.set_quotas(ann=2)

@@ -66,7 +66,7 @@ def test_the_first_failure_costs_no_time_and_each_further_one_twice_the_last() -
     assert drive.job(number).state is JobState.FAILED
 
 
-def test_each_start_of_a_job_is_told_which_attempt_it_is() -> None:
+def test_each_start_of_a_job_receives_the_number_of_its_attempt() -> None:
     drive, number = failing()
     attempts = []
     for _ in range(3):

@@ -34,7 +34,7 @@ def test_skipped_checkpoints_of_a_running_job_show_until_they_are_written_again(
     assert shown() == ""
 
 
-def test_a_job_that_waits_for_storage_before_its_first_step_says_so() -> None:
+def test_a_job_that_waits_for_storage_before_its_first_step_reports_that() -> None:
     drive = Drive()
     number = drive.submit(job_of(2))
     drive.start(number)

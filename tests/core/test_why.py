@@ -119,7 +119,7 @@ def test_what_becomes_of_a_job_on_a_silent_node_is_said_as_it_was_ordered(order:
     assert drive.job(number).state is states[order]
 
 
-def test_under_a_planner_a_job_is_told_first_how_many_devices_it_wants_and_how_many_are_free() -> None:
+def test_under_a_planner_the_first_blocker_states_how_many_devices_are_wanted_and_free() -> None:
     drive = Drive(2, Settings(policy="las"))
     number = drive.submit(job_of(6))
     drive.state.ranks[number] = 1
@@ -133,7 +133,7 @@ def test_under_a_planner_a_job_is_told_first_how_many_devices_it_wants_and_how_m
     assert reasons[-1] is Reason.RANKED
 
 
-def test_an_order_that_has_not_arrived_is_told_with_the_nodes_that_have_not_reported_it() -> None:
+def test_why_names_the_nodes_that_have_not_acknowledged_an_order() -> None:
     drive = Drive(1)
     number = drive.submit(job_of(4))
     drive.start(number)

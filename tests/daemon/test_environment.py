@@ -90,7 +90,7 @@ def test_a_run_directory_that_cannot_be_in_a_search_path_is_refused(
     assert ":" not in str(choose_run_directory(tmp_path, {"machine_uuid": "m"}))
 
 
-def test_the_tasks_of_a_gang_over_two_nodes_know_their_places() -> None:
+def test_the_tasks_of_a_gang_over_two_nodes_receive_their_places() -> None:
     async def story(made: Cluster) -> None:
         found = await _environments(made, {"n1": [0, 1], "n2": [2]})
         names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")

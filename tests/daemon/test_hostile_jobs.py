@@ -80,7 +80,7 @@ def test_what_a_gang_leaves_is_out_of_the_way_at_once_and_gone_soon_also_after_a
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second account")
-def test_nothing_is_heard_of_another_account_at_the_job_socket() -> None:
+def test_packets_of_another_account_at_the_job_socket_are_ignored() -> None:
     async def story(path: Path) -> list[object]:
         heard: list[object] = []
         server, loop = JobSocket(path, heard.append), asyncio.get_running_loop()

@@ -470,7 +470,7 @@ def test_only_the_process_that_the_launcher_named_is_the_rank(page: Page) -> Non
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second account")
-def test_a_rank_tells_nothing_to_a_socket_of_another_account(page: Page, tmp_path: Path) -> None:
+def test_a_rank_sends_nothing_to_a_socket_of_another_account(page: Page, tmp_path: Path) -> None:
     path = str(tmp_path / "job.sock")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)

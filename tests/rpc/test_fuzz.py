@@ -235,7 +235,7 @@ def test_numbers_of_a_daemon_beyond_all_measure_break_no_answer(tmp_path: Path) 
     asyncio.run(story())
 
 
-def test_a_gang_that_needs_more_than_a_figure_can_tell_is_refused(tmp_path: Path) -> None:
+def test_a_gang_that_needs_more_than_a_number_can_hold_is_refused(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving(tmp_path) as served:
             await Speaker(served, "n1").join()

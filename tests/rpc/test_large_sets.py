@@ -63,7 +63,7 @@ def test_a_spec_that_is_larger_than_a_part_goes_alone() -> None:
     assert PART_BYTES < second.ByteSize() <= MAX_MESSAGE_BYTES
 
 
-def test_a_node_that_cannot_be_told_its_desired_state_is_not_ready_and_the_reason_is_shown(
+def test_a_node_whose_desired_state_cannot_be_sent_is_not_ready_and_the_reason_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story() -> None:

@@ -119,7 +119,7 @@ def test_a_page_of_events_is_full_by_its_bytes_and_old_long_texts_are_cut(
     asyncio.run(story())
 
 
-def test_the_jobs_of_a_cluster_are_told_in_messages_that_are_full_by_their_bytes(
+def test_the_jobs_of_a_cluster_are_sent_in_messages_that_are_bounded_by_their_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story() -> None:
@@ -139,7 +139,7 @@ def test_the_jobs_of_a_cluster_are_told_in_messages_that_are_full_by_their_bytes
     asyncio.run(story())
 
 
-def test_what_a_scheduler_says_against_its_job_is_cut_and_breaks_no_list(tmp_path: Path) -> None:
+def test_the_refusals_of_a_scheduler_are_cut_and_break_no_list(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving(tmp_path) as served:
             await Speaker(served, "n1").join()

@@ -65,7 +65,7 @@ def _numbers(output: str) -> list[str]:
 
 
 @pytest.mark.parametrize("place", FAILING)
-def test_a_failure_of_the_agent_is_said_and_training_goes_on(tmp_path: Path, place: str) -> None:
+def test_a_failure_of_the_agent_is_reported_and_training_goes_on(tmp_path: Path, place: str) -> None:
     script = _script(tmp_path, LOOP.format(before=""))
     broken = tmp_path / "broken.py"
     broken.write_text(LOOP.format(before=BREAK.format(name=FAILING[place])))
@@ -116,7 +116,7 @@ for epoch in job.epochs(2):
 
 
 @pytest.mark.parametrize("place", ["the state's keeper", "counting bytes", "publishing", "a boundary"])
-def test_a_failure_in_an_attached_job_is_said_and_training_goes_on(tmp_path: Path, place: str) -> None:
+def test_a_failure_in_an_attached_job_is_reported_and_training_goes_on(tmp_path: Path, place: str) -> None:
     script = _script(tmp_path, ATTACHED.format(before=""))
     broken = tmp_path / "broken.py"
     broken.write_text(ATTACHED.format(before=BREAK.format(name=FAILING[place])))
@@ -186,7 +186,7 @@ def test_sharded_jobs_train_are_counted_and_can_be_paused(tmp_path: Path, way: s
     assert "trained" in ranks[0].output()
 
 
-def test_an_attached_sharded_job_says_so_at_the_stop_and_is_not_asked_again(tmp_path: Path) -> None:
+def test_an_attached_sharded_job_refuses_the_stop_with_its_reason_and_is_not_stopped_again(tmp_path: Path) -> None:
     text = SHARDED.format(shard=SHARDING["FSDP2"], attach=ATTACH, step="job.step(loss)", steps=3000)
     rendezvous = Rendezvous()
     ranks = [

@@ -213,7 +213,7 @@ def test_a_server_of_another_name_is_said(authority: Authority) -> None:
 
 
 @pytest.mark.parametrize(("role", "other"), [(Role.MASTER, Role.DAEMON), (Role.DAEMON, Role.MASTER)])
-def test_nobody_talks_to_a_server_of_another_role_at_the_same_host(
+def test_clients_reject_a_server_of_another_role_at_the_same_host(
     authority: Authority, role: Role, other: Role
 ) -> None:
     ann = str(authority.issue("user", "ann"))
@@ -236,7 +236,7 @@ def test_nobody_talks_to_a_server_of_another_role_at_the_same_host(
     assert said == f"['UNIMPLEMENTED', 'UNAVAILABLE'] |what answers there is {role} 'x', and no {other}"
 
 
-def test_a_certificate_that_does_not_say_which_role_its_host_is_served_in_is_said(authority: Authority) -> None:
+def test_a_certificate_without_the_role_of_its_host_is_reported(authority: Authority) -> None:
     directory = authority.issue("master", "m", ("m.lab", "10.0.0.7"))
     authority.leave_out(directory, "10.0.0.7.master.ganger")
     with pytest.raises(EndpointError, match=r"10\.0\.0\.7 is the host of a master.*ganger certs issue"):

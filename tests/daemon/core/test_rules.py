@@ -123,7 +123,7 @@ def test_rates_are_means_and_a_restart_counts_as_nothing() -> None:
     assert rate_between(None, late).steps_per_second == 0.0
 
 
-def test_the_two_newest_checkpoints_stay_and_no_other_once_the_master_knows_them() -> None:
+def test_the_two_newest_checkpoints_stay_and_no_other_once_the_master_has_recorded_them() -> None:
     names = [CheckpointName(step, 1) for step in (10, 20, 30, 40)]
     assert surplus(names, names[3], names[2:]) == (names[0], names[1])
     assert surplus(names[:2], names[1]) == ()
