@@ -63,10 +63,11 @@ def make_server(
     by_role: bool = False,
     more_interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
 ) -> grpc.aio.Server:
-    """A grpc.aio server with our options and interceptors; `token` is what callers must bring, "" lets everybody in.
-    `by_role`: who comes with a certificate may call what is for its role, who brings the token what is for whoever is
-    at this machine, and nobody else anything. `more_interceptors` come last, so they meet only callers who may call.
-    A later option of the same name wins."""
+    """Return a grpc.aio server with our options and interceptors. `token`: what callers must send, "" for none.
+
+    `by_role`: a caller with a certificate may call the methods of its role, one with the token those for callers on
+    this machine, and any other caller none. `more_interceptors` come last: they meet permitted callers only. A later
+    option of the same name wins."""
     interceptors: list[grpc.aio.ServerInterceptor[Any, Any]] = [ErrorInterceptor()]
     if by_role:
         interceptors.append(RoleInterceptor(token))
