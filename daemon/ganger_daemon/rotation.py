@@ -60,6 +60,8 @@ class Standing:
     started_at: float | None = None
     # Somebody of the row was launched for its turn: that takes what it takes, and is no switch.
     launches: bool = False
+    # Who ran here when the present row was ordered.
+    ran: frozenset[int] = frozenset()
     switches: list[float] = field(default_factory=list)
     said: dict[str, Member | None] = field(default_factory=dict)
     asked_at: float = 0.0
@@ -297,6 +299,7 @@ class Rotation:
         standing.matrices = {v: rows for v, rows in standing.matrices.items() if v >= position.version}
         standing.ordered_at, standing.started_at = time.monotonic(), None
         standing.launches = False
+        standing.ran = frozenset(gang.desired.epoch for gang in self._members(standing) if _runs_here(gang))
         standing.asked_at = 0.0
         self._note(standing)
         # a switch is news where the rows are others than before
@@ -343,12 +346,13 @@ class Rotation:
             self._host.changed()
 
     def _dead_seconds(self, standing: Standing, turn: Sequence[LocalGang]) -> float | None:
-        """For how long devices here did no step at the last switch: from the last one of those who left to the begin of
-        the first one of those who came. None if nobody came for somebody."""
-        members = self._members(standing)
+        """For how long devices here did no step at the last switch: from the last step of the gangs that left to the
+        begin of the first one of those that came. None if no gang came for another. Who rested before the switch did
+        not leave at it, and who ran did not come."""
+        members = [gang for gang in self._members(standing) if gang.desired.epoch in standing.ran]
         left = [gang for gang in members if standing.position.stops.get(gang.desired.epoch) == standing.position.switch]
         found = []
-        for gang in turn:
+        for gang in [one for one in turn if one.desired.epoch not in standing.ran]:
             last = max([one.last_step_ns for one in left if self._gangs.collide(one, gang)], default=0)
             if last and gang.first_step_ns > last:
                 found.append((gang.first_step_ns - last) / 1e9 - gang.iteration_seconds)
@@ -364,7 +368,7 @@ class Rotation:
             standing.known,
             standing.started_at is not None,
             frozenset(gang.desired.epoch for gang in alive),
-            frozenset(gang.desired.epoch for gang in alive if gang.launched and gang.phase is Phase.RUNNING),
+            frozenset(gang.desired.epoch for gang in alive if _runs_here(gang)),
             standing.switch_seconds,
             frozenset(gang.desired.epoch for gang in alive if not gang.launched),
             any(self._is_blocked(standing, gang) for gang in alive),
@@ -430,6 +434,10 @@ def _rests_for_good(gang: LocalGang) -> bool:
     """Not for another's turn, but because the master wants it."""
     wants_rest = gang.told.intent in (agent_pb2.INTENT_PARK, agent_pb2.INTENT_HAND_OVER)
     return gang.launched and gang.phase is Phase.PARKED and wants_rest
+
+
+def _runs_here(gang: LocalGang) -> bool:
+    return gang.launched and gang.phase is Phase.RUNNING
 
 
 def _has_begun(gang: LocalGang) -> bool:
