@@ -25,7 +25,7 @@ from ganger.injob.inject import prepare_inject_directory
 from ganger.injob.launcher.client import Forked, Launcher, LauncherError, start_launcher
 from ganger.injob.launcher.server import _heard
 from ganger.injob.launcher.starter import begin, make_starter
-from ganger.injob.page import Order, Page, page_path
+from ganger.injob.page import Opaque, Order, Page, Word, now_ns, page_path
 from ganger.injob.processes import start_ticks
 from kit.waiting import eventually
 
@@ -645,6 +645,101 @@ def test_rank_that_ended_while_nobody_was_there_is_recorded_on_adoption(mortal: 
         assert not launcher.adopt(launch["name"], *forked, page=launch["page"], exit_path=launch["exit_path"])
         assert not launcher.kill(*forked, signal.SIGKILL)
     assert _ended(launch)["code"] == 6
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+
+
+def _child_of(launch: dict[str, Any]) -> int:
+    """Pid of what a shell has started; it writes it into a file."""
+    path = Path(launch["cwd"], "pid")
+    eventually(lambda: path.exists() and path.read_text().strip(), what="a child of the shell")
+    return int(path.read_text())
+
+
+_SHELL = ["sh", "-c", "setsid sleep 600 & echo $! > pid; wait"]
+
+
+@pytest.mark.parametrize("is_adopted", [False, True], ids=["forked", "adopted"])
+def test_a_job_that_does_not_stop_by_itself_is_frozen_with_all_its_processes_when_its_lease_ends(
+    mortal: Place, is_adopted: bool
+) -> None:
+    launch = mortal.launch(_SHELL)
+    page = _page(launch)
+    page.extend_lease(now_ns() + 3600 * 10**9)
+    forked = mortal.fork(launch)
+    child = _child_of(launch)
+    try:
+        if is_adopted:
+            mortal.kill()
+            mortal.start()
+            with Launcher(mortal.socket) as launcher:
+                assert launcher.adopt(launch["name"], *forked, page=launch["page"], exit_path=launch["exit_path"])
+        page.extend_lease(now_ns() + 10**8)
+        eventually(lambda: _state(forked.pid) == _state(child) == "T", what="both standing still")
+        # The daemon extends the lease before it thaws: nobody freezes it again under the one that ended.
+        page.extend_lease(now_ns() + 3600 * 10**9)
+        for pid in (forked.pid, child):
+            os.kill(pid, signal.SIGCONT)
+        _looks_again(mortal)
+        assert _state(forked.pid) == _state(child) == "S"
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def _looks_again(place: Place) -> None:
+    """Wait until a launcher has been at its leases: it does so before each wait for callers."""
+    with Launcher(place.socket) as launcher:
+        launcher.info()
+        launcher.info()
+
+
+def test_a_job_goes_on_for_as_long_as_its_lease_is_extended(plain: Place) -> None:
+    launch = plain.launch(["sh", "-c", "while :; do read line < go; echo $line; done"])
+    os.mkfifo(os.path.join(launch["cwd"], "go"))
+    page = _page(launch)
+    page.extend_lease(now_ns() + 2 * 10**9)
+    forked = plain.fork(launch)
+    began = now_ns()
+    beats = 0
+    while now_ns() < began + 4 * 10**9:
+        page.extend_lease(now_ns() + 2 * 10**9)
+        with open(os.path.join(launch["cwd"], "go"), "w") as go:
+            go.write(f"beat {beats}\n")
+        eventually(lambda beat=beats: f"beat {beat}" in _log(launch), what="a line of a job that runs")
+        beats += 1
+    eventually(lambda: _state(forked.pid) == "T", what="standing still at last")
+    os.kill(forked.pid, signal.SIGKILL)
+
+
+def test_a_job_that_stops_at_boundaries_is_not_frozen_when_its_lease_ends(plain: Place) -> None:
+    attached, silent = plain.launch(["sleep", "600"]), plain.launch(["sleep", "600"])
+    pids = []
+    for launch in (attached, silent):
+        page = _page(launch)
+        if launch is attached:
+            page.set(Word.HELLO_TIME, now_ns())
+        page.extend_lease(now_ns() + 10**8)
+        pids.append(plain.fork(launch).pid)
+    eventually(lambda: _state(pids[1]) == "T", what="the silent one standing still")
+    assert _state(pids[0]) == "S"
+    _page(attached).set(Word.OPAQUE, Opaque.AGENT_FAILED)
+    eventually(lambda: _state(pids[0]) == "T", what="standing still once it has no boundaries any more")
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_job_that_removes_and_cuts_off_its_page_is_frozen_under_the_lease_that_it_had(plain: Place) -> None:
+    launch = plain.launch(["sh", "-c", "echo > cut; read line < go"])
+    os.mkfifo(os.path.join(launch["cwd"], "go"))
+    _page(launch).extend_lease(now_ns() + 2 * 10**9)
+    forked = plain.fork(launch)
+    _looks_again(plain)
+    os.truncate(launch["page"], 8)
+    os.unlink(launch["page"])
+    eventually(lambda: _state(forked.pid) == "T", what="standing still")
+    os.kill(forked.pid, signal.SIGKILL)
 
 
 def test_what_is_executed_comes_from_the_small_starter_and_without_it_from_the_launcher(mortal: Place) -> None:

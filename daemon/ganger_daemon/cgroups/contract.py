@@ -40,6 +40,9 @@ class Cgroups(Protocol):
     def join_files(self, group: str) -> tuple[str, ...]:
         """Files a forked child writes "0" into, in this order and before it runs the user's command, to enter."""
 
+    def freezer_file(self, group: str) -> str:
+        """The file of the kernel that freezes the group (`cgroup.freeze` or `freezer.state`); "" where signals do."""
+
     def hasten(self) -> None:
         """A process is about to join a group. Blocks for as long as the first to join would else have to, some 10 ms:
         call it beside what else is to be done before."""

@@ -45,7 +45,9 @@ class Memory(Part, Protocol):
 
 
 class Stop(Part, Protocol):
-    """Freezing and killing."""
+    """Freezing and killing. `file`: of a group, what is written to freeze it."""
+
+    file: str
 
     def order(self, group: Path, frozen: bool) -> bool: ...
 
@@ -163,15 +165,16 @@ class StopV1:
     """The freezer. A frozen process takes no SIGKILL: thaw first, and repeat until nobody forks ahead of us."""
 
     name = "v1"
+    file = "freezer.state"
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def order(self, group: Path, frozen: bool) -> bool:
-        return files.write(group / "freezer.state", "FROZEN" if frozen else "THAWED")
+        return files.write(group / self.file, "FROZEN" if frozen else "THAWED")
 
     def is_frozen(self, group: Path) -> bool:
-        return files.read(group / "freezer.state") == "FROZEN"
+        return files.read(group / self.file) == "FROZEN"
 
     def kill(self, group: Path) -> None:
         # frozen first, nobody forks between the look and the signal; the signals act once it is thawed
@@ -186,12 +189,13 @@ class StopV2:
     """cgroup.freeze and, since 5.14, cgroup.kill, which reaches frozen processes too."""
 
     name = "v2"
+    file = "cgroup.freeze"
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def order(self, group: Path, frozen: bool) -> bool:
-        return files.write(group / "cgroup.freeze", "1" if frozen else "0")
+        return files.write(group / self.file, "1" if frozen else "0")
 
     def is_frozen(self, group: Path) -> bool:
         return files.keyed(files.read(group / "cgroup.events")).get("frozen", 0) == 1

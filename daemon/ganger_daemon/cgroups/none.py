@@ -62,6 +62,10 @@ class NoCgroups:
         checked(group)
         return ()
 
+    def freezer_file(self, group: str) -> str:
+        checked(group)
+        return ""
+
     def hasten(self) -> None:
         """There is nothing to join."""
 

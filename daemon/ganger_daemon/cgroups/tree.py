@@ -93,6 +93,10 @@ class GroupTree:
     def join_files(self, group: str) -> tuple[str, ...]:
         return tuple(str(self._at(root, group) / "cgroup.procs") for root in self._roots)
 
+    def freezer_file(self, group: str) -> str:
+        part = self._parts.stop
+        return "" if part is None else str(self._at(part.root, group) / part.file)
+
     def hasten(self) -> None:
         # The kernel lets a process join only when no other forks or ends, and to be sure of that it waits for a grace
         # period of all CPUs, unless it has just done so. This asks for what is already so, and moves nothing.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ganger.injob.lease import expired
 from ganger.injob.page import VERSION, Capability, Page, PageError, PageMismatchError, Progress, RawPoint, Word, now_ns
 from ganger.injob.pages import page_path
 
@@ -142,6 +143,10 @@ class ControlPages:
     def extend_lease(self, until_ns: int) -> None:
         for rank in self.local:
             self[rank].extend_lease(until_ns)
+
+    def lease_is_over(self, now: int) -> bool:
+        """Whether some local rank has outlived its lease."""
+        return any(expired(self[rank].get(Word.LEASE_UNTIL), now) for rank in self.local)
 
     def fence(self) -> None:
         for rank in self.local:

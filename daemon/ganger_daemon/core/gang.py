@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+from ganger.injob.lease import must_be_frozen
+
 from .orders import Intent, Level, Outcome, OutcomeKind, Phase, Wanted
 
 EXIT_YIELDED = 75
@@ -213,7 +215,7 @@ def should_freeze(gang: Gang, now: float, lease_is_over: bool) -> bool:
     live = [rank for rank in gang.ranks if rank.exit is None]
     if not live or gang.wanted.intent is Intent.STOP or gang.stop_signalled:
         return False
-    if lease_is_over and any(rank.opaque or not rank.hello for rank in live):
+    if lease_is_over and any(must_be_frozen(rank.hello, rank.opaque) for rank in live):
         return True
     # for an order that is beyond it, it rests for as long as it takes to say so
     return is_paused_by_freezing(gang, now) or (gang.wanted.intent is Intent.PARK and is_beyond(gang))

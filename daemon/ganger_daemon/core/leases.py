@@ -3,8 +3,7 @@ call."""
 
 from __future__ import annotations
 
-# One day from never: a lease word of zero means that no lease runs.
-NEVER = 0
+from ganger.injob.lease import NEVER
 
 
 def lease_until(sent_at_ns: int, lost_after_seconds: float | None) -> int:
@@ -16,7 +15,3 @@ def lease_until(sent_at_ns: int, lost_after_seconds: float | None) -> int:
     if lost_after_seconds is None:
         return NEVER
     return sent_at_ns + int(lost_after_seconds * 1e9)
-
-
-def expired(until_ns: int, now_ns: int) -> bool:
-    return until_ns != NEVER and now_ns > until_ns

@@ -531,6 +531,8 @@ class LocalGang:
         until = self.host.lease_until_ns
         if until is not None and until != self._lease_written:
             self._lease_written = until
+            if self.pages.lease_is_over(now_ns()):
+                self._standing.doubt()
             self.pages.extend_lease(until)
 
     async def _tend(self, now: float) -> None:

@@ -293,6 +293,8 @@ class Launching:
                 page=page_path(str(self._paths.run), rank),
                 exit_path=str(self._paths.exit(rank)),
                 arena_name=name,
+                freezer=self._host.cgroups.freezer_file(self._paths.group),
+                cgroup_procs=self._host.cgroups.join_files(self._paths.group),
             )
 
     def revive(self) -> None:
@@ -444,6 +446,7 @@ class Launching:
                     restore=restore,
                     log=self._host.logs.begin(desired.job_uid, rank, desired.epoch),
                     cgroup_files=files,
+                    freezer=self._host.cgroups.freezer_file(self._paths.group),
                     cpus=() if files else cpus,
                     threads=threads,
                     inject=self._host.launchers.inject,

@@ -6,10 +6,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from ganger.injob.lease import expired
 from ganger.injob.page import now_ns
 
 from ganger_daemon.core import gang as core
-from ganger_daemon.core.leases import expired
 from ganger_daemon.host import Host
 
 log = logging.getLogger(__name__)
@@ -20,6 +20,11 @@ class Standing:
         self._host = host
         self._group = group
         self.frozen = False
+        self._doubtful = False
+
+    def doubt(self) -> None:
+        """The lease had ended: the launcher, which freezes by itself then, may have been ahead of this daemon."""
+        self._doubtful = True
 
     def recall(self) -> None:
         """After a daemon restart: the group of processes is the truth."""
@@ -27,10 +32,15 @@ class Standing:
 
     async def follow(self, facts: core.Gang, now: float) -> None:
         """Freezes or thaws, if that is due."""
-        due = core.should_freeze(facts, now, expired(self._host.lease_until_ns or 0, now_ns()))
-        if due == self.frozen:
+        if self._doubtful:
+            await asyncio.to_thread(self.recall)
+        until = self._host.lease_until_ns
+        # before the master has answered this daemon, what stands still goes on standing still
+        is_over = self.frozen if until is None else expired(until, now_ns())
+        due = core.should_freeze(facts, now, is_over)
+        if due == self.frozen and not self._doubtful:
             return
         act = self._host.cgroups.freeze if due else self._host.cgroups.thaw
         if await asyncio.to_thread(act, self._group):
-            self.frozen = due
+            self.frozen, self._doubtful = due, False
             log.info("gang stands still" if due else "gang goes on", extra={"gang": self._group})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ganger.injob.lease import expired
 from ganger_daemon.checkpoints.collect import is_leftover, surplus
 from ganger_daemon.checkpoints.layout import CheckpointName
 from ganger_daemon.checkpoints.publish import Gathering, Shard
@@ -13,7 +14,7 @@ from ganger_daemon.control.rates import Look, rate_between
 from ganger_daemon.control.retune import Retune, RetuneStep
 from ganger_daemon.core import escalation
 from ganger_daemon.core.escalation import Rung
-from ganger_daemon.core.leases import expired, lease_until
+from ganger_daemon.core.leases import lease_until
 from ganger_daemon.core.relay import Point, decided, merge, merge_all
 from hypothesis import given
 from hypothesis import strategies as st

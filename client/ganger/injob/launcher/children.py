@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Callable
 
+from ganger.injob.launcher.keeper import Keeper
 from ganger.injob.processes import start_ticks
 
 
@@ -22,6 +23,7 @@ class Child:
         adopted: bool = False,
         ticks: int | None = None,
         pidfd: int | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         self.name = name
         self.kind = kind
@@ -29,6 +31,7 @@ class Child:
         self.page = page
         self.exit_path = exit_path
         self.adopted = adopted
+        self.keeper = keeper
         self.pidfd = os.pidfd_open(pid) if pidfd is None else pidfd
         self.start_ticks = (start_ticks(pid) or 0) if ticks is None else ticks
         self.settle: Callable[[], None] | None = None  # hears whether it could begin, until it has said so

@@ -186,12 +186,29 @@ class Launcher:
         return bool(self._call("kill", pid=pid, start_ticks=start_ticks, signal=signal)["sent"])
 
     def adopt(
-        self, name: str, pid: int, start_ticks: int, *, page: str, exit_path: str, arena_name: str | None = None
+        self,
+        name: str,
+        pid: int,
+        start_ticks: int,
+        *,
+        page: str,
+        exit_path: str,
+        arena_name: str | None = None,
+        freezer: str = "",
+        cgroup_procs: Sequence[str] = (),
     ) -> bool:
         """Look after a rank another launcher started; False if it has ended (its exit record is written then)."""
         arena = None if arena_name is None else {"name": arena_name}
         answer = self._call(
-            "adopt", name=name, pid=pid, start_ticks=start_ticks, page=page, exit_path=exit_path, arena=arena
+            "adopt",
+            name=name,
+            pid=pid,
+            start_ticks=start_ticks,
+            page=page,
+            exit_path=exit_path,
+            arena=arena,
+            freezer=freezer,
+            cgroup_procs=list(cgroup_procs),
         )
         return bool(answer["alive"])
 

@@ -40,6 +40,7 @@ def shortened(message: str) -> str:
 
 class Launch(NamedTuple):
     """One rank. Paths are absolute; ``cgroup_procs`` are files its pid is written to; ``arena_bytes`` 0 means none.
+    ``freezer`` is the file that freezes its control group, "" where signals have to.
 
     ``cores`` None leaves the affinity alone, ``uid``/``gid``/``groups`` None the identity; ``threads`` 0 the number.
     """
@@ -52,6 +53,7 @@ class Launch(NamedTuple):
     page: str
     exit_path: str
     cgroup_procs: Sequence[str]
+    freezer: str
     cores: Sequence[int] | None
     uid: int | None
     gid: int | None
@@ -96,6 +98,7 @@ def parse_launch(content: Mapping[str, Any]) -> Launch:
         page=take("page", str, "", check=lambda path: not path or os.path.isabs(path)),
         exit_path=take("exit_path", str, check=os.path.isabs),
         cgroup_procs=take("cgroup_procs", list, [], check=lambda paths: all(map(os.path.isabs, paths))),
+        freezer=take("freezer", str, "", check=lambda path: not path or os.path.isabs(path)),
         cores=take("cores", list, check=lambda cores: cores and all(isinstance(core, int) for core in cores)),
         uid=take("uid", int),
         gid=take("gid", int),

@@ -21,6 +21,7 @@ from ganger.injob.arena import make_arena, recover_arena
 from ganger.injob.launcher import child
 from ganger.injob.launcher.children import Child
 from ganger.injob.launcher.exits import Exit, from_page, from_wait, record
+from ganger.injob.launcher.keeper import Keeper
 from ganger.injob.launcher.launch import Launch, LaunchError, parse_launch, python_command, shortened
 from ganger.injob.launcher.publish import publish
 from ganger.injob.launcher.starter import Starter, StarterError, begin
@@ -81,9 +82,7 @@ class Server:
         """Serve until idle for long enough. Raises ChildTask in forked children."""
         busy_at = time.monotonic()
         while not self._stopping:
-            for key, _ in self._selector.select(
-                _RETRY_SECONDS if self._unrecorded else min(_LOOK_SECONDS, self._idle_seconds)
-            ):
+            for key, _ in self._selector.select(self._pause()):
                 if key.fd in self._selector.get_map():  # an earlier one of this round may have ended it
                     key.data()
             self._record_again()
@@ -95,6 +94,13 @@ class Server:
             os.unlink(self._path)
         except FileNotFoundError:
             pass  # whoever tidied up the directory was first
+
+    def _pause(self) -> float:
+        """Keep the leases that have ended, and return for how long nothing else is due."""
+        looks = [one.keeper.look() for one in self._children.values() if one.keeper is not None]
+        # a lease may be made shorter at any time, and a rank lose its boundaries
+        looks += [_RETRY_SECONDS] if looks or self._unrecorded else [_LOOK_SECONDS, self._idle_seconds]
+        return max(0.0, min(looks))
 
     # Callers.
 
@@ -190,7 +196,8 @@ class Server:
             self._become_child(keep=[write_end, *([] if arena is None else [arena])])
             raise ChildTask(lambda: child.start(launch, self._may_fork, arena, write_end))
         os.close(write_end)
-        new = self._add(Child(launch.name, "rank", pid, page=launch.page, exit_path=launch.exit_path))
+        keeper = Keeper(launch.name, pid, launch.page, launch.freezer, launch.cgroup_procs)
+        new = self._add(Child(launch.name, "rank", pid, launch.page, launch.exit_path, keeper=keeper))
         if word is not None:
             begin(word)
         # The child closes its end when it is settled (exec closes it too), or says what went wrong.
@@ -310,7 +317,8 @@ class Server:
             found = recover_arena(pid, arena["name"])
             if found is not None:
                 self._arenas[arena["name"]] = found
-        self._add(Child(name, "rank", pid, page, exit_path, adopted=True, ticks=ticks, pidfd=pidfd))
+        keeper = Keeper(name, pid, page, str(request.get("freezer", "")), list(request.get("cgroup_procs", ())))
+        self._add(Child(name, "rank", pid, page, exit_path, adopted=True, ticks=ticks, pidfd=pidfd, keeper=keeper))
         self._reply(caller, number, alive=True)
 
     def _watch(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
@@ -368,6 +376,8 @@ class Server:
         os.close(one.pidfd)
         if one.kind != "rank":
             return
+        if one.keeper is not None:
+            one.keeper.close()
         arena = self._arenas.pop(one.name, None)
         if arena is not None:
             os.close(arena)  # nobody fills it any more; a daemon that still streams from it has its own descriptor
@@ -409,6 +419,9 @@ class Server:
                     os.close(thing)
             elif isinstance(thing, socket.socket):
                 thing.close()
+        for one in self._children.values():
+            if one.keeper is not None:
+                one.keeper.close()
         for descriptor in (self._lock, *self._arenas.values()):
             if descriptor not in keep:
                 os.close(descriptor)
