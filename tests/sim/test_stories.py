@@ -22,6 +22,7 @@ from ganger_master.core.model import Gang, GangPhase, Job, JobSpec, JobState, Su
 from ganger_master.core.settings import Settings
 from ganger_master.sim.cluster import Cluster
 from ganger_master.sim.faults import Faults, Network
+from ganger_master.sim.ranks import OPAQUE
 from msgspec.structs import replace
 
 _GIB = 1 << 30
@@ -205,6 +206,22 @@ def test_a_job_that_was_cut_off_goes_on_elsewhere_and_never_runs_twice() -> None
     assert cluster.run_until(lambda: cluster.state.nodes[daemon.name].lost, 80.0)
     assert cluster.run_until(lambda: phase(cluster, number) is GangPhase.RUNNING, 30.0)
     daemon.network = cluster.network
+    ends(cluster, number)
+    assert not cluster.state.gangs_on[daemon.name]
+
+
+@pytest.mark.parametrize("command", ["train", OPAQUE])
+def test_a_job_whose_daemon_is_dead_goes_on_elsewhere_and_never_runs_twice(command: str) -> None:
+    cluster = cluster_of(2, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    number = started(cluster, replace(job_of(4, steps=200), command=(command, "200")))
+    held = gang(cluster, number)
+    assert held is not None
+    daemon = cluster.daemons[held.nodes[0]]
+    daemon.crash()
+    assert cluster.run_until(lambda: cluster.state.nodes[daemon.name].lost, 80.0)
+    assert cluster.run_until(lambda: phase(cluster, number) is GangPhase.RUNNING, 30.0)
+    cluster.run_for(60.0)
+    daemon.start()
     ends(cluster, number)
     assert not cluster.state.gangs_on[daemon.name]
 

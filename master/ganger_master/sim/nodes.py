@@ -5,6 +5,7 @@ Its ranks outlive it (`ranks.Physics`); what it keeps itself (session, versions,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from ganger.resources.values import ConfigurationSet
@@ -148,9 +149,6 @@ class SimDaemon:
     def _beat(self, incarnation: int) -> None:
         if incarnation != self.incarnation or not self.is_up:
             return
-        after = self.master.settings.lost_after_seconds
-        if after is not None and self.engine.now - self.last_contact > after:
-            self.physics.frozen.add(self.name)
         if self.session:
             self.report()
         else:
@@ -212,7 +210,8 @@ class SimDaemon:
             return
         self.heard_version = desired.version
         self.last_contact = max(self.last_contact, sent)
-        self.physics.thaw(self.name)
+        after = self.master.settings.lost_after_seconds
+        self.physics.extend_lease(self.name, math.inf if after is None else self.last_contact + after)
         if desired.describe != self.describe:
             self.describe = desired.describe
             self.report()

@@ -135,8 +135,8 @@ class Physics:
         self.opaque: set[str] = set()
         # By node.
         self.turns: dict[str, Turns] = {}
-        # Nodes whose ranks hold still: their lease ran out.
-        self.frozen: set[str] = set()
+        # Until when the ranks of each node may step: agents and launchers keep to it, also where the daemon is dead.
+        self.leases: dict[str, float] = {}
         # Nodes on which nothing can be launched.
         self.full: set[str] = set()
         self.faults = NONE
@@ -207,8 +207,8 @@ class Physics:
         if ranks is not None and ranks.is_alive:
             self._end(ranks, outcome, message, exit_code)
 
-    def thaw(self, node: str) -> None:
-        self.frozen.discard(node)
+    def extend_lease(self, node: str, until: float) -> None:
+        self.leases[node] = until
         for ranks in list(self.ranks.values()):
             if ranks.node == node:
                 self._go(ranks.order.epoch)
@@ -397,7 +397,7 @@ class Physics:
         """The end of a mini-batch: all ranks together, or none."""
         gang.stepping = False
         members = self._members(gang.epoch)
-        if members is None or any(ranks.node in self.frozen for ranks in members):
+        if members is None or any(self.leases.get(ranks.node, self.engine.now) < self.engine.now for ranks in members):
             return
         if not gang.stepped:
             # Also one that stops before its first step: what starts from its arenas has lost nothing by that.
