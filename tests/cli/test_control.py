@@ -37,6 +37,28 @@ def test_suspend_waits_until_the_job_rests(call: Call, master: CannedMaster, cap
     assert capsys.readouterr().out == "job 1 is suspended(offload) at step 121 on n1[0-1,3]\n"
 
 
+@pytest.mark.parametrize(
+    ("offered", "advice"),
+    [
+        (["offload", "checkpoint"], ": `ganger suspend 1 --level offload` frees it"),
+        (["checkpoint"], ": `ganger suspend 1 --level checkpoint` frees it"),
+        ([], ""),
+    ],
+)
+def test_a_suspend_that_keeps_a_gpu_names_a_level_that_frees_it_only_where_the_job_offers_one(
+    call: Call, master: CannedMaster, capsys: Output, offered: list[str], advice: str
+) -> None:
+    job = running_job(master)
+    job.state = job_pb2.Job.STATE_SUSPENDED
+    job.gang.phase = job_pb2.Gang.PHASE_PARKED
+    job.gang.parked_level = job_pb2.SUSPEND_LEVEL_PAUSE
+    del job.gang.claims[1:]
+    job.gang.claims[0].device_mask = 1
+    job.capabilities.CopyFrom(job_pb2.Capabilities(pause=True, **dict.fromkeys(offered, True)))
+    assert call("suspend", "1", "--level", "pause") == 0
+    assert capsys.readouterr().out.endswith(f", and keeps its GPU{advice}\n")
+
+
 def test_a_suspend_that_takes_too_long_stands_and_is_said(call: Call, master: CannedMaster, capsys: Output) -> None:
     running_job(master).gang.phase = job_pb2.Gang.PHASE_STOPPING
     assert call("suspend", "1", "--level", "offload", "--timeout", "0.01s") == 4

@@ -166,9 +166,11 @@ def _kept_devices(job: Job) -> str:
     if not rests or not held or job.gang.parked_level != SUSPEND_LEVEL_PAUSE:
         return ""
     gpus = "its GPU" if held == 1 else f"its {held} GPUs"
-    return (
-        f", and keeps {gpus}: `ganger suspend {number(job.name)} --level offload` frees {'it' if held == 1 else 'them'}"
-    )
+    freeing = next((level for level in ("offload", "checkpoint") if getattr(job.capabilities, level)), None)
+    if freeing is None:
+        return f", and keeps {gpus}"
+    them = "it" if held == 1 else "them"
+    return f", and keeps {gpus}: `ganger suspend {number(job.name)} --level {freeing}` frees {them}"
 
 
 @click.command()
