@@ -17,11 +17,14 @@ from .desired import LocalPart, from_json, order_key, with_spec_of
 from .directories import GangPaths
 from .launching import Launching
 from .processes import ProcessId, is_alive
+from .segments import Segments
 
 log = logging.getLogger(__name__)
 
 
-def recall_notes(host: Host, paths: GangPaths, launching: Launching, memory: MemoryWatch) -> RunMark:
+def recall_notes(
+    host: Host, paths: GangPaths, launching: Launching, memory: MemoryWatch, segments: Segments
+) -> RunMark:
     """What a former daemon noted saves questions; notes that cannot be read are none."""
     mark = RunMark()
     try:
@@ -30,8 +33,9 @@ def recall_notes(host: Host, paths: GangPaths, launching: Launching, memory: Mem
         mark = RunMark.recall(left.get("mark", {}))
         memory.kept_bytes = int(left.get("kept_memory_bytes", 0))
         memory.recall({int(pid): int(size) for pid, size in left.get("baselines", {}).items()})
+        segments.recall(left.get("segments", {}))
         host.adopt_cores(paths.group, [(int(core), int(share)) for core, share in left.get("grant", [])])
-    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+    except (AttributeError, IndexError, TypeError, ValueError, OverflowError) as error:
         log.warning("notes cannot be read", extra={"path": str(paths.local), "error": str(error)})
     return mark
 

@@ -49,6 +49,7 @@ from .others import Peers
 from .pace import Pace
 from .pressing import Pressing
 from .saving import Saving
+from .segments import Segments
 from .standing import Standing
 from .watching import Watching
 
@@ -109,6 +110,7 @@ class LocalGang:
         self._watching = Watching(self.pages, self.part.ranks)
         self._incoming = Incoming(host, self.part, self.pages, self.launching, self.wake)
         self._standing = Standing(host, self.paths.group)
+        self._segments = Segments(host, self.paths.group)
         self.judgement = core.Judgement(Phase.STARTING)
         self.judged_under = self.wanted  # the order the judgement is of
         self.judged_told = self.told
@@ -306,7 +308,7 @@ class LocalGang:
 
     def adopt(self, children: Mapping[str, Child]) -> None:
         """Takes over what a former daemon left. `children`: what the launchers look after."""
-        self._mark = recall_notes(self.host, self.paths, self.launching, self.memory)
+        self._mark = recall_notes(self.host, self.paths, self.launching, self.memory, self._segments)
         self.told = recall_told(self.paths, self.desired)
         kept = outcomes.kept(self.paths)
         noted = recall_wanted_checkpoints(self.paths)
@@ -351,6 +353,8 @@ class LocalGang:
                 await self.deaths.settle(lambda rank: None)
             if self._launched and not self._reaped:
                 await self._standing.follow(self.facts(), now)
+        if self._launched and not self._reaped:
+            await self._look_for_segments(now)
         facts = self.facts()
         before = self.judgement.phase
         self.judgement, self.judged_under, self.judged_told = core.judge(facts, now), facts.wanted, self.told
@@ -419,11 +423,13 @@ class LocalGang:
                     self._write_local()
                     self.wake()
             case core.Todo.TERMINATE:
+                await self._look_for_segments(now, at_once=True)
                 self._pressing.terminate(self.wanted, now)
             case core.Todo.REAP:
                 await self._reap()
 
     async def _launch(self) -> None:
+        self._segments.begin()
         try:
             launched = await self.launching.launch(self.desired, self.wanted, self.pages)
         except asyncio.CancelledError:
@@ -580,7 +586,9 @@ class LocalGang:
             self._socket.close()
         await self._mirror_logs(sealed=True)
         self.memory.detach()
+        await self._look_for_segments(time.monotonic(), at_once=True)
         await self.launching.clean()
+        await asyncio.to_thread(self._segments.remove)
         self.deaths.close()
         log.info(
             "gang ended", extra={"job": self.desired.job, "epoch": self.desired.epoch, "outcome": outcome.kind.name}
@@ -665,10 +673,15 @@ class LocalGang:
             "mark": self._mark.journal(),
             "kept_memory_bytes": self.memory.kept_bytes,
             "wanted_checkpoints": self.saving.wanted_paths,
+            "segments": self._segments.journal(),
             "told": to_json(self.told) if self.wanted.order.is_by_turn else {},
             **self.launching.journal(),
         }
         write_hint(self.paths.local, fields)
+
+    async def _look_for_segments(self, now: float, *, at_once: bool = False) -> None:
+        if await self._segments.look(now, at_once=at_once):
+            self._write_local()
 
     def _begin_mirroring(self) -> None:
         """Beside the gang's loop: storage may hang."""
