@@ -33,7 +33,7 @@ class GangType(click.ParamType):  # type: ignore[type-arg]  # as of nodes
             return []
 
 
-@click.group(invoke_without_command=True)
+@click.group(invoke_without_command=True, short_help="List, adopt or end gangs that the master did not start.")
 @json_option
 @click.pass_context
 def quarantine(context: click.Context, as_json: bool) -> None:
@@ -90,7 +90,7 @@ def end(gang: str, yes: bool, as_json: bool) -> None:
     _print({"name": found.name, "ended": True}, f"{_told(found)} is ended", as_json)
 
 
-@quarantine.command("adopt")
+@quarantine.command("adopt", short_help="Take a quarantined gang as that of its job.")
 @click.argument("gang", type=GangType())
 @json_option
 def adopt(gang: str, as_json: bool) -> None:
@@ -101,7 +101,7 @@ def adopt(gang: str, as_json: bool) -> None:
     _print({"name": found.name, "job": job}, f"job {number(job)} has the gang of epoch {found.epoch}", as_json)
 
 
-@quarantine.command("go-on")
+@quarantine.command("go-on", short_help="Go on without nodes that have not reported.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @json_option
 def go_on(yes: bool, as_json: bool) -> None:
