@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from ganger.v1.job_service_pb2_grpc import JobServiceStub
 from ganger.wire.channels import open_channel
 from ganger.wire.endpoints import find_endpoint
 from kit.cluster import GANGER, Cluster
+from kit.disks import fill, small_disk
 from kit.shell import Shell
 from kit.waiting import eventually
 from system.harness import Run
@@ -326,23 +326,6 @@ def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 255
     path.write_bytes(content)
-
-
-@contextlib.contextmanager
-def small_disk(directory: Path, size: str) -> Iterator[Path]:
-    """A file system of its own at a directory, and a file in it that fills it."""
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(directory)], check=False).returncode:
-        pytest.skip("no right to mount")
-    try:
-        yield directory / "fill"
-    finally:
-        subprocess.run(["umount", "-l", str(directory)], check=True)
-
-
-def fill(path: Path) -> None:
-    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
 
 
 @pytest.mark.torch
