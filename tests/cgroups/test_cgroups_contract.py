@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,6 +124,20 @@ def test_a_frozen_group_can_be_killed_with_its_children(cgroups: Cgroups) -> Non
         eventually(lambda: member.gone)
         assert member.code == -9
         eventually(lambda: cgroups.pids(GROUP) == ())
+
+
+def test_a_frozen_group_that_is_killed_runs_no_further_instruction(cgroups: Cgroups, tmp_path: Path) -> None:
+    counter = tmp_path / "counter"
+    counter.write_bytes(bytes(8))
+    with member_of(cgroups, GROUP) as member:
+        assert member.do(f"count {counter}")
+        eventually(lambda: counter.read_bytes() != bytes(8))
+        assert cgroups.freeze(GROUP)
+        stood = counter.read_bytes()
+        os.kill(member.pid, signal.SIGTERM)
+        cgroups.kill(GROUP)
+        eventually(lambda: member.gone)
+        assert (member.code, counter.read_bytes()) == (-signal.SIGKILL, stood)
 
 
 def test_a_group_with_processes_is_not_destroyed_but_an_empty_one_is(cgroups: Cgroups) -> None:

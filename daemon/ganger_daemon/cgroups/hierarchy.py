@@ -22,6 +22,8 @@ QUOTA_PERIOD_US = 10_000
 """Of a CPU quota: far below a mini-batch, so that a quota looks like a slower processor and not like pauses."""
 SMALLEST_QUOTA_CORES = 0.1
 """The kernel takes no quota below 1 ms."""
+_SWEEPS = 3
+_SWEEP_SECONDS = 0.1
 
 
 class Part(Protocol):
@@ -162,7 +164,7 @@ class MemoryV2:
 
 
 class StopV1:
-    """The freezer. A frozen process takes no SIGKILL: thaw first, and repeat until nobody forks ahead of us."""
+    """The freezer. A frozen process acts on SIGKILL once it is thawed, before any other instruction of its own."""
 
     name = "v1"
     file = "freezer.state"
@@ -177,12 +179,15 @@ class StopV1:
         return files.read(group / self.file) == "FROZEN"
 
     def kill(self, group: Path) -> None:
-        # frozen first, nobody forks between the look and the signal; the signals act once it is thawed
-        self.order(group, frozen=True)
-        files.wait_until(lambda: self.is_frozen(group), 0.1)
-        files.signal_all(files.pids_in(group), signal.SIGKILL)
-        self.order(group, frozen=False)
-        files.signal_all(files.pids_in(group), signal.SIGKILL)
+        # What is frozen forks no more, so each has its signal before any goes on. A group that was not frozen in time
+        # may have forked between the look and the signals: again, until it is empty.
+        for _ in range(_SWEEPS):
+            self.order(group, frozen=True)
+            files.wait_until(lambda: self.is_frozen(group), _SWEEP_SECONDS)
+            files.signal_all(files.pids_in(group), signal.SIGKILL)
+            self.order(group, frozen=False)
+            if files.wait_until(lambda: not files.pids_in(group), _SWEEP_SECONDS):
+                return
 
 
 class StopV2:
