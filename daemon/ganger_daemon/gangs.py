@@ -15,6 +15,7 @@ from google.protobuf import json_format
 
 from ganger_daemon.core.orders import Intent, Level, Outcome, OutcomeKind, Phase, Wanted
 from ganger_daemon.core.reconcile import (
+    Absence,
     Action,
     Forget,
     GangId,
@@ -151,7 +152,7 @@ class GangSet:
                 self._gangs[one.job_uid, one.epoch].obey(messages[one.job_uid, one.epoch])
             case StopAbsent(key, why):
                 log.info("gang stopped", extra={"job_uid": key[0], "epoch": key[1], "cause": why.value})
-                self._gangs[key].stop()
+                self._gangs[key].stop(is_stale=why is Absence.OLDER_EPOCH)
             case ReportGone(one):
                 self._report_gone(messages[one.job_uid, one.epoch], one)
             case Forget(key):

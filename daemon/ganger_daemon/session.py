@@ -251,7 +251,6 @@ class Session:
             await asyncio.gather(news, answered, return_exceptions=True)
 
     async def _take(self, answer: agent_pb2.ReconcileResponse, conversation: Conversation, sent_at_ns: int) -> None:
-        self._host.lease_until_ns = lease_until(sent_at_ns, conversation.lost_after_seconds)
         acknowledged = frozenset(answer.acknowledged_epochs)
         conversation.describe = frozenset(answer.describe_epochs)
         if answer.changed:
@@ -265,6 +264,8 @@ class Session:
         # A version counts as applied once every gang of it is known whole: until then its answers come at once.
         if answer.changed and not conversation.missing:
             conversation.desired_version = answer.desired_version
+        # Not before its orders are known: what stands still for want of a lease may be what it stops.
+        self._host.lease_until_ns = lease_until(sent_at_ns, conversation.lost_after_seconds)
         self._host.logs.storage = self._host.storage.path if self._host.storage.proved else None
         self._gangs.wake_all()
 

@@ -183,6 +183,53 @@ def test_without_a_lease_jobs_stand_still_until_the_master_is_back() -> None:
     run(story)
 
 
+# Counts in the file $0 for ever, and does not mind SIGTERM.
+COUNT = "trap '' TERM; n=0; while :; do n=$((n+1)); echo $n > $0.new; mv $0.new $0; done"
+
+
+def test_a_gang_that_outlived_its_lease_is_killed_as_it_stands_when_the_master_stops_it(tmp_path: Path) -> None:
+    counter = tmp_path / "counter"
+
+    async def story(made: Cluster) -> None:
+        made.master.lost_after = 1.0
+        await made.daemon("n1")
+        command = ["bash", "-c", COUNT, str(counter)]
+        gang = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), command=command)
+        gang.grace.FromSeconds(60)
+        await made.master.want("n1", gang)
+        pid = (await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))).ranks[0].pid
+        await until(counter.exists, "the job counts")
+        await made.stop_master()
+        await until(lambda: is_stopped(pid), "the job stands still")
+        stood = counter.read_text()
+        await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_STOP))
+        await made.start()
+        ended = await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
+        assert (ended.outcome.kind, ended.outcome.exit_code) == (agent_pb2.Outcome.KIND_STOPPED, -signal.SIGKILL)
+        assert counter.read_text() == stood
+
+    run(story)
+
+
+def test_a_stop_without_grace_kills_a_job_that_runs_and_traps_sigterm(tmp_path: Path) -> None:
+    counter = tmp_path / "counter"
+
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1")
+        command = ["bash", "-c", "trap 'touch $0.told' TERM; touch $0; while :; do :; done", str(counter)]
+        gang = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), command=command)
+        await made.master.want("n1", gang)
+        await until(counter.exists, "the job runs")
+        stop = with_changes(gang, 2, intent=Intents.INTENT_STOP)
+        stop.grace.FromSeconds(0)
+        await made.master.want("n1", stop)
+        ended = await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
+        assert (ended.outcome.kind, ended.outcome.exit_code) == (agent_pb2.Outcome.KIND_STOPPED, -signal.SIGKILL)
+        assert not counter.with_name("counter.told").exists()
+
+    run(story)
+
+
 def test_a_user_the_daemon_cannot_become_is_refused_by_name() -> None:
     async def story(made: Cluster) -> None:
         await made.daemon("n1")

@@ -59,5 +59,19 @@ def apart(names: Sequence[str]) -> Iterator[dict[str, Machine] | None]:
             _ip("netns", "del", space)
 
 
+def cut_off(machine: Machine) -> None:
+    """From all others; its loopback and its storage stay."""
+    _set_link(machine, "down")
+
+
+def heal(machine: Machine) -> None:
+    """The others reach it again."""
+    _set_link(machine, "up")
+
+
+def _set_link(machine: Machine, state: str) -> None:
+    subprocess.run([*machine.prefix, "ip", "link", "set", machine.interface, state], check=True, capture_output=True)
+
+
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)

@@ -210,6 +210,21 @@ def test_a_job_that_was_cut_off_goes_on_elsewhere_and_never_runs_twice() -> None
     assert not cluster.state.gangs_on[daemon.name]
 
 
+def test_a_job_that_uses_its_grace_to_step_on_gets_none_where_it_goes_on_elsewhere() -> None:
+    cluster = cluster_of(2, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0, grace_seconds=30.0))
+    number = started(cluster, replace(job_of(4, steps=200), command=(OPAQUE, "200")))
+    cluster.physics.trapping.add(job(cluster, number).uid)
+    held = gang(cluster, number)
+    assert held is not None
+    daemon = cluster.daemons[held.nodes[0]]
+    daemon.network = Network(cluster.engine, Faults(lose=1.0))
+    assert cluster.run_until(lambda: cluster.state.nodes[daemon.name].lost, 80.0)
+    assert cluster.run_until(lambda: phase(cluster, number) is GangPhase.RUNNING, 30.0)
+    daemon.network = cluster.network
+    ends(cluster, number)
+    assert not cluster.state.gangs_on[daemon.name]
+
+
 @pytest.mark.parametrize("command", ["train", OPAQUE])
 def test_a_job_whose_daemon_is_dead_goes_on_elsewhere_and_never_runs_twice(command: str) -> None:
     cluster = cluster_of(2, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))

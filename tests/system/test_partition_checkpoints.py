@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kit.machines import Machine, apart
+from kit.machines import apart, cut_off
 from kit.waiting import eventually
 from system.harness import checkpoints_of
 from system.test_several_machines import CertifiedCluster
@@ -26,11 +25,6 @@ def cluster(tmp_path: Path) -> Iterator[CertifiedCluster]:
             tmp_path, nodes=2, virtual_gpus=1, topology="1x1", lost_after="80s", machines=machines
         ) as running:
             yield running
-
-
-def cut_off(machine: Machine) -> None:
-    """From all others; its loopback and its storage stay."""
-    subprocess.run([*machine.prefix, "ip", "link", "set", machine.interface, "down"], check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("are_known_gone", [False, True])

@@ -110,7 +110,8 @@ class Todo(IntEnum):
     LAUNCH = 1
     VERIFY_MEMORY = 2  # look whether the device memory of the offloaded ranks is free
     TERMINATE = 3  # SIGTERM to main processes, kill after grace
-    REAP = 4  # every process gone: settle the outcome, free cgroup and cores
+    KILL = 4  # everything in the group at once, frozen as it may be
+    REAP = 5  # every process gone: settle the outcome, free cgroup and cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,8 @@ def _after_exit(gang: Gang) -> Judgement:
 
 
 def _stopping(gang: Gang) -> Judgement:
+    if gang.wanted.ends_at_once:
+        return Judgement(Phase.STOPPING, todo=(Todo.KILL,))
     saves = gang.wanted.checkpoint_first and _controllable(gang) and not (gang.refusal and _rest(gang))
     if saves and not gang.stop_signalled:
         return Judgement(Phase.STOPPING)  # the page orders CHECKPOINT; ranks leave by themselves, or the ladder ends it
@@ -210,11 +213,22 @@ def is_beyond(gang: Gang) -> bool:
     return any(rank.opaque and rank.exit is None for rank in gang.ranks) and reached_step(gang) is None
 
 
-def should_freeze(gang: Gang, now: float, lease_is_over: bool) -> bool:
-    """Whether the processes must stand still now: PAUSE without boundaries, or no lease and no agent that minds it."""
+def has_outlived_lease(wanted: Wanted, frozen: bool, lease_is_over: bool | None) -> bool:
+    """Whether the job of a gang may run elsewhere by now. `lease_is_over`: None while this daemon knows of no lease;
+    then a gang that stands still without an order to pause has outlived its own."""
+    if lease_is_over is None:
+        return frozen and wanted.intent is not Intent.PARK
+    return lease_is_over
+
+
+def should_freeze(gang: Gang, now: float, lease_is_over: bool | None) -> bool:
+    """Whether the processes must stand still now: PAUSE without boundaries, or no lease and no agent that minds it.
+    Before this daemon knows of a lease, what stands still goes on standing still."""
     live = [rank for rank in gang.ranks if rank.exit is None]
     if not live or gang.wanted.intent is Intent.STOP or gang.stop_signalled:
         return False
+    if lease_is_over is None and gang.frozen:
+        return True
     if lease_is_over and any(must_be_frozen(rank.hello, rank.opaque) for rank in live):
         return True
     # for an order that is beyond it, it rests for as long as it takes to say so

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 
@@ -105,3 +105,15 @@ class Wanted:
     @property
     def epoch(self) -> int:
         return self.order.epoch
+
+    @property
+    def ends_at_once(self) -> bool:
+        """Whether the gang is stale: its job may run elsewhere by now, so no instruction of it may run any more."""
+        return self.intent is Intent.STOP and not self.checkpoint_first and self.grace_seconds <= 0
+
+
+def hastened(wanted: Wanted, is_stale: bool) -> Wanted:
+    """An order to stop a stale gang gives it no time; all other orders stay as they are."""
+    if wanted.intent is not Intent.STOP or not is_stale:
+        return wanted
+    return replace(wanted, grace_seconds=0.0, checkpoint_first=False, stop_sequence=0)

@@ -28,7 +28,7 @@ from ganger_daemon.control.rates import Look
 from ganger_daemon.control.relaying import Heard, Hub
 from ganger_daemon.control.using import Using
 from ganger_daemon.core import gang as core
-from ganger_daemon.core.orders import Intent, Level, OrderKey, Outcome, OutcomeKind, Phase
+from ganger_daemon.core.orders import Intent, Level, OrderKey, Outcome, OutcomeKind, Phase, hastened
 from ganger_daemon.failpoints import hit
 from ganger_daemon.files import make_directory, write_hint
 from ganger_daemon.host import Host
@@ -39,7 +39,7 @@ from .agreeing import Agreeing
 from .belonging import Child
 from .complaints import Complaints, summary_of
 from .deaths import Deaths
-from .desired import local_part, to_json, wanted_of, with_spec_of
+from .desired import DEFAULT_GRACE_SECONDS, local_part, to_json, wanted_of, with_spec_of
 from .incoming import Incoming
 from .launch import LaunchRefusedError, has_no_agent
 from .launching import Launching
@@ -235,7 +235,11 @@ class LocalGang:
     def obey(self, desired: agent_pb2.DesiredGang) -> None:
         """A newer order. Returns at once; the loop carries it out."""
         merged = with_spec_of(desired, self.desired)
-        wanted = wanted_of(merged)
+        wanted = hastened(wanted_of(merged), self._is_stale)
+        if wanted.ends_at_once:
+            # also for a daemon that takes over
+            merged.grace.FromSeconds(0)
+            merged.checkpoint_first = False
         if not wanted.order.is_by_turn:
             self.told = merged
         if wanted.order <= self.wanted.order and self._launched:
@@ -268,12 +272,23 @@ class LocalGang:
         self._pressing.begin(self.wanted, time.monotonic(), self._pace.iteration_seconds)
         self.wake()
 
-    def stop(self, grace_seconds: float = 10.0) -> None:
-        """Nobody wants it any more."""
+    def stop(self, is_stale: bool = False) -> None:
+        """The master wants it no more. `is_stale`: it wants a newer epoch of the job."""
         self.stop_wanted = True
-        self.wanted = replace(self.wanted, intent=Intent.STOP, grace_seconds=grace_seconds, checkpoint_first=False)
+        is_stale = is_stale or self._is_stale
+        stop = replace(self.wanted, intent=Intent.STOP, grace_seconds=DEFAULT_GRACE_SECONDS, checkpoint_first=False)
+        self.wanted = hastened(stop, is_stale)
         self._pressing.begin(self.wanted, time.monotonic(), self._pace.iteration_seconds)
         self.wake()
+
+    @property
+    def _is_stale(self) -> bool:
+        """Its lease has ended: the master may have started its job elsewhere. Asked before the answer that brings an
+        order extends the lease."""
+        is_over = self._standing.lease_is_over
+        if is_over is None and self._launched and self.pages.readable:
+            is_over = self.pages.lease_is_over(now_ns())
+        return self._launched and core.has_outlived_lease(self.wanted, self._standing.frozen, is_over)
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -425,6 +440,8 @@ class LocalGang:
             case core.Todo.TERMINATE:
                 await self._look_for_segments(now, at_once=True)
                 self._pressing.terminate(self.wanted, now)
+            case core.Todo.KILL:
+                await self._pressing.end()
             case core.Todo.REAP:
                 await self._reap()
 
@@ -535,7 +552,7 @@ class LocalGang:
 
     def _write_lease(self) -> None:
         until = self.host.lease_until_ns
-        if until is not None and until != self._lease_written:
+        if until is not None and until != self._lease_written and not self.wanted.ends_at_once:
             self._lease_written = until
             if self.pages.lease_is_over(now_ns()):
                 self._standing.doubt()

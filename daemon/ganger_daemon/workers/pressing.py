@@ -34,7 +34,7 @@ class Pressing:
 
     def begin(self, wanted: Wanted, now: float, iteration_seconds: float) -> None:
         """A new order: orders to stop have a deadline, running needs none."""
-        if self.stop_signalled:
+        if self.stop_signalled and not wanted.ends_at_once:
             return
         self._ladder = None
         self.given_up = ""
@@ -51,6 +51,12 @@ class Pressing:
         self.stop_signalled = True
         self._ladder = escalation.begin_stop(now, grace)
         signals.terminate(self._deaths.live())
+
+    async def end(self) -> None:
+        """SIGKILL to all of a stale gang: no SIGTERM, no grace, and no thaw before."""
+        self.stop_signalled = True
+        self._ladder = None
+        await signals.kill(self._host.cgroups, self._paths.group, self._deaths.live())
 
     async def abandon(self, why: str) -> None:
         """Nothing can be ordered or believed any more, so nothing of the gang may go on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 from ganger.injob.lease import expired
 from ganger.injob.page import now_ns
@@ -30,14 +31,19 @@ class Standing:
         """After a daemon restart: the group of processes is the truth."""
         self.frozen = self._host.cgroups.frozen(self._group)
 
+    @property
+    def lease_is_over(self) -> bool | None:
+        """None before the master has answered this daemon."""
+        until = self._host.lease_until_ns
+        return None if until is None else expired(until, now_ns())
+
     async def follow(self, facts: core.Gang, now: float) -> None:
         """Freezes or thaws, if that is due."""
+        if facts.wanted.ends_at_once:
+            return  # a kill reaches what stands still, and thawed it would run beside its successor
         if self._doubtful:
             await asyncio.to_thread(self.recall)
-        until = self._host.lease_until_ns
-        # before the master has answered this daemon, what stands still goes on standing still
-        is_over = self.frozen if until is None else expired(until, now_ns())
-        due = core.should_freeze(facts, now, is_over)
+        due = core.should_freeze(replace(facts, frozen=self.frozen), now, self.lease_is_over)
         if due == self.frozen and not self._doubtful:
             return
         act = self._host.cgroups.freeze if due else self._host.cgroups.thaw

@@ -233,8 +233,9 @@ def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
         checkpoint_interval_seconds=max(0.0, interval),
         checkpoint_request=gang.checkpoint_request,
         repin_request=gang.repin_request,
-        grace_seconds=settings.grace_seconds,
-        checkpoint_first=gang.checkpoint_first,
+        # Its job goes on without a lost piece: should the piece come back, no time is given to it.
+        grace_seconds=0.0 if piece.lost else settings.grace_seconds,
+        checkpoint_first=gang.checkpoint_first and not piece.lost,
         kept_checkpoints=_kept_checkpoints(job) if party.members[0].node == piece.claim.node else (),
         attempt=1 + job.failures + job.preemptions,
         needs_spec=not _is_begun(piece),
@@ -263,6 +264,6 @@ def _desired_stray(state: State, node: str, stray: Stray) -> DesiredGang:
         master_sequence=stray.master_sequence,
         intent=Intent.STOP,
         claim=Claim(node, stray.device_mask, (), 0),
-        grace_seconds=state.settings.grace_seconds,
+        grace_seconds=state.settings.grace_seconds if stray.is_ordered else 0.0,
         needs_spec=False,
     )

@@ -133,6 +133,8 @@ class Physics:
         self.kept: dict[int, tuple[str, ...]] = {}
         # Jobs, by uid, without boundaries.
         self.opaque: set[str] = set()
+        # Jobs, by uid, that use all of the grace that a stop gives them, and step on meanwhile.
+        self.trapping: set[str] = set()
         # By node.
         self.turns: dict[str, Turns] = {}
         # Until when the ranks of each node may step: agents and launchers keep to it, also where the daemon is dead.
@@ -356,8 +358,13 @@ class Physics:
     def _follow(self, ranks: Ranks) -> None:
         order = ranks.order
         if order.intent is Intent.STOP:
-            if ranks.is_alive:
-                self._end(ranks, OutcomeKind.STOPPED, "stopped by order")
+            grace = order.grace_seconds if order.uid in self.trapping else 0.0
+            if grace > 0.0:
+                self.engine.after(
+                    grace, lambda: self.kill(ranks.node, order.epoch, OutcomeKind.STOPPED, "stopped by order")
+                )
+            else:
+                self.kill(ranks.node, order.epoch, OutcomeKind.STOPPED, "stopped by order")
             return
         if order.intent is Intent.RUN and ranks.doing in (Doing.READY, Doing.PARKED):
             ranks.doing = Doing.RUNNING

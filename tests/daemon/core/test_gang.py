@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from ganger_daemon.core import gang as core
 from ganger_daemon.core.gang import Exit, Gang, Rank, RankState, Todo, judge
-from ganger_daemon.core.orders import Intent, Level, OrderKey, OutcomeKind, Phase, Wanted
+from ganger_daemon.core.orders import Intent, Level, OrderKey, Outcome, OutcomeKind, Phase, Wanted, hastened
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -240,3 +240,53 @@ def test_a_hand_over_is_beyond_a_job_without_boundaries_and_a_pause_is_not() -> 
     assert not core.is_beyond(Gang(PAUSE, (rank,), launched=True))
     assert not core.is_beyond(Gang(RUN, (rank,), launched=True))
     assert not core.is_beyond(Gang(OFFLOAD, (RUNNING,), launched=True))
+
+
+KILLED = replace(STOP, grace_seconds=0.0)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    ("wanted", "todo"), [(STOP, (Todo.TERMINATE,)), (replace(STOP, checkpoint_first=True), (Todo.TERMINATE,)),
+                         (KILLED, (Todo.KILL,))]
+)  # fmt: skip
+def test_only_a_stop_without_grace_kills_without_sigterm_whether_the_gang_stands_still_or_not(
+    wanted: Wanted, todo: tuple[Todo, ...], frozen: bool
+) -> None:
+    gang = Gang(wanted, (replace(RUNNING, opaque=True),), launched=True, frozen=frozen)
+    assert judge(gang, 0.0) == core.Judgement(Phase.STOPPING, todo=todo)
+
+
+def test_a_gang_that_was_killed_as_stale_was_stopped() -> None:
+    gone = Gang(KILLED, (ended(0, signal=core.SIGKILL),), launched=True, stop_signalled=True)
+    assert judge(gone, 0.0).outcome == Outcome(OutcomeKind.STOPPED, -core.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "frozen", "lease_is_over", "is_stale"),
+    [
+        (RUN, True, True, True),
+        (RUN, False, True, True),
+        (PAUSE, True, True, True),
+        (RUN, False, False, False),
+        (PAUSE, True, False, False),
+        # A daemon that has just taken over knows of no lease.
+        (RUN, True, None, True),
+        (RUN, False, None, False),
+        (PAUSE, True, None, False),
+    ],
+)
+def test_a_stop_of_a_gang_that_outlived_its_lease_gives_it_no_time(
+    wanted: Wanted, frozen: bool, lease_is_over: bool | None, is_stale: bool
+) -> None:
+    assert core.has_outlived_lease(wanted, frozen, lease_is_over) is is_stale
+    for stop in (STOP, replace(STOP, checkpoint_first=True, stop_sequence=5)):
+        assert hastened(stop, is_stale).ends_at_once is is_stale
+    assert hastened(PAUSE, is_stale) == PAUSE
+
+
+def test_what_a_former_daemon_froze_stands_still_until_the_master_has_answered() -> None:
+    gang = Gang(RUN, (replace(RUNNING, opaque=True),), launched=True, frozen=True)
+    assert core.should_freeze(gang, 0.0, lease_is_over=None)
+    assert not core.should_freeze(gang, 0.0, lease_is_over=False)
+    assert not core.should_freeze(replace(gang, frozen=False), 0.0, lease_is_over=None)
