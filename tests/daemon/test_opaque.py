@@ -230,6 +230,30 @@ def test_a_stop_without_grace_kills_a_job_that_runs_and_traps_sigterm(tmp_path: 
     run(story)
 
 
+@pytest.mark.parametrize("cgroups", ["auto", "none"])
+def test_a_plain_command_stands_still_without_a_daemon_and_goes_on_once_the_master_has_answered_the_next_one(
+    cgroups: str,
+) -> None:
+    async def story(made: Cluster) -> None:
+        made.master.lost_after = 1.0
+        groups = (await made.daemon("n1", cgroups=cgroups)).host.cgroups
+        await made.master.want("n1", made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), command=["sleep", "600"]))
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        (group,) = groups.groups()
+        await made.stop_daemon("n1")
+        await until(lambda: groups.frozen(group), "standing still, frozen by the launcher")
+        await made.stop_master()
+        connecting = asyncio.ensure_future(made.daemon("n1", cgroups=cgroups))
+        await until(lambda: "n1" in made.daemons, "a daemon that has adopted what is there")
+        await made.daemons["n1"].gangs.judged()
+        assert groups.frozen(group), "nobody has said that this attempt may go on"
+        await made.start()
+        await connecting
+        await until(lambda: not groups.frozen(group), "going on")
+
+    run(story)
+
+
 def test_a_user_the_daemon_cannot_become_is_refused_by_name() -> None:
     async def story(made: Cluster) -> None:
         await made.daemon("n1")
