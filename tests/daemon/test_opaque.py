@@ -254,6 +254,23 @@ def test_a_plain_command_stands_still_without_a_daemon_and_goes_on_once_the_mast
     run(story)
 
 
+def test_a_plain_command_goes_on_when_its_daemon_does_that_hung_for_longer_than_its_lease() -> None:
+    async def story(made: Cluster) -> None:
+        made.master.lost_after = 1.0
+        process = await made.daemon_process("n1")
+        await made.until_session("n1")
+        await made.master.want("n1", made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), command=["sleep", "600"]))
+        pid = (await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))).ranks[0].pid
+        process.send_signal(signal.SIGSTOP)
+        try:
+            await until(lambda: is_stopped(pid), "standing still, frozen by the launcher")
+        finally:
+            process.send_signal(signal.SIGCONT)
+        await until(lambda: not is_stopped(pid), "going on")
+
+    run(story)
+
+
 def test_a_user_the_daemon_cannot_become_is_refused_by_name() -> None:
     async def story(made: Cluster) -> None:
         await made.daemon("n1")
