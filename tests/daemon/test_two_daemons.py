@@ -19,6 +19,7 @@ from ganger.v1 import job_pb2
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint
 from ganger.wire.errors import reason_of
+from ganger.wire.roles import Role
 
 pytestmark = pytest.mark.system
 
@@ -87,7 +88,8 @@ def test_a_daemon_is_heard_by_who_shares_a_gang_with_it_and_by_nobody_else() -> 
             ("master", "n2", "ROLE_NOT_PERMITTED"),
         ):
             own = str(made.authority.issue(role, name))
-            async with open_aio_channel(Endpoint(made.daemons["n1"].peer_address, tls=own)) as channel:
+            address = made.daemons["n1"].peer_address
+            async with open_aio_channel(Endpoint(address, tls=own), role=Role.DAEMON) as channel:
                 stub: Any = peer_pb2_grpc.PeerServiceStub(channel)
                 assert await refusal(stub.GetRendezvous(asked)) == reason
                 if reason:

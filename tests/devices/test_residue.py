@@ -35,8 +35,13 @@ def nvml(fake: FakeNvml) -> Iterator[NvmlDevices]:
     made.close()
 
 
+def host_of(devices: Devices) -> Host:
+    cgroups = SimpleNamespace(unreclaimable_bytes=lambda group: 0)
+    return cast(Host, SimpleNamespace(devices=devices, inventory=devices.discover(), cgroups=cgroups))
+
+
 def watch(devices: Devices) -> MemoryWatch:
-    return MemoryWatch(cast(Host, SimpleNamespace(devices=devices, inventory=devices.discover())), PART)
+    return MemoryWatch(host_of(devices), PART)
 
 
 def pages(*said: tuple[int, int]) -> ControlPages:
@@ -96,7 +101,7 @@ def test_nothing_is_measured_before_the_memory_is_seen_free(fake: FakeNvml, nvml
 
 def test_of_a_device_that_others_use_too_only_what_is_its_own_has_to_go(fake: FakeNvml, nvml: NvmlDevices) -> None:
     said = pages((0, 600 * MIB), (0, 600 * MIB))
-    host = cast(Host, SimpleNamespace(devices=nvml, inventory=nvml.discover()))
+    host = host_of(nvml)
     for is_shared in (False, True):
         fake.processes = {device: [(71, 610 * MIB), (72, 610 * MIB)] for device in (1, 2, 3)}
         fake.used = [0, 900 * MIB, 900 * MIB, 900 * MIB]

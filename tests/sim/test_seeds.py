@@ -144,8 +144,9 @@ def test_how_long_a_job_will_run_changes_no_decision_before_it_ends() -> None:
         assert ended
         return cluster.master.history, cluster.master.now()
 
-    (short, ends), (long, ends_later) = decisions(25), decisions(45)
-    # Until its last step, for the dice of the two runs differ from there on, before the master knows of its end.
+    (short, ends), (long, ends_later) = decisions(60), decisions(80)
+    # Until its last step, which comes after all submissions: the dice of the two runs differ from there on, before the
+    # master knows of its end.
     before = [row for row in short if row.time < ends]
     assert ends < ends_later
     assert before == long[: len(before)]

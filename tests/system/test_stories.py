@@ -163,7 +163,7 @@ def test_with_a_raised_limit_a_job_goes_on_and_with_one_that_it_has_passed_it_en
     other = sleeping(shell, 1, "--time", "8s")
     until(shell, other, lambda now: now["state"] == "FAILED", "its time is up")
     assert runs(shell.json("show", job))
-    shell("update", job, "--time", "5s")
+    shell("update", job, "--time", "5s", "--yes")
     until(shell, job, lambda now: now["state"] == "FAILED", "its time is up")
     assert shell.json("show", job)["failure"]["reason"] == "TIME_LIMIT"
 

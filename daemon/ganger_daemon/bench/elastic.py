@@ -251,7 +251,19 @@ def _submit(cluster: BenchCluster, label: str, gpus: str) -> str:
     numbers = (MOST_EPOCHS, SAMPLES, BATCH, STATE_MEGABYTES)
     submitted = cluster.ganger(
         "submit",
-        *("--name", label, "--gpus", gpus, "--cpus-per-gpu", "1", "--memory", "1G", "--gpu-memory", "128M"),
+        *(
+            "--name",
+            label,
+            "--distributed",
+            "--gpus",
+            gpus,
+            "--cpus-per-gpu",
+            "1",
+            "--memory",
+            "1G",
+            "--gpu-memory",
+            "128M",
+        ),
         *("--checkpoint-every", "never", "--directory", str(cluster.directory), "--json", "--"),
         *(sys.executable, "train.py", label, f"{label}.last", *map(str, numbers)),
     )
