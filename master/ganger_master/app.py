@@ -309,8 +309,14 @@ def _obstacle_of(error: StoreError | EndpointError) -> Obstacle:
             return found
 
 
+class FencedError(Exception):
+    """Another master has taken the store over; the text is for a person."""
+
+
 async def run(config: Config, say: Callable[[str], None]) -> bool:
-    """Runs a master until SIGTERM or SIGINT; False when it could not go on, and its log says why."""
+    """Runs a master until SIGTERM or SIGINT; False when it could not go on, and its log says why.
+
+    Raises StartError, and FencedError."""
     master = Master(config)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -325,6 +331,8 @@ async def run(config: Config, say: Callable[[str], None]) -> bool:
     failed = asyncio.create_task(master.writer.stopped.wait())
     try:
         await asyncio.wait({asked, failed}, return_when=asyncio.FIRST_COMPLETED)
+        if master.writer.fenced is not None:
+            raise FencedError(str(master.writer.fenced))
         return stop.is_set()
     finally:
         asked.cancel()

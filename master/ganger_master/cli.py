@@ -63,5 +63,7 @@ def master(config_file: Path | None, **flags: str | Path | bool | None) -> None:
         was_asked = asyncio.run(app.run(settings, lambda line: click.echo(line)))
     except StartError as error:
         raise CommandError(str(error), codes[error.obstacle]) from error
+    except app.FencedError as error:
+        raise CommandError(str(error), Exit.FENCED) from error
     if not was_asked:
         raise CommandError("the master could not go on: its log says why", Exit.BUG)

@@ -122,6 +122,31 @@ def test_a_program_that_dies_again_and_again_is_left_and_the_others_go_on(
         supervisor.stop()
 
 
+def test_a_master_whose_database_another_one_has_taken_over_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, starts = tmp_path / "log", tmp_path / "starts"
+    fenced = ("sh", "-c", f"echo one >> {starts}; exit 8")
+    both = (cluster.Program("master", fenced, log), cluster.Program("n1", ("sleep", "600"), log))
+    monkeypatch.setattr(cluster, "programs", lambda settings: both)
+    said: list[str] = []
+    supervisor = cluster.Supervisor(Settings(tmp_path, 1), said.append)
+    supervisor.start()
+    try:
+
+        def is_said() -> bool:
+            supervisor.restart_dead()
+            return bool(said)
+
+        eventually(is_said, within_seconds=20)
+        supervisor.restart_dead()
+        (text,) = said
+        assert "another master has taken its database over" in text
+        assert starts.read_text() == "one\n"
+    finally:
+        supervisor.stop()
+
+
 def test_a_program_that_cannot_be_started_now_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logs = tmp_path / "its" / "logs"
     logs.mkdir(parents=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import grpc
@@ -10,6 +11,7 @@ import pytest
 from ganger.agent.v1 import agent_pb2
 from ganger.v1 import job_pb2, job_service_pb2, node_pb2, resources_pb2, scheduling_pb2
 from ganger.wire.errors import from_rpc_error
+from ganger_master.store.sql import SqlStore
 from rpc.kit import Served, Speaker, serving, spec_of, until
 
 
@@ -68,6 +70,28 @@ def test_job_is_placed_and_the_daemon_hears_of_it_in_its_held_poll(tmp_path: Pat
             view = await served.scheduling.GetView(scheduling_pb2.GetViewRequest())
             assert view.nodes[0].free_mask == 0b1100
             host.cancel()
+
+    asyncio.run(story())
+
+
+def test_a_poll_sent_after_another_master_took_the_store_over_extends_no_lease(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path) as served:
+            node = Speaker(served, "n1")
+            await node.join()
+            newer = SqlStore(served.master.config.database)
+            newer.open()
+            taken_over = time.monotonic()
+            # The margin of lost_after is thirty times as long.
+            while time.monotonic() < taken_over + 1.0:
+                try:
+                    await node.reconcile()
+                except grpc.RpcError:
+                    break
+            assert await reason(node.reconcile()) == "NOT_READY"
+            await asyncio.wait_for(served.master.writer.stopped.wait(), 10.0)
+            assert await reason(served.submit()) == "NOT_READY"
+            newer.close()
 
     asyncio.run(story())
 

@@ -306,6 +306,95 @@ def test_master_that_was_taken_over_stops() -> None:
     run(story())
 
 
+class OwnedStore(GatedStore):
+    """Memory that another master may take over, or that cannot be read; counts how often it is asked whose it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checks = 0
+        self.found: Problem | None = None
+
+    def check_owner(self) -> None:
+        assert self.gate.wait(10.0), "the gate stayed closed"
+        self.checks += 1
+        if self.found is not None:
+            raise StoreError(self.found, "told to fail")
+
+
+def test_master_without_calls_finds_that_it_was_taken_over_and_ends() -> None:
+    async def story() -> None:
+        store = OwnedStore()
+        store.found = Problem.FENCED
+        writer = await started(store)
+        await asyncio.wait_for(writer.stopped.wait(), 5.0)
+        assert writer.fenced is not None
+        assert writer.fenced.problem is Problem.FENCED
+        with pytest.raises(NotReady):
+            await writer.submit(submission(1))
+        await writer.close()
+
+    run(story())
+
+
+def test_one_check_of_the_store_serves_all_calls_that_wait_for_it() -> None:
+    async def story() -> None:
+        store = OwnedStore()
+        writer = await started(store)
+        ownership = writer.ownership
+        await ownership.check()
+        before = store.checks
+        await ownership.confirm(ownership.now())
+        assert store.checks == before, "the last check is young enough"
+        store.gate.clear()
+        later = ownership.now() + 1_000.0
+        ownership.now = lambda: later
+        calls = [asyncio.ensure_future(ownership.confirm(later)) for _ in range(100)]
+        done, _ = await asyncio.wait(calls, timeout=0.1)
+        assert not done
+        store.gate.set()
+        await asyncio.gather(*calls)
+        assert store.checks == before + 1
+        await writer.close()
+
+    run(story())
+
+
+def test_a_call_waits_for_a_check_that_begins_after_the_call_came() -> None:
+    async def story() -> None:
+        store, clock = OwnedStore(), Clock()
+        writer = Writer(store, Settings(), clock, steady=clock)
+        store.gate.clear()
+        before = writer.ownership.check()
+        await asyncio.sleep(0)
+        clock.now += 10.0
+        call = asyncio.ensure_future(writer.ownership.confirm(clock.now))
+        await asyncio.sleep(0)
+        store.found = Problem.FENCED
+        store.gate.set()
+        await before
+        with pytest.raises(NotReady, match="another master"):
+            await call
+        assert writer.stopped.is_set()
+        writer.ownership.close()
+
+    run(story())
+
+
+def test_a_store_that_cannot_be_read_extends_no_lease_and_ends_no_master() -> None:
+    async def story() -> None:
+        store = OwnedStore()
+        store.found = Problem.UNREADABLE
+        writer = await started(store)
+        with pytest.raises(NotReady, match="cannot be read"):
+            await writer.ownership.confirm(writer.ownership.now())
+        assert not writer.stopped.is_set()
+        store.found = None
+        await writer.ownership.confirm(writer.ownership.now())
+        await writer.close()
+
+    run(story())
+
+
 def test_a_batch_that_cannot_be_laid_out_is_refused_whole_and_what_is_durable_stays() -> None:
     class Fussy(GatedStore):
         breaks = False

@@ -241,6 +241,22 @@ def test_a_job_whose_daemon_is_dead_goes_on_elsewhere_and_never_runs_twice(comma
     assert not cluster.state.gangs_on[daemon.name]
 
 
+def test_a_job_whose_daemon_stays_with_a_fenced_master_goes_on_elsewhere_and_never_runs_twice() -> None:
+    cluster = cluster_of(1, Settings(lost_after_seconds=60.0))
+    # It reports no checkpoints, and no other node falls silent, so that the former master has nothing to write: it has
+    # to look whose the store is.
+    number = started(cluster, replace(job_of(4), command=(OPAQUE, "300")))
+    cluster.run_for(10.0)
+    former = cluster.start_another_master(stay=["n1"])
+    cluster.add_node("n2", SERVER)
+    assert cluster.run_until(lambda: not former.is_up, 5.0)
+    assert cluster.run_until(lambda: cluster.state.nodes["n1"].lost, 120.0)
+    assert cluster.run_until(lambda: phase(cluster, number) is GangPhase.RUNNING, 30.0)
+    cluster.daemons["n1"].master = cluster.master
+    ends(cluster, number)
+    assert not cluster.state.gangs_on["n1"]
+
+
 @pytest.mark.parametrize("is_running", [False, True])
 def test_a_checkpoint_written_while_cut_off_is_what_the_next_attempt_starts_from(is_running: bool) -> None:
     cluster = cluster_of(2, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))

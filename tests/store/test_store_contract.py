@@ -190,9 +190,12 @@ def test_former_master_is_fenced_off(reopen: Opener) -> None:
     if isinstance(former, MemoryStore):
         pytest.skip("memory has one master")
     former.commit(Batch({"counters": [counter("a", 1)]}))
+    former.check_owner()
     newer = reopen()
-    with pytest.raises(StoreError) as refused:
-        former.commit(Batch({"counters": [counter("a", 2)]}))
-    assert refused.value.problem is Problem.FENCED
+    for used in (former.check_owner, lambda: former.commit(Batch({"counters": [counter("a", 2)]}))):
+        with pytest.raises(StoreError) as refused:
+            used()
+        assert refused.value.problem is Problem.FENCED
+    newer.check_owner()
     assert contents(newer) == {("counters", "a"): {"body": "1"}}
     newer.commit(Batch({"counters": [counter("a", 3)]}))

@@ -201,7 +201,7 @@ class Supervisor:
         the system does not grant now (space, processes) is asked for again at the next call."""
         for program in self._programs:
             running = self._running[program.name]
-            if not running.wait():
+            if not running.wait() or self._is_fenced(program, running):
                 continue
             now = time.monotonic()
             recent = [each for each in self._starts[program.name] if now - each < _RESTART_WINDOW_SECONDS]
@@ -223,6 +223,19 @@ class Supervisor:
         if not self._is_noted:
             with contextlib.suppress(OSError):
                 self._note()
+
+    def _is_fenced(self, program: Program, running: Running) -> bool:
+        """Whether the program ended because another master has taken its database over. To start it again would take
+        the database back, and the two would go on so."""
+        if running.code != Exit.FENCED:
+            return False
+        if program.name not in self._resting:
+            self._resting.add(program.name)
+            self._say(
+                f"{program.name} ended and is not started again: another master has taken its database over. Stop the"
+                f" other one, then `ganger down` and `ganger up` here.\n{self._told(program)}"
+            )
+        return True
 
     def check_alive(self) -> None:
         """Raises CommandError if a program has died, with the end of its log."""
@@ -403,7 +416,7 @@ def last_error(path: Path) -> str:
 
 def exit_of(code: int | None) -> Exit:
     """What to exit with when a program that is needed has ended so: with the same, where it said what was wrong."""
-    kept = (Exit.USAGE, Exit.UNREACHABLE, Exit.NOT_PERMITTED)
+    kept = (Exit.USAGE, Exit.UNREACHABLE, Exit.NOT_PERMITTED, Exit.FENCED)
     return Exit(code) if code in kept else Exit.REFUSED
 
 

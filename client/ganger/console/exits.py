@@ -14,6 +14,8 @@ class Exit(IntEnum):
     UNREACHABLE = 5
     NOT_PERMITTED = 6
     BUG = 7
+    # A master whose database another master has taken over: to start it again would take it back.
+    FENCED = 8
     INTERRUPTED = 130
 
 

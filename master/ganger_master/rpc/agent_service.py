@@ -92,6 +92,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
     async def Reconcile(self, request: agent_pb2.ReconcileRequest, context: Any) -> agent_pb2.ReconcileResponse:
         node = self._node_in(request.session)
         _check_node(self._callers.of(context), node)
+        received_at = self._writer.ownership.now()
         call = object()
         self._newest[node] = call
         self._writer.committed.wake(f"nodes/{node}")
@@ -103,6 +104,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             await self._hold(node, request, call)
             if self._newest.get(node) is not call:
                 raise errors.NotReady("a newer call of this node has come")
+            # Its lease counts from when it was sent, and a newer master's patience from when it took the store over.
+            await self._writer.ownership.confirm(received_at)
             response = await self._answer(node, request)
         finally:
             if self._newest.get(node) is call:

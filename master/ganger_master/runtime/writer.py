@@ -35,6 +35,7 @@ from ganger_master.runtime import failpoints
 from ganger_master.runtime.beside import Beside
 from ganger_master.runtime.committed import Committed, Publication
 from ganger_master.runtime.meter import Meter
+from ganger_master.runtime.ownership import Ownership
 from ganger_master.runtime.pace import Pace
 from ganger_master.runtime.recorder import Recorded, Recording
 from ganger_master.runtime.store_thread import StoreThread
@@ -119,6 +120,9 @@ class Writer:
         self.state = State(settings, clock())
         # Set when the writer cannot go on: another master has taken the store over, or it is closed.
         self.stopped = asyncio.Event()
+        # Why the store refuses this master, once it does.
+        self.fenced: StoreError | None = None
+        self.ownership = Ownership(store, settings, steady, self._end_fenced)
         self._store = store
         # What is kept beside it, and what is said of it to begin with.
         self._beside = beside
@@ -185,6 +189,7 @@ class Writer:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.ownership.close()
         await self._thread.ask(self._store.close)
         self._thread.close()
         self.stopped.set()
@@ -419,6 +424,8 @@ class Writer:
     def _look_often(self) -> None:
         self._next_look = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look_often)
         self._look()
+        # So that a master that nobody calls ends, too.
+        self.ownership.check()
 
     def _look(self) -> None:
         """At the clocks, ahead of whatever is decided by them."""
@@ -463,11 +470,19 @@ class Writer:
         _refuse(sealed.callers, refusal)
         _refuse(behind.callers, refusal)
         if error.problem is Problem.FENCED:
-            self.stopped.set()
+            self._end_fenced(error)
             return
         pause = (0.0, *_RELOAD_SECONDS)[min(self._failed_commits, len(_RELOAD_SECONDS))]
         self._failed_commits += 1
         self._start(self._reload(pause, self.state))
+
+    def _end_fenced(self, error: StoreError) -> None:
+        """Nothing is accepted or answered from here on: the store is another master's."""
+        if self.fenced is None:
+            log.critical("fenced", extra={"error": str(error)})
+        self.fenced = error
+        self._is_ready = False
+        self.stopped.set()
 
     async def _reload(self, pause_seconds: float = 0.0, former: State | None = None) -> None:
         """`former`: it was sound, and only its last changes are not stored."""
@@ -512,7 +527,7 @@ class Writer:
             state.free_devices,
             state.view.mode,
         )
-        self._is_ready = True
+        self._is_ready = self.fenced is None
         if self._recording is not None:
             self._recording.start_over(state, self._clock(), "the state was read from the store")
         if self._opens is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,7 +36,7 @@ from ganger_master.sim.checkers import Oracle, RuleBrokenError
 from ganger_master.sim.engine import Engine
 from ganger_master.sim.faults import NONE, Faults, Network
 from ganger_master.sim.hosts import SimHost
-from ganger_master.sim.master import SimMaster
+from ganger_master.sim.master import SimMaster, SimStore
 from ganger_master.sim.nodes import SimDaemon
 from ganger_master.sim.ranks import OPAQUE, Physics, spec_steps
 from ganger_master.sim.turning import Turns
@@ -71,9 +71,7 @@ class Cluster:
         self.oracle = Oracle()
         self.physics = Physics(self.engine, self.oracle, step_seconds)
         self.physics.faults = faults
-        self.master = SimMaster(
-            self.engine, settings or Settings(), faults, self._on_news, self._on_turns, self._on_history
-        )
+        self.master = self._make_master(settings or Settings())
         self.daemons: dict[str, SimDaemon] = {}
         self.submissions: list[Submission] = []
         self.host = SimHost(self.engine, self.network, self.master)
@@ -81,6 +79,24 @@ class Cluster:
         self.hosts: dict[str, SimHost] = {}
         for name, configuration_set in nodes:
             self.add_node(name, configuration_set)
+
+    def _make_master(self, settings: Settings, store: SimStore | None = None) -> SimMaster:
+        def on_news(node: str, desired: DesiredSet) -> None:
+            if node in self.daemons and self.daemons[node].master is master:
+                self.daemons[node].on_news(desired)
+
+        master = SimMaster(self.engine, settings, self.faults, on_news, self._on_turns, self._on_history, store)
+        return master
+
+    def start_another_master(self, stay: Collection[str]) -> SimMaster:
+        """On the store of the one that there is, which goes on. The daemons that `stay` know the former one only."""
+        former = self.master
+        self.master = self.host.master = self._make_master(former.settings, former.store)
+        for name, daemon in self.daemons.items():
+            if name not in stay:
+                daemon.master = self.master
+        self.master.take_over()
+        return former
 
     @property
     def state(self) -> State:
@@ -299,10 +315,6 @@ class Cluster:
             self.send(ResizeJob(self.engine.random.choice(known), self.engine.random.randint(1, 8)))
 
     # -- what the master says ------------------------------------------------------------------------------------------
-
-    def _on_news(self, node: str, desired: DesiredSet) -> None:
-        if node in self.daemons:
-            self.daemons[node].on_news(desired)
 
     def _on_history(self, row: History) -> None:
         if row.kind in ("move_committed", "resize_committed"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -11,12 +12,14 @@ import msgspec
 from ganger_master.core import machine
 from ganger_master.core.answers import Answer
 from ganger_master.core.changes import ELEMENT_TYPES, Changes
+from ganger_master.core.commands import Answer as PollAnswer
 from ganger_master.core.commands import Command, Ended, Marks, NoteEnds, OpenStore, Tick
 from ganger_master.core.desired import desired_of
 from ganger_master.core.effects import Effects, History
 from ganger_master.core.events import Event
 from ganger_master.core.invariants import violations
 from ganger_master.core.model import Counters, Job
+from ganger_master.core.ownership import covers
 from ganger_master.core.restoring import restored
 from ganger_master.core.settings import Settings
 from ganger_master.core.standstill import Look, noticed
@@ -42,6 +45,14 @@ class Released:
     wake_at: float | None = None
 
 
+@dataclass(slots=True)
+class SimStore:
+    """What is stored, and which master may write: one of the newest generation."""
+
+    elements: dict[tuple[str, str], bytes] = field(default_factory=dict)
+    generation: int = 0
+
+
 class Recorder(Protocol):
     """Who writes down what is decided (`runtime.recorder`)."""
 
@@ -64,6 +75,7 @@ class SimMaster:
         on_news: Callable[[str, DesiredSet], None],
         on_turns: Callable[[list[Turn]], None],
         on_history: Callable[[History], None] = lambda row: None,
+        store: SimStore | None = None,
     ) -> None:
         self.engine = engine
         self.settings = settings
@@ -77,7 +89,11 @@ class SimMaster:
         self.marks = Marks()
         self.ended: dict[str, Ended] = {}
         self._notes_ends = False
-        self.durable: dict[tuple[str, str], bytes] = {}
+        self.store = store or SimStore()
+        self.store.generation += 1
+        self.durable = self.store.elements
+        self._generation = self.store.generation
+        self._verified_at = -math.inf
         self.history: list[History] = []
         self.is_up = True
         self.incarnation = 0
@@ -131,6 +147,24 @@ class SimMaster:
 
         self.engine.after(self.engine.between(0.1, 2.0), note)
 
+    def answer_poll(self, command: PollAnswer, received_at: float, reply: Callable[[Answer], None]) -> None:
+        """Extends a node's lease, if the store is known to be this master's."""
+        if not covers(self.settings, self._verified_at, received_at):
+            if self.store.generation != self._generation:
+                self._end_fenced()
+                return
+            self._verified_at = self.engine.now
+        self.call(command, reply)
+
+    def take_over(self) -> None:
+        """Starts on what a former master has stored; it may still run, and has not heard of this one."""
+        self._go_on(self._restore(self.durable), "the master was started", Tick())
+
+    def _end_fenced(self) -> None:
+        self._in_flight.clear()
+        self.is_up = False
+        self.incarnation += 1
+
     def set_clock(self) -> None:
         """While it runs; it looks at its clock every few seconds, and before whatever it is told."""
         self._jump()
@@ -165,7 +199,7 @@ class SimMaster:
         """Stops, and starts on an older copy of the database. `opened`: what it finds beside it."""
         self._in_flight.clear()
         self.incarnation += 1
-        self.durable = dict(copy)
+        self.durable = self.store.elements = dict(copy)
         self._go_on(self._restore(self.durable), "the database was restored", opened)
 
     def _restart(self) -> None:
@@ -230,6 +264,9 @@ class SimMaster:
 
     def _committed(self, released: Released, incarnation: int) -> None:
         if incarnation != self.incarnation:
+            return
+        if self.store.generation != self._generation and (released.changes.puts or released.changes.removes):
+            self._end_fenced()
             return
         if self.faults.failed_commit and released.changes.puts and self.engine.chance(self.faults.failed_commit):
             self._lose_commits()

@@ -163,7 +163,7 @@ class SimDaemon:
     def report(self) -> None:
         """One Reconcile: the complete observed set up; the desired set comes back if nothing gets lost."""
         self.observation += 1
-        session, sent = self.session, self.engine.now
+        session, sent, master = self.session, self.engine.now, self.master
         command = Observe(
             self.name,
             session,
@@ -176,18 +176,22 @@ class SimDaemon:
             finished=tuple(self.finished.values()) if self.master.state.counters.restoring is not None else (),
         )
 
-        def observed(answer: Answer) -> None:
+        def received() -> None:
+            at = self.engine.now
+            master.call(command, lambda answer: observed(answer, at))
+
+        def observed(answer: Answer, at: float) -> None:
             if isinstance(answer, Refused):
                 self.network.send(lambda: self._superseded(session))
                 return
-            self.master.call(AnswerCommand(self.name, session), answered)
+            master.answer_poll(AnswerCommand(self.name, session), at, answered)
 
         def answered(answer: Answer) -> None:
-            desired = self.master.committed.get(self.name, DesiredSet())
+            desired = master.committed.get(self.name, DesiredSet())
             if not isinstance(answer, Refused):
                 self.network.send(lambda: self._on_desired(session, desired, sent))
 
-        self.network.send(lambda: self.master.call(command, observed))
+        self.network.send(received)
 
     def on_news(self, desired: DesiredSet) -> None:
         """The held call is answered because something changed."""
@@ -199,7 +203,7 @@ class SimDaemon:
             if not isinstance(answer, Refused):
                 self.network.send(lambda: self._on_desired(session, desired, sent))
 
-        self.master.call(AnswerCommand(self.name, session), answered)
+        self.master.answer_poll(AnswerCommand(self.name, session), sent, answered)
 
     def _superseded(self, session: str) -> None:
         if self.is_up and session == self.session:

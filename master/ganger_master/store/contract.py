@@ -26,7 +26,7 @@ class Problem(Enum):
     FULL = "the disk is full: free some space; nothing accepted was lost"
     NEWER = "a newer ganger wrote it: start that version, or restore the backup made before its upgrade"
     UNREADABLE = "it cannot be read or written: check its path, its permissions and its disk"
-    FENCED = "another master has taken it over: this one must stop"
+    FENCED = "another master has taken it over: this one ends; let one master run on a database"
     DAMAGED = "it holds what no ganger writes: restore a backup"
 
 
@@ -71,7 +71,8 @@ class StoredRow(Struct, frozen=True, gc=False):
 
 
 class Store(Protocol):
-    """Called from one thread at a time, except `history` and `prepare`, which may run beside the others."""
+    """Called from one thread at a time, except `history`, `check_owner` and `prepare`: those may run beside the
+    others."""
 
     def open(self) -> None:
         """Brings the schema up to date and takes the store over from any former master. Raises StoreError."""
@@ -84,6 +85,9 @@ class Store(Protocol):
 
     def prepare(self, batch: Batch) -> Callable[[], None]:
         """Does of `commit` what needs no disk; what is left of it, to be called in the order of the batches."""
+
+    def check_owner(self) -> None:
+        """Returns if no other master has taken the store over since `open`; reads one row. Raises StoreError."""
 
     def history(self, subject: str, after_sequence: int, limit: int) -> Sequence[HistoryEntry]:
         """Oldest first; subject "" means all. Raises StoreError."""

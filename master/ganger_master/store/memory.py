@@ -37,6 +37,9 @@ class MemoryStore:
     def prepare(self, batch: Batch) -> Callable[[], None]:
         return partial(self.commit, batch)
 
+    def check_owner(self) -> None:
+        return None
+
     def history(self, subject: str, after_sequence: int, limit: int) -> Sequence[HistoryEntry]:
         start = bisect_right(self._history, after_sequence, key=lambda entry: entry.sequence)
         found = (entry for entry in self._history[start:] if not subject or entry.subject == subject)

@@ -96,6 +96,12 @@ class SqlStore:
                     self._connection = None
                 raise
 
+    def check_owner(self) -> None:
+        # By a connection of its own: the commits' may be in the middle of a transaction.
+        with _explained(self._url), self._engine.connect() as connection:
+            if connection.execute(_GENERATION).scalar() != self._generation:
+                raise self._fenced()
+
     def history(self, subject: str, after_sequence: int, limit: int) -> Sequence[HistoryEntry]:
         query = (
             select(*events.columns).where(events.c.sequence > after_sequence).order_by(events.c.sequence).limit(limit)
@@ -190,6 +196,7 @@ class _Statement:
 
 
 _UPSERTS: Final = ("postgresql",)
+_GENERATION: Final = select(writer.c.generation)
 
 
 def _built(verb: str, table_name: str, dialect: str) -> Executable:
@@ -217,7 +224,7 @@ def _take_over(connection: Connection) -> int:
     """Raises the generation, so that a former master's commits are refused from now on."""
     if connection.execute(update(writer).values(generation=writer.c.generation + 1)).rowcount == 0:
         connection.execute(insert(writer).values(id=1, generation=1))
-    return int(connection.execute(select(writer.c.generation)).scalar_one())
+    return int(connection.execute(_GENERATION).scalar_one())
 
 
 def _engine_for(url: str | URL) -> Engine:
