@@ -7,7 +7,7 @@ from core.drive import Drive, job_of
 from core.test_lost_commits import Store
 from ganger.resources.reasons import Reason
 from ganger_master.core.answers import Rejected
-from ganger_master.core.commands import Answer, Tick
+from ganger_master.core.commands import Answer, DeclareLost, Tick
 from ganger_master.core.explain import explain
 from ganger_master.core.model import JobState, NodeState
 from ganger_master.core.restoring import restored
@@ -139,3 +139,59 @@ def test_all_nodes_are_looked_through_only_when_one_can_have_turned_silent() -> 
         pass_time(drive, 10.0, "n1", "n2")
         looked.append(drive.state.next_silence_check)
     assert len(set(looked)) <= 600 / 60
+
+
+# Seconds at which nodes were answered for the last time, those that call again, and the nodes that the clock declares
+# lost by 1,000 s: silent after 90 s, lost after 630 s.
+@pytest.mark.parametrize(
+    ("last", "back", "lost"),
+    [
+        # A single node is lost by the clock.
+        ({"n1": 0.0}, {}, {"n1"}),
+        # All fell silent within one heartbeat window.
+        ({"n1": 0.0, "n2": 80.0, "n3": 40.0}, {}, set()),
+        # One node fell silent before the others.
+        ({"n1": 0.0, "n2": 200.0, "n3": 240.0}, {}, {"n1"}),
+        # One after another.
+        ({"n1": 0.0, "n2": 200.0}, {}, {"n1", "n2"}),
+        # One calls again: the clock of the others starts from there.
+        ({"n1": 0.0, "n2": 0.0, "n3": 0.0}, {"n1": 360.0}, {"n2", "n3"}),
+        ({"n1": 0.0, "n2": 0.0, "n3": 0.0}, {"n1": 380.0}, set()),
+        # The others go on calling all the time.
+        ({"n1": 0.0, "n2": 1_000.0}, {}, {"n1"}),
+    ],
+)
+def test_nodes_that_all_fell_silent_at_once_are_not_lost_by_the_clock(
+    last: dict[str, float], back: dict[str, float], lost: set[str]
+) -> None:
+    drive = Drive(nodes=len(last))
+    start = drive.now
+    while drive.now < start + 1_000.0:
+        seconds = drive.now - start
+        calling = [node for node in last if seconds < last[node] or seconds >= back.get(node, 1e9)]
+        pass_time(drive, 10.0, *calling)
+    assert {node for node in last if state_of(drive, node) is NodeState.LOST} == lost
+
+
+def test_an_operator_declares_one_of_the_nodes_lost_that_all_fell_silent_at_once() -> None:
+    drive = Drive(nodes=2)
+    numbers = [drive.submit(job_of(4)) for _ in range(2)]
+    for number in numbers:
+        drive.start(number)
+        drive.runs(number)
+    pass_time(drive, 700.0)
+    (why,) = explain(drive.state, numbers[0], drive.now).blockers
+    assert "all nodes fell silent at once: the master may be cut off" in why.detail
+    drive.step(DeclareLost("n1"))
+    pass_time(drive, 1_000.0)
+    assert (state_of(drive, "n1"), state_of(drive, "n2")) == (NodeState.LOST, NodeState.SILENT)
+
+
+def test_a_new_session_starts_the_clock_of_the_others_that_fell_silent_with_it() -> None:
+    drive = Drive(nodes=2)
+    pass_time(drive, 1_000.0)
+    drive.join("n1")
+    pass_time(drive, 600.0, "n1")
+    assert state_of(drive, "n2") is NodeState.SILENT
+    pass_time(drive, 50.0, "n1")
+    assert state_of(drive, "n2") is NodeState.LOST

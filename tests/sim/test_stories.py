@@ -241,6 +241,42 @@ def test_a_job_whose_daemon_is_dead_goes_on_elsewhere_and_never_runs_twice(comma
     assert not cluster.state.gangs_on[daemon.name]
 
 
+def test_jobs_go_on_with_the_same_attempt_after_the_master_was_cut_off_from_all_nodes() -> None:
+    cluster = cluster_of(3, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    numbers = [started(cluster, job_of(4, steps=200)) for _ in range(3)]
+    epochs = [job(cluster, number).epoch for number in numbers]
+    for daemon in cluster.daemons.values():
+        daemon.network = Network(cluster.engine, Faults(lose=1.0))
+    cluster.run_for(400.0)
+    assert {node.state.value for node in cluster.state.nodes.values()} == {"SILENT"}
+    (why,) = explain(cluster.state, numbers[0], cluster.engine.now).blockers
+    assert "all nodes fell silent at once: the master may be cut off" in why.detail
+    # They return one after another.
+    for daemon in cluster.daemons.values():
+        daemon.network = cluster.network
+        cluster.run_for(20.0)
+    assert [job(cluster, number).epoch for number in numbers] == epochs
+    for number in numbers:
+        ends(cluster, number)
+        assert job(cluster, number).preemptions == 0
+
+
+def test_a_node_that_stays_away_after_the_master_was_cut_off_is_lost_once_its_clock_has_run_anew() -> None:
+    cluster = cluster_of(2, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    number = started(cluster, job_of(4, steps=200))
+    (away,) = cluster.state.gangs[job(cluster, number).epoch].nodes
+    (back,) = {"n1", "n2"} - {away}
+    for daemon in cluster.daemons.values():
+        daemon.network = Network(cluster.engine, Faults(lose=1.0))
+    cluster.run_for(300.0)
+    cluster.daemons[back].network = cluster.network
+    assert cluster.run_until(lambda: cluster.state.nodes[back].takes_gangs, 30.0)
+    cluster.run_for(60.0)
+    assert not cluster.state.nodes[away].lost
+    assert cluster.run_until(lambda: cluster.state.nodes[away].lost, 10.0)
+    ends(cluster, number)
+
+
 def test_a_job_whose_daemon_stays_with_a_fenced_master_goes_on_elsewhere_and_never_runs_twice() -> None:
     cluster = cluster_of(1, Settings(lost_after_seconds=60.0))
     # It reports no checkpoints, and no other node falls silent, so that the former master has nothing to write: it has

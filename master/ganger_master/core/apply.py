@@ -173,10 +173,10 @@ def _session_opened(state: State, event: events.SessionOpened) -> None:
     if not node.draining and not node.cordoned:
         node = replace(node, state_reason="")
     state.counters.next_session += 1
+    silence.note_call(state, node.name, event.time)
     state.put_node(node)
     quarantine.note_ids(state, request.seen.next_epoch, request.seen.next_job)
     state.reports.pop(node.name, None)
-    state.note_answer(node.name, event.time)
     state.history(event.time, f"nodes/{node.name}", "session_opened", event.cause, peer=node.peer_address)
 
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ganger_master.approval import explain as approval
-from ganger_master.core import capacity, draining, restarts, time_limits
+from ganger_master.core import capacity, draining, restarts, silence, time_limits
 from ganger_master.core.lifecycle import trouble_of
 from ganger_master.core.membership import Membership
 from ganger_master.core.model import GangPhase, Intent, Job, JobState, Node, NodeState, ObservedPhase
@@ -181,6 +181,7 @@ def _silent_nodes(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
     gang = state.gangs.get(job.epoch)
     told, fate = [], _once_lost(job)
     patience = math.inf if state.silent_after is None else state.silent_after
+    cut_off = silence.fallen_at_once(state, now)
     for name in gang.nodes if gang is not None else ():
         node, answered = state.nodes.get(name), state.last_answer.get(name)
         silent = 0.0 if answered is None else now - answered
@@ -193,6 +194,8 @@ def _silent_nodes(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
         if node.unanswerable:
             how = f"cannot be sent what it is to do: {node.unanswerable}"
         lost = "" if state.lost_after is None else f"once its silence has lasted {state.lost_after:.0f} s, or "
+        if name in cut_off:
+            how, lost = f"{how}; {silence.ALL_AT_ONCE}, see that nodes reach it", "only "
         detail = (
             f"nodes/{name} {how}: what is said of the job is what was known then, and no order reaches"
             f" it; it {fate} {lost}when an operator says so (`ganger lost {name}`)"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import pwd
+from collections.abc import Collection
 from typing import TypeVar
 
 from ganger.v1 import array_pb2, job_pb2, node_pb2, scheduling_pb2
 from ganger.wire import convert, errors, names, times
 from ganger.wire.roles import Identity
 
-from ganger_master.core import sharing
+from ganger_master.core import sharing, silence
 from ganger_master.core.answers import Approved, ChangeAnswer, Refused, Rejected
 from ganger_master.core.arrays import no_array
 from ganger_master.core.checks import no_job
@@ -114,9 +115,12 @@ class Shown:
         members = self.members(number)
         return array_messages.array_to_wire(members, [self._progress.of(job.number) for job in members])
 
-    def node(self, name: str, caller: Identity) -> node_pb2.Node:
-        """As far as it is for the caller. Raises NodeNotFound."""
+    def node(self, name: str, caller: Identity, fallen_at_once: Collection[str] | None = None) -> node_pb2.Node:
+        """As far as it is for the caller; a list looks once for all which nodes fell silent at once. Raises
+        NodeNotFound."""
         node = self.node_named(name)
+        cut_off = self.fallen_at_once() if fallen_at_once is None else fallen_at_once
+        silent_why = node.unanswerable or (silence.ALL_AT_ONCE if name in cut_off else "")
         row = self._writer.committed.rows.get(name)
         seen = self._writer.state.last_answer.get(name)
         return node_pb2.Node(
@@ -124,7 +128,7 @@ class Shown:
             machine_uuid=node.machine_uuid,
             configuration_set=node.configuration_set,
             state=_NODE_STATES[node.state],
-            state_reason=node.unanswerable or node.state_reason,
+            state_reason=silent_why or node.state_reason,
             row=None if row is None else convert.node_row_to_wire(row),
             capabilities=dict(node.capabilities),
             peer_address=node.peer_address,
@@ -140,6 +144,10 @@ class Shown:
                 else node.launch_failure
             ),
         )
+
+    def fallen_at_once(self) -> Collection[str]:
+        """The nodes whose silence may be the master's own."""
+        return silence.fallen_at_once(self._writer.state, self._writer.now())
 
 
 def verdict_of(job: str, answer: object, into: scheduling_pb2.Verdict | None = None) -> scheduling_pb2.Verdict:

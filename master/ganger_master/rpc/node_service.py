@@ -88,9 +88,10 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
     def _after(self, place: _Place, caller: Identity) -> Iterator[node_pb2.Node | node_pb2.NodeSet]:
         """Nodes by name, then node sets by number; other calls get their turn meanwhile, so some may have gone."""
         committed = self._writer.committed
+        fallen_at_once = self._shown.fallen_at_once()
         for node in sorted(committed.nodes):
             if (0, node) > place and node in committed.nodes:
-                yield self._shown.node(node, caller)
+                yield self._shown.node(node, caller, fallen_at_once)
         for number in sorted(committed.sets):
             node_set = committed.sets.get(number)
             if (1, number) > place and node_set is not None:

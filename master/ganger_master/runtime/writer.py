@@ -202,6 +202,10 @@ class Writer:
         """Answers in the order of the commands, as one: durable together with the last of them."""
         return self._taken(commands, _all)
 
+    def now(self) -> float:
+        """Unix seconds, as the core is given them."""
+        return self._clock()
+
     def _taken(self, commands: Sequence[Command], answer_of: Callable[[list[Answer]], _T]) -> asyncio.Future[_T]:
         future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._look()
