@@ -590,7 +590,9 @@ class DesiredGang(google.protobuf.message.Message):
 
     @property
     def grace(self) -> google.protobuf.duration_pb2.Duration:
-        """For INTENT_STOP: time between SIGTERM and kill."""
+        """For INTENT_STOP: time between SIGTERM and kill. Zero: the gang is stale, its job goes on without it; it is killed
+        without SIGTERM, and if it is frozen, while it is frozen.
+        """
 
     @property
     def kept_checkpoints(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
